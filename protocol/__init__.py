@@ -1,0 +1,1 @@
+"""Everything that crosses a socket: control messages, channels, discovery and HTTP schemas."""

@@ -1,0 +1,298 @@
+"""ZMQ sockets: the control channel between nodes and the ipc channel inside a node.
+
+The only module that imports zmq. Sockets belong to the thread that made them. Nothing here blocks but
+``Poller.wait`` and ``FrontSocket.receive``, and the first has a timeout.
+
+Control traffic is encrypted and authenticated with CURVE when the cluster has a key: all nodes share one
+key pair, and a server admits only clients that prove to hold it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+from msgspec.msgpack import Decoder
+from zmq.auth.thread import ThreadAuthenticator
+
+from protocol import engine_messages, messages
+from protocol.engine_messages import FromEngine, ToEngine
+from protocol.messages import ToDecode, ToPrefill
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SEND_HWM = 10_000
+_RECEIVE_BURST = 1_000
+
+
+class ControlKeyError(ValueError):
+    """The control key file is missing or does not hold a Z85 CURVE secret key."""
+
+
+@dataclass(frozen=True)
+class ControlKeys:
+    """The CURVE key pair that all nodes of a cluster share, Z85."""
+
+    secret: bytes
+    public: bytes
+
+    @classmethod
+    def load(cls, path: Path) -> ControlKeys:
+        """Read the secret key from ``path``. Raises ControlKeyError."""
+        try:
+            secret = path.read_bytes().strip()
+            return cls(secret, zmq.curve_public(secret))
+        except (OSError, ValueError, zmq.ZMQError) as error:
+            raise ControlKeyError(
+                f"control_key_file {path}: expected one line with a 40-character Z85 CURVE secret key "
+                f"({error}); make one with `hisparse-pd keygen {path}`"
+            ) from error
+
+    @classmethod
+    def generate(cls) -> ControlKeys:
+        public, secret = zmq.curve_keypair()
+        return cls(secret, public)
+
+
+class _Inbox(Generic[T]):
+    """Typed decoding with a counter of what had to be dropped."""
+
+    def __init__(self, decoder: Decoder[T]) -> None:
+        self._decoder = decoder
+        self.dropped: Counter[str] = Counter()
+
+    def decode(self, frame: bytes, sender: str) -> T | None:
+        try:
+            return self._decoder.decode(frame)
+        except msgspec.MsgspecError as error:
+            self.dropped["malformed"] += 1
+            log.warning("dropped a malformed message of %d bytes from %s: %s", len(frame), sender, error)
+            return None
+
+
+def _limit(sock: zmq.Socket[bytes]) -> None:
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+    sock.setsockopt(zmq.SNDHWM, _SEND_HWM)
+
+
+class ControlServer:
+    """The prefill node's control socket (ROUTER). A peer is named by the identity ZMQ gives its connection.
+
+    ``dropped`` counts frames that could not be decoded and answers that had no receiver any more.
+    """
+
+    def __init__(self, host: str, port: int, keys: ControlKeys | None = None) -> None:
+        self._context = zmq.Context()
+        self._inbox: _Inbox[ToPrefill] = _Inbox(messages.to_prefill_decoder)
+        self._authenticator: ThreadAuthenticator | None = None
+        self.socket = self._context.socket(zmq.ROUTER)
+        _limit(self.socket)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.IPV6, ":" in host)
+        if keys is not None:
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback("*", credentials_provider=_OneKey(keys.public))
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        address = f"[{host}]" if ":" in host else host
+        self.socket.bind(f"tcp://{address}:{port or '*'}")
+        endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.port = int(endpoint.rsplit(":", 1)[1])
+
+    @property
+    def dropped(self) -> Counter[str]:
+        return self._inbox.dropped
+
+    def receive(self) -> Iterator[tuple[bytes, ToPrefill]]:
+        """What has arrived, without waiting, at most a burst: ``(peer identity, message)``."""
+        for _ in range(_RECEIVE_BURST):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 2:
+                self.dropped["malformed"] += 1
+                continue
+            message = self._inbox.decode(frames[1], frames[0].hex())
+            if message is not None:
+                yield frames[0], message
+
+    def send(self, peer: bytes, message: ToDecode) -> bool:
+        """False, counted as ``unroutable``, when the peer is gone or its queue is full."""
+        try:
+            self.socket.send_multipart([peer, messages.encoder.encode(message)], zmq.NOBLOCK)
+        except (zmq.Again, zmq.ZMQError):
+            self.dropped["unroutable"] += 1
+            return False
+        return True
+
+    def close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self.socket.close()
+        self._context.term()
+
+
+class _OneKey:
+    """ZAP credentials provider: admits the cluster's key alone. ``key`` comes as Z85."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return hmac.compare_digest(key, self._public)
+
+
+class ControlClient:
+    """The decode node's control socket to one prefill node (DEALER). ZMQ reconnects by itself."""
+
+    def __init__(self, endpoint: str, keys: ControlKeys | None = None) -> None:
+        self._inbox: _Inbox[ToDecode] = _Inbox(messages.to_decode_decoder)
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        _limit(self.socket)
+        self.socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if keys is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        self.socket.connect(endpoint)
+        self._endpoint = endpoint
+
+    @property
+    def dropped(self) -> Counter[str]:
+        return self._inbox.dropped
+
+    def receive(self) -> Iterator[ToDecode]:
+        """What has arrived, without waiting, at most a burst."""
+        for _ in range(_RECEIVE_BURST):
+            try:
+                frame = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._inbox.decode(frame, self._endpoint)
+            if message is not None:
+                yield message
+
+    def send(self, message: ToPrefill) -> bool:
+        """False, counted as ``unroutable``, when the queue to the peer is full."""
+        try:
+            self.socket.send(messages.encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self.dropped["unroutable"] += 1
+            return False
+        return True
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class EngineSocket:
+    """The engine's end of the ipc channel to its front."""
+
+    def __init__(self, ipc_path: str) -> None:
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.LINGER, 2000)  # the last answers still leave at shutdown
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.connect(f"ipc://{ipc_path}")
+
+    def receive(self) -> Iterator[ToEngine]:
+        """What has arrived, without waiting."""
+        while True:
+            try:
+                frame = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield engine_messages.to_engine_decoder.decode(frame)
+
+    def send(self, message: FromEngine) -> None:
+        self.socket.send(engine_messages.encoder.encode(message))
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class FrontSocket:
+    """The front's end of the ipc channel to its engine, for asyncio."""
+
+    def __init__(self, ipc_path: str) -> None:
+        self.socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.bind(f"ipc://{ipc_path}")
+
+    async def receive(self) -> FromEngine:
+        return engine_messages.from_engine_decoder.decode(await self.socket.recv())
+
+    async def send(self, message: ToEngine) -> None:
+        await self.socket.send(engine_messages.encoder.encode(message))
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class Wakeup:
+    """A file descriptor that another thread can make readable, to end a ``Poller.wait`` early."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._receiver.fileno()
+
+    def set(self) -> None:
+        """From any thread. A full pipe is fine: the waiter is awake already."""
+        try:
+            self._sender.send(b"\0")
+        except BlockingIOError:
+            return
+
+    def clear(self) -> None:
+        try:
+            while self._receiver.recv(4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+
+
+class Poller:
+    """Waits for any of several channels. Register the channel objects above, or a Wakeup."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+
+    def register(self, channel: ControlServer | ControlClient | EngineSocket | Wakeup) -> None:
+        self._poller.register(_pollable(channel), zmq.POLLIN)
+
+    def unregister(self, channel: ControlServer | ControlClient | EngineSocket | Wakeup) -> None:
+        self._poller.unregister(_pollable(channel))
+
+    def wait(self, timeout_secs: float) -> bool:
+        """True when something can be received."""
+        return bool(self._poller.poll(round(timeout_secs * 1000)))
+
+
+def _pollable(channel: ControlServer | ControlClient | EngineSocket | Wakeup) -> zmq.Socket[bytes] | int:
+    return channel.fileno() if isinstance(channel, Wakeup) else channel.socket

@@ -1,0 +1,178 @@
+"""Messages between a node's HTTP front and its engine process, over a ZMQ ipc socket.
+
+Both ends are one release of one program, so these carry no version. They are tagged Structs in
+msgpack like the control messages, decoded by one typed decoder a direction.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+from msgspec.msgpack import Decoder, Encoder
+
+
+class HisparseFlag(StrEnum):
+    """What a request asks for. ``AUTO`` lets the decode node choose by the room in its device pool."""
+
+    TRUE = "true"
+    FALSE = "false"
+    AUTO = "auto"
+
+
+class Mode(StrEnum):
+    """How the decode node served a request."""
+
+    HISPARSE = "hisparse"
+    DENSE = "dense"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class SamplingParams(Struct, frozen=True):
+    """Validated sampling settings of one sample. Stop strings are the front's business, not the engine's."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    num_logprobs: int | None = None
+    """None: no logprobs; n: the sampled token's and those of the n likeliest tokens."""
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """Natural-log probability of a sampled token under the unscaled logits, with the likeliest ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+# --- front to engine -------------------------------------------------------------------------------
+
+
+class Generate(Struct, frozen=True, tag="generate"):
+    """One sample of one prompt. ``request_id`` is the front's own; ``room`` is shared with the other node.
+
+    ``bootstrap_host`` and ``bootstrap_port`` name the prefill node; the prefill node itself ignores them.
+    ``hisparse`` is None when the request did not say.
+    """
+
+    request_id: str
+    room: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    bootstrap_host: str
+    bootstrap_port: int
+    hisparse: HisparseFlag | None = None
+
+
+class Abort(Struct, frozen=True, tag="abort"):
+    """The client is gone, or a stop string was met. No answer follows; unknown ids are ignored."""
+
+    request_id: str
+
+
+class FlushCache(Struct, frozen=True, tag="flush_cache"):
+    """Drop every prefix-cache entry that no running request uses. Ignored by a decode node."""
+
+
+class Shutdown(Struct, frozen=True, tag="shutdown"):
+    """Leave the loop, release everything and exit with status 0."""
+
+
+ToEngine = Generate | Abort | FlushCache | Shutdown
+
+
+# --- engine to front -------------------------------------------------------------------------------
+
+
+class EngineReady(Struct, frozen=True, tag="ready"):
+    """The engine serves. The front refuses prompts and lives longer than these bounds.
+
+    ``control_endpoint``, ``instance_id`` and ``geometry`` (msgpack of ``messages.Geometry``) go to the
+    bootstrap endpoint of a prefill node and are empty for a decode node.
+    """
+
+    context_length: int
+    max_total_tokens_hisparse: int
+    """Longest prompt plus output that a hisparse request can ever hold, in tokens."""
+    max_total_tokens_dense: int
+    control_endpoint: str = ""
+    instance_id: str = ""
+    geometry: bytes = b""
+
+
+class Tokens(Struct, frozen=True, tag="tokens"):
+    """New tokens of a request, in order; its last message has ``finish_reason`` and ``stats``."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    matched_stop_token: int | None = None
+    stats: RequestStats | None = None
+
+
+class RequestStats(Struct, frozen=True):
+    """What happened to one decode-side request."""
+
+    mode: Mode
+    num_cached_tokens: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    transfer_bytes: int = 0
+    transfer_secs: float = 0.0
+    num_retractions: int = 0
+
+
+class PrefillFinished(Struct, frozen=True, tag="prefill_finished"):
+    """The prefill node has delivered the room."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    transfer_bytes: int
+    transfer_secs: float
+
+
+class RequestFailed(Struct, frozen=True, tag="request_failed"):
+    """The request ended in an error with this HTTP ``status``; no further message follows."""
+
+    request_id: str
+    status: int
+    error: str
+
+
+class EngineStats(Struct, frozen=True, tag="stats"):
+    """Sent at least twice a second while the engine loop turns; its arrival is what /health looks at.
+
+    ``gauges`` are current values, ``counters`` monotone totals since the engine's start; the names are
+    the metric names without prefix, with labels as ``name{label="value"}``.
+    """
+
+    gauges: dict[str, float]
+    counters: dict[str, float]
+    num_running: int
+    num_waiting: int
+    num_used_tokens: int
+    step: int
+    """Loop iterations that did work; a front whose engine has running requests expects it to advance."""
+
+
+FromEngine = EngineReady | Tokens | PrefillFinished | RequestFailed | EngineStats
+
+encoder = Encoder()
+to_engine_decoder: Decoder[ToEngine] = Decoder(ToEngine)
+from_engine_decoder: Decoder[FromEngine] = Decoder(FromEngine)

@@ -1,0 +1,199 @@
+"""Control messages between a decode node and a prefill node.
+
+Every message is a frozen, array-like ``msgspec.Struct`` in msgpack. Array-like means append-only: a
+field may be added at the end, with a default, and never moved or removed. A peer that does not send
+the new field still decodes (the default applies), a peer that does not know it ignores it. The
+golden bytes in ``tests/unit/test_messages.py`` pin the encoding.
+
+Outcome of a message that does not fit:
+
+=============  ============================================================================
+kind           outcome
+=============  ============================================================================
+oversized      ZMQ closes the connection (``MAX_MESSAGE_BYTES``); the peer reconnects
+malformed      dropped and counted (``malformed``); truncated, wrong type, out of bounds, unknown tag
+unregistered   Bootstrap or AbortRoom from a peer that has not registered: answered with Refused
+duplicate      second Bootstrap of a live room: dropped and counted; the first one stands
+unknown room   AbortRoom: answered with RoomQuiet (nothing is in flight); from prefill: dropped, counted
+late           Bootstrap of a room that ended: answered with RoomFailed; other messages: dropped, counted
+=============  ============================================================================
+
+No outcome is fatal to the node, and none touches another room.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, NewType
+
+from msgspec import Meta, Struct
+from msgspec.msgpack import Decoder, Encoder
+
+PROTOCOL_VERSION = 1
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""Largest control message, in bytes: about 200,000 extents."""
+
+MAX_EXTENTS = 200_000
+
+Room = NewType("Room", int)
+"""The id that the router gives one request on both nodes, in [0, 2**63)."""
+
+RoomField = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=0, lt=2**48)]
+Address = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Name = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=4096)]
+
+
+class Extent(Struct, frozen=True, array_like=True):
+    """``length`` contiguous token slots from ``start``; half-open, never empty."""
+
+    start: Annotated[int, Meta(ge=0, lt=2**48)]
+    length: Annotated[int, Meta(ge=1, lt=2**48)]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+Extents = Annotated[tuple[Extent, ...], Meta(max_length=MAX_EXTENTS)]
+
+
+class Geometry(Struct, frozen=True, array_like=True):
+    """What both nodes must agree on. ``page_size`` alone may differ, and then only for hisparse rooms."""
+
+    model_fingerprint: Name
+    dtype: Name
+    num_layers: Annotated[int, Meta(ge=1, le=4096)]
+    num_index_layers: Annotated[int, Meta(ge=1, le=4096)]
+    item_bytes: Annotated[int, Meta(ge=1, le=1 << 20)]
+    index_item_bytes: Annotated[int, Meta(ge=1, le=1 << 20)]
+    index_topk: Annotated[int, Meta(ge=1, le=1 << 20)]
+    page_size: Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class RegionKind(StrEnum):
+    """The registered memory of a decode node.
+
+    ``KV_HOST`` and ``KV_DEVICE`` are ``[num_layers][num_slots][item_bytes]``, ``INDEX`` is
+    ``[num_index_layers][num_slots][index_item_bytes]``, ``AUX`` is ``[num_slots][aux slot bytes]``.
+    """
+
+    KV_HOST = "kv_host"
+    KV_DEVICE = "kv_device"
+    INDEX = "index"
+    AUX = "aux"
+
+
+class Region(Struct, frozen=True, array_like=True):
+    """One registered region: ``num_bytes`` from ``base_addr``, divided in ``num_slots`` a layer."""
+
+    kind: RegionKind
+    base_addr: Address
+    num_bytes: Count
+    num_slots: Count
+
+
+# --- decode node to prefill node -------------------------------------------------------------------
+
+
+class Register(Struct, frozen=True, array_like=True, tag=1):
+    """First message of a decode node; again after each reconnect. Answered by Registered or Refused."""
+
+    protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
+    node_id: Name
+    session: Name
+    geometry: Geometry
+    regions: Annotated[tuple[Region, ...], Meta(max_length=8)]
+
+
+class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
+    """Sent once a heartbeat interval. Answered by HeartbeatAck, or by Refused when not registered."""
+
+    seq: Count
+
+
+class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
+    """Where the KV of one room is to land. ``hisparse`` is the last field and defaults to dense.
+
+    ``kv_extents``: token slots of ``KV_HOST`` when hisparse, else of ``KV_DEVICE``, in position order.
+    ``index_extents``: token slots of ``INDEX``, in position order, each a whole number of pages but the last.
+    """
+
+    room: RoomField
+    num_prompt_tokens: Annotated[int, Meta(ge=1, lt=2**32)]
+    kv_extents: Extents
+    index_extents: Extents
+    aux_slot: Count
+    hisparse: bool = False
+
+
+class AbortRoom(Struct, frozen=True, array_like=True, tag=4):
+    """The decode node gave the room up. Answered by RoomQuiet once no write is in flight."""
+
+    room: RoomField
+    reason: Text
+
+
+ToPrefill = Register | Heartbeat | Bootstrap | AbortRoom
+
+
+# --- prefill node to decode node -------------------------------------------------------------------
+
+
+class Registered(Struct, frozen=True, array_like=True, tag=1):
+    """The registration stands; ``instance_id`` changes whenever the prefill node restarts."""
+
+    protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
+    instance_id: Name
+    geometry: Geometry
+
+
+class Refused(Struct, frozen=True, array_like=True, tag=2):
+    """No registration: a mismatch (both values in ``error``), or a message before Register."""
+
+    error: Text
+    permanent: bool
+
+
+class HeartbeatAck(Struct, frozen=True, array_like=True, tag=3):
+    seq: Count
+    instance_id: Name
+
+
+class RoomDone(Struct, frozen=True, array_like=True, tag=4):
+    """All bytes of the room, the aux record included, are in the decode node's memory."""
+
+    room: RoomField
+    num_bytes: Count
+    num_cached_tokens: Count
+    transfer_secs: float
+
+
+class RoomFailed(Struct, frozen=True, array_like=True, tag=5):
+    """The room failed with an HTTP ``status``. ``quiet``: no write of it is in flight any more.
+
+    ``batch_failed``: a transfer batch of it ended in an error, so bytes may still sit in the transport
+    and its slots must wait out the transport's own timeouts as well.
+    """
+
+    room: RoomField
+    status: Annotated[int, Meta(ge=400, le=599)]
+    error: Text
+    quiet: bool
+    batch_failed: bool
+
+
+class RoomQuiet(Struct, frozen=True, array_like=True, tag=6):
+    """Nothing of the room is in flight: the answer to AbortRoom, or the sequel of a RoomFailed."""
+
+    room: RoomField
+    batch_failed: bool
+
+
+ToDecode = Registered | Refused | HeartbeatAck | RoomDone | RoomFailed | RoomQuiet
+
+encoder = Encoder()
+to_prefill_decoder: Decoder[ToPrefill] = Decoder(ToPrefill)
+to_decode_decoder: Decoder[ToDecode] = Decoder(ToDecode)

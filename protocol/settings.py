@@ -1,0 +1,141 @@
+"""Settings of the three services: frozen, validated once, the same from the command line and from a file.
+
+Each field's description gives its unit; ``hisparse_pd.py`` turns the fields into options (``page_size`` is
+``--page-size``) and reads the same names from a TOML or YAML file. Unknown keys and bad values raise
+``pydantic.ValidationError``.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
+Secs = Annotated[float, Field(gt=0, le=86400)]
+
+
+class HisparsePolicy(StrEnum):
+    """What a request without the flag gets; a request's own flag always wins under ``AUTO``."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class NodeSettings(_Settings):
+    """What prefill and decode nodes share."""
+
+    model_path: Path = Field(description="directory of the checkpoint in the Hugging Face layout")
+    served_model_name: str = Field("", description="name in the API; default: the last part of --model-path")
+    host: str = Field("127.0.0.1", description="address that the HTTP server binds")
+    port: Port = Field(30000, description="port of the HTTP server")
+    advertise_host: str = Field(
+        "", description="address that peers reach this node at, for control and KV; default: --host"
+    )
+    page_size: int = Field(64, ge=1, le=65536, description="token slots in a page")
+    max_running_requests: int = Field(64, ge=1, le=65536, description="requests in a batch at most")
+    context_length: int = Field(
+        0, ge=0, description="prompt plus output of a request at most, in tokens; 0: the model's own"
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="dtype of the KV items; auto: --dtype"
+    )
+    device: str = Field("cpu", description="torch device of the model and the device pool")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="dtype of weights and activations; auto: float32 on cpu, else the checkpoint's"
+    )
+    transfer_protocol: Literal["tcp", "rdma"] = Field("tcp", description="Mooncake transport for the KV")
+    ib_device: str = Field("", description="RDMA device for --transfer-protocol rdma, such as mlx5_0")
+    control_key_file: Path | None = Field(
+        None, description="file with the cluster's CURVE secret key (Z85); unset: control traffic is plain"
+    )
+    room_timeout_secs: Secs = Field(300.0, description="a room's wait for its other half at most, in seconds")
+    transfer_timeout_secs: Secs = Field(60.0, description="one write batch at most, in seconds")
+    heartbeat_interval_secs: Secs = Field(1.0, description="between heartbeats of a decode node, in seconds")
+    heartbeat_timeout_secs: Secs = Field(15.0, description="silence after which a peer is lost, in seconds")
+    health_timeout_secs: Secs = Field(30.0, description="engine silence that fails /health, in seconds")
+    max_body_bytes: int = Field(16 << 20, ge=1024, description="HTTP request body at most, in bytes")
+    num_threads: int = Field(0, ge=0, description="torch CPU threads of the engine; 0: torch's own choice")
+    debug_checks: bool = Field(False, description="check the integrity of all pools after every step")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model_path.resolve().name
+
+    @property
+    def reachable_host(self) -> str:
+        return self.advertise_host or self.host
+
+
+class PrefillSettings(NodeSettings):
+    """One prefill node."""
+
+    bootstrap_port: Port = Field(8998, description="port of the bootstrap endpoint")
+    control_port: Port = Field(0, description="port of the control socket; 0: any free one")
+    chunked_prefill_size: Tokens = Field(2048, description="tokens computed in one step at most")
+    kv_pool_tokens: Tokens = Field(65536, description="token slots in the KV pool, prefix cache included")
+    disable_prefix_cache: bool = Field(False, description="compute every prompt in full")
+
+    @model_validator(mode="after")
+    def _pool_holds_a_page(self) -> Self:
+        if self.kv_pool_tokens < self.page_size:
+            raise ValueError(
+                f"kv_pool_tokens {self.kv_pool_tokens} must be at least page_size {self.page_size}"
+            )
+        return self
+
+
+class DecodeSettings(NodeSettings):
+    """One decode node."""
+
+    hisparse: HisparsePolicy = Field(
+        HisparsePolicy.AUTO,
+        description="what a request without the flag gets: auto picks dense while the device pool has room",
+    )
+    device_buffer_size: Tokens = Field(4096, description="tokens in a request's hot buffer at most")
+    host_pool_tokens: Tokens = Field(262144, description="token slots in the registered host pool")
+    device_pool_tokens: Tokens = Field(65536, description="token slots in the device pool")
+    index_pool_tokens: int = Field(
+        0, ge=0, description="token slots in the indexer-key pool; 0: host pool plus device pool"
+    )
+    auto_dense_margin: float = Field(
+        0.25, ge=0, le=1, description="share of the device pool that auto keeps free when it picks dense"
+    )
+    quarantine_secs: Secs = Field(
+        60.0, description="wait before slots of a failed transfer are reused, in seconds; above Mooncake's 30"
+    )
+
+
+class RouterSettings(_Settings):
+    """The router."""
+
+    host: str = Field("127.0.0.1", description="address that the HTTP server binds")
+    port: Port = Field(8000, description="port of the HTTP server")
+    prefill: tuple[tuple[str, int | None], ...] = Field(
+        description="prefill node: URL and, when it is not the node's own, the bootstrap port; repeatable"
+    )
+    decode: tuple[str, ...] = Field(description="decode node: URL; repeatable")
+    policy: Literal["round_robin", "least_loaded"] = Field(
+        "round_robin", description="how a pair of nodes is picked for a request"
+    )
+    health_interval_secs: Secs = Field(5.0, description="between health checks of a node, in seconds")
+    connect_timeout_secs: Secs = Field(5.0, description="connecting to a node at most, in seconds")
+    request_timeout_secs: Secs = Field(600.0, description="silence of a node in a request, in seconds")
+    max_body_bytes: int = Field(16 << 20, ge=1024, description="HTTP request body at most, in bytes")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
+
+    @model_validator(mode="after")
+    def _has_nodes(self) -> Self:
+        for name, nodes in (("prefill", self.prefill), ("decode", self.decode)):
+            if not nodes:
+                raise ValueError(f"{name}: at least one node is needed")
+        return self

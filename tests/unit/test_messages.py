@@ -1,0 +1,148 @@
+"""Golden bytes of every control message, and the evolution rule that array-like encoding gives."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import messages
+from protocol.messages import (
+    AbortRoom,
+    Bootstrap,
+    Extent,
+    Geometry,
+    Heartbeat,
+    HeartbeatAck,
+    Refused,
+    Region,
+    RegionKind,
+    Register,
+    Registered,
+    RoomDone,
+    RoomFailed,
+    RoomQuiet,
+)
+
+GEOMETRY = Geometry(
+    model_fingerprint="fp",
+    dtype="float32",
+    num_layers=4,
+    num_index_layers=3,
+    item_bytes=192,
+    index_item_bytes=128,
+    index_topk=64,
+    page_size=64,
+)
+BOOTSTRAP = Bootstrap(
+    room=2**63 - 1,
+    num_prompt_tokens=130,
+    kv_extents=(Extent(7, 100), Extent(300, 30)),
+    index_extents=(Extent(64, 192),),
+    aux_slot=5,
+    hisparse=True,
+)
+
+TO_PREFILL = [
+    (
+        Register(1, "node", "10.0.0.2:15001", GEOMETRY, (Region(RegionKind.KV_HOST, 4096, 768, 1),)),
+        "9601"
+        "01a46e6f6465ae31302e302e302e323a3135303031"
+        "98a26670a7666c6f6174333204"
+        "03ccc0cc804040"
+        "9194a76b765f686f7374cd1000cd030001",
+    ),
+    (Heartbeat(9), "920209"),
+    (BOOTSTRAP, "9703cf7fffffffffffffffcc829292076492cd012c1e919240ccc005c3"),
+    (AbortRoom(3, "gone"), "930403a4676f6e65"),
+]
+TO_DECODE = [
+    (Registered(1, "inst", GEOMETRY), "940101a4696e737498a26670a7666c6f617433320403ccc0cc804040"),
+    (Refused("no", True), "9302a26e6fc3"),
+    (HeartbeatAck(9, "inst"), "930309a4696e7374"),
+    (RoomDone(3, 4096, 64, 0.5), "950403cd100040cb3fe0000000000000"),
+    (RoomFailed(3, 503, "lost", False, True), "960503cd01f7a46c6f7374c2c3"),
+    (RoomQuiet(3, False), "930603c2"),
+]
+
+
+@pytest.mark.parametrize(("message", "golden"), TO_PREFILL, ids=lambda value: type(value).__name__)
+def test_golden_bytes_to_prefill(message: messages.ToPrefill, golden: str) -> None:
+    assert messages.encoder.encode(message).hex() == golden
+    assert messages.to_prefill_decoder.decode(bytes.fromhex(golden)) == message
+
+
+@pytest.mark.parametrize(("message", "golden"), TO_DECODE, ids=lambda value: type(value).__name__)
+def test_golden_bytes_to_decode(message: messages.ToDecode, golden: str) -> None:
+    assert messages.encoder.encode(message).hex() == golden
+    assert messages.to_decode_decoder.decode(bytes.fromhex(golden)) == message
+
+
+def test_golden_bytes_cover_every_message() -> None:
+    assert {type(message) for message, _ in TO_PREFILL} == set(messages.ToPrefill.__args__)
+    assert {type(message) for message, _ in TO_DECODE} == set(messages.ToDecode.__args__)
+
+
+def _fields(message: Any) -> list[Any]:
+    fields = msgspec.msgpack.decode(messages.encoder.encode(message))
+    assert isinstance(fields, list)
+    return fields
+
+
+def test_hisparse_stands_last_in_the_bootstrap_message() -> None:
+    assert Bootstrap.__struct_fields__[-1] == "hisparse"
+    assert _fields(BOOTSTRAP)[-1] is True
+
+
+def test_bootstrap_without_its_last_field_decodes_as_dense() -> None:
+    shortened = msgspec.msgpack.encode(_fields(BOOTSTRAP)[:-1])
+    decoded = messages.to_prefill_decoder.decode(shortened)
+    assert decoded == msgspec.structs.replace(BOOTSTRAP, hisparse=False)
+
+
+def test_bootstrap_with_a_further_field_decodes() -> None:
+    lengthened = msgspec.msgpack.encode([*_fields(BOOTSTRAP), {"a": "later"}])
+    assert messages.to_prefill_decoder.decode(lengthened) == BOOTSTRAP
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {1: -1},
+        {1: 2**63},
+        {2: 0},
+        {3: [[0, 0]]},
+        {3: [[-1, 4]]},
+        {3: [[1]]},
+        {3: "slots"},
+        {5: -1},
+        {6: 1},
+        {0: 77},
+        {0: "Bootstrap"},
+    ],
+    ids=str,
+)
+def test_a_field_out_of_bounds_is_refused(change: dict[int, Any]) -> None:
+    fields = _fields(BOOTSTRAP)
+    for position, value in change.items():
+        fields[position] = value
+    with pytest.raises(msgspec.MsgspecError):
+        messages.to_prefill_decoder.decode(msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize("num_bytes", range(len(messages.encoder.encode(BOOTSTRAP))))
+def test_every_truncation_is_refused(num_bytes: int) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        messages.to_prefill_decoder.decode(messages.encoder.encode(BOOTSTRAP)[:num_bytes])
+
+
+@given(st.binary(max_size=200))
+@settings(derandomize=True, deadline=None, max_examples=500)
+def test_arbitrary_bytes_raise_nothing_but_msgspec_errors(frame: bytes) -> None:
+    for decoder in (messages.to_prefill_decoder, messages.to_decode_decoder):
+        try:
+            decoded = decoder.decode(frame)
+        except msgspec.MsgspecError:
+            continue
+        assert messages.encoder.encode(decoded)
