@@ -1,0 +1,22 @@
+"""What every kind of test shares: the tiny checkpoints."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of the tiny checkpoint of a variant ("v32" or "glm"), written once a session."""
+    from model.make_tiny import write_checkpoint
+
+    written: dict[str, Path] = {}
+
+    def directory(variant: str) -> Path:
+        if variant not in written:
+            written[variant] = tmp_path_factory.mktemp("checkpoints") / f"tiny-{variant}"
+            write_checkpoint(written[variant], variant)
+        return written[variant]
+
+    return directory

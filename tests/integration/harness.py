@@ -1,0 +1,204 @@
+"""Starts real node and router processes through the command line, and talks to them over HTTP."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_TIMEOUT_SECS = 90.0
+STOP_TIMEOUT_SECS = 20.0
+REPO = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def wait_until(condition: Any, timeout_secs: float, what: str) -> None:
+    """Poll ``condition`` until it is true; raises TimeoutError naming ``what``."""
+    deadline = time.monotonic() + timeout_secs
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {timeout_secs} s")
+        time.sleep(0.05)
+
+
+@dataclass
+class Service:
+    """One process of the product, and its log."""
+
+    name: str
+    arguments: list[str]
+    port: int
+    log_path: Path
+    bootstrap_port: int = 0
+    module: str = "hisparse_pd"
+    health_path: str = "/health"
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", self.module, *self.arguments],
+                stdout=log,
+                stderr=log,
+                cwd=REPO,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+
+    def is_healthy(self) -> bool:
+        assert self.process is not None
+        if self.process.poll() is not None:
+            raise RuntimeError(f"{self.name} exited with {self.process.returncode}\n{self.log_tail()}")
+        try:
+            return httpx.get(self.url + self.health_path, timeout=5).is_success
+        except httpx.TransportError:
+            return False
+
+    def wait_healthy(self) -> None:
+        try:
+            wait_until(self.is_healthy, START_TIMEOUT_SECS, f"{self.name} healthy")
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.log_tail()}") from error
+
+    def signal_group(self, signal_number: int) -> None:
+        """To the service's processes: front and engine."""
+        os.killpg(self.pid, signal_number)
+
+    def stop(self) -> int:
+        """SIGTERM, as an operator would. Returns the exit status."""
+        if self.process is None:
+            return 0
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_TIMEOUT_SECS)
+            except subprocess.TimeoutExpired:
+                self.signal_group(signal.SIGKILL)
+                self.process.wait()
+                raise RuntimeError(
+                    f"{self.name} did not stop within {STOP_TIMEOUT_SECS} s\n{self.log_tail()}"
+                ) from None
+        return self.process.returncode
+
+    def kill(self) -> None:
+        """SIGKILL to front and engine at once, as a machine's death would."""
+        if self.process is not None and self.process.poll() is None:
+            self.signal_group(signal.SIGKILL)
+            self.process.wait()
+
+    def log_tail(self, num_bytes: int = 6000) -> str:
+        return self.log_path.read_bytes()[-num_bytes:].decode(errors="replace")
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of /metrics, by name with labels."""
+        text = httpx.get(self.url + "/metrics", timeout=10).text
+        return {
+            match[1]: float(match[2])
+            for match in re.finditer(r"^([^#\s]\S*(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)
+        }
+
+
+@dataclass
+class Deployment:
+    """Prefill nodes, decode nodes and a router."""
+
+    prefill: list[Service]
+    decode: list[Service]
+    router: Service
+
+    @property
+    def services(self) -> list[Service]:
+        return [*self.prefill, *self.decode, self.router]
+
+    @property
+    def url(self) -> str:
+        return self.router.url
+
+    def flush_prefix_caches(self) -> None:
+        for node in self.prefill:
+            httpx.post(node.url + "/flush_cache", timeout=10).raise_for_status()
+
+
+def prefill_service(checkpoint: Path, log_dir: Path, name: str, options: Sequence[str] = ()) -> Service:
+    port, bootstrap_port = free_port(), free_port()
+    arguments = ["prefill", "--model-path", str(checkpoint), "--port", str(port)]
+    arguments += ["--bootstrap-port", str(bootstrap_port), "--num-threads", "1", "--debug-checks", *options]
+    return Service(name, arguments, port, log_dir / f"{name}.log", bootstrap_port)
+
+
+def decode_service(checkpoint: Path, log_dir: Path, name: str, options: Sequence[str] = ()) -> Service:
+    port = free_port()
+    arguments = ["decode", "--model-path", str(checkpoint), "--port", str(port)]
+    arguments += ["--num-threads", "1", "--debug-checks", *options]
+    return Service(name, arguments, port, log_dir / f"{name}.log")
+
+
+def router_service(
+    prefill: Sequence[Service], decode: Sequence[Service], log_dir: Path, options: Sequence[str] = ()
+) -> Service:
+    port = free_port()
+    arguments = ["router", "--port", str(port), *options]
+    for node in prefill:
+        arguments += ["--prefill", node.url, str(node.bootstrap_port)]
+    for node in decode:
+        arguments += ["--decode", node.url]
+    return Service("router", arguments, port, log_dir / "router.log")
+
+
+@contextmanager
+def running(services: Sequence[Service]) -> Iterator[None]:
+    """Start the services, wait until all are healthy, and stop them in the end."""
+    try:
+        for service in services:
+            service.start()
+        for service in services:
+            service.wait_healthy()
+        yield
+    finally:
+        for service in reversed(services):
+            service.kill()
+
+
+@contextmanager
+def deployment(
+    checkpoint: Path,
+    log_dir: Path,
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    prefill_options: Sequence[str] = (),
+    decode_options: Sequence[str] = (),
+    router_options: Sequence[str] = (),
+) -> Iterator[Deployment]:
+    prefill = [
+        prefill_service(checkpoint, log_dir, f"prefill-{i}", prefill_options) for i in range(num_prefill)
+    ]
+    decode = [decode_service(checkpoint, log_dir, f"decode-{i}", decode_options) for i in range(num_decode)]
+    router = router_service(prefill, decode, log_dir, router_options)
+    with running([*prefill, *decode, router]):
+        yield Deployment(prefill, decode, router)

@@ -1,0 +1,238 @@
+"""The official ``openai`` client against the router."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.integration.harness import Deployment
+
+PROMPT = "The pages of the pool are sixty-four tokens long, and the last one is rarely full. " * 4
+
+
+@pytest.fixture(scope="module")
+def client(pair: Deployment) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def complete(client: openai.OpenAI, **options: Any) -> openai.types.Completion:
+    arguments = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, **options}
+    completion = client.completions.create(**arguments)
+    assert isinstance(completion, openai.types.Completion)
+    return completion
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_completion_usage_says_what_happened(client: openai.OpenAI) -> None:
+    completion = complete(client, extra_body={"hisparse": True, "ignore_eos": True})
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens == len(PROMPT.encode())
+    assert completion.usage.completion_tokens == 12
+    assert completion.usage.total_tokens == completion.usage.prompt_tokens + 12
+    usage = completion.usage.model_dump()
+    assert usage["hisparse"]["mode"] == "hisparse"
+    assert usage["hisparse"]["hits"] > 0
+    assert usage["hisparse"]["misses"] > 0
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 0
+    assert completion.choices[0].finish_reason == "length"
+
+
+def test_the_second_run_of_a_prompt_hits_the_prefix_cache(client: openai.OpenAI, pair: Deployment) -> None:
+    pair.flush_prefix_caches()
+    first, second = complete(client).usage, complete(client).usage
+    assert first is not None
+    assert second is not None
+    assert first.prompt_tokens_details is not None
+    assert second.prompt_tokens_details is not None
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert second.prompt_tokens_details.cached_tokens == (len(PROMPT.encode()) - 1) // 64 * 64
+
+
+@pytest.mark.parametrize("hisparse", [True, False, "auto"])
+def test_streaming_gives_the_same_text(client: openai.OpenAI, hisparse: bool | str) -> None:
+    extra = {"hisparse": hisparse, "ignore_eos": True}
+    whole = complete(client, extra_body=extra)
+    pieces = []
+    usage = None
+    stream = client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=extra,
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        pieces += [choice.text for choice in chunk.choices]
+    assert "".join(pieces) == whole.choices[0].text
+    assert len([piece for piece in pieces if piece]) > 1
+    assert usage is not None
+    assert usage.completion_tokens == 12
+    assert usage.model_dump()["hisparse"]["mode"] in ("hisparse", "dense")
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is a page?"}]
+    options: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 10}
+    whole = client.chat.completions.create(**options)
+    assert whole.choices[0].message.role == "assistant"
+    content = whole.choices[0].message.content
+    streamed = client.chat.completions.create(**options, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in streamed if c.choices) == content
+    assert whole.usage is not None
+    assert whole.usage.model_dump()["hisparse"]["mode"] in ("hisparse", "dense")
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    completion = complete(client, logprobs=3, extra_body={"ignore_eos": True})
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert len(logprobs.token_logprobs) == 12
+    for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert chosen is not None
+        assert chosen <= 0
+        assert max(top.values()) == pytest.approx(chosen, abs=1e-5)  # greedy picks the likeliest
+    chat = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "x"}],
+        max_tokens=5,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"ignore_eos": True},
+    )
+    assert chat.choices[0].logprobs is not None
+    assert chat.choices[0].logprobs.content is not None
+    assert [len(entry.top_logprobs) for entry in chat.choices[0].logprobs.content] == [2] * 5
+
+
+def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
+    text = complete(client, max_tokens=30, extra_body={"ignore_eos": True}).choices[0].text
+    stop = text[8:11]
+    stopped = complete(client, max_tokens=30, stop=[stop, "\x00never"], extra_body={"ignore_eos": True})
+    assert stopped.choices[0].text == text[: text.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_n_and_seed(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 11, "max_tokens": 20}
+    first, second = complete(client, **options), complete(client, **options)
+    texts = [choice.text for choice in sorted(first.choices, key=lambda choice: choice.index)]
+    assert texts == [choice.text for choice in sorted(second.choices, key=lambda choice: choice.index)]
+    assert len(set(texts)) == 3
+    assert {choice.index for choice in first.choices} == {0, 1, 2}
+
+
+def test_several_prompts(client: openai.OpenAI) -> None:
+    alone = [complete(client, prompt=prompt).choices[0].text for prompt in ("one", "two and more")]
+    together = complete(client, prompt=["one", "two and more"])
+    assert [choice.text for choice in sorted(together.choices, key=lambda choice: choice.index)] == alone
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"hisparse": "sometimes"}, "hisparse"),
+        ({"hisparse": 3}, "hisparse"),
+        ({"n": 0}, "n"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "x" * 9000}, "8192"),
+        ({"prompt": [1, 2, 100000]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"top_p": 0}, "top_p"),
+        ({"logprobs": 1000}, "logprobs"),
+        ({"model": "another"}, "another"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_a_4xx_that_names_it(pair: Deployment, change: dict[str, Any], named: str) -> None:
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, **change}
+    answer = httpx.post(f"{pair.url}/v1/completions", json=body, timeout=30)
+    assert 400 <= answer.status_code < 500, answer.text
+    error = answer.json()["error"]
+    assert named in error["message"], error
+    assert {"message", "type", "param", "code"} <= set(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [(b"\xff\xfe{", 400), (b"{", 400), (b"[]", 400), (b'{"prompt": "\xff"}', 400), (b"[" * 100_000, 400)],
+    ids=["not utf-8", "cut off", "no object", "invalid utf-8 in a string", "a nesting bomb"],
+)
+@pytest.mark.parametrize("where", ["router", "prefill", "decode"])
+def test_unreadable_bodies(pair: Deployment, where: str, content: bytes, status: int) -> None:
+    url = {"router": pair.url, "prefill": pair.prefill[0].url, "decode": pair.decode[0].url}[where]
+    answer = httpx.post(f"{url}/v1/completions", content=content, timeout=30)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("where", ["router", "prefill", "decode"])
+def test_a_huge_body_is_413(pair: Deployment, where: str) -> None:
+    url = {"router": pair.url, "prefill": pair.prefill[0].url, "decode": pair.decode[0].url}[where]
+    content = json.dumps({"model": "tiny", "prompt": "x" * (17 << 20)}).encode()
+    answer = httpx.post(f"{url}/v1/completions", content=content, timeout=30)
+    assert answer.status_code == 413
+    assert "16777216" in answer.json()["error"]["message"]
+
+
+def test_a_node_without_a_room_says_to_use_the_router(pair: Deployment) -> None:
+    for node in (pair.prefill[0], pair.decode[0]):
+        answer = httpx.post(f"{node.url}/v1/completions", json={"model": "tiny", "prompt": "x"}, timeout=30)
+        assert answer.status_code == 400
+        assert "router" in answer.json()["error"]["message"]
+
+
+def test_generate_speaks_sglangs_native_api(pair: Deployment) -> None:
+    body: dict[str, Any] = {
+        "text": PROMPT,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 9, "ignore_eos": True},
+        "hisparse": True,
+    }
+    whole = httpx.post(f"{pair.url}/generate", json=body, timeout=60).json()
+    assert len(whole["output_ids"]) == 9
+    assert whole["meta_info"]["prompt_tokens"] == len(PROMPT.encode())
+    assert whole["meta_info"]["completion_tokens"] == 9
+    assert whole["meta_info"]["finish_reason"]["type"] == "length"
+    assert whole["meta_info"]["hisparse"]["mode"] == "hisparse"
+    with httpx.stream("POST", f"{pair.url}/generate", json={**body, "stream": True}, timeout=60) as answer:
+        events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["text"] == whole["text"]
+
+
+def test_metrics_of_every_service(pair: Deployment) -> None:
+    decode = pair.decode[0].metrics()
+    assert decode['hisparse_pd:requests_total{mode="hisparse"}'] > 0
+    assert decode["hisparse_pd:kv_transfer_bytes_total"] > 0
+    assert decode["hisparse_pd:time_to_first_token_seconds_count"] > 0
+    assert decode['hisparse_pd:pool_total_tokens{pool="host"}'] > 0
+    prefill = pair.prefill[0].metrics()
+    assert prefill["hisparse_pd:kv_transfer_bytes_total"] > 0
+    assert prefill["hisparse_pd:prompt_tokens_total"] > 0
+    assert any(name.startswith("hisparse_pd:router_requests_total") for name in pair.router.metrics())
+    for service in pair.services:
+        text = httpx.get(service.url + "/metrics", timeout=10).text
+        assert "# TYPE hisparse_pd:" in text
+
+
+def test_information_endpoints(pair: Deployment) -> None:
+    for node in (pair.prefill[0], pair.decode[0]):
+        for path in ("/health", "/server_info", "/get_server_info", "/model_info", "/get_load", "/v1/models"):
+            assert httpx.get(node.url + path, timeout=10).status_code == 200, path

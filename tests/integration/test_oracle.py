@@ -1,0 +1,190 @@
+"""Greedy tokens through the real pair equal transformers' own, in every mode, alone and in batches.
+
+60 prompts a model, 48 new tokens each, with the lengths at which off-by-one errors live. Each pass sends
+all of them through router, prefill node and decode node; the passes differ in the flag, in how many
+requests share a batch, and in whether the prefix cache is warm. Invariant I5.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration import oracle
+from tests.integration.harness import Deployment, deployment
+
+NUM_PROMPTS = 60
+NUM_NEW_TOKENS = 48
+CONTEXT_LENGTH = 8192
+PAGE_SIZE = 32
+HOT_BUFFER = 160
+INDEX_TOPK = 64
+BATCH = 16
+REQUEST_TIMEOUT_SECS = 200.0
+
+CRITICAL_LENGTHS = (
+    *(1, 2, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 3 * PAGE_SIZE + 7),
+    *(INDEX_TOPK - 1, INDEX_TOPK, INDEX_TOPK + 1),
+    *(HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1),
+    HOT_BUFFER - NUM_NEW_TOKENS // 2,  # outgrows its hot buffer while decoding
+    *(1500, 4000, CONTEXT_LENGTH - NUM_NEW_TOKENS),
+)
+
+Prompt = tuple[int, ...]
+
+
+def make_prompts(seed: int) -> list[Prompt]:
+    """Byte tokens: half of the prompts random, half with repetitions, all without a common prefix."""
+    generator = random.Random(seed)
+    lengths = list(CRITICAL_LENGTHS)
+    lengths += [generator.randint(3, 700) for _ in range(NUM_PROMPTS - len(lengths))]
+    prompts: list[Prompt] = []
+    for number, length in enumerate(lengths):
+        period = length if number % 2 else max(1, length // 3)
+        motif = [generator.randint(32, 126) for _ in range(period)]
+        motif[0] = 128 + number  # a first byte of its own: nothing is shared by chance
+        prompts.append(tuple((motif * (length // period + 1))[:length]))
+    return prompts
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model: its running pair, the prompts and what transformers answers to them."""
+
+    pair: Deployment
+    prompts: list[Prompt]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=["v32", "glm"])
+def subject(
+    request: pytest.FixtureRequest,
+    tiny_checkpoint: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Subject]:
+    checkpoint = tiny_checkpoint(request.param)
+    prompts = make_prompts(seed=7)
+    expected = oracle.generate(checkpoint, prompts, NUM_NEW_TOKENS)
+    log_dir = tmp_path_factory.mktemp(f"oracle-{request.param}")
+    common = ["--page-size", str(PAGE_SIZE)]
+    with deployment(
+        checkpoint,
+        log_dir,
+        prefill_options=[*common, "--chunked-prefill-size", "1000", "--kv-pool-tokens", "65536"],
+        # The pools hold a batch of 16 of which some must stay hisparse; the margin makes auto choose both.
+        decode_options=[
+            *common,
+            *("--device-buffer-size", str(HOT_BUFFER), "--host-pool-tokens", "65536"),
+            *("--device-pool-tokens", "24576", "--auto-dense-margin", "0.5"),
+        ],
+    ) as pair:
+        yield Subject(pair, prompts, expected)
+
+
+def generate(url: str, prompt: Prompt, hisparse: bool | str) -> dict[str, Any]:
+    answer = httpx.post(
+        url + "/generate",
+        json={
+            "input_ids": list(prompt),
+            "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True},
+            "hisparse": hisparse,
+        },
+        timeout=REQUEST_TIMEOUT_SECS,
+    )
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert isinstance(body, dict)
+    return body
+
+
+def send_all(
+    subject: Subject, flag_of: Callable[[int], bool | str], num_concurrent: int
+) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(num_concurrent) as threads:
+        return list(
+            threads.map(
+                lambda number: generate(subject.pair.url, subject.prompts[number], flag_of(number)),
+                range(NUM_PROMPTS),
+            )
+        )
+
+
+def check_tokens(subject: Subject, answers: list[dict[str, Any]]) -> None:
+    wrong = [
+        (len(subject.prompts[number]), answer["meta_info"]["hisparse"], answer["output_ids"], expected)
+        for number, (answer, expected) in enumerate(zip(answers, subject.expected, strict=True))
+        if answer["output_ids"] != expected
+    ]
+    assert not wrong, f"{len(wrong)} of {NUM_PROMPTS} differ; first (length, mode, got, expected): {wrong[0]}"
+
+
+def check_cached(subject: Subject, answers: list[dict[str, Any]], warm: bool) -> None:
+    """A warm cache serves every full page but the one that holds the last token; a cold one nothing."""
+    for prompt, answer in zip(subject.prompts, answers, strict=True):
+        num_cacheable = (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
+        assert answer["meta_info"]["cached_tokens"] == (num_cacheable if warm else 0)
+
+
+def modes(answers: list[dict[str, Any]]) -> list[str]:
+    return [answer["meta_info"]["hisparse"]["mode"] for answer in answers]
+
+
+def swap_in_counters(pair: Deployment) -> tuple[float, float]:
+    samples = pair.decode[0].metrics()
+    return (
+        samples["hisparse_pd:swap_in_misses_total"],
+        samples["hisparse_pd:swap_in_evictions_total"],
+    )
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("hisparse", [True, False, "auto"], ids=["hisparse", "dense", "auto"])
+def test_alone(subject: Subject, hisparse: bool | str, warm: bool) -> None:
+    if not warm:
+        subject.pair.flush_prefix_caches()
+    misses_before, evictions_before = swap_in_counters(subject.pair)
+    answers = send_all(subject, lambda _: hisparse, num_concurrent=1)
+    check_tokens(subject, answers)
+    check_cached(subject, answers, warm)
+    if hisparse is True:
+        assert set(modes(answers)) == {"hisparse"}
+        misses, evictions = swap_in_counters(subject.pair)
+        assert misses > misses_before
+        assert evictions > evictions_before
+        for prompt, answer in zip(subject.prompts, answers, strict=True):
+            usage = answer["meta_info"]["hisparse"]
+            fits = len(prompt) + NUM_NEW_TOKENS <= HOT_BUFFER
+            assert (usage["misses"] == 0) if fits else (usage["hits"] > 0), (len(prompt), usage)
+    else:
+        assert "dense" in modes(answers)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_mixed_batches_of_16(subject: Subject, warm: bool) -> None:
+    """The flags take turns within a batch, and each prompt meets each flag over the three rounds."""
+    flags: tuple[bool | str, ...] = (True, False, "auto")
+    for shift in range(len(flags)):
+        if not warm:
+            subject.pair.flush_prefix_caches()
+        misses_before, evictions_before = swap_in_counters(subject.pair)
+        answers = send_all(subject, lambda number, shift=shift: flags[(number + shift) % 3], BATCH)  # type: ignore[misc]
+        check_tokens(subject, answers)
+        if warm:
+            check_cached(subject, answers, warm)
+        misses, evictions = swap_in_counters(subject.pair)
+        assert misses > misses_before
+        assert evictions > evictions_before
+        assert {"hisparse", "dense"} <= set(modes(answers))
+
+
+def test_uniform_batches_of_16(subject: Subject) -> None:
+    subject.pair.flush_prefix_caches()
+    for hisparse in (True, False, "auto"):
+        check_tokens(subject, send_all(subject, lambda _, flag=hisparse: flag, BATCH))  # type: ignore[misc]

@@ -1,0 +1,128 @@
+"""Both nodes unchanged behind the public ``sglang-router``: the Rust router and ``--mini-lb``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.integration.harness import Deployment, Service, free_port, running
+
+PROMPT = "Extents, not one integer a token, say where the bytes of a room are to land. " * 4
+
+
+@pytest.fixture(scope="module", params=["rust", "mini-lb"])
+def router(
+    request: pytest.FixtureRequest, pair: Deployment, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    port = free_port()
+    arguments = ["--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port)]
+    if request.param == "mini-lb":
+        arguments.append("--mini-lb")
+    else:
+        arguments += ["--prometheus-port", str(free_port())]
+    for node in pair.prefill:
+        arguments += ["--prefill", node.url, str(node.bootstrap_port)]
+    for node in pair.decode:
+        arguments += ["--decode", node.url]
+    log_path: Path = tmp_path_factory.mktemp(request.param) / "router.log"
+    service = Service(
+        request.param,
+        arguments,
+        port,
+        log_path,
+        module="sglang_router.launch_router",
+        health_path="/readiness" if request.param == "rust" else "/health",
+    )
+    with running([service]):
+        yield service
+
+
+def post(router: Service, path: str, body: dict[str, Any]) -> Any:
+    answer = httpx.post(router.url + path, json=body, timeout=60)
+    assert answer.status_code == 200, f"{answer.status_code} {answer.text}\n{router.log_tail()}"
+    return answer.json()
+
+
+@pytest.mark.parametrize("hisparse", [True, False])
+def test_completions(router: Service, hisparse: bool) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = post(router, "/v1/completions", {**body, "hisparse": hisparse})
+    assert answer["usage"]["completion_tokens"] == 8
+    assert answer["usage"]["hisparse"]["mode"] == ("hisparse" if hisparse else "dense")
+
+
+@pytest.mark.parametrize("hisparse", [True, False])
+def test_chat_takes_the_flag_from_metadata(router: Service, hisparse: bool) -> None:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 8,
+        "temperature": 0,
+        "metadata": {"hisparse": "true" if hisparse else "false"},
+    }
+    answer = post(router, "/v1/chat/completions", body)
+    assert answer["usage"]["hisparse"]["mode"] == ("hisparse" if hisparse else "dense")
+
+
+@pytest.mark.parametrize("hisparse", [True, False])
+def test_generate_takes_the_flag_from_custom_labels(router: Service, hisparse: bool) -> None:
+    body = {
+        "text": PROMPT,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
+        "custom_labels": {"hisparse": "true" if hisparse else "false"},
+    }
+    answer = post(router, "/generate", body)
+    assert len(answer["output_ids"]) == 8
+    assert answer["meta_info"]["hisparse"]["mode"] == ("hisparse" if hisparse else "dense")
+
+
+def test_generate_with_input_ids_and_lists(router: Service) -> None:
+    params = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+    alone = post(router, "/generate", {"input_ids": list(b"one room"), "sampling_params": params})
+    both = post(
+        router, "/generate", {"input_ids": [list(b"one room"), list(b"two")], "sampling_params": params}
+    )
+    assert [len(answer["output_ids"]) for answer in both] == [5, 5]
+    assert both[0]["output_ids"] == alone["output_ids"]
+
+
+def test_streams(router: Service) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    whole = post(router, "/v1/completions", body)["choices"][0]["text"]
+    with httpx.stream(
+        "POST", f"{router.url}/v1/completions", json={**body, "stream": True}, timeout=60
+    ) as answer:
+        assert answer.status_code == 200
+        events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == whole
+
+
+def test_a_client_error_reaches_the_client(router: Service) -> None:
+    answer = httpx.post(
+        f"{router.url}/v1/completions",
+        json={"model": "tiny", "prompt": "x" * 9000, "max_tokens": 4},
+        timeout=60,
+    )
+    assert 400 <= answer.status_code < 500, answer.text
+    assert "8192" in answer.text
+
+
+def test_openai_client_with_n(router: Service) -> None:
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+        chat = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "a page"}],
+            n=2,
+            seed=3,
+            temperature=1.0,
+            max_tokens=6,
+        )
+    assert {choice.index for choice in chat.choices} == {0, 1}
