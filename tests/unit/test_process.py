@@ -46,7 +46,10 @@ def test_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(PARENT))
     root = str(Path(__file__).parents[2])
     with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root}
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
     ) as parent:
         assert parent.stdout is not None
         child_pid = int(parent.stdout.readline())

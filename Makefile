@@ -1,0 +1,100 @@
+# Everything from a fresh checkout: `make demo`, `make test`, `make serve`. See README.md.
+#
+#   MODEL=DIR        checkpoint to serve; default: the tiny one, written on first use
+#   SERVE_ARGS=...   further options of `hisparse-pd pair` for `make serve`
+#   TEST_ARGS=...    further arguments of pytest for `make test`
+#   PYTHON=python3   the interpreter (3.11 or later) that makes .venv
+#   TORCH_PIP_ARGS=  further arguments of the `pip install` of torch, such as the index with its CPU build
+
+PYTHON ?= python3
+MODEL ?= .cache/tiny-v32
+SERVE_ARGS ?=
+TEST_ARGS ?=
+TORCH_PIP_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+BENCH_READY := $(VENV)/.ready-bench
+TINY_MODEL := .cache/tiny-v32
+ACCELERATOR := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+
+# Shared library that Mooncake loads, and the Debian or Ubuntu package that has it.
+SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup system-libraries demo test serve lint format bench clean
+
+help:
+	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
+
+setup: $(READY) ## set up .venv and the system libraries, and nothing else
+
+demo: $(READY) $(TINY_MODEL)/config.json ## start a pair and a router, send real requests, stop
+	@$(BIN)/python bench/demo.py --model-path $(MODEL)
+
+serve: $(READY) $(TINY_MODEL)/config.json ## start a pair and a router, and stay
+	@$(BIN)/hisparse-pd pair --model-path $(MODEL) $(SERVE_ARGS)
+
+test: $(READY) ## run the tests
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(READY) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY) ## sort imports and format
+	$(BIN)/ruff check --select I --fix .
+	$(BIN)/ruff format .
+
+bench: $(BENCH_READY) ## measure the transfer; results go to bench/out
+	$(BIN)/python bench/transfer.py
+
+clean: ## remove .venv, the tiny model, caches and results
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/out *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Missing libraries are installed when we are root on Debian or Ubuntu. Otherwise the line to run is printed.
+system-libraries:
+	@missing=''; \
+	for entry in $(SYSTEM_LIBRARIES); do \
+	    PATH="$$PATH:/usr/sbin:/sbin" ldconfig -p | grep -qF "$${entry%%:*} " || missing="$$missing $${entry##*:}"; \
+	done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing the system libraries$$missing"; \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
+	else \
+	    echo "Mooncake needs system libraries that are not here. Run this, then make again:" >&2; \
+	    echo "    sudo apt-get update && sudo apt-get install -y$$missing" >&2; \
+	    exit 1; \
+	fi
+
+# A change of either file installs again; without one, make starts in no time.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "Python 3.11 or later is needed, and $(PYTHON) is: $$($(PYTHON) --version 2>&1)." \
+	        "Choose another with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(MAKE) --no-print-directory system-libraries
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	    echo "$(PYTHON) cannot make a virtual environment; on Debian or Ubuntu:" \
+	        "sudo apt-get install -y python3-venv" >&2; rm -rf $(VENV); exit 1; }
+	@echo "installing the Python packages into $(VENV) ($(ACCELERATOR)); the first time takes some minutes"
+	@$(PIP_INSTALL) $(TORCH_PIP_ARGS) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP_INSTALL) -c constraints.txt -e '.[$(ACCELERATOR),test]'
+	@$(BIN)/python -c 'import mooncake.engine' || { \
+	    echo "Mooncake cannot be loaded; the line above says what it lacks" >&2; exit 1; }
+	@touch $@
+
+$(BENCH_READY): $(READY)
+	@$(PIP_INSTALL) -c constraints.txt -e '.[$(ACCELERATOR),test,bench]'
+	@touch $@
+
+$(TINY_MODEL)/config.json: model/make_tiny.py | $(READY)
+	@echo "writing the tiny model to $(TINY_MODEL)"
+	@rm -rf $(TINY_MODEL)
+	@$(BIN)/python -m model.make_tiny $(TINY_MODEL)
+	@touch $@

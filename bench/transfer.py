@@ -1,0 +1,514 @@
+"""How fast is the transfer? Plan time, and bytes per second of the sender against Mooncake's own best.
+
+    python -m bench.transfer [--quick] [--out DIR]
+
+The peer is a process of its own on loopback. "Sender" is the product path from slots to completion: plan,
+descriptors, queue, write. "Mooncake's best" is the fastest raw batch write of the same number of bytes,
+found by a search over descriptor sizes and numbers of threads in the same run. "Same descriptors" is
+Mooncake alone with the descriptors of the plan: what the landing zone costs, whoever sends. All are measured
+in turns, after a write whose bytes are checked in the peer. "Of best" is the median over the turns of the
+sender's rate divided by that of Mooncake's best in the same turn, because a shared machine drifts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file, the folder of this file would hide the package `transfer`
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from bench.facts import OUT, run_facts, spread
+from protocol.messages import MAX_EXTENTS, Room
+from transfer.allocator import ExtentAllocator
+from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, quiet_mooncake_logs
+from transfer.extents import SlotArray, expand_pages, extents_to_slots, slots_to_extents
+from transfer.plan import Descriptors, RegionView, descriptors, plan_writes
+from transfer.sender import Sender, WriteBatch
+
+PAGE_SIZE = 64
+PLAN_BOUND_SECS = 0.050
+BEST_BOUND = 0.9
+ITEM_BYTES = {"bf16": 1152, "fp8": 656}
+ZONES = ("fresh", "fragmented", "shuffled")
+WAIT_SECS = 120.0
+SEED = 20261121
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    ``layers``: fewer for shuffled zones, where each layer takes a second. ``zone_secs``: on a busy machine,
+    repetitions past the third are given up after this long.
+    """
+
+    plan_tokens: int
+    plan_repetitions: int
+    tokens: int
+    layers: dict[str, int]
+    repetitions: dict[str, int]
+    raw_sizes: tuple[int, ...]
+    raw_threads: tuple[int, ...]
+    finalists: int
+    cost_descriptors: int
+    zone_secs: float
+
+
+FULL = Scale(
+    plan_tokens=1_000_000,
+    plan_repetitions=15,
+    tokens=32_768,
+    layers={"fresh": 4, "fragmented": 4, "shuffled": 1},
+    repetitions={"fresh": 25, "fragmented": 11, "shuffled": 3},
+    raw_sizes=(64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20, 1 << 30),
+    raw_threads=(1, 2),
+    finalists=3,
+    cost_descriptors=2048,
+    zone_secs=5.0,
+)
+QUICK = Scale(
+    plan_tokens=65_536,
+    plan_repetitions=3,
+    tokens=2048,
+    layers={"fresh": 2, "fragmented": 2, "shuffled": 1},
+    repetitions={"fresh": 3, "fragmented": 3, "shuffled": 2},
+    raw_sizes=(256 << 10, 1 << 20),
+    raw_threads=(1,),
+    finalists=1,
+    cost_descriptors=256,
+    zone_secs=1.0,
+)
+
+
+@dataclass(frozen=True)
+class Zone:
+    """Where a request lies: pages at the source, token slots at the destination."""
+
+    page_ids: NDArray[np.int64]
+    dst_slots: SlotArray
+
+    def src_slots(self) -> SlotArray:
+        return expand_pages(self.page_ids, PAGE_SIZE, 0, self.dst_slots.size)
+
+
+def make_zone(kind: str, num_tokens: int, num_slots: int) -> Zone:
+    """A request of ``num_tokens`` in pools of ``num_slots``: empty, fragmented, or random slots."""
+    rng = np.random.default_rng(SEED)
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    if kind == "fresh":
+        return Zone(np.arange(num_pages), np.arange(num_tokens))
+    page_ids = rng.permutation(num_slots // PAGE_SIZE)[:num_pages]
+    if kind == "shuffled":
+        return Zone(page_ids, rng.permutation(num_slots)[:num_tokens])
+    allocator = ExtentAllocator(num_slots, PAGE_SIZE)
+    pages = [allocator.allocate(PAGE_SIZE) for _ in range(num_slots // PAGE_SIZE)]
+    for page in rng.permutation(len(pages))[: num_pages + num_pages // 8]:
+        allocator.free(pages[page])
+    return Zone(page_ids, extents_to_slots(allocator.allocate(num_tokens))[:num_tokens])
+
+
+# --- planning ------------------------------------------------------------------------------------------
+
+
+def measure_planning(scale: Scale) -> list[dict[str, Any]]:
+    """Seconds from pages and landing zone to the descriptors of one layer, for a very long prompt."""
+    num_slots = 2 * (scale.plan_tokens // PAGE_SIZE + 1) * PAGE_SIZE
+    region = RegionView(1 << 30, num_slots * 1152, 1, num_slots, 1152)
+    cases = []
+    for kind in ZONES:
+        zone = make_zone(kind, scale.plan_tokens, num_slots)
+        extents = slots_to_extents(zone.dst_slots)
+        # more extents than a message can carry: such a zone would be known as slots
+        landing = extents if len(extents) <= MAX_EXTENTS else None
+        cases.append((kind, zone, landing))
+
+    def plan(zone: Zone, landing: tuple[Any, ...] | None) -> int:
+        dst_slots = zone.dst_slots if landing is None else extents_to_slots(landing)
+        return int(descriptors(plan_writes(zone.src_slots(), dst_slots), region, region, [0]).lengths.size)
+
+    secs: dict[str, list[float]] = {kind: [] for kind in ZONES}
+    for repetition in range(scale.plan_repetitions + 2):
+        for kind, zone, landing in cases:
+            elapsed = timed(lambda zone=zone, landing=landing: plan(zone, landing))
+            if repetition >= 2:
+                secs[kind].append(elapsed)
+    return [
+        {
+            "zone": kind,
+            "num_tokens": scale.plan_tokens,
+            "num_descriptors": plan(zone, landing),
+            "secs": spread(secs[kind]),
+        }
+        for kind, zone, landing in cases
+    ]
+
+
+# --- the wire ------------------------------------------------------------------------------------------
+
+
+class Link:
+    """This process's memory and engine, and the peer's: what all measurements write through."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.memory = np.random.default_rng(SEED).integers(0, 256, num_bytes, dtype=np.uint8)
+        self.engine = TransferEngine("127.0.0.1")
+        self.src_addr = self.engine.register(self.memory.ctypes.data, num_bytes)
+        self._done = threading.Event()
+        self._sender = Sender(self.engine, self._done.set)
+        self._num_rooms = 0
+        self._peer = subprocess.Popen(
+            [sys.executable, "-m", "bench.transfer", "--peer", str(num_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).resolve().parent.parent,
+        )
+        session, addr = self._ask("").split()
+        self.session, self.dst_addr = session, int(addr)
+
+    def send(self, zone: Zone, src: RegionView, dst: RegionView) -> None:
+        """The product path: plan, descriptors, queue, write, completion."""
+        writes = plan_zone(zone, src, dst)
+        self._num_rooms += 1
+        self._done.clear()
+        self._sender.submit(self.session, WriteBatch(Room(self._num_rooms), "bench", *writes))
+        if not self._done.wait(WAIT_SECS):
+            raise TimeoutError(f"no completion within {WAIT_SECS} s")
+        (completion,) = self._sender.poll()
+        if not completion.ok:
+            raise RuntimeError(completion.error)
+
+    def write_raw(
+        self, writes: Descriptors, num_threads: int = 1, batch: int = MAX_BATCH_DESCRIPTORS
+    ) -> None:
+        """Mooncake's own batch write, in calls of ``batch`` descriptors, from ``num_threads`` threads."""
+        mooncake = self.engine._mooncake
+        codes = []
+
+        def write(part: slice) -> None:
+            src, dst, lengths = (column[part] for column in writes)
+            for first in range(0, src.size, batch):
+                call = slice(first, first + batch)
+                codes.append(
+                    mooncake.batch_transfer_sync_write(
+                        self.session, src[call].tolist(), dst[call].tolist(), lengths[call].tolist()
+                    )
+                )
+
+        share = -(-writes.lengths.size // num_threads)
+        parts = [slice(first, first + share) for first in range(0, writes.lengths.size, share)]
+        threads = [threading.Thread(target=write, args=(part,)) for part in parts[1:]]
+        for thread in threads:
+            thread.start()
+        write(parts[0])
+        for thread in threads:
+            thread.join()
+        if any(codes):
+            raise RuntimeError(f"Mooncake's batch write returned {codes}")
+
+    def landed_crc(self) -> int:
+        """CRC-32 of the peer's memory, which is zeroed afterwards."""
+        return int(self._ask("crc"))
+
+    def close(self) -> None:
+        self._sender.close(WAIT_SECS)
+        self._peer.communicate(timeout=WAIT_SECS)
+        self.engine.close()
+
+    def _ask(self, question: str) -> str:
+        assert self._peer.stdin is not None
+        assert self._peer.stdout is not None
+        self._peer.stdin.write(f"{question}\n")
+        self._peer.stdin.flush()
+        return self._peer.stdout.readline()
+
+
+@contextmanager
+def open_link(num_bytes: int) -> Iterator[Link]:
+    link = Link(num_bytes)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def run_peer(num_bytes: int) -> None:
+    """The other process: says where its memory is, then answers until its input ends."""
+    memory = np.zeros(num_bytes, np.uint8)
+    engine = TransferEngine("127.0.0.1")
+    addr = engine.register(memory.ctypes.data, num_bytes)
+    for line in sys.stdin:
+        if line.strip() == "crc":
+            crc = zlib.crc32(memory)
+            memory[:] = 0
+            print(crc, flush=True)
+        else:
+            print(engine.session, addr, flush=True)
+    os._exit(0)  # Mooncake's own way out takes a second
+
+
+def plan_zone(zone: Zone, src: RegionView, dst: RegionView) -> Descriptors:
+    return descriptors(plan_writes(zone.src_slots(), zone.dst_slots), src, dst, range(src.num_layers))
+
+
+def contiguous(link: Link, num_bytes: int, size: int) -> Descriptors:
+    """``num_bytes`` in descriptors of ``size`` bytes, contiguous on both sides."""
+    offsets = np.arange(0, num_bytes, size, dtype=np.int64)
+    return Descriptors(
+        link.src_addr + offsets, link.dst_addr + offsets, np.minimum(size, num_bytes - offsets)
+    )
+
+
+def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, Any]:
+    """Bytes per second of the sender and of Mooncake into one kind of zone."""
+    item_bytes, num_layers = ITEM_BYTES[dtype], scale.layers[kind]
+    num_slots = 2 * scale.tokens
+    zone = make_zone(kind, scale.tokens, num_slots)
+    src, dst = (
+        RegionView(addr, link.num_bytes, num_layers, num_slots, item_bytes)
+        for addr in (link.src_addr, link.dst_addr)
+    )
+    check_landed(link, zone, src, dst)
+    writes = plan_zone(zone, src, dst)
+    num_bytes = writes.num_bytes
+
+    raw = {
+        f"{min(size, num_bytes) >> 10} KiB, {num_threads} threads": (
+            lambda size=size, num_threads=num_threads: link.write_raw(
+                contiguous(link, num_bytes, size), num_threads
+            )
+        )
+        for size in scale.raw_sizes
+        for num_threads in scale.raw_threads
+    }
+    search = measure_in_turns(raw, 2, num_bytes, max_secs=scale.zone_secs)
+    finalists = sorted(raw, key=lambda name: max(search[name]), reverse=True)[: scale.finalists]
+    runs: dict[str, Callable[[], None]] = {"sender": lambda: link.send(zone, src, dst)}
+    runs["same descriptors"] = lambda: link.write_raw(writes)
+    runs |= {name: raw[name] for name in finalists}
+    rates = measure_in_turns(runs, scale.repetitions[kind], num_bytes, max_secs=scale.zone_secs)
+    best = max(finalists, key=lambda name: statistics.median(rates[name]))
+    side_by_side = [ours / theirs for ours, theirs in zip(rates["sender"], rates[best], strict=True)]
+    return {
+        "zone": kind,
+        "dtype": dtype,
+        "item_bytes": item_bytes,
+        "num_tokens": scale.tokens,
+        "num_layers": num_layers,
+        "num_bytes": num_bytes,
+        "num_descriptors": int(writes.lengths.size),
+        "sender": spread(rates["sender"]),
+        "same_descriptors": spread(rates["same descriptors"]),
+        "best": {"how": best, **spread(rates[best])},
+        "sender_of_best": statistics.median(side_by_side),
+        "search": {name: max(values) for name, values in search.items()},
+    }
+
+
+def check_landed(link: Link, zone: Zone, src: RegionView, dst: RegionView) -> None:
+    """Send once, and compare all of the peer's memory with what must be there."""
+    link.landed_crc()
+    link.send(zone, src, dst)
+    shape = (src.num_layers, src.num_slots, src.item_bytes)
+    size = src.num_layers * src.layer_bytes
+    expected = np.zeros(link.num_bytes, np.uint8)
+    expected[:size].reshape(shape)[:, zone.dst_slots] = link.memory[:size].reshape(shape)[:, zone.src_slots()]
+    if link.landed_crc() != zlib.crc32(expected):
+        raise RuntimeError("the bytes in the peer's memory are not those that were sent")
+
+
+def measure_descriptor_cost(link: Link, scale: Scale) -> list[dict[str, Any]]:
+    """Microseconds a descriptor of one item, by descriptors a call and by threads: what could be saved."""
+    item_bytes = ITEM_BYTES["bf16"]
+    num_bytes = scale.cost_descriptors * item_bytes
+    writes = contiguous(link, num_bytes, item_bytes)
+    cases = {
+        (batch, num_threads): (
+            lambda batch=batch, num_threads=num_threads: link.write_raw(writes, num_threads, batch)
+        )
+        for batch, num_threads in ((64, 1), (256, 1), (512, 1), (1024, 1), (256, 2), (256, 4))
+    }
+    named = {f"{batch} a call, {threads} threads": run for (batch, threads), run in cases.items()}
+    rates = measure_in_turns(named, 3, num_bytes, max_secs=scale.zone_secs)
+    return [
+        {"how": name, "micros": spread([item_bytes / rate * 1e6 for rate in values])}
+        for name, values in rates.items()
+    ]
+
+
+def measure_in_turns(
+    runs: dict[str, Callable[[], None]], repetitions: int, num_bytes: int, max_secs: float
+) -> dict[str, list[float]]:
+    """Bytes per second of each of ``runs``, in turns whose order rotates; ``max_secs``: see Scale."""
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    started = time.monotonic()
+    for repetition in range(repetitions):
+        if repetition >= 3 and time.monotonic() - started > max_secs:
+            break
+        names = list(runs)
+        first = repetition % len(names)
+        for name in names[first:] + names[:first]:
+            rates[name].append(num_bytes / timed(runs[name]))
+    return rates
+
+
+def timed(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+# --- report ----------------------------------------------------------------------------------------------
+
+
+def print_report(console: Console, report: dict[str, Any]) -> None:
+    planning = Table(title="Expansion and planning of one layer", title_justify="left")
+    for column in ("landing zone", "tokens", "descriptors", "ms", "ms min-max", "bound"):
+        planning.add_column(column, justify="left" if column == "landing zone" else "right")
+    for row in report["planning"]:
+        secs = row["secs"]
+        planning.add_row(
+            row["zone"],
+            f"{row['num_tokens']:,}",
+            f"{row['num_descriptors']:,}",
+            f"{secs['median'] * 1e3:.1f}",
+            f"{secs['min'] * 1e3:.1f}-{secs['max'] * 1e3:.1f}",
+            verdict(secs["median"] < PLAN_BOUND_SECS, f"< {PLAN_BOUND_SECS * 1e3:.0f} ms"),
+        )
+    console.print(planning)
+
+    wire = Table(title="Wire, GB/s: median (min-max)", title_justify="left")
+    for column in (
+        "landing zone",
+        "item",
+        "MB",
+        "descriptors",
+        "sender",
+        "same descriptors",
+        "Mooncake's best",
+    ):
+        wire.add_column(column, justify="left" if column == "landing zone" else "right")
+    wire.add_column("best with")
+    wire.add_column("of best", justify="right")
+    for row in report["wire"]:
+        ratio = f"{row['sender_of_best']:.2f}"
+        wire.add_row(
+            row["zone"],
+            f"{row['dtype']} {row['item_bytes']} B",
+            f"{row['num_bytes'] / 1e6:.0f}",
+            f"{row['num_descriptors']:,}",
+            gigabytes(row["sender"]),
+            gigabytes(row["same_descriptors"]),
+            gigabytes(row["best"]),
+            row["best"]["how"],
+            verdict(row["sender_of_best"] >= BEST_BOUND, ratio) if row["zone"] == "fresh" else ratio,
+        )
+    console.print(wire)
+
+    cost = Table(title="One descriptor of one item, raw Mooncake", title_justify="left")
+    for column in ("how", "us", "us min-max"):
+        cost.add_column(column, justify="left" if column == "how" else "right")
+    for row in report["descriptor_cost"]:
+        micros = row["micros"]
+        cost.add_row(row["how"], f"{micros['median']:.1f}", f"{micros['min']:.1f}-{micros['max']:.1f}")
+    console.print(cost)
+
+
+def gigabytes(rates: dict[str, Any]) -> str:
+    return f"{rates['median'] / 1e9:.3f} ({rates['min'] / 1e9:.3f}-{rates['max'] / 1e9:.3f})"
+
+
+def verdict(met: bool, text: str) -> str:
+    return f"[green]{text}[/green]" if met else f"[red]{text} missed[/red]"
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Sender against Mooncake, and plan time against its bound."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (wire, planning) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 1))
+    rows = report["wire"]
+    columns = (
+        ("sender", "sender"),
+        ("same_descriptors", "Mooncake, same descriptors"),
+        ("best", "Mooncake's best"),
+    )
+    for number, (key, label) in enumerate(columns):
+        medians = np.array([row[key]["median"] for row in rows]) / 1e9
+        low = medians - np.array([row[key]["min"] for row in rows]) / 1e9
+        high = np.array([row[key]["max"] for row in rows]) / 1e9 - medians
+        wire.bar(np.arange(len(rows)) + (number - 1) * 0.27, medians, 0.27, yerr=(low, high), label=label)
+    wire.set_yscale("log")
+    wire.set_xticks(range(len(rows)), [f"{row['zone']}\n{row['dtype']}" for row in rows])
+    wire.set_ylabel("GB/s")
+    wire.set_title(f"{rows[0]['num_tokens']:,} tokens over loopback TCP")
+    wire.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    planning.bar(
+        [row["zone"] for row in report["planning"]], [r["secs"]["median"] * 1e3 for r in report["planning"]]
+    )
+    planning.axhline(PLAN_BOUND_SECS * 1e3, color="red", linestyle="--", label="bound")
+    planning.set_ylabel("ms")
+    planning.set_title(f"plan of {report['planning'][0]['num_tokens']:,} tokens")
+    planning.legend(loc="center left")
+    facts = report["facts"]
+    figure.suptitle(
+        f"{facts['cpu']}, {facts['num_cpus']} cores, {facts['date']}, commit {facts['commit'][:12]}",
+        fontsize=9,
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(prog="python -m bench.transfer", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes; the numbers mean nothing")
+    parser.add_argument("--out", type=Path, default=OUT, help="directory of transfer.json and transfer.png")
+    parser.add_argument("--peer", type=int, metavar="NUM_BYTES", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    quiet_mooncake_logs()
+    if options.peer is not None:
+        run_peer(options.peer)
+    started = time.monotonic()
+    scale = QUICK if options.quick else FULL
+    report: dict[str, Any] = {"facts": run_facts(), "scale": asdict(scale)}
+    report["planning"] = measure_planning(scale)
+    num_bytes = max(scale.layers.values()) * 2 * scale.tokens * max(ITEM_BYTES.values())
+    with open_link(num_bytes) as link:
+        report["wire"] = [measure_zone(link, dtype, kind, scale) for kind in ZONES for dtype in ITEM_BYTES]
+        report["descriptor_cost"] = measure_descriptor_cost(link, scale)
+    report["total_secs"] = time.monotonic() - started
+
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    print_report(console, report)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "transfer.json").write_text(json.dumps(report, indent=1))
+    draw(report, options.out / "transfer.png")
+    console.print(f"{report['total_secs']:.0f} s; wrote transfer.json and transfer.png to {options.out}")
+    return report
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Answers in the three dialects: OpenAI completions, OpenAI chat, SGLang's native ``/generate``.
+
+A dialect shows finished samples as one body (``whole``) or each engine message as events (``pieces``, then
+``last_pieces``). It only formats: what happened stands in ``SampleOutput``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from decode_node.output import Delta, Finish, SampleOutput
+from protocol.detokenizer import TokenBytes
+from protocol.engine_messages import TokenLogprob
+from protocol.http_app import Work, sse
+from protocol.http_schemas import Endpoint
+
+_MIN_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON has not."""
+
+Json = dict[str, object]
+
+
+class Dialect(Protocol):
+    """How one endpoint shows the samples of one request."""
+
+    def whole(self, outputs: Sequence[SampleOutput]) -> object:
+        """The body of a non-streaming answer."""
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        """The events for one delta; none when it shows nothing new."""
+
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        """The events after the last delta of all samples, short of ``[DONE]``."""
+
+
+def dialect_of(work: Work, model_name: str, token_bytes: TokenBytes) -> Dialect:
+    match work.request.endpoint:
+        case Endpoint.COMPLETIONS:
+            return Completions(work, model_name, token_bytes)
+        case Endpoint.CHAT:
+            return Chat(work, model_name, token_bytes)
+        case Endpoint.GENERATE:
+            return Generate(work, token_bytes)
+
+
+# --- OpenAI --------------------------------------------------------------------------------------------
+
+
+class _OpenAi:
+    """What completions and chat share: the envelope, usage and the order of chunks."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes) -> None:
+        self._include_usage = work.request.include_usage
+        self._token_bytes = token_bytes
+        self._model_name = model_name
+        self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+
+    def whole(self, outputs: Sequence[SampleOutput]) -> Json:
+        choices = [self._choice(output) for output in outputs]
+        return self._envelope(self.whole_object, choices) | {"usage": usage(outputs)}
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        wants_logprobs = output.sample.options.num_logprobs is not None
+        if delta.text or delta.finish or (wants_logprobs and delta.last_token > delta.first_token):
+            yield self._chunk([self._chunk_choice(output, delta)])
+
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        if self._include_usage:
+            yield sse(self._envelope(self.chunk_object, []) | {"usage": usage(outputs)})
+
+    def _chunk(self, choices: list[Json]) -> bytes:
+        envelope = self._envelope(self.chunk_object, choices)
+        return sse(envelope | {"usage": None} if self._include_usage else envelope)
+
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model_name,
+            "choices": choices,
+        }
+
+    def _choice(self, output: SampleOutput) -> Json:
+        raise NotImplementedError
+
+    def _chunk_choice(self, output: SampleOutput, delta: Delta) -> Json:
+        raise NotImplementedError
+
+
+class Completions(_OpenAi):
+    """``/v1/completions``."""
+
+    id_prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def _choice(self, output: SampleOutput) -> Json:
+        return self._show(output, output.text, 0, len(output.token_ids), output.finish)
+
+    def _chunk_choice(self, output: SampleOutput, delta: Delta) -> Json:
+        return self._show(output, delta.text, delta.first_token, delta.last_token, delta.finish)
+
+    def _show(self, output: SampleOutput, text: str, first: int, last: int, finish: Finish | None) -> Json:
+        return {
+            "index": output.index,
+            "text": text,
+            "logprobs": self._logprobs(output, first, last),
+            "finish_reason": finish and finish.reason,
+            "matched_stop": finish and finish.matched,
+        }
+
+    def _logprobs(self, output: SampleOutput, first: int, last: int) -> Json | None:
+        if output.sample.options.num_logprobs is None:
+            return None
+        text = self._token_bytes.text
+        entries = output.logprobs[first:last]
+        tokens = [text(entry.token_id) for entry in entries]
+        offset = sum(len(text(token_id)) for token_id in output.token_ids[:first])
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": [self._top(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens and the sampled one."""
+        top = {self._token_bytes.text(token_id): _finite(logprob) for token_id, logprob in entry.top}
+        top.setdefault(self._token_bytes.text(entry.token_id), _finite(entry.logprob))
+        return top
+
+
+class Chat(_OpenAi):
+    """``/v1/chat/completions``."""
+
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        if delta.first_token == 0:
+            role: Json = {"role": "assistant", "content": ""}
+            yield self._chunk(
+                [{"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}]
+            )
+        yield from super().pieces(output, delta)
+
+    def _choice(self, output: SampleOutput) -> Json:
+        return {
+            "index": output.index,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": self._logprobs(output, 0, len(output.token_ids)),
+            "finish_reason": output.finish and output.finish.reason,
+            "matched_stop": output.finish and output.finish.matched,
+        }
+
+    def _chunk_choice(self, output: SampleOutput, delta: Delta) -> Json:
+        return {
+            "index": output.index,
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": self._logprobs(output, delta.first_token, delta.last_token),
+            "finish_reason": delta.finish and delta.finish.reason,
+            "matched_stop": delta.finish and delta.finish.matched,
+        }
+
+    def _logprobs(self, output: SampleOutput, first: int, last: int) -> Json | None:
+        if output.sample.options.num_logprobs is None:
+            return None
+        content = [
+            self._token(entry.token_id, entry.logprob)
+            | {"top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top]}
+            for entry in output.logprobs[first:last]
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        token = self._token_bytes.of(token_id)
+        return {
+            "token": token.decode(errors="replace"),
+            "logprob": _finite(logprob),
+            "bytes": list(token),
+        }
+
+
+# --- SGLang --------------------------------------------------------------------------------------------
+
+
+class Generate:
+    """``/generate``. Streamed text, ids and logprobs are cumulative, as SGLang's are."""
+
+    def __init__(self, work: Work, token_bytes: TokenBytes) -> None:
+        self._work = work
+        self._token_bytes = token_bytes
+        self._is_list = work.request.is_batch or len(work.samples) > 1
+
+    def whole(self, outputs: Sequence[SampleOutput]) -> object:
+        shown = [self._show(output) for output in outputs]
+        return shown if self._is_list else shown[0]
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        if delta.last_token > delta.first_token or delta.finish:
+            yield sse(self._show(output) | ({"index": output.index} if self._is_list else {}))
+
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        return iter(())
+
+    def _show(self, output: SampleOutput) -> Json:
+        meta: Json = {
+            "id": self._request_id(output),
+            "finish_reason": output.finish and self._finish_reason(output, output.finish),
+            "prompt_tokens": output.num_prompt_tokens,
+            "completion_tokens": len(output.token_ids),
+            "cached_tokens": output.stats.num_cached_tokens if output.stats else 0,
+            "e2e_latency": time.monotonic() - self._work.arrived_at,
+            "hisparse": hisparse_usage([output]),
+        }
+        if (num_logprobs := output.sample.options.num_logprobs) is not None:
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = [
+                [_finite(entry.logprob), entry.token_id, None] for entry in output.logprobs
+            ]
+            if num_logprobs:
+                meta["output_top_logprobs"] = [
+                    [[_finite(logprob), token_id, None] for token_id, logprob in entry.top]
+                    for entry in output.logprobs
+                ]
+        return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+
+    def _request_id(self, output: SampleOutput) -> str:
+        given = self._work.request.request_ids
+        return given[output.sample.prompt_index] if given else output.sample.generate.request_id
+
+    @staticmethod
+    def _finish_reason(output: SampleOutput, finish: Finish) -> Json:
+        shown: Json = {"type": finish.reason}
+        if finish.reason == "length":
+            shown["length"] = len(output.token_ids)
+        if finish.matched is not None:
+            shown["matched"] = finish.matched
+        return shown
+
+
+# --- usage ---------------------------------------------------------------------------------------------
+
+
+def usage(outputs: Sequence[SampleOutput]) -> Json:
+    """OpenAI's usage object. A prompt counts once, however many samples it has."""
+    firsts = list({output.sample.prompt_index: output for output in reversed(outputs)}.values())
+    num_prompt_tokens = sum(output.num_prompt_tokens for output in firsts)
+    num_new_tokens = sum(len(output.token_ids) for output in outputs)
+    num_cached_tokens = sum(output.stats.num_cached_tokens for output in firsts if output.stats)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_new_tokens,
+        "total_tokens": num_prompt_tokens + num_new_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+        "hisparse": hisparse_usage(outputs),
+    }
+
+
+def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
+    """Mode, and hits and misses of all samples together; None before the engine has told.
+
+    Samples that were served in different modes have the mode "mixed", with ``modes`` for each of them.
+    """
+    stats = [output.stats for output in outputs if output.stats is not None]
+    if not stats:
+        return None
+    modes = [entry.mode for entry in stats]
+    shown: Json = {
+        "mode": modes[0] if len(set(modes)) == 1 else "mixed",
+        "hits": sum(entry.hits for entry in stats),
+        "misses": sum(entry.misses for entry in stats),
+    }
+    return shown if len(set(modes)) == 1 else shown | {"modes": modes}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)

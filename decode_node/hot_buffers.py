@@ -1,0 +1,237 @@
+"""Owns the per-request tables, and does to memory what a request's moves between states need.
+
+``rooms.py`` decides who owns which slots; this module fills the tables that the kernels read, warms hot
+buffers up, and spills dense requests. ``DecodeStep`` is the model's view of the pools in one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
+from decode_node.pools import PoolKind
+from decode_node.request import Request
+from kernels.attention import sparse_mla_attention
+from kernels.hot_state import ABSENT, HotBufferError, HotBufferState
+from kernels.indexer import gather_pages, index_topk
+from kernels.swap_in import MissPlan, backup_newest, newest_slots, preload, replay_misses, swap_in
+from model.spec import ModelSpec
+from protocol.engine_messages import Mode
+
+
+@dataclass(frozen=True)
+class _IndexPages:
+    """Where a request's indexer keys are; mostly in contiguous pages, and then reading copies nothing."""
+
+    page_ids: Tensor
+    first_slot: int
+    is_contiguous: bool
+
+    def slot(self, position: int, page_size: int) -> int:
+        if self.is_contiguous:
+            return self.first_slot + position
+        return int(self.page_ids[position // page_size]) * page_size + position % page_size
+
+    def keys(self, layer_keys: Tensor, page_size: int, num_tokens: int) -> Tensor:
+        """[num_tokens, index_head_dim] of ``layer_keys`` [num_slots, index_head_dim]."""
+        if self.is_contiguous:
+            return layer_keys[self.first_slot : self.first_slot + num_tokens]
+        return gather_pages(layer_keys, self.page_ids, page_size, num_tokens)
+
+
+class HotBuffers:
+    """Tables for ``num_rows`` requests of up to ``max_context`` positions, over the pools of ``memory``."""
+
+    def __init__(
+        self, spec: ModelSpec, memory: DecodeMemory, *, num_rows: int, max_capacity: int, page_size: int
+    ) -> None:
+        self.spec = spec
+        self.memory = memory
+        self.page_size = page_size
+        self.device = memory.k_dev.device
+        self.state = HotBufferState.create(
+            spec.num_index_layers, num_rows, spec.context_length, max_capacity, page_size, self.device
+        )
+        self.miss_plan = MissPlan.create(num_rows, spec.index_topk, self.device)
+        self._index_pages: dict[int, _IndexPages] = {}
+        self._ended_counters = np.zeros(3, np.int64)
+
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        """Hits, misses and evictions of all requests since the start."""
+        live = self.state.counters.sum(dim=0).cpu().numpy()
+        hits, misses, evictions = (self._ended_counters + live).tolist()
+        return hits, misses, evictions
+
+    def start(self, request: Request) -> None:
+        """Fill the row of a request that is RUNNING from now on, and warm its hot buffer up."""
+        row, holding = request.req_row, request.owned
+        page_ids = pages_tensor(holding[PoolKind.INDEX], self.page_size)
+        self._index_pages[row] = _IndexPages(
+            page_ids.to(self.device), holding[PoolKind.INDEX][0].start, len(holding[PoolKind.INDEX]) == 1
+        )
+        if request.mode is Mode.DENSE:
+            device_pages = pages_tensor(holding[PoolKind.DEVICE], self.page_size)
+            self.state.assign_dense_row(row, device_pages.to(self.device))
+            return
+        hot_slots = slots_tensor(holding[PoolKind.DEVICE])[: request.hot_capacity].to(self.device)
+        host_slots = slots_tensor(holding[PoolKind.HOST])[: request.life_tokens].to(self.device)
+        self.state.assign_row(row, request.hot_capacity, hot_slots, host_slots)
+        warm_positions, request.hot_positions = request.hot_positions, None
+        most_recent = np.arange(request.num_kv_tokens, dtype=np.int32)[: -request.hot_capacity : -1]
+        for group, layers in enumerate(self.spec.layers_of_group):
+            positions = most_recent if warm_positions is None else warm_positions[group]
+            preload(
+                self.state,
+                group=group,
+                layers=layers,
+                row=row,
+                num_tokens=request.num_kv_tokens,
+                positions=torch.from_numpy(np.ascontiguousarray(positions)).to(self.device),
+                k_host=self.memory.k_host,
+                k_dev=self.memory.k_dev,
+            )
+
+    def grow(self, request: Request) -> None:
+        """Enter the pages that a dense request was just given."""
+        page_ids = pages_tensor(request.owned[PoolKind.DEVICE], self.page_size)
+        self.state.set_pages(request.req_row, 0, page_ids.to(self.device))
+
+    def retract(self, request: Request) -> None:
+        """Bring everything to the host before the device slots are given up; remember what was hot."""
+        if request.mode is Mode.DENSE:
+            holding = request.owned
+            self.memory.spill(holding[PoolKind.DEVICE], holding[PoolKind.HOST], request.num_kv_tokens)
+        else:
+            # The host is up to date: every step ends with the backup of its newest tokens.
+            request.hot_positions = [
+                self._hot_positions(group, request.req_row) for group in range(self.spec.num_index_layers)
+            ]
+        self.release(request)
+
+    def release(self, request: Request) -> None:
+        """Add the row's counters to the request's and empty it; a row that was never filled is empty."""
+        row = request.req_row
+        counters = self.state.counters[row].cpu().numpy()
+        hits, misses, evictions = counters.tolist()
+        request.hits += hits
+        request.misses += misses
+        request.evictions += evictions
+        self._ended_counters += counters
+        self.state.reset_row(row)
+        self._index_pages.pop(row, None)
+
+    def step(self, requests: Sequence[Request]) -> DecodeStep:
+        """The view of one forward, in which every request has one new token."""
+        return DecodeStep(self, requests, [self._index_pages[request.req_row] for request in requests])
+
+    def _hot_positions(self, group: int, row: int) -> NDArray[np.int32]:
+        """What is in a hot buffer, latest used first."""
+        positions = self.state.hot_to_position[group, row].cpu().numpy()
+        stamps = self.state.stamps[group, row].cpu().numpy()
+        order = np.argsort(-stamps, kind="stable")
+        by_use = positions[order]
+        hot: NDArray[np.int32] = by_use[by_use != ABSENT]
+        return hot
+
+
+class DecodeStep:
+    """The ``KvAccess`` of one decode forward: one new token a request, dense and hisparse together."""
+
+    def __init__(
+        self, hot_buffers: HotBuffers, requests: Sequence[Request], index_pages: Sequence[_IndexPages]
+    ) -> None:
+        self._spec = hot_buffers.spec
+        self._state = hot_buffers.state
+        self._memory = hot_buffers.memory
+        self._miss_plan = hot_buffers.miss_plan
+        self._page_size = hot_buffers.page_size
+        self._index_pages = index_pages
+        device, num_reqs = hot_buffers.device, len(requests)
+        self._seq_len_of = [request.next_seq_len for request in requests]
+        self._seq_lens = torch.tensor(self._seq_len_of, dtype=torch.int64, device=device)
+        self._req_rows = torch.tensor([r.req_row for r in requests], dtype=torch.int64, device=device)
+        self._num_real_reqs = torch.tensor([num_reqs], dtype=torch.int32, device=device)
+        self.positions = self._seq_lens - 1
+        """int64 [num_reqs] of the new tokens."""
+        new_slots = newest_slots(self._seq_lens, self._req_rows, self._num_real_reqs, self._state)
+        self._new_slots = new_slots.long()
+        if bool((self._new_slots < 0).any()):
+            bad = requests[int((self._new_slots < 0).nonzero()[0])]
+            raise RuntimeError(f"room {bad.room}: no device slot for position {bad.num_kv_tokens}")
+        self._new_index_slots = torch.tensor(
+            [
+                pages.slot(seq_len - 1, self._page_size)
+                for pages, seq_len in zip(index_pages, self._seq_len_of, strict=True)
+            ],
+            dtype=torch.int64,
+            device=device,
+        )
+        # Where everything fits in the top-k, the selection is the same in all groups.
+        top = torch.arange(self._spec.index_topk, dtype=torch.int32, device=device)
+        self._everything = torch.where(top < self._seq_lens[:, None], top, ABSENT)
+        self._device_slots: Tensor | None = None
+
+    def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
+        """See ``model.dsa.KvAccess``; so below."""
+        kv_dev = self._memory.kv_dev[layer]
+        kv_dev[self._new_slots] = kv.to(kv_dev.dtype)
+        if index_keys is not None:
+            layer_keys = self._memory.index_keys[self._spec.index_group_of_layer[layer]]
+            layer_keys[self._new_index_slots] = index_keys.to(layer_keys.dtype)
+
+    def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        top_k = self._spec.index_topk
+        layer_keys = self._memory.index_keys[group]
+        selected = self._everything.clone()
+        for req, (pages, seq_len) in enumerate(zip(self._index_pages, self._seq_len_of, strict=True)):
+            if seq_len > top_k:
+                keys = pages.keys(layer_keys, self._page_size, seq_len)
+                one = slice(req, req + 1)
+                selected[one] = index_topk(q_index[one], weights[one], keys, self.positions[one], top_k)
+        return selected
+
+    def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
+        memory = self._memory
+        group = self._spec.index_group_of_layer[layer]
+        if layer == self._spec.layers_of_group[group][0]:
+            self._device_slots = swap_in(
+                positions,
+                self._seq_lens,
+                self._req_rows,
+                self._num_real_reqs,
+                self._state,
+                group=group,
+                layer=layer,
+                k_host=memory.k_host,
+                k_dev=memory.k_dev,
+                miss_plan=self._miss_plan,
+            )
+        else:
+            replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev)
+        if self._device_slots is None:
+            raise RuntimeError(f"layer {layer}: index group {group} has not been swapped in")
+        kv_dev = memory.kv_dev[layer]
+        return sparse_mla_attention(q, kv_dev, self._device_slots, self._spec.kv_lora_rank, scale)
+
+    def finish(self) -> None:
+        """Copy the new tokens' items to the host, before the next step may give their slots away (I4)."""
+        backup_newest(
+            self._seq_lens,
+            self._req_rows,
+            self._num_real_reqs,
+            self._state,
+            k_host=self._memory.k_host,
+            k_dev=self._memory.k_dev,
+        )
+
+    def errors(self) -> list[str]:
+        """For each request what the kernels found wrong with it; empty when nothing."""
+        flags = self._state.error_flags[self._req_rows].tolist()
+        return [str(HotBufferError(flag).name) if flag else "" for flag in flags]

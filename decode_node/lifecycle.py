@@ -1,0 +1,346 @@
+"""Moves requests through their states as things happen: front messages, peer events, deadlines, plans.
+
+Each handler does the three parts of a move together: the books (``rooms``), the memory and tables
+(``hot_buffers``), and the word to whoever has to know (front, prefill node). Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from decode_node.hot_buffers import HotBuffers
+from decode_node.metrics import Metrics
+from decode_node.peers import InstanceGone, PeerEvent, PeerLost, PeerReady, PeerRefused, Peers, RoomMessage
+from decode_node.pools import PoolKind
+from decode_node.quarantine import Quarantined
+from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.rooms import DuplicateRoom, Landing, Rooms
+from decode_node.scheduler import Admission, Limits, StepPlan, refusal
+from model.sampling import finish_reason
+from protocol.engine_messages import (
+    FromEngine,
+    Generate,
+    HisparseFlag,
+    Mode,
+    RequestFailed,
+    TokenLogprob,
+    Tokens,
+)
+from protocol.messages import AbortRoom, Bootstrap, Room, RoomDone, RoomFailed, RoomQuiet
+from protocol.settings import HisparsePolicy
+from transfer.aux_record import AuxMismatch
+from transfer.extents import slice_extents
+
+log = logging.getLogger(__name__)
+
+CONTACT_TIMEOUT_SECS = 10.0
+"""A request's wait for its prefill node to be found and registered with at most."""
+
+_DEFAULT_FLAG = {
+    HisparsePolicy.AUTO: HisparseFlag.AUTO,
+    HisparsePolicy.ALWAYS: HisparseFlag.TRUE,
+    HisparsePolicy.NEVER: HisparseFlag.FALSE,
+}
+
+
+@dataclass
+class Lifecycle:
+    """``send`` takes messages to the front. Times are of ``time.monotonic``."""
+
+    limits: Limits
+    policy: HisparsePolicy
+    room_timeout_secs: float
+    rooms: Rooms
+    hot_buffers: HotBuffers
+    peers: Peers
+    metrics: Metrics
+    send: Callable[[FromEngine], None]
+    contact_timeout_secs: float = CONTACT_TIMEOUT_SECS
+
+    # --- from the front ---------------------------------------------------------------------------
+
+    def generate(self, message: Generate, now: float) -> None:
+        """Take a request in, or answer at once why not."""
+        num_prompt_tokens = len(message.prompt_token_ids)
+        # The last output token may be the one past the context's end: its KV is never computed.
+        max_new_tokens = min(message.sampling.max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens)
+        request = Request(
+            request_id=message.request_id,
+            room=Room(message.room),
+            num_prompt_tokens=num_prompt_tokens,
+            sampling=replace(message.sampling, max_new_tokens=max_new_tokens),
+            flag=message.hisparse or _DEFAULT_FLAG[self.policy],
+            peer=PeerAddress(message.bootstrap_host, message.bootstrap_port),
+            arrived_at=now,
+            deadline=now + self.contact_timeout_secs,
+        )
+        error = ""
+        if not 1 <= num_prompt_tokens <= self.limits.max_context:
+            error = f"the prompt has {num_prompt_tokens} tokens; allowed are 1 to {self.limits.max_context}"
+        elif max_new_tokens < 1:
+            error = f"max_new_tokens is {max_new_tokens}; it must be at least 1"
+        error = error or refusal(self.limits, request)
+        try:
+            if not error:
+                self.rooms.open(request)
+        except DuplicateRoom as duplicate:
+            error = str(duplicate)
+        if error:
+            self.metrics.add("failed_requests_total")
+            self.send(RequestFailed(request.request_id, 400, error))
+            return
+        self.peers.use(request.peer, now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """The client is gone: no answer. Unknown ids are of requests that ended meanwhile."""
+        request = self.rooms.get_by_id(request_id)
+        if request is not None:
+            self.metrics.add("aborted_requests_total")
+            self._tell_peer(request, "the client is gone")
+            self._end(request, Landing.IN_FLIGHT, now)
+
+    # --- from the prefill nodes -------------------------------------------------------------------
+
+    def peer_event(self, event: PeerEvent, now: float) -> None:
+        match event:
+            case PeerReady():
+                self._repeat_messages(event)
+            case PeerRefused():
+                for request in self.rooms.of_peer(event.address):
+                    if request.state in (RequestState.CONNECTING, RequestState.WAITING):
+                        self.fail(request, 502, event.error, Landing.QUIET, now)
+            case PeerLost():
+                self._peer_lost(event, now)
+            case InstanceGone():
+                self.rooms.quarantine.instance_gone(event.instance_id, now)
+            case RoomMessage():
+                self._room_message(event.address, event.message, now)
+            case _:
+                assert_never(event)
+
+    def _repeat_messages(self, event: PeerReady) -> None:
+        """The same run may have missed what was said before it registered us; repetition is harmless."""
+        for request in self.rooms.of_peer(event.address):
+            if request.state is RequestState.LANDING and request.instance_id == event.instance_id:
+                self.peers.send(event.address, _bootstrap(request))
+        for entry in self.rooms.quarantine:
+            if entry.peer == event.address and entry.instance_id == event.instance_id and entry.is_unresolved:
+                self.peers.send(event.address, AbortRoom(entry.room, "the request has ended"))
+
+    def _peer_lost(self, event: PeerLost, now: float) -> None:
+        """Running requests need the peer no more, and what came after its last word was not its to lose."""
+        for request in self.rooms.of_peer(event.address):
+            match request.state:
+                case RequestState.LANDING:
+                    if request.instance_id == event.instance_id:
+                        self.metrics.add("kv_transfer_failures_total")
+                        self.fail(request, 503, event.error, Landing.IN_FLIGHT, now)
+                case RequestState.CONNECTING | RequestState.WAITING:
+                    if request.arrived_at <= event.last_heard_at:
+                        self.fail(request, 503, event.error, Landing.QUIET, now)
+                case RequestState.RUNNING | RequestState.RETRACTED | RequestState.ENDED:
+                    pass
+                case _:
+                    assert_never(request.state)
+
+    def _room_message(
+        self, address: PeerAddress, message: RoomDone | RoomFailed | RoomQuiet, now: float
+    ) -> None:
+        room = Room(message.room)
+        request = self.rooms.get(room)
+        entry = self.rooms.quarantine.get(room)
+        if request is not None and request.peer == address and request.state is RequestState.LANDING:
+            match message:
+                case RoomDone():
+                    self._landed(request, message, now)
+                case RoomFailed():
+                    self.metrics.add("kv_transfer_failures_total")
+                    self.fail(request, message.status, message.error, _landing(message), now)
+                case RoomQuiet():
+                    self.metrics.drop("late")
+                case _:
+                    assert_never(message)
+        elif entry is not None and entry.peer == address:
+            self._quarantined_message(entry, message, now)
+        else:
+            self.metrics.drop("late" if request is not None else "unknown_room")
+
+    def _quarantined_message(
+        self, entry: Quarantined, message: RoomDone | RoomFailed | RoomQuiet, now: float
+    ) -> None:
+        match message:
+            case RoomDone():
+                self.rooms.quarantine.quiet(entry.room, False, now)
+            case RoomQuiet():
+                self.rooms.quarantine.quiet(entry.room, message.batch_failed, now)
+            case RoomFailed():
+                if message.batch_failed:
+                    self.rooms.quarantine.failed(entry.room)
+                if message.quiet:
+                    self.rooms.quarantine.quiet(entry.room, message.batch_failed, now)
+            case _:
+                assert_never(message)
+
+    def _landed(self, request: Request, message: RoomDone, now: float) -> None:
+        """All bytes are here: read the first token and go on with it."""
+        self.metrics.add("kv_transfer_bytes_total", message.num_bytes)
+        self.metrics.add("kv_transfer_seconds_total", message.transfer_secs)
+        try:
+            aux_slot = request.owned.only_slot(PoolKind.AUX)
+            record = self.hot_buffers.memory.take_aux(aux_slot, request.room)
+        except AuxMismatch as error:
+            self.metrics.add("kv_transfer_failures_total")
+            unusable = f"the transfer from {request.peer} is unusable: {error}"
+            self.fail(request, 500, unusable, Landing.QUIET, now)
+            return
+        self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
+        self.metrics.add("cached_tokens_total", message.num_cached_tokens)
+        request.num_cached_tokens = message.num_cached_tokens
+        request.transfer_bytes = message.num_bytes
+        request.transfer_secs = message.transfer_secs
+        request.hot_positions = None if record.hint is None else list(record.hint)
+        self.rooms.start(request)
+        self.emit(request, record.first_token, record.logprob, now)
+        if request.state is RequestState.RUNNING:
+            self._fill_row(request, now)
+
+    # --- deadlines --------------------------------------------------------------------------------
+
+    def refresh_queue(self, now: float) -> None:
+        """Queue the requests whose prefill node may be entrusted with a room, and only those."""
+        for request in self.rooms.select(RequestState.CONNECTING, RequestState.WAITING):
+            last_moment = request.arrived_at + self.room_timeout_secs
+            may_entrust = self.peers.may_entrust(request.peer, now)
+            if request.state is RequestState.WAITING and not may_entrust:
+                self.rooms.unqueue(request, min(now + self.contact_timeout_secs, last_moment))
+            elif request.state is RequestState.CONNECTING and may_entrust:
+                page_size = self.peers.page_size(request.peer)
+                if page_size != self.limits.page_size:
+                    request.dense_refusal = (
+                        f"dense needs equal pages: page_size is {page_size} on prefill node {request.peer}, "
+                        f"{self.limits.page_size} here; use hisparse or equal page sizes"
+                    )
+                self.rooms.queue(request, last_moment)
+                if error := refusal(self.limits, request):
+                    self._tell_peer(request, error)
+                    self.fail(request, 400, error, Landing.QUIET, now)
+
+    def expire(self, now: float) -> None:
+        """End what has taken too long, and free what has been quarantined for long enough."""
+        self.rooms.quarantine.expire(now)
+        for request in self.rooms.expired(now):
+            secs = self.room_timeout_secs
+            match request.state:
+                case RequestState.CONNECTING:
+                    status, error = 503, f"no contact with prefill node {request.peer}: "
+                    error += self.peers.last_error(request.peer)
+                case RequestState.WAITING:
+                    status, error = 503, f"the pools had no room for this request within {secs:g} s"
+                case RequestState.LANDING:
+                    status, error = 504, f"prefill node {request.peer} delivered no KV within {secs:g} s"
+                    self.metrics.add("kv_transfer_failures_total")
+                case RequestState.RETRACTED:
+                    status, error = 503, f"retracted, and no room to come back within {secs:g} s"
+                case RequestState.RUNNING | RequestState.ENDED:
+                    continue
+                case _:
+                    assert_never(request.state)
+            self._tell_peer(request, error)
+            self.fail(request, status, error, Landing.IN_FLIGHT, now)
+
+    # --- from the scheduler -----------------------------------------------------------------------
+
+    def carry_out(self, plan: StepPlan, now: float) -> None:
+        for request in plan.retractions:
+            self.hot_buffers.retract(request)
+            self.rooms.retract(request, now + self.room_timeout_secs)
+            self.metrics.add("retractions_total")
+        for growth in plan.growths:
+            self.rooms.grow(growth)
+            self.hot_buffers.grow(growth.request)
+        for resumption in plan.resumptions:
+            self.rooms.resume(resumption)
+            self._fill_row(resumption.request, now)
+        for admission in plan.admissions:
+            self._admit(admission, now)
+
+    def _admit(self, admission: Admission, now: float) -> None:
+        request = admission.request
+        instance_id = self.peers.instance_id(request.peer)
+        self.rooms.admit(admission, instance_id, now + self.room_timeout_secs)
+        self.metrics.add("requests_total", mode=admission.mode)
+        if not self.peers.send(request.peer, _bootstrap(request)):
+            error = f"prefill node {request.peer} takes no messages; try again"
+            self.fail(request, 503, error, Landing.QUIET, now)
+
+    def _fill_row(self, request: Request, now: float) -> None:
+        try:
+            self.hot_buffers.start(request)
+        except Exception as error:
+            # A hint that does not fit, or no memory: one request's affair.
+            log.exception("room %d cannot start", request.room)
+            self.fail(request, 500, f"the request cannot be started: {error}", Landing.QUIET, now)
+
+    # --- the ways out -----------------------------------------------------------------------------
+
+    def emit(self, request: Request, token_id: int, logprob: TokenLogprob | None, now: float) -> None:
+        """Give one more token to the client, and end the request when it is the last."""
+        request.output_token_ids.append(token_id)
+        reason, matched = finish_reason(
+            token_id, len(request.output_token_ids), request.sampling, self.hot_buffers.spec.eos_token_ids
+        )
+        self.metrics.generated(request.mode)
+        if reason is not None:
+            self._end(request, Landing.QUIET, now)
+        self.send(
+            Tokens(
+                request_id=request.request_id,
+                token_ids=(token_id,),
+                logprobs=() if logprob is None else (logprob,),
+                finish_reason=reason,
+                matched_stop_token=matched,
+                stats=None if reason is None else request.stats(),
+            )
+        )
+
+    def fail(self, request: Request, status: int, error: str, landing: Landing, now: float) -> None:
+        """End the request with an error for its client."""
+        log.warning("room %d (%s) failed with %d: %s", request.room, request.state, status, error)
+        self.metrics.add("failed_requests_total")
+        self._end(request, landing, now)
+        self.send(RequestFailed(request.request_id, status, error))
+
+    def _end(self, request: Request, landing: Landing, now: float) -> None:
+        if request.state is RequestState.RUNNING:
+            self.hot_buffers.release(request)
+        self.rooms.end(request, landing, now)
+
+    def _tell_peer(self, request: Request, reason: str) -> None:
+        """Spare the prefill node the work, and its wait for a Bootstrap, of a room that ends here."""
+        if request.state in (RequestState.WAITING, RequestState.LANDING):
+            self.peers.send(request.peer, AbortRoom(request.room, reason))
+
+
+def _landing(message: RoomFailed) -> Landing:
+    if message.quiet:
+        return Landing.QUIET_AFTER_FAILURE if message.batch_failed else Landing.QUIET
+    return Landing.IN_FLIGHT_AFTER_FAILURE if message.batch_failed else Landing.IN_FLIGHT
+
+
+def _bootstrap(request: Request) -> Bootstrap:
+    """Where the prompt's KV is to land."""
+    holding, num_tokens = request.owned, request.num_prompt_tokens
+    is_hisparse = request.mode is Mode.HISPARSE
+    return Bootstrap(
+        room=request.room,
+        num_prompt_tokens=num_tokens,
+        kv_extents=slice_extents(holding[PoolKind.HOST if is_hisparse else PoolKind.DEVICE], 0, num_tokens),
+        index_extents=slice_extents(holding[PoolKind.INDEX], 0, num_tokens),
+        aux_slot=holding.only_slot(PoolKind.AUX),
+        hisparse=is_hisparse,
+    )

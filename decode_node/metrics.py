@@ -1,0 +1,103 @@
+"""Owns the engine's counters, and puts them and the current gauges into EngineStats for the front."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from decode_node.pools import PoolKind, Pools, Stage
+from decode_node.request import RequestState
+from decode_node.rooms import Rooms
+from protocol.engine_messages import EngineStats, Mode
+
+_TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX)
+
+
+class Metrics:
+    """Monotone totals since the start, by metric name; labels are part of the name."""
+
+    def __init__(self) -> None:
+        self._totals: defaultdict[str, float] = defaultdict(float)
+        for mode in Mode:
+            self.add("requests_total", 0, mode=mode)
+            self.add("generation_tokens_total", 0, mode=mode)
+        for name in ("retractions", "kv_transfer_bytes", "kv_transfer_seconds", "kv_transfer_failures"):
+            self.add(f"{name}_total", 0)
+        for name in ("prompt_tokens", "cached_tokens", "aborted_requests", "failed_requests"):
+            self.add(f"{name}_total", 0)
+        self._num_tokens = 0
+        self._last_num_tokens = 0
+        self._last_at: float | None = None
+
+    def add(self, name: str, value: float = 1, **labels: str) -> None:
+        self._totals[_labelled(name, labels)] += value
+
+    def generated(self, mode: Mode) -> None:
+        """One output token was sent."""
+        self._num_tokens += 1
+        self.add("generation_tokens_total", mode=mode)
+
+    def drop(self, reason: str) -> None:
+        """A control message had no use here."""
+        self.add("control_messages_dropped_total", reason=reason)
+
+    def stats(
+        self,
+        rooms: Rooms,
+        *,
+        swap_ins: tuple[int, int, int],
+        num_dropped: Counter[str],
+        num_peers: int,
+        step: int,
+        now: float,
+    ) -> EngineStats:
+        """``swap_ins``: hits, misses, evictions; ``num_dropped``: what the connections dropped themselves."""
+        pools = rooms.pools
+        used = pools.totals - pools.free
+        quarantined = pools.used(Stage.QUARANTINED)
+        num_running = len(rooms.select(RequestState.RUNNING))
+        num_queued = len(rooms.select(RequestState.CONNECTING, RequestState.WAITING, RequestState.RETRACTED))
+        num_landing = len(rooms.select(RequestState.LANDING))
+        gauges = {
+            "num_running_reqs": num_running,
+            "num_queue_reqs": num_queued,
+            "num_transfer_queue_reqs": num_landing,
+            "token_usage": max(used[kind] / pools.totals[kind] for kind in _TOKEN_POOLS),
+            "quarantined_tokens": quarantined.host + quarantined.device,
+            "num_registered_peers": num_peers,
+            "gen_throughput": self._throughput(now),
+            **_pool_gauges(pools),
+        }
+        counters = dict(self._totals)
+        for name, total in zip(("hits", "misses", "evictions"), swap_ins, strict=True):
+            counters[f"swap_in_{name}_total"] = float(total)
+        for reason, count in num_dropped.items():
+            name = _labelled("control_messages_dropped_total", {"reason": reason})
+            counters[name] = counters.get(name, 0.0) + count
+        return EngineStats(
+            gauges={name: float(value) for name, value in gauges.items()},
+            counters=counters,
+            num_running=num_running,
+            num_waiting=num_queued + num_landing,
+            num_used_tokens=used.host + used.device,
+            step=step,
+        )
+
+    def _throughput(self, now: float) -> float:
+        """Output tokens a second since the last call."""
+        secs = now - self._last_at if self._last_at is not None else 0.0
+        num_tokens = self._num_tokens - self._last_num_tokens
+        self._last_at, self._last_num_tokens = now, self._num_tokens
+        return num_tokens / secs if secs > 0 else 0.0
+
+
+def _pool_gauges(pools: Pools) -> dict[str, float]:
+    gauges: dict[str, float] = {}
+    for kind in _TOKEN_POOLS:
+        gauges[_labelled("pool_used_tokens", {"pool": kind})] = pools.totals[kind] - pools.free[kind]
+        gauges[_labelled("pool_total_tokens", {"pool": kind})] = pools.totals[kind]
+    return gauges
+
+
+def _labelled(name: str, labels: dict[str, str]) -> str:
+    inside = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    return f"{name}{{{inside}}}" if inside else name

@@ -1,0 +1,195 @@
+"""Owns which slot of which pool belongs to whom: free, or one request's, or quarantined.
+
+Pure bookkeeping. The memory behind the slots is in ``memory.py``; nothing here runs a kernel or waits.
+A request's slots in all pools are one Holding, reserved all or nothing. At any time, for every pool,
+
+    free + landing + running + retracted + quarantined = total
+
+and ``check_integrity`` verifies it slot by slot, printing every term when it does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from protocol.messages import Extent, Room
+from transfer.allocator import ExtentAllocator, PoolExhausted, PoolIntegrityError
+from transfer.extents import total_length
+
+
+class PoolKind(StrEnum):
+    """HOST, DEVICE and INDEX count token slots, AUX aux records, REQ_ROW rows of the per-request tables."""
+
+    HOST = "host"
+    DEVICE = "device"
+    INDEX = "index"
+    AUX = "aux"
+    REQ_ROW = "req_row"
+
+
+class Stage(StrEnum):
+    """Why a Holding is not free: the terms of the conservation law."""
+
+    LANDING = "landing"
+    RUNNING = "running"
+    RETRACTED = "retracted"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True)
+class SlotCounts:
+    """A number of slots of each pool, in the order of PoolKind. Arithmetic is element by element."""
+
+    host: int = 0
+    device: int = 0
+    index: int = 0
+    aux: int = 0
+    req_row: int = 0
+
+    def __getitem__(self, kind: PoolKind) -> int:
+        return int(getattr(self, kind.value))
+
+    def __add__(self, other: SlotCounts) -> SlotCounts:
+        return SlotCounts(*(self[kind] + other[kind] for kind in PoolKind))
+
+    def __sub__(self, other: SlotCounts) -> SlotCounts:
+        return SlotCounts(*(self[kind] - other[kind] for kind in PoolKind))
+
+    def fits_in(self, available: SlotCounts) -> bool:
+        return all(self[kind] <= available[kind] for kind in PoolKind)
+
+
+@dataclass(eq=False)
+class Holding:
+    """What one request, or one quarantined room, owns. Changed by ``Pools`` only."""
+
+    room: Room
+    stage: Stage
+    extents: dict[PoolKind, tuple[Extent, ...]] = field(default_factory=dict)
+
+    def __getitem__(self, kind: PoolKind) -> tuple[Extent, ...]:
+        return self.extents.get(kind, ())
+
+    def num_slots(self, kind: PoolKind) -> int:
+        return total_length(self[kind])
+
+    def only_slot(self, kind: PoolKind) -> int:
+        """The slot of a pool of which the holding has exactly one. Raises ValueError otherwise."""
+        if self.num_slots(kind) != 1:
+            raise ValueError(f"room {self.room} holds {self.num_slots(kind)} {kind} slots, expected one")
+        return self[kind][0].start
+
+
+class Pools:
+    """The allocators of all pools and every Holding that was reserved from them.
+
+    ``host``, ``device``, ``index``: token slots. The device and index pools are handed out in pages, and a
+    part of a page at their end stays unused.
+    """
+
+    def __init__(self, totals: SlotCounts, page_size: int) -> None:
+        self.page_size = page_size
+        self._allocators = {
+            kind: ExtentAllocator(
+                totals[kind] // _granularity(kind, page_size) * _granularity(kind, page_size),
+                _granularity(kind, page_size),
+                f"{kind} pool",
+            )
+            for kind in PoolKind
+        }
+        self._holdings: set[Holding] = set()
+
+    @property
+    def totals(self) -> SlotCounts:
+        return SlotCounts(*(self._allocators[kind].num_slots for kind in PoolKind))
+
+    @property
+    def free(self) -> SlotCounts:
+        return SlotCounts(*(self._allocators[kind].num_free for kind in PoolKind))
+
+    def used(self, stage: Stage) -> SlotCounts:
+        """What all holdings of ``stage`` own together."""
+        return self._sum(holding for holding in self._holdings if holding.stage is stage)
+
+    def can_reserve(self, need: SlotCounts) -> bool:
+        return self.rounded(need).fits_in(self.free)
+
+    def rounded(self, need: SlotCounts) -> SlotCounts:
+        """``need`` in whole pages where the pool is paged: what a reservation really takes."""
+        return SlotCounts(*(round_up(need[kind], _granularity(kind, self.page_size)) for kind in PoolKind))
+
+    def reserve(self, room: Room, need: SlotCounts) -> Holding:
+        """Take ``need`` from all pools, for KV that is to land. All or nothing: raises PoolExhausted."""
+        for kind in PoolKind:
+            if not self._allocators[kind].can_allocate(need[kind]):
+                free, total = self.free[kind], self.totals[kind]
+                raise PoolExhausted(f"room {room}, {kind} pool", need[kind], free, total)
+        holding = Holding(room, Stage.LANDING)
+        for kind in PoolKind:
+            if need[kind]:
+                holding.extents[kind] = self._allocators[kind].allocate(need[kind])
+        self._holdings.add(holding)
+        return holding
+
+    def move(self, holding: Holding, stage: Stage) -> None:
+        """Hold the same slots for another reason."""
+        self._check_known(holding)
+        holding.stage = stage
+
+    def grow(self, holding: Holding, kind: PoolKind, num_slots: int) -> None:
+        """Add slots behind those that ``holding`` has. Raises PoolExhausted, and then nothing changed."""
+        self._check_known(holding)
+        holding.extents[kind] = self._allocators[kind].grow(holding[kind], num_slots)
+
+    def give_up(self, holding: Holding, kinds: Iterable[PoolKind]) -> None:
+        """Free what ``holding`` has of ``kinds``; the rest stays its own."""
+        self._check_known(holding)
+        for kind in kinds:
+            self._allocators[kind].free(holding.extents.pop(kind, ()))
+
+    def release(self, holding: Holding) -> None:
+        """Free everything; ``holding`` must not be used afterwards."""
+        self.give_up(holding, tuple(holding.extents))
+        self._holdings.discard(holding)
+
+    def check_integrity(self, expected: Mapping[Stage, int] | None = None) -> None:
+        """Raise PoolIntegrityError unless the conservation law holds for every pool, slot by slot.
+
+        ``expected``: the number of holdings of each stage that the caller knows of; a leaked or lost holding
+        shows as a difference.
+        """
+        for kind, allocator in self._allocators.items():
+            terms = {stage: self.used(stage)[kind] for stage in Stage}
+            law = " + ".join([f"free {allocator.num_free}", *(f"{stage} {n}" for stage, n in terms.items())])
+            if allocator.num_free + sum(terms.values()) != allocator.num_slots:
+                raise PoolIntegrityError(f"{kind} pool: {law} is not total {allocator.num_slots}")
+            try:
+                allocator.check_integrity(holding[kind] for holding in self._holdings)
+            except PoolIntegrityError as error:
+                raise PoolIntegrityError(f"{error} [{law} = total {allocator.num_slots}]") from error
+        if expected is not None:
+            found = {stage: sum(holding.stage is stage for holding in self._holdings) for stage in Stage}
+            if wrong := {stage for stage in Stage if found[stage] != expected.get(stage, 0)}:
+                detail = ", ".join(f"{s}: {found[s]} held, {expected.get(s, 0)} known" for s in sorted(wrong))
+                raise PoolIntegrityError(f"holdings and requests disagree: {detail}")
+
+    def _sum(self, holdings: Iterable[Holding]) -> SlotCounts:
+        counts = dict.fromkeys(PoolKind, 0)
+        for holding in holdings:
+            for kind, extents in holding.extents.items():
+                counts[kind] += total_length(extents)
+        return SlotCounts(*counts.values())
+
+    def _check_known(self, holding: Holding) -> None:
+        if holding not in self._holdings:
+            raise PoolIntegrityError(f"room {holding.room}: its holding was released already")
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _granularity(kind: PoolKind, page_size: int) -> int:
+    return page_size if kind in (PoolKind.DEVICE, PoolKind.INDEX) else 1

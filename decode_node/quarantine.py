@@ -1,0 +1,98 @@
+"""Owns the holdings of rooms that ended while the prefill node might still write to them (I1). Pure.
+
+When the slots of such a room are free again:
+
+=====================================================  ================================================
+what is known                                          the slots are free
+=====================================================  ================================================
+the room is quiet, all its batches went well           at once
+the room is quiet, a batch of it failed                after ``quarantine_secs`` more: bytes of the failed
+                                                       batch may sit in the transport until its timeouts
+that run of the prefill node is gone                   after ``quarantine_secs`` more, for the same reason
+nothing                                                never; ``quarantined_tokens`` shows them
+=====================================================  ================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from decode_node.pools import Holding
+from decode_node.request import PeerAddress
+from protocol.messages import Room
+
+_NEVER = float("inf")
+
+
+@dataclass
+class Quarantined:
+    """One room's holding, and who might still write to it."""
+
+    room: Room
+    holding: Holding
+    peer: PeerAddress
+    instance_id: str
+    batch_failed: bool
+    free_at: float = _NEVER
+
+    @property
+    def is_unresolved(self) -> bool:
+        """Whether the prefill node has yet to say that the room is quiet."""
+        return self.free_at == _NEVER
+
+
+class Quarantine:
+    """``release`` takes a holding whose slots are safe to reuse. Times are of ``time.monotonic``."""
+
+    def __init__(self, quarantine_secs: float, release: Callable[[Holding], None]) -> None:
+        self._quarantine_secs = quarantine_secs
+        self._release = release
+        self._entries: dict[Room, Quarantined] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, room: Room) -> bool:
+        return room in self._entries
+
+    def __iter__(self) -> Iterator[Quarantined]:
+        return iter(tuple(self._entries.values()))
+
+    def get(self, room: Room) -> Quarantined | None:
+        return self._entries.get(room)
+
+    def add(self, entry: Quarantined) -> None:
+        """Keep the slots of a room that ended. Raises ValueError when the room is here already."""
+        if entry.room in self._entries:
+            raise ValueError(f"room {entry.room} is quarantined already")
+        self._entries[entry.room] = entry
+
+    def failed(self, room: Room) -> None:
+        """A batch of ``room`` failed; it is not quiet yet."""
+        self._entries[room].batch_failed = True
+
+    def quiet(self, room: Room, batch_failed: bool, now: float) -> None:
+        """Nothing of ``room`` is in flight at the prefill node any more. Unknown rooms are ignored."""
+        entry = self._entries.get(room)
+        if entry is None:
+            return
+        entry.batch_failed |= batch_failed
+        if entry.batch_failed:
+            entry.free_at = min(entry.free_at, now + self._quarantine_secs)
+        else:
+            entry.free_at = now
+        self.expire(now)
+
+    def instance_gone(self, instance_id: str, now: float) -> None:
+        """The run ``instance_id`` of a prefill node has ended: it starts no further write."""
+        for entry in self._entries.values():
+            if entry.instance_id == instance_id:
+                entry.free_at = min(entry.free_at, now + self._quarantine_secs)
+
+    def expire(self, now: float) -> None:
+        """Release what is safe to reuse by now."""
+        for entry in tuple(self._entries.values()):
+            if entry.free_at <= now:
+                del self._entries[entry.room]
+                self._release(entry.holding)

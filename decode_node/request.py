@@ -1,0 +1,159 @@
+"""The record of one request on the decode node, and the states it may go through.
+
+A record holds no tensors and knows no pool; ``rooms.py`` is the only module that moves it between states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decode_node.pools import Holding, PoolKind
+from protocol.engine_messages import HisparseFlag, Mode, RequestStats, SamplingParams
+from protocol.messages import Room
+
+
+class RequestState(StrEnum):
+    """Where a request is, and what it owns there."""
+
+    CONNECTING = "connecting"
+    """Waits for its prefill node to be registered with. Owns nothing."""
+    WAITING = "waiting"
+    """Waits in the admission queue. Owns nothing."""
+    LANDING = "landing"
+    """The prefill node may write. Owns the landing zone (host slots when hisparse, device pages when dense),
+    index pages, an aux slot and a req_row; hisparse: the device slots of its hot buffer to be; dense that may
+    have to grow: host slots for its whole life, to be retracted to."""
+    RUNNING = "running"
+    """In the batch. Owns the same but the aux slot."""
+    RETRACTED = "retracted"
+    """Gave up its device slots, waits to come back. Owns host slots, index pages and the req_row."""
+    ENDED = "ended"
+    """Owns nothing: its slots are free, or quarantined when a remote write may still land in them."""
+
+
+_MOVES: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.CONNECTING: frozenset({RequestState.WAITING, RequestState.ENDED}),
+    RequestState.WAITING: frozenset({RequestState.CONNECTING, RequestState.LANDING, RequestState.ENDED}),
+    RequestState.LANDING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.RUNNING: frozenset({RequestState.RETRACTED, RequestState.ENDED}),
+    RequestState.RETRACTED: frozenset({RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.ENDED: frozenset(),
+}
+
+
+class IllegalMove(Exception):
+    """A request was moved between states that the transition table does not connect."""
+
+
+class PeerAddress(NamedTuple):
+    """The bootstrap endpoint that names a prefill node."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(eq=False)
+class Request:
+    """One sample of one prompt. Times are of ``time.monotonic``, in seconds."""
+
+    request_id: str
+    room: Room
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    flag: HisparseFlag
+    """What was asked for, or the node's policy when the request did not say."""
+    peer: PeerAddress
+    arrived_at: float
+    state: RequestState = RequestState.CONNECTING
+    deadline: float = float("inf")
+    """When the present state has lasted too long; infinite while running."""
+    dense_refusal: str = ""
+    """Why this request cannot be dense; empty when it can."""
+
+    # From LANDING on.
+    mode: Mode = Mode.HISPARSE
+    holding: Holding | None = None
+    hot_capacity: int = 0
+    """Entries of the hot buffer; 0 when dense."""
+    admitted_seq: int = -1
+    """Order of admission; kept through retractions."""
+    instance_id: str = ""
+    """The run of the prefill node that got the Bootstrap."""
+
+    # From RUNNING on.
+    output_token_ids: list[int] = field(default_factory=list)
+    hot_positions: list[NDArray[np.int32]] | None = None
+    """Per index group, what the hot buffer is to be warmed with on (re)admission, most useful first."""
+    num_cached_tokens: int = 0
+    transfer_bytes: int = 0
+    transfer_secs: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    num_retractions: int = 0
+
+    @property
+    def life_tokens(self) -> int:
+        """Token slots of the whole life: the last output token's KV is never computed."""
+        return self.num_prompt_tokens + self.sampling.max_new_tokens - 1
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens whose KV exists once the request has run: all but the newest output token."""
+        return self.num_prompt_tokens + len(self.output_token_ids) - 1
+
+    @property
+    def next_seq_len(self) -> int:
+        """Length of the sequence in the next step, the newest token included."""
+        return self.num_kv_tokens + 1
+
+    @property
+    def owned(self) -> Holding:
+        """The holding of a request that has one. Raises IllegalMove otherwise."""
+        if self.holding is None:
+            raise IllegalMove(f"room {self.room} is {self.state} and owns nothing")
+        return self.holding
+
+    @property
+    def req_row(self) -> int:
+        return self.owned.only_slot(PoolKind.REQ_ROW)
+
+    @property
+    def num_device_slots(self) -> int:
+        return self.owned.num_slots(PoolKind.DEVICE)
+
+    @property
+    def may_grow(self) -> bool:
+        """A dense request that was admitted with fewer pages than its whole life needs."""
+        return self.mode is Mode.DENSE and self.num_device_slots < self.life_tokens
+
+    @property
+    def is_retractable(self) -> bool:
+        """Whether the host holds, or has slots reserved for, everything that the device slots hold."""
+        return self.owned.num_slots(PoolKind.HOST) >= self.life_tokens
+
+    def move(self, state: RequestState) -> None:
+        """Enter ``state``. Raises IllegalMove, with the room, when the transition table does not allow it."""
+        if state not in _MOVES[self.state]:
+            raise IllegalMove(f"room {self.room} cannot go from {self.state} to {state}")
+        self.state = state
+
+    def stats(self) -> RequestStats:
+        return RequestStats(
+            mode=self.mode,
+            num_cached_tokens=self.num_cached_tokens,
+            hits=self.hits,
+            misses=self.misses,
+            evictions=self.evictions,
+            transfer_bytes=self.transfer_bytes,
+            transfer_secs=self.transfer_secs,
+            num_retractions=self.num_retractions,
+        )

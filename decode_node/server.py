@@ -1,0 +1,129 @@
+"""The decode node's front: the client's answer, as text, whole or streamed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import assert_never
+
+from starlette.applications import Starlette
+
+from decode_node.answers import dialect_of
+from decode_node.engine import run_engine
+from decode_node.output import Delta, SampleOutput
+from protocol.engine_link import SampleGroup
+from protocol.engine_messages import PrefillFinished, RequestFailed, Tokens
+from protocol.front import run_front
+from protocol.http_app import SSE_DONE, Answer, Front, Work, create_app
+from protocol.http_errors import RequestFailedError
+from protocol.settings import DecodeSettings
+
+log = logging.getLogger(__name__)
+
+
+def run(settings: DecodeSettings) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status of the process."""
+    return run_front(
+        settings,
+        role="decode",
+        engine=run_engine,
+        holds_output=True,
+        ports=(settings.port,),
+        apps=lambda front: (create_decode_app(front),),
+    )
+
+
+def create_decode_app(front: Front) -> Starlette:
+    async def decode(work: Work) -> Answer:
+        if work.request.stream:
+            return await Answer.stream(_stream(front, work))
+        return await _whole(front, work)
+
+    return create_app(front, decode)
+
+
+async def _whole(front: Front, work: Work) -> Answer:
+    outputs = _outputs(front, work)
+    async with aclosing(_deltas(front, work, outputs)) as deltas:
+        async for _ in deltas:
+            continue
+    return Answer.json(dialect_of(work, front.settings.model_name, front.codec.token_bytes).whole(outputs))
+
+
+async def _stream(front: Front, work: Work) -> AsyncGenerator[bytes, None]:
+    outputs = _outputs(front, work)
+    dialect = dialect_of(work, front.settings.model_name, front.codec.token_bytes)
+    async with aclosing(_deltas(front, work, outputs)) as deltas:
+        async for delta in deltas:
+            for piece in dialect.pieces(outputs[delta.index], delta):
+                yield piece
+    for piece in dialect.last_pieces(outputs):
+        yield piece
+    yield SSE_DONE
+
+
+def _outputs(front: Front, work: Work) -> list[SampleOutput]:
+    token_bytes = front.codec.token_bytes
+    return [SampleOutput(index, sample, token_bytes) for index, sample in enumerate(work.samples)]
+
+
+async def _deltas(front: Front, work: Work, outputs: Sequence[SampleOutput]) -> AsyncGenerator[Delta, None]:
+    """Run the samples; yield what comes, until all have finished.
+
+    Raises RequestFailedError as soon as one fails; the others are then aborted.
+    """
+    clock = _TokenClock(front, work)
+    by_request_id = {output.sample.generate.request_id: output for output in outputs}
+    num_live = len(outputs)
+    with front.link.open([output.sample.generate for output in outputs]) as group:
+        while num_live:
+            output, tokens = await _next_tokens(group, by_request_id)
+            delta = output.feed(tokens)
+            clock.note(output.index, delta.last_token - delta.first_token)
+            if delta.finish is not None:
+                num_live -= 1
+                group.abort(tokens.request_id)  # a stop string is news to the engine
+            yield delta
+
+
+async def _next_tokens(
+    group: SampleGroup, by_request_id: dict[str, SampleOutput]
+) -> tuple[SampleOutput, Tokens]:
+    """The next message of a sample that has not finished."""
+    while True:
+        event = await group.next_event()
+        output = by_request_id[event.request_id]
+        if output.finish is not None:
+            continue  # sent before the engine knew of the stop string
+        match event:
+            case Tokens():
+                return output, event
+            case RequestFailed():
+                raise RequestFailedError(event.status, event.error)
+            case PrefillFinished():
+                raise RequestFailedError(500, "the decode engine reported a prefill")
+            case _:
+                assert_never(event)
+
+
+class _TokenClock:
+    """Observes time to first token and inter-token latency of one request's samples."""
+
+    def __init__(self, front: Front, work: Work) -> None:
+        self._metrics = front.metrics
+        self._arrived_at = work.arrived_at
+        self._last_at: dict[int, float] = {}
+
+    def note(self, index: int, num_tokens: int) -> None:
+        if num_tokens == 0:
+            return
+        now = time.monotonic()
+        last = self._last_at.get(index)
+        self._last_at[index] = now
+        if last is None:
+            self._metrics.time_to_first_token.observe(now - self._arrived_at)
+            return
+        for _ in range(num_tokens):
+            self._metrics.inter_token_latency.observe((now - last) / num_tokens)

@@ -1,0 +1,266 @@
+"""Swap-in: page selected positions that are not hot from the host pool into the hot buffers.
+
+The public wrappers. They check every argument that needs no synchronisation, then dispatch by the device of
+the state's tables: ``cpu`` runs ``kernels/reference.py``. Nothing here allocates per-request state; outputs
+and plans may be given, so that a CUDA graph can capture a call.
+
+Common arguments:
+
+- ``seq_lens``: int32 or int64 [num_reqs], tokens of each request including the newest one, at least 1.
+- ``req_rows``: int32 or int64 [num_reqs], distinct rows of the tables, all in [0, num_rows).
+- ``num_real_reqs``: int32 [1]; requests from this index on are padding and are ignored.
+- ``k_host``, ``k_dev``: uint8 [num_layers, num_slots, item_bytes], contiguous; the slot counts may differ.
+  A second pair ``v_host``, ``v_dev`` with its own item size may be given for models that keep V apart.
+
+All run on the current stream of their device and do not synchronise; on the CPU they are done on return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.checks import KernelArgumentError, check_range, check_tensor
+from kernels.hot_state import HotBufferState
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+class KernelUnavailableError(RuntimeError):
+    """No implementation for the device."""
+
+
+@dataclass(frozen=True)
+class MissPlan:
+    """The copies of one swap-in, recorded by a group's first layer and replayed by its shared layers."""
+
+    src_host_slots: Tensor
+    """int64 [max_misses]"""
+    dst_device_slots: Tensor
+    """int64 [max_misses]"""
+    num_misses: Tensor
+    """int32 [1]; entries from this index on are undefined."""
+
+    @classmethod
+    def create(cls, max_reqs: int, top_k: int, device: torch.device | str = "cpu") -> MissPlan:
+        """Room for the misses of ``max_reqs`` requests that select ``top_k`` positions each."""
+        max_misses = max_reqs * top_k
+        return cls(
+            src_host_slots=torch.zeros(max_misses, dtype=torch.int64, device=device),
+            dst_device_slots=torch.zeros(max_misses, dtype=torch.int64, device=device),
+            num_misses=torch.zeros(1, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def max_misses(self) -> int:
+        return self.src_host_slots.shape[0]
+
+
+def swap_in(
+    selected: Tensor,
+    seq_lens: Tensor,
+    req_rows: Tensor,
+    num_real_reqs: Tensor,
+    state: HotBufferState,
+    *,
+    group: int,
+    layer: int,
+    k_host: Tensor,
+    k_dev: Tensor,
+    v_host: Tensor | None = None,
+    v_dev: Tensor | None = None,
+    out: Tensor | None = None,
+    miss_plan: MissPlan | None = None,
+) -> Tensor:
+    """Make the selected positions of every request readable in the device pool and say where they are.
+
+    ``selected``: int32 [num_reqs, top_k], positions in [0, seq_len) in any order, -1 for none, duplicates
+    allowed. Returns ``out``, int32 [num_reqs, top_k] (made when None): the device slot of each selected
+    position, -1 where ``selected`` is -1 and in padding rows.
+
+    A dense row is resolved through its page table. In a hisparse row the newest position, ``seq_len - 1``,
+    takes hot_index ``min(seq_len, capacity) - 1`` whether it is selected or not; its bytes are written
+    there by the model and never copied from host. While ``seq_len <= capacity`` a missing position goes to
+    its own hot_index and nothing is evicted. Otherwise misses take the entries below ``capacity - 1`` that
+    this step does not use: free ones first, then the least recently used, equal stamps in clock order from
+    the hand.
+
+    Mutates the tables of ``group``, the counters and flags, ``k_dev[layer]`` (and ``v_dev[layer]``), and
+    ``miss_plan``, which then holds this call's copies. A request whose selection cannot be served in full
+    (HotBufferError says why) gets -1 in the places concerned and a bit in ``error_flags``; its tables stay
+    consistent.
+
+    Raises KernelArgumentError, KernelUnavailableError.
+    """
+    check_tensor("selected", selected, dtypes=(torch.int32,), shape=(None, None), device=state.device)
+    num_reqs, top_k = selected.shape
+    _check_requests(seq_lens, req_rows, num_real_reqs, num_reqs, state)
+    check_range("group", group, 0, state.num_groups)
+    pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
+    check_range("layer", layer, 0, k_dev.shape[0])
+    if out is None:
+        out = torch.empty_like(selected)
+    else:
+        check_tensor("out", out, dtypes=(torch.int32,), shape=(num_reqs, top_k), device=state.device)
+    if miss_plan is not None and miss_plan.max_misses < num_reqs * top_k:
+        raise KernelArgumentError(
+            f"miss_plan: expected room for {num_reqs * top_k} misses, got {miss_plan.max_misses}"
+        )
+    _require_cpu("swap_in", state.device)
+    src_host_slots, dst_device_slots = reference.resolve(
+        selected, seq_lens, req_rows, num_real_reqs, state, group, out
+    )
+    reference.copy_items(pools, layer, src_host_slots, dst_device_slots)
+    if miss_plan is not None:
+        num_misses = len(src_host_slots)
+        miss_plan.src_host_slots[:num_misses] = torch.from_numpy(src_host_slots)
+        miss_plan.dst_device_slots[:num_misses] = torch.from_numpy(dst_device_slots)
+        miss_plan.num_misses[0] = num_misses
+    return out
+
+
+def replay_misses(
+    miss_plan: MissPlan,
+    layer: int,
+    k_host: Tensor,
+    k_dev: Tensor,
+    v_host: Tensor | None = None,
+    v_dev: Tensor | None = None,
+) -> None:
+    """Copy what ``miss_plan`` recorded in another layer of the same group; the device slots are the same."""
+    pools = _check_pools(k_host, k_dev, v_host, v_dev, None)
+    check_range("layer", layer, 0, k_dev.shape[0])
+    _require_cpu("replay_misses", miss_plan.num_misses.device)
+    num_misses = int(miss_plan.num_misses)
+    reference.copy_items(
+        pools,
+        layer,
+        miss_plan.src_host_slots[:num_misses].numpy(),
+        miss_plan.dst_device_slots[:num_misses].numpy(),
+    )
+
+
+def preload(
+    state: HotBufferState,
+    *,
+    group: int,
+    layers: Sequence[int],
+    row: int,
+    num_tokens: int,
+    positions: Tensor,
+    k_host: Tensor,
+    k_dev: Tensor,
+    v_host: Tensor | None = None,
+    v_dev: Tensor | None = None,
+) -> int:
+    """Warm the empty hot buffer of one admitted request before its first step; returns how many positions.
+
+    ``num_tokens``: positions [0, num_tokens) are in the host pool. When they leave room for the next token
+    (``num_tokens < capacity``) all of them go to their own hot_index, and ``positions`` is not looked at:
+    such a request misses nothing until it outgrows the buffer. Otherwise ``positions`` (integer [n], the
+    hint; -1 and duplicates allowed) fill the buffer from hot_index 0, the first ``capacity - 1`` distinct
+    ones.
+    ``layers``: the group's layers, all copied.
+
+    Runs once a request, reads the tables, and so synchronises. Raises KernelArgumentError for a dense row, a
+    row that is not empty, and a position without host slot.
+    """
+    check_range("group", group, 0, state.num_groups)
+    check_range("row", row, 0, state.num_rows)
+    check_range("num_tokens", num_tokens, 0, state.max_context + 1)
+    check_tensor("positions", positions, dtypes=INTEGERS, shape=(None,), contiguous=False)
+    pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
+    for layer in layers:
+        check_range("layers", layer, 0, k_dev.shape[0])
+    _require_cpu("preload", state.device)
+    src_host_slots, dst_device_slots = reference.place(state, group, row, num_tokens, positions)
+    for layer in layers:
+        reference.copy_items(pools, layer, src_host_slots, dst_device_slots)
+    return len(src_host_slots)
+
+
+def backup_newest(
+    seq_lens: Tensor,
+    req_rows: Tensor,
+    num_real_reqs: Tensor,
+    state: HotBufferState,
+    *,
+    k_host: Tensor,
+    k_dev: Tensor,
+    v_host: Tensor | None = None,
+    v_dev: Tensor | None = None,
+) -> None:
+    """Copy the newest item of every hisparse row, in all layers, to its host slot; dense rows are left alone.
+
+    To be called after the model's forward and before the next step's ``swap_in``, which may give the
+    slot away. A row whose newest position has no host slot gets HotBufferError.NO_HOST_SLOT.
+    """
+    _check_requests(seq_lens, req_rows, num_real_reqs, seq_lens.shape[0], state)
+    pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
+    _require_cpu("backup_newest", state.device)
+    reference.backup_newest(seq_lens, req_rows, num_real_reqs, state, pools)
+
+
+def newest_slots(
+    seq_lens: Tensor,
+    req_rows: Tensor,
+    num_real_reqs: Tensor,
+    state: HotBufferState,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Device slot, int32 [num_reqs], that the model writes each request's newest item to; -1 for padding.
+
+    A dense row whose page is not set gives -1 too.
+    """
+    _check_requests(seq_lens, req_rows, num_real_reqs, seq_lens.shape[0], state)
+    if out is None:
+        out = torch.empty(seq_lens.shape[0], dtype=torch.int32, device=state.device)
+    else:
+        check_tensor("out", out, dtypes=(torch.int32,), shape=(seq_lens.shape[0],), device=state.device)
+    _require_cpu("newest_slots", state.device)
+    reference.newest_slots(seq_lens, req_rows, num_real_reqs, state, out)
+    return out
+
+
+def _require_cpu(name: str, device: torch.device) -> None:
+    if device.type != "cpu":
+        raise KernelUnavailableError(
+            f"{name}: no kernel for device {str(device)!r} in this release; the supported device is 'cpu'"
+        )
+
+
+def _check_requests(
+    seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor, num_reqs: int, state: HotBufferState
+) -> None:
+    check_tensor("seq_lens", seq_lens, dtypes=INTEGERS, shape=(num_reqs,), device=state.device)
+    check_tensor("req_rows", req_rows, dtypes=INTEGERS, shape=(num_reqs,), device=state.device)
+    check_tensor("num_real_reqs", num_real_reqs, dtypes=(torch.int32,), shape=(1,), device=state.device)
+
+
+def _check_pools(
+    k_host: Tensor, k_dev: Tensor, v_host: Tensor | None, v_dev: Tensor | None, state: HotBufferState | None
+) -> reference.Pools:
+    """The given (host, device) pairs, after their checks."""
+    device = None if state is None else state.device
+    pools = [("k", k_host, k_dev)]
+    if (v_host is None) != (v_dev is None):
+        given, missing = ("v_dev", "v_host") if v_host is None else ("v_host", "v_dev")
+        raise KernelArgumentError(f"{missing}: expected with {given}, got None")
+    if v_host is not None and v_dev is not None:
+        pools.append(("v", v_host, v_dev))
+    for name, host, dev in pools:
+        check_tensor(f"{name}_dev", dev, dtypes=(torch.uint8,), shape=(None, None, None), device=device)
+        num_layers, _, item_bytes = dev.shape
+        check_tensor(f"{name}_host", host, dtypes=(torch.uint8,), shape=(num_layers, None, item_bytes))
+        if host.device.type != "cpu":
+            raise KernelArgumentError(
+                f"{name}_host: expected a tensor in host memory, got device {host.device}"
+            )
+    if len(pools) == 2 and v_dev is not None and v_dev.shape[0] != k_dev.shape[0]:
+        raise KernelArgumentError(f"v_dev: expected {k_dev.shape[0]} layers like k_dev, got {v_dev.shape[0]}")
+    return tuple((host, dev) for _, host, dev in pools)

@@ -1,0 +1,1 @@
+"""The DSA model: configuration and weights through transformers, attention over our own pools."""

@@ -1,0 +1,225 @@
+"""The DSA model's forward: transformers' modules around our own attention.
+
+transformers supplies the configuration, the weights, embeddings, norms, MLP and MoE blocks and the LM head.
+Attention is multi-head latent attention in its absorbed form, in prefill as in decode: queries are moved
+into the latent space, so that the KV of a token is one item ``[latent, rotated key]`` that all heads share.
+Where items and indexer keys live, and which slots a position has, is the business of a ``KvAccess``; the
+model keeps no per-request state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from model.spec import CheckpointError, ModelSpec
+
+
+class KvAccess(Protocol):
+    """Where a forward's keys are written and read; one object a forward. Tokens are in the forward's order."""
+
+    def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
+        """Store the new tokens' items [num_tokens, item_dim] and, unless the layer shares an index, their
+        indexer keys [num_tokens, index_head_dim]."""
+
+    def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        """Positions, int32 [num_tokens, index_topk], -1 for none, that each token attends to in this group.
+
+        ``q_index``: [num_tokens, num_index_heads, index_head_dim]; ``weights``: float32 [num_tokens,
+        num_index_heads]. Called after ``write`` of the group's first layer.
+        """
+
+    def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
+        """Attention of ``q`` [num_tokens, num_heads, item_dim] over ``positions``, the last ``select``'s
+        result.
+
+        Returns [num_tokens, num_heads, kv_lora_rank].
+        """
+
+
+def load_model(model_path: Path | str, spec: ModelSpec, device: torch.device | str = "cpu") -> DsaModel:
+    """Load the weights in ``spec.dtype`` onto ``device``. Raises CheckpointError when some are missing."""
+    from transformers import AutoModelForCausalLM
+
+    target = torch.device(device)
+    placement: dict[str, Any] = {} if target.type == "cpu" else {"device_map": str(target)}
+    try:
+        hf_model, report = AutoModelForCausalLM.from_pretrained(
+            model_path,
+            dtype=spec.dtype,
+            attn_implementation="eager",
+            # Of transformers' implementations the fastest at every batch size, by a factor of 2 at 16 tokens.
+            experts_implementation="grouped_mm",
+            local_files_only=True,
+            output_loading_info=True,
+            **placement,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"model_path {model_path}: the weights cannot be loaded: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(
+            f"model_path {model_path}: {len(missing)} weights are missing, first {missing[0]}"
+        )
+    return DsaModel(spec, hf_model.eval())
+
+
+class DsaModel:
+    """Forward of a deepseek_v32 or glm_moe_dsa model over a ``KvAccess``."""
+
+    def __init__(self, spec: ModelSpec, hf_model: Any) -> None:
+        self.spec = spec
+        self._embed = hf_model.model.embed_tokens
+        self._rotary = hf_model.model.rotary_emb
+        self._norm = hf_model.model.norm
+        self._lm_head = hf_model.lm_head
+        self._layers = [
+            _Layer(spec, number, module)
+            for number, module in enumerate(hf_model.model.layers[: spec.num_layers])
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._embed.weight.device
+        return device
+
+    @torch.no_grad()
+    def forward(self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor) -> Tensor:
+        """Run new tokens through all layers.
+
+        ``token_ids``, ``positions``: int64 [num_tokens], of any mix of requests, as ``kv`` knows them.
+        ``logit_rows``: int64 [n], tokens whose logits are wanted. Returns float32 [n, vocab_size].
+        """
+        hidden = self._embed(token_ids)
+        cos, sin = self._rotary(hidden, positions[None])
+        half = cos.shape[-1] // 2
+        rotation = (cos[0, :, None, :half], sin[0, :, None, :half])
+        selected: Tensor | None = None
+        for layer in self._layers:
+            hidden, selected = layer.forward(hidden, rotation, kv, selected)
+        logits: Tensor = self._lm_head(self._norm(hidden[logit_rows]))
+        return logits.float()
+
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin, each [num_tokens, 1, qk_rope_head_dim / 2]."""
+
+
+class _Layer:
+    """One decoder layer: our attention, then transformers' MLP or MoE block."""
+
+    def __init__(self, spec: ModelSpec, number: int, module: Any) -> None:
+        self._input_norm = module.input_layernorm
+        self._attention = _Attention(spec, number, module.self_attn)
+        self._post_attention_norm = module.post_attention_layernorm
+        self._mlp = module.mlp
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation, kv: KvAccess, selected: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        attended, selected = self._attention.forward(self._input_norm(hidden), rotation, kv, selected)
+        hidden = hidden + attended
+        return hidden + self._mlp(self._post_attention_norm(hidden)), selected
+
+
+class _Attention:
+    """Absorbed multi-head latent attention of one layer, with its indexer when it has one."""
+
+    def __init__(self, spec: ModelSpec, number: int, module: Any) -> None:
+        self._number = number
+        self._group = spec.index_group_of_layer[number]
+        self._num_heads: int = module.num_heads
+        self._head_dims: list[int] = [module.qk_nope_head_dim, module.qk_rope_head_dim]
+        self._latent_dims: list[int] = [module.kv_lora_rank, module.qk_rope_head_dim]
+        self._scale: float = module.scaling
+        self._q_a_proj = module.q_a_proj
+        self._q_a_norm = module.q_a_layernorm
+        self._q_b_proj = module.q_b_proj
+        self._kv_a_proj = module.kv_a_proj_with_mqa
+        self._kv_a_norm = module.kv_a_layernorm
+        self._o_proj = module.o_proj
+        up = module.kv_b_proj.weight.view(self._num_heads, -1, module.kv_lora_rank)
+        # [num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, kv_lora_rank, v_head_dim]
+        self._key_up = up[:, : module.qk_nope_head_dim].contiguous()
+        self._value_up = up[:, module.qk_nope_head_dim :].transpose(1, 2).contiguous()
+        indexer = module.indexer
+        self._indexer = None if indexer is None else _Indexer(spec, indexer)
+
+    def forward(
+        self, x: Tensor, rotation: Rotation, kv: KvAccess, selected: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens = x.shape[0]
+        q_resid = self._q_a_norm(self._q_a_proj(x))
+        q = self._q_b_proj(q_resid).view(num_tokens, self._num_heads, -1)
+        q_nope, q_rope = torch.split(q, self._head_dims, dim=-1)
+        latent, k_rope = torch.split(self._kv_a_proj(x), self._latent_dims, dim=-1)
+        k_rope = rotate_interleaved(k_rope[:, None, :], rotation)[:, 0]
+        item = torch.cat((self._kv_a_norm(latent), k_rope), dim=-1)
+        if self._indexer is None:
+            kv.write(self._number, item, None)
+        else:
+            q_index, index_keys, weights = self._indexer.project(x, q_resid, rotation)
+            kv.write(self._number, item, index_keys)
+            selected = kv.select(self._group, q_index, weights)
+        if selected is None:
+            raise CheckpointError(
+                f"layer {self._number} shares an index, but no layer before it has an indexer"
+            )
+        q_latent = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)
+        q = torch.cat((q_latent, rotate_interleaved(q_rope, rotation)), dim=-1)
+        attended = kv.attend(self._number, q, selected, self._scale)
+        values = torch.bmm(attended.transpose(0, 1), self._value_up).transpose(0, 1)
+        output: Tensor = self._o_proj(values.reshape(num_tokens, -1))
+        return output, selected
+
+
+class _Indexer:
+    """The projections of the lightning indexer; the scoring itself is ``kernels.indexer``."""
+
+    def __init__(self, spec: ModelSpec, module: Any) -> None:
+        self._num_heads: int = module.n_heads
+        self._rope_dims: list[int] = [spec.qk_rope_head_dim, spec.index_head_dim - spec.qk_rope_head_dim]
+        self._wq_b = module.wq_b
+        self._wk = module.wk
+        self._k_norm = module.k_norm
+        self._weights_proj = module.weights_proj
+        self._rotate = _INDEXER_ROTATIONS[spec.model_type]
+
+    def project(self, x: Tensor, q_resid: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [num_tokens, heads, dim], keys [num_tokens, dim] and float32 head weights [num_tokens,
+        heads].
+        """
+        num_tokens = x.shape[0]
+        queries = self._rotated(self._wq_b(q_resid).view(num_tokens, self._num_heads, -1), rotation)
+        keys = self._rotated(self._k_norm(self._wk(x))[:, None, :], rotation)[:, 0]
+        weights = self._weights_proj(x.to(self._weights_proj.weight.dtype)).float() * self._num_heads**-0.5
+        return queries, keys, weights
+
+    def _rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
+        rope, rest = torch.split(x, self._rope_dims, dim=-1)
+        return torch.cat((self._rotate(rope, rotation), rest), dim=-1)
+
+
+def rotate_interleaved(x: Tensor, rotation: Rotation) -> Tensor:
+    """RoPE over neighbouring pairs of ``x`` [num_tokens, heads, dim]; first members come out in the first
+    half.
+    """
+    cos, sin = rotation
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotate_halves(x: Tensor, rotation: Rotation) -> Tensor:
+    """RoPE that pairs element ``i`` of ``x`` [num_tokens, heads, dim] with element ``i + dim / 2``."""
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+_INDEXER_ROTATIONS: dict[str, Callable[[Tensor, Rotation], Tensor]] = {
+    "deepseek_v32": rotate_halves,
+    "glm_moe_dsa": rotate_interleaved,
+}

@@ -1,0 +1,263 @@
+"""What the rest of the service needs to know about a checkpoint, read without loading its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protocol.messages import Geometry
+
+SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_SAMPLE_BYTES = 64 << 10
+_VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version")
+
+
+class CheckpointError(ValueError):
+    """The checkpoint directory cannot be used; the message names the file or key and what is expected."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shapes, dtypes and identity of one checkpoint as this node runs it."""
+
+    model_type: str
+    num_layers: int
+    index_group_of_layer: tuple[int, ...]
+    """Index group of each layer: the same number for a layer with an indexer and the shared layers behind
+    it.
+    """
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    index_head_dim: int
+    index_topk: int
+    context_length: int
+    """Prompt plus output of a request at most, in tokens."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    """Of weights and activations."""
+    kv_dtype: torch.dtype
+    """Of KV items and indexer keys in the pools."""
+    fingerprint: str
+    """Identity of configuration and weights: equal on two nodes exactly when they run the same model."""
+
+    @property
+    def num_index_layers(self) -> int:
+        """Layers with an indexer of their own, which is also the number of index groups."""
+        return self.index_group_of_layer[-1] + 1
+
+    @cached_property
+    def layers_of_group(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each index group; the first one has the indexer."""
+        return tuple(
+            tuple(layer for layer, of in enumerate(self.index_group_of_layer) if of == group)
+            for group in range(self.num_index_layers)
+        )
+
+    @property
+    def item_dim(self) -> int:
+        """Elements of one token's KV in one layer: the latent, then the rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def item_bytes(self) -> int:
+        return self.item_dim * self.kv_dtype.itemsize
+
+    @property
+    def index_item_bytes(self) -> int:
+        return self.index_head_dim * self.kv_dtype.itemsize
+
+    def geometry(self, page_size: int) -> Geometry:
+        """What a peer must agree on."""
+        return Geometry(
+            model_fingerprint=self.fingerprint,
+            dtype=str(self.kv_dtype).removeprefix("torch."),
+            num_layers=self.num_layers,
+            num_index_layers=self.num_index_layers,
+            item_bytes=self.item_bytes,
+            index_item_bytes=self.index_item_bytes,
+            index_topk=self.index_topk,
+            page_size=page_size,
+        )
+
+
+def load_spec(
+    model_path: Path | str,
+    dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
+    context_length: int = 0,
+    *,
+    device: str = "cpu",
+) -> ModelSpec:
+    """Read the spec of the checkpoint in ``model_path``.
+
+    ``dtype``: "auto" is float32 on the CPU and the checkpoint's own elsewhere. ``kv_cache_dtype``: "auto" is
+    ``dtype``. ``context_length``: 0 is the model's own, and it cannot be more. Raises CheckpointError.
+    """
+    path = Path(model_path)
+    config = _read_config(path)
+    weight_files = _weight_files(path)
+    num_layers = _integer(config, path, "num_hidden_layers")
+    model_context = _integer(config, path, "max_position_embeddings")
+    if context_length > model_context:
+        raise CheckpointError(
+            f"context_length {context_length}: the model in {path} has {model_context} at most"
+        )
+    compute_dtype = _compute_dtype(config, dtype, device)
+    return ModelSpec(
+        model_type=config["model_type"],
+        num_layers=num_layers,
+        index_group_of_layer=_index_groups(config, path, num_layers),
+        kv_lora_rank=_integer(config, path, "kv_lora_rank"),
+        qk_rope_head_dim=_integer(config, path, "qk_rope_head_dim"),
+        index_head_dim=_integer(config, path, "index_head_dim"),
+        index_topk=_integer(config, path, "index_topk"),
+        context_length=context_length or model_context,
+        vocab_size=_integer(config, path, "vocab_size"),
+        eos_token_ids=_eos_token_ids(config, path),
+        dtype=compute_dtype,
+        kv_dtype=compute_dtype
+        if kv_cache_dtype == "auto"
+        else _named_dtype("kv_cache_dtype", kv_cache_dtype),
+        fingerprint=_fingerprint(config, weight_files),
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise CheckpointError(f"model_path {path}: no such directory; give a local Hugging Face checkpoint")
+    config_file = path / "config.json"
+    try:
+        config = json.loads(config_file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"model_path {path}: there is no config.json in it") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{config_file}: cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{config_file}: expected a JSON object, got {type(config).__name__}")
+    model_type = config.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise CheckpointError(f"{config_file}: model_type is {model_type!r}; supported are {supported}")
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = (
+            quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        )
+        raise CheckpointError(
+            f"{config_file}: the weights are quantized ({method}), which is not supported; "
+            "convert the checkpoint to bfloat16 first"
+        )
+    # The defaults of the configuration class count too: a checkpoint may leave them out.
+    from transformers import AutoConfig
+
+    try:
+        resolved: dict[str, Any] = AutoConfig.from_pretrained(path, local_files_only=True).to_dict()
+    except Exception as error:
+        raise CheckpointError(f"{config_file}: transformers refuses it: {error}") from error
+    return resolved
+
+
+def _weight_files(path: Path) -> list[Path]:
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"model_path {path}: there is no *.safetensors file in it")
+    index_file = path / "model.safetensors.index.json"
+    if index_file.exists():
+        try:
+            wanted = set(json.loads(index_file.read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index_file}: cannot be read: {error!r}") from error
+        if missing := sorted(wanted - {file.name for file in files}):
+            raise CheckpointError(
+                f"model_path {path}: {len(missing)} weight files are missing, first {missing[0]}"
+            )
+    return files
+
+
+def _integer(config: dict[str, Any], path: Path, key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{path / 'config.json'}: {key} is {value!r}; expected a positive integer")
+    return value
+
+
+def _index_groups(config: dict[str, Any], path: Path, num_layers: int) -> tuple[int, ...]:
+    types = config.get("indexer_types") or ["full"] * num_layers
+    where = f"{path / 'config.json'}: indexer_types"
+    if len(types) != num_layers:
+        raise CheckpointError(
+            f"{where} has {len(types)} entries; expected one of each of {num_layers} layers"
+        )
+    if unknown := sorted(set(types) - {"full", "shared"}):
+        raise CheckpointError(f"{where} has {unknown[0]!r}; expected 'full' or 'shared'")
+    if types[0] != "full":
+        raise CheckpointError(f"{where}: the first layer is 'shared'; it has no selection to share")
+    groups: list[int] = []
+    for kind in types:
+        last_group = groups[-1] if groups else -1
+        groups.append(last_group + (kind == "full"))
+    return tuple(groups)
+
+
+def _eos_token_ids(config: dict[str, Any], path: Path) -> tuple[int, ...]:
+    """Of generation_config.json when it names them, as transformers' generate does, else of config.json."""
+    generation_file = path / "generation_config.json"
+    eos = config.get("eos_token_id")
+    if generation_file.exists():
+        try:
+            eos = json.loads(generation_file.read_bytes()).get("eos_token_id", eos)
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{generation_file}: cannot be read: {error}") from error
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+
+
+def _compute_dtype(config: dict[str, Any], dtype: str, device: str) -> torch.dtype:
+    if dtype != "auto":
+        return _named_dtype("dtype", dtype)
+    if torch.device(device).type == "cpu":
+        return torch.float32
+    own = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return _named_dtype("dtype of the checkpoint", own)
+
+
+def _named_dtype(name: str, value: str) -> torch.dtype:
+    if value not in DTYPES:
+        raise CheckpointError(f"{name} is {value!r}; supported are {', '.join(DTYPES)}")
+    return DTYPES[value]
+
+
+def _fingerprint(config: dict[str, Any], weight_files: list[Path]) -> str:
+    """Hash of the configuration and, for each weight file, its name, size, header and two samples of its
+    data.
+
+    Samples, because a real checkpoint is hundreds of gigabytes.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    lasting = {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS}
+    digest.update(json.dumps(lasting, sort_keys=True, default=str).encode())
+    for file in weight_files:
+        num_bytes = file.stat().st_size
+        digest.update(f"{file.name}:{num_bytes}".encode())
+        with file.open("rb") as stream:
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            if header_bytes > num_bytes - 8:
+                raise CheckpointError(
+                    f"{file}: header of {header_bytes} bytes in a file of {num_bytes}; truncated?"
+                )
+            digest.update(stream.read(header_bytes))
+            digest.update(stream.read(_SAMPLE_BYTES))
+            stream.seek(max(8 + header_bytes, num_bytes - _SAMPLE_BYTES))
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

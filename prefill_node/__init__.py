@@ -1,0 +1,1 @@
+"""The prefill node: computes prompts in chunks and pushes their KV into the decode nodes' memory."""

@@ -1,0 +1,83 @@
+"""One forward over chunks of several prompts: batch in, first tokens out. Keeps no state between forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.dsa import DsaModel
+from model.paged_kv import PagedKv, PagedRequest
+from model.sampling import sample
+from prefill_node.memory import PrefillMemory
+from prefill_node.rooms import RoomRecord
+from prefill_node.scheduler import Chunk
+from protocol.engine_messages import SamplingParams, TokenLogprob
+from protocol.messages import Room
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What a whole prompt yields. ``hint``: int32 [num_index_layers, index_topk], as the last token chose."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+    hint: Tensor
+
+
+class PromptRunner:
+    """Runs chunks through the model and leaves their KV and indexer keys in ``memory``."""
+
+    def __init__(self, model: DsaModel, memory: PrefillMemory, page_size: int) -> None:
+        self._model = model
+        self._memory = memory
+        self._page_size = page_size
+
+    def run(self, batch: Sequence[tuple[RoomRecord, Chunk]]) -> dict[Room, FirstToken]:
+        """Compute the chunks; returns the first tokens of the rooms whose prompt is whole now.
+
+        When it returns, the bytes are in memory: the transport may read them. Raises whatever the model
+        raises, out of memory included; then the chunks count as not computed.
+        """
+        is_whole = [chunk.stop == record.num_prompt_tokens for record, chunk in batch]
+        kv = PagedKv(
+            self._model.spec,
+            self._memory.kv,
+            self._memory.index,
+            self._page_size,
+            [
+                PagedRequest(self._page_ids(record), chunk.start, chunk.stop - chunk.start, want_hint=whole)
+                for (record, chunk), whole in zip(batch, is_whole, strict=True)
+            ],
+        )
+        token_ids = torch.cat(
+            [torch.from_numpy(record.token_ids[chunk.start : chunk.stop]) for record, chunk in batch]
+        )
+        logit_rows = kv.last_rows[torch.tensor(is_whole, device=kv.last_rows.device)]
+        logits = self._model.forward(token_ids.to(self._model.device), kv.positions, kv, logit_rows)
+        whole = [
+            (record, hint) for (record, _), hint in zip(batch, kv.hints, strict=True) if hint is not None
+        ]
+        tokens, logprobs = sample(
+            logits,
+            [_sampling(record) for record, _ in whole],
+            [0] * len(whole),
+            self._model.spec.eos_token_ids,
+        )
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        return {
+            record.room: FirstToken(token_id, logprob, hint)
+            for (record, hint), token_id, logprob in zip(whole, tokens, logprobs, strict=True)
+        }
+
+    def _page_ids(self, record: RoomRecord) -> Tensor:
+        return torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)
+
+
+def _sampling(record: RoomRecord) -> SamplingParams:
+    if record.request is None:
+        raise ValueError(f"room {record.room} has no request to sample for")
+    return record.request.sampling

@@ -1,0 +1,339 @@
+"""The engine process of the prefill node: the loop receive -> plan -> forward -> commit, and its wiring.
+
+One thread does everything but the writes, which the sender's threads do while the next chunk computes. So
+messages are read, peers are answered and statistics are sent between forwards, and how often is bounded by
+``chunked_prefill_size``: a forward of one chunk must take well under ``health_timeout_secs`` of the front and
+the heartbeat timeout of the decode nodes. Silence of a peer is judged after its messages were read, so that
+a long forward here is not held against it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from typing import assert_never
+
+import msgspec
+import torch
+
+from model.dsa import DsaModel, load_model
+from model.spec import ModelSpec, load_spec
+from prefill_node.compute import PromptRunner
+from prefill_node.kv_pool import PagePool
+from prefill_node.lifecycle import MAX_ERROR_CHARS, Lifecycle, RequestLimits
+from prefill_node.memory import PrefillMemory
+from prefill_node.peers import Peer, PeerTable
+from prefill_node.prefix_cache import PrefixCache
+from prefill_node.push import Pusher
+from prefill_node.rooms import RoomRecord, RoomState
+from prefill_node.scheduler import Chunk, StepLimits, plan_step
+from protocol import process
+from protocol.channels import ControlKeys, ControlServer, EngineSocket, Poller, Wakeup
+from protocol.engine_messages import (
+    Abort,
+    EngineReady,
+    EngineStats,
+    FlushCache,
+    Generate,
+    Shutdown,
+    ToEngine,
+)
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    AbortRoom,
+    Bootstrap,
+    Heartbeat,
+    HeartbeatAck,
+    Refused,
+    Register,
+    Registered,
+    ToDecode,
+    ToPrefill,
+)
+from protocol.settings import PrefillSettings
+from transfer.engine import TransferEngine, quiet_mooncake_logs
+from transfer.sender import Sender
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_SECS = 0.05
+STATS_INTERVAL_SECS = 0.25
+CLOSE_TIMEOUT_SECS = 5.0
+
+AUX_SLOTS_PER_REQUEST = 2
+"""Aux slots for each running request: rooms that send or drain keep theirs while others compute."""
+
+
+def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
+    """The engine process: serve until the front says Shutdown or is gone."""
+    process.setup_logging(settings.log_level, f"prefill-engine:{settings.port}")
+    process.die_with_parent()
+    quiet_mooncake_logs()
+    if settings.num_threads > 0:
+        torch.set_num_threads(settings.num_threads)
+    spec = load_spec(
+        settings.model_path,
+        settings.dtype,
+        settings.kv_cache_dtype,
+        settings.context_length,
+        device=settings.device,
+    )
+    model = load_model(settings.model_path, spec, settings.device)
+    engine = PrefillEngine(settings, spec, model, ipc_path)
+    try:
+        engine.run()
+    finally:
+        engine.close()
+
+
+class PrefillEngine:
+    """Wires the parts together and turns the loop; what happens to a room is ``Lifecycle``'s."""
+
+    def __init__(self, settings: PrefillSettings, spec: ModelSpec, model: DsaModel, ipc_path: str) -> None:
+        self._settings = settings
+        self._spec = spec
+        self._instance_id = secrets.token_hex(8)
+        self._geometry = spec.geometry(settings.page_size)
+        num_pages = settings.kv_pool_tokens // settings.page_size
+        num_aux_slots = AUX_SLOTS_PER_REQUEST * settings.max_running_requests
+        self._limits = StepLimits(
+            settings.chunked_prefill_size, settings.max_running_requests, settings.page_size, num_pages
+        )
+
+        self._transfer = TransferEngine(
+            settings.reachable_host, settings.transfer_protocol, settings.ib_device
+        )
+        self._memory = PrefillMemory(
+            spec,
+            num_slots=num_pages * settings.page_size,
+            num_aux_slots=num_aux_slots,
+            device=settings.device,
+        )
+        self._memory.register(self._transfer)
+        self._wakeup = Wakeup()
+        self._sender = Sender(self._transfer, self._wakeup.set)
+        self._runner = PromptRunner(model, self._memory, settings.page_size)
+
+        self._front = EngineSocket(ipc_path)
+        keys = ControlKeys.load(settings.control_key_file) if settings.control_key_file else None
+        self._control = ControlServer(settings.host, settings.control_port, keys)
+        self._poller = Poller()
+        for channel in (self._front, self._control, self._wakeup):
+            self._poller.register(channel)
+
+        pool = PagePool(num_pages, settings.page_size)
+        self._peers = PeerTable(self._geometry, self._memory.aux_layout.slot_bytes)
+        self._life = Lifecycle(
+            pool=pool,
+            cache=PrefixCache(pool),
+            pusher=Pusher(
+                self._sender, self._memory.regions, settings.page_size, settings.transfer_timeout_secs
+            ),
+            limits=self._limits,
+            request_limits=RequestLimits(
+                spec.context_length, spec.vocab_size, self._memory.aux_layout.max_logprobs
+            ),
+            num_aux_slots=num_aux_slots,
+            use_prefix_cache=not settings.disable_prefix_cache,
+            tell_front=self._front.send,
+            tell_peer=self._tell_peer,
+        )
+        self._is_stopping = False
+        self._num_steps = 0
+        self._last_stats_secs = 0.0
+
+    def run(self) -> None:
+        """Turn the loop until Shutdown comes or the front is gone."""
+        self._front.send(
+            EngineReady(
+                context_length=self._spec.context_length,
+                # The prompt alone is held here; a longer one than the pool is refused with the exact bound.
+                max_total_tokens_hisparse=self._spec.context_length,
+                max_total_tokens_dense=self._spec.context_length,
+                control_endpoint=f"{self._settings.reachable_host}:{self._control.port}",
+                instance_id=self._instance_id,
+                geometry=msgspec.msgpack.encode(self._geometry),
+            )
+        )
+        log.info(
+            "serving: session %s, control port %d, KV pool of %d pages of %d tokens",
+            self._transfer.session,
+            self._control.port,
+            self._limits.num_pages,
+            self._limits.page_size,
+        )
+        did_work, was_idle = True, True
+        while not self._is_stopping and process.parent_is_alive():
+            self._poller.wait(0.0 if did_work else IDLE_WAIT_SECS)
+            self._receive()
+            self._expire()
+            did_work = self._step()
+            is_idle = len(self._life.rooms) == 0
+            if self._settings.debug_checks or (is_idle and not was_idle):
+                self._life.check_integrity()
+            was_idle = is_idle
+            self._num_steps += not is_idle
+            self._send_stats()
+
+    def close(self) -> None:
+        """End every room, wait a bounded time for what is in flight, and release sockets and memory."""
+        now_secs = time.monotonic()
+        for record in list(self._life.rooms):
+            self._life.fail(record, 503, f"room {record.room}: the prefill node is shutting down", now_secs)
+        is_quiet = self._sender.close(CLOSE_TIMEOUT_SECS)
+        for completion in self._sender.poll():
+            self._life.completed(completion, now_secs)
+        self._front.close()
+        self._control.close()
+        self._wakeup.close()
+        if is_quiet:
+            self._transfer.close()
+        log.info("stopped")
+
+    # --- receive -------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        now_secs = time.monotonic()
+        self._wakeup.clear()
+        self._life.fail_overdue(self._sender.overdue(), self._settings.transfer_timeout_secs, now_secs)
+        for completion in self._sender.poll():
+            self._life.completed(completion, now_secs)
+        for identity, message in self._control.receive():
+            self._on_control(identity, message, now_secs)
+        for request in self._front.receive():
+            self._on_front(request, now_secs)
+
+    def _on_front(self, message: ToEngine, now_secs: float) -> None:
+        match message:
+            case Generate():
+                self._life.accept(message, now_secs)
+            case Abort():
+                self._life.abort_request(message.request_id, now_secs)
+            case FlushCache():
+                self._life.cache.evict(self._life.cache.num_evictable)
+            case Shutdown():
+                self._is_stopping = True
+            case _:
+                assert_never(message)
+
+    def _on_control(self, identity: bytes, message: ToPrefill, now_secs: float) -> None:
+        peer = self._peers.heard(identity, now_secs)
+        if isinstance(message, Register):
+            self._register(identity, message, now_secs)
+            return
+        if peer is None:
+            self._life.dropped["unregistered"] += 1
+            error = f"{type(message).__name__} before Register; register first"
+            self._control.send(identity, Refused(error, permanent=False))
+            return
+        match message:
+            case Heartbeat():
+                self._control.send(identity, HeartbeatAck(message.seq, self._instance_id))
+            case Bootstrap():
+                self._life.bootstrap(peer, message, now_secs)
+            case AbortRoom():
+                self._life.abort_room(peer, message, now_secs)
+            case _:
+                assert_never(message)
+
+    def _register(self, identity: bytes, message: Register, now_secs: float) -> None:
+        error = self._peers.why_refused(message)
+        if error is not None:
+            self._life.dropped["refused"] += 1
+            log.warning("refused decode node %s: %s", message.node_id, error)
+            self._control.send(identity, Refused(error[:MAX_ERROR_CHARS], permanent=True))
+            return
+        peer, replaced = self._peers.register(identity, message, now_secs)
+        for old in replaced:
+            self._life.fail_rooms_of(old, "restarted", now_secs)
+        log.info("registered decode node %s, session %s", peer.node_id, peer.session)
+        self._control.send(identity, Registered(PROTOCOL_VERSION, self._instance_id, self._geometry))
+
+    def _tell_peer(self, peer: Peer, message: ToDecode) -> None:
+        self._control.send(self._peers.current(peer).identity, message)
+
+    def _expire(self) -> None:
+        """Whatever has waited for too long for a peer ends now."""
+        now_secs = time.monotonic()
+        settings = self._settings
+        for peer in self._peers.lose_silent(now_secs, settings.heartbeat_timeout_secs):
+            error = f"was silent for more than {settings.heartbeat_timeout_secs:g} s"
+            log.warning("lost decode node %s: it %s", peer.node_id, error)
+            self._life.fail_rooms_of(peer, error, now_secs)
+        self._life.fail_unpaired(now_secs, settings.room_timeout_secs)
+
+    # --- plan, forward, commit -----------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        """One forward; False when no room has anything to compute."""
+        life = self._life
+        chunks = plan_step(
+            life.running(),
+            (life.look_up(record) for record in life.waiting()),
+            self._limits,
+            num_available_pages=life.num_available_pages,
+            num_aux_slots=life.num_free_aux_slots,
+        )
+        if not chunks:
+            return False
+        now_secs = time.monotonic()
+        batch = [(life.rooms.live(chunk.room), chunk) for chunk in chunks]
+        life.admit([record for record, chunk in batch if chunk.admits], now_secs)
+        try:
+            first_tokens = self._runner.run(batch)
+        except Exception as error:  # out of memory, a bad kernel: this batch fails, the node serves on
+            self._fail_batch(batch, error)
+            return True
+        now_secs = time.monotonic()
+        for record, chunk in batch:
+            life.computed(record, chunk.stop)
+            first = first_tokens.get(record.room)
+            if first is not None and record.aux_slot_src is not None:
+                self._memory.stage_aux(
+                    record.aux_slot_src, record.room, first.token_id, first.logprob, first.hint
+                )
+                life.prompt_computed(record, now_secs)
+        return True
+
+    def _fail_batch(self, batch: list[tuple[RoomRecord, Chunk]], error: Exception) -> None:
+        log.error("the forward of rooms %s failed", [record.room for record, _ in batch], exc_info=error)
+        now_secs = time.monotonic()
+        for record, _ in batch:
+            reason = f"room {record.room}: computing the prompt failed: {type(error).__name__}: {error}"
+            self._life.fail(record, 500, reason, now_secs)
+        if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    # --- statistics ----------------------------------------------------------------------------------
+
+    def _send_stats(self) -> None:
+        now_secs = time.monotonic()
+        if now_secs - self._last_stats_secs < STATS_INTERVAL_SECS:
+            return
+        self._last_stats_secs = now_secs
+        life, rooms = self._life, self._life.rooms
+        num_running = rooms.count(RoomState.COMPUTING)
+        num_sending = rooms.count(RoomState.SENDING, RoomState.DRAINING)
+        num_waiting = rooms.count(RoomState.WAITING_BOOTSTRAP, RoomState.WAITING_REQUEST, RoomState.QUEUED)
+        num_total_tokens = self._limits.num_pages * self._limits.page_size
+        num_used_tokens = num_total_tokens - life.num_available_pages * self._limits.page_size
+        counters = dict(life.counters)
+        for reason, count in (life.dropped + self._control.dropped).items():
+            counters[f'control_messages_dropped_total{{reason="{reason}"}}'] = count
+        num_prompt_tokens = max(counters.get("prompt_tokens_total", 0.0), 1.0)
+        gauges = {
+            "num_running_reqs": float(num_running),
+            "num_queue_reqs": float(num_waiting),
+            "num_transfer_queue_reqs": float(num_sending),
+            "token_usage": num_used_tokens / num_total_tokens,
+            'pool_used_tokens{pool="kv"}': float(num_used_tokens),
+            'pool_total_tokens{pool="kv"}': float(num_total_tokens),
+            "cache_hit_rate": counters.get("cached_tokens_total", 0.0) / num_prompt_tokens,
+            "num_registered_peers": float(len(self._peers)),
+        }
+        self._front.send(
+            EngineStats(
+                gauges, counters, num_running + num_sending, num_waiting, num_used_tokens, self._num_steps
+            )
+        )

@@ -1,0 +1,411 @@
+"""The life of rooms: owns the pages, leases and aux slots that rooms hold, and who is told what at their end.
+
+Every message and event about a room ends here as a method; each is safe in every state of the room. There
+is one way out for a room that does not make it (``fail``) and one release of what it holds (``_release``).
+What a room holds is the source of its writes: nothing is released while one of them is in the transport.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefill_node.kv_pool import IntegrityError, PagePool
+from prefill_node.peers import Peer, why_not_landing
+from prefill_node.prefix_cache import PrefixCache, page_keys
+from prefill_node.push import Pusher, landing_of
+from prefill_node.rooms import EndedRoom, RoomRecord, RoomState, RoomTable
+from prefill_node.scheduler import Running, StepLimits, Waiting, why_never
+from protocol.engine_messages import FromEngine, Generate, PrefillFinished, RequestFailed
+from protocol.messages import AbortRoom, Bootstrap, Room, RoomDone, RoomFailed, RoomQuiet, ToDecode
+from transfer.sender import Completion
+
+log = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+MAX_ERROR_CHARS = 4096
+"""As long as ``protocol.messages.Text`` lets an error be."""
+
+_WAITING = (RoomState.WAITING_BOOTSTRAP, RoomState.WAITING_REQUEST, RoomState.QUEUED)
+_OWNING = (RoomState.COMPUTING, RoomState.SENDING)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a prompt must keep to. The front checks it too; here it protects the batch neighbours."""
+
+    context_length: int
+    vocab_size: int
+    max_logprobs: int
+
+
+class Lifecycle:
+    """Rooms and what they hold. ``tell_front`` and ``tell_peer`` send a message and never wait."""
+
+    def __init__(
+        self,
+        *,
+        pool: PagePool,
+        cache: PrefixCache,
+        pusher: Pusher,
+        limits: StepLimits,
+        request_limits: RequestLimits,
+        num_aux_slots: int,
+        use_prefix_cache: bool,
+        tell_front: Callable[[FromEngine], None],
+        tell_peer: Callable[[Peer, ToDecode], None],
+    ) -> None:
+        self.rooms = RoomTable()
+        self.counters: defaultdict[str, float] = defaultdict(float)
+        """Monotone totals, by metric name."""
+        self.dropped: Counter[str] = Counter()
+        """Control messages without effect, by reason."""
+        self.pool = pool
+        self.cache = cache
+        self._pusher = pusher
+        self._limits = limits
+        self._request_limits = request_limits
+        self._num_aux_slots = num_aux_slots
+        self._free_aux_slots = list(range(num_aux_slots))
+        self._use_prefix_cache = use_prefix_cache
+        self._tell_front = tell_front
+        self._tell_peer = tell_peer
+
+    # --- the halves of a room ------------------------------------------------------------------------
+
+    def accept(self, request: Generate, now_secs: float) -> None:
+        """The front's half. A prompt that can never be computed, or a used room, is refused at once."""
+        room = Room(request.room)
+        record = self.rooms.get(room)
+        if record is not None and record.request is not None:
+            self._refuse_request(
+                request, 400, f"bootstrap_room {room} is in use by another request; choose a new one"
+            )
+            return
+        ended = self.rooms.ended(room)
+        if ended is not None:
+            self._refuse_request(request, ended.status, ended.error)
+            return
+        error = self._why_refused(request)
+        if error is not None:
+            self._refuse_request(request, 400, error)
+            if record is None:
+                self.rooms.remember(room, EndedRoom(RoomState.FAILED, 400, error, batch_failed=False))
+            else:
+                self.fail(record, 400, error, now_secs)
+            return
+        if record is None:
+            record = self.rooms.open(room, RoomState.WAITING_BOOTSTRAP, now_secs)
+        self.rooms.set_request(record, request)
+        record.token_ids = np.asarray(request.prompt_token_ids, np.int64)
+        if self._use_prefix_cache:
+            record.keys = page_keys(record.token_ids, self._limits.page_size)
+        self._join(record, now_secs)
+
+    def bootstrap(self, peer: Peer, message: Bootstrap, now_secs: float) -> None:
+        """The decode node's half. Its landing zone is checked before anything else happens with the room."""
+        room = Room(message.room)
+        record = self.rooms.get(room)
+        if record is not None and record.bootstrap is not None:
+            self.dropped["duplicate"] += 1
+            log.warning("room %d: dropped a second Bootstrap, from node %s", room, peer.node_id)
+            return
+        ended = self.rooms.ended(room)
+        if ended is not None:
+            self.dropped["late"] += 1
+            self._tell_peer(peer, _room_failed(room, ended.status, ended.error, True, ended.batch_failed))
+            return
+        if record is None:
+            record = self.rooms.open(room, RoomState.WAITING_REQUEST, now_secs)
+        record.peer, record.bootstrap = peer, message
+        error = why_not_landing(message, peer, self._limits.page_size)
+        if error is not None:
+            self.fail(record, 400, f"room {room}: {error}", now_secs)
+        else:
+            self._join(record, now_secs)
+
+    def _join(self, record: RoomRecord, now_secs: float) -> None:
+        if record.request is None or record.bootstrap is None:
+            return
+        if record.bootstrap.num_prompt_tokens != record.num_prompt_tokens:
+            error = (
+                f"room {record.room}: {record.bootstrap.num_prompt_tokens} prompt tokens on the decode node, "
+                f"{record.num_prompt_tokens} on the prefill node; serve the same model and tokenizer on both"
+            )
+            self.fail(record, 400, error, now_secs)
+        else:
+            self.rooms.move(record, RoomState.QUEUED, now_secs)
+
+    def _why_refused(self, request: Generate) -> str | None:
+        num_tokens = len(request.prompt_token_ids)
+        bounds = self._request_limits
+        if num_tokens == 0:
+            return "the prompt is empty; it needs at least one token"
+        if num_tokens > bounds.context_length:
+            return (
+                f"prompt of {num_tokens} tokens is longer than the context of "
+                f"{bounds.context_length} tokens; shorten it"
+            )
+        lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
+        if lowest < 0 or highest >= bounds.vocab_size:
+            outside = lowest if lowest < 0 else highest
+            return f"prompt token id {outside} is not in [0, {bounds.vocab_size}), the model's vocabulary"
+        if (request.sampling.num_logprobs or 0) > bounds.max_logprobs:
+            return (
+                f"{request.sampling.num_logprobs} logprobs a token asked for, at most {bounds.max_logprobs}"
+            )
+        return why_never(num_tokens, self._limits)
+
+    def _refuse_request(self, request: Generate, status: int, error: str) -> None:
+        self.counters["failed_requests_total"] += 1
+        self._tell_front(RequestFailed(request.request_id, status, error))
+
+    # --- computing -----------------------------------------------------------------------------------
+
+    def running(self) -> list[Running]:
+        """The rooms that compute, in order of admission, as the scheduler wants them."""
+        return [
+            Running(record.room, record.num_prompt_tokens, record.num_computed_tokens, record.keys)
+            for record in self.rooms.in_state(RoomState.COMPUTING)
+        ]
+
+    def waiting(self) -> list[RoomRecord]:
+        """The rooms that could be admitted, in order of arrival."""
+        return list(self.rooms.in_state(RoomState.QUEUED))
+
+    def look_up(self, record: RoomRecord) -> Waiting:
+        """A waiting room with what the prefix cache has of it. The last prompt token is always computed."""
+        keys = record.keys[: (record.num_prompt_tokens - 1) // self._limits.page_size]
+        return Waiting(record.room, record.num_prompt_tokens, keys, self.cache.match(keys))
+
+    @property
+    def num_available_pages(self) -> int:
+        return self.pool.num_free + self.cache.num_evictable
+
+    @property
+    def num_free_aux_slots(self) -> int:
+        return len(self._free_aux_slots)
+
+    def admit(self, records: Sequence[RoomRecord], now_secs: float) -> None:
+        """QUEUED -> COMPUTING for the rooms of a plan: all their pages, an aux slot; sends cached prefixes.
+
+        All leases are taken before the first page is: making room for one must not evict another's prefix.
+        """
+        for record in records:
+            record.lease = self.cache.acquire(self.look_up(record).keys)
+        for record in records:
+            cached = list(record.lease.page_ids) if record.lease is not None else []
+            num_new_pages = self._limits.pages_for(record.num_prompt_tokens) - len(cached)
+            self.cache.evict(max(0, num_new_pages - self.pool.num_free))
+            record.owned_page_ids = self.pool.allocate(num_new_pages)
+            record.page_ids = cached + record.owned_page_ids
+            record.aux_slot_src = self._free_aux_slots.pop()
+            record.num_cached_tokens = record.num_computed_tokens = len(cached) * self._limits.page_size
+            self.rooms.move(record, RoomState.COMPUTING, now_secs)
+            self.counters["prompt_tokens_total"] += record.num_prompt_tokens
+            self.counters["cached_tokens_total"] += record.num_cached_tokens
+            self._pusher.push_tokens(record, 0, record.num_cached_tokens)
+
+    def computed(self, record: RoomRecord, stop: int) -> None:
+        """Positions up to ``stop`` are in the pool: send those that are new."""
+        start, record.num_computed_tokens = record.num_computed_tokens, stop
+        self._pusher.push_tokens(record, start, stop)
+
+    def prompt_computed(self, record: RoomRecord, now_secs: float) -> None:
+        """COMPUTING -> SENDING: the last chunk is computed; the aux record, which is staged, is sent."""
+        if record.keys and record.lease is not None:
+            record.lease, taken = self.cache.insert(
+                record.keys, record.page_ids[: len(record.keys)], record.lease
+            )
+            record.owned_page_ids = [page_id for page_id in record.owned_page_ids if page_id not in taken]
+        self.rooms.move(record, RoomState.SENDING, now_secs)
+        self._pusher.push_aux(record)
+
+    def completed(self, completion: Completion, now_secs: float) -> None:
+        """A batch of a room came back from the sender."""
+        record = self.rooms.get(completion.room)
+        if record is None:
+            raise IntegrityError(
+                f"room {completion.room} was released before its batch {completion.tag} came back"
+            )
+        record.num_writes_pending -= 1
+        record.num_bytes_sent += completion.num_bytes
+        record.transfer_secs += completion.secs
+        record.batch_failed |= completion.may_still_land
+        self.counters["kv_transfer_bytes_total"] += completion.num_bytes
+        self.counters["kv_transfer_seconds_total"] += completion.secs
+        if record.is_draining:
+            if record.num_writes_pending == 0:
+                self._drained(record, now_secs)
+        elif not completion.ok:
+            self.counters["kv_transfer_failures_total"] += 1
+            peer, _ = landing_of(record)
+            what = f"sending {completion.tag} to decode node {peer.node_id}"
+            error = f"room {record.room}: {what}: {completion.error}"
+            self.fail(record, 502, error, now_secs)
+        elif record.state is RoomState.SENDING and record.num_writes_pending == 0:
+            self._delivered(record, now_secs)
+
+    def _delivered(self, record: RoomRecord, now_secs: float) -> None:
+        peer, _ = landing_of(record)
+        self._tell_peer(
+            peer, RoomDone(record.room, record.num_bytes_sent, record.num_cached_tokens, record.transfer_secs)
+        )
+        if record.request is not None:
+            self._tell_front(
+                PrefillFinished(
+                    record.request.request_id,
+                    record.num_prompt_tokens,
+                    record.num_cached_tokens,
+                    record.num_bytes_sent,
+                    record.transfer_secs,
+                )
+            )
+        self._release(record)
+        self.rooms.end(record, RoomState.DONE, now_secs)
+
+    # --- ends that are no delivery -------------------------------------------------------------------
+
+    def fail(
+        self,
+        record: RoomRecord,
+        status: int,
+        error: str,
+        now_secs: float,
+        *,
+        tell_front: bool = True,
+        tell_peer: bool = True,
+    ) -> None:
+        """End a room early and say so to both sides. With writes in flight it drains, then the peer hears.
+
+        A room that drains already was reported before: nothing happens.
+        """
+        if record.is_draining:
+            return
+        log.info("room %d failed in %s: %d %s", record.room, record.state.name, status, error)
+        record.end_status, record.end_error = status, error
+        self._pusher.cancel(record)
+        is_quiet = record.num_writes_pending == 0
+        if record.request is not None and tell_front:
+            self.counters["failed_requests_total"] += 1
+            self._tell_front(RequestFailed(record.request.request_id, status, error))
+        if record.peer is not None and tell_peer:
+            self._tell_peer(
+                record.peer, _room_failed(record.room, status, error, is_quiet, record.batch_failed)
+            )
+        if is_quiet:
+            self._release(record)
+            self.rooms.end(record, RoomState.FAILED, now_secs)
+        else:
+            self.pool.hold(record.owned_page_ids)
+            self.rooms.move(record, RoomState.DRAINING, now_secs)
+
+    def abort_request(self, request_id: str, now_secs: float) -> None:
+        """The front's client is gone. The decode node hears it, for its client may wait still."""
+        record = self.rooms.of_request(request_id)
+        if record is None or record.is_draining:
+            return
+        self.counters["aborted_requests_total"] += 1
+        error = f"room {record.room}: the client of the prefill node closed the request"
+        self.fail(record, CLIENT_CLOSED_REQUEST, error, now_secs, tell_front=False)
+
+    def abort_room(self, peer: Peer, message: AbortRoom, now_secs: float) -> None:
+        """The decode node gave a room up: RoomQuiet is the answer, now or when the last write came back.
+
+        A room that this node has not heard of from that peer has nothing of it in flight.
+        """
+        room = Room(message.room)
+        record = self.rooms.get(room)
+        is_his = record is not None and (record.peer is None or record.peer.node_id == peer.node_id)
+        if record is None or not is_his:
+            ended = self.rooms.ended(room)
+            self.dropped["unknown_room" if ended is None else "late"] += 1
+            self._tell_peer(peer, RoomQuiet(room, batch_failed=ended is not None and ended.batch_failed))
+            return
+        if record.is_draining:
+            return
+        self.counters["aborted_requests_total"] += 1
+        error = f"room {room}: decode node {peer.node_id} gave it up: {message.reason}"
+        self.fail(record, 503, error, now_secs, tell_peer=False)
+        if not record.is_draining:
+            self._tell_peer(peer, RoomQuiet(room, record.batch_failed))
+
+    def fail_rooms_of(self, peer: Peer, error: str, now_secs: float) -> None:
+        """A decode node is lost: its rooms end, and what is in flight to it drains."""
+        for record in [record for record in self.rooms if record.peer is peer]:
+            self.fail(record, 502, f"room {record.room}: decode node {peer.node_id} {error}", now_secs)
+
+    def fail_overdue(self, rooms: Sequence[Room], timeout_secs: float, now_secs: float) -> None:
+        """Writes of these rooms are in flight past the transfer timeout."""
+        for room in rooms:
+            record = self.rooms.get(room)
+            if record is not None:
+                self.counters["kv_transfer_failures_total"] += 1
+                error = f"room {room}: a write to the decode node took longer than {timeout_secs:g} s"
+                self.fail(record, 504, error, now_secs)
+
+    def fail_unpaired(self, now_secs: float, timeout_secs: float) -> None:
+        """End the rooms whose other half did not come in time."""
+        halves = ((RoomState.WAITING_BOOTSTRAP, "decode"), (RoomState.WAITING_REQUEST, "prefill"))
+        for state, missing in halves:
+            for record in list(self.rooms.in_state(state)):
+                if now_secs - record.since_secs <= timeout_secs:
+                    break
+                error = (
+                    f"room {record.room}: the request did not reach the {missing} node within "
+                    f"{timeout_secs:g} s; send it through the router, which sends it to both"
+                )
+                self.fail(record, 504, error, now_secs)
+
+    def _drained(self, record: RoomRecord, now_secs: float) -> None:
+        """DRAINING -> FAILED: the last write came back."""
+        if record.peer is not None:
+            self._tell_peer(record.peer, RoomQuiet(record.room, record.batch_failed))
+        self._release(record)
+        self.rooms.end(record, RoomState.FAILED, now_secs)
+
+    def _release(self, record: RoomRecord) -> None:
+        """Give back whatever the room holds; nothing of it may be in flight. The one release path."""
+        if record.num_writes_pending:
+            raise IntegrityError(
+                f"room {record.room} is released with {record.num_writes_pending} writes in flight"
+            )
+        if record.lease is not None:
+            self.cache.release(record.lease)
+            record.lease = None
+        if record.is_draining:
+            self.pool.let_go(record.owned_page_ids)
+        else:
+            self.pool.free(record.owned_page_ids)
+        record.owned_page_ids, record.page_ids = [], []
+        if record.aux_slot_src is not None:
+            self._free_aux_slots.append(record.aux_slot_src)
+            record.aux_slot_src = None
+
+    # --- accounts ------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Free, owned, cached and in-flight pages are disjoint and make up the pool; aux slots likewise."""
+        self.cache.check_integrity()
+        owned = [page for record in self.rooms.in_state(*_OWNING) for page in record.owned_page_ids]
+        in_flight = [
+            page for record in self.rooms.in_state(RoomState.DRAINING) for page in record.owned_page_ids
+        ]
+        self.pool.check_integrity(owned=owned, cached=self.cache.page_ids(), in_flight=in_flight)
+        held = [record.aux_slot_src for record in self.rooms if record.aux_slot_src is not None]
+        if sorted(held + self._free_aux_slots) != list(range(self._num_aux_slots)):
+            raise IntegrityError(
+                f"aux slots: {sorted(held)} held + {sorted(self._free_aux_slots)} free are not the "
+                f"{self._num_aux_slots} there are"
+            )
+        for record in self.rooms.in_state(*_WAITING):
+            if record.page_ids or record.lease is not None or record.num_writes_pending:
+                raise IntegrityError(f"room {record.room} owns pages or writes in state {record.state.name}")
+
+
+def _room_failed(room: Room, status: int, error: str, quiet: bool, batch_failed: bool) -> RoomFailed:
+    return RoomFailed(room, status, error[:MAX_ERROR_CHARS], quiet, batch_failed)

@@ -1,0 +1,60 @@
+"""The prefill node's memory: owns the tensors of the KV pool, the index pool and the aux staging.
+
+All three are registered with the transport for as long as the engine lives, because rooms send from them in
+place.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from model.spec import ModelSpec
+from prefill_node.push import SourceRegions
+from protocol.engine_messages import TokenLogprob
+from transfer.aux_record import AuxLayout
+from transfer.plan import RegionView
+
+
+class Registrar(Protocol):
+    """What registering needs of a ``transfer.engine.TransferEngine``."""
+
+    def register(self, memory: Tensor) -> int: ...
+
+
+class PrefillMemory:
+    """``kv``: uint8 [num_layers, num_slots, item_bytes] and ``index``: uint8 [num_index_layers, num_slots,
+    index_item_bytes], both on ``device``; ``aux``: uint8 [num_aux_slots, aux slot bytes] on the host.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device | str
+    ) -> None:
+        self.aux_layout = AuxLayout(spec.num_index_layers, spec.index_topk)
+        kv_shape = (spec.num_layers, num_slots, spec.item_bytes)
+        index_shape = (spec.num_index_layers, num_slots, spec.index_item_bytes)
+        self.kv = torch.zeros(kv_shape, dtype=torch.uint8, device=device)
+        self.index = torch.zeros(index_shape, dtype=torch.uint8, device=device)
+        self.aux = torch.zeros((num_aux_slots, self.aux_layout.slot_bytes), dtype=torch.uint8)
+
+    def register(self, registrar: Registrar) -> None:
+        """Let the transport read all of it. Raises the registrar's error."""
+        for tensor in (self.kv, self.index, self.aux):
+            registrar.register(tensor)
+
+    @property
+    def regions(self) -> SourceRegions:
+        return SourceRegions(_layered(self.kv), _layered(self.index), _layered(self.aux[None]))
+
+    def stage_aux(
+        self, slot: int, room: int, first_token: int, logprob: TokenLogprob | None, hint: Tensor
+    ) -> None:
+        """Write a room's aux record to its slot. ``hint``: int32 [num_index_layers, index_topk], -1 pads."""
+        self.aux_layout.pack_into(self.aux[slot].numpy(), room, first_token, logprob, hint.cpu().numpy())
+
+
+def _layered(tensor: Tensor) -> RegionView:
+    num_layers, num_slots, item_bytes = tensor.shape
+    return RegionView(tensor.data_ptr(), tensor.nbytes, num_layers, num_slots, item_bytes)

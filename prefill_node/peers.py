@@ -1,0 +1,203 @@
+"""The decode nodes that this prefill node writes to: owns who is registered and when each was last heard.
+
+A decode node registers over its control connection, which ZMQ names by an identity that changes with every
+reconnect; ``node_id`` is what stays. Registering again with the same session and regions keeps the node's
+rooms and moves their answers to the new connection. Another session or other regions mean that the node
+restarted: the old registration is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.messages import PROTOCOL_VERSION, Bootstrap, Extent, Geometry, Region, RegionKind, Register
+from transfer.plan import RegionView
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """A registered decode node. ``identity`` is its current connection."""
+
+    node_id: str
+    session: str
+    identity: bytes
+    page_size: int
+    regions: dict[RegionKind, RegionView]
+    last_heard_secs: float
+    is_lost: bool = False
+
+
+class PeerTable:
+    """Registered decode nodes by node id and by connection."""
+
+    def __init__(self, geometry: Geometry, aux_slot_bytes: int) -> None:
+        self._geometry = geometry
+        self._aux_slot_bytes = aux_slot_bytes
+        self._by_node: dict[str, Peer] = {}
+        self._by_identity: dict[bytes, Peer] = {}
+
+    def register(self, identity: bytes, register: Register, now_secs: float) -> tuple[Peer, list[Peer]]:
+        """The peer, and the registrations that it replaces (``is_lost`` is set) because the node restarted.
+
+        ``register`` must have passed ``why_refused``.
+        """
+        regions = {
+            region.kind: _view(region, self._geometry, self._aux_slot_bytes) for region in register.regions
+        }
+        known = self._by_node.get(register.node_id)
+        if known is not None and (known.session, known.regions) == (register.session, regions):
+            self._by_identity.pop(known.identity, None)
+            known.identity = identity
+            known.last_heard_secs = now_secs
+            self._by_identity[identity] = known
+            return known, []
+        replaced = [peer for peer in (known, self._by_identity.get(identity)) if peer is not None]
+        for peer in replaced:
+            self._drop(peer)
+        peer = Peer(
+            register.node_id, register.session, identity, register.geometry.page_size, regions, now_secs
+        )
+        self._by_node[peer.node_id] = peer
+        self._by_identity[identity] = peer
+        return peer, replaced
+
+    def heard(self, identity: bytes, now_secs: float) -> Peer | None:
+        """The registered peer behind a connection, whose silence ends now; None when it is not registered."""
+        peer = self._by_identity.get(identity)
+        if peer is not None:
+            peer.last_heard_secs = now_secs
+        return peer
+
+    def current(self, peer: Peer) -> Peer:
+        """The registration that a lost peer came back with in the same session; else ``peer`` itself."""
+        now_registered = self._by_node.get(peer.node_id)
+        return now_registered if now_registered and now_registered.session == peer.session else peer
+
+    def lose_silent(self, now_secs: float, timeout_secs: float) -> list[Peer]:
+        """Drop and return the peers that were silent for longer than ``timeout_secs``."""
+        silent = [peer for peer in self._by_node.values() if now_secs - peer.last_heard_secs > timeout_secs]
+        for peer in silent:
+            self._drop(peer)
+        return silent
+
+    def why_refused(self, register: Register) -> str | None:
+        """Why a registration cannot stand, with both values; None when it can. The page size may differ."""
+        if register.protocol_version != PROTOCOL_VERSION:
+            return (
+                f"protocol version: the decode node speaks {register.protocol_version}, this prefill node "
+                f"{PROTOCOL_VERSION}; run the same release on both"
+            )
+        for name in Geometry.__struct_fields__:
+            theirs, ours = getattr(register.geometry, name), getattr(self._geometry, name)
+            if theirs != ours and name != "page_size":
+                return (
+                    f"{name}: the decode node has {theirs!r}, this prefill node {ours!r}; they must be equal"
+                )
+        if not register.session:
+            return "session: the decode node names none, so nothing could be written to it"
+        return self._why_regions_refused(register.regions)
+
+    def __len__(self) -> int:
+        return len(self._by_node)
+
+    def _why_regions_refused(self, regions: tuple[Region, ...]) -> str | None:
+        kinds = [region.kind for region in regions]
+        for kind in RegionKind:
+            if kinds.count(kind) > 1:
+                return f"region {kind.value} is registered {kinds.count(kind)} times; name it once"
+        for kind in (RegionKind.INDEX, RegionKind.AUX):
+            if kind not in kinds:
+                return f"region {kind.value} is missing; every decode node must register it"
+        if RegionKind.KV_HOST not in kinds and RegionKind.KV_DEVICE not in kinds:
+            return "regions kv_host and kv_device are both missing; register at least one"
+        for region in regions:
+            num_layers, item_bytes = _shape_of(region.kind, self._geometry, self._aux_slot_bytes)
+            num_bytes = num_layers * region.num_slots * item_bytes
+            if (
+                region.num_slots < 1
+                or region.base_addr < 1
+                or region.base_addr + region.num_bytes > 2**63 - 1
+            ):
+                return (
+                    f"region {region.kind.value}: {region.num_bytes} bytes at {region.base_addr:#x} in "
+                    f"{region.num_slots} slots are no memory"
+                )
+            if region.num_bytes != num_bytes:
+                return (
+                    f"region {region.kind.value}: the decode node registers {region.num_bytes} bytes, this "
+                    f"prefill node expects {num_bytes}: {num_layers} layers x {region.num_slots} slots x "
+                    f"{item_bytes} bytes"
+                )
+        return None
+
+    def _drop(self, peer: Peer) -> None:
+        peer.is_lost = True
+        self._by_node.pop(peer.node_id, None)
+        self._by_identity.pop(peer.identity, None)
+
+
+def kv_region_of(bootstrap: Bootstrap) -> RegionKind:
+    """Where the KV of a room is to land."""
+    return RegionKind.KV_HOST if bootstrap.hisparse else RegionKind.KV_DEVICE
+
+
+def why_not_landing(bootstrap: Bootstrap, peer: Peer, page_size_src: int) -> str | None:
+    """Why a landing zone cannot be written; None when it lies in the peer's regions and fits the prompt."""
+    if not bootstrap.hisparse and peer.page_size != page_size_src:
+        return (
+            f"dense rooms need equal page sizes: the decode node's is {peer.page_size}, this prefill node's "
+            f"{page_size_src}; start both with the same --page-size or send the request with hisparse"
+        )
+    kv_kind = kv_region_of(bootstrap)
+    for kind, extents in ((kv_kind, bootstrap.kv_extents), (RegionKind.INDEX, bootstrap.index_extents)):
+        region = peer.regions.get(kind)
+        if region is None:
+            return f"the decode node has not registered a region {kind.value}"
+        error = _why_extents_wrong(kind, extents, region.num_slots, bootstrap.num_prompt_tokens)
+        if error is not None:
+            return error
+    num_aux_slots = peer.regions[RegionKind.AUX].num_slots
+    if bootstrap.aux_slot >= num_aux_slots:
+        return f"aux_slot {bootstrap.aux_slot} is not in [0, {num_aux_slots}) of region aux"
+    return None
+
+
+def _why_extents_wrong(
+    kind: RegionKind, extents: tuple[Extent, ...], num_slots: int, num_prompt_tokens: int
+) -> str | None:
+    num_tokens = 0
+    for extent in extents:
+        if extent.end > num_slots:
+            return (
+                f"{kind.value} extent [{extent.start}, {extent.end}) ends past the region's {num_slots} slots"
+            )
+        num_tokens += extent.length
+    is_paged = kind is RegionKind.INDEX
+    if num_tokens < num_prompt_tokens or (num_tokens > num_prompt_tokens and not is_paged):
+        bound = "at least " if is_paged else ""
+        return f"{kind.value} extents hold {num_tokens} tokens, the prompt needs {bound}{num_prompt_tokens}"
+    starts = np.array([extent.start for extent in extents], np.int64)
+    ends = starts + np.array([extent.length for extent in extents], np.int64)
+    order = np.argsort(starts)
+    overlapping = np.flatnonzero(starts[order][1:] < ends[order][:-1])
+    if len(overlapping):
+        return f"{kind.value} extents overlap at slot {starts[order][overlapping[0] + 1]}"
+    return None
+
+
+def _shape_of(kind: RegionKind, geometry: Geometry, aux_slot_bytes: int) -> tuple[int, int]:
+    """Layers and item bytes of a region."""
+    match kind:
+        case RegionKind.KV_HOST | RegionKind.KV_DEVICE:
+            return geometry.num_layers, geometry.item_bytes
+        case RegionKind.INDEX:
+            return geometry.num_index_layers, geometry.index_item_bytes
+        case RegionKind.AUX:
+            return 1, aux_slot_bytes
+
+
+def _view(region: Region, geometry: Geometry, aux_slot_bytes: int) -> RegionView:
+    num_layers, item_bytes = _shape_of(region.kind, geometry, aux_slot_bytes)
+    return RegionView(region.base_addr, region.num_bytes, num_layers, region.num_slots, item_bytes)

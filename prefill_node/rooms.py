@@ -1,0 +1,215 @@
+"""The rooms of the prefill node: owns which rooms exist, their states, and the memory of those that ended.
+
+A room joins two halves that arrive in any order: the front's ``Generate`` and the decode node's
+``Bootstrap``. From then on it moves one way; what it owns in a state is written at the state.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+import numpy.typing as npt
+
+from prefill_node.kv_pool import PageId
+from prefill_node.peers import Peer
+from prefill_node.prefix_cache import Lease, PageKey
+from protocol.engine_messages import Generate
+from protocol.messages import Bootstrap, Room
+
+MAX_ENDED_ROOMS = 65_536
+"""Ended rooms that are remembered, to answer what comes late. The oldest are forgotten first."""
+
+
+class RoomState(Enum):
+    """Where a room stands. Only COMPUTING, SENDING and DRAINING own anything but memory of their own."""
+
+    WAITING_BOOTSTRAP = auto()
+    """Has the request; owns nothing. Ends after the room timeout."""
+    WAITING_REQUEST = auto()
+    """Has the landing zone; owns nothing. Ends after the room timeout."""
+    QUEUED = auto()
+    """Has both halves and waits for tokens, pages and an aux slot; owns nothing."""
+    COMPUTING = auto()
+    """Owns pages for the whole prompt, a lease on its cached prefix, an aux slot; writes may be in flight."""
+    SENDING = auto()
+    """Computed; owns what it owned in COMPUTING until its last write, the aux record's, is complete."""
+    DRAINING = auto()
+    """Ended early, its clients know, but writes are in flight: owns everything until the last one returns."""
+    DONE = auto()
+    """Delivered; owns nothing and is remembered."""
+    FAILED = auto()
+    """Ended without delivery; owns nothing and is remembered."""
+
+
+_HALVES = {RoomState.QUEUED, RoomState.FAILED}
+MOVES: dict[RoomState, frozenset[RoomState]] = {
+    RoomState.WAITING_BOOTSTRAP: frozenset(_HALVES),
+    RoomState.WAITING_REQUEST: frozenset(_HALVES),
+    RoomState.QUEUED: frozenset({RoomState.COMPUTING, RoomState.FAILED}),
+    RoomState.COMPUTING: frozenset({RoomState.SENDING, RoomState.DRAINING, RoomState.FAILED}),
+    RoomState.SENDING: frozenset({RoomState.DONE, RoomState.DRAINING, RoomState.FAILED}),
+    RoomState.DRAINING: frozenset({RoomState.FAILED}),
+    RoomState.DONE: frozenset(),
+    RoomState.FAILED: frozenset(),
+}
+ENDED = frozenset({RoomState.DONE, RoomState.FAILED})
+
+
+class IllegalRoomMove(Exception):
+    """A room was moved to a state that its own does not lead to: an error in the engine."""
+
+
+@dataclass(eq=False, slots=True)
+class RoomRecord:
+    """One room. Its state changes through ``RoomTable.move`` alone."""
+
+    room: Room
+    state: RoomState
+    since_secs: float
+    """When it entered the state, on ``time.monotonic()``'s clock."""
+    request: Generate | None = None
+    peer: Peer | None = None
+    """The decode node that bootstrapped it; set together with ``bootstrap``."""
+    bootstrap: Bootstrap | None = None
+
+    # The prompt, set when the request is accepted.
+    token_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    keys: tuple[PageKey, ...] = ()
+    """Of all whole pages of the prompt; empty when the prefix cache is off."""
+
+    # What it owns from COMPUTING on.
+    page_ids: list[PageId] = field(default_factory=list)
+    """All pages of the prompt in position order, leased ones included."""
+    owned_page_ids: list[PageId] = field(default_factory=list)
+    """Those of ``page_ids`` that are its alone."""
+    lease: Lease | None = None
+    aux_slot_src: int | None = None
+    """Its slot in this node's aux staging memory."""
+
+    # Progress.
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_writes_pending: int = 0
+    """Batches submitted whose completion has not come."""
+    num_bytes_sent: int = 0
+    transfer_secs: float = 0.0
+    """Time that the transport spent on its batches."""
+    batch_failed: bool = False
+    """A batch ended in an error after which bytes may still land."""
+    end_status: int = 400
+    """The HTTP status, and below the error, that answer messages about the room once it has ended."""
+    end_error: str = "this room was served before; choose a new one"
+
+    @property
+    def is_draining(self) -> bool:
+        return self.state is RoomState.DRAINING
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRoom:
+    """What is remembered of a room: enough to answer a late message about it."""
+
+    state: RoomState
+    status: int
+    error: str
+    batch_failed: bool
+
+
+class RoomTable:
+    """All live rooms by id, by request and by state, each state in order of entry."""
+
+    def __init__(self, max_ended_rooms: int = MAX_ENDED_ROOMS) -> None:
+        self._live: dict[Room, RoomRecord] = {}
+        self._by_request: dict[str, RoomRecord] = {}
+        self._by_state: dict[RoomState, dict[Room, RoomRecord]] = {state: {} for state in RoomState}
+        self._ended: OrderedDict[Room, EndedRoom] = OrderedDict()
+        self._max_ended_rooms = max_ended_rooms
+
+    def open(self, room: Room, state: RoomState, now_secs: float) -> RoomRecord:
+        """A new room with one half, in one of the two waiting states. It must be neither live nor ended."""
+        if room in self._live or room in self._ended:
+            raise IllegalRoomMove(f"room {room} is opened in {state.name} but exists already")
+        if state not in (RoomState.WAITING_BOOTSTRAP, RoomState.WAITING_REQUEST):
+            raise IllegalRoomMove(f"room {room} cannot start in {state.name}")
+        record = RoomRecord(room, state, now_secs)
+        self._live[room] = record
+        self._by_state[state][room] = record
+        return record
+
+    def set_request(self, record: RoomRecord, request: Generate) -> None:
+        """Give the room its request, by whose id it can be found from now on."""
+        record.request = request
+        self._by_request[request.request_id] = record
+
+    def move(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
+        """Between live states; ``end`` leads to DONE and FAILED. Raises IllegalRoomMove naming the room."""
+        self._check(record, state)
+        if state in ENDED:
+            raise IllegalRoomMove(f"room {record.room} must be ended, not moved, to {state.name}")
+        self._change(record, state, now_secs)
+
+    def end(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
+        """To DONE or FAILED: the room is no longer live and is remembered. Raises IllegalRoomMove."""
+        self._check(record, state)
+        if state not in ENDED:
+            raise IllegalRoomMove(f"room {record.room} cannot end in {state.name}")
+        self._change(record, state, now_secs)
+        del self._by_state[state][record.room], self._live[record.room]
+        if record.request is not None:
+            self._by_request.pop(record.request.request_id, None)
+        self.remember(record.room, EndedRoom(state, record.end_status, record.end_error, record.batch_failed))
+
+    def remember(self, room: Room, ended: EndedRoom) -> None:
+        """Keep what became of a room that is not live, also of one that was refused before it could open."""
+        self._ended[room] = ended
+        self._ended.move_to_end(room)
+        while len(self._ended) > self._max_ended_rooms:
+            self._ended.popitem(last=False)
+
+    def get(self, room: Room) -> RoomRecord | None:
+        """The live room, or None."""
+        return self._live.get(room)
+
+    def live(self, room: Room) -> RoomRecord:
+        """The live room. Raises KeyError when there is none."""
+        return self._live[room]
+
+    def ended(self, room: Room) -> EndedRoom | None:
+        """What is remembered of a room that ended, or None."""
+        return self._ended.get(room)
+
+    def of_request(self, request_id: str) -> RoomRecord | None:
+        """The live room of a request, or None."""
+        return self._by_request.get(request_id)
+
+    def in_state(self, *states: RoomState) -> Iterator[RoomRecord]:
+        """Live rooms, state by state, each in order of entry. Take a list before changing them."""
+        for state in states:
+            yield from self._by_state[state].values()
+
+    def count(self, *states: RoomState) -> int:
+        return sum(len(self._by_state[state]) for state in states)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[RoomRecord]:
+        return iter(self._live.values())
+
+    def _check(self, record: RoomRecord, state: RoomState) -> None:
+        if state not in MOVES[record.state]:
+            raise IllegalRoomMove(f"room {record.room} cannot move from {record.state.name} to {state.name}")
+
+    def _change(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
+        del self._by_state[record.state][record.room]
+        record.state = state
+        record.since_secs = now_secs
+        self._by_state[state][record.room] = record

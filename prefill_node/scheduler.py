@@ -1,0 +1,148 @@
+"""Which prompts' chunks form the next forward. Pure planning: owns nothing, changes nothing.
+
+First come, first served: rooms that compute already continue in order of admission, then waiting rooms are
+admitted in order of arrival while tokens, requests, pages and aux slots last. Admission reserves all pages of
+the prompt or nothing. The first waiting room that does not fit holds back those behind it, so that pages
+which become free reach it and a long prompt is never starved by short ones.
+
+One exception: a room whose prompt begins like that of an earlier room still computing waits for it, and then
+finds the common pages in the prefix cache instead of computing them too. The rooms behind it go ahead. It
+waits for earlier rooms only, so its wait is bounded by theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prefill_node.prefix_cache import PageKey, PrefixMatch
+from protocol.messages import Room
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Bounds of one forward and of the pool behind it."""
+
+    chunk_tokens: int
+    """Tokens computed in one forward at most, all requests together."""
+    max_requests: int
+    """Requests in one forward, and rooms that compute, at most."""
+    page_size: int
+    num_pages: int
+    """Pages in the whole pool."""
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A room that holds its pages; positions from ``num_computed_tokens`` on are still to compute."""
+
+    room: Room
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    keys: tuple[PageKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A room that holds nothing. ``keys`` are those that may be cached, ``match`` is what the cache has."""
+
+    room: Room
+    num_prompt_tokens: int
+    keys: tuple[PageKey, ...]
+    match: PrefixMatch
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions ``[start, stop)`` of a room's prompt. ``admits``: its first; pages are to be reserved."""
+
+    room: Room
+    start: int
+    stop: int
+    admits: bool
+
+
+def why_never(num_prompt_tokens: int, limits: StepLimits) -> str | None:
+    """Why a prompt can never be computed here, or None when the empty pool would hold it."""
+    num_pages = limits.pages_for(num_prompt_tokens)
+    if num_pages <= limits.num_pages:
+        return None
+    return (
+        f"prompt of {num_prompt_tokens} tokens needs {num_pages} pages of {limits.page_size} token slots, "
+        f"the KV pool has {limits.num_pages} ({limits.num_pages * limits.page_size} tokens); "
+        "shorten it or raise kv_pool_tokens"
+    )
+
+
+def plan_step(
+    running: Iterable[Running],
+    waiting: Iterable[Waiting],
+    limits: StepLimits,
+    *,
+    num_available_pages: int,
+    num_aux_slots: int,
+) -> tuple[Chunk, ...]:
+    """The chunks of the next forward, no two of one room; empty when there is nothing to do.
+
+    ``waiting`` is consumed only as far as rooms are looked at. ``num_available_pages``: free ones and those
+    that the prefix cache would give up. A match on pages that nobody leases takes them out of that number.
+    """
+    chunks: list[Chunk] = []
+    leaders = _Leaders()
+    budget = limits.chunk_tokens
+    num_running = 0
+    for room in running:
+        num_running += 1
+        leaders.add(room.keys)
+        if budget > 0 and len(chunks) < limits.max_requests:
+            stop = min(room.num_prompt_tokens, room.num_computed_tokens + budget)
+            chunks.append(Chunk(room.room, room.num_computed_tokens, stop, admits=False))
+            budget -= stop - room.num_computed_tokens
+    if budget <= 0 or num_running >= limits.max_requests or num_aux_slots <= 0:
+        return tuple(chunks)
+    for candidate in waiting:
+        if leaders.share_more(candidate.keys, candidate.match.num_pages):
+            leaders.add(
+                candidate.keys
+            )  # what is behind it in the queue and shares more with it waits as well
+            continue
+        num_new_pages = limits.pages_for(candidate.num_prompt_tokens) - candidate.match.num_pages
+        num_pages = num_new_pages + candidate.match.num_unleased
+        if num_pages > num_available_pages:
+            break
+        start = candidate.match.num_pages * limits.page_size
+        stop = min(candidate.num_prompt_tokens, start + budget)
+        chunks.append(Chunk(candidate.room, start, stop, admits=True))
+        leaders.add(candidate.keys)
+        num_available_pages -= num_pages
+        budget -= stop - start
+        num_running += 1
+        num_aux_slots -= 1
+        if budget <= 0 or num_running >= limits.max_requests or num_aux_slots <= 0:
+            break
+    return tuple(chunks)
+
+
+class _Leaders:
+    """Prompts whose pages are about to be computed, found by their first page."""
+
+    def __init__(self) -> None:
+        self._by_first_key: dict[PageKey, list[tuple[PageKey, ...]]] = {}
+
+    def add(self, keys: tuple[PageKey, ...]) -> None:
+        if keys:
+            self._by_first_key.setdefault(keys[0], []).append(keys)
+
+    def share_more(self, keys: tuple[PageKey, ...], num_pages: int) -> bool:
+        """Whether a leader's prompt begins with more than the first ``num_pages`` pages of ``keys``."""
+        if num_pages >= len(keys):
+            return False
+        return any(
+            len(other) > num_pages
+            and other[num_pages] == keys[num_pages]
+            and other[:num_pages] == keys[:num_pages]
+            for other in self._by_first_key.get(keys[0], ())
+        )

@@ -1,0 +1,126 @@
+"""The prefill node's front: HTTP on one port, the bootstrap endpoint on another.
+
+A request is answered once all its rooms have been delivered to the decode node, which is what a router waits
+for. The client's answer comes from the decode node.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import assert_never
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from prefill_node.engine import run_engine
+from protocol.bootstrap import BOOTSTRAP_PATH, BootstrapInfo
+from protocol.engine_link import EngineLink
+from protocol.engine_messages import EngineReady, PrefillFinished, RequestFailed, Tokens
+from protocol.front import run_front
+from protocol.http_app import SSE_DONE, Answer, Front, Work, create_app, json_response, sse
+from protocol.http_errors import NodeUnavailable, RequestFailedError
+from protocol.http_schemas import ApiRequest, Endpoint
+from protocol.messages import PROTOCOL_VERSION, Geometry
+from protocol.settings import PrefillSettings
+
+_geometry_decoder = msgspec.msgpack.Decoder(Geometry)
+
+
+def run(settings: PrefillSettings) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status of the process."""
+    return run_front(
+        settings,
+        role="prefill",
+        engine=run_engine,
+        holds_output=False,
+        ports=(settings.port, settings.bootstrap_port),
+        apps=lambda front: (create_prefill_app(front), create_bootstrap_app(settings, front.link)),
+    )
+
+
+def create_prefill_app(front: Front) -> Starlette:
+    async def prefill(work: Work) -> Answer:
+        return await _prefill(front, work)
+
+    return create_app(front, prefill)
+
+
+def create_bootstrap_app(settings: PrefillSettings, link: EngineLink) -> Starlette:
+    """The read-only discovery endpoint; 503 until the engine is ready."""
+
+    async def bootstrap(request: Request) -> Response:
+        try:
+            return json_response(bootstrap_info(settings, link.require_serving()))
+        except NodeUnavailable as error:
+            return json_response(error.to_dict(), error.status)
+
+    return Starlette(routes=[Route(BOOTSTRAP_PATH, bootstrap, methods=["GET"])])
+
+
+def bootstrap_info(settings: PrefillSettings, ready: EngineReady) -> BootstrapInfo:
+    host, _, port = ready.control_endpoint.rpartition(":")
+    return BootstrapInfo(
+        protocol_version=PROTOCOL_VERSION,
+        instance_id=ready.instance_id,
+        control_host=host.strip("[]"),
+        control_port=int(port),
+        geometry=_geometry_decoder.decode(ready.geometry),
+        curve=settings.control_key_file is not None,
+    )
+
+
+async def _prefill(front: Front, work: Work) -> Answer:
+    """Wait until every room is delivered. Raises RequestFailedError for the first that is not."""
+    finished: dict[str, PrefillFinished] = {}
+    with front.link.open([sample.generate for sample in work.samples]) as group:
+        while len(finished) < len(work.samples):
+            event = await group.next_event()
+            match event:
+                case PrefillFinished():
+                    finished[event.request_id] = event
+                case RequestFailed():
+                    raise RequestFailedError(event.status, event.error)
+                case Tokens():  # only decode engines send them
+                    raise RequestFailedError(500, "the prefill engine sent tokens")
+                case _:
+                    assert_never(event)
+    front.metrics.time_to_first_token.observe(time.monotonic() - work.arrived_at)
+    report = _report(front, work, [finished[sample.generate.request_id] for sample in work.samples])
+    if work.request.stream:
+        return Answer.events(sse(report) + SSE_DONE)
+    return Answer.json(report)
+
+
+def _report(front: Front, work: Work, finished: list[PrefillFinished]) -> object:
+    """What happened here: for the operator, the client never sees it.
+
+    Public routers merge ``meta_info.input_token_logprobs`` of both nodes and look for it in this shape.
+    """
+    entries = [
+        {
+            "text": "",
+            "output_ids": [],
+            "meta_info": {
+                "id": _request_id(work.request, sample.prompt_index, event),
+                "prompt_tokens": event.num_prompt_tokens,
+                "completion_tokens": 0,
+                "cached_tokens": event.num_cached_tokens,
+                "transfer_bytes": event.transfer_bytes,
+                "transfer_secs": event.transfer_secs,
+                "input_token_logprobs": [],
+            },
+        }
+        for sample, event in zip(work.samples, finished, strict=True)
+    ]
+    if work.request.endpoint is Endpoint.GENERATE and len(entries) == 1 and not work.request.is_batch:
+        return entries[0]
+    if work.request.endpoint is Endpoint.GENERATE and not work.request.stream:
+        return entries
+    return {"object": "prefill", "model": front.settings.model_name, "choices": [], "prefill": entries}
+
+
+def _request_id(request: ApiRequest, prompt_index: int, event: PrefillFinished) -> str:
+    return request.request_ids[prompt_index] if request.request_ids else event.request_id

@@ -1,0 +1,156 @@
+"""Token ids to text, as they come: whole characters only, and nothing of a stop string.
+
+Works on bytes: every token of a byte-level tokenizer stands for fixed bytes, so a streaming UTF-8 decoder
+gives exactly what decoding all tokens at once would give, in time linear in the output. A character whose
+bytes are spread over tokens comes out with its last byte.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+
+class TokenizerUnsupported(ValueError):
+    """The checkpoint's tokenizer is not byte-level."""
+
+
+class TokenBytes:
+    """The bytes that each token of a byte-level tokenizer stands for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises TokenizerUnsupported."""
+        if not _is_byte_level(tokenizer.decoder):
+            raise TokenizerUnsupported(
+                f"the tokenizer decodes with {type(tokenizer.decoder).__name__}; only byte-level tokenizers "
+                "(as those of DeepSeek-V3.2 and GLM-5) are supported"
+            )
+        self._tokenizer = tokenizer
+        self._special_ids = {i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
+        self._byte_of_char = _byte_alphabet()
+        self._cache: dict[int, bytes] = {}
+
+    def of(self, token_id: int, *, skip_special: bool = False) -> bytes:
+        """b"" for a token that is skipped or that the tokenizer does not know (a padded vocabulary)."""
+        if skip_special and token_id in self._special_ids:
+            return b""
+        found = self._cache.get(token_id)
+        if found is None:
+            found = self._cache[token_id] = self._look_up(token_id)
+        return found
+
+    def text(self, token_id: int) -> str:
+        """One token alone, as logprobs show it; bytes that are no whole character appear as U+FFFD."""
+        return self.of(token_id).decode(errors="replace")
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token: no text has fewer tokens than its bytes divided by this."""
+        return max((len(self._to_bytes(token)) for token in self._tokenizer.get_vocab()), default=1)
+
+    def _look_up(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        return b"" if token is None else self._to_bytes(token)
+
+    def _to_bytes(self, token: str) -> bytes:
+        try:
+            return bytes(self._byte_of_char[char] for char in token)
+        except KeyError:  # an added token with characters outside the alphabet stands for itself
+            return token.encode()
+
+
+class Detokenizer:
+    """The text of one sample. Feed tokens until ``matched`` is set or the sample ends, then ``finish``."""
+
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        no_stop_trim: bool = False,
+    ) -> None:
+        """``no_stop_trim``: the stop string that ends the text is part of it."""
+        self._token_bytes = token_bytes
+        self._skip_special = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stop = StopStrings(stop, keep_match=no_stop_trim)
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stop.matched
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """The text that is certain now. Tokens after a match add nothing."""
+        new_bytes = b"".join(self._token_bytes.of(i, skip_special=self._skip_special) for i in token_ids)
+        return self._stop.feed(self._utf8.decode(new_bytes))
+
+    def finish(self) -> str:
+        """What was held back. An incomplete character at the very end becomes U+FFFD."""
+        return self._stop.feed(self._utf8.decode(b"", final=True)) + self._stop.finish()
+
+
+class StopStrings:
+    """Passes text on, except what may yet turn out to be the beginning of a stop string.
+
+    The first stop string to be complete ends the text, wherever token boundaries lie; of several that end at
+    the same character, the longest.
+    """
+
+    def __init__(self, stop: Sequence[str], *, keep_match: bool = False) -> None:
+        self._stop = tuple(stop)
+        self._keep_match = keep_match
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        if self.matched is not None:
+            return ""
+        if not self._stop:
+            return text
+        text = (
+            self._held + text
+        )  # what is held contains no whole stop string, so a match ends in the new part
+        self._held = ""
+        matches = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if matches:
+            end, start, self.matched = min(matches)
+            return text[:end] if self._keep_match else text[:start]
+        num_held = max(_overlap(text, stop) for stop in self._stop)
+        if num_held:
+            text, self._held = text[:-num_held], text[-num_held:]
+        return text
+
+    def finish(self) -> str:
+        """What is held: the text ends without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that ``stop`` begins with, short of all of ``stop``."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def _is_byte_level(decoder: object) -> bool:
+    if isinstance(decoder, decoders.Sequence):
+        return "ByteLevel(" in repr(decoder)
+    return isinstance(decoder, decoders.ByteLevel)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in byte-level vocabularies, inverted.
+
+    Printable Latin-1 bytes stand for themselves; the others, in order, have the characters from U+0100 on.
+    """
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    itself = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}
+    others = (byte for byte in range(256) if chr(byte) not in alphabet)
+    return itself | {chr(0x100 + i): byte for i, byte in enumerate(others)}

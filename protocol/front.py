@@ -1,0 +1,220 @@
+"""The life of a node's front process: it starts the engine, serves HTTP, and ends both together.
+
+``run_front`` is all that a node calls. The engine runs in a spawned child; their ipc socket is in a private
+directory that goes with the front. When the engine dies, the requests in flight fail and the front exits with
+status 1, for a supervisor to start both again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from protocol.detokenizer import TokenizerUnsupported
+from protocol.engine_link import EngineLink
+from protocol.http_app import Front
+from protocol.metrics import FrontMetrics
+from protocol.process import die_with_parent, setup_logging
+from protocol.settings import NodeSettings
+from protocol.text_codec import CheckpointError, TextCodec
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=NodeSettings)
+
+GRACE_SECS = 5.0
+"""What requests in flight have to finish after SIGTERM or SIGINT; a second signal ends the wait."""
+
+_LAST_ANSWERS_SECS = 2
+_ENGINE_EXIT_SECS = 5.0
+_BACKLOG = 2048
+
+
+class EngineProcess:
+    """The engine in a child process, and the directory of the ipc socket between it and the front."""
+
+    def __init__(self, target: Callable[[S, str], None], settings: S, name: str) -> None:
+        """``target(settings, ipc_path)`` runs the engine; it is imported by name in the child."""
+        self._directory = Path(tempfile.mkdtemp(prefix="hisparse-pd-"))  # mode 0700
+        self.ipc_path = str(self._directory / "engine.ipc")
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_run_engine, args=(target, settings, self.ipc_path, name), name=name
+        )
+
+    def start(self) -> None:
+        """From the main thread: the kernel ends the child when the thread that started it ends."""
+        self._process.start()
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that becomes readable when the engine has exited."""
+        return self._process.sentinel
+
+    @property
+    def exit_status(self) -> int | None:
+        return self._process.exitcode
+
+    def stop(self, *, graceful: bool) -> None:
+        """End the engine, remove the directory. ``graceful``: it was told to shut down, so wait for that."""
+        try:
+            if self._process.pid is not None:
+                self._process.join(_ENGINE_EXIT_SECS if graceful else 0)
+                for end in (self._process.terminate, self._process.kill):
+                    if self._process.is_alive():
+                        log.info("the engine still runs: %s", end.__name__)
+                        end()
+                        self._process.join(_ENGINE_EXIT_SECS)
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class Listener:
+    """A socket that listens, for one HTTP server."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """``port`` 0 takes any free one. Raises OSError when the address cannot be bound."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self.socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+        self.port: int = self.socket.getsockname()[1]
+
+    def server(self, app: ASGIApp) -> _Server:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="error",  # its warnings are about clients that speak no HTTP/1.1, such as h2c probes
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_LAST_ANSWERS_SECS,
+        )
+        return _Server(config)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the front, which has more than one server to end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run_front(
+    settings: S,
+    *,
+    role: str,
+    engine: Callable[[S, str], None],
+    holds_output: bool,
+    ports: Sequence[int],
+    apps: Callable[[Front], Sequence[ASGIApp]],
+) -> int:
+    """Start ``engine`` and serve ``apps``, one a port, until the node ends. Returns the exit status.
+
+    ``holds_output``: the node's pools hold what is generated as well, not only prompts.
+    """
+    setup_logging(settings.log_level, role)
+    try:
+        if not settings.model_path.is_dir():
+            raise CheckpointError(f"model_path {settings.model_path}: no such directory")
+        listeners = [Listener(settings.host, port) for port in ports]
+    except (OSError, CheckpointError) as error:
+        log.error("%s", error)
+        return 1
+    metrics = FrontMetrics()
+    process = EngineProcess(engine, settings, f"{role}-engine")
+    link = EngineLink(process.ipc_path, settings.health_timeout_secs, metrics.update)
+    try:
+        process.start()
+        codec = TextCodec.load(settings.model_path)
+        front = Front(role, settings, codec, link, metrics, holds_output)
+        addresses = ", ".join(f"http://{settings.host}:{listener.port}" for listener in listeners)
+        log.info("serving %s on %s", settings.model_name, addresses)
+        return asyncio.run(serve(link, process, listeners, apps(front)))
+    except (OSError, CheckpointError, TokenizerUnsupported) as error:
+        log.error("%s", error)
+        return 1
+    finally:
+        for listener in listeners:
+            listener.socket.close()
+        process.stop(graceful=link.ready is not None)
+
+
+async def serve(
+    link: EngineLink, engine: EngineProcess, listeners: Sequence[Listener], apps: Sequence[ASGIApp]
+) -> int:
+    """Serve until a signal or the engine's death. Returns the exit status: 0 after a signal, else 1."""
+    loop = asyncio.get_running_loop()
+    signals: asyncio.Queue[str] = asyncio.Queue()
+    engine_exited = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number.name)
+    loop.add_reader(engine.sentinel, _note_exit, loop, engine.sentinel, engine_exited)
+    link.start()
+    servers = [listener.server(app) for listener, app in zip(listeners, apps, strict=True)]
+    running = [
+        asyncio.create_task(server.serve(sockets=[listener.socket]))
+        for server, listener in zip(servers, listeners, strict=True)
+    ]
+    stop = asyncio.create_task(signals.get())
+    died = asyncio.create_task(engine_exited.wait())
+    try:
+        await asyncio.wait([stop, died, *running], return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            log.info("%s: shutting down with %d requests in flight", stop.result(), link.num_in_flight)
+            link.stop_accepting()
+            await _grace(link, signals, died)
+        if died.done():
+            log.error("the engine exited with status %s", engine.exit_status)
+            link.engine_died()
+        else:
+            link.fail_all(503, "the node is shutting down; send the request again")
+            await link.shut_engine_down()
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*running)
+        return 0 if stop.done() and not died.done() else 1
+    finally:
+        for task in (stop, died, *running):
+            task.cancel()
+        await asyncio.gather(stop, died, *running, return_exceptions=True)
+        await link.close()
+
+
+def _note_exit(loop: asyncio.AbstractEventLoop, sentinel: int, engine_exited: asyncio.Event) -> None:
+    loop.remove_reader(sentinel)  # it stays readable
+    engine_exited.set()
+
+
+async def _grace(link: EngineLink, signals: asyncio.Queue[str], died: asyncio.Task[bool]) -> None:
+    """Let requests in flight finish: until there are none, the time is up, or nothing is left to wait for."""
+    deadline = asyncio.get_running_loop().time() + GRACE_SECS
+    while link.num_in_flight and signals.empty() and not died.done():
+        if asyncio.get_running_loop().time() > deadline:
+            return
+        await asyncio.sleep(0.05)
+
+
+def _run_engine(target: Callable[[S, str], None], settings: S, ipc_path: str, name: str) -> None:
+    die_with_parent()
+    setup_logging(settings.log_level, name)
+    try:
+        target(settings, ipc_path)
+    except Exception:
+        log.exception("the engine failed")
+        raise SystemExit(1) from None

@@ -1,0 +1,49 @@
+"""What every process of a node does first: log in one format, and not outlive the process that started it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+
+_PR_SET_PDEATHSIG = 1
+_LOG_FORMAT = "%(asctime)s %(levelname)-7s {name} %(name)s: %(message)s"
+
+
+def setup_logging(level: str, name: str) -> None:
+    """Log to stderr from ``level`` ("debug" … "error") on; ``name`` tells this process from others."""
+    log_format = _LOG_FORMAT.format(name=name)
+    logging.basicConfig(level=level.upper(), format=log_format, stream=sys.stderr, force=True)
+    for chatty in ("httpx", "httpcore", "urllib3", "filelock"):
+        logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def die_with_parent() -> None:
+    """Make a child started by ``multiprocessing`` end with its parent, and leave Ctrl-C to the parent.
+
+    The kernel kills this process when the parent's starting thread ends, however it ends. A parent that died
+    before the call is noticed here. Does nothing in a process that ``multiprocessing`` did not start.
+    """
+    if multiprocessing.parent_process() is None:
+        return
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not parent_is_alive():
+        raise SystemExit("the process that started this one is gone")
+
+
+def parent_is_alive() -> bool:
+    """False once the process that started this one is gone; an engine loop asks now and then.
+
+    Always true in a process that ``multiprocessing`` did not start.
+    """
+    parent = multiprocessing.parent_process()
+    return parent is None or parent.pid == os.getppid()

@@ -1,0 +1,121 @@
+"""From a parsed HTTP request to the engine's: token ids, and lengths that fit.
+
+The last of the front's checks. Nothing has been reserved anywhere when one of them fails.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.engine_messages import EngineReady, Generate, HisparseFlag
+from protocol.http_errors import ApiError
+from protocol.http_sampling import SampleOptions
+from protocol.http_schemas import ApiRequest
+from protocol.text_codec import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine can hold, in tokens. ``holds_output`` is false for a prefill node: prompts only."""
+
+    context_length: int
+    max_total_tokens_hisparse: int
+    max_total_tokens_dense: int
+    holds_output: bool
+
+    @classmethod
+    def of(cls, ready: EngineReady, *, holds_output: bool) -> Limits:
+        return cls(
+            ready.context_length, ready.max_total_tokens_hisparse, ready.max_total_tokens_dense, holds_output
+        )
+
+    def pool_tokens(self, hisparse: HisparseFlag | None) -> int:
+        """Longest prompt plus output that the pools can ever hold for a request with this flag."""
+        match hisparse:
+            case HisparseFlag.TRUE:
+                return self.max_total_tokens_hisparse
+            case HisparseFlag.FALSE:
+                return self.max_total_tokens_dense
+            case HisparseFlag.AUTO | None:
+                return max(self.max_total_tokens_hisparse, self.max_total_tokens_dense)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One sample: what the engine gets, and what the front needs to show its output."""
+
+    generate: Generate
+    prompt_index: int
+    options: SampleOptions
+
+
+async def plan_samples(request: ApiRequest, codec: TextCodec, limits: Limits) -> tuple[SampleRequest, ...]:
+    """The samples of ``request``, prompt-major. Raises ApiError 400 for a prompt that cannot be served."""
+    pool_tokens = limits.pool_tokens(request.hisparse)
+    most_tokens = min(limits.context_length, pool_tokens)
+    prefix = secrets.token_hex(8)
+    samples: list[SampleRequest] = []
+    for prompt_index, (prompt, options) in enumerate(zip(request.prompts, request.options, strict=True)):
+        name = f"{request.prompt_field}[{prompt_index}]" if request.is_batch else request.prompt_field
+        token_ids = await codec.encode(prompt, name, most_tokens)
+        _check_stop_tokens(options.stop_token_ids, codec.vocab_size)
+        max_new_tokens = _max_new_tokens(name, len(token_ids), options, limits, pool_tokens)
+        for sample_index in range(options.n):
+            meeting = request.rendezvous[len(samples)]
+            generate = Generate(
+                request_id=f"{prefix}-{len(samples)}",
+                room=meeting.room,
+                prompt_token_ids=token_ids,
+                sampling=options.sampling_params(max_new_tokens, sample_index),
+                bootstrap_host=meeting.bootstrap_host,
+                bootstrap_port=meeting.bootstrap_port,
+                hisparse=request.hisparse,
+            )
+            samples.append(SampleRequest(generate, prompt_index, options))
+    return tuple(samples)
+
+
+def _max_new_tokens(
+    name: str, num_prompt_tokens: int, options: SampleOptions, limits: Limits, pool_tokens: int
+) -> int:
+    """The asked number when it fits, else an error; without one, the default or what room there is."""
+    asked = options.max_new_tokens
+    num_new_tokens = asked or 1
+    length = f"{name}: the prompt has {num_prompt_tokens} tokens"
+    if asked:
+        length += f" and {options.max_new_tokens_field} is {asked}: {num_prompt_tokens + asked} together"
+    else:
+        length += ", and at least one more is generated"
+    if num_prompt_tokens + num_new_tokens > limits.context_length:
+        raise _too_long(name, f"{length}; the context holds {limits.context_length}")
+    num_held_tokens = num_prompt_tokens + num_new_tokens * limits.holds_output
+    if num_held_tokens > pool_tokens:
+        raise _too_long(name, f"{length}; the pools of this node can hold {pool_tokens} of one request")
+    room = limits.context_length - num_prompt_tokens
+    if limits.holds_output:
+        room = min(room, pool_tokens - num_prompt_tokens)
+    max_new_tokens = asked or min(options.default_new_tokens or room, room)
+    if options.min_new_tokens > max_new_tokens:
+        field = options.min_new_tokens_field
+        raise ApiError(
+            400,
+            f"{field}: {options.min_new_tokens} is above {max_new_tokens}, all that this request can get",
+            param=field,
+        )
+    return max_new_tokens
+
+
+def _too_long(name: str, message: str) -> ApiError:
+    return ApiError(400, message, param=name, code="context_length_exceeded")
+
+
+def _check_stop_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise ApiError(
+                400,
+                f"stop_token_ids: {token_id} is no token id: the vocabulary has {vocab_size}",
+                param="stop_token_ids",
+            )

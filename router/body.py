@@ -1,0 +1,95 @@
+"""The body of a client's request: checked as JSON, otherwise untouched, and joined with the bootstrap fields.
+
+Only the top level is taken apart. Every value stays the bytes that the client sent, so unknown fields and
+the way numbers are written survive.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+from msgspec import Raw
+
+from router.errors import RouterError
+
+MAX_PROMPTS = 4096
+"""Prompts in one request at most: each adds about 60 bytes of bootstrap fields to the body."""
+
+_ROOM_BITS = 63
+_OBJECT_DECODER = msgspec.json.Decoder(dict[str, Raw])
+_ARRAY_DECODER = msgspec.json.Decoder(list[Raw])
+_JSON_SPACE = b" \t\r\n"
+
+
+class Endpoint(StrEnum):
+    """The paths that are relayed to a pair, the same on the nodes."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT_COMPLETIONS = "/v1/chat/completions"
+    GENERATE = "/generate"
+
+
+_PROMPT_FIELDS = {
+    Endpoint.COMPLETIONS: ("prompt",),
+    Endpoint.CHAT_COMPLETIONS: (),
+    Endpoint.GENERATE: ("text", "input_ids"),
+}
+
+
+@dataclass(frozen=True)
+class RequestBody:
+    """``num_prompts`` is None for a single prompt and the length of a list of prompts otherwise.
+
+    With a list the bootstrap fields become lists of that length. The samples of ``n`` > 1 share the
+    prompt's room; the nodes derive theirs from it.
+    """
+
+    fields: dict[str, Raw]
+    num_prompts: int | None
+
+    @classmethod
+    def parse(cls, content: bytes, endpoint: Endpoint) -> RequestBody:
+        """Raises RouterError 400 for anything that is not a JSON object in UTF-8."""
+        try:
+            content.decode()
+            fields = _OBJECT_DECODER.decode(content)
+        except UnicodeDecodeError as error:
+            raise RouterError(
+                400, f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
+            ) from error
+        except msgspec.ValidationError as error:
+            raise RouterError(400, f"the body must be a JSON object: {error}") from error
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RouterError(400, f"the body is not valid JSON: {error}") from error
+        return cls(fields, _count_prompts(fields, endpoint))
+
+    def with_bootstrap(self, bootstrap_host: str, bootstrap_port: int | None) -> bytes:
+        """The body for both nodes, as JSON, with fresh rooms. Bootstrap fields of the client are replaced."""
+        host: object = bootstrap_host
+        port: object = bootstrap_port
+        room: object = secrets.randbits(_ROOM_BITS)
+        if self.num_prompts is not None:
+            host = [bootstrap_host] * self.num_prompts
+            port = [bootstrap_port] * self.num_prompts
+            room = [secrets.randbits(_ROOM_BITS) for _ in range(self.num_prompts)]
+        return msgspec.json.encode(
+            {**self.fields, "bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
+        )
+
+
+def _count_prompts(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
+    for name in _PROMPT_FIELDS[endpoint]:
+        value = bytes(fields.get(name, b"")).lstrip(_JSON_SPACE)
+        is_list_of_prompts = value.startswith(b"[") and value[1:].lstrip(_JSON_SPACE)[:1] in (b'"', b"[")
+        if not is_list_of_prompts:
+            continue  # a string, one list of token ids, or something that the nodes will refuse
+        num_prompts = len(_ARRAY_DECODER.decode(value))
+        if num_prompts > MAX_PROMPTS:
+            raise RouterError(
+                400, f"{name}: {num_prompts} prompts in one request, {MAX_PROMPTS} at most; split it"
+            )
+        return num_prompts
+    return None

@@ -1,0 +1,47 @@
+"""Errors of the router, in the JSON shape that the nodes use too.
+
+Exception tree::
+
+    ApiError
+    +-- RouterError             has an HTTP status and a message for the client
+        +-- NodeUnreachable     no connection to a node: the request may go to another pair
+        +-- NodeFailed          a node broke off, timed out or answered nonsense
+        +-- NodeRefused         a node answered with an HTTP error
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.http_errors import ApiError
+
+
+class RouterError(ApiError):
+    """Ends a request with ``status``; the message is for the client."""
+
+
+class NodeUnreachable(RouterError):
+    """The connection to a node could not be made. Nothing of the request reached it."""
+
+
+class NodeFailed(RouterError):
+    """A node closed the connection early, fell silent, or answered with something that is no HTTP answer."""
+
+
+class NodeRefused(RouterError):
+    """A node answered with an error status; what it said is passed on as it is when it has OpenAI's shape."""
+
+    def __init__(self, status: int, message: str, node_body: bytes) -> None:
+        super().__init__(status, message)
+        self._node_body = node_body
+
+    def body(self) -> bytes:
+        return self._node_body if _is_openai_error(self._node_body) else super().body()
+
+
+def _is_openai_error(body: bytes) -> bool:
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return False
+    return isinstance(decoded, dict) and isinstance(decoded.get("error"), dict)

@@ -1,0 +1,92 @@
+"""Watches the nodes: asks each for its health, and for its load when the policy looks at it.
+
+A node that does not answer is asked more often than a healthy one, so that it is soon used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import httpx
+import msgspec
+
+from router.nodes import Node, NodePool
+
+log = logging.getLogger(__name__)
+
+RECOVERY_INTERVAL_SECS = 1.0
+TIMEOUTS_BEFORE_UNHEALTHY = 2
+"""One slow answer on a busy machine must not take the only node of its kind out."""
+
+
+class _Load(msgspec.Struct):
+    num_reqs: int
+
+
+_LOAD_DECODER = msgspec.json.Decoder(list[_Load] | _Load)
+
+
+class HealthWatch:
+    """One task a node. ``start`` returns after the first round of checks."""
+
+    def __init__(
+        self,
+        pool: NodePool,
+        client: httpx.AsyncClient,
+        interval_secs: float,
+        timeout_secs: float,
+        with_load: bool,
+    ) -> None:
+        self._pool = pool
+        self._client = client
+        self._interval_secs = interval_secs
+        self._timeout_secs = timeout_secs
+        self._with_load = with_load
+        self._num_timeouts: dict[Node, int] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        await asyncio.gather(*(self.check(node) for node in self._pool.nodes))
+        self._tasks = [asyncio.create_task(self._watch(node)) for node in self._pool.nodes]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def check(self, node: Node) -> None:
+        """One check of one node; its outcome goes to the pool."""
+        try:
+            answer = await self._client.get(f"{node.url}/health", timeout=self._timeout_secs)
+        except httpx.TimeoutException:
+            self._num_timeouts[node] = self._num_timeouts.get(node, 0) + 1
+            if self._num_timeouts[node] >= TIMEOUTS_BEFORE_UNHEALTHY or not node.healthy:
+                self._pool.mark_unhealthy(node, f"no answer to /health in {self._timeout_secs:g} s")
+            return
+        except httpx.HTTPError as error:
+            self._pool.mark_unhealthy(node, f"/health: {error or type(error).__name__}")
+            return
+        self._num_timeouts[node] = 0
+        if not answer.is_success:
+            self._pool.mark_unhealthy(node, f"/health answered {answer.status_code}")
+            return
+        self._pool.mark_healthy(node)
+        if self._with_load:
+            await self._ask_load(node)
+
+    async def _ask_load(self, node: Node) -> None:
+        try:
+            answer = await self._client.get(f"{node.url}/get_load", timeout=self._timeout_secs)
+            load = _LOAD_DECODER.decode(answer.content)
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            log.debug("%s told no load: %s", node.name, error)
+            return
+        ranks = load if isinstance(load, list) else [load]
+        self._pool.report_load(node, sum(rank.num_reqs for rank in ranks))
+
+    async def _watch(self, node: Node) -> None:
+        while True:
+            recovery_secs = min(self._interval_secs, RECOVERY_INTERVAL_SECS)
+            await asyncio.sleep(self._interval_secs if node.healthy else recovery_secs)
+            await self.check(node)

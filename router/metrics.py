@@ -1,0 +1,83 @@
+"""What the router counts, as Prometheus metrics with the prefix ``hisparse_pd:``.
+
+Gauges about nodes are read from the pool when they are scraped, so the pool stays their only owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from router.nodes import NodePool
+
+CLIENT_GONE = 499
+"""Status under which a request is counted whose client left before its answer was complete."""
+
+_SECS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+
+
+class RouterMetrics:
+    """``ttft`` is measured from the complete request body to the first bytes of the decode node's answer."""
+
+    def __init__(self, pool: NodePool) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_NodeCollector(pool))
+        self.requests = Counter(
+            "hisparse_pd:router_requests_total",
+            "Requests by endpoint and HTTP status; 499: the client left",
+            ("endpoint", "status"),
+            registry=self._registry,
+        )
+        self.retries = Counter(
+            "hisparse_pd:router_retries_total",
+            "Requests sent to another pair because a node could not be reached",
+            registry=self._registry,
+        )
+        self.truncated = Counter(
+            "hisparse_pd:router_truncated_answers_total",
+            "Answers that the decode node broke off after their first byte",
+            registry=self._registry,
+        )
+        self.ttft = Histogram(
+            "hisparse_pd:router_time_to_first_token_seconds",
+            "From the request to the first bytes of a successful answer; streamed requests' TTFT",
+            ("endpoint",),
+            buckets=_SECS_BUCKETS,
+            registry=self._registry,
+        )
+        self.duration = Histogram(
+            "hisparse_pd:router_e2e_request_latency_seconds",
+            "From the request to the end of its answer",
+            ("endpoint",),
+            buckets=_SECS_BUCKETS,
+            registry=self._registry,
+        )
+
+    def expose(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self._registry)
+
+
+class _NodeCollector(Collector):
+    def __init__(self, pool: NodePool) -> None:
+        self._pool = pool
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())  # keeps registration from scraping
+
+    def collect(self) -> Iterator[Metric]:
+        in_flight = GaugeMetricFamily(
+            "hisparse_pd:router_inflight_requests", "Requests that a node works on", labels=("node", "kind")
+        )
+        healthy = GaugeMetricFamily(
+            "hisparse_pd:router_node_healthy", "1: requests go to the node", labels=("node", "kind")
+        )
+        for node in self._pool.nodes:
+            in_flight.add_metric((node.url, node.kind), node.num_in_flight)
+            healthy.add_metric((node.url, node.kind), float(node.healthy))
+        yield in_flight
+        yield healthy

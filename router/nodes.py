@@ -1,0 +1,147 @@
+"""The nodes behind the router: which are healthy, how loaded each is, and which pair serves next.
+
+``NodePool`` owns all of it. It runs no I/O; ``router.health`` reports what the nodes answer, and the
+relay what happened to its requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+from urllib.parse import urlsplit
+
+from protocol.settings import RouterSettings
+from router.errors import RouterError
+
+log = logging.getLogger(__name__)
+
+Policy = Literal["round_robin", "least_loaded"]
+
+
+class NodeKind(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class NodeUrlError(ValueError):
+    """A node's URL in the settings is not http://HOST:PORT."""
+
+
+@dataclass(eq=False)
+class Node:
+    """One node. Changed only by the pool that holds it."""
+
+    kind: NodeKind
+    url: str
+    host: str
+    bootstrap_port: int | None = None
+    healthy: bool = False
+    trouble: str = "not checked yet"
+    num_in_flight: int = 0
+    """Requests of this router that the node works on."""
+    num_foreign: int = 0
+    """Requests that it had beyond ours when it last told its load."""
+    last_picked: int = field(default=-1, repr=False)
+
+    @classmethod
+    def from_url(cls, kind: NodeKind, url: str, bootstrap_port: int | None = None) -> Node:
+        """Raises NodeUrlError."""
+        try:
+            parts = urlsplit(url)
+            valid = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
+            valid = valid and not parts.query and not parts.fragment and parts.port != 0
+        except ValueError:
+            valid = False
+        if not valid:
+            raise NodeUrlError(f"{kind} node {url!r}: expected http://HOST:PORT or https://HOST:PORT")
+        return cls(kind, url.rstrip("/"), parts.hostname or "", bootstrap_port)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} node {self.url}"
+
+
+@dataclass(frozen=True)
+class Pair:
+    prefill: Node
+    decode: Node
+
+
+class NodePool:
+    """All nodes of one router."""
+
+    def __init__(self, prefill: list[Node], decode: list[Node], policy: Policy) -> None:
+        self.nodes = [*prefill, *decode]
+        self._policy = policy
+        self._pick_number = itertools.count()
+
+    @classmethod
+    def from_settings(cls, settings: RouterSettings) -> NodePool:
+        """Raises NodeUrlError."""
+        return cls(
+            [Node.from_url(NodeKind.PREFILL, url, port) for url, port in settings.prefill],
+            [Node.from_url(NodeKind.DECODE, url) for url in settings.decode],
+            settings.policy,
+        )
+
+    def of_kind(self, kind: NodeKind) -> list[Node]:
+        return [node for node in self.nodes if node.kind is kind]
+
+    def healthy(self, kind: NodeKind) -> list[Node]:
+        return [node for node in self.of_kind(kind) if node.healthy]
+
+    @property
+    def ready(self) -> bool:
+        return all(self.healthy(kind) for kind in NodeKind)
+
+    def pick(self, excluded: Collection[Node] = ()) -> Pair:
+        """The pair for the next request. Raises RouterError 503 when a kind has no healthy node left."""
+        return Pair(self._pick(NodeKind.PREFILL, excluded), self._pick(NodeKind.DECODE, excluded))
+
+    def has_pair(self, excluded: Collection[Node] = ()) -> bool:
+        """Whether ``pick`` would succeed."""
+        return all(self._candidates(kind, excluded) for kind in NodeKind)
+
+    @contextmanager
+    def working(self, node: Node) -> Iterator[None]:
+        """Counts a request of ours on ``node`` as long as it lasts."""
+        node.num_in_flight += 1
+        try:
+            yield
+        finally:
+            node.num_in_flight -= 1
+
+    def mark_healthy(self, node: Node) -> None:
+        if not node.healthy:
+            log.info("%s is healthy", node.name)
+        node.healthy, node.trouble = True, ""
+
+    def mark_unhealthy(self, node: Node, trouble: str) -> None:
+        if node.healthy or node.trouble != trouble:
+            log.warning("%s is unhealthy: %s", node.name, trouble)
+        node.healthy, node.trouble = False, trouble
+
+    def report_load(self, node: Node, num_requests: int) -> None:
+        """``num_requests``: running and waiting on the node, ours included."""
+        node.num_foreign = max(0, num_requests - node.num_in_flight)
+
+    def _candidates(self, kind: NodeKind, excluded: Collection[Node]) -> list[Node]:
+        return [node for node in self.healthy(kind) if node not in excluded]
+
+    def _pick(self, kind: NodeKind, excluded: Collection[Node]) -> Node:
+        candidates = self._candidates(kind, excluded)
+        if not candidates:
+            states = "; ".join(f"{node.url}: {node.trouble or 'just failed'}" for node in self.of_kind(kind))
+            raise RouterError(503, f"no healthy {kind} node ({states}); try again later")
+        # Least recently picked is round-robin that survives nodes coming and going; it also breaks ties.
+        node = min(candidates, key=lambda node: (self._load(node), node.last_picked))
+        node.last_picked = next(self._pick_number)
+        return node
+
+    def _load(self, node: Node) -> int:
+        return node.num_in_flight + node.num_foreign if self._policy == "least_loaded" else 0

@@ -1,0 +1,226 @@
+"""One request on its pair: two legs, one answer.
+
+Both nodes get the same body at once. The decode node's answer goes to the client. The prefill node's answer
+matters only while the client has nothing: an error of it ends the request, because the decode node would
+wait for that room in vain. Once the first byte is out, the decode node speaks for the room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TypeVar
+
+import httpx
+
+from router.body import Endpoint, RequestBody
+from router.errors import NodeFailed, NodeRefused, NodeUnreachable, RouterError
+from router.nodes import Node, NodePool, Pair
+
+T = TypeVar("T")
+
+MAX_ATTEMPTS = 2
+MAX_ERROR_BODY_BYTES = 1 << 20
+
+_PASSED_HEADERS = ("authorization", "x-request-id", "x-correlation-id", "traceparent", "tracestate")
+_HOP_BY_HOP_HEADERS = frozenset(
+    (
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    )
+)
+_OWN_HEADERS = frozenset(("date", "server"))  # uvicorn writes ours
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The decode node's answer from its first byte on. ``chunks`` raises NodeFailed when it breaks off."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    chunks: AsyncIterator[bytes]
+
+    @property
+    def is_event_stream(self) -> bool:
+        return any(
+            name == b"content-type" and value.lower().startswith(b"text/event-stream")
+            for name, value in self.headers
+        )
+
+
+class Relay:
+    """Sends requests to pairs. ``on_retry`` is called before a second attempt."""
+
+    def __init__(
+        self, pool: NodePool, client: httpx.AsyncClient, on_retry: Callable[[], None] = lambda: None
+    ) -> None:
+        self._pool = pool
+        self._client = client
+        self._on_retry = on_retry
+
+    async def open(
+        self, endpoint: Endpoint, body: RequestBody, client_headers: httpx.Headers, stack: AsyncExitStack
+    ) -> Answer:
+        """Choose a pair and wait for the first bytes of the answer.
+
+        What is open then belongs to ``stack``: closing it closes both legs. A node that cannot be reached is
+        marked unhealthy, and the request goes to another pair under a new room, once. Raises RouterError.
+        """
+        headers = _headers_to_node(client_headers)
+        unreachable: set[Node] = set()
+        for attempt in itertools.count(1):
+            pair = self._pool.pick(excluded=unreachable)
+            exchange = _Exchange(self._client, self._pool, pair)
+            content = body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port)
+            try:
+                answer = await exchange.start(endpoint, content, headers)
+            except NodeUnreachable:
+                await exchange.close()
+                for node, trouble in exchange.unreachable.items():
+                    self._pool.mark_unhealthy(node, trouble)
+                    unreachable.add(node)
+                if attempt == MAX_ATTEMPTS or not self._pool.has_pair(excluded=unreachable):
+                    raise
+                self._on_retry()
+            except BaseException:
+                await exchange.close()
+                raise
+            else:
+                stack.push_async_callback(exchange.close)
+                return answer
+        raise RuntimeError("itertools.count ended")
+
+
+class _Exchange:
+    """The two legs of one room. ``close`` ends both, whatever their state, and may be called twice."""
+
+    def __init__(self, client: httpx.AsyncClient, pool: NodePool, pair: Pair) -> None:
+        self._client = client
+        self._pool = pool
+        self._pair = pair
+        self._prefill: asyncio.Task[None] | None = None
+        self._decode: asyncio.Task[Answer] | None = None
+        self._decode_stack = AsyncExitStack()
+        self.unreachable: dict[Node, str] = {}
+
+    async def start(self, endpoint: Endpoint, content: bytes, headers: dict[str, str]) -> Answer:
+        """The decode node's answer, as soon as its first bytes are here. Raises RouterError."""
+        self._prefill = asyncio.create_task(self._run_prefill(endpoint, content, headers))
+        self._decode = asyncio.create_task(self._open_decode(endpoint, content, headers))
+        await asyncio.wait((self._prefill, self._decode), return_when=asyncio.FIRST_COMPLETED)
+        if not self._decode.done():
+            await self._prefill  # raises what ended it; a delivered room goes on
+            await asyncio.wait((self._decode,))
+        elif self._decode.exception() and self._prefill.done():
+            await self._pick_failure()
+        return await self._decode
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._prefill, self._decode) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._decode_stack.aclose()
+
+    async def _pick_failure(self) -> None:
+        """Both legs ended: one that could not connect explains the other's error, so it goes first."""
+        if self._prefill is not None and isinstance(self._prefill.exception(), NodeUnreachable):
+            await self._prefill
+
+    async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: dict[str, str]) -> None:
+        """Send the prefill leg and read its answer to the end. Raises RouterError unless it is a success."""
+        node = self._pair.prefill
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self._pool.working(node))
+            response = await self._send(node, endpoint, content, headers, stack)
+            if not response.is_success:
+                raise await self._refusal(node, response)
+            async for _ in self._raw_chunks(node, response):
+                pass  # the room is delivered when the body ends
+
+    async def _open_decode(self, endpoint: Endpoint, content: bytes, headers: dict[str, str]) -> Answer:
+        """Send the decode leg and wait for the first bytes of its body; ``_decode_stack`` keeps it open."""
+        node = self._pair.decode
+        self._decode_stack.enter_context(self._pool.working(node))
+        response = await self._send(node, endpoint, content, headers, self._decode_stack)
+        if not response.is_success:
+            raise await self._refusal(node, response)
+        chunks = self._raw_chunks(node, response)
+        first_chunk = await anext(chunks, b"")
+        return Answer(response.status_code, _headers_to_client(response), _prepend(first_chunk, chunks))
+
+    async def _send(
+        self, node: Node, endpoint: Endpoint, content: bytes, headers: dict[str, str], stack: AsyncExitStack
+    ) -> httpx.Response:
+        request = self._client.build_request("POST", node.url + endpoint, content=content, headers=headers)
+        try:
+            response = await self._translated(node, lambda: self._client.send(request, stream=True))
+        except NodeUnreachable as error:
+            self.unreachable[node] = str(error)
+            raise
+        stack.push_async_callback(response.aclose)
+        return response
+
+    async def _raw_chunks(self, node: Node, response: httpx.Response) -> AsyncIterator[bytes]:
+        chunks = response.aiter_raw()
+        while chunk := await self._translated(node, lambda: anext(chunks, b"")):
+            yield chunk
+
+    async def _refusal(self, node: Node, response: httpx.Response) -> RouterError:
+        """The error that a node's answer with an error status amounts to."""
+        if response.status_code < 400:
+            return NodeFailed(502, f"{node.name} answered with status {response.status_code}, expected 2xx")
+        body = b""
+        async for chunk in self._raw_chunks(node, response):
+            body += chunk
+            if len(body) > MAX_ERROR_BODY_BYTES:
+                return NodeFailed(
+                    502,
+                    f"{node.name} answered {response.status_code} with an error text "
+                    f"longer than {MAX_ERROR_BODY_BYTES} bytes",
+                )
+        text = body[:500].decode(errors="replace").strip()
+        return NodeRefused(response.status_code, f"{node.name} answered {response.status_code}: {text}", body)
+
+    async def _translated(self, node: Node, call: Callable[[], Awaitable[T]]) -> T:
+        """The boundary where httpx's errors become ours, with the node's name."""
+        try:
+            return await call()
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            what = "timed out" if isinstance(error, httpx.ConnectTimeout) else str(error)
+            raise NodeUnreachable(502, f"{node.name} cannot be reached: {what}") from error
+        except httpx.TimeoutException as error:
+            silence_secs = self._client.timeout.read
+            raise NodeFailed(504, f"{node.name} did not answer within {silence_secs:g} s") from error
+        except httpx.HTTPError as error:
+            what = str(error) or type(error).__name__
+            raise NodeFailed(502, f"{node.name} broke off its answer: {what}") from error
+
+
+async def _prepend(first_chunk: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    if first_chunk:
+        yield first_chunk
+    async for chunk in chunks:
+        yield chunk
+
+
+def _headers_to_node(client_headers: httpx.Headers) -> dict[str, str]:
+    passed = {name: client_headers[name] for name in _PASSED_HEADERS if name in client_headers}
+    return {"content-type": "application/json", "accept": "*/*", "accept-encoding": "identity", **passed}
+
+
+def _headers_to_client(response: httpx.Response) -> list[tuple[bytes, bytes]]:
+    named_in_connection = {name.strip().lower() for name in response.headers.get("connection", "").split(",")}
+    dropped = _HOP_BY_HOP_HEADERS | _OWN_HEADERS | named_in_connection
+    raw_headers = ((name.lower(), value) for name, value in response.headers.raw)
+    return [(name, value) for name, value in raw_headers if name.decode("latin-1") not in dropped]

@@ -1,0 +1,275 @@
+"""The router's HTTP server: endpoints, body limit, client disconnects; ``run`` is the process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+
+import httpx
+import msgspec
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from protocol.http_errors import ApiError
+from protocol.process import setup_logging
+from protocol.settings import RouterSettings
+from router.body import Endpoint, RequestBody
+from router.errors import NodeFailed, RouterError
+from router.health import HealthWatch
+from router.metrics import CLIENT_GONE, RouterMetrics
+from router.nodes import NodeKind, NodePool, NodeUrlError
+from router.relay import Answer, Relay
+
+log = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_SECS = 5.0
+SHUTDOWN_GRACE_SECS = 10
+_JSON = "application/json"
+
+
+def create_app(settings: RouterSettings) -> Starlette:
+    """The ASGI application. Raises NodeUrlError."""
+    router = _Router(settings)
+    return Starlette(
+        routes=[
+            *(Route(endpoint, _RelayEndpoint(router, endpoint), methods=["POST"]) for endpoint in Endpoint),
+            Route("/v1/models", router.models, methods=["GET"]),
+            Route("/health", router.health, methods=["GET"]),
+            Route("/readiness", router.health, methods=["GET"]),
+            Route("/metrics", router.expose_metrics, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _http_error},
+        lifespan=router.lifespan,
+    )
+
+
+def run(settings: RouterSettings) -> int:
+    """Serve until SIGTERM or SIGINT; the process exit status."""
+    setup_logging(settings.log_level, "router")
+    try:
+        app = create_app(settings)
+    except NodeUrlError as error:
+        log.error("%s", error)
+        return 2
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            log_config=None,
+            log_level=settings.log_level,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE_SECS,
+        )
+    )
+    # uvicorn raises the signal that stopped it again when it is done; a clean stop is no failure.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    try:
+        server.run()
+    except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
+        return 1
+    return 0 if server.started else 1
+
+
+class _Router:
+    """What lives as long as the application: the pool, the client and the health watch."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.pool = NodePool.from_settings(settings)
+        self.metrics = RouterMetrics(self.pool)
+        # A connection a leg: its close is the node's abort signal, and none goes stale when a node restarts.
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(settings.request_timeout_secs, connect=settings.connect_timeout_secs),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
+            trust_env=False,
+        )
+        self.relay = Relay(self.pool, self._client, on_retry=self.metrics.retries.inc)
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        watch = HealthWatch(
+            self.pool,
+            self._client,
+            interval_secs=self.settings.health_interval_secs,
+            timeout_secs=HEALTH_TIMEOUT_SECS,
+            with_load=self.settings.policy == "least_loaded",
+        )
+        async with self._client:
+            await watch.start()
+            try:
+                yield
+            finally:
+                await watch.stop()
+
+    async def health(self, request: Request) -> Response:
+        """200 while a request could be served: one healthy node of each kind."""
+        nodes = [
+            {"url": node.url, "kind": node.kind, "healthy": node.healthy, "in_flight": node.num_in_flight}
+            | ({"trouble": node.trouble} if node.trouble else {})
+            for node in self.pool.nodes
+        ]
+        status = "ok" if self.pool.ready else "unavailable"
+        body = msgspec.json.encode({"status": status, "nodes": nodes})
+        return Response(body, 200 if self.pool.ready else 503, media_type=_JSON)
+
+    async def expose_metrics(self, request: Request) -> Response:
+        return Response(self.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self, request: Request) -> Response:
+        """The models of all healthy decode nodes, each once."""
+        nodes = self.pool.healthy(NodeKind.DECODE)
+        lists = await asyncio.gather(*(self._models_of(node.url) for node in nodes))
+        if not any(models is not None for models in lists):
+            states = "; ".join(f"{node.url}: {node.trouble}" for node in self.pool.of_kind(NodeKind.DECODE))
+            return _error(503, f"no decode node told its models ({states})")
+        by_id = {model["id"]: model for models in lists for model in models or ()}
+        body = msgspec.json.encode({"object": "list", "data": list(by_id.values())})
+        return Response(body, media_type=_JSON)
+
+    async def _models_of(self, url: str) -> list[dict[str, object]] | None:
+        try:
+            answer = await self._client.get(f"{url}/v1/models", timeout=HEALTH_TIMEOUT_SECS)
+            listing = msgspec.json.decode(answer.content, type=dict[str, object])
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            log.warning("%s/v1/models: %s", url, error or type(error).__name__)
+            return None
+        models = listing.get("data")
+        if not isinstance(models, list):
+            return None
+        return [model for model in models if isinstance(model, dict) and "id" in model]
+
+
+class _RelayEndpoint:
+    """ASGI application of one relayed path."""
+
+    def __init__(self, router: _Router, endpoint: Endpoint) -> None:
+        self._router = router
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        started = time.perf_counter()
+        status = 500
+        try:
+            status = await self._serve(request, send)
+        finally:
+            secs = time.perf_counter() - started
+            self._router.metrics.requests.labels(self._endpoint, status).inc()
+            self._router.metrics.duration.labels(self._endpoint).observe(secs)
+            log.info("%s %d in %.3f s", self._endpoint, status, secs)
+
+    async def _serve(self, request: Request, send: Send) -> int:
+        """Answers the request; the status under which it is counted."""
+        try:
+            body = RequestBody.parse(await self._read_body(request), self._endpoint)
+        except ClientDisconnect:
+            return CLIENT_GONE
+        except RouterError as error:
+            return await self._send_error(request, send, error)
+        answering = asyncio.create_task(self._relay(request, body, send))
+        leaving = asyncio.create_task(_client_left(request))
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            return await answering if answering.done() else CLIENT_GONE
+        except TimeoutError:
+            log.warning("%s: the client stopped reading its answer", self._endpoint)
+            return CLIENT_GONE
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
+            await asyncio.gather(answering, leaving, return_exceptions=True)
+
+    async def _read_body(self, request: Request) -> bytes:
+        limit = self._router.settings.max_body_bytes
+        declared = request.headers.get("content-length", "0")
+        body = bytearray()
+        if declared.isdecimal() and int(declared) <= limit:
+            try:
+                async with asyncio.timeout(self._router.settings.request_timeout_secs):
+                    async for chunk in request.stream():
+                        body += chunk
+                        if len(body) > limit:
+                            break
+            except TimeoutError as error:
+                raise RouterError(408, "the request body did not arrive in time") from error
+        if len(body) > limit or not declared.isdecimal() or int(declared) > limit:
+            raise RouterError(413, f"the request body is larger than max_body_bytes = {limit}")
+        return bytes(body)
+
+    async def _relay(self, request: Request, body: RequestBody, send: Send) -> int:
+        started = time.perf_counter()
+        async with AsyncExitStack() as stack:
+            try:
+                headers = httpx.Headers(request.headers.raw)
+                answer = await self._router.relay.open(self._endpoint, body, headers, stack)
+            except RouterError as error:
+                return await self._send_error(request, send, error)
+            self._router.metrics.ttft.labels(self._endpoint).observe(time.perf_counter() - started)
+            await self._stream(answer, send)
+            return answer.status
+
+    async def _stream(self, answer: Answer, send: Send) -> None:
+        """Pass the answer on.
+
+        When the node breaks it off, an event stream ends in an error event; any other body is left short, and
+        uvicorn closes the connection, which every client sees.
+        """
+        await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+        tail = b"\n\n"
+        try:
+            async for chunk in answer.chunks:
+                tail = (tail + chunk)[-2:]
+                await self._send_chunk(send, chunk, more=True)
+        except NodeFailed as error:
+            self._router.metrics.truncated.inc()
+            log.warning("%s: %s", self._endpoint, error)
+            if not answer.is_event_stream:
+                return
+            event = (b"" if tail == b"\n\n" else b"\n\n") + b"data: " + error.body() + b"\n\n"
+            await self._send_chunk(send, event, more=True)
+        await self._send_chunk(send, b"", more=False)
+
+    async def _send_chunk(self, send: Send, chunk: bytes, *, more: bool) -> None:
+        # A client that stops reading must not hold two nodes for ever.
+        async with asyncio.timeout(self._router.settings.request_timeout_secs):
+            await send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+    async def _send_error(self, request: Request, send: Send, error: RouterError) -> int:
+        if error.status >= 500:
+            log.warning("%s: %s", self._endpoint, error)
+        response = Response(error.body(), error.status, media_type=_JSON)
+        await response(request.scope, request.receive, send)
+        return error.status
+
+
+async def _client_left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error(status: int, message: str) -> Response:
+    return Response(ApiError(status, message).body(), status, media_type=_JSON)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """404 and 405 in the same shape as every other error."""
+    if not isinstance(error, HTTPException):
+        raise error
+    response = _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    response.headers.update(error.headers or {})
+    return response

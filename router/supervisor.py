@@ -1,0 +1,142 @@
+"""Runs services as child processes: starts them, waits until they are healthy, and stops them together.
+
+``Supervisor`` owns the child processes. When one dies, all go; a signal to the parent stops all in order; and
+should the parent itself be killed, the kernel ends the children.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+import httpx
+
+log = logging.getLogger(__name__)
+
+POLL_INTERVAL_SECS = 0.1
+PROBE_TIMEOUT_SECS = 2.0
+STOP_TIMEOUT_SECS = 20.0
+_PR_SET_PDEATHSIG = 1
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class ServiceError(Exception):
+    """A service died or did not become healthy; the message names it."""
+
+
+@dataclass(frozen=True)
+class Child:
+    """One service: its command, and the URL that answers 2xx when it is healthy."""
+
+    name: str
+    command: list[str]
+    health_url: str
+
+
+class Supervisor:
+    """Starts ``children`` in their order and stops them in the reverse one."""
+
+    def __init__(self, children: Sequence[Child], startup_timeout_secs: float) -> None:
+        self._children = children
+        self._startup_timeout_secs = startup_timeout_secs
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._stopping = threading.Event()
+
+    def run(self, on_healthy: Callable[[], None]) -> int:
+        """Until a signal (exit status 0) or the death of a child (1). Call it from the main thread."""
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+        status = 0
+        try:
+            for child in self._children:
+                self._start(child)
+            if self._wait_healthy():
+                on_healthy()
+            while not self._stopping.wait(POLL_INTERVAL_SECS):
+                self._check_alive()
+        except ServiceError as error:
+            log.error("%s", error)
+            status = 1
+        finally:
+            all_stopped = self._stop_all()
+        return status if all_stopped else 1
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stopping.set()
+
+    def _start(self, child: Child) -> None:
+        # Its own process group: Ctrl-C reaches the parent alone, which then stops the children in order.
+        self._processes[child.name] = subprocess.Popen(
+            child.command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_parent()
+        )
+        log.info("started the %s service, pid %d", child.name, self._processes[child.name].pid)
+
+    def _wait_healthy(self) -> bool:
+        """True once all children are healthy, False when a signal came first. Raises ServiceError."""
+        deadline = time.monotonic() + self._startup_timeout_secs
+        waiting = list(self._children)
+        with httpx.Client(timeout=PROBE_TIMEOUT_SECS, trust_env=False) as client:
+            while waiting:
+                if self._stopping.wait(POLL_INTERVAL_SECS):
+                    return False
+                self._check_alive()
+                waiting = [child for child in waiting if not _is_healthy(client, child)]
+                if waiting and time.monotonic() > deadline:
+                    names = ", ".join(child.name for child in waiting)
+                    raise ServiceError(
+                        f"not healthy after {self._startup_timeout_secs:g} s: {names}; "
+                        "see the log above, or raise --startup-timeout-secs"
+                    )
+        return True
+
+    def _check_alive(self) -> None:
+        for name, process in self._processes.items():
+            status = process.poll()
+            if status is not None:
+                how = (
+                    f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with {status}"
+                )
+                raise ServiceError(f"the {name} service {how}; stopping the others")
+
+    def _stop_all(self) -> bool:
+        """SIGTERM, the time to finish, then SIGKILL. False when one had to be killed."""
+        all_stopped = True
+        for name, process in reversed(self._processes.items()):
+            if process.poll() is not None:
+                continue
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_SECS)
+            except subprocess.TimeoutExpired:
+                log.error("the %s service did not stop within %g s; killing it", name, STOP_TIMEOUT_SECS)
+                process.kill()
+                process.wait()
+                all_stopped = False
+        return all_stopped
+
+
+def _is_healthy(client: httpx.Client, child: Child) -> bool:
+    try:
+        return client.get(child.health_url).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """What a child does before exec: ask the kernel for SIGTERM when its parent is gone (Linux)."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+    return ask

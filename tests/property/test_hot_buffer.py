@@ -1,0 +1,344 @@
+"""The hot buffers against a naive model: arbitrary histories of admissions, steps, overflows and releases.
+
+The naive model keeps Python lists and dicts; every step compares slots, counters and every byte (I3, I4).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from kernels.hot_state import HotBufferError, HotBufferState
+from kernels.swap_in import MissPlan, backup_newest, newest_slots, preload, replay_misses, swap_in
+
+GROUP_LAYERS = ((0, 1), (2,))
+NUM_LAYERS = 3
+NUM_ROWS = 4
+MAX_CONTEXT = 40
+MAX_CAPACITY = 12
+PAGE_SIZE = 4
+TOP_K = 6
+NUM_PAGES = 24
+NUM_HOST_SLOTS = NUM_ROWS * MAX_CONTEXT
+
+
+class NaiveGroup:
+    """One request's hot buffer in one index group, as a list of positions."""
+
+    def __init__(self, capacity: int) -> None:
+        self.entries: list[int | None] = [None] * capacity
+        self.last_used = [-1] * capacity
+        self.hand = 0
+        self.now = 0
+
+    def preload(self, positions: list[int]) -> None:
+        for entry, position in enumerate(positions):
+            self.entries[entry] = position
+            self.last_used[entry] = 0
+
+    def step(self, seq_len: int, selected: list[int]) -> tuple[int, int, int, bool]:
+        """Returns hits, misses, evictions and whether all misses found an entry."""
+        capacity = len(self.entries)
+        self.now += 1
+        newest_entry = min(seq_len, capacity) - 1
+        evictions = int(self.entries[newest_entry] not in (None, seq_len - 1))
+        self.entries[newest_entry] = seq_len - 1
+        self.last_used[newest_entry] = self.now
+        wanted = sorted({position for position in selected if position >= 0})
+        missing = [position for position in wanted if position not in self.entries]
+        for position in wanted:
+            if position in self.entries:
+                self.last_used[self.entries.index(position)] = self.now
+        if seq_len <= capacity:
+            targets = list(missing)
+        else:
+            movable = [entry for entry in range(capacity - 1) if self.last_used[entry] < self.now]
+            movable.sort(key=lambda entry: (self.last_used[entry], (entry - self.hand) % (capacity - 1)))
+            targets = movable[: len(missing)]
+            if targets:
+                self.hand = (targets[-1] + 1) % (capacity - 1)
+        for position, entry in zip(missing, targets, strict=False):
+            evictions += self.entries[entry] is not None
+            self.entries[entry] = position
+            self.last_used[entry] = self.now
+        return len(wanted) - len(missing), len(missing), evictions, len(targets) == len(missing)
+
+
+@dataclass
+class NaiveRequest:
+    seq_len: int
+    capacity: int
+    """0: dense."""
+    truth: Tensor
+    """uint8 [num_layers, max_context, item_bytes] of both pools side by side."""
+    hot_slots: list[int] = field(default_factory=list)
+    host_slots: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    groups: list[NaiveGroup] = field(default_factory=list)
+    counters: list[int] = field(default_factory=lambda: [0, 0, 0])
+    flags: int = 0
+    never_misses: bool = False
+
+    def naive_slot(self, group: int, position: int) -> int:
+        if not self.capacity:
+            return self.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+        entries = self.groups[group].entries
+        return self.hot_slots[entries.index(position)] if position in entries else -1
+
+
+class HotBufferMachine(RuleBasedStateMachine):
+    k_bytes = 7
+    v_bytes = 0
+
+    @initialize(seed=st.integers(0, 2**32 - 1))
+    def start(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.state = HotBufferState.create(
+            len(GROUP_LAYERS), NUM_ROWS, MAX_CONTEXT, MAX_CAPACITY, PAGE_SIZE
+        )
+        self.host = self.noise(NUM_HOST_SLOTS)
+        self.dev = self.noise(NUM_PAGES * PAGE_SIZE)
+        self.plan = MissPlan.create(NUM_ROWS, TOP_K)
+        self.free_pages = list(range(NUM_PAGES))
+        self.free_host = list(range(NUM_HOST_SLOTS))
+        self.random.shuffle(self.free_pages)
+        self.random.shuffle(self.free_host)
+        self.requests: dict[int, NaiveRequest] = {}
+
+    def noise(self, num_slots: int) -> list[Tensor]:
+        """A K pool and perhaps a V pool full of other requests' bytes."""
+        return [
+            torch.randint(
+                0, 256, (NUM_LAYERS, num_slots, item_bytes), dtype=torch.uint8, generator=self.generator
+            )
+            for item_bytes in (self.k_bytes, self.v_bytes)
+            if item_bytes
+        ]
+
+    def pools(self) -> dict[str, Tensor]:
+        names = ("k", "v")[: len(self.host)]
+        return {f"{name}_host": pool for name, pool in zip(names, self.host, strict=True)} | {
+            f"{name}_dev": pool for name, pool in zip(names, self.dev, strict=True)
+        }
+
+    def write(self, pools: list[Tensor], slots: int | list[int], items: Tensor) -> None:
+        parts = items.split([pool.shape[2] for pool in pools], dim=-1)
+        for pool, part in zip(pools, parts, strict=True):
+            pool[:, slots] = part
+
+    def read(self, pools: list[Tensor], layer: int, slots: list[int]) -> Tensor:
+        return torch.cat([pool[layer, slots] for pool in pools], dim=-1)
+
+    def free_row(self) -> int | None:
+        return next((row for row in range(NUM_ROWS) if row not in self.requests), None)
+
+    @rule(
+        capacity=st.integers(1, MAX_CAPACITY),
+        prompt=st.integers(1, MAX_CONTEXT - 1),
+        warmth=st.sampled_from(["full", "hint", "cold"]),
+    )
+    def admit_hisparse(self, capacity: int, prompt: int, warmth: str) -> None:
+        row = self.free_row()
+        num_pages = -(-capacity // PAGE_SIZE)
+        if row is None or num_pages > len(self.free_pages):
+            return
+        pages = [self.free_pages.pop() for _ in range(num_pages)]
+        slots = [page * PAGE_SIZE + offset for page in pages for offset in range(PAGE_SIZE)]
+        self.random.shuffle(slots)
+        truth = torch.cat(self.noise(MAX_CONTEXT), dim=-1)
+        request = NaiveRequest(prompt, capacity, truth, slots[:capacity], pages=pages)
+        request.host_slots = [self.free_host.pop() for _ in range(MAX_CONTEXT)]
+        self.write(self.host, request.host_slots[:prompt], truth[:, :prompt])
+        self.state.assign_row(
+            row, capacity, torch.tensor(request.hot_slots), torch.tensor(request.host_slots)
+        )
+        for group, layers in enumerate(GROUP_LAYERS):
+            naive = NaiveGroup(capacity)
+            request.groups.append(naive)
+            if warmth == "cold":
+                continue
+            hint = [self.random.randrange(prompt) for _ in range(TOP_K)] if warmth == "hint" else []
+            padded = [-1, *hint, -1]
+            expected = (
+                list(range(prompt)) if prompt < capacity else list(dict.fromkeys(hint))[: capacity - 1]
+            )
+            naive.preload(expected)
+            num_warm = preload(
+                self.state,
+                group=group,
+                layers=layers,
+                row=row,
+                num_tokens=prompt,
+                positions=torch.tensor(padded),
+                **self.pools(),
+            )
+            assert num_warm == len(expected)
+            request.never_misses = prompt < capacity
+        self.requests[row] = request
+
+    @rule(prompt=st.integers(1, MAX_CONTEXT - 1))
+    def admit_dense(self, prompt: int) -> None:
+        row = self.free_row()
+        num_pages = -(-(prompt + 1) // PAGE_SIZE)
+        if row is None or num_pages > len(self.free_pages):
+            return
+        request = NaiveRequest(prompt, 0, torch.cat(self.noise(MAX_CONTEXT), dim=-1))
+        request.pages = [self.free_pages.pop() for _ in range(num_pages)]
+        slots = [request.naive_slot(0, position) for position in range(prompt)]
+        self.write(self.dev, slots, request.truth[:, :prompt])
+        self.state.assign_dense_row(row, torch.tensor(request.pages))
+        self.requests[row] = request
+
+    def grow_dense(self, row: int, request: NaiveRequest) -> bool:
+        """Give a dense request the page of its next token; False when the pool is empty."""
+        if request.capacity or request.seq_len < len(request.pages) * PAGE_SIZE:
+            return True
+        if not self.free_pages:
+            return False
+        request.pages.append(self.free_pages.pop())
+        self.state.set_pages(row, len(request.pages) - 1, torch.tensor(request.pages[-1:]))
+        return True
+
+    def selection(self, request: NaiveRequest, mood: str) -> list[int]:
+        seq_len = request.seq_len
+        match mood:
+            case "recent":
+                chosen = list(range(max(0, seq_len - TOP_K), seq_len))
+            case "fixed":
+                chosen = list(range(min(TOP_K // 2, seq_len)))
+            case "duplicates":
+                chosen = [self.random.randrange(seq_len)] * TOP_K
+            case "nothing":
+                chosen = []
+            case _:
+                chosen = [self.random.randrange(seq_len) for _ in range(TOP_K)]
+        chosen = chosen + [-1] * (TOP_K - len(chosen))
+        self.random.shuffle(chosen)
+        return chosen
+
+    @precondition(lambda self: self.requests)
+    @rule(
+        moods=st.lists(
+            st.sampled_from(["random", "recent", "fixed", "duplicates", "nothing"]), min_size=2, max_size=2
+        ),
+        num_padding=st.integers(0, 2),
+        skipped=st.sets(st.integers(0, NUM_ROWS - 1), max_size=2),
+    )
+    def step(self, moods: list[str], num_padding: int, skipped: set[int]) -> None:
+        batch = [
+            (row, request)
+            for row, request in self.requests.items()
+            if row not in skipped and request.seq_len < MAX_CONTEXT and self.grow_dense(row, request)
+        ]
+        self.random.shuffle(batch)
+        for _, request in batch:
+            request.seq_len += 1
+        rows = torch.tensor([row for row, _ in batch] + [0] * num_padding)
+        seq_lens = torch.tensor([request.seq_len for _, request in batch] + [0] * num_padding)
+        num_real = torch.tensor([len(batch)], dtype=torch.int32)
+        slots = newest_slots(seq_lens, rows, num_real, self.state)
+        assert (slots[len(batch) :] == -1).all()
+        for (_, request), slot in zip(batch, slots.tolist(), strict=False):
+            newest = request.seq_len - 1
+            expected = (
+                request.hot_slots[min(newest, request.capacity - 1)]
+                if request.capacity
+                else request.naive_slot(0, newest)
+            )
+            assert slot == expected
+            self.write(self.dev, slot, request.truth[:, newest])
+        for group, (layers, mood) in enumerate(zip(GROUP_LAYERS, moods, strict=True)):
+            self.swap_in_group(group, layers, mood, batch, seq_lens, rows, num_real)
+        backup_newest(seq_lens, rows, num_real, self.state, **self.pools())
+        for _, request in batch:
+            if request.capacity:
+                newest = request.seq_len - 1
+                for layer in range(NUM_LAYERS):
+                    backed_up = self.read(self.host, layer, [request.host_slots[newest]])[0]
+                    assert torch.equal(backed_up, request.truth[layer, newest]), "I4: newest not on host"
+
+    def swap_in_group(
+        self,
+        group: int,
+        layers: tuple[int, ...],
+        mood: str,
+        batch: list[tuple[int, NaiveRequest]],
+        seq_lens: Tensor,
+        rows: Tensor,
+        num_real: Tensor,
+    ) -> None:
+        chosen = [self.selection(request, mood) for _, request in batch]
+        num_padding = len(rows) - len(batch)
+        selected = torch.tensor(
+            chosen + [[0] * TOP_K] * num_padding, dtype=torch.int32
+        ).reshape(len(rows), TOP_K)
+        out = torch.full_like(selected, -7)
+        swap_in(
+            selected, seq_lens, rows, num_real, self.state,
+            group=group, layer=layers[0], out=out, miss_plan=self.plan, **self.pools(),
+        )  # fmt: skip
+        for layer in layers[1:]:
+            replay_misses(self.plan, layer, **self.pools())
+        assert (out[len(batch) :] == -1).all()
+        for (_, request), positions, slots in zip(batch, chosen, out.tolist(), strict=False):
+            if request.capacity:
+                hits, misses, evictions, served = request.groups[group].step(request.seq_len, positions)
+                for column, count in enumerate((hits, misses, evictions)):
+                    request.counters[column] += count
+                if not served:
+                    request.flags |= HotBufferError.TOO_MANY_MISSES
+                if request.seq_len <= request.capacity:
+                    assert not evictions
+                    assert not (misses and request.never_misses), "a request that fits missed"
+            expected = [request.naive_slot(group, p) if p >= 0 else -1 for p in positions]
+            assert slots == expected
+            placed = [(p, slot) for p, slot in zip(positions, slots, strict=True) if slot >= 0]
+            for layer in layers:
+                items = self.read(self.dev, layer, [slot for _, slot in placed])
+                truth = request.truth[layer, [p for p, _ in placed]]
+                assert torch.equal(items, truth), f"I3: wrong bytes in layer {layer}"
+
+    @precondition(lambda self: self.requests)
+    @rule(choice=st.integers(0, NUM_ROWS - 1))
+    def release(self, choice: int) -> None:
+        row = sorted(self.requests)[choice % len(self.requests)]
+        request = self.requests.pop(row)
+        self.free_pages += request.pages
+        self.free_host += request.host_slots
+        self.state.reset_row(row)
+
+    @invariant()
+    def consistent(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        self.state.check_consistency()
+        for row in range(NUM_ROWS):
+            request = self.requests.get(row)
+            counters = request.counters if request else [0, 0, 0]
+            assert self.state.counters[row].tolist() == counters
+            assert int(self.state.error_flags[row]) == (request.flags if request else 0)
+
+
+@pytest.mark.parametrize(("k_bytes", "v_bytes"), [(1, 0), (7, 3), (656, 0), (1152, 0)])
+def test_any_history(k_bytes: int, v_bytes: int) -> None:
+    class Machine(HotBufferMachine):
+        pass
+
+    Machine.k_bytes, Machine.v_bytes = k_bytes, v_bytes
+    case = Machine.TestCase
+    case.settings = settings(
+        max_examples=25,
+        stateful_step_count=30,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    case().runTest()

@@ -1,0 +1,39 @@
+"""The transfer benchmark runs and reports what it promises; its numbers are not judged here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def test_the_quick_run_reports_every_zone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    finished = subprocess.run(
+        [sys.executable, "-m", "bench.transfer", "--quick", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert finished.returncode == 0, finished.stderr
+    for title in ("Expansion and planning", "Wire, GB/s", "One descriptor of one item"):
+        assert title in finished.stdout
+
+    report = json.loads((tmp_path / "transfer.json").read_text())
+    assert {"commit", "cpu", "num_cpus", "date", "command", "mooncake"} <= set(report["facts"])
+    zones = ["fresh", "fragmented", "shuffled"]
+    assert [row["zone"] for row in report["planning"]] == zones
+    assert report["planning"][0]["num_descriptors"] == 1
+    assert [(row["zone"], row["item_bytes"]) for row in report["wire"]] == [
+        (zone, item_bytes) for zone in zones for item_bytes in (1152, 656)
+    ]
+    for row in report["wire"]:
+        assert row["num_bytes"] == row["num_tokens"] * row["item_bytes"] * row["num_layers"]
+        assert row["sender_of_best"] > 0
+        for key in ("sender", "same_descriptors", "best"):
+            assert 0 < row[key]["min"] <= row[key]["median"] <= row[key]["max"]
+    num_descriptors = [row["num_descriptors"] for row in report["wire"]]
+    assert num_descriptors == sorted(num_descriptors)
+    assert (tmp_path / "transfer.png").read_bytes().startswith(b"\x89PNG")

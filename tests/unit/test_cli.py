@@ -1,0 +1,282 @@
+"""The command line: help, errors, keys, and the processes of ``pair``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import hisparse_pd
+from protocol.channels import ControlKeys
+from protocol.settings import DecodeSettings, PrefillSettings, RouterSettings
+from router import supervisor
+from router.supervisor import Child, Supervisor
+
+REPO = Path(__file__).resolve().parents[2]
+SERVICE = """
+import http.server, sys, signal, time
+port, behaviour = int(sys.argv[1]), sys.argv[2]
+if behaviour == "dies":
+    sys.exit(7)
+if behaviour == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503 if behaviour == "sick" else 200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
+"""
+
+
+def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hisparse_pd", *arguments],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def exits(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        hisparse_pd.main(arguments)
+    captured = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, captured.out, captured.err
+
+
+# --- help and errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "model"),
+    [("prefill", PrefillSettings), ("decode", DecodeSettings), ("router", RouterSettings)],
+)
+def test_help_explains_every_option(
+    capsys: pytest.CaptureFixture[str], command: str, model: type[PrefillSettings]
+) -> None:
+    code, out, _ = exits(capsys, command, "--help")
+    text = " ".join(out.split())
+    assert code == 0
+    for name, field in model.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert " ".join(str(field.description).split()) in text
+        if field.default is not None and not field.is_required() and field.default != "":
+            assert f"default: {field.default}" in text
+
+
+def test_help_is_fast_because_services_are_imported_late() -> None:
+    heavy = ("torch", "transformers", "zmq", "uvicorn", "httpx")
+    code = f"import sys, hisparse_pd; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=30)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["prefill", "--page-sise", "3"], ["--page-sise", "did you mean --page-size"]),
+        (["prefill", "--page-size", "0"], ["--page-size", "greater than or equal to 1"]),
+        (
+            ["decode", "--model-path", "m", "--hisparse", "alwys"],
+            ["--hisparse", "never", "did you mean always"],
+        ),
+        (["decode"], ["--model-path is required"]),
+        (["router", "--decode", "http://a:1"], ["--prefill is required"]),
+        (["router", "--decode", "http://a:1", "--prefill", "http://b:1", "x"], ["--prefill", "'x'"]),
+        (["pair", "--page-size", "x", "--model-path", "m"], ["--page-size"]),
+        (["pair", "--config", "gone.toml"], ["gone.toml"]),
+        (["prefil"], ["prefill", "decode", "router", "pair", "keygen"]),
+    ],
+)
+def test_usage_errors_exit_with_2_and_say_what_is_allowed(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    code, _, err = exits(capsys, *arguments)
+    assert code == 2
+    for word in words:
+        assert word in err
+
+
+def test_a_bad_node_url_stops_the_router_before_it_serves() -> None:
+    done = cli("router", "--prefill", "localhost:1", "--decode", "http://127.0.0.1:2", "--port", "0")
+    assert done.returncode == 2
+    assert "prefill node 'localhost:1'" in done.stderr
+
+
+def test_a_taken_port_ends_the_router_with_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nodes = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1"]
+        done = cli("router", *nodes, "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 1
+    assert "address already in use" in done.stderr
+
+
+def test_sigterm_stops_the_router_with_status_0() -> None:
+    (port,) = hisparse_pd._free_ports(1)
+    nodes = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1"]
+    router = subprocess.Popen(
+        [sys.executable, "-m", "hisparse_pd", "router", *nodes, "--port", str(port)],
+        cwd=REPO,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert router.stderr is not None
+    for line in router.stderr:
+        if "running on" in line:
+            break
+    router.terminate()
+    _, log = router.communicate(timeout=10)
+    assert router.returncode == 0
+    assert "Traceback" not in log
+
+
+# --- keygen ------------------------------------------------------------------------------------------------
+
+
+def test_keygen_writes_a_key_that_loads_and_that_only_its_owner_reads(tmp_path: Path) -> None:
+    path = tmp_path / "control.key"
+    assert hisparse_pd.main(["keygen", str(path)]) == 0
+    assert len(ControlKeys.load(path).secret) == 40
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_keygen_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "control.key"
+    path.write_text("precious")
+    code, _, err = exits(capsys, "keygen", str(path))
+    assert code == 2
+    assert str(path) in err
+    assert path.read_text() == "precious"
+
+
+# --- the supervisor of a pair ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Callable[[str, str], Child]:
+    script = tmp_path / "service.py"
+    script.write_text(SERVICE)
+
+    def child(name: str, behaviour: str = "healthy") -> Child:
+        (port,) = hisparse_pd._free_ports(1)
+        command = [sys.executable, "-S", str(script), str(port), behaviour]
+        return Child(name, command, f"http://127.0.0.1:{port}/health")
+
+    return child
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def pids(parent: Supervisor) -> list[int]:
+    return [process.pid for process in parent._processes.values()]
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_all_children_and_exits_with_0(
+    service: Callable[..., Child], number: signal.Signals
+) -> None:
+    parent = Supervisor([service("prefill"), service("decode"), service("router")], 10)
+    healthy: list[bool] = []
+
+    def on_healthy() -> None:
+        healthy.append(all(is_running(pid) for pid in pids(parent)))
+        os.kill(os.getpid(), number)
+
+    assert parent.run(on_healthy) == 0
+    assert healthy == [True]
+    assert len(pids(parent)) == 3
+    assert not any(is_running(pid) for pid in pids(parent))
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_child_that_dies_at_the_start_is_named(
+    service: Callable[..., Child], caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = Supervisor([service("prefill"), service("decode", "dies")], 10)
+    assert parent.run(lambda: pytest.fail("it never was healthy")) == 1
+    assert "the decode service exited with 7" in caplog.text
+    assert not any(is_running(pid) for pid in pids(parent))
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_child_that_dies_later_takes_the_others_along(
+    service: Callable[..., Child], caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = Supervisor([service("prefill"), service("decode")], 10)
+    assert parent.run(lambda: parent._processes["prefill"].kill()) == 1
+    assert "the prefill service was killed by SIGKILL" in caplog.text
+    assert not any(is_running(pid) for pid in pids(parent))
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_child_that_does_not_become_healthy_is_named(
+    service: Callable[..., Child], caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = Supervisor([service("prefill"), service("decode", "sick")], 1.0)
+    assert parent.run(lambda: pytest.fail("it never was healthy")) == 1
+    assert "not healthy after 1 s: decode;" in caplog.text
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_child_that_ignores_sigterm_is_killed(
+    service: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "STOP_TIMEOUT_SECS", 0.3)
+    parent = Supervisor([service("decode", "stubborn")], 10)
+    assert parent.run(lambda: parent._stopping.set()) == 1
+    assert not any(is_running(pid) for pid in pids(parent))
+
+
+def test_children_end_when_their_parent_is_killed(service: Callable[..., Child], tmp_path: Path) -> None:
+    child = service("decode")
+    pid_file = tmp_path / "pid"
+    code = (
+        "from pathlib import Path; from router.supervisor import Child, Supervisor; "
+        f"s = Supervisor([Child('decode', {child.command!r}, {child.health_url!r})], 10); "
+        f"s.run(lambda: Path({str(pid_file)!r}).write_text(str(s._processes['decode'].pid)))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=REPO)
+    try:
+        _wait_for(lambda: pid_file.exists() and pid_file.read_text() != "")
+        pid = int(pid_file.read_text())
+    finally:
+        parent.kill()
+        parent.wait()
+    _wait_for(lambda: not is_running(pid))
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)

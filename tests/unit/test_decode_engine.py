@@ -1,0 +1,164 @@
+"""The decode engine against a prefill double: greedy tokens equal those of transformers' generate (I5).
+
+Real model, real Mooncake over TCP, real control sockets; only the prefill node's decisions are the test's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode_node.request import RequestState
+from decode_node.scheduler import Resumption, StepPlan
+from protocol.engine_messages import FinishReason, HisparseFlag, Mode, RequestStats
+from tests.unit.decode_support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    Prompt,
+    load_checkpoint,
+    oracle,
+    random_prompt,
+)
+
+NUM_NEW = 20
+HOT_BUFFER = 128
+LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 387]
+PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module", params=["v32", "glm"])
+def checkpoint(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
+    return load_checkpoint(tiny_checkpoint(request.param))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
+    return dict(zip(PROMPTS, oracle(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
+
+
+@pytest.fixture(scope="module")
+def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
+    double = PrefillDouble(checkpoint)
+    yield double
+    double.close()
+
+
+@contextmanager
+def harness(checkpoint: Checkpoint, tmp_path: Path, **settings: Any) -> Iterator[EngineHarness]:
+    harness = EngineHarness(checkpoint, tmp_path, device_buffer_size=HOT_BUFFER, **settings)
+    try:
+        yield harness
+    finally:
+        harness.close()
+
+
+@pytest.fixture(scope="module")
+def roomy(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
+    with harness(checkpoint, tmp_path_factory.mktemp("roomy")) as node:
+        yield node
+
+
+def _stats(answer: Answer) -> RequestStats:
+    assert answer.last is not None
+    assert answer.last.finish_reason is FinishReason.LENGTH
+    assert answer.last.stats is not None
+    return answer.last.stats
+
+
+def _finish(harness: EngineHarness, answers: list[Answer], *doubles: PrefillDouble) -> None:
+    harness.turn_until(lambda: all(answer.is_over for answer in answers), *doubles)
+    assert [answer.failure for answer in answers] == [None] * len(answers)
+    pools = harness.engine.rooms.pools
+    assert pools.free == pools.totals, "every pool is whole again"
+
+
+@pytest.mark.parametrize("flag", list(HisparseFlag))
+def test_greedy_tokens_of_a_batch_equal_the_oracle(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, roomy: EngineHarness, flag: HisparseFlag
+) -> None:
+    answers = [roomy.generate(double, prompt, NUM_NEW, flag) for prompt in PROMPTS]
+    _finish(roomy, answers, double)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
+        stats = _stats(answer)
+        match flag:
+            case HisparseFlag.TRUE:
+                assert stats.mode is Mode.HISPARSE
+                assert stats.hits > 0
+                # A hot buffer that holds the whole life never misses; one that does not must.
+                if len(prompt) + NUM_NEW <= HOT_BUFFER:
+                    assert stats.misses == 0
+                if len(prompt) > 2 * HOT_BUFFER:
+                    assert stats.misses > 0
+                    assert stats.evictions > 0
+            case HisparseFlag.FALSE | HisparseFlag.AUTO:
+                assert stats.mode is Mode.DENSE
+                assert (stats.hits, stats.misses) == (0, 0)
+
+
+def test_mixed_modes_share_a_batch_under_pressure(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
+) -> None:
+    """A device pool that is too small: hot buffers shrink for the next in the queue, requests come and go."""
+    flags = [HisparseFlag.FALSE, HisparseFlag.TRUE, HisparseFlag.TRUE, HisparseFlag.AUTO]
+    prompts = sorted(PROMPTS, key=lambda prompt: len(prompt) % 200, reverse=True)
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=680, max_running_requests=10) as node,
+    ):
+        answers = [
+            node.generate(double, prompt, NUM_NEW, flags[number % len(flags)])
+            for number, prompt in enumerate(prompts)
+        ]
+        _finish(node, answers, double)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
+        node.turn_for(0.5, double)
+        assert node.stats is not None
+        assert node.stats.counters["swap_in_misses_total"] > 0
+        assert node.stats.counters["retractions_total"] > 0
+
+
+def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
+) -> None:
+    prompt = PROMPTS[LENGTHS.index(200)]
+    # The first one gets its 219 tokens in whole pages, which leaves the second its prompt and one page.
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=220 + 208) as node,
+    ):
+        answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
+        _finish(node, answers, double)
+        for answer in answers:
+            assert answer.token_ids == expected[prompt]
+        spilled = _stats(answers[1])
+        assert spilled.num_retractions == 1
+        assert spilled.mode is Mode.HISPARSE
+        assert spilled.hits > 0
+
+
+def test_every_running_request_survives_a_retraction_in_every_step(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, roomy: EngineHarness
+) -> None:
+    """Hot buffers are lost after each step, with all they hold: the host has everything by then (I4)."""
+    prompts = PROMPTS[4:]
+    answers = [roomy.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+    rooms, lifecycle = roomy.engine.rooms, roomy.engine.lifecycle
+    while not all(answer.is_over for answer in answers):
+        roomy.turn(double)
+        running = tuple(rooms.select(RequestState.RUNNING))
+        back = tuple(Resumption(request, request.hot_capacity) for request in running)
+        lifecycle.carry_out(StepPlan(retractions=running), 0.0)
+        # The device slots are somebody else's now.
+        roomy.engine.hot_buffers.memory.k_dev.fill_(0xFF)
+        lifecycle.carry_out(StepPlan(resumptions=back), 0.0)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
+        assert _stats(answer).num_retractions > NUM_NEW // 2

@@ -1,0 +1,375 @@
+"""Peers that fail, fall silent, restart or refuse, rooms that time out, requests that cannot be: I1, I2 and I7."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from decode_node.pools import PoolKind, Stage
+from decode_node.request import RequestState
+from protocol.engine_messages import Abort, FinishReason, HisparseFlag, Mode
+from protocol.messages import Refused, RoomDone, RoomFailed, RoomQuiet
+from tests.unit.decode_support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    landing_slots,
+    load_checkpoint,
+    random_prompt,
+)
+
+PROMPT = random_prompt(7, 300)
+HOST_TOKENS = 512
+"""Room for one request with PROMPT, not for two."""
+QUARANTINE_SECS = 0.4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
+    return load_checkpoint(tiny_checkpoint("v32"))
+
+
+@pytest.fixture(scope="module")
+def shared_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
+    harness = EngineHarness(
+        checkpoint,
+        tmp_path_factory.mktemp("engine"),
+        host_pool_tokens=HOST_TOKENS,
+        device_pool_tokens=1024,
+        max_running_requests=4,
+        quarantine_secs=QUARANTINE_SECS,
+        room_timeout_secs=30.0,
+        heartbeat_timeout_secs=1.0,
+    )
+    yield harness
+    harness.close()
+
+
+@pytest.fixture
+def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
+    """The shared engine; whatever a test does, every pool must be whole again soon after it (I2)."""
+    lifecycle = shared_node.engine.lifecycle
+    settings = lifecycle.room_timeout_secs, lifecycle.contact_timeout_secs
+    yield shared_node
+    lifecycle.room_timeout_secs, lifecycle.contact_timeout_secs = settings
+    pools = shared_node.engine.rooms.pools
+    shared_node.turn_until(lambda: pools.free == pools.totals, timeout_secs=5)
+
+
+@pytest.fixture
+def double(checkpoint: Checkpoint, node: EngineHarness) -> Iterator[PrefillDouble]:
+    """Closed before the pools are checked: what it never acknowledged is freed because it is gone."""
+    with closing(PrefillDouble(checkpoint)) as double:
+        yield double
+
+
+def _quarantined(node: EngineHarness) -> int:
+    return node.engine.rooms.pools.used(Stage.QUARANTINED)[PoolKind.HOST]
+
+
+def _land(node: EngineHarness, double: PrefillDouble) -> Answer:
+    """A hisparse request that has been entrusted to a prefill node which does not deliver."""
+    double.delivers = False
+    answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+    already = len(double.bootstraps)
+    node.turn_until(lambda: len(double.bootstraps) > already, double)
+    return answer
+
+
+def _abort(node: EngineHarness, answer: Answer) -> None:
+    request_id = next(key for key, value in node.answers.items() if value is answer)
+    node.send(Abort(request_id))
+
+
+def _completes(node: EngineHarness, double: PrefillDouble) -> None:
+    """The node serves on."""
+    double.delivers = True
+    answer = node.generate(double, PROMPT, 4, HisparseFlag.TRUE)
+    node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is None
+    assert len(answer.token_ids) == 4
+
+
+# --- I1 -------------------------------------------------------------------------------------------
+
+
+def test_slots_of_an_aborted_room_wait_until_the_room_is_quiet(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    double.answers_aborts = False
+    aborted = _land(node, double)
+    slots = landing_slots(double.bootstraps[0])
+    _abort(node, aborted)
+    waiting = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+    node.turn_until(lambda: double.aborts, double)
+    node.turn_for(0.5, double)
+    assert _quarantined(node) >= len(slots)
+    assert len(double.bootstraps) == 1, "the second request fits only where the first one's KV may still land"
+    double.write(double.bootstraps[0])  # The late write harms nobody.
+    double.delivers = True
+    double.say(RoomQuiet(double.bootstraps[0].room, batch_failed=False))
+    node.turn_until(lambda: waiting.is_over, double)
+    assert waiting.failure is None
+    assert landing_slots(double.bootstraps[1]) & slots
+    assert not aborted.is_over, "an aborted request gets no answer"
+
+
+def test_slots_of_a_failed_batch_wait_longer_than_quiet(node: EngineHarness, double: PrefillDouble) -> None:
+    failed = _land(node, double)
+    room = double.bootstraps[0].room
+    double.say(RoomFailed(room, 502, "the write failed", quiet=False, batch_failed=True))
+    node.turn_until(lambda: failed.failure, double)
+    assert failed.failure is not None
+    assert (failed.failure.status, failed.failure.error) == (502, "the write failed")
+    double.say(RoomQuiet(room, batch_failed=False))
+    node.turn_for(QUARANTINE_SECS / 2, double)
+    assert _quarantined(node) > 0, "quiet is not enough after a failed batch"
+    node.turn_until(lambda: _quarantined(node) == 0, double, timeout_secs=3 * QUARANTINE_SECS)
+
+
+def test_a_quiet_failure_frees_at_once(node: EngineHarness, double: PrefillDouble) -> None:
+    failed = _land(node, double)
+    double.say(RoomFailed(double.bootstraps[0].room, 400, "too long", quiet=True, batch_failed=False))
+    node.turn_until(lambda: failed.failure, double)
+    assert failed.failure is not None
+    assert failed.failure.status == 400
+    assert _quarantined(node) == 0
+    _completes(node, double)
+
+
+def test_a_delivery_that_crosses_the_abort_makes_the_room_quiet(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    double.answers_aborts = False
+    aborted = _land(node, double)
+    _abort(node, aborted)
+    node.turn_until(lambda: double.aborts, double)
+    assert _quarantined(node) > 0
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: _quarantined(node) == 0, double)
+    assert aborted.token_ids == []
+
+
+# --- timeouts, loss, return -----------------------------------------------------------------------
+
+
+def test_a_room_that_is_not_delivered_in_time_ends_with_504(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    node.engine.lifecycle.room_timeout_secs = 0.3
+    double.answers_aborts = False
+    late = _land(node, double)
+    node.turn_until(lambda: late.failure, double, timeout_secs=3)
+    assert late.failure is not None
+    assert late.failure.status == 504
+    assert double.name in late.failure.error
+    node.turn_until(lambda: double.aborts, double)
+    assert _quarantined(node) > 0
+    double.say(RoomQuiet(double.bootstraps[0].room, batch_failed=False))
+    node.turn_until(lambda: _quarantined(node) == 0, double)
+
+
+def test_a_silent_peer_is_lost_and_found_again(node: EngineHarness, double: PrefillDouble) -> None:
+    """Its rooms fail, their slots wait; once it answers again the abort is repeated and frees them."""
+    lost = _land(node, double)
+    node.turn_until(lambda: lost.failure)  # Nobody polls the double: it is as if stopped.
+    assert lost.failure is not None
+    assert lost.failure.status == 503
+    assert double.name in lost.failure.error
+    node.turn_for(2 * QUARANTINE_SECS)
+    assert _quarantined(node) > 0, "the run of the peer is not gone, so its writes may still land"
+    node.turn_until(lambda: double.aborts, double)
+    node.turn_until(lambda: _quarantined(node) == 0, double)
+    assert double.num_registrations >= 2
+    _completes(node, double)
+
+
+def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: PrefillDouble) -> None:
+    lost = _land(node, double)
+    double.restart("second")
+    node.turn_until(lambda: lost.failure, double)
+    assert lost.failure is not None
+    assert lost.failure.status == 503
+    assert "restarted" in lost.failure.error
+    assert _quarantined(node) > 0, "bytes of the old run may still sit in the transport"
+    node.turn_until(lambda: _quarantined(node) == 0, double, timeout_secs=3 * QUARANTINE_SECS)
+    _completes(node, double)
+
+
+def test_running_requests_outlive_their_peer(node: EngineHarness, double: PrefillDouble) -> None:
+    answer = node.generate(double, PROMPT, 60, HisparseFlag.TRUE)
+    node.turn_until(lambda: answer.token_ids, double)
+    double.close()
+    node.turn_until(lambda: answer.is_over)
+    assert answer.failure is None
+    assert len(answer.token_ids) == 60
+
+
+def test_a_peer_that_forgot_us_gets_registration_and_bootstrap_again(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    answer = _land(node, double)
+    double.forget()
+    double.delivers = True
+    node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is None
+    assert len(double.bootstraps) == 2
+
+
+def test_a_peer_that_is_not_there_fails_the_request_in_time(node: EngineHarness, double: PrefillDouble) -> None:
+    node.engine.lifecycle.contact_timeout_secs = 0.7
+    double.close_http()
+    answer = node.generate(double, PROMPT, 8)
+    node.turn_until(lambda: answer.failure, timeout_secs=3)
+    assert answer.failure is not None
+    assert answer.failure.status == 503
+    assert double.name in answer.failure.error
+
+
+def test_a_refusal_reaches_the_client_and_is_not_remembered(node: EngineHarness, double: PrefillDouble) -> None:
+    double.refusal = Refused("model_fingerprint: the decode node has 'a', this node 'b'", permanent=True)
+    answer = node.generate(double, PROMPT, 8)
+    node.turn_until(lambda: answer.failure, double)
+    assert answer.failure is not None
+    assert answer.failure.status == 502
+    assert "model_fingerprint" in answer.failure.error
+    double.refusal = None
+    _completes(node, double)
+
+
+# --- requests that end early ----------------------------------------------------------------------
+
+
+def test_a_duplicate_room_is_refused_and_the_first_stands(node: EngineHarness, double: PrefillDouble) -> None:
+    first = _land(node, double)
+    room = double.bootstraps[0].room
+    second = node.generate(double, PROMPT, 8, room=room)
+    node.turn_until(lambda: second.failure, double)
+    assert second.failure is not None
+    assert second.failure.status == 400
+    assert str(room) in second.failure.error
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: first.is_over, double)
+    assert len(first.token_ids) == 8
+
+
+@pytest.mark.parametrize(
+    ("flag", "num_prompt_tokens", "bound"),
+    [(HisparseFlag.TRUE, 600, "512"), (HisparseFlag.FALSE, 1100, "1024"), (HisparseFlag.AUTO, 1100, "1024")],
+)
+def test_what_can_never_fit_is_refused_at_once(
+    node: EngineHarness, double: PrefillDouble, flag: HisparseFlag, num_prompt_tokens: int, bound: str
+) -> None:
+    answer = node.generate(double, random_prompt(1, num_prompt_tokens), 8, flag)
+    node.turn_until(lambda: answer.failure, double, timeout_secs=1)
+    assert answer.failure is not None
+    assert answer.failure.status == 400
+    assert bound in answer.failure.error
+    assert double.num_registrations == 0
+
+
+@pytest.mark.parametrize("stops", [{}, {"stop_token_ids": True}])
+def test_the_first_token_may_be_the_last(
+    node: EngineHarness, double: PrefillDouble, stops: dict[str, bool]
+) -> None:
+    """It comes from the aux record, with its logprob; no decode step happens."""
+    one = node.generate(double, PROMPT, 1, num_logprobs=2)
+    node.turn_until(lambda: one.is_over, double)
+    assert one.last is not None
+    assert one.last.finish_reason is FinishReason.LENGTH
+    assert one.logprobs[0].token_id == one.token_ids[0]
+    assert len(one.logprobs[0].top) == 2
+    if stops:
+        stopped = node.generate(double, PROMPT, 9, stop_token_ids=(one.token_ids[0],))
+        node.turn_until(lambda: stopped.is_over, double)
+        assert stopped.last is not None
+        assert stopped.last.finish_reason is FinishReason.STOP
+        assert stopped.last.matched_stop_token == one.token_ids[0]
+
+
+def test_an_abort_of_a_running_request_frees_everything(node: EngineHarness, double: PrefillDouble) -> None:
+    answer = node.generate(double, PROMPT, 60, HisparseFlag.TRUE)
+    node.turn_until(lambda: answer.token_ids, double)
+    _abort(node, answer)
+    pools = node.engine.rooms.pools
+    node.turn_until(lambda: pools.free == pools.totals, double)
+    assert not double.aborts, "nothing of a delivered room is in flight"
+
+
+def test_a_failing_forward_ends_its_batch_only(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("4 GiB wanted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.engine._model, "forward", out_of_memory)
+        node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is not None
+    assert answer.failure.status == 500
+    assert "4 GiB wanted" in answer.failure.error
+    _completes(node, double)
+
+
+def test_a_room_without_its_aux_record_fails(node: EngineHarness, double: PrefillDouble) -> None:
+    answer = _land(node, double)
+    double.say(RoomDone(double.bootstraps[0].room, 1, 0, 0.0))
+    node.turn_until(lambda: answer.failure, double)
+    assert answer.failure is not None
+    assert answer.failure.status == 500
+    assert "aux record" in answer.failure.error
+
+
+def test_messages_about_rooms_that_are_not_landing_are_counted(
+    node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint
+) -> None:
+    answer = _land(node, double)
+    room = double.bootstraps[0].room
+    with closing(PrefillDouble(checkpoint)) as stranger:
+        other = node.generate(stranger, PROMPT[:10], 4, HisparseFlag.FALSE)
+        node.turn_until(lambda: other.is_over, double, stranger)
+        stranger.say(RoomFailed(room, 500, "not mine to fail", quiet=True, batch_failed=False))
+        double.say(RoomQuiet(room, batch_failed=False))
+        double.say(RoomDone(4711, 1, 0, 0.0))
+        node.turn_for(0.6, double, stranger)
+    assert answer.failure is None
+    assert node.stats is not None
+    assert node.stats.counters['control_messages_dropped_total{reason="unknown_room"}'] >= 1
+    assert node.stats.counters['control_messages_dropped_total{reason="late"}'] >= 2
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is None
+
+
+def test_pages_that_differ_rule_out_dense(node: EngineHarness, checkpoint: Checkpoint) -> None:
+    with closing(PrefillDouble(checkpoint, page_size=16)) as double:
+        dense = node.generate(double, PROMPT, 4, HisparseFlag.FALSE)
+        automatic = node.generate(double, PROMPT, 4, HisparseFlag.AUTO)
+        node.turn_until(lambda: dense.is_over and automatic.is_over, double)
+        assert dense.failure is not None
+        assert dense.failure.status == 400
+        assert "16" in dense.failure.error
+        assert "64" in dense.failure.error
+        assert automatic.last is not None
+        assert automatic.last.stats is not None
+        assert automatic.last.stats.mode is Mode.HISPARSE
+
+
+def test_requests_that_wait_have_a_deadline(node: EngineHarness, double: PrefillDouble) -> None:
+    first = _land(node, double)
+    node.engine.lifecycle.room_timeout_secs = 0.4
+    second = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+    node.turn_until(lambda: second.failure, double, timeout_secs=3)
+    assert second.failure is not None
+    assert second.failure.status == 503
+    assert "no room" in second.failure.error
+    assert [request.state for request in node.engine.rooms.all()] == [RequestState.LANDING]
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: first.is_over, double)

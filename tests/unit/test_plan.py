@@ -1,0 +1,147 @@
+"""Write plans: exactly the right bytes, in few descriptors, and never outside the registered memory."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transfer.plan import (
+    Descriptors,
+    PlanError,
+    RegionView,
+    RunPlan,
+    descriptors,
+    join_descriptors,
+    plan_writes,
+)
+
+SRC_BASE, DST_BASE = 1 << 20, 1 << 30
+
+
+def region(base_addr: int, num_layers: int, num_slots: int, item_bytes: int) -> RegionView:
+    return RegionView(base_addr, num_layers * num_slots * item_bytes, num_layers, num_slots, item_bytes)
+
+
+def run(src_start: int, dst_start: int, length: int) -> RunPlan:
+    return RunPlan(np.array([src_start]), np.array([dst_start]), np.array([length]))
+
+
+def carry_out(writes: Descriptors, memory_src: np.ndarray, memory_dst: np.ndarray) -> None:
+    """What the transport would do with ``writes``."""
+    for src_addr, dst_addr, num_bytes in zip(*writes, strict=True):
+        src, dst = src_addr - SRC_BASE, dst_addr - DST_BASE
+        memory_dst[dst : dst + num_bytes] = memory_src[src : src + num_bytes]
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "runs"),
+    [
+        ([], [], []),
+        ([4, 5, 6], [0, 1, 2], [(4, 0, 3)]),
+        ([4, 5, 6], [0, 1, 9], [(4, 0, 2), (6, 9, 1)]),  # the destination breaks
+        ([4, 5, 9], [0, 1, 2], [(4, 0, 2), (9, 2, 1)]),  # the source breaks
+        ([4, 5, 8, 9], [0, 1, 5, 6], [(4, 0, 2), (8, 5, 2)]),  # both break at once
+        ([9, 8, 7], [2, 1, 0], [(9, 2, 1), (8, 1, 1), (7, 0, 1)]),
+    ],
+)
+def test_runs_are_contiguous_on_both_sides_and_as_long_as_can_be(
+    src: list[int], dst: list[int], runs: list[tuple[int, int, int]]
+) -> None:
+    plan = plan_writes(src, dst)
+    got = list(zip(plan.src_start.tolist(), plan.dst_start.tolist(), plan.length.tolist(), strict=True))
+    assert got == runs
+    assert (plan.num_runs, plan.num_tokens) == (len(runs), len(src))
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(st.data())
+def test_a_plan_moves_every_token_of_every_layer_and_no_other_byte(data: st.DataObject) -> None:
+    num_layers = data.draw(st.integers(1, 3))
+    item_bytes = data.draw(st.integers(1, 5))
+    num_slots_src, num_slots_dst = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 30))
+    num_tokens = data.draw(st.integers(0, min(num_slots_src, num_slots_dst)))
+    src = data.draw(st.permutations(range(num_slots_src)))[:num_tokens]
+    dst = data.draw(st.permutations(range(num_slots_dst)))[:num_tokens]
+    if data.draw(st.booleans()):  # long runs, as allocators make them
+        src, dst = sorted(src), sorted(dst)
+    layers = data.draw(st.lists(st.integers(0, num_layers - 1), unique=True))
+
+    src_region = region(SRC_BASE, num_layers, num_slots_src, item_bytes)
+    dst_region = region(DST_BASE, num_layers, num_slots_dst, item_bytes)
+    memory_src = np.random.default_rng(0).integers(1, 256, src_region.num_bytes, dtype=np.uint8)
+    memory_dst = np.zeros(dst_region.num_bytes, np.uint8)
+    writes = descriptors(plan_writes(src, dst), src_region, dst_region, layers)
+    carry_out(writes, memory_src, memory_dst)
+
+    items_src = memory_src.reshape(num_layers, num_slots_src, item_bytes)
+    expected = np.zeros((num_layers, num_slots_dst, item_bytes), np.uint8)
+    for layer in layers:
+        expected[layer, list(dst)] = items_src[layer, list(src)]
+    np.testing.assert_array_equal(memory_dst.reshape(expected.shape), expected)
+    assert writes.num_bytes == len(layers) * num_tokens * item_bytes
+
+
+def test_fresh_pages_of_a_long_prompt_are_one_descriptor_a_layer() -> None:
+    src, dst = region(SRC_BASE, 4, 1 << 16, 1152), region(DST_BASE, 4, 1 << 16, 1152)
+    writes = descriptors(plan_writes(np.arange(32768) + 64, np.arange(32768)), src, dst, range(4))
+    assert writes.lengths.tolist() == [32768 * 1152] * 4
+
+
+def test_different_numbers_of_slots_are_refused() -> None:
+    with pytest.raises(PlanError, match="3 source slots for 2 destination slots"):
+        plan_writes([1, 2, 3], [1, 2])
+
+
+def test_different_item_sizes_are_refused() -> None:
+    with pytest.raises(PlanError, match="1152 bytes, destination items 656"):
+        descriptors(run(0, 0, 1), region(SRC_BASE, 1, 4, 1152), region(DST_BASE, 1, 4, 656), [0])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        run(-1, 0, 1),
+        run(8, 0, 1),
+        run(7, 0, 2),
+        run(0, 0, 0),
+        run(0, 0, -3),
+        run(4, 0, 2**62),
+        run(2**62, 0, 2**62),
+    ],
+)
+def test_a_run_outside_the_source_or_the_destination_is_refused(bad: RunPlan) -> None:
+    small, large = region(SRC_BASE, 1, 8, 16), region(DST_BASE, 1, 2**40, 16)
+    with pytest.raises(PlanError, match="source run"):
+        descriptors(bad, small, large, [0])
+    mirrored = RunPlan(bad.dst_start, bad.src_start, bad.length)
+    with pytest.raises(PlanError, match="run"):
+        descriptors(mirrored, large, small, [0])
+
+
+@pytest.mark.parametrize("layer", [-1, 2, 2**40])
+def test_a_layer_outside_a_region_is_refused(layer: int) -> None:
+    three, two = region(SRC_BASE, 3, 8, 16), region(DST_BASE, 2, 8, 16)
+    with pytest.raises(PlanError, match=r"layers .* are not all in \[0, "):
+        descriptors(run(0, 0, 1), three, two, [0, layer])
+
+
+def test_a_region_that_is_smaller_than_its_shape_is_refused() -> None:
+    with pytest.raises(PlanError, match="are 1024 bytes, the region at 0x100000 has 1023"):
+        RegionView(SRC_BASE, 1023, 2, 8, 64)
+    with pytest.raises(PlanError, match="every field must be positive"):
+        RegionView(0, 1024, 2, 8, 64)
+
+
+def test_no_tokens_and_no_layers_are_no_descriptors() -> None:
+    both = region(SRC_BASE, 2, 8, 16), region(DST_BASE, 2, 8, 16)
+    assert descriptors(plan_writes([], []), *both, [0, 1]).lengths.size == 0
+    assert descriptors(run(0, 0, 1), *both, []).lengths.size == 0
+    assert join_descriptors([]).num_bytes == 0
+
+
+def test_joined_descriptors_keep_their_order() -> None:
+    both = region(SRC_BASE, 1, 8, 16), region(DST_BASE, 1, 8, 16)
+    first, second = (descriptors(run(start, start, 2), *both, [0]) for start in (0, 4))
+    joined = join_descriptors([first, second])
+    assert joined.src_addrs.tolist() == [SRC_BASE, SRC_BASE + 64]
+    assert joined.num_bytes == first.num_bytes + second.num_bytes

@@ -1,0 +1,693 @@
+"""The router between real HTTP servers on loopback that play the nodes' side of the contract."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from protocol.settings import RouterSettings
+from router.body import MAX_PROMPTS, Endpoint, RequestBody
+from router.errors import RouterError
+from router.nodes import Node, NodeKind, NodePool, NodeUrlError
+from router.server import create_app
+
+pytestmark = pytest.mark.anyio
+
+Behaviour = Callable[["FakeNode", Send], Awaitable[None]]
+WAIT_SECS = 5.0
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+# --- nodes and router on loopback --------------------------------------------------------------------
+
+
+class _Server(uvicorn.Server):
+    """Leaves the test process's signal handlers alone, and stops at once instead of at the next tick."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stop = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)  # writes the date header that every answer carries
+        await self.stop.wait()
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+@asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """Serve an ASGI application; yields its URL."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        while not server.started:
+            await asyncio.sleep(0.005)
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.stop.set()
+        await asyncio.wait_for(task, WAIT_SECS)
+        sock.close()
+
+
+@dataclass
+class FakeNode:
+    """Answers as ``behaviour`` says, and keeps what it was sent and whether its client left early."""
+
+    behaviour: Behaviour
+    models: tuple[str, ...] = ("tiny",)
+    load: int = 0
+    healthy: bool = True
+    requests: list[tuple[str, httpx.Headers, bytes]] = field(default_factory=list)
+    client_left: asyncio.Event = field(default_factory=asyncio.Event)
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = ""
+    close: Callable[[], Awaitable[None]] = field(default=lambda: asyncio.sleep(0))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        match scope["path"]:
+            case "/health":
+                await answer(send, b"", 200 if self.healthy else 503)
+            case "/get_load":
+                await answer(send, json.dumps([{"dp_rank": 0, "num_reqs": self.load}]).encode())
+            case "/v1/models":
+                data = [{"id": name, "object": "model"} for name in self.models]
+                await answer(send, json.dumps({"object": "list", "data": data}).encode())
+            case path:
+                request = Request(scope, receive)
+                self.requests.append((path, httpx.Headers(request.headers.raw), await request.body()))
+                working = asyncio.create_task(self.behaviour(self, send))  # type: ignore[arg-type]
+                leaving = asyncio.create_task(disconnected(receive))
+                await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+                leaving.cancel()
+                if working.done():
+                    await (
+                        working
+                    )  # an exception after the start of an answer makes uvicorn cut the connection
+                else:
+                    self.client_left.set()
+                    working.cancel()
+
+    def body(self, number: int = -1) -> dict[str, Any]:
+        decoded: dict[str, Any] = json.loads(self.requests[number][2])
+        return decoded
+
+
+async def disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def answer(
+    send: Send, body: bytes, status: int = 200, content_type: str = "application/json", **headers: str
+) -> None:
+    await start(send, status, content_type, **headers)
+    await send({"type": "http.response.body", "body": body})
+
+
+async def start(
+    send: Send, status: int = 200, content_type: str = "text/event-stream", **headers: str
+) -> None:
+    raw = [(b"content-type", content_type.encode())]
+    raw += [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    message: Message = {"type": "http.response.start", "status": status, "headers": raw}
+    await send(message)
+
+
+async def write(send: Send, chunk: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+
+async def delivers(node: FakeNode, send: Send) -> None:
+    await answer(send, b'{"delivered": true}')
+
+
+class CutConnection(Exception):
+    """Raised by a behaviour: the node's end of the connection goes away."""
+
+
+async def never(node: FakeNode, send: Send) -> None:
+    await asyncio.Event().wait()
+
+
+def says(body: bytes, status: int = 200, content_type: str = "application/json") -> Behaviour:
+    async def behaviour(node: FakeNode, send: Send) -> None:
+        await answer(send, body, status, content_type)
+
+    return behaviour
+
+
+EVENTS = [b'data: {"text": "\xc3\xa4"}\n\n', b": ping\n\n", b"data: [DO", b"NE]\n\n"]
+
+
+async def streams(node: FakeNode, send: Send) -> None:
+    await start(send)
+    for event in EVENTS:
+        await write(send, event)
+        await asyncio.sleep(0.01)
+    await write(send, b"", more=False)
+
+
+@dataclass
+class Cluster:
+    prefill: list[FakeNode]
+    decode: list[FakeNode]
+    client: httpx.AsyncClient
+
+    async def metrics(self) -> str:
+        return (await self.client.get("/metrics")).text
+
+
+@asynccontextmanager
+async def cluster(
+    prefill: list[Behaviour] | Behaviour = delivers,
+    decode: list[Behaviour] | Behaviour = streams,
+    **settings: Any,
+) -> AsyncIterator[Cluster]:
+    """Fake nodes with the given behaviours behind a real router."""
+    nodes = {
+        NodeKind.PREFILL: [FakeNode(b) for b in (prefill if isinstance(prefill, list) else [prefill])],
+        NodeKind.DECODE: [FakeNode(b) for b in (decode if isinstance(decode, list) else [decode])],
+    }
+    opened = []
+    try:
+        for node in [*nodes[NodeKind.PREFILL], *nodes[NodeKind.DECODE]]:
+            server = serving(node)
+            node.url = await server.__aenter__()
+            closing = _once(server.__aexit__)
+            node.close = closing
+            opened.append(closing)
+        fixed = {"health_interval_secs": 60.0, "request_timeout_secs": 5.0, "connect_timeout_secs": 2.0}
+        router_settings = RouterSettings(
+            prefill=tuple((node.url, 7000 + i) for i, node in enumerate(nodes[NodeKind.PREFILL])),
+            decode=tuple(node.url for node in nodes[NodeKind.DECODE]),
+            **{**fixed, **settings},
+        )
+        async with (
+            serving(create_app(router_settings)) as url,
+            httpx.AsyncClient(base_url=url, timeout=WAIT_SECS, trust_env=False) as client,
+        ):
+            yield Cluster(nodes[NodeKind.PREFILL], nodes[NodeKind.DECODE], client)
+    finally:
+        await asyncio.gather(*(closing() for closing in opened))
+
+
+def _once(exit_server: Callable[[None, None, None], Awaitable[Any]]) -> Callable[[], Awaitable[None]]:
+    done = False
+
+    async def close() -> None:
+        nonlocal done
+        if not done:
+            done = True
+            await exit_server(None, None, None)
+
+    return close
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(WAIT_SECS):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+def error_of(response: httpx.Response) -> str:
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) >= {"message", "type", "code"}
+    return str(error["message"])
+
+
+# --- pairing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", list(Endpoint))
+async def test_both_nodes_get_the_same_body_with_the_bootstrap_fields(path: str) -> None:
+    async with cluster(decode=says(b"{}")) as pair:
+        await pair.client.post(path, json={"prompt": "a", "text": "a", "messages": [], "stream": False})
+        (prefill,), (decode,) = pair.prefill, pair.decode
+        assert prefill.requests[0][0] == decode.requests[0][0] == path
+        assert prefill.requests[0][2] == decode.requests[0][2]
+        body = decode.body()
+        assert (body["bootstrap_host"], body["bootstrap_port"]) == ("127.0.0.1", 7000)
+        assert isinstance(body["bootstrap_room"], int)
+        assert 0 <= body["bootstrap_room"] < 2**63
+        assert body["stream"] is False
+
+
+async def test_each_request_has_its_own_room() -> None:
+    async with cluster(decode=says(b"{}")) as pair:
+        for _ in range(4):
+            await pair.client.post("/generate", json={"text": "a"})
+        rooms = [pair.decode[0].body(number)["bootstrap_room"] for number in range(4)]
+        assert len(set(rooms)) == 4
+
+
+async def test_values_keep_the_bytes_of_the_client() -> None:
+    values = b'"big": 123456789012345678901234567890, "f": 1.10, "e": 1E-2, '
+    values += b'"nested": {"x" : [1.0,null]}, "u": "\\u00e4"'
+    async with cluster(decode=says(b"{}")) as pair:
+        await pair.client.post("/v1/completions", content=b'{"prompt": "a", ' + values + b"}")
+        sent = pair.prefill[0].requests[0][2]
+        for value in (
+            b"123456789012345678901234567890",
+            b"1.10",
+            b"1E-2",
+            b'{"x" : [1.0,null]}',
+            b'"\\u00e4"',
+        ):
+            assert b":" + value in sent
+
+
+async def test_bootstrap_fields_of_the_client_are_replaced() -> None:
+    async with cluster(decode=says(b"{}")) as pair:
+        forged = {"text": "a", "bootstrap_host": "10.0.0.1", "bootstrap_port": 1, "bootstrap_room": 7}
+        await pair.client.post("/generate", json=forged)
+        body = pair.decode[0].body()
+        assert (body["bootstrap_host"], body["bootstrap_port"]) == ("127.0.0.1", 7000)
+        assert body["bootstrap_room"] != 7
+        assert pair.decode[0].requests[0][2].count(b"bootstrap_host") == 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "num_prompts"),
+    [
+        (Endpoint.COMPLETIONS, {"prompt": "a"}, None),
+        (Endpoint.COMPLETIONS, {"prompt": ["a"]}, 1),
+        (Endpoint.COMPLETIONS, {"prompt": ["a", "b", "c"], "n": 2}, 3),
+        (Endpoint.COMPLETIONS, {"prompt": [1, 2, 3]}, None),
+        (Endpoint.COMPLETIONS, {"prompt": [[1, 2], [3]]}, 2),
+        (Endpoint.COMPLETIONS, {"prompt": []}, None),
+        (Endpoint.GENERATE, {"text": ["a", "b"]}, 2),
+        (Endpoint.GENERATE, {"input_ids": [[1], [2], [3]]}, 3),
+        (Endpoint.GENERATE, {"input_ids": [1, 2]}, None),
+        (Endpoint.CHAT_COMPLETIONS, {"messages": [{"role": "user"}], "n": 4}, None),
+    ],
+)
+async def test_a_list_of_prompts_gets_lists_of_bootstrap_fields(
+    endpoint: Endpoint, body: dict[str, Any], num_prompts: int | None
+) -> None:
+    sent = json.loads(RequestBody.parse(json.dumps(body).encode(), endpoint).with_bootstrap("h", 8998))
+    if num_prompts is None:
+        assert (sent["bootstrap_host"], sent["bootstrap_port"]) == ("h", 8998)
+        assert isinstance(sent["bootstrap_room"], int)
+    else:
+        assert sent["bootstrap_host"] == ["h"] * num_prompts
+        assert sent["bootstrap_port"] == [8998] * num_prompts
+        assert len(set(sent["bootstrap_room"])) == num_prompts
+    assert {name: sent[name] for name in body} == body
+
+
+async def test_too_many_prompts_are_refused() -> None:
+    body = json.dumps({"prompt": ["a"] * (MAX_PROMPTS + 1)}).encode()
+    with pytest.raises(RouterError, match=f"{MAX_PROMPTS}") as caught:
+        RequestBody.parse(body, Endpoint.COMPLETIONS)
+    assert caught.value.status == 400
+
+
+async def test_headers_that_matter_are_passed_and_no_others() -> None:
+    passed = {"authorization": "Bearer x", "x-request-id": "7", "traceparent": "00-1", "tracestate": "a=b"}
+    passed["x-correlation-id"] = "9"
+    async with cluster(decode=says(b"{}")) as pair:
+        await pair.client.post("/generate", json={}, headers={**passed, "cookie": "a=b", "x-other": "1"})
+        for node in (*pair.prefill, *pair.decode):
+            headers = node.requests[0][1]
+            assert {name: headers[name] for name in passed} == passed
+            assert "cookie" not in headers
+            assert "x-other" not in headers
+
+
+# --- answers -----------------------------------------------------------------------------------------
+
+
+async def test_the_stream_is_the_decode_nodes_byte_for_byte() -> None:
+    async with cluster() as pair:
+        response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "text/event-stream"
+        assert response.content == b"".join(EVENTS)
+
+
+async def test_streaming_does_not_wait_for_the_prefill_nodes_body() -> None:
+    async with cluster(prefill=never) as pair:
+        response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
+        assert response.content == b"".join(EVENTS)
+        await asyncio.wait_for(pair.prefill[0].client_left.wait(), WAIT_SECS)
+
+
+async def test_a_chunk_reaches_the_client_before_the_next_one_exists() -> None:
+    async def two_steps(node: FakeNode, send: Send) -> None:
+        await start(send)
+        await write(send, b"data: 1\n\n")
+        await node.release.wait()
+        await write(send, b"data: 2\n\n", more=False)
+
+    async with (
+        cluster(decode=two_steps) as pair,
+        pair.client.stream("POST", "/generate", json={"text": "a"}) as response,
+    ):
+        chunks = response.aiter_raw()
+        assert await anext(chunks) == b"data: 1\n\n"
+        pair.decode[0].release.set()
+        assert await anext(chunks) == b"data: 2\n\n"
+
+
+async def test_hop_by_hop_headers_stay_behind() -> None:
+    async def with_headers(node: FakeNode, send: Send) -> None:
+        named = {
+            "connection": "x-private",
+            "x_private": "1",
+            "x_kept": "1",
+            "keep_alive": "9",
+            "upgrade": "h2c",
+        }
+        await answer(send, b"{}", **named, content_length="2")
+
+    async with cluster(decode=with_headers) as pair:
+        headers = (await pair.client.post("/generate", json={})).headers
+        assert headers["x-kept"] == "1"
+        assert headers["content-length"] == "2"
+        assert not {"x-private", "keep-alive", "upgrade"} & set(headers)
+        assert len(headers.get_list("date")) == 1
+
+
+# --- errors ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [400, 404, 500, 503])
+async def test_a_prefill_error_ends_the_request_and_the_decode_leg(status: int) -> None:
+    error = json.dumps({"error": {"message": "prompt too long", "type": "x", "code": "y"}}).encode()
+    async with cluster(prefill=says(error, status), decode=never) as pair:
+        response = await pair.client.post("/v1/completions", json={"prompt": "a"})
+        assert response.status_code == status
+        assert response.content == error
+        await asyncio.wait_for(pair.decode[0].client_left.wait(), WAIT_SECS)
+
+
+async def test_a_prefill_error_counts_until_the_first_byte_of_the_answer() -> None:
+    async def headers_only(node: FakeNode, send: Send) -> None:
+        await start(send)
+        await never(node, send)
+
+    async with cluster(prefill=says(b"no", 500, "text/plain"), decode=headers_only) as pair:
+        response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
+        assert response.status_code == 500
+        assert pair.prefill[0].url in error_of(response)
+        assert "no" in error_of(response)
+
+
+async def test_a_prefill_error_after_the_first_byte_changes_nothing() -> None:
+    async def fails_late(node: FakeNode, send: Send) -> None:
+        await node.release.wait()
+        await answer(send, b"late", 500)
+
+    async def slow(node: FakeNode, send: Send) -> None:
+        await start(send)
+        await write(send, b"data: 1\n\n")
+        pair.prefill[0].release.set()
+        await asyncio.sleep(0.1)
+        await write(send, b"data: 2\n\n", more=False)
+
+    async with cluster(prefill=fails_late, decode=slow) as pair:
+        response = await pair.client.post("/generate", json={})
+        assert response.status_code == 200
+        assert response.content == b"data: 1\n\ndata: 2\n\n"
+
+
+async def test_a_prefill_node_that_closes_early_is_a_bad_gateway() -> None:
+    async def closes(node: FakeNode, send: Send) -> None:
+        await start(send, content_type="application/json")
+        await write(send, b"{")
+        raise CutConnection
+
+    async with cluster(prefill=closes, decode=never) as pair:
+        response = await pair.client.post("/generate", json={})
+        assert response.status_code == 502
+        assert pair.prefill[0].url in error_of(response)
+
+
+async def test_a_decode_error_reaches_the_client_and_closes_the_prefill_leg() -> None:
+    error = b'{"error": {"message": "max_tokens: -1", "type": "invalid_request_error", "code": null}}'
+    async with cluster(prefill=never, decode=says(error, 400)) as pair:
+        response = await pair.client.post("/v1/chat/completions", json={"messages": []})
+        assert (response.status_code, response.content) == (400, error)
+        await asyncio.wait_for(pair.prefill[0].client_left.wait(), WAIT_SECS)
+
+
+async def test_a_node_error_that_is_not_json_becomes_json() -> None:
+    async with cluster(decode=says(b"Internal Server Error", 500, "text/plain")) as pair:
+        response = await pair.client.post("/generate", json={})
+        assert response.status_code == 500
+        assert "Internal Server Error" in error_of(response)
+
+
+async def test_a_stream_that_the_decode_node_breaks_off_ends_in_an_error_event() -> None:
+    async def breaks_off(node: FakeNode, send: Send) -> None:
+        await start(send)
+        await write(send, b"data: 1\n\n")
+        raise CutConnection
+
+    async with cluster(decode=breaks_off) as pair:
+        response = await pair.client.post("/generate", json={"stream": True})
+        first, last, rest = response.content.split(b"\n\n")
+        assert (first, rest) == (b"data: 1", b"")
+        assert pair.decode[0].url in json.loads(last.removeprefix(b"data: "))["error"]["message"]
+        assert "router_truncated_answers_total 1.0" in await pair.metrics()
+
+
+async def test_a_silent_node_is_a_gateway_timeout() -> None:
+    async with cluster(decode=never, request_timeout_secs=0.2) as pair:
+        response = await pair.client.post("/generate", json={})
+        assert response.status_code == 504
+        assert pair.decode[0].url in error_of(response)
+        assert "0.2 s" in error_of(response)
+
+
+# --- failover ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+async def test_an_unreachable_node_is_replaced_once_under_a_new_room(kind: str) -> None:
+    async with cluster([delivers] * 2, [says(b"{}")] * 2) as pair:
+        broken, spare = getattr(pair, kind)
+        await broken.close()
+        response = await pair.client.post("/generate", json={"text": "a"})
+        assert response.status_code == 200
+        assert len(spare.requests) == 1
+        others = pair.decode if kind == "prefill" else pair.prefill
+        rooms = [json.loads(body)["bootstrap_room"] for node in others for _, _, body in node.requests]
+        assert spare.body()["bootstrap_room"] in rooms
+        assert len(set(rooms)) == len(rooms)
+        metrics = await pair.metrics()
+        assert "router_retries_total 1.0" in metrics
+        assert f'router_node_healthy{{kind="{kind}",node="{broken.url}"}} 0.0' in metrics
+        await pair.client.post("/generate", json={"text": "a"})
+        assert "router_retries_total 1.0" in await pair.metrics()
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+async def test_without_a_spare_node_the_error_names_the_node(kind: str) -> None:
+    async with cluster(decode=says(b"{}")) as pair:
+        (broken,) = getattr(pair, kind)
+        await broken.close()
+        first = await pair.client.post("/generate", json={})
+        assert first.status_code == 502
+        assert broken.url in error_of(first)
+        second = await pair.client.post("/generate", json={})
+        assert second.status_code == 503
+        assert broken.url in error_of(second)
+        assert (await pair.client.get("/health")).status_code == 503
+
+
+async def test_a_request_that_reached_a_node_is_not_sent_twice() -> None:
+    async def dies(node: FakeNode, send: Send) -> None:
+        await start(send, content_type="application/json", content_length="9")
+        raise CutConnection
+
+    async with cluster(decode=[dies, says(b"{}")]) as pair:
+        response = await pair.client.post("/generate", json={})
+        assert response.status_code == 502
+        assert not pair.decode[1].requests
+
+
+async def test_nodes_that_come_back_are_used_again() -> None:
+    async with cluster(decode=says(b"{}"), health_interval_secs=0.05) as pair:
+        pair.decode[0].healthy = False
+        await eventually(lambda: _status_is(pair.client, "/health", 503))
+        assert (await pair.client.post("/generate", json={})).status_code == 503
+        pair.decode[0].healthy = True
+        await eventually(lambda: _status_is(pair.client, "/readiness", 200))
+        assert (await pair.client.post("/generate", json={})).status_code == 200
+
+
+async def _status_is(client: httpx.AsyncClient, path: str, status: int) -> bool:
+    return (await client.get(path)).status_code == status
+
+
+# --- clients that leave ------------------------------------------------------------------------------
+
+
+async def test_a_client_that_leaves_before_the_answer_closes_both_legs() -> None:
+    async with cluster(prefill=never, decode=never) as pair:
+        with pytest.raises(httpx.ReadTimeout):
+            await pair.client.post("/generate", json={}, timeout=0.2)
+        for node in (*pair.prefill, *pair.decode):
+            await asyncio.wait_for(node.client_left.wait(), WAIT_SECS)
+        await eventually(
+            lambda: _counts(pair, 'router_requests_total{endpoint="/generate",status="499"} 1.0')
+        )
+
+
+async def test_a_client_that_leaves_the_stream_closes_both_legs() -> None:
+    async def endless(node: FakeNode, send: Send) -> None:
+        await start(send)
+        while True:
+            await write(send, b"data: 1\n\n")
+            await asyncio.sleep(0.01)
+
+    async with cluster(prefill=never, decode=endless) as pair:
+        async with pair.client.stream("POST", "/generate", json={}) as response:
+            await anext(response.aiter_raw())
+        for node in (*pair.prefill, *pair.decode):
+            await asyncio.wait_for(node.client_left.wait(), WAIT_SECS)
+        (prefill,) = pair.prefill
+        line = f'router_inflight_requests{{kind="prefill",node="{prefill.url}"}} 0.0'
+        await eventually(lambda: _counts(pair, line))
+
+
+async def _counts(pair: Cluster, line: str) -> bool:
+    return line in await pair.metrics()
+
+
+# --- what never reaches a node -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"text"', b"null", b'{"a": NaN}', b'{"a": "\xff"}', b"[" * 100_000]
+)
+async def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    async with cluster() as pair:
+        response = await pair.client.post("/v1/completions", content=body)
+        assert response.status_code == 400
+        assert "body" in error_of(response)
+        assert not pair.prefill[0].requests
+        assert not pair.decode[0].requests
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_over_the_limit_is_refused(chunked: bool) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(4):
+            yield b" " * 512
+
+    async with cluster(max_body_bytes=1024) as pair:
+        response = await pair.client.post("/generate", content=chunks() if chunked else b" " * 2048)
+        assert response.status_code == 413
+        assert "1024" in error_of(response)
+        assert not pair.decode[0].requests
+
+
+async def test_unknown_paths_and_methods_answer_json_errors() -> None:
+    async with cluster() as pair:
+        assert "/v1/nothing" in error_of(await pair.client.get("/v1/nothing"))
+        wrong_method = await pair.client.get("/v1/completions")
+        assert wrong_method.status_code == 405
+        assert error_of(wrong_method)
+
+
+# --- choice of nodes, models, metrics ----------------------------------------------------------------
+
+
+async def test_round_robin_takes_turns() -> None:
+    async with cluster([delivers] * 2, [says(b"{}")] * 3) as pair:
+        for _ in range(6):
+            await pair.client.post("/generate", json={})
+        assert [len(node.requests) for node in pair.prefill] == [3, 3]
+        assert [len(node.requests) for node in pair.decode] == [2, 2, 2]
+
+
+async def test_least_loaded_looks_at_own_requests_and_at_what_nodes_tell() -> None:
+    async with cluster(
+        [delivers] * 2, [says(b"{}")] * 2, policy="least_loaded", health_interval_secs=0.05
+    ) as pair:
+        pair.decode[0].load = 3
+        await asyncio.sleep(0.3)
+        for _ in range(4):
+            await pair.client.post("/generate", json={})
+        assert [len(node.requests) for node in pair.decode] == [0, 4]
+
+
+def _pool(policy: Any, num_decode: int) -> NodePool:
+    prefill = [Node.from_url(NodeKind.PREFILL, "http://p:1")]
+    decode = [Node.from_url(NodeKind.DECODE, f"http://d:{i}") for i in range(1, num_decode + 1)]
+    pool = NodePool(prefill, decode, policy)
+    for node in pool.nodes:
+        pool.mark_healthy(node)
+    return pool
+
+
+def test_least_loaded_counts_requests_in_flight_once() -> None:
+    pool = _pool("least_loaded", 2)
+    first = pool.pick().decode
+    with pool.working(first):
+        pool.report_load(first, 1)  # the node's own count includes ours
+        assert first.num_foreign == 0
+        assert pool.pick().decode is not first
+    assert first.num_in_flight == 0
+
+
+def test_an_unhealthy_node_does_not_disturb_the_turns_of_the_others() -> None:
+    pool = _pool("round_robin", 3)
+    pool.mark_unhealthy(pool.nodes[2], "gone")
+    assert [pool.pick().decode.url for _ in range(4)] == ["http://d:1", "http://d:3"] * 2
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:1", "ftp://a:1", "http://", "http://a:1/v1", "http://a:x", "http://a:1?q"]
+)
+def test_a_bad_node_url_is_named(url: str) -> None:
+    with pytest.raises(NodeUrlError, match="decode node"):
+        Node.from_url(NodeKind.DECODE, url)
+
+
+async def test_models_of_all_decode_nodes_are_listed_once() -> None:
+    async with cluster(decode=[streams, streams]) as pair:
+        pair.decode[1].models = ("tiny", "other")
+        listing = (await pair.client.get("/v1/models")).json()
+        assert listing["object"] == "list"
+        assert [model["id"] for model in listing["data"]] == ["tiny", "other"]
+
+
+async def test_metrics_count_requests_and_the_time_to_the_first_byte() -> None:
+    async with cluster(decode=says(b"{}")) as pair:
+        await pair.client.post("/generate", json={})
+        await pair.client.post("/generate", content=b"no")
+        metrics = await pair.metrics()
+        assert 'hisparse_pd:router_requests_total{endpoint="/generate",status="200"} 1.0' in metrics
+        assert 'hisparse_pd:router_requests_total{endpoint="/generate",status="400"} 1.0' in metrics
+        assert 'hisparse_pd:router_time_to_first_token_seconds_count{endpoint="/generate"} 1.0' in metrics
+
+
+def test_the_application_is_made_without_io() -> None:
+    settings = RouterSettings(prefill=(("http://127.0.0.1:1", None),), decode=("http://127.0.0.1:2",))
+    assert isinstance(create_app(settings), Starlette)

@@ -1,0 +1,344 @@
+"""The sender: order, turns, failures, deadlines and stuck peers.
+
+A scripted writer stands in for the transport where a failure has to happen at a given moment; the last
+tests run the real Mooncake.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import ArrayLike
+
+from protocol.messages import Room
+from tests.unit.transfer_peer import peer_process
+from transfer.engine import TransferEngine, TransferError
+from transfer.sender import Completion, Sender, WriteBatch
+
+PEER, OTHER_PEER = "10.0.0.1:1", "10.0.0.2:2"
+PATIENCE_SECS = 10.0
+
+
+class ScriptedWriter:
+    """Records writes by their first source address; ``stuck`` sessions hold back, ``bad`` addresses fail."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, int]] = []
+        self.bad: set[int] = set()
+        self.stuck: dict[str, threading.Event] = {}
+        self.started = threading.Semaphore(0)
+
+    def write(
+        self,
+        session: str,
+        src_addrs: ArrayLike,
+        dst_addrs: ArrayLike,
+        lengths: ArrayLike,
+        stop: Callable[[], str] | None = None,
+    ) -> None:
+        addr = int(np.asarray(src_addrs)[0])
+        self.started.release()
+        if session in self.stuck:
+            assert self.stuck[session].wait(PATIENCE_SECS)
+        if addr in self.bad:
+            raise TransferError(f"cannot write {addr}", may_still_land=True)
+        if stop is not None and (reason := stop()):
+            raise TransferError(f"stopped: {reason}")
+        self.written.append((session, addr))
+
+    def block(self, session: str) -> threading.Event:
+        """Make writes to ``session`` hang until the event is set."""
+        self.stuck[session] = threading.Event()
+        return self.stuck[session]
+
+    def wait_for_start(self) -> None:
+        assert self.started.acquire(timeout=PATIENCE_SECS)
+
+
+@pytest.fixture
+def writer() -> ScriptedWriter:
+    return ScriptedWriter()
+
+
+@pytest.fixture
+def sender(writer: ScriptedWriter) -> Iterator[Sender]:
+    sender = Sender(writer)
+    yield sender
+    for event in writer.stuck.values():
+        event.set()
+    assert sender.close(PATIENCE_SECS)
+
+
+def batch(room: int, addr: int, timeout_secs: float = 60.0) -> WriteBatch:
+    return WriteBatch(Room(room), f"tag {addr}", [addr], [addr], [100], time.monotonic() + timeout_secs)
+
+
+def collect(sender: Sender, num_completions: int) -> list[Completion]:
+    completions: list[Completion] = []
+    give_up = time.monotonic() + PATIENCE_SECS
+    while len(completions) < num_completions and time.monotonic() < give_up:
+        completions += sender.poll()
+        time.sleep(0.001)
+    assert len(completions) == num_completions
+    return completions
+
+
+def test_a_completion_says_what_was_written(sender: Sender) -> None:
+    sender.submit(PEER, WriteBatch(Room(7), ("kv", 3), [1, 2], [3, 4], [10, 20]))
+    (completion,) = collect(sender, 1)
+    assert (completion.room, completion.tag) == (7, ("kv", 3))
+    assert (completion.ok, completion.error, completion.may_still_land) == (True, "", False)
+    assert completion.num_bytes == 30
+    assert 0 <= completion.secs < PATIENCE_SECS
+    assert sender.poll() == []
+
+
+def test_batches_of_a_room_go_out_in_order(sender: Sender, writer: ScriptedWriter) -> None:
+    for addr in range(1, 41):
+        sender.submit(PEER, batch(1, addr))
+    assert [completion.tag for completion in collect(sender, 40)] == [f"tag {addr}" for addr in range(1, 41)]
+    assert writer.written == [(PEER, addr) for addr in range(1, 41)]
+
+
+def test_rooms_of_a_peer_take_turns(sender: Sender, writer: ScriptedWriter) -> None:
+    """A short prompt does not wait until a long one has been sent whole."""
+    gate = writer.block(PEER)
+    for addr in (1, 2, 3, 4):
+        sender.submit(PEER, batch(1, addr))
+    writer.wait_for_start()
+    for addr in (10, 11):
+        sender.submit(PEER, batch(2, addr))
+    gate.set()
+    collect(sender, 6)
+    assert [addr for _, addr in writer.written] == [1, 10, 2, 11, 3, 4]
+
+
+def test_a_stuck_peer_does_not_delay_another(sender: Sender, writer: ScriptedWriter) -> None:
+    gate = writer.block(PEER)
+    sender.submit(PEER, batch(1, 1))
+    writer.wait_for_start()
+    sender.submit(OTHER_PEER, batch(2, 2))
+    (completion,) = collect(sender, 1)
+    assert completion.room == 2
+    assert sender.in_flight(Room(1))
+    gate.set()
+    assert collect(sender, 1)[0].room == 1
+    assert not sender.in_flight(Room(1))
+
+
+def test_after_a_failed_batch_nothing_of_the_room_is_sent(sender: Sender, writer: ScriptedWriter) -> None:
+    writer.bad.add(2)
+    gate = writer.block(PEER)
+    for addr in (1, 2, 3):
+        sender.submit(PEER, batch(1, addr))
+    sender.submit(PEER, batch(2, 9))
+    gate.set()
+    completions = {completion.tag: completion for completion in collect(sender, 4)}
+    assert writer.written == [(PEER, 1), (PEER, 9)]
+    assert completions["tag 1"].ok
+    assert completions["tag 9"].ok
+    failed, behind = completions["tag 2"], completions["tag 3"]
+    assert (failed.ok, failed.error, failed.may_still_land) == (False, "cannot write 2", True)
+    assert not behind.ok
+    assert "an earlier batch of the room failed: cannot write 2" in behind.error
+    assert not behind.may_still_land
+    assert (failed.num_bytes, behind.num_bytes) == (0, 0)
+
+
+def test_a_batch_submitted_before_the_failure_was_seen_is_not_sent(
+    sender: Sender, writer: ScriptedWriter
+) -> None:
+    writer.bad.add(1)
+    sender.submit(PEER, batch(1, 1))
+    while sender.num_pending(Room(1)):
+        time.sleep(0.001)
+    sender.submit(PEER, batch(1, 2))
+    assert [completion.ok for completion in collect(sender, 2)] == [False, False]
+    assert writer.written == []
+
+
+def test_a_failed_room_does_not_condemn_its_session_or_its_number(
+    sender: Sender, writer: ScriptedWriter
+) -> None:
+    writer.bad.add(1)
+    sender.submit(PEER, batch(1, 1))
+    assert not collect(sender, 1)[0].ok
+    sender.submit(PEER, batch(2, 2))
+    assert collect(sender, 1)[0].ok
+    sender.submit(OTHER_PEER, batch(1, 3))
+    assert collect(sender, 1)[0].ok
+
+
+def test_an_unexpected_exception_ends_the_batch_and_not_the_thread(
+    sender: Sender, writer: ScriptedWriter
+) -> None:
+    sender.submit(PEER, WriteBatch(Room(1), "bad", [], [], []))  # the scripted writer wants an address
+    (completion,) = collect(sender, 1)
+    assert not completion.ok
+    assert completion.may_still_land
+    assert completion.error.startswith("IndexError")
+    sender.submit(PEER, batch(2, 2))
+    assert collect(sender, 1)[0].ok
+
+
+def test_cancel_drops_what_waits_and_reports_what_flies(sender: Sender, writer: ScriptedWriter) -> None:
+    gate = writer.block(PEER)
+    for addr in (1, 2):
+        sender.submit(PEER, batch(1, addr))
+    sender.submit(PEER, batch(2, 5))
+    writer.wait_for_start()
+    assert sender.num_pending(Room(1)) == 2
+    assert sender.cancel(Room(1))
+    assert not sender.cancel(Room(2))
+    assert not sender.cancel(Room(3))
+    assert [completion.tag for completion in collect(sender, 2)] == ["tag 2", "tag 5"]
+    assert sender.in_flight(Room(1))
+    gate.set()
+    (in_flight,) = collect(sender, 1)
+    assert (in_flight.tag, in_flight.ok, in_flight.may_still_land) == ("tag 1", False, False)
+    assert "the room was cancelled" in in_flight.error
+    assert not sender.in_flight(Room(1))
+    assert writer.written == []
+
+
+def test_a_batch_whose_peer_was_busy_past_its_deadline_is_not_sent(
+    sender: Sender, writer: ScriptedWriter
+) -> None:
+    gate = writer.block(PEER)
+    sender.submit(PEER, batch(1, 1))
+    writer.wait_for_start()
+    sender.submit(PEER, batch(2, 2, timeout_secs=0.02))
+    sender.submit(PEER, batch(2, 3))
+    expired = collect(sender, 2)  # reported while the peer is still busy
+    assert {completion.room for completion in expired} == {2}
+    assert "passed its deadline before the peer was free" in expired[0].error
+    gate.set()
+    assert collect(sender, 1)[0].ok
+    assert writer.written == [(PEER, 1)]
+
+
+def test_an_overdue_batch_is_reported_once_and_still_completes(
+    sender: Sender, writer: ScriptedWriter
+) -> None:
+    gate = writer.block(PEER)
+    sender.submit(PEER, batch(1, 1, timeout_secs=0.02))
+    sender.submit(PEER, batch(1, 2))
+    writer.wait_for_start()
+    assert sender.overdue() == []
+    time.sleep(0.03)
+    assert sender.overdue() == [1]
+    assert sender.overdue() == []
+    assert collect(sender, 1)[0].tag == "tag 2"
+    assert sender.in_flight(Room(1))
+    gate.set()
+    assert collect(sender, 1)[0].tag == "tag 1"
+    assert writer.written == []
+
+
+def test_a_room_writes_to_one_session_at_a_time(sender: Sender, writer: ScriptedWriter) -> None:
+    writer.block(PEER)
+    sender.submit(PEER, batch(1, 1))
+    with pytest.raises(ValueError, match=f"room 1 writes to session {PEER}, not to {OTHER_PEER}"):
+        sender.submit(OTHER_PEER, batch(1, 2))
+
+
+def test_every_completion_wakes_the_loop(writer: ScriptedWriter) -> None:
+    wakeups = threading.Semaphore(0)
+    sender = Sender(writer, wakeups.release)
+    for addr in (1, 2):
+        sender.submit(PEER, batch(1, addr))
+        assert wakeups.acquire(timeout=PATIENCE_SECS)
+        assert len(sender.poll()) == 1
+    assert sender.close(PATIENCE_SECS)
+
+
+def test_an_idle_peers_thread_ends_and_comes_back(writer: ScriptedWriter) -> None:
+    sender = Sender(writer, idle_thread_secs=0.01)
+    name = f"sender {PEER}"
+    for addr in (1, 2):
+        sender.submit(PEER, batch(addr, addr))
+        assert collect(sender, 1)[0].ok
+        give_up = time.monotonic() + PATIENCE_SECS
+        while any(thread.name == name for thread in threading.enumerate()) and time.monotonic() < give_up:
+            time.sleep(0.005)
+        assert all(thread.name != name for thread in threading.enumerate())
+    assert sender.close(PATIENCE_SECS)
+
+
+def test_close_fails_what_waits_and_does_not_wait_for_ever(writer: ScriptedWriter) -> None:
+    gate = writer.block(PEER)
+    sender = Sender(writer)
+    for addr in (1, 2):
+        sender.submit(PEER, batch(1, addr))
+    writer.wait_for_start()
+    started = time.monotonic()
+    assert not sender.close(0.05)
+    assert time.monotonic() - started < PATIENCE_SECS / 2
+    assert [completion.error for completion in sender.poll()] == ["the sender was closed"]
+    with pytest.raises(ValueError, match="room 1: the sender is closed"):
+        sender.submit(PEER, batch(1, 3))
+    gate.set()
+    assert sender.close(PATIENCE_SECS)
+    assert len(sender.poll()) == 1
+
+
+def test_nothing_is_remembered_of_rooms_that_are_over(sender: Sender, writer: ScriptedWriter) -> None:
+    writer.bad.add(3)
+    for room in range(1, 6):
+        sender.submit(PEER, batch(room, room))
+    collect(sender, 5)
+    assert sender._rooms == {}
+
+
+# --- with the real transport --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferEngine]:
+    """An engine that gives a silent peer up after 2 seconds instead of 30."""
+    monkeypatch.setenv("MC_LOG_LEVEL", "ERROR")
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "2")
+    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "2")
+    started = TransferEngine("127.0.0.1")
+    yield started
+    started.close()
+
+
+def test_a_stopped_peer_fails_alone_and_is_served_again(engine: TransferEngine) -> None:
+    memory = torch.arange(4096, dtype=torch.int32).view(torch.uint8)
+    src_addr = engine.register(memory)
+    sender = Sender(engine)
+
+    def submit(peer_session: str, base_addr: int, room: int, num_batches: int = 1) -> None:
+        for number in range(num_batches):
+            start = number * 1000
+            sender.submit(
+                peer_session,
+                WriteBatch(Room(room), number, [src_addr + start], [base_addr + start], [1000]),
+            )
+
+    with peer_process(1 << 16) as stopped, peer_process(1 << 16) as healthy:
+        submit(stopped.session, stopped.base_addr, 1)
+        assert collect(sender, 1)[0].ok
+        stopped.pause()
+        submit(stopped.session, stopped.base_addr, 2, num_batches=2)
+        submit(healthy.session, healthy.base_addr, 3, num_batches=4)
+        started = time.monotonic()
+        assert [completion.room for completion in collect(sender, 4)] == [3] * 4
+        assert time.monotonic() - started < 1.5
+        assert sender.in_flight(Room(2))
+        assert healthy.read(0, 4000) == memory[:4000].numpy().tobytes()
+
+        failed = collect(sender, 2)
+        assert [completion.ok for completion in failed] == [False, False]
+        assert [completion.may_still_land for completion in failed] == [True, False]
+        stopped.resume()
+        submit(stopped.session, stopped.base_addr, 4)
+        assert collect(sender, 1)[0].ok
+        assert stopped.read(0, 1000) == memory[:1000].numpy().tobytes()
+    assert sender.close(PATIENCE_SECS)

@@ -1,0 +1,287 @@
+"""The Mooncake wrapper, with the real Mooncake over TCP on loopback and a peer in a process of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.transfer_peer import Peer, peer_process
+from transfer import engine as engine_module
+from transfer.engine import (
+    MAX_BATCH_DESCRIPTORS,
+    MAX_DESCRIPTOR_BYTES,
+    TransferEngine,
+    TransferError,
+    TransferSetupError,
+    check_rdma_devices,
+    cut_long,
+    quiet_mooncake_logs,
+)
+
+PEER_BYTES = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Peer]:
+    with peer_process(PEER_BYTES) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[TransferEngine]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("MC_LOG_LEVEL", "ERROR")
+    started = TransferEngine("127.0.0.1")
+    yield started
+    started.close()
+    patch.undo()
+
+
+@pytest.fixture
+def source(engine: TransferEngine) -> Iterator[torch.Tensor]:
+    """Registered random bytes, 2 MiB."""
+    memory = torch.randint(0, 256, (2 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    addr = engine.register(memory)
+    yield memory
+    engine.unregister(addr)
+
+
+def test_bytes_land_in_the_other_process(engine: TransferEngine, peer: Peer, source: torch.Tensor) -> None:
+    engine.write(
+        peer.session,
+        [source.data_ptr() + 100, source.data_ptr()],
+        [peer.base_addr, peer.base_addr + 1000],
+        [50, 7],
+    )
+    assert peer.read(0, 50) == source[100:150].numpy().tobytes()
+    assert peer.read(1000, 1007) == source[:7].numpy().tobytes()
+    assert not any(peer.read(50, 1000))
+
+
+def test_two_engines_in_one_process(engine: TransferEngine, source: torch.Tensor) -> None:
+    other = TransferEngine("127.0.0.1")
+    landing = torch.zeros(64, dtype=torch.uint8)
+    addr = other.register(landing)
+    engine.write(other.session, [source.data_ptr()], [addr], [64])
+    assert torch.equal(landing, source[:64])
+    assert other.session != engine.session
+    assert engine.is_reachable(other.session)
+    other.close()
+
+
+def test_a_long_range_and_many_short_ones_arrive_whole(
+    engine: TransferEngine, peer: Peer, source: torch.Tensor
+) -> None:
+    """More descriptors than one batch of Mooncake may have, among them one that has to be cut."""
+    num_items, item_bytes = 3 * MAX_BATCH_DESCRIPTORS + 5, 64
+    long_bytes = 2 * MAX_DESCRIPTOR_BYTES + 13
+    starts = np.random.default_rng(0).permutation(num_items) * item_bytes
+    src = np.concatenate((starts, [0])) + source.data_ptr()
+    dst = np.concatenate((starts[::-1], [PEER_BYTES - long_bytes])) + peer.base_addr
+    engine.write(peer.session, src, dst, np.array([item_bytes] * num_items + [long_bytes]))
+
+    items = source[: num_items * item_bytes].numpy().reshape(num_items, item_bytes)
+    expected = np.empty_like(items)
+    expected[starts[::-1] // item_bytes] = items[starts // item_bytes]
+    assert peer.read(0, num_items * item_bytes) == expected.tobytes()
+    assert peer.read(PEER_BYTES - long_bytes, PEER_BYTES) == source[:long_bytes].numpy().tobytes()
+
+
+def test_writes_of_many_threads_to_one_session_do_not_overflow_it(
+    engine: TransferEngine, peer: Peer, source: torch.Tensor
+) -> None:
+    """Unserialized, three full batches at once end in -1 and break Mooncake's connections to the peer."""
+    failures: list[Exception] = []
+
+    def write() -> None:
+        offsets = np.arange(2 * MAX_BATCH_DESCRIPTORS) * 256
+        try:
+            lengths = np.full(offsets.size, 256)
+            engine.write(peer.session, offsets + source.data_ptr(), offsets + peer.base_addr, lengths)
+        except TransferError as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=write) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+
+
+@pytest.mark.parametrize(
+    ("offset", "num_bytes"),
+    [(-1, 4), ((2 << 20) - 3, 4), (1 << 30, 4), (0, (2 << 20) + 1), (0, 0), (0, 2**62)],
+)
+def test_an_unregistered_source_is_refused_before_anything_is_sent(
+    engine: TransferEngine, peer: Peer, source: torch.Tensor, offset: int, num_bytes: int
+) -> None:
+    before = peer.read(2000, 2064)
+    with pytest.raises(TransferError, match=r"descriptor 1 of 2.*nothing was sent") as error:
+        engine.write(
+            peer.session,
+            [source.data_ptr(), source.data_ptr() + offset],
+            [peer.base_addr + 2000] * 2,
+            [64, num_bytes],
+        )
+    assert not error.value.may_still_land
+    assert peer.read(2000, 2064) == before
+
+
+def test_a_source_across_two_registered_pieces_is_refused(engine: TransferEngine, peer: Peer) -> None:
+    memory = torch.zeros(128, dtype=torch.uint8)
+    low, high = engine.register(memory.data_ptr(), 64), engine.register(memory.data_ptr() + 64, 64)
+    try:
+        assert engine.is_registered(low, 64)
+        assert engine.is_registered(high, 64)
+        assert not engine.is_registered(low, 65)
+        with pytest.raises(TransferError, match="not in registered memory"):
+            engine.write(peer.session, [low], [peer.base_addr], [128])
+    finally:
+        engine.unregister(low)
+        engine.unregister(high)
+
+
+def test_a_destination_outside_the_peers_memory_fails_and_the_session_lives(
+    engine: TransferEngine, peer: Peer, source: torch.Tensor
+) -> None:
+    with pytest.raises(TransferError, match=f"session {peer.session} failed with code -1") as error:
+        engine.write(peer.session, [source.data_ptr()], [peer.base_addr + PEER_BYTES], [64])
+    assert error.value.may_still_land
+    engine.write(peer.session, [source.data_ptr() + 5], [peer.base_addr], [64])
+    assert peer.read(0, 64) == source[5:69].numpy().tobytes()
+
+
+def test_a_peer_that_is_gone_fails_the_write_at_once(engine: TransferEngine, source: torch.Tensor) -> None:
+    with peer_process(1 << 20) as gone:
+        engine.write(gone.session, [source.data_ptr()], [gone.base_addr], [64])
+        assert engine.is_reachable(gone.session)
+        gone.kill()
+        with pytest.raises(TransferError, match="the peer is gone"):
+            engine.write(gone.session, [source.data_ptr()], [gone.base_addr], [64])
+        assert not engine.is_reachable(gone.session)
+
+
+def test_a_write_stops_between_its_parts(engine: TransferEngine, peer: Peer, source: torch.Tensor) -> None:
+    answers = iter(["", "nobody wants it"])
+    offsets = np.arange(2 * MAX_BATCH_DESCRIPTORS)
+    with pytest.raises(TransferError, match=f"stopped after {MAX_BATCH_DESCRIPTORS} bytes: nobody") as error:
+        engine.write(
+            peer.session,
+            offsets + source.data_ptr(),
+            offsets + peer.base_addr,
+            np.ones_like(offsets),
+            stop=lambda: next(answers),
+        )
+    assert not error.value.may_still_land
+
+
+def test_nothing_to_write_is_no_error(engine: TransferEngine) -> None:
+    engine.write("127.0.0.1:1", [], [], [])
+
+
+def test_columns_of_different_length_are_refused(engine: TransferEngine, peer: Peer) -> None:
+    with pytest.raises(TransferError, match="1 sources, 2 destinations and 1 lengths"):
+        engine.write(peer.session, [1], [1, 2], [1])
+
+
+def test_registration_is_checked(engine: TransferEngine, source: torch.Tensor) -> None:
+    addr = source.data_ptr()
+    assert engine.is_registered(addr, source.nbytes)
+    assert not engine.is_registered(addr - 1, 1)
+    for overlapping in (addr, addr + 100, addr - 1):
+        with pytest.raises(TransferError, match="overlaps the registered"):
+            engine.register(overlapping, 2)
+    with pytest.raises(TransferError, match="is not registered"):
+        engine.unregister(addr + 1)
+    with pytest.raises(TransferError, match="not contiguous"):
+        engine.register(torch.zeros(4, 4).t())
+    with pytest.raises(TransferError, match="needs num_bytes"):
+        engine.register(4096)
+    with pytest.raises(TransferError, match="cannot register 65 of 64 bytes"):
+        engine.register(torch.zeros(64, dtype=torch.uint8), 65)
+
+
+def test_unregistered_memory_is_no_source_any_more(engine: TransferEngine, peer: Peer) -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    addr = engine.register(memory)
+    engine.write(peer.session, [addr], [peer.base_addr], [64])
+    engine.unregister(addr)
+    with pytest.raises(TransferError, match="not in registered memory"):
+        engine.write(peer.session, [addr], [peer.base_addr], [64])
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_a_wildcard_is_no_host(host: str) -> None:
+    with pytest.raises(TransferSetupError, match="advertise_host"):
+        TransferEngine(host)
+
+
+def test_the_tcp_protocol_without_acknowledgements_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_PROTO", "1")
+    with pytest.raises(TransferSetupError, match="MC_TCP_PROTO"):
+        TransferEngine("127.0.0.1")
+
+
+def test_quieting_keeps_a_level_that_the_operator_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
+    quiet_mooncake_logs()
+    assert engine_module.os.environ["MC_LOG_LEVEL"] == "INFO"
+
+
+# --- RDMA devices ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def infiniband(tmp_path: Path) -> Path:
+    """A sysfs with one active and one inactive device."""
+    for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / device / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("ib_device", ["", "mlx5_0"])
+def test_usable_rdma_devices_pass(infiniband: Path, ib_device: str) -> None:
+    check_rdma_devices(ib_device, infiniband)
+
+
+@pytest.mark.parametrize(
+    ("ib_device", "message"),
+    [
+        ("mlx5_7", "ib_device mlx5_7: not in .* has mlx5_0, mlx5_1"),
+        ("mlx5_0,mlx5_7", "mlx5_7"),
+        ("mlx5_0, mlx5_1", "mlx5_1 has no active port"),
+    ],
+)
+def test_unusable_rdma_devices_are_named(infiniband: Path, ib_device: str, message: str) -> None:
+    with pytest.raises(TransferSetupError, match=message):
+        TransferEngine("127.0.0.1", "rdma", ib_device, sysfs_infiniband=infiniband)
+
+
+def test_a_machine_without_rdma_devices_does_not_fall_back_to_tcp(tmp_path: Path) -> None:
+    for sysfs in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(TransferSetupError, match="no RDMA device"):
+            TransferEngine("127.0.0.1", "rdma", sysfs_infiniband=sysfs)
+
+
+def test_no_active_port_at_all_is_refused(infiniband: Path) -> None:
+    (infiniband / "mlx5_0" / "ports" / "1" / "state").write_text("2: INIT\n")
+    with pytest.raises(TransferSetupError, match="mlx5_0, mlx5_1 has no active port"):
+        check_rdma_devices("", infiniband)
+
+
+# --- cutting --------------------------------------------------------------------------------------------
+
+
+def test_long_ranges_are_cut_in_order() -> None:
+    src, dst, lengths = cut_long(np.array([100, 0]), np.array([1000, 5]), np.array([10, 3]), 4)
+    assert src.tolist() == [100, 104, 108, 0]
+    assert dst.tolist() == [1000, 1004, 1008, 5]
+    assert lengths.tolist() == [4, 4, 2, 3]

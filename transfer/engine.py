@@ -1,0 +1,303 @@
+"""Owns a Mooncake transfer engine: its session, its registered memory, and one-sided writes from it.
+
+Mooncake answers with bare return codes and trusts its caller. This wrapper does not: a source that is not
+registered here is refused (Mooncake reports success for it and sends nothing), an RDMA transport without
+a usable device is refused (Mooncake falls back to TCP in silence), batches stay below the size at which
+its queues overflow, and every code becomes an exception.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from transfer.extents import SlotArray, as_slots
+
+_SYSFS_INFINIBAND = Path("/sys/class/infiniband")
+_WILDCARD_HOSTS = ("", "0.0.0.0", "::", "*")
+
+MAX_BATCH_DESCRIPTORS = 512
+"""Descriptors in one call of Mooncake.
+
+Over TCP it queues 1024 for each peer. Past that it fails the batch and, seen with 0.3.13, the connections to
+the peer for good. Half leaves room for what a failed batch left queued; larger batches are not faster.
+"""
+
+MAX_DESCRIPTOR_BYTES = 512 << 10
+"""Longer byte ranges are cut, because Mooncake spreads descriptors over its connections to a peer, not bytes.
+
+docs/decisions.md has the measurement.
+"""
+
+
+class TransferError(Exception):
+    """A write or a registration failed.
+
+    ``may_still_land``: bytes were handed to the transport, and some may reach the peer's memory even after
+    this error; until the transport's timeouts have passed, that memory must not be reused.
+    """
+
+    def __init__(self, message: str, *, may_still_land: bool = False) -> None:
+        super().__init__(message)
+        self.may_still_land = may_still_land
+
+
+class TransferSetupError(TransferError):
+    """The engine cannot start: a package, system library, host or RDMA device is missing or wrong."""
+
+
+class HasMemory(Protocol):
+    """Contiguous memory, such as a torch tensor on any device."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def data_ptr(self) -> int: ...
+
+    def is_contiguous(self) -> bool: ...
+
+
+def quiet_mooncake_logs() -> None:
+    """Keep Mooncake's log to errors. Call at a process's start: Mooncake reads the level at its import.
+
+    A level that the environment sets already stands.
+    """
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+
+
+class TransferEngine:
+    """One Mooncake engine. Any thread may call it; writes to one session take turns.
+
+    ``host``: the address that peers reach this engine at, no wildcard. ``ib_device``: one or several RDMA
+    device names separated by commas; empty lets Mooncake use every device. Raises TransferSetupError.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        protocol: Literal["tcp", "rdma"] = "tcp",
+        ib_device: str = "",
+        *,
+        sysfs_infiniband: Path = _SYSFS_INFINIBAND,
+    ) -> None:
+        if host in _WILDCARD_HOSTS:
+            raise TransferSetupError(f"host {host!r}: peers need an address to reach; set advertise_host")
+        if protocol == "rdma":
+            check_rdma_devices(ib_device, sysfs_infiniband)
+        _check_environment()
+        self._lock = threading.Lock()
+        self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # a session's writers
+        self._starts: list[int] = []  # sorted addresses of the registered memory
+        self._end_at: dict[int, int] = {}
+        self._owner_at: dict[int, HasMemory | None] = {}  # keeps registered tensors alive
+        self._mooncake = _new_mooncake_engine()
+        code = self._mooncake.initialize(host, "P2PHANDSHAKE", protocol, ib_device)
+        if code != 0:
+            raise TransferSetupError(
+                f"Mooncake cannot start on host {host!r} with protocol {protocol}: code {code}"
+            )
+        self.session = f"{host}:{self._mooncake.get_rpc_port()}"
+
+    def register(self, memory: HasMemory | int, num_bytes: int | None = None) -> int:
+        """Open memory to the transport, for reading and for peers' writes; returns its address.
+
+        ``memory``: a contiguous tensor, kept alive until it is unregistered, or an address, which needs
+        ``num_bytes`` and stays the caller's to keep. Raises TransferError when it overlaps registered memory,
+        or when Mooncake refuses it (RDMA: the locked-memory limit of the process).
+        """
+        addr, num_bytes, owner = _resolve(memory, num_bytes)
+        with self._lock:
+            after = bisect_left(self._starts, addr + num_bytes)
+            if after and self._end_at[self._starts[after - 1]] > addr:
+                start = self._starts[after - 1]
+                raise TransferError(
+                    f"memory [{addr:#x}, {addr + num_bytes:#x}) overlaps the registered "
+                    f"[{start:#x}, {self._end_at[start]:#x}); unregister that first"
+                )
+            code = self._mooncake.register_memory(addr, num_bytes)
+            if code != 0:
+                raise TransferError(
+                    f"Mooncake cannot register {num_bytes} bytes at {addr:#x}: code {code}; "
+                    "for RDMA raise the locked-memory limit (ulimit -l)"
+                )
+            insort(self._starts, addr)
+            self._end_at[addr] = addr + num_bytes
+            self._owner_at[addr] = owner
+        return addr
+
+    def unregister(self, addr: int) -> None:
+        """Undo ``register``, by the address it returned. Raises TransferError for any other."""
+        with self._lock:
+            if addr not in self._end_at:
+                raise TransferError(f"memory at {addr:#x} is not registered")
+            code = self._mooncake.unregister_memory(addr)
+            self._starts.remove(addr)
+            del self._end_at[addr], self._owner_at[addr]
+        if code != 0:
+            raise TransferError(f"Mooncake cannot unregister the memory at {addr:#x}: code {code}")
+
+    def is_registered(self, addr: int, num_bytes: int) -> bool:
+        """Whether ``[addr, addr + num_bytes)`` lies in one registered piece of memory."""
+        with self._lock:
+            before = bisect_right(self._starts, addr) - 1
+            return before >= 0 and addr + num_bytes <= self._end_at[self._starts[before]]
+
+    def write(
+        self,
+        session: str,
+        src_addrs: ArrayLike,
+        dst_addrs: ArrayLike,
+        lengths: ArrayLike,
+        stop: Callable[[], str] | None = None,
+    ) -> None:
+        """Write ``lengths[i]`` bytes from ``src_addrs[i]`` here to ``dst_addrs[i]`` in the peer's memory.
+
+        All: integers [num_descriptors]. Blocks, without the interpreter lock, until every byte has landed; up
+        to Mooncake's own timeout (30 s over TCP) when the peer does not answer. ``stop`` is asked between
+        parts of a long write and ends it with the reason that it returns.
+
+        Raises TransferError. Its ``may_still_land`` is False when the arguments were refused, in which case
+        nothing was sent, and when ``stop`` ended the write, in which case all that was sent has landed.
+        """
+        src, dst, num_bytes = as_slots(src_addrs), as_slots(dst_addrs), as_slots(lengths)
+        if not src.size == dst.size == num_bytes.size:
+            raise TransferError(f"{src.size} sources, {dst.size} destinations and {num_bytes.size} lengths")
+        if src.size == 0:
+            return
+        self._check_sources(src, num_bytes)
+        src, dst, num_bytes = cut_long(src, dst, num_bytes, MAX_DESCRIPTOR_BYTES)
+        turn = self._turn(session)
+        with turn:
+            for first in range(0, src.size, MAX_BATCH_DESCRIPTORS):
+                if stop is not None and (reason := stop()):
+                    raise TransferError(f"stopped after {num_bytes[:first].sum()} bytes: {reason}")
+                part = slice(first, first + MAX_BATCH_DESCRIPTORS)
+                code = self._mooncake.batch_transfer_sync_write(
+                    session, src[part].tolist(), dst[part].tolist(), num_bytes[part].tolist()
+                )
+                if code != 0:
+                    raise TransferError(
+                        f"write of {num_bytes.sum()} bytes to session {session} failed with code {code} "
+                        f"after {num_bytes[:first].sum()} bytes; the peer is gone, does not answer, or has "
+                        "not registered the destination",
+                        may_still_land=True,
+                    )
+
+    def is_reachable(self, session: str) -> bool:
+        """Whether a peer answers at ``session`` now."""
+        return bool(self._mooncake.send_probe(session) == 0)
+
+    def close(self) -> None:
+        """Unregister everything and leave the network. No write may be in progress; the engine is used up."""
+        with self._lock:
+            for addr in self._starts:
+                self._mooncake.unregister_memory(addr)
+            self._starts.clear()
+            self._end_at.clear()
+            self._owner_at.clear()
+            self._mooncake = None
+
+    def _turn(self, session: str) -> threading.Lock:
+        with self._lock:
+            turn = self._turns.get(session)
+            if turn is None:
+                turn = self._turns[session] = threading.Lock()
+            return turn
+
+    def _check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None:
+        with self._lock:
+            starts = np.array([0, *self._starts], np.int64)
+            ends = np.array([0, *(self._end_at[start] for start in self._starts)], np.int64)
+        nearest = np.searchsorted(starts, src, side="right") - 1
+        bad = (num_bytes < 1) | (src < 1) | (num_bytes > ends[nearest] - src)
+        if bad.any():
+            worst = int(np.argmax(bad))
+            raise TransferError(
+                f"source of {num_bytes[worst]} bytes at {src[worst]:#x} (descriptor {worst} of {src.size}) "
+                "is not in registered memory; nothing was sent"
+            )
+
+
+def cut_long(
+    src_addrs: SlotArray, dst_addrs: SlotArray, lengths: SlotArray, max_bytes: int
+) -> tuple[SlotArray, SlotArray, SlotArray]:
+    """The same byte ranges with none longer than ``max_bytes``, in order."""
+    if lengths.max(initial=0) <= max_bytes:
+        return src_addrs, dst_addrs, lengths
+    num_pieces = -(-lengths // max_bytes)
+    first_piece = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    offset = (np.arange(first_piece.size, dtype=np.int64) - first_piece) * max_bytes
+    return (
+        np.repeat(src_addrs, num_pieces) + offset,
+        np.repeat(dst_addrs, num_pieces) + offset,
+        np.minimum(np.repeat(lengths, num_pieces) - offset, max_bytes),
+    )
+
+
+def check_rdma_devices(ib_device: str, sysfs_infiniband: Path = _SYSFS_INFINIBAND) -> None:
+    """Raise TransferSetupError unless the RDMA devices named in ``ib_device`` exist with an active port.
+
+    When it names none, one usable device is enough.
+    """
+    present = sorted(path.name for path in sysfs_infiniband.iterdir()) if sysfs_infiniband.is_dir() else []
+    if not present:
+        raise TransferSetupError(
+            f"protocol rdma: no RDMA device in {sysfs_infiniband}; load the driver or use protocol tcp"
+        )
+    named = [name.strip() for name in ib_device.split(",") if name.strip()]
+    missing = [name for name in named if name not in present]
+    if missing:
+        raise TransferSetupError(
+            f"ib_device {', '.join(missing)}: not in {sysfs_infiniband}, which has {', '.join(present)}"
+        )
+    inactive = [name for name in named or present if not _has_active_port(sysfs_infiniband / name)]
+    if inactive and (named or inactive == present):
+        raise TransferSetupError(f"RDMA device {', '.join(inactive)} has no active port; check the link")
+
+
+def _has_active_port(device: Path) -> bool:
+    return any(state.read_text().strip().endswith(": ACTIVE") for state in device.glob("ports/*/state"))
+
+
+def _resolve(memory: HasMemory | int, num_bytes: int | None) -> tuple[int, int, HasMemory | None]:
+    """Address, length and owner of what ``register`` was given."""
+    if isinstance(memory, int):
+        addr, owner, available = memory, None, num_bytes
+        if num_bytes is None:
+            raise TransferError(f"memory at {addr:#x}: an address needs num_bytes")
+    else:
+        addr, owner, available = memory.data_ptr(), memory, memory.nbytes
+        if not memory.is_contiguous():
+            raise TransferError(f"the tensor at {addr:#x} is not contiguous, it cannot be registered")
+        num_bytes = available if num_bytes is None else num_bytes
+    if addr < 1 or not 1 <= num_bytes <= (available or 0):
+        raise TransferError(f"cannot register {num_bytes} of {available} bytes at {addr:#x}")
+    return addr, num_bytes, owner
+
+
+def _check_environment() -> None:
+    if os.environ.get("MC_TCP_PROTO") == "1":
+        raise TransferSetupError(
+            "MC_TCP_PROTO=1 in the environment: that version of Mooncake's TCP protocol reports a write as "
+            "done before it has landed, and even when the peer refuses it; unset MC_TCP_PROTO"
+        )
+
+
+def _new_mooncake_engine() -> Any:
+    # Imported here: the extension starts to log and reads its environment when it is imported.
+    try:
+        from mooncake.engine import TransferEngine as MooncakeEngine
+    except ImportError as error:
+        raise TransferSetupError(
+            f"Mooncake cannot be imported ({error}); install one of the packages mooncake-transfer-engine* "
+            "and the system libraries libibverbs1 and libnuma1"
+        ) from error
+    return MooncakeEngine()
