@@ -216,6 +216,8 @@ class DecodeEngine:
             [len(request.output_token_ids) for request in batch],
             self._spec.eos_token_ids,
         )
+        for request, counters in zip(batch, step.counters(), strict=True):
+            request.row_counters = counters
         return token_ids, logprobs, step.errors()
 
     # --- beside the work --------------------------------------------------------------------------

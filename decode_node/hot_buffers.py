@@ -123,6 +123,7 @@ class HotBuffers:
         request.hits += hits
         request.misses += misses
         request.evictions += evictions
+        request.row_counters = (0, 0, 0)
         self._ended_counters += counters
         self.state.reset_row(row)
         self._index_pages.pop(row, None)
@@ -230,6 +231,10 @@ class DecodeStep:
             k_host=self._memory.k_host,
             k_dev=self._memory.k_dev,
         )
+
+    def counters(self) -> list[tuple[int, int, int]]:
+        """For each request the hits, misses and evictions of its row so far."""
+        return [(hits, misses, lost) for hits, misses, lost in self._state.counters[self._req_rows].tolist()]
 
     def errors(self) -> list[str]:
         """For each request what the kernels found wrong with it; empty when nothing."""

@@ -304,7 +304,7 @@ class Lifecycle:
                 logprobs=() if logprob is None else (logprob,),
                 finish_reason=reason,
                 matched_stop_token=matched,
-                stats=None if reason is None else request.stats(),
+                stats=request.stats(),
             )
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -126,10 +126,7 @@ class _Peer:
 
 @dataclass
 class Peers:
-    """All prefill nodes that this node knows. Times are of ``time.monotonic``; made and used by one thread.
-
-    ``look_up`` is a parameter for tests that need an endpoint without HTTP.
-    """
+    """All prefill nodes that this node knows, for one thread. Times are of ``time.monotonic``."""
 
     node_id: str
     session: str
@@ -139,7 +136,6 @@ class Peers:
     heartbeat_timeout_secs: float
     poller: Poller
     keys: ControlKeys | None = None
-    look_up: Callable[[str, int], BootstrapInfo] = look_up
     dropped: Counter[str] = field(default_factory=Counter)
     """Messages dropped by connections that are closed by now; see ``num_dropped``."""
 
@@ -351,7 +347,7 @@ class Peers:
 
     def _start_lookup(self, peer: _Peer) -> None:
         if peer.lookup is None:
-            peer.lookup = self._threads.submit(self.look_up, *peer.address)
+            peer.lookup = self._threads.submit(look_up, *peer.address)
             peer.lookup.add_done_callback(lambda _: self._wakeup.set())
 
     def _give_up(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:

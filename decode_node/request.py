@@ -98,6 +98,8 @@ class Request:
     hits: int = 0
     misses: int = 0
     evictions: int = 0
+    """Of the rows it had before; ``row_counters`` are those of the present one."""
+    row_counters: tuple[int, int, int] = (0, 0, 0)
     num_retractions: int = 0
 
     @property
@@ -147,12 +149,13 @@ class Request:
         self.state = state
 
     def stats(self) -> RequestStats:
+        hits, misses, evictions = self.row_counters
         return RequestStats(
             mode=self.mode,
             num_cached_tokens=self.num_cached_tokens,
-            hits=self.hits,
-            misses=self.misses,
-            evictions=self.evictions,
+            hits=self.hits + hits,
+            misses=self.misses + misses,
+            evictions=self.evictions + evictions,
             transfer_bytes=self.transfer_bytes,
             transfer_secs=self.transfer_secs,
             num_retractions=self.num_retractions,

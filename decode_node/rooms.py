@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from enum import Enum, auto
 
-from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
+from decode_node.pools import PoolKind, Pools, Stage
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission, Growth, Resumption
@@ -174,6 +174,3 @@ class Rooms:
                 Stage.QUARANTINED: len(self.quarantine),
             }
         )
-
-    def used_by_stage(self) -> dict[Stage, SlotCounts]:
-        return {stage: self.pools.used(stage) for stage in Stage}

@@ -185,52 +185,63 @@ class HotBufferState:
         self.page_table[row, first_page:end_page] = page_ids.to(self.page_table)
 
     def check_consistency(self, seq_lens: dict[int, int] | None = None) -> None:
-        """Verify the rules above for every row; with ``seq_lens`` (row → seq_len of its last step) also
-        placement.
+        """Verify the rules above for every row; with ``seq_lens`` (of a row's last step) placement too.
 
         Synchronises with the device. Raises RuntimeError with group, row, hot_index and both values.
         """
+        capacities = self.capacity.tolist()
         for group in range(self.num_groups):
-            for row in range(self.num_rows):
-                self._check_row(group, row, None if seq_lens is None else seq_lens.get(row))
+            self._check_dense_rows(group)
+            for row, capacity in enumerate(capacities):
+                if capacity:
+                    self._check_row(group, row, capacity, (seq_lens or {}).get(row))
 
-    def _check_row(self, group: int, row: int, seq_len: int | None) -> None:
+    def _check_dense_rows(self, group: int) -> None:
+        is_used = (self.hot_to_position[group] != ABSENT).any(1) | (
+            self.position_to_hot[group] != ABSENT
+        ).any(1)
+        wrong = torch.nonzero(is_used & (self.capacity == 0)).flatten()
+        if wrong.numel():
+            raise RuntimeError(f"group {group}, row {int(wrong[0])}: entries in use, but its capacity is 0")
+
+    def _check_row(self, group: int, row: int, capacity: int, seq_len: int | None) -> None:
         where = f"group {group}, row {row}"
-        capacity = int(self.capacity[row])
         forward = self.position_to_hot[group, row].cpu()
         backward = self.hot_to_position[group, row].cpu()
         stamps = self.stamps[group, row].cpu()
+        step = int(self.step[group, row])
         positions = torch.nonzero(forward != ABSENT).flatten()
         entries = torch.nonzero(backward != ABSENT).flatten()
         if positions.numel() != entries.numel():
-            raise RuntimeError(
-                f"{where}: {positions.numel()} hot positions but {entries.numel()} used entries"
-            )
+            raise RuntimeError(f"{where}: {positions.numel()} hot positions, {entries.numel()} used entries")
         if entries.numel() and int(entries[-1]) >= capacity:
             raise RuntimeError(f"{where}: hot_index {int(entries[-1])} in use, capacity is {capacity}")
-        for position in positions.tolist():
-            hot_index = int(forward[position])
-            if not 0 <= hot_index < capacity or int(backward[hot_index]) != position:
-                raise RuntimeError(
-                    f"{where}: position {position} maps to hot_index {hot_index}, which holds "
-                    f"{int(backward[hot_index]) if 0 <= hot_index < capacity else 'nothing'}"
-                )
+        hot_indices = forward[positions].long()
+        is_lost = backward[hot_indices.clamp(0, capacity - 1)] != positions
+        if is_lost.any():
+            position, hot_index = int(positions[is_lost][0]), int(hot_indices[is_lost][0])
+            raise RuntimeError(
+                f"{where}: position {position} maps to hot_index {hot_index}, which is another's"
+            )
         mismatched = torch.nonzero((stamps == ABSENT) != (backward == ABSENT)).flatten()
         if mismatched.numel():
+            entry = int(mismatched[0])
             raise RuntimeError(
-                f"{where}: hot_index {int(mismatched[0])}: a stamp exactly where an entry is used"
+                f"{where}: hot_index {entry} has stamp {int(stamps[entry])} "
+                f"and position {int(backward[entry])}"
             )
-        if int(stamps.max()) > int(self.step[group, row]):
-            raise RuntimeError(f"{where}: stamp {int(stamps.max())} after step {int(self.step[group, row])}")
-        if seq_len is None or capacity == 0 or not entries.numel():
+        if int(stamps.max()) > step:
+            raise RuntimeError(f"{where}: stamp {int(stamps.max())} after step {step}")
+        if seq_len is None or step == 0:
             return
         if seq_len <= capacity:
-            moved = torch.nonzero(forward[positions] != positions).flatten()
-            if moved.numel():
+            is_moved = hot_indices != positions
+            if is_moved.any():
+                position, hot_index = int(positions[is_moved][0]), int(hot_indices[is_moved][0])
                 raise RuntimeError(
-                    f"{where}: position {int(positions[moved[0]])} is not at its own hot_index"
+                    f"{where}: position {position} is at hot_index {hot_index}, not at its own"
                 )
-        elif int(self.step[group, row]) and int(backward[capacity - 1]) != seq_len - 1:
+        elif int(backward[capacity - 1]) != seq_len - 1:
             raise RuntimeError(
                 f"{where}: hot_index {capacity - 1} holds position {int(backward[capacity - 1])}, "
                 f"not the newest one, {seq_len - 1}"

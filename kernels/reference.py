@@ -151,17 +151,16 @@ class _HotStep:
         Free entries carry the oldest stamp of all. Moves the clock hand behind the last one taken.
         """
         num_movable = capacity - 1
+        hand = int(self._clock_hand[row])
         stamps = self._stamps[row, :num_movable]
-        candidates = np.flatnonzero(stamps < now)
-        num_taken = min(num_wanted, len(candidates))
+        in_clock_order = np.concatenate((stamps[hand:], stamps[:hand]))
+        num_taken = min(num_wanted, int(np.count_nonzero(in_clock_order < now)))
         if num_taken == 0:
             return _NO_SLOTS
-        hand = int(self._clock_hand[row])
-        age = stamps[candidates].astype(np.int64) * capacity + (candidates - hand) % num_movable
-        if num_taken < len(candidates):
-            oldest = np.argpartition(age, num_taken - 1)[:num_taken]
-            candidates, age = candidates[oldest], age[oldest]
-        taken: Ints = candidates[np.argsort(age)]
+        # Entries that this step uses have the latest stamp, so they come last and are never reached.
+        age = in_clock_order.astype(np.int64) * num_movable + np.arange(num_movable)
+        oldest = np.argpartition(age, num_taken - 1)[:num_taken]
+        taken: Ints = (oldest[np.argsort(age[oldest])] + hand) % num_movable
         self._clock_hand[row] = (taken[-1] + 1) % num_movable
         return taken
 

@@ -20,7 +20,7 @@ from model.spec import CheckpointError, ModelSpec
 
 
 class KvAccess(Protocol):
-    """Where a forward's keys are written and read; one object a forward. Tokens are in the forward's order."""
+    """Where a forward's keys are written and read; one object a forward, tokens in the forward's order."""
 
     def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
         """Store the new tokens' items [num_tokens, item_dim] and, unless the layer shares an index, their

@@ -58,6 +58,8 @@ INDEX_HEADS = 4
 INDEX_DIM = 32
 SHARED = INDEX_DIM - ROPE
 """Key dimensions without position that attention and indexer have in common."""
+NUM_KEPT = HIDDEN * 3 // 8
+"""Hidden channels that carry a token unchanged through the layers of an index group but the last."""
 NUM_EXPERTS = 8
 EXPERT_DIM = 32
 DENSE_DIM = 192
@@ -139,12 +141,27 @@ def _config(variant: str) -> dict[str, Any]:
     return config
 
 
+@dataclass(frozen=True)
+class _Directions:
+    """What attention and the indexer of one index group score by."""
+
+    latent: Array
+    k_rope: Array
+    shared_key: Array
+    q_a: Array
+    common_nope: Array
+    common_rope: Array
+
+
 class _Maker:
     """Draws the weights of one checkpoint in a fixed order."""
 
     def __init__(self, seed: int, scales: _Scales) -> None:
         self._random = np.random.RandomState(seed)
         self._scales = scales
+        self._directions: _Directions
+        self._group_layers_left = 0
+        self._keeps_channels = False
 
     def matrix(self, num_out: int, num_in: int, gain: float = 1.0) -> Array:
         """Rows that turn inputs of unit variance into outputs of ``gain``."""
@@ -158,9 +175,19 @@ class _Maker:
         return drawn
 
     def to_hidden(self, num_in: int, gain: float = 1.0) -> Array:
-        """Like ``matrix``, leaving the constant channel alone."""
+        """Like ``matrix``, leaving the constant channel alone, and the kept channels while they are kept."""
         drawn = self.matrix(HIDDEN, num_in, gain)
         drawn[0] = 0
+        if self._keeps_channels:
+            drawn[:NUM_KEPT] = 0
+            drawn *= np.sqrt(HIDDEN / (HIDDEN - NUM_KEPT))
+        return drawn
+
+    def from_kept(self, num_out: int, num_rows: int) -> Array:
+        """Like ``from_hidden``, the first ``num_rows`` outputs blind to all but the kept channels."""
+        drawn = self.from_hidden(num_out)
+        drawn[:num_rows, NUM_KEPT:] = 0
+        drawn[:num_rows] *= np.sqrt(HIDDEN / NUM_KEPT)
         return drawn
 
     def ends(self) -> dict[str, Array]:
@@ -176,13 +203,37 @@ class _Maker:
             "lm_head.weight": head,
         }
 
-    def attention(self, variant: str, has_indexer: bool) -> dict[str, Array]:
-        scales = self._scales
-        latent = self.from_hidden(KV_LORA)
-        k_rope = self.from_hidden(ROPE)
+    def begin_group(self, num_layers: int) -> None:
+        """Draw what the layers of an index group have in common.
+
+        With one layer that is nothing but its own; with several, the directions read only hidden channels
+        that no layer of the group but the last writes to, so that a shared layer attends by the very scores
+        that its positions were selected by.
+        """
+        self._group_layers_left = num_layers
+        half_latent, half_query = (KV_LORA // 2, Q_LORA // 2) if num_layers > 1 else (0, 0)
         shared_key = self.matrix(SHARED, KV_LORA)
-        common_nope = self.matrix(SHARED, Q_LORA, scales.query)
-        common_rope = self.matrix(ROPE, Q_LORA, scales.query)
+        common_query = self.matrix(SHARED + ROPE, Q_LORA, self._scales.query)
+        if num_layers > 1:
+            shared_key[:, half_latent:] = 0
+            common_query[:, half_query:] = 0
+            shared_key *= np.sqrt(2)
+            common_query *= np.sqrt(2)
+        self._directions = _Directions(
+            latent=self.from_kept(KV_LORA, half_latent),
+            k_rope=self.from_kept(ROPE, ROPE if num_layers > 1 else 0),
+            shared_key=shared_key,
+            q_a=self.from_kept(Q_LORA, half_query),
+            common_nope=common_query[:SHARED],
+            common_rope=common_query[SHARED:],
+        )
+
+    def attention(self, variant: str, has_indexer: bool) -> dict[str, Array]:
+        scales, directions = self._scales, self._directions
+        self._group_layers_left -= 1
+        self._keeps_channels = self._group_layers_left > 0
+        shared_key, common_nope = directions.shared_key, directions.common_nope
+        common_rope = directions.common_rope
         q_b, kv_b = [], []
         for _ in range(NUM_HEADS):
             q_b += [
@@ -192,10 +243,10 @@ class _Maker:
             ]
             kv_b += [shared_key, self.matrix(NOPE - SHARED, KV_LORA), self.matrix(V_DIM, KV_LORA)]
         weights = {
-            "q_a_proj.weight": self.from_hidden(Q_LORA),
+            "q_a_proj.weight": directions.q_a,
             "q_a_layernorm.weight": np.ones(Q_LORA),
             "q_b_proj.weight": np.concatenate(q_b),
-            "kv_a_proj_with_mqa.weight": np.concatenate((latent, k_rope)),
+            "kv_a_proj_with_mqa.weight": np.concatenate((directions.latent, directions.k_rope)),
             "kv_a_layernorm.weight": np.ones(KV_LORA),
             "kv_b_proj.weight": np.concatenate(kv_b),
             "o_proj.weight": self.to_hidden(NUM_HEADS * V_DIM, scales.attention_out),
@@ -214,7 +265,9 @@ class _Maker:
             head_weights[:, 0] = np.array(signs) / scales.constant
             weights |= {
                 "indexer.wq_b.weight": np.concatenate(wq_b),
-                "indexer.wk.weight": np.concatenate((k_rope[order], shared_key @ latent)),
+                "indexer.wk.weight": np.concatenate(
+                    (directions.k_rope[order], shared_key @ directions.latent)
+                ),
                 "indexer.k_norm.weight": np.ones(INDEX_DIM),
                 "indexer.k_norm.bias": np.zeros(INDEX_DIM),
                 "indexer.weights_proj.weight": head_weights,
@@ -240,7 +293,8 @@ class _Maker:
         return weights | self.mlp("mlp.shared_experts", 2 * EXPERT_DIM, scales.mlp_out)
 
 
-_SEEDS = {"v32": 5, "glm": 3}
+_SEEDS = {"v32": 16, "glm": 27}
+"""Of those tried, the ones with the most varied text and the clearest choices between tokens."""
 
 
 def _write_weights(file: Path, variant: str, config: dict[str, Any], scales: _Scales) -> None:
@@ -249,8 +303,12 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], scales: _Sc
     maker = _Maker(_SEEDS[variant], scales)
     weights = maker.ends()
     indexer_types = config.get("indexer_types", ["full"] * NUM_LAYERS)
+    starts = [number for number in range(NUM_LAYERS) if indexer_types[number] == "full"]
+    group_sizes = dict(zip(starts, np.diff([*starts, NUM_LAYERS]).tolist(), strict=True))
     for number in range(NUM_LAYERS):
-        layer = maker.attention(variant, indexer_types[number] == "full")
+        if number in group_sizes:
+            maker.begin_group(group_sizes[number])
+        layer = maker.attention(variant, number in group_sizes)
         is_dense = number < config["first_k_dense_replace"]
         layer |= maker.mlp("mlp", DENSE_DIM, scales.mlp_out) if is_dense else maker.moe()
         layer |= {

@@ -47,7 +47,7 @@ def sample(
 def finish_reason(
     token_id: int, num_output: int, params: SamplingParams, eos_token_ids: Sequence[int]
 ) -> tuple[FinishReason | None, int | None]:
-    """Why the request ends with ``token_id`` as its ``num_output``-th output token, and the stop token met."""
+    """Why a request ends with ``token_id`` as its ``num_output``-th output token, and the stop token met."""
     is_eos = token_id in eos_token_ids and not params.ignore_eos
     if is_eos or token_id in params.stop_token_ids:
         return FinishReason.STOP, token_id

@@ -28,6 +28,10 @@ class Peer:
     last_heard_secs: float
     is_lost: bool = False
 
+    def is_same(self, session: str, page_size: int, regions: dict[RegionKind, RegionView]) -> bool:
+        """Whether a registration is by the process that made this one: its memory is where it was."""
+        return (self.session, self.page_size, self.regions) == (session, page_size, regions)
+
 
 class PeerTable:
     """Registered decode nodes by node id and by connection."""
@@ -46,8 +50,9 @@ class PeerTable:
         regions = {
             region.kind: _view(region, self._geometry, self._aux_slot_bytes) for region in register.regions
         }
+        page_size = register.geometry.page_size
         known = self._by_node.get(register.node_id)
-        if known is not None and (known.session, known.regions) == (register.session, regions):
+        if known is not None and known.is_same(register.session, page_size, regions):
             self._by_identity.pop(known.identity, None)
             known.identity = identity
             known.last_heard_secs = now_secs
@@ -56,9 +61,7 @@ class PeerTable:
         replaced = [peer for peer in (known, self._by_identity.get(identity)) if peer is not None]
         for peer in replaced:
             self._drop(peer)
-        peer = Peer(
-            register.node_id, register.session, identity, register.geometry.page_size, regions, now_secs
-        )
+        peer = Peer(register.node_id, register.session, identity, page_size, regions, now_secs)
         self._by_node[peer.node_id] = peer
         self._by_identity[identity] = peer
         return peer, replaced

@@ -204,7 +204,6 @@ class PrefixCache:
             keys=node.keys[:num_upper],
             page_ids=node.page_ids[:num_upper],
             num_leases=node.num_leases,
-            last_used=node.last_used,
         )
         del node.keys[:num_upper], node.page_ids[:num_upper]
         upper.children[node.keys[0]] = node

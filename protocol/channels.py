@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 _SEND_HWM = 10_000
 _RECEIVE_BURST = 1_000
+_FAREWELL_MILLISECS = 1_000
+"""The last answers, which say that the node is shutting down, may still leave."""
 
 
 class ControlKeyError(ValueError):
@@ -143,7 +145,7 @@ class ControlServer:
     def close(self) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
-        self.socket.close()
+        self.socket.close(linger=_FAREWELL_MILLISECS)
         self._context.term()
 
 

@@ -114,7 +114,10 @@ class EngineReady(Struct, frozen=True, tag="ready"):
 
 
 class Tokens(Struct, frozen=True, tag="tokens"):
-    """New tokens of a request, in order; its last message has ``finish_reason`` and ``stats``."""
+    """New tokens of a request, in order; the last message has a ``finish_reason``.
+
+    Each carries the ``stats`` so far, because a stop string lets the front end a request at any token.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]

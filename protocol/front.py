@@ -17,7 +17,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -139,6 +139,8 @@ def run_front(
     metrics = FrontMetrics()
     process = EngineProcess(engine, settings, f"{role}-engine")
     link = EngineLink(process.ipc_path, settings.health_timeout_secs, metrics.update)
+    for number in (signal.SIGTERM, signal.SIGINT):  # while the tokenizer loads; serve() takes them over
+        signal.signal(number, _exit)
     try:
         process.start()
         codec = TextCodec.load(settings.model_path)
@@ -179,6 +181,7 @@ async def serve(
             log.info("%s: shutting down with %d requests in flight", stop.result(), link.num_in_flight)
             link.stop_accepting()
             await _grace(link, signals, died)
+        status = 0 if stop.done() and not died.done() else 1  # from here on the engine exits in any case
         if died.done():
             log.error("the engine exited with status %s", engine.exit_status)
             link.engine_died()
@@ -188,12 +191,17 @@ async def serve(
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*running)
-        return 0 if stop.done() and not died.done() else 1
+        return status
     finally:
         for task in (stop, died, *running):
             task.cancel()
         await asyncio.gather(stop, died, *running, return_exceptions=True)
         await link.close()
+
+
+def _exit(number: int, frame: object) -> NoReturn:
+    log.info("%s: not serving yet, nothing to finish", signal.Signals(number).name)
+    raise SystemExit(0)
 
 
 def _note_exit(loop: asyncio.AbstractEventLoop, sentinel: int, engine_exited: asyncio.Event) -> None:

@@ -11,13 +11,21 @@ Exception tree::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import msgspec
 
 from protocol.http_errors import ApiError
 
 
 class RouterError(ApiError):
-    """Ends a request with ``status``; the message is for the client."""
+    """Ends a request with ``status``; the message is for the client.
+
+    ``node_headers`` names the pair that had the request, once one was chosen.
+    """
+
+    node_headers: Mapping[str, str] = MappingProxyType({})
 
 
 class NodeUnreachable(RouterError):

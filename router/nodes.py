@@ -71,6 +71,11 @@ class Pair:
     prefill: Node
     decode: Node
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every answer, error or not, that tell an operator which nodes had the request."""
+        return {"x-hisparse-pd-prefill": self.prefill.url, "x-hisparse-pd-decode": self.decode.url}
+
 
 class NodePool:
     """All nodes of one router."""

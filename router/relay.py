@@ -84,16 +84,19 @@ class Relay:
             content = body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port)
             try:
                 answer = await exchange.start(endpoint, content, headers)
-            except NodeUnreachable:
+            except NodeUnreachable as error:
                 await exchange.close()
+                error.node_headers = pair.headers
                 for node, trouble in exchange.unreachable.items():
                     self._pool.mark_unhealthy(node, trouble)
                     unreachable.add(node)
                 if attempt == MAX_ATTEMPTS or not self._pool.has_pair(excluded=unreachable):
                     raise
                 self._on_retry()
-            except BaseException:
+            except BaseException as error:
                 await exchange.close()
+                if isinstance(error, RouterError):
+                    error.node_headers = pair.headers
                 raise
             else:
                 stack.push_async_callback(exchange.close)
@@ -121,8 +124,6 @@ class _Exchange:
         if not self._decode.done():
             await self._prefill  # raises what ended it; a delivered room goes on
             await asyncio.wait((self._decode,))
-        elif self._decode.exception() and self._prefill.done():
-            await self._pick_failure()
         return await self._decode
 
     async def close(self) -> None:
@@ -131,11 +132,6 @@ class _Exchange:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._decode_stack.aclose()
-
-    async def _pick_failure(self) -> None:
-        """Both legs ended: one that could not connect explains the other's error, so it goes first."""
-        if self._prefill is not None and isinstance(self._prefill.exception(), NodeUnreachable):
-            await self._prefill
 
     async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: dict[str, str]) -> None:
         """Send the prefill leg and read its answer to the end. Raises RouterError unless it is a success."""
@@ -148,16 +144,18 @@ class _Exchange:
             async for _ in self._raw_chunks(node, response):
                 pass  # the room is delivered when the body ends
 
-    async def _open_decode(self, endpoint: Endpoint, content: bytes, headers: dict[str, str]) -> Answer:
+    async def _open_decode(self, endpoint: Endpoint, content: bytes, to_node: dict[str, str]) -> Answer:
         """Send the decode leg and wait for the first bytes of its body; ``_decode_stack`` keeps it open."""
         node = self._pair.decode
         self._decode_stack.enter_context(self._pool.working(node))
-        response = await self._send(node, endpoint, content, headers, self._decode_stack)
+        response = await self._send(node, endpoint, content, to_node, self._decode_stack)
         if not response.is_success:
             raise await self._refusal(node, response)
         chunks = self._raw_chunks(node, response)
         first_chunk = await anext(chunks, b"")
-        return Answer(response.status_code, _headers_to_client(response), _prepend(first_chunk, chunks))
+        headers = _headers_to_client(response)
+        headers += [(name.encode(), value.encode()) for name, value in self._pair.headers.items()]
+        return Answer(response.status_code, headers, _prepend(first_chunk, chunks))
 
     async def _send(
         self, node: Node, endpoint: Endpoint, content: bytes, headers: dict[str, str], stack: AsyncExitStack

@@ -252,7 +252,7 @@ class _RelayEndpoint:
     async def _send_error(self, request: Request, send: Send, error: RouterError) -> int:
         if error.status >= 500:
             log.warning("%s: %s", self._endpoint, error)
-        response = Response(error.body(), error.status, media_type=_JSON)
+        response = Response(error.body(), error.status, dict(error.node_headers), media_type=_JSON)
         await response(request.scope, request.receive, send)
         return error.status
 

@@ -1,4 +1,4 @@
-"""The decode node's pools through any sequence of reservations: free, landing, … always sum to the total (I2)."""
+"""The decode node's pools through any sequence of reservations: the terms sum to the total (I2)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Requests through admission, growth, retraction, finish, abort and every way a transfer or a peer can fail.
 
-The machine plays the front, the prefill nodes and the clock against the real books and the real planner. After
-each step every pool is whole (I2), and no slot that a prefill node may still write to belongs to anybody else (I1).
+The machine plays the front, the prefill nodes and the clock against the real books and the real planner.
+After each step every pool is whole (I2), and no slot that a prefill node may still write to belongs to
+anybody else (I1).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.num_arrived = 0
         self.writable: dict[Room, SlotsByKind] = {}
-        """What prefill nodes may still write, as they see it; or the transport, until the quarantine is over."""
+        """What prefill nodes, or bytes that are still in the transport, may write."""
         self.lands_until: dict[Room, float] = {}
         """Rooms that are over for the prefill node, and when their last bytes may land."""
 
@@ -63,6 +64,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def arrive(self, arrivals: list[tuple[HisparseFlag, int, int, PeerAddress, str]]) -> None:
         for arrival in arrivals:
             self._arrive(*arrival)
+        self.step()
 
     def _arrive(
         self,
@@ -120,6 +122,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             if len(request.output_token_ids) >= request.sampling.max_new_tokens:
                 self.end(request, Landing.QUIET)
 
+    @precondition(lambda self: self.rooms.select(RequestState.RUNNING))
     @rule(num_steps=st.integers(2, 12))
     def steps_and_deliveries(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -160,6 +163,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def fail_room(self, data: st.DataObject, known: Landing) -> None:
         self.end(data.draw(st.sampled_from(self.landing())), known)
 
+    @precondition(lambda self: len(self.rooms.quarantine))
     @rule(data=st.data(), batch_failed=st.booleans())
     def go_quiet(self, data: st.DataObject, batch_failed: bool) -> None:
         unresolved = [entry.room for entry in self.rooms.quarantine if entry.is_unresolved]
@@ -170,6 +174,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             self.over(room, batch_failed or entry.batch_failed)
             self.rooms.quarantine.quiet(room, batch_failed, self.now)
 
+    @precondition(lambda self: self.landing() or len(self.rooms.quarantine))
     @rule(peer=st.sampled_from(PEERS), is_gone=st.booleans())
     def lose_peer(self, peer: PeerAddress, is_gone: bool) -> None:
         for request in self.rooms.of_peer(peer):
@@ -181,6 +186,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
                     self.over(entry.room, batch_failed=True)
             self.rooms.quarantine.instance_gone(f"run of {peer}", self.now)
 
+    @precondition(lambda self: len(self.rooms.quarantine))
     @rule(secs=st.sampled_from([1.0, QUARANTINE_SECS / 2, QUARANTINE_SECS]))
     def pass_time(self, secs: float) -> None:
         self.now += secs
@@ -235,7 +241,7 @@ TestDecodeNode = pytest.mark.timeout(60)(DecodeNodeMachine.TestCase)
 TestDecodeNode.settings = settings(
     deadline=None,
     derandomize=True,
-    max_examples=200,
+    max_examples=120,
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -25,6 +25,7 @@ MAX_CONTEXT = 40
 MAX_CAPACITY = 12
 PAGE_SIZE = 4
 TOP_K = 6
+MAX_PADDING = 2
 NUM_PAGES = 24
 NUM_HOST_SLOTS = NUM_ROWS * MAX_CONTEXT
 
@@ -85,6 +86,7 @@ class NaiveRequest:
     counters: list[int] = field(default_factory=lambda: [0, 0, 0])
     flags: int = 0
     never_misses: bool = False
+    has_stepped: bool = False
 
     def naive_slot(self, group: int, position: int) -> int:
         if not self.capacity:
@@ -101,12 +103,10 @@ class HotBufferMachine(RuleBasedStateMachine):
     def start(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.state = HotBufferState.create(
-            len(GROUP_LAYERS), NUM_ROWS, MAX_CONTEXT, MAX_CAPACITY, PAGE_SIZE
-        )
+        self.state = HotBufferState.create(len(GROUP_LAYERS), NUM_ROWS, MAX_CONTEXT, MAX_CAPACITY, PAGE_SIZE)
         self.host = self.noise(NUM_HOST_SLOTS)
         self.dev = self.noise(NUM_PAGES * PAGE_SIZE)
-        self.plan = MissPlan.create(NUM_ROWS, TOP_K)
+        self.plan = MissPlan.create(NUM_ROWS + MAX_PADDING, TOP_K)
         self.free_pages = list(range(NUM_PAGES))
         self.free_host = list(range(NUM_HOST_SLOTS))
         self.random.shuffle(self.free_pages)
@@ -142,7 +142,7 @@ class HotBufferMachine(RuleBasedStateMachine):
 
     @rule(
         capacity=st.integers(1, MAX_CAPACITY),
-        prompt=st.integers(1, MAX_CONTEXT - 1),
+        prompt=st.integers(1, MAX_CAPACITY) | st.integers(1, MAX_CONTEXT - 1),
         warmth=st.sampled_from(["full", "hint", "cold"]),
     )
     def admit_hisparse(self, capacity: int, prompt: int, warmth: str) -> None:
@@ -167,9 +167,7 @@ class HotBufferMachine(RuleBasedStateMachine):
                 continue
             hint = [self.random.randrange(prompt) for _ in range(TOP_K)] if warmth == "hint" else []
             padded = [-1, *hint, -1]
-            expected = (
-                list(range(prompt)) if prompt < capacity else list(dict.fromkeys(hint))[: capacity - 1]
-            )
+            expected = list(range(prompt)) if prompt < capacity else list(dict.fromkeys(hint))[: capacity - 1]
             naive.preload(expected)
             num_warm = preload(
                 self.state,
@@ -229,7 +227,7 @@ class HotBufferMachine(RuleBasedStateMachine):
         moods=st.lists(
             st.sampled_from(["random", "recent", "fixed", "duplicates", "nothing"]), min_size=2, max_size=2
         ),
-        num_padding=st.integers(0, 2),
+        num_padding=st.integers(0, MAX_PADDING),
         skipped=st.sets(st.integers(0, NUM_ROWS - 1), max_size=2),
     )
     def step(self, moods: list[str], num_padding: int, skipped: set[int]) -> None:
@@ -241,8 +239,11 @@ class HotBufferMachine(RuleBasedStateMachine):
         self.random.shuffle(batch)
         for _, request in batch:
             request.seq_len += 1
-        rows = torch.tensor([row for row, _ in batch] + [0] * num_padding)
-        seq_lens = torch.tensor([request.seq_len for _, request in batch] + [0] * num_padding)
+            request.has_stepped = True
+        rows = torch.tensor([row for row, _ in batch] + [0] * num_padding, dtype=torch.int64)
+        seq_lens = torch.tensor(
+            [request.seq_len for _, request in batch] + [0] * num_padding, dtype=torch.int32
+        )
         num_real = torch.tensor([len(batch)], dtype=torch.int32)
         slots = newest_slots(seq_lens, rows, num_real, self.state)
         assert (slots[len(batch) :] == -1).all()
@@ -277,9 +278,9 @@ class HotBufferMachine(RuleBasedStateMachine):
     ) -> None:
         chosen = [self.selection(request, mood) for _, request in batch]
         num_padding = len(rows) - len(batch)
-        selected = torch.tensor(
-            chosen + [[0] * TOP_K] * num_padding, dtype=torch.int32
-        ).reshape(len(rows), TOP_K)
+        selected = torch.tensor(chosen + [[0] * TOP_K] * num_padding, dtype=torch.int32).reshape(
+            len(rows), TOP_K
+        )
         out = torch.full_like(selected, -7)
         swap_in(
             selected, seq_lens, rows, num_real, self.state,
@@ -319,7 +320,9 @@ class HotBufferMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         if not hasattr(self, "state"):
             return
-        self.state.check_consistency()
+        self.state.check_consistency(
+            {row: request.seq_len for row, request in self.requests.items() if request.has_stepped}
+        )
         for row in range(NUM_ROWS):
             request = self.requests.get(row)
             counters = request.counters if request else [0, 0, 0]

@@ -402,6 +402,11 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.life.check_integrity()
 
     @invariant()
+    def no_write_of_an_ended_room_starts(self) -> None:
+        for record in self.life.rooms.in_state(RoomState.DRAINING):
+            assert record.room not in self.sender.waiting
+
+    @invariant()
     def pages_in_the_transport_are_held_by_their_room(self) -> None:
         for room, batch in [*self.sender.in_flight.items(), *self.all_waiting()]:
             record = self.life.rooms.get(room)

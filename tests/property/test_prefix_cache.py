@@ -107,6 +107,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache.check_integrity()
         owned = [page_id for _, _, pages in self.computing for page_id in pages]
         self.pool.check_integrity(owned=owned, cached=list(self.page_of.values()), in_flight=[])
+        assert len(self.cache._leases) == len(self.leases) + len(self.computing), "a lease leaked"
         assert self.leased_pages() <= set(self.page_of.values())
         assert self.cache.num_evictable == len(self.page_of) - len(self.leased_pages())
 

@@ -1,13 +1,14 @@
-"""What the decode engine's tests drive: an engine without its process, and a prefill node in the test's hands.
+"""What the decode engine's tests drive: an engine without its process, and a prefill node in their hands.
 
-The prefill node is real where it meets the decode node: HTTP discovery, control socket, Mooncake writes, KV of
-the real model. What it does with a room is the test's choice.
+The prefill node is real where it meets the decode node: HTTP discovery, control socket, Mooncake writes, KV
+of the real model. What it does with a room is the test's choice.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -85,7 +86,8 @@ def oracle(path: Path, prompts: Sequence[Prompt], num_new_tokens: int) -> list[l
     """Greedy tokens of transformers' own generate."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    eager = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(path, **eager).eval()
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -141,10 +143,10 @@ def _shared_transfer() -> TransferEngine:
 class PrefillDouble:
     """A prefill node whose behaviour the test decides. ``poll`` answers what has arrived."""
 
-    def __init__(self, checkpoint: Checkpoint, page_size: int = 64, instance_id: str = "first") -> None:
+    def __init__(self, checkpoint: Checkpoint, page_size: int = 64) -> None:
         self.checkpoint = checkpoint
         self.page_size = page_size
-        self.instance_id = instance_id
+        self.instance_id = uuid.uuid4().hex
         self.geometry = checkpoint.spec.geometry(page_size)
         self.prompts: dict[int, Prompt] = {}
         self.bootstraps: list[Bootstrap] = []
@@ -154,6 +156,8 @@ class PrefillDouble:
         self.answers_aborts = True
         self.answers_heartbeats = True
         self.refusal: Refused | None = None
+        self.curve = False
+        """What the bootstrap endpoint says of the control channel."""
         self.num_cached_tokens = 0
         self.num_registrations = 0
         self._layout = AuxLayout(checkpoint.spec.num_index_layers, checkpoint.spec.index_topk)
@@ -176,7 +180,7 @@ class PrefillDouble:
                     "127.0.0.1",
                     double.control.port,
                     double.geometry,
-                    False,
+                    double.curve,
                 )
                 body = msgspec.json.encode(info)
                 self.send_response(200)
@@ -193,11 +197,11 @@ class PrefillDouble:
     def name(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def restart(self, instance_id: str) -> None:
+    def restart(self) -> None:
         """Another run of the same node, on another control port."""
         self.control.close()
         self.control = ControlServer("127.0.0.1", 0)
-        self.instance_id = instance_id
+        self.instance_id = uuid.uuid4().hex
         self._registered.clear()
 
     def forget(self) -> None:
@@ -279,9 +283,7 @@ class PrefillDouble:
         position = 0
         for extent in extents:
             for layer in range(num_layers):
-                src_addrs.append(
-                    source.data_ptr() + (layer * source.shape[1] + position) * item_bytes
-                )
+                src_addrs.append(source.data_ptr() + (layer * source.shape[1] + position) * item_bytes)
                 dst_addrs.append(region.base_addr + (layer * region.num_slots + extent.start) * item_bytes)
                 lengths.append(extent.length * item_bytes)
             position += extent.length

@@ -176,8 +176,8 @@ class EngineThread:
             self._front.recv()
         self._inbox.clear()
 
-    def num_dropped(self, reason: str) -> float:
-        return self.next_stats().counters.get(f'control_messages_dropped_total{{reason="{reason}"}}', 0.0)
+    def num_dropped(self, reason: str) -> int:
+        return (self.engine._life.dropped + self.engine._control.dropped)[reason]
 
     def count(self, state: PageState) -> int:
         return self.engine._life.pool.count(state)
@@ -194,7 +194,64 @@ class EngineThread:
         assert self._error is None, f"the engine died: {self._error!r}"
 
 
-class DecodePeer:
+class ControlPeer:
+    """A decode node's control connection, without memory behind it."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        self.engine = engine
+        self._inbox: list[ToDecode] = []
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        if hasattr(self, "client"):
+            self.client.close()
+        self.client = ControlClient(f"tcp://{self.engine.ready.control_endpoint}")
+        self._poller = Poller()
+        self._poller.register(self.client)
+
+    def expect(self, kind: type[T], which: Callable[[T], bool] = lambda _: True) -> T:
+        """The first message of a kind; others stay for later."""
+        deadline = time.monotonic() + TIMEOUT_SECS
+        while True:
+            for position, message in enumerate(self._inbox):
+                if isinstance(message, kind) and which(message):
+                    del self._inbox[position]
+                    return message
+            remaining = deadline - time.monotonic()
+            assert remaining > 0, f"no {kind.__name__} in {TIMEOUT_SECS} s, only {self._inbox}"
+            self._poller.wait(min(remaining, 0.2))
+            self._inbox.extend(self.client.receive())
+
+    def assert_nothing_more(self) -> None:
+        """Nothing else was said: an answered heartbeat proves that all before it was."""
+        self.heartbeat()
+        assert self._inbox == []
+
+    def heartbeat(self, seq: int = 1) -> HeartbeatAck:
+        self.client.send(Heartbeat(seq))
+        return self.expect(HeartbeatAck)
+
+    def bootstrap(
+        self,
+        room: int,
+        num_tokens: int,
+        *,
+        kv: tuple[Extent, ...] | None = None,
+        index: tuple[Extent, ...] | None = None,
+        aux_slot: int = 0,
+        hisparse: bool = True,
+    ) -> Bootstrap:
+        """Sends and returns the Bootstrap; landing zones start at slot 0 unless given."""
+        whole = (Extent(0, num_tokens),)
+        message = Bootstrap(room, num_tokens, kv or whole, index or whole, aux_slot, hisparse)
+        self.client.send(message)
+        return message
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class DecodePeer(ControlPeer):
     """A decode node: registered memory, a control connection, and landing zones of the test's choice."""
 
     NUM_SLOTS = 1024
@@ -202,7 +259,7 @@ class DecodePeer:
 
     def __init__(self, engine: EngineThread, node_id: str = "decode-0", page_size: int = 16) -> None:
         spec = engine.spec
-        self.engine = engine
+        super().__init__(engine)
         self.node_id = node_id
         self.geometry = spec.geometry(page_size)
         self.layout = AuxLayout(spec.num_index_layers, spec.index_topk)
@@ -215,15 +272,6 @@ class DecodePeer:
         self.transfer = TransferEngine("127.0.0.1")
         for memory in (self.kv_host, self.kv_device, self.index, self.aux):
             self.transfer.register(memory)
-        self._inbox: list[ToDecode] = []
-        self.reconnect()
-
-    def reconnect(self) -> None:
-        if hasattr(self, "client"):
-            self.client.close()
-        self.client = ControlClient(f"tcp://{self.engine.ready.control_endpoint}")
-        self._poller = Poller()
-        self._poller.register(self.client)
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -253,44 +301,6 @@ class DecodePeer:
         self.client.send(self.registration(**changes))
         return self.expect(Registered)
 
-    def bootstrap(
-        self,
-        room: int,
-        num_tokens: int,
-        *,
-        kv: tuple[Extent, ...] | None = None,
-        index: tuple[Extent, ...] | None = None,
-        aux_slot: int = 0,
-        hisparse: bool = True,
-    ) -> Bootstrap:
-        """Sends and returns the Bootstrap; landing zones start at slot 0 unless given."""
-        whole = (Extent(0, num_tokens),)
-        message = Bootstrap(room, num_tokens, kv or whole, index or whole, aux_slot, hisparse)
-        self.client.send(message)
-        return message
-
-    def expect(self, kind: type[T], which: Callable[[T], bool] = lambda _: True) -> T:
-        """The first message of a kind; others stay for later."""
-        deadline = time.monotonic() + TIMEOUT_SECS
-        while True:
-            for position, message in enumerate(self._inbox):
-                if isinstance(message, kind) and which(message):
-                    del self._inbox[position]
-                    return message
-            remaining = deadline - time.monotonic()
-            assert remaining > 0, f"no {kind.__name__} in {TIMEOUT_SECS} s, only {self._inbox}"
-            self._poller.wait(min(remaining, 0.2))
-            self._inbox.extend(self.client.receive())
-
-    def assert_nothing_more(self) -> None:
-        """Nothing else was said: an answered heartbeat proves that all before it was."""
-        self.heartbeat()
-        assert self._inbox == []
-
-    def heartbeat(self, seq: int = 1) -> HeartbeatAck:
-        self.client.send(Heartbeat(seq))
-        return self.expect(HeartbeatAck)
-
     def aux_record(self, bootstrap: Bootstrap) -> AuxRecord:
         return self.layout.unpack(self.aux[bootstrap.aux_slot].numpy(), bootstrap.room)
 
@@ -310,7 +320,7 @@ class DecodePeer:
             assert where == [], f"{name}: first difference at [layer, position, byte] {where}"
 
     def close(self) -> None:
-        self.client.close()
+        super().close()
         self.transfer.close()
 
 

@@ -82,8 +82,11 @@ def _finish(harness: EngineHarness, answers: list[Answer], *doubles: PrefillDoub
 def test_greedy_tokens_of_a_batch_equal_the_oracle(
     expected: dict[Prompt, list[int]], double: PrefillDouble, roomy: EngineHarness, flag: HisparseFlag
 ) -> None:
+    before = roomy.engine.hot_buffers.totals
     answers = [roomy.generate(double, prompt, NUM_NEW, flag) for prompt in PROMPTS]
     _finish(roomy, answers, double)
+    each = [(stats.hits, stats.misses, stats.evictions) for stats in map(_stats, answers)]
+    assert roomy.engine.hot_buffers.totals == tuple(map(sum, zip(before, *each, strict=True)))
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
         stats = _stats(answer)
@@ -129,10 +132,11 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
     prompt = PROMPTS[LENGTHS.index(200)]
-    # The first one gets its 219 tokens in whole pages, which leaves the second its prompt and one page.
+    # The first one gets its 219 tokens in whole pages, which leaves the second its prompt, one page beyond
+    # it, and one page to grow into.
     with (
         closing(PrefillDouble(checkpoint, page_size=4)) as double,
-        harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=220 + 208) as node,
+        harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=220 + 208 + 4) as node,
     ):
         answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
         _finish(node, answers, double)

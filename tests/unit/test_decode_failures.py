@@ -1,4 +1,4 @@
-"""Peers that fail, fall silent, restart or refuse, rooms that time out, requests that cannot be: I1, I2 and I7."""
+"""Peers that fail, fall silent, restart or refuse; rooms that time out; impossible requests: I1, I2, I7."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_silent_peer_is_lost_and_found_again(node: EngineHarness, double: Pref
 
 def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: PrefillDouble) -> None:
     lost = _land(node, double)
-    double.restart("second")
+    double.restart()
     node.turn_until(lambda: lost.failure, double)
     assert lost.failure is not None
     assert lost.failure.status == 503
@@ -221,7 +221,7 @@ def test_a_peer_that_forgot_us_gets_registration_and_bootstrap_again(
     assert len(double.bootstraps) == 2
 
 
-def test_a_peer_that_is_not_there_fails_the_request_in_time(node: EngineHarness, double: PrefillDouble) -> None:
+def test_a_peer_that_is_not_there_fails_in_time(node: EngineHarness, double: PrefillDouble) -> None:
     node.engine.lifecycle.contact_timeout_secs = 0.7
     double.close_http()
     answer = node.generate(double, PROMPT, 8)
@@ -231,7 +231,7 @@ def test_a_peer_that_is_not_there_fails_the_request_in_time(node: EngineHarness,
     assert double.name in answer.failure.error
 
 
-def test_a_refusal_reaches_the_client_and_is_not_remembered(node: EngineHarness, double: PrefillDouble) -> None:
+def test_a_refusal_reaches_the_client_once(node: EngineHarness, double: PrefillDouble) -> None:
     double.refusal = Refused("model_fingerprint: the decode node has 'a', this node 'b'", permanent=True)
     answer = node.generate(double, PROMPT, 8)
     node.turn_until(lambda: answer.failure, double)
@@ -240,6 +240,28 @@ def test_a_refusal_reaches_the_client_and_is_not_remembered(node: EngineHarness,
     assert "model_fingerprint" in answer.failure.error
     double.refusal = None
     _completes(node, double)
+
+
+def test_a_plain_node_says_why_it_cannot_talk_to_an_encrypted_one(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    double.curve = True
+    answer = node.generate(double, PROMPT, 8)
+    node.turn_until(lambda: answer.failure, double, timeout_secs=3)
+    assert answer.failure is not None
+    assert answer.failure.status == 502
+    assert "control_key_file" in answer.failure.error
+
+
+def test_a_peer_without_work_is_closed_and_found_again(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _completes(node, double)
+    with monkeypatch.context() as patch:
+        patch.setattr("decode_node.peers.IDLE_CLOSE_SECS", 0.2)
+        node.turn_until(lambda: node.engine.peers.num_registered == 0, double, timeout_secs=3)
+    _completes(node, double)
+    assert double.num_registrations == 2
 
 
 # --- requests that end early ----------------------------------------------------------------------
@@ -319,8 +341,14 @@ def test_a_failing_forward_ends_its_batch_only(
 
 
 def test_a_room_without_its_aux_record_fails(node: EngineHarness, double: PrefillDouble) -> None:
-    answer = _land(node, double)
-    double.say(RoomDone(double.bootstraps[0].room, 1, 0, 0.0))
+    """Neither is the record of an earlier request taken for it that had the same room and aux slot."""
+    earlier = node.generate(double, PROMPT, 1, HisparseFlag.TRUE, room=4242)
+    node.turn_until(lambda: earlier.is_over, double)
+    double.delivers = False
+    answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE, room=4242)
+    node.turn_until(lambda: len(double.bootstraps) == 2, double)
+    assert double.bootstraps[0].aux_slot == double.bootstraps[1].aux_slot
+    double.say(RoomDone(4242, 1, 0, 0.0))
     node.turn_until(lambda: answer.failure, double)
     assert answer.failure is not None
     assert answer.failure.status == 500

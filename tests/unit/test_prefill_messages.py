@@ -1,8 +1,9 @@
-"""Control messages that do not fit, and peers that vanish: each has its documented outcome, the node serves on."""
+"""Control messages that do not fit, and peers that vanish: documented outcomes, and the node serves on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,14 @@ from protocol.messages import (
     RoomQuiet,
     encoder,
 )
-from tests.unit.prefill_support import DecodePeer, EngineThread, decode_peer, engine_thread, wait_for
+from tests.unit.prefill_support import (
+    ControlPeer,
+    DecodePeer,
+    EngineThread,
+    decode_peer,
+    engine_thread,
+    wait_for,
+)
 
 _rooms = iter(range(1000, 1_000_000))
 
@@ -185,6 +193,8 @@ def test_malformed_messages_are_dropped_and_counted(engine: EngineThread, peer: 
     peer.client.socket.send_multipart([valid, b"one frame too many"])
     peer.heartbeat()
     assert engine.num_dropped("malformed") == before + 7
+    counters = engine.next_stats().counters
+    assert counters['control_messages_dropped_total{reason="malformed"}'] == before + 7
 
 
 def test_a_second_bootstrap_is_dropped_and_the_first_stands(engine: EngineThread, peer: DecodePeer) -> None:
@@ -230,14 +240,11 @@ def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: D
     room = next(_rooms)
     peer.bootstrap(room, 20)
     peer.heartbeat()
-    other = peer.__class__.__new__(DecodePeer)
-    other.engine, other._inbox = engine, []
-    other.reconnect()
-    other.client.send(peer.registration(node_id="decode-1", session="127.0.0.1:9"))
-    other.expect(Registered)
-    other.client.send(AbortRoom(room, "mine now"))
-    other.expect(RoomQuiet)
-    other.client.close()
+    with closing(ControlPeer(engine)) as other:
+        other.client.send(peer.registration(node_id="decode-1", session="127.0.0.1:9"))
+        other.expect(Registered)
+        other.client.send(AbortRoom(room, "mine now"))
+        other.expect(RoomQuiet)
     engine.generate(room, range(5, 25))
     assert peer.expect(RoomDone).room == room
 
@@ -245,8 +252,8 @@ def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: D
 @pytest.mark.parametrize(
     ("landing", "error"),
     [
-        ({"kv": (Extent(1020, 20),)}, "kv_host extent [1020, 1040) ends past the 1024 slots"),
-        ({"kv": (Extent(2**47, 20),)}, "ends past the 1024 slots"),
+        ({"kv": (Extent(1020, 20),)}, "kv_host extent [1020, 1040) ends past the region's 1024 slots"),
+        ({"kv": (Extent(2**47, 20),)}, "ends past the region's 1024 slots"),
         ({"kv": (Extent(0, 19),)}, "kv_host extents hold 19 tokens, the prompt needs 20"),
         ({"kv": (Extent(0, 21),)}, "kv_host extents hold 21 tokens, the prompt needs 20"),
         ({"kv": (Extent(0, 12), Extent(11, 8))}, "kv_host extents overlap at slot 11"),
@@ -306,11 +313,9 @@ def test_a_restarted_peer_loses_its_rooms(engine: EngineThread, peer: DecodePeer
     peer.register()
     room = next(_rooms)
     peer.bootstrap(room, 20)
-    request_id = engine.generate(room, range(5, 25)) if False else None
     peer.heartbeat()
     peer.reconnect()
     peer.register(session="127.0.0.1:9")
-    assert request_id is None
     engine.generate(room, range(5, 25))
     failed = engine.expect(RequestFailed)
     assert failed.status == 502
@@ -320,12 +325,11 @@ def test_a_restarted_peer_loses_its_rooms(engine: EngineThread, peer: DecodePeer
 def test_rooms_without_their_other_half_and_silent_peers_end(
     tiny: Path, tmp_path: Path, engine: EngineThread, peer: DecodePeer
 ) -> None:
-    with engine_thread(
-        tiny, tmp_path / "front", room_timeout_secs=0.3, heartbeat_timeout_secs=1.0
-    ) as impatient:
-        other = DecodePeer.__new__(DecodePeer)
-        other.engine, other._inbox = impatient, []
-        other.reconnect()
+    impatience = {"room_timeout_secs": 0.3, "heartbeat_timeout_secs": 1.0}
+    with (
+        engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
+        closing(ControlPeer(impatient)) as other,
+    ):
         other.client.send(peer.registration())
         other.expect(Registered)
         half, other_half = next(_rooms), next(_rooms)
@@ -342,7 +346,6 @@ def test_rooms_without_their_other_half_and_silent_peers_end(
         assert not other.expect(Refused).permanent
         other.client.send(peer.registration())
         other.expect(Registered)
-        other.client.close()
 
 
 def test_a_shutdown_tells_everyone(tiny: Path, tmp_path: Path, peer: DecodePeer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -570,9 +571,9 @@ async def test_a_client_that_leaves_the_stream_closes_both_legs() -> None:
             await anext(response.aiter_raw())
         for node in (*pair.prefill, *pair.decode):
             await asyncio.wait_for(node.client_left.wait(), WAIT_SECS)
-        (prefill,) = pair.prefill
-        line = f'router_inflight_requests{{kind="prefill",node="{prefill.url}"}} 0.0'
-        await eventually(lambda: _counts(pair, line))
+            kind = "prefill" if node in pair.prefill else "decode"
+            line = f'router_inflight_requests{{kind="{kind}",node="{node.url}"}} 0.0'
+            await eventually(functools.partial(_counts, pair, line))
 
 
 async def _counts(pair: Cluster, line: str) -> bool:

@@ -1,0 +1,174 @@
+"""Books of the decode node: what they say when they do not add up, and who may move where."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from decode_node.pools import Holding, PoolKind, Pools, SlotCounts, Stage
+from decode_node.quarantine import Quarantine, Quarantined
+from decode_node.request import IllegalMove, PeerAddress, Request, RequestState
+from decode_node.rooms import DuplicateRoom, Landing, Rooms
+from decode_node.scheduler import Admission
+from protocol.engine_messages import HisparseFlag, Mode, SamplingParams
+from protocol.messages import Extent, Room
+from transfer.allocator import PoolExhausted, PoolIntegrityError
+
+TOTALS = SlotCounts(host=100, device=64, index=128, aux=4, req_row=4)
+NEED = SlotCounts(host=10, device=17, index=10, aux=1, req_row=1)
+PEER = PeerAddress("prefill", 8998)
+
+
+def make_request(room: int = 1, flag: HisparseFlag = HisparseFlag.TRUE) -> Request:
+    return Request(f"id-{room}", Room(room), 8, SamplingParams(max_new_tokens=3), flag, PEER, arrived_at=0.0)
+
+
+def landed(rooms: Rooms, room: int, mode: Mode = Mode.HISPARSE) -> Request:
+    request = make_request(room)
+    rooms.open(request)
+    rooms.queue(request, 9.0)
+    rooms.admit(Admission(request, mode, NEED, 8 if mode is Mode.HISPARSE else 0), "first", 9.0)
+    return request
+
+
+def test_slot_counts_list_the_pools_in_order() -> None:
+    counts = SlotCounts(*range(1, 6))
+    assert [counts[kind] for kind in PoolKind] == [1, 2, 3, 4, 5]
+    assert SlotCounts(1, 1, 1, 1, 1).fits_in(counts)
+    assert not SlotCounts(aux=5).fits_in(counts)
+
+
+def test_a_reservation_takes_whole_pages_and_is_all_or_nothing() -> None:
+    pools = Pools(TOTALS, page_size=16)
+    holding = pools.reserve(Room(1), NEED)
+    assert pools.totals - pools.free == SlotCounts(host=10, device=32, index=16, aux=1, req_row=1)
+    before = pools.free
+    with pytest.raises(PoolExhausted, match=r"room 2, device pool.*33 token slots needed, 32 of 64 free"):
+        pools.reserve(Room(2), SlotCounts(host=5, device=33))
+    assert pools.free == before
+    pools.release(holding)
+    assert pools.free == pools.totals
+    with pytest.raises(PoolIntegrityError, match="released already"):
+        pools.release(holding)
+
+
+def test_integrity_prints_every_term() -> None:
+    pools = Pools(TOTALS, page_size=16)
+    stages = dict(zip((1, 2, 3, 4), Stage, strict=True))
+    holdings = {room: pools.reserve(Room(room), SlotCounts(host=room)) for room in stages}
+    for room, stage in stages.items():
+        pools.move(holdings[room], stage)
+    pools.check_integrity(dict.fromkeys(Stage, 1))
+    holdings[3].extents[PoolKind.HOST] = ()
+    law = "free 90 + landing 1 + running 2 + retracted 0 + quarantined 4 is not total 100"
+    with pytest.raises(PoolIntegrityError, match=re.escape(law)):
+        pools.check_integrity()
+
+
+def test_integrity_finds_slots_with_two_owners() -> None:
+    pools = Pools(TOTALS, page_size=16)
+    first, second = (pools.reserve(Room(room), SlotCounts(host=5)) for room in (1, 2))
+    second.extents[PoolKind.HOST] = first[PoolKind.HOST]
+    with pytest.raises(PoolIntegrityError, match=r"belongs to two.*free 90 \+ landing 10"):
+        pools.check_integrity()
+
+
+def test_integrity_finds_a_holding_that_nobody_knows() -> None:
+    rooms = Rooms(Pools(TOTALS, 16), 1.0)
+    rooms.pools.reserve(Room(1), NEED)
+    with pytest.raises(PoolIntegrityError, match="landing: 1 held, 0 known"):
+        rooms.check_integrity()
+
+
+def test_an_illegal_move_names_the_room() -> None:
+    request = make_request(77)
+    with pytest.raises(IllegalMove, match="room 77 cannot go from connecting to running"):
+        request.move(RequestState.RUNNING)
+    with pytest.raises(IllegalMove, match="room 77 is connecting and owns nothing"):
+        _ = request.req_row
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("known", list(Landing))
+def test_the_release_path_keeps_exactly_what_may_still_be_written(mode: Mode, known: Landing) -> None:
+    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    rooms.end(landed(rooms, 1, mode), known, now=0.0)
+    used = rooms.pools.totals - rooms.pools.free
+    if known is Landing.QUIET:
+        assert used == SlotCounts()
+        return
+    kv = SlotCounts(host=10) if mode is Mode.HISPARSE else SlotCounts(device=32)
+    assert used == rooms.pools.used(Stage.QUARANTINED) == kv + SlotCounts(index=16, aux=1)
+    with pytest.raises(DuplicateRoom, match="quarantined"):
+        rooms.open(make_request(1))
+    rooms.quarantine.quiet(Room(1), known is Landing.IN_FLIGHT_AFTER_FAILURE, now=1.0)
+    is_free = rooms.pools.free == rooms.pools.totals
+    assert is_free is (known is Landing.IN_FLIGHT)
+    rooms.quarantine.expire(6.0)
+    assert rooms.pools.free == rooms.pools.totals
+
+
+@pytest.mark.parametrize("state", [RequestState.RUNNING, RequestState.RETRACTED])
+def test_what_has_landed_is_freed_at_once(state: RequestState) -> None:
+    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    request = landed(rooms, 1)
+    rooms.start(request)
+    assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED) - SlotCounts(aux=1)
+    if state is RequestState.RETRACTED:
+        rooms.retract(request, 9.0)
+        assert rooms.pools.used(Stage.RETRACTED) == SlotCounts(host=10, index=16, req_row=1)
+    rooms.end(request, Landing.IN_FLIGHT, now=0.0)
+    assert rooms.pools.free == rooms.pools.totals
+    rooms.open(make_request(1))  # The room may be used again.
+
+
+def test_a_room_belongs_to_the_first_that_comes() -> None:
+    rooms = Rooms(Pools(TOTALS, 16), 1.0)
+    first = make_request(5)
+    rooms.open(first)
+    with pytest.raises(DuplicateRoom, match="bootstrap_room 5 is in use"):
+        rooms.open(make_request(5))
+    assert rooms.get(5) is first
+
+
+# --- quarantine -----------------------------------------------------------------------------------
+
+
+def quarantine_with_one() -> tuple[Quarantine, list[Holding]]:
+    freed: list[Holding] = []
+    quarantine = Quarantine(10.0, freed.append)
+    holding = Holding(Room(1), Stage.QUARANTINED, {PoolKind.HOST: (Extent(0, 4),)})
+    quarantine.add(Quarantined(Room(1), holding, PEER, "first", batch_failed=False))
+    return quarantine, freed
+
+
+def test_nothing_is_freed_by_time_alone() -> None:
+    quarantine, freed = quarantine_with_one()
+    quarantine.expire(1e9)
+    assert not freed
+    assert Room(1) in quarantine
+
+
+def test_a_failed_batch_is_not_forgotten_when_the_room_goes_quiet() -> None:
+    quarantine, freed = quarantine_with_one()
+    quarantine.failed(Room(1))
+    quarantine.quiet(Room(1), batch_failed=False, now=5.0)
+    quarantine.expire(14.9)
+    assert not freed
+    quarantine.expire(15.0)
+    assert len(freed) == 1
+    assert len(quarantine) == 0
+
+
+def test_a_run_that_is_gone_frees_its_own_rooms_only_and_later() -> None:
+    quarantine, freed = quarantine_with_one()
+    quarantine.instance_gone("second", now=0.0)
+    quarantine.expire(100.0)
+    assert not freed
+    quarantine.instance_gone("first", now=100.0)
+    quarantine.instance_gone("first", now=105.0)
+    quarantine.expire(109.9)
+    assert not freed
+    quarantine.expire(110.0)
+    assert len(freed) == 1

@@ -1,0 +1,380 @@
+"""Kernel wrappers: exact results on small cases, precise errors, poisoned memory that must not be read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention import sparse_mla_attention
+from kernels.checks import KernelArgumentError
+from kernels.hot_state import HITS, MISSES, HotBufferError, HotBufferState
+from kernels.indexer import gather_pages, index_topk
+from kernels.swap_in import (
+    KernelUnavailableError,
+    MissPlan,
+    backup_newest,
+    newest_slots,
+    preload,
+    replay_misses,
+    swap_in,
+)
+
+NUM_LAYERS, NUM_SLOTS, NUM_HOST_SLOTS, ITEM_BYTES = 2, 24, 40, 8
+HOT_SLOTS = [5, 9, 2, 11]
+HOST_SLOTS = list(range(30, 10, -1))
+ROW = 1
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+class Buffer:
+    """One hisparse request of capacity 4 in row 1 whose 20 positions are on the host."""
+
+    def __init__(self) -> None:
+        self.state = HotBufferState.create(1, 3, 20, 6, 4)
+        self.state.assign_row(ROW, 4, torch.tensor(HOT_SLOTS), torch.tensor(HOST_SLOTS))
+        generator = torch.Generator().manual_seed(1)
+        self.k_host = torch.randint(
+            0, 256, (NUM_LAYERS, NUM_HOST_SLOTS, ITEM_BYTES), dtype=torch.uint8, generator=generator
+        )
+        self.k_dev = torch.zeros((NUM_LAYERS, NUM_SLOTS, ITEM_BYTES), dtype=torch.uint8)
+        self.plan = MissPlan.create(1, 4)
+
+    def requests(self, seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tensor([seq_len]), torch.tensor([ROW]), torch.tensor([1], dtype=torch.int32)
+
+    def swap_in(self, seq_len: int, selected: list[int]) -> list[int]:
+        slots = swap_in(
+            torch.tensor([selected], dtype=torch.int32),
+            *self.requests(seq_len),
+            self.state,
+            group=0,
+            layer=0,
+            k_host=self.k_host,
+            k_dev=self.k_dev,
+            miss_plan=self.plan,
+        )
+        self.state.check_consistency({ROW: seq_len})
+        result: list[int] = slots[0].tolist()
+        return result
+
+    def preload(self, num_tokens: int, hint: list[int], layers: tuple[int, ...] = (0, 1)) -> int:
+        return preload(
+            self.state,
+            group=0,
+            layers=layers,
+            row=ROW,
+            num_tokens=num_tokens,
+            positions=torch.tensor(hint, dtype=torch.int32),
+            k_host=self.k_host,
+            k_dev=self.k_dev,
+        )
+
+    def counters(self) -> list[int]:
+        result: list[int] = self.state.counters[ROW].tolist()
+        return result
+
+
+def test_short_request_is_identity_and_never_misses() -> None:
+    buffer = Buffer()
+    assert buffer.preload(3, []) == 3
+    assert buffer.swap_in(4, [3, 0, 2, -1]) == [HOT_SLOTS[3], HOT_SLOTS[0], HOT_SLOTS[2], -1]
+    assert buffer.counters() == [3, 0, 0]
+    for position in range(3):
+        for layer in range(NUM_LAYERS):
+            assert torch.equal(
+                buffer.k_dev[layer, HOT_SLOTS[position]], buffer.k_host[layer, HOST_SLOTS[position]]
+            )
+
+
+def test_short_request_without_preload_misses_to_its_own_entries() -> None:
+    buffer = Buffer()
+    assert buffer.swap_in(4, [2, 0, -1, -1]) == [HOT_SLOTS[2], HOT_SLOTS[0], -1, -1]
+    assert buffer.swap_in(5, [2, 0, -1, -1]) == [HOT_SLOTS[2], HOT_SLOTS[0], -1, -1]
+    assert buffer.counters() == [2, 2, 1]
+    assert torch.equal(buffer.k_dev[0, HOT_SLOTS[2]], buffer.k_host[0, HOST_SLOTS[2]])
+
+
+def test_newest_takes_the_last_entry_and_is_never_copied_from_host() -> None:
+    buffer = Buffer()
+    buffer.preload(10, [7, 3, 7, -1, 1, 9])
+    assert buffer.state.hot_to_position[0, ROW, :4].tolist() == [7, 3, 1, -1]
+    buffer.k_dev[:, HOT_SLOTS[3]] = 77
+    assert buffer.swap_in(11, [10, 7]) == [HOT_SLOTS[3], HOT_SLOTS[0]]
+    assert (buffer.k_dev[:, HOT_SLOTS[3]] == 77).all()
+    assert buffer.counters() == [2, 0, 0]
+    # One step later the next token takes that entry, and the former newest comes back from the host.
+    assert buffer.swap_in(12, [10, 11]) == [HOT_SLOTS[1], HOT_SLOTS[3]]
+    assert torch.equal(buffer.k_dev[0, HOT_SLOTS[1]], buffer.k_host[0, HOST_SLOTS[10]])
+    assert buffer.counters() == [3, 1, 2]
+
+
+def test_least_recently_used_goes_first_and_used_entries_stay() -> None:
+    buffer = Buffer()
+    buffer.preload(10, [0, 1, 2])
+    buffer.swap_in(11, [1])
+    buffer.swap_in(12, [0])
+    # Oldest stamp: entry 2, then entry 1; entry 0 is used in this very step.
+    assert buffer.swap_in(13, [5, 0, 6]) == [HOT_SLOTS[2], HOT_SLOTS[0], HOT_SLOTS[1]]
+    assert buffer.state.hot_to_position[0, ROW, :4].tolist() == [0, 6, 5, 12]
+
+
+def test_clock_hand_breaks_ties() -> None:
+    buffer = Buffer()
+    buffer.preload(10, [0, 1, 2])
+    assert buffer.swap_in(11, [5]) == [HOT_SLOTS[0]]
+    assert buffer.swap_in(12, [5, 6]) == [HOT_SLOTS[0], HOT_SLOTS[1]]
+    assert int(buffer.state.clock_hand[0, ROW]) == 2
+
+
+def test_duplicates_are_one_miss_and_one_copy() -> None:
+    buffer = Buffer()
+    assert buffer.swap_in(11, [4, 4, -1, 4]) == [HOT_SLOTS[0], HOT_SLOTS[0], -1, HOT_SLOTS[0]]
+    assert buffer.counters()[MISSES] == 1
+    assert int(buffer.plan.num_misses) == 1
+
+
+def test_overflow_is_flagged_and_leaves_a_consistent_state() -> None:
+    buffer = Buffer()
+    assert buffer.swap_in(11, [1, 2, 3, 4]) == [HOT_SLOTS[0], HOT_SLOTS[1], HOT_SLOTS[2], -1]
+    assert int(buffer.state.error_flags[ROW]) == HotBufferError.TOO_MANY_MISSES
+    assert buffer.swap_in(12, [1, 2, 3, -1]) == [*HOT_SLOTS[:3], -1]
+    assert buffer.counters()[HITS] == 3
+
+
+def test_bad_positions_and_missing_host_slots_are_flagged() -> None:
+    buffer = Buffer()
+    assert buffer.swap_in(5, [5, -3, 0, -1]) == [-1, -1, HOT_SLOTS[0], -1]
+    assert int(buffer.state.error_flags[ROW]) == HotBufferError.BAD_POSITION
+    buffer.state.host_slots[ROW, 2] = -1
+    assert buffer.swap_in(6, [2, 1, -1, -1]) == [-1, HOT_SLOTS[1], -1, -1]
+    assert int(buffer.state.error_flags[ROW]) == HotBufferError.BAD_POSITION | HotBufferError.NO_HOST_SLOT
+
+
+def test_shared_layer_replays_the_miss_plan() -> None:
+    buffer = Buffer()
+    slots = buffer.swap_in(11, [4, 8, -1, -1])
+    before = buffer.k_dev[0].clone()
+    assert not buffer.k_dev[1].any()
+    replay_misses(buffer.plan, 1, buffer.k_host, buffer.k_dev)
+    for slot, position in zip(slots, (4, 8), strict=False):
+        assert torch.equal(buffer.k_dev[1, slot], buffer.k_host[1, HOST_SLOTS[position]])
+    assert torch.equal(buffer.k_dev[0], before)
+    assert buffer.k_dev[1].any(dim=1).sum() == 2
+
+
+def test_backup_writes_newest_items_of_hisparse_rows_only() -> None:
+    buffer = Buffer()
+    buffer.state.assign_dense_row(0, torch.tensor([5, 3]))
+    buffer.k_dev.random_(generator=torch.Generator().manual_seed(2))
+    before = buffer.k_host.clone()
+    seq_lens, rows = torch.tensor([3, 9, 7]), torch.tensor([0, ROW, ROW])
+    num_real = torch.tensor([2], dtype=torch.int32)
+    assert newest_slots(seq_lens, rows, num_real, buffer.state).tolist() == [22, HOT_SLOTS[3], -1]
+    backup_newest(seq_lens, rows, num_real, buffer.state, k_host=buffer.k_host, k_dev=buffer.k_dev)
+    before[:, HOST_SLOTS[8]] = buffer.k_dev[:, HOT_SLOTS[3]]
+    assert torch.equal(buffer.k_host, before)
+
+
+def test_dense_rows_go_through_the_page_table() -> None:
+    buffer = Buffer()
+    buffer.state.assign_dense_row(0, torch.tensor([5, 3]))
+    slots = swap_in(
+        torch.tensor([[6, 0, -1], [3, 2, 10]], dtype=torch.int32),
+        torch.tensor([7, 11], dtype=torch.int32),
+        torch.tensor([0, ROW], dtype=torch.int32),
+        torch.tensor([2], dtype=torch.int32),
+        buffer.state,
+        group=0,
+        layer=0,
+        k_host=buffer.k_host,
+        k_dev=buffer.k_dev,
+    )
+    assert slots[0].tolist() == [3 * 4 + 2, 5 * 4, -1]
+    assert slots[1].tolist() == [HOT_SLOTS[1], HOT_SLOTS[0], HOT_SLOTS[3]]
+    assert buffer.state.counters[0].tolist() == [0, 0, 0]
+
+
+def test_padding_and_empty_batches_touch_nothing() -> None:
+    buffer = Buffer()
+    before = buffer.state.hot_to_position.clone()
+    slots = swap_in(
+        torch.zeros((2, 3), dtype=torch.int32),
+        torch.tensor([4, 4]),
+        torch.tensor([ROW, ROW]),
+        torch.tensor([0], dtype=torch.int32),
+        buffer.state,
+        group=0,
+        layer=0,
+        k_host=buffer.k_host,
+        k_dev=buffer.k_dev,
+    )
+    assert (slots == -1).all()
+    assert torch.equal(buffer.state.hot_to_position, before)
+
+
+def test_reset_row_forgets_everything() -> None:
+    buffer = Buffer()
+    empty = HotBufferState.create(1, 3, 20, 6, 4)
+    buffer.swap_in(11, [1, 2, 3, 4])
+    buffer.state.reset_row(ROW)
+    for name in ("position_to_hot", "hot_to_position", "stamps", "clock_hand", "step", "hot_slots",
+                 "capacity", "page_table", "host_slots", "counters", "error_flags"):  # fmt: skip
+        assert torch.equal(getattr(buffer.state, name), getattr(empty, name)), name
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("position_to_hot", "hot positions"),
+        ("hot_to_position", "used entries"),
+        ("stamps", "has stamp -1"),
+    ],
+)
+def test_check_consistency_sees_a_broken_table(table: str, message: str) -> None:
+    buffer = Buffer()
+    buffer.swap_in(11, [4, 5, -1, -1])
+    tensor = getattr(buffer.state, table)
+    row = tensor[0, ROW]
+    row[int((row != -1).nonzero()[0])] = -1
+    with pytest.raises(RuntimeError, match=message):
+        buffer.state.check_consistency()
+
+
+def test_errors_name_argument_expectation_and_value() -> None:
+    buffer = Buffer()
+    lens, rows, num_real = buffer.requests(5)
+    selected = torch.zeros((1, 2), dtype=torch.int32)
+    good = {"group": 0, "layer": 0, "k_host": buffer.k_host, "k_dev": buffer.k_dev}
+
+    def failure(*arguments: Tensor, **changed: object) -> str:
+        given = list(arguments) or [selected, lens, rows, num_real]
+        with pytest.raises(KernelArgumentError) as caught:
+            swap_in(*given, buffer.state, **{**good, **changed})  # type: ignore[arg-type]
+        return str(caught.value)
+
+    assert failure(selected.long(), lens, rows, num_real) == (
+        "selected: expected dtype torch.int32, got torch.int64"
+    )
+    assert failure(selected, lens[:0], rows, num_real) == "seq_lens: expected shape [1], got [0]"
+    assert failure(selected, lens, rows.float(), num_real).startswith("req_rows: expected dtype")
+    assert failure(selected, lens, rows + 2, num_real) == "req_rows: expected values in [0, 3), got 3 to 3"
+    assert (
+        failure(selected, lens + 16, rows, num_real) == "seq_lens: expected values in [1, 20], got 21 to 21"
+    )
+    assert failure(selected, lens, rows, num_real + 1) == "num_real_reqs: expected a value in [0, 1], got 2"
+    assert failure(group=1) == "group: expected a value in [0, 1), got 1"
+    assert failure(layer=2) == "layer: expected a value in [0, 2), got 2"
+    assert failure(k_host=buffer.k_host[:, :, :7]) == "k_host: expected shape [2, *, 8], got [2, 40, 7]"
+    assert failure(k_dev=buffer.k_dev.transpose(0, 1)).startswith("k_dev: expected a contiguous tensor")
+    assert failure(v_host=buffer.k_host) == "v_dev: expected with v_host, got None"
+    assert failure(out=selected[:, :1]) == "out: expected shape [1, 2], got [1, 1]"
+    assert failure(miss_plan=MissPlan.create(1, 1)) == "miss_plan: expected room for 2 misses, got 1"
+    two = torch.zeros((2, 1), dtype=torch.int32)
+    assert failure(two, torch.tensor([5, 5]), torch.tensor([1, 1]), num_real + 1) == (
+        "req_rows: expected distinct rows, got [1, 1]"
+    )
+    buffer.preload(3, [])
+    with pytest.raises(KernelArgumentError, match="expected an empty hot buffer"):
+        buffer.preload(3, [])
+    with pytest.raises(KernelArgumentError, match="capacity: expected a value in"):
+        buffer.state.assign_row(0, 7, torch.arange(7), torch.arange(3))
+
+
+def test_other_devices_are_refused_by_name() -> None:
+    state = HotBufferState.create(1, 1, 4, 2, 4, device="meta")
+    requests = torch.ones(1, dtype=torch.int32, device="meta")
+    with pytest.raises(KernelUnavailableError, match=r"newest_slots: no kernel for device 'meta'.*'cpu'"):
+        newest_slots(requests, requests, requests, state)
+
+
+def test_attention_matches_float64_and_ignores_poison(generator: torch.Generator) -> None:
+    num_tokens, num_heads, item_dim, rank, top_k = 700, 3, 12, 8, 40
+    q = torch.randn((num_tokens, num_heads, item_dim), generator=generator)
+    kv = torch.randn((90, item_dim), generator=generator)
+    slots = torch.randint(1, 90, (num_tokens, top_k), dtype=torch.int32, generator=generator)
+    slots[torch.rand((num_tokens, top_k), generator=generator) < 0.3] = -1
+    slots[4] = -1
+    kv[0] = float("nan")
+    out = sparse_mla_attention(q, kv, slots, rank, 0.3)
+    for token in (0, 4, 350, 699):
+        rows = kv[slots[token][slots[token] >= 0].long()].double()
+        weights = torch.softmax(q[token].double() @ rows.T * 0.3, dim=-1)
+        torch.testing.assert_close(out[token].double(), weights @ rows[:, :rank], rtol=1e-5, atol=1e-6)
+    assert not out[4].any()
+
+
+def test_attention_of_strided_bfloat16_inputs(generator: torch.Generator) -> None:
+    q = torch.randn((2, 5, 12), generator=generator).transpose(0, 1).bfloat16()
+    kv = torch.randn((9, 24), generator=generator)[:, ::2].bfloat16()
+    slots = torch.tensor([[0, 8, 3]] * 5)
+    out = sparse_mla_attention(q, kv, slots, 8, 1.0)
+    expected = sparse_mla_attention(q.float().contiguous(), kv.float().contiguous(), slots, 8, 1.0)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected.bfloat16())
+
+
+def test_attention_of_nothing() -> None:
+    slots = torch.zeros((0, 4), dtype=torch.int32)
+    assert sparse_mla_attention(torch.zeros(0, 2, 6), torch.zeros(3, 6), slots, 4, 1.0).shape == (0, 2, 4)
+    none = torch.zeros((2, 0), dtype=torch.int32)
+    assert not sparse_mla_attention(torch.ones(2, 2, 6), torch.zeros(3, 6), none, 4, 1.0).any()
+
+
+@pytest.mark.parametrize("seq_len", [1, 15, 16, 17, 400])
+def test_index_topk_matches_a_plain_loop(seq_len: int, generator: torch.Generator) -> None:
+    num_heads, head_dim, top_k = 4, 16, 16
+    num_tokens = min(seq_len, 50)
+    q = torch.randn((num_tokens, num_heads, head_dim), generator=generator)
+    weights = torch.randn((num_tokens, num_heads), generator=generator)
+    keys = torch.randn((seq_len, head_dim), generator=generator)
+    positions = torch.arange(seq_len - num_tokens, seq_len)
+    selected = index_topk(q, weights, keys, positions, top_k)
+    assert selected.shape == (num_tokens, top_k)
+    assert selected.dtype == torch.int32
+    for token in range(num_tokens):
+        seen = keys[: int(positions[token]) + 1].double()
+        scores = weights[token].double() @ torch.relu(q[token].double() @ seen.T * head_dim**-0.5)
+        best = scores.topk(min(top_k, len(seen))).values
+        row = selected[token].tolist()
+        chosen = row[: len(best)]
+        assert len(set(chosen)) == len(best)
+        # By score, because rectified scores tie at 0 and any of those may be taken.
+        torch.testing.assert_close(scores[chosen].sort(descending=True).values, best, rtol=1e-5, atol=1e-6)
+        assert row[len(best) :] == [-1] * (top_k - len(best))
+
+
+def test_gather_pages_reads_a_partial_last_page() -> None:
+    pool = torch.arange(24).view(12, 2)
+    keys = gather_pages(pool, torch.tensor([2, 0, 1]), 4, 6)
+    assert keys[:, 0].tolist() == [16, 18, 20, 22, 0, 2]
+    with pytest.raises(KernelArgumentError, match="page_ids length: expected at least 2, got 1"):
+        gather_pages(pool, torch.tensor([2]), 4, 6)
+
+
+def test_transformers_does_not_take_our_kernels_for_its_optional_package() -> None:
+    program = (
+        "import kernels, transformers.integrations.hub_kernels\n"
+        "from transformers.utils.import_utils import is_kernels_available\n"
+        "print(kernels.__file__, is_kernels_available())\n"
+    )
+    root = Path(__file__).parents[2]
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.split() == [str(root / "kernels" / "__init__.py"), "False"]
