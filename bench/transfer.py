@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def measure_planning(scale: Scale) -> list[dict[str, Any]]:
     secs: dict[str, list[float]] = {kind: [] for kind in ZONES}
     for repetition in range(scale.plan_repetitions + 2):
         for kind, zone, landing in cases:
-            elapsed = timed(lambda zone=zone, landing=landing: plan(zone, landing))
+            elapsed = timed(partial(plan, zone, landing))
             if repetition >= 2:
                 secs[kind].append(elapsed)
     return [
@@ -258,7 +259,7 @@ def run_peer(num_bytes: int) -> None:
     addr = engine.register(memory.ctypes.data, num_bytes)
     for line in sys.stdin:
         if line.strip() == "crc":
-            crc = zlib.crc32(memory)
+            crc = zlib.crc32(memory.data)
             memory[:] = 0
             print(crc, flush=True)
         else:
@@ -291,20 +292,20 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
     writes = plan_zone(zone, src, dst)
     num_bytes = writes.num_bytes
 
-    raw = {
-        f"{min(size, num_bytes) >> 10} KiB, {num_threads} threads": (
-            lambda size=size, num_threads=num_threads: link.write_raw(
-                contiguous(link, num_bytes, size), num_threads
-            )
+    raw: dict[str, Callable[[], None]] = {
+        f"{min(size, num_bytes) >> 10} KiB, {num_threads} threads": partial(
+            link.write_raw, contiguous(link, num_bytes, size), num_threads
         )
         for size in scale.raw_sizes
         for num_threads in scale.raw_threads
     }
     search = measure_in_turns(raw, 2, num_bytes, max_secs=scale.zone_secs)
     finalists = sorted(raw, key=lambda name: max(search[name]), reverse=True)[: scale.finalists]
-    runs: dict[str, Callable[[], None]] = {"sender": lambda: link.send(zone, src, dst)}
-    runs["same descriptors"] = lambda: link.write_raw(writes)
-    runs |= {name: raw[name] for name in finalists}
+    runs: dict[str, Callable[[], None]] = {
+        "sender": partial(link.send, zone, src, dst),
+        "same descriptors": partial(link.write_raw, writes),
+        **{name: raw[name] for name in finalists},
+    }
     rates = measure_in_turns(runs, scale.repetitions[kind], num_bytes, max_secs=scale.zone_secs)
     best = max(finalists, key=lambda name: statistics.median(rates[name]))
     side_by_side = [ours / theirs for ours, theirs in zip(rates["sender"], rates[best], strict=True)]
@@ -332,7 +333,7 @@ def check_landed(link: Link, zone: Zone, src: RegionView, dst: RegionView) -> No
     size = src.num_layers * src.layer_bytes
     expected = np.zeros(link.num_bytes, np.uint8)
     expected[:size].reshape(shape)[:, zone.dst_slots] = link.memory[:size].reshape(shape)[:, zone.src_slots()]
-    if link.landed_crc() != zlib.crc32(expected):
+    if link.landed_crc() != zlib.crc32(expected.data):
         raise RuntimeError("the bytes in the peer's memory are not those that were sent")
 
 
@@ -341,14 +342,11 @@ def measure_descriptor_cost(link: Link, scale: Scale) -> list[dict[str, Any]]:
     item_bytes = ITEM_BYTES["bf16"]
     num_bytes = scale.cost_descriptors * item_bytes
     writes = contiguous(link, num_bytes, item_bytes)
-    cases = {
-        (batch, num_threads): (
-            lambda batch=batch, num_threads=num_threads: link.write_raw(writes, num_threads, batch)
-        )
+    runs: dict[str, Callable[[], None]] = {
+        f"{batch} a call, {num_threads} threads": partial(link.write_raw, writes, num_threads, batch)
         for batch, num_threads in ((64, 1), (256, 1), (512, 1), (1024, 1), (256, 2), (256, 4))
     }
-    named = {f"{batch} a call, {threads} threads": run for (batch, threads), run in cases.items()}
-    rates = measure_in_turns(named, 3, num_bytes, max_secs=scale.zone_secs)
+    rates = measure_in_turns(runs, 3, num_bytes, max_secs=scale.zone_secs)
     return [
         {"how": name, "micros": spread([item_bytes / rate * 1e6 for rate in values])}
         for name, values in rates.items()

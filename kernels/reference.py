@@ -248,8 +248,10 @@ def _real_requests(
 ) -> tuple[Ints, Ints]:
     """int64 (seq_lens, req_rows) without the padding, after checks of their values."""
     num_real = int(num_real_reqs)
-    if not 0 <= num_real <= len(seq_lens):
-        raise KernelArgumentError(f"num_real_reqs: expected a value in [0, {len(seq_lens)}], got {num_real}")
+    if not 0 <= num_real <= seq_lens.shape[0]:
+        raise KernelArgumentError(
+            f"num_real_reqs: expected a value in [0, {seq_lens.shape[0]}], got {num_real}"
+        )
     lens = seq_lens.numpy()[:num_real].astype(np.int64)
     rows = req_rows.numpy()[:num_real].astype(np.int64)
     if num_real and not 1 <= lens.min() <= lens.max() <= state.max_context:

@@ -107,6 +107,8 @@ def test_different_item_sizes_are_refused() -> None:
         run(0, 0, -3),
         run(4, 0, 2**62),
         run(2**62, 0, 2**62),
+        run(4, 0, 2**63 - 1),
+        run(2**63 - 1, 0, 2),
     ],
 )
 def test_a_run_outside_the_source_or_the_destination_is_refused(bad: RunPlan) -> None:

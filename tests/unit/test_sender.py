@@ -155,10 +155,12 @@ def test_a_batch_submitted_before_the_failure_was_seen_is_not_sent(
 ) -> None:
     writer.bad.add(1)
     sender.submit(PEER, batch(1, 1))
+    writer.wait_for_start()
     while sender.num_pending(Room(1)):
         time.sleep(0.001)
     sender.submit(PEER, batch(1, 2))
     assert [completion.ok for completion in collect(sender, 2)] == [False, False]
+    assert not writer.started.acquire(blocking=False)
     assert writer.written == []
 
 
