@@ -39,7 +39,7 @@ serve: $(READY) $(TINY_MODEL)/config.json ## start a pair and a router, and stay
 	@$(BIN)/hisparse-pd pair --model-path $(MODEL) $(SERVE_ARGS)
 
 test: $(READY) ## run the tests
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

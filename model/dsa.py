@@ -86,7 +86,7 @@ class DsaModel:
         device: torch.device = self._embed.weight.device
         return device
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor) -> Tensor:
         """Run new tokens through all layers.
 

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prefill_node.engine import run_engine
 from protocol.bootstrap import BOOTSTRAP_PATH, BootstrapInfo
 from protocol.engine_link import EngineLink
 from protocol.engine_messages import EngineReady, PrefillFinished, RequestFailed, Tokens
@@ -34,11 +33,18 @@ def run(settings: PrefillSettings) -> int:
     return run_front(
         settings,
         role="prefill",
-        engine=run_engine,
+        engine=_run_engine,
         holds_output=False,
         ports=(settings.port, settings.bootstrap_port),
         apps=lambda front: (create_prefill_app(front), create_bootstrap_app(settings, front.link)),
     )
+
+
+def _run_engine(settings: PrefillSettings, ipc_path: str) -> None:
+    # Imported in the engine's process alone: the front needs no torch, and starts in half the time without.
+    from prefill_node.engine import run_engine
+
+    run_engine(settings, ipc_path)
 
 
 def create_prefill_app(front: Front) -> Starlette:

@@ -36,7 +36,8 @@ class TextCodec:
     @classmethod
     def load(cls, model_path: Path) -> TextCodec:
         """Read the tokenizer from a local checkpoint. Raises CheckpointError or TokenizerUnsupported."""
-        from transformers import AutoTokenizer  # takes seconds, and the settings' check needs none of it
+        # Late, because it takes a second; and this class, because AutoTokenizer imports torch.
+        from transformers import PreTrainedTokenizerFast
 
         config_path = model_path / "config.json"
         try:
@@ -44,7 +45,7 @@ class TextCodec:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{config_path}: cannot be read ({error})") from error
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{model_path}: no usable tokenizer ({error})") from error
         if getattr(tokenizer, "backend_tokenizer", None) is None:

@@ -1,9 +1,13 @@
 """What every kind of test shares: the tiny checkpoints."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# Several processes share the cores; with a thread pool each, the tiny matrices take many times longer.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -31,10 +31,10 @@ Over TCP it queues 1024 for each peer. Past that it fails the batch and, seen wi
 the peer for good. Half leaves room for what a failed batch left queued; larger batches are not faster.
 """
 
-MAX_DESCRIPTOR_BYTES = 512 << 10
-"""Longer byte ranges are cut, because Mooncake spreads descriptors over its connections to a peer, not bytes.
+MAX_DESCRIPTOR_BYTES = 4 << 20
+"""Longer byte ranges are cut: Mooncake spreads descriptors, not bytes, over its connections to a peer.
 
-docs/decisions.md has the measurement.
+Smaller pieces cost more where cores are busy: of the rate at 4 MiB, 512 KiB gets 0.87 on a loaded machine.
 """
 
 

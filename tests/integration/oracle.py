@@ -5,35 +5,55 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 ORACLE_TIMEOUT_SECS = 400
 
 
-def generate(checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> list[list[int]]:
-    """Eager attention, float32, CPU, EOS ignored, one prompt at a time. Runs in a process of its own."""
-    request = json.dumps({"prompts": [list(prompt) for prompt in prompts], "num_new_tokens": num_new_tokens})
-    answer = subprocess.run(
-        [sys.executable, __file__, str(checkpoint)],
-        input=request,
-        capture_output=True,
-        text=True,
-        timeout=ORACLE_TIMEOUT_SECS,
-        check=False,
-    )
-    if answer.returncode != 0:
-        raise RuntimeError(f"the oracle failed:\n{answer.stderr[-3000:]}")
-    return [list(tokens) for tokens in json.loads(answer.stdout)]
+class Oracle:
+    """Greedy tokens of a checkpoint, computed beside the test in a process of its own.
+
+    Eager attention, float32, CPU, EOS ignored, one prompt at a time.
+    """
+
+    def __init__(self, checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> None:
+        request = {"prompts": [list(prompt) for prompt in prompts], "num_new_tokens": num_new_tokens}
+        self._files = tempfile.TemporaryDirectory()
+        request_path = Path(self._files.name) / "request.json"
+        request_path.write_text(json.dumps(request))
+        self._answer_path = Path(self._files.name) / "answer.json"
+        self._log_path = Path(self._files.name) / "log"
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(checkpoint), str(request_path), str(self._answer_path)],
+                stdout=log,
+                stderr=log,
+            )
+
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """The new tokens of each prompt; waits for them."""
+        if self._process.wait(ORACLE_TIMEOUT_SECS) != 0:
+            raise RuntimeError(f"the oracle failed:\n{self._log_path.read_text()[-3000:]}")
+        return [list(tokens) for tokens in json.loads(self._answer_path.read_text())]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._files.cleanup()
 
 
 def _main() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    request = json.load(sys.stdin)
+    checkpoint, request_path, answer_path = sys.argv[1:]
+    request = json.loads(Path(request_path).read_text())
     model = AutoModelForCausalLM.from_pretrained(
-        sys.argv[1], dtype=torch.float32, attn_implementation="eager"
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     num_new_tokens = request["num_new_tokens"]
     answers = []
@@ -50,7 +70,7 @@ def _main() -> None:
                 pad_token_id=0,
             )
         answers.append(out[0, len(prompt) :].tolist())
-    json.dump(answers, sys.stdout)
+    Path(answer_path).write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 60 prompts a model, 48 new tokens each, with the lengths at which off-by-one errors live. Each pass sends
 all of them through router, prefill node and decode node; the passes differ in the flag, in how many
 requests share a batch, and in whether the prefix cache is warm. Invariant I5.
+
+The default run has every prompt in every mode, alone and in a batch, and every mode with a cold and with a
+warm cache; the full product of modes, batches and caches over all prompts is marked slow.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +21,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration import oracle
 from tests.integration.harness import Deployment, deployment
+from tests.integration.oracle import Oracle
 
 NUM_PROMPTS = 60
 NUM_NEW_TOKENS = 48
@@ -28,6 +32,7 @@ HOT_BUFFER = 160
 INDEX_TOPK = 64
 BATCH = 16
 REQUEST_TIMEOUT_SECS = 200.0
+FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 
 CRITICAL_LENGTHS = (
     *(1, 2, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 3 * PAGE_SIZE + 7),
@@ -60,7 +65,7 @@ class Subject:
 
     pair: Deployment
     prompts: list[Prompt]
-    expected: list[list[int]]
+    oracle: Oracle
 
 
 @pytest.fixture(scope="module", params=["v32", "glm"])
@@ -71,21 +76,24 @@ def subject(
 ) -> Iterator[Subject]:
     checkpoint = tiny_checkpoint(request.param)
     prompts = make_prompts(seed=7)
-    expected = oracle.generate(checkpoint, prompts, NUM_NEW_TOKENS)
+    oracle = Oracle(checkpoint, prompts, NUM_NEW_TOKENS)
     log_dir = tmp_path_factory.mktemp(f"oracle-{request.param}")
     common = ["--page-size", str(PAGE_SIZE)]
-    with deployment(
-        checkpoint,
-        log_dir,
-        prefill_options=[*common, "--chunked-prefill-size", "1000", "--kv-pool-tokens", "65536"],
-        # The pools hold a batch of 16 of which some must stay hisparse; the margin makes auto choose both.
-        decode_options=[
-            *common,
-            *("--device-buffer-size", str(HOT_BUFFER), "--host-pool-tokens", "65536"),
-            *("--device-pool-tokens", "24576", "--auto-dense-margin", "0.5"),
-        ],
-    ) as pair:
-        yield Subject(pair, prompts, expected)
+    with (
+        closing(oracle),
+        deployment(
+            checkpoint,
+            log_dir,
+            prefill_options=[*common, "--chunked-prefill-size", "1000", "--kv-pool-tokens", "65536"],
+            # The margin makes auto choose both modes within a batch of 16.
+            decode_options=[
+                *common,
+                *("--device-buffer-size", str(HOT_BUFFER), "--host-pool-tokens", "65536"),
+                *("--device-pool-tokens", "24576", "--auto-dense-margin", "0.5"),
+            ],
+        ) as pair,
+    ):
+        yield Subject(pair, prompts, oracle)
 
 
 def generate(url: str, prompt: Prompt, hisparse: bool | str) -> dict[str, Any]:
@@ -119,7 +127,7 @@ def send_all(
 def check_tokens(subject: Subject, answers: list[dict[str, Any]]) -> None:
     wrong = [
         (len(subject.prompts[number]), answer["meta_info"]["hisparse"], answer["output_ids"], expected)
-        for number, (answer, expected) in enumerate(zip(answers, subject.expected, strict=True))
+        for number, (answer, expected) in enumerate(zip(answers, subject.oracle.tokens, strict=True))
         if answer["output_ids"] != expected
     ]
     assert not wrong, f"{len(wrong)} of {NUM_PROMPTS} differ; first (length, mode, got, expected): {wrong[0]}"
@@ -144,47 +152,61 @@ def swap_in_counters(pair: Deployment) -> tuple[float, float]:
     )
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-@pytest.mark.parametrize("hisparse", [True, False, "auto"], ids=["hisparse", "dense", "auto"])
-def test_alone(subject: Subject, hisparse: bool | str, warm: bool) -> None:
+def check_swap_in(subject: Subject, answers: list[dict[str, Any]]) -> None:
+    """What fits its hot buffer never misses, what does not hits and misses."""
+    for prompt, answer in zip(subject.prompts, answers, strict=True):
+        usage = answer["meta_info"]["hisparse"]
+        if usage["mode"] == "hisparse":
+            fits = len(prompt) + NUM_NEW_TOKENS <= HOT_BUFFER
+            assert (usage["misses"] == 0) if fits else (usage["hits"] > 0), (len(prompt), usage)
+
+
+def run_pass(
+    subject: Subject, flag_of: Callable[[int], bool | str], num_concurrent: int, *, warm: bool
+) -> None:
+    """All prompts once; every answer checked, and that misses and evictions really happened."""
     if not warm:
         subject.pair.flush_prefix_caches()
     misses_before, evictions_before = swap_in_counters(subject.pair)
-    answers = send_all(subject, lambda _: hisparse, num_concurrent=1)
+    answers = send_all(subject, flag_of, num_concurrent)
     check_tokens(subject, answers)
     check_cached(subject, answers, warm)
-    if hisparse is True:
-        assert set(modes(answers)) == {"hisparse"}
+    check_swap_in(subject, answers)
+    flags = [flag_of(number) for number in range(NUM_PROMPTS)]
+    for flag, mode in zip(flags, modes(answers), strict=True):
+        assert mode == {True: "hisparse", False: "dense", "auto": mode}[flag]
+    if True in flags:
         misses, evictions = swap_in_counters(subject.pair)
         assert misses > misses_before
         assert evictions > evictions_before
-        for prompt, answer in zip(subject.prompts, answers, strict=True):
-            usage = answer["meta_info"]["hisparse"]
-            fits = len(prompt) + NUM_NEW_TOKENS <= HOT_BUFFER
-            assert (usage["misses"] == 0) if fits else (usage["hits"] > 0), (len(prompt), usage)
-    else:
-        assert "dense" in modes(answers)
 
 
+def in_turn(shift: int) -> Callable[[int], bool | str]:
+    """The flags by turns, so that over three shifts each prompt meets each flag."""
+    return lambda number: FLAGS[(number + shift) % len(FLAGS)]
+
+
+def test_alone_in_every_mode(subject: Subject) -> None:
+    for shift in range(len(FLAGS)):
+        run_pass(subject, in_turn(shift), num_concurrent=1, warm=shift > 0)
+
+
+def test_mixed_batches_of_16(subject: Subject) -> None:
+    for shift in range(len(FLAGS)):
+        run_pass(subject, in_turn(shift), BATCH, warm=shift > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_concurrent", [1, BATCH], ids=["alone", "batch"])
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_mixed_batches_of_16(subject: Subject, warm: bool) -> None:
-    """The flags take turns within a batch, and each prompt meets each flag over the three rounds."""
-    flags: tuple[bool | str, ...] = (True, False, "auto")
-    for shift in range(len(flags)):
-        if not warm:
-            subject.pair.flush_prefix_caches()
-        misses_before, evictions_before = swap_in_counters(subject.pair)
-        answers = send_all(subject, lambda number, shift=shift: flags[(number + shift) % 3], BATCH)  # type: ignore[misc]
-        check_tokens(subject, answers)
-        if warm:
-            check_cached(subject, answers, warm)
-        misses, evictions = swap_in_counters(subject.pair)
-        assert misses > misses_before
-        assert evictions > evictions_before
-        assert {"hisparse", "dense"} <= set(modes(answers))
+@pytest.mark.parametrize("hisparse", FLAGS, ids=["hisparse", "dense", "auto"])
+def test_full_matrix(subject: Subject, hisparse: bool | str, warm: bool, num_concurrent: int) -> None:
+    if warm:  # whatever ran before
+        send_all(subject, lambda _: hisparse, BATCH)
+    run_pass(subject, lambda _: hisparse, num_concurrent, warm=warm)
 
 
-def test_uniform_batches_of_16(subject: Subject) -> None:
-    subject.pair.flush_prefix_caches()
-    for hisparse in (True, False, "auto"):
-        check_tokens(subject, send_all(subject, lambda _, flag=hisparse: flag, BATCH))  # type: ignore[misc]
+@pytest.mark.slow
+@pytest.mark.parametrize("shift", range(3))
+def test_mixed_batches_of_16_with_a_cold_cache(subject: Subject, shift: int) -> None:
+    run_pass(subject, in_turn(shift), BATCH, warm=False)

@@ -23,7 +23,8 @@ from transfer.engine import (
     quiet_mooncake_logs,
 )
 
-PEER_BYTES = 4 << 20
+PEER_BYTES = 12 << 20
+SOURCE_BYTES = 10 << 20
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,10 @@ def engine() -> Iterator[TransferEngine]:
 
 @pytest.fixture
 def source(engine: TransferEngine) -> Iterator[torch.Tensor]:
-    """Registered random bytes, 2 MiB."""
-    memory = torch.randint(0, 256, (2 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    """Registered random bytes."""
+    memory = torch.randint(
+        0, 256, (SOURCE_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     addr = engine.register(memory)
     yield memory
     engine.unregister(addr)
@@ -116,7 +119,7 @@ def test_writes_of_many_threads_to_one_session_do_not_overflow_it(
 
 @pytest.mark.parametrize(
     ("offset", "num_bytes"),
-    [(-1, 4), ((2 << 20) - 3, 4), (1 << 30, 4), (0, (2 << 20) + 1), (0, 0), (0, 2**62)],
+    [(-1, 4), (SOURCE_BYTES - 3, 4), (1 << 30, 4), (0, SOURCE_BYTES + 1), (0, 0), (0, 2**62)],
 )
 def test_an_unregistered_source_is_refused_before_anything_is_sent(
     engine: TransferEngine, peer: Peer, source: torch.Tensor, offset: int, num_bytes: int
