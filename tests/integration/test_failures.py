@@ -153,7 +153,8 @@ def test_a_client_that_leaves_frees_everything(pair: Deployment) -> None:
         with httpx.stream(
             "POST", f"{pair.url}/generate", json={**body, "hisparse": hisparse}, timeout=60
         ) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # kept: closing it would close the answer
+            next(lines)
             wait_until(lambda: decode.metrics()["hisparse_pd:num_running_reqs"] == 1, 30, "the request runs")
             assert pool_usage(decode) > 0
         wait_until(
@@ -186,10 +187,10 @@ def test_retraction_under_pressure_keeps_the_tokens(tiny_checkpoint: Checkpoint,
         tiny_checkpoint("v32"),
         tmp_path,
         # Two dense requests fit for their whole life; a third is let in with a few pages, and must grow.
-        decode_options=["--device-pool-tokens", "1280", "--device-buffer-size", "192"],
+        decode_options=["--device-pool-tokens", "832", "--device-buffer-size", "192"],
     ) as pair:
         prompts = [f"{number} {PROMPT[:48]}" for number in range(8)]
-        params = {"max_new_tokens": 400}
+        params = {"max_new_tokens": 240}
         alone = [generate(pair.url, text=text, params=params).json()["output_ids"] for text in prompts[:3]]
         flags = [False, False, True, False, False, True, False, False]
         with ThreadPoolExecutor(len(prompts)) as threads:
