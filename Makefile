@@ -25,7 +25,7 @@ SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup system-libraries demo test serve lint format bench clean
+.PHONY: help setup system-libraries demo test test-full serve lint format bench clean
 
 help:
 	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -40,6 +40,9 @@ serve: $(READY) $(TINY_MODEL)/config.json ## start a pair and a router, and stay
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+
+test-full: $(READY) ## the full product of modes, batches and caches against the oracle; some 15 minutes
+	$(BIN)/python -m pytest -m slow $(TEST_ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,0 +1,59 @@
+"""Options that change what crosses the wire: encryption, KV dtype, the hisparse policy, the balancer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from protocol import bootstrap
+from protocol.channels import ControlClient, ControlKeys, Poller
+from protocol.messages import Heartbeat
+from tests.integration.harness import deployment
+
+PROMPT = "Bytes are compared, not believed. " * 12
+
+
+def test_encrypted_control_bfloat16_kv_and_policies(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    key_path = tmp_path / "control.key"
+    key_path.write_bytes(ControlKeys.generate().secret)
+    common = ["--control-key-file", str(key_path), "--kv-cache-dtype", "bfloat16"]
+    with deployment(
+        tiny_checkpoint("v32"),
+        tmp_path,
+        num_decode=2,
+        prefill_options=common,
+        decode_options=[*common, "--device-buffer-size", "128", "--hisparse", "always"],
+        router_options=["--policy", "least_loaded"],
+    ) as nodes:
+
+        def generate(**flag: Any) -> dict[str, Any]:
+            params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+            body = {"text": PROMPT, "sampling_params": params, **flag}
+            answer = httpx.post(f"{nodes.url}/generate", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            decoded = answer.json()
+            assert isinstance(decoded, dict)
+            return decoded
+
+        unflagged, dense = generate(), generate(hisparse=False)
+        assert unflagged["meta_info"]["hisparse"]["mode"] == "hisparse"  # the node's policy
+        assert unflagged["meta_info"]["hisparse"]["misses"] > 0
+        assert dense["meta_info"]["hisparse"]["mode"] == "dense"
+        assert unflagged["output_ids"] == dense["output_ids"]
+
+        info = bootstrap.look_up("127.0.0.1", nodes.prefill[0].bootstrap_port)
+        assert info.curve
+        stranger = ControlClient(info.control_endpoint("127.0.0.1"))
+        try:
+            stranger.send(Heartbeat(1))
+            poller = Poller()
+            poller.register(stranger)
+            assert not poller.wait(1.0), "the control socket answered a peer without the key"
+        finally:
+            stranger.close()
+        assert generate()["output_ids"] == dense["output_ids"]
