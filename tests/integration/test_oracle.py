@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from tests.integration.harness import Deployment, deployment
-from tests.integration.oracle import Oracle
+from tests.oracle import Oracle
 
 NUM_PROMPTS = 60
 NUM_NEW_TOKENS = 48

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -80,29 +80,6 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 def random_prompt(seed: int, num_tokens: int) -> Prompt:
     return tuple(np.random.default_rng(seed).integers(32, 127, num_tokens).tolist())
-
-
-def oracle(path: Path, prompts: Sequence[Prompt], num_new_tokens: int) -> list[list[int]]:
-    """Greedy tokens of transformers' own generate."""
-    from transformers import AutoModelForCausalLM
-
-    eager = {"dtype": torch.float32, "attn_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(path, **eager).eval()
-    answers = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=num_new_tokens,
-                min_new_tokens=num_new_tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        answers.append(out[0, len(prompt) :].tolist())
-    return answers
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pytest
 from decode_node.request import RequestState
 from decode_node.scheduler import Resumption, StepPlan
 from protocol.engine_messages import FinishReason, HisparseFlag, Mode, RequestStats
+from tests.oracle import greedy_tokens
 from tests.unit.decode_support import (
     Answer,
     Checkpoint,
@@ -22,7 +23,6 @@ from tests.unit.decode_support import (
     PrefillDouble,
     Prompt,
     load_checkpoint,
-    oracle,
     random_prompt,
 )
 
@@ -39,7 +39,7 @@ def checkpoint(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[str], 
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
-    return dict(zip(PROMPTS, oracle(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
+    return dict(zip(PROMPTS, greedy_tokens(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
 
 
 @pytest.fixture(scope="module")

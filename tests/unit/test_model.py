@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from model.dsa import DsaModel, load_model
 from model.make_tiny import CONTEXT_LENGTH, EOS_ID, INDEX_TOPK, VOCAB_SIZE, write_checkpoint
 from model.paged_kv import PagedKv, PagedRequest
 from model.spec import CheckpointError, ModelSpec, load_spec
+from tests.oracle import greedy_tokens
 
 PAGE_SIZE = 64
 NUM_PAGES = 48
@@ -115,19 +115,7 @@ def prompts() -> list[Tokens]:
 
 @pytest.fixture(scope="module")
 def expected(variant: str, checkpoints: dict[str, Path], prompts: list[Tokens]) -> list[Tokens]:
-    """Greedy tokens of transformers' eager attention in float32."""
-    from transformers import AutoModelForCausalLM
-
-    oracle: Any = AutoModelForCausalLM.from_pretrained(
-        checkpoints[variant], dtype=torch.float32, attn_implementation="eager"
-    )
-    return [
-        oracle.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=NUM_OUTPUT,
-            do_sample=False, eos_token_id=None,
-        )[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]  # fmt: skip
+    return greedy_tokens(checkpoints[variant], prompts, NUM_OUTPUT)
 
 
 def test_tokens_equal_transformers_one_by_one(

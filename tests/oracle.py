@@ -46,19 +46,17 @@ class Oracle:
         self._files.cleanup()
 
 
-def _main() -> None:
+def greedy_tokens(checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> list[list[int]]:
+    """The new tokens of each prompt, computed in this process."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    checkpoint, request_path, answer_path = sys.argv[1:]
-    request = json.loads(Path(request_path).read_text())
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    num_new_tokens = request["num_new_tokens"]
     answers = []
-    for prompt in request["prompts"]:
-        ids = torch.tensor([prompt])
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
         with torch.no_grad():
             out = model.generate(
                 ids,
@@ -70,7 +68,14 @@ def _main() -> None:
                 pad_token_id=0,
             )
         answers.append(out[0, len(prompt) :].tolist())
-    Path(answer_path).write_text(json.dumps(answers))
+    return answers
+
+
+def _main() -> None:
+    checkpoint, request_path, answer_path = map(Path, sys.argv[1:])
+    request = json.loads(request_path.read_text())
+    answers = greedy_tokens(checkpoint, request["prompts"], request["num_new_tokens"])
+    answer_path.write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":
