@@ -80,7 +80,10 @@ async def plan_samples(request: ApiRequest, codec: TextCodec, limits: Limits) ->
 def _max_new_tokens(
     name: str, num_prompt_tokens: int, options: SampleOptions, limits: Limits, pool_tokens: int
 ) -> int:
-    """The asked number when it fits, else an error; without one, the default or what room there is."""
+    """The asked number when it fits, else an error; without one, the default or what room there is.
+
+    The last new token takes no place: its KV is never computed.
+    """
     asked = options.max_new_tokens
     num_new_tokens = asked or 1
     length = f"{name}: the prompt has {num_prompt_tokens} tokens"
@@ -88,14 +91,17 @@ def _max_new_tokens(
         length += f" and {options.max_new_tokens_field} is {asked}: {num_prompt_tokens + asked} together"
     else:
         length += ", and at least one more is generated"
-    if num_prompt_tokens + num_new_tokens > limits.context_length:
-        raise _too_long(name, f"{length}; the context holds {limits.context_length}")
-    num_held_tokens = num_prompt_tokens + num_new_tokens * limits.holds_output
+    if num_prompt_tokens + num_new_tokens - 1 > limits.context_length:
+        raise _too_long(name, f"{length}; the context holds {limits.context_length}, and one token more")
+    num_held_tokens = num_prompt_tokens + (num_new_tokens - 1) * limits.holds_output
     if num_held_tokens > pool_tokens:
-        raise _too_long(name, f"{length}; the pools of this node can hold {pool_tokens} of one request")
-    room = limits.context_length - num_prompt_tokens
+        raise _too_long(
+            name,
+            f"{length}; the pools of this node can hold {pool_tokens} of one request, and one token more",
+        )
+    room = limits.context_length + 1 - num_prompt_tokens
     if limits.holds_output:
-        room = min(room, pool_tokens - num_prompt_tokens)
+        room = min(room, pool_tokens + 1 - num_prompt_tokens)
     max_new_tokens = asked or min(options.default_new_tokens or room, room)
     if options.min_new_tokens > max_new_tokens:
         field = options.min_new_tokens_field

@@ -217,6 +217,23 @@ def test_generate_speaks_sglangs_native_api(pair: Deployment) -> None:
     assert json.loads(events[-2])["text"] == whole["text"]
 
 
+@pytest.mark.parametrize("hisparse", [True, False])
+def test_a_prompt_may_fill_the_context(pair: Deployment, hisparse: bool) -> None:
+    """The one token after it takes no place; a second one, or a longer prompt, is refused."""
+    for num_prompt_tokens, num_new_tokens, status in ((8192, 1, 200), (8192, 2, 400), (8193, 1, 400)):
+        body = {
+            "input_ids": [65 + number % 26 for number in range(num_prompt_tokens)],
+            "sampling_params": {"temperature": 0, "max_new_tokens": num_new_tokens, "ignore_eos": True},
+            "hisparse": hisparse,
+        }
+        answer = httpx.post(f"{pair.url}/generate", json=body, timeout=120)
+        assert answer.status_code == status, answer.text
+        if status == 200:
+            assert len(answer.json()["output_ids"]) == 1
+        else:
+            assert "8192" in answer.json()["error"]["message"]
+
+
 def test_metrics_of_every_service(pair: Deployment) -> None:
     decode = pair.decode[0].metrics()
     assert decode['hisparse_pd:requests_total{mode="hisparse"}'] > 0

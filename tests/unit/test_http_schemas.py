@@ -114,7 +114,7 @@ def test_defaults() -> None:
     assert plan(completion())[0].generate.sampling.max_new_tokens == 16
     assert plan(generate())[0].generate.sampling.max_new_tokens == 128
     chat_sample = plan(chat())[0].generate
-    assert chat_sample.sampling.max_new_tokens == 200 - len(chat_sample.prompt_token_ids)
+    assert chat_sample.sampling.max_new_tokens == 201 - len(chat_sample.prompt_token_ids)
     sampling = plan(completion())[0].generate.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 1.0, 0, None)
     assert sampling.num_logprobs is None
@@ -122,7 +122,7 @@ def test_defaults() -> None:
 
 def test_a_default_gives_way_where_little_room_is_left() -> None:
     (sample,) = plan(completion(prompt="x" * 195))
-    assert sample.generate.sampling.max_new_tokens == 5
+    assert sample.generate.sampling.max_new_tokens == 6
 
 
 def test_openai_sampling() -> None:
@@ -462,18 +462,18 @@ def test_any_json_parses_or_is_a_client_error(endpoint: Endpoint, changes: dict[
 LONG = "x" * 250
 TOO_LONG = [
     (
-        {"prompt": LONG, "max_tokens": 7},
-        "prompt: the prompt has 250 tokens and max_tokens is 7: 257 together",
+        {"prompt": LONG, "max_tokens": 8},
+        "prompt: the prompt has 250 tokens and max_tokens is 8: 258 together",
     ),
-    ({"prompt": LONG, "max_tokens": 7}, "the context holds 256"),
-    ({"prompt": "x" * 256}, "at least one more is generated; the context holds 256"),
+    ({"prompt": LONG, "max_tokens": 8}, "the context holds 256, and one token more"),
+    ({"prompt": "x" * 257}, "at least one more is generated; the context holds 256"),
     ({"prompt": "x" * 9000}, "200"),
-    ({"prompt": "x" * 190, "max_tokens": 11}, "201 together; the pools of this node can hold 200"),
-    ({"prompt": "x" * 90, "max_tokens": 11, "hisparse": False}, "can hold 100"),
+    ({"prompt": "x" * 190, "max_tokens": 12}, "202 together; the pools of this node can hold 200"),
+    ({"prompt": "x" * 90, "max_tokens": 12, "hisparse": False}, "can hold 100"),
     ({"prompt": ["a", "x" * 300]}, "prompt[1]: the prompt has 300 tokens"),
     ({"prompt": [1, 2, 100000]}, "prompt[2]: 100000 is no token id: the vocabulary has"),
     ({"stop_token_ids": [100000]}, "stop_token_ids: 100000 is no token id"),
-    ({"prompt": "x" * 199, "min_tokens": 5}, "min_tokens: 5 is above 1"),
+    ({"prompt": "x" * 200, "min_tokens": 5}, "min_tokens: 5 is above 1"),
     ({"messages": [{"role": "user", "content": LONG}]}, "messages: the prompt has"),
     ({"messages": [*MESSAGES, {"role": "system", "content": "x"}]}, "system must come first"),
     ({"text": "a", "sampling_params": {"max_new_tokens": 300}}, "sampling_params.max_new_tokens is 300"),
