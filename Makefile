@@ -15,7 +15,6 @@ TORCH_PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-BENCH_READY := $(VENV)/.ready-bench
 TINY_MODEL := .cache/tiny-v32
 ACCELERATOR := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
@@ -39,7 +38,7 @@ serve: $(READY) $(TINY_MODEL)/config.json ## start a pair and a router, and stay
 	@$(BIN)/hisparse-pd pair --model-path $(MODEL) $(SERVE_ARGS)
 
 test: $(READY) ## run the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 test-full: $(READY) ## the full product of modes, batches and caches against the oracle; some 15 minutes
 	$(BIN)/python -m pytest -m slow $(TEST_ARGS)
@@ -53,7 +52,7 @@ format: $(READY) ## sort imports and format
 	$(BIN)/ruff check --select I --fix .
 	$(BIN)/ruff format .
 
-bench: $(BENCH_READY) ## measure the transfer; results go to bench/out
+bench: $(READY) ## measure the transfer; results go to bench/out
 	$(BIN)/python bench/transfer.py
 
 clean: ## remove .venv, the tiny model, caches and results
@@ -87,13 +86,9 @@ $(READY): pyproject.toml constraints.txt
 	        "sudo apt-get install -y python3-venv" >&2; rm -rf $(VENV); exit 1; }
 	@echo "installing the Python packages into $(VENV) ($(ACCELERATOR)); the first time takes some minutes"
 	@$(PIP_INSTALL) $(TORCH_PIP_ARGS) "$$(grep '^torch==' constraints.txt)"
-	@$(PIP_INSTALL) -c constraints.txt -e '.[$(ACCELERATOR),test]'
+	@$(PIP_INSTALL) -c constraints.txt -e '.[$(ACCELERATOR),test,bench]'
 	@$(BIN)/python -c 'import mooncake.engine' || { \
 	    echo "Mooncake cannot be loaded; the line above says what it lacks" >&2; exit 1; }
-	@touch $@
-
-$(BENCH_READY): $(READY)
-	@$(PIP_INSTALL) -c constraints.txt -e '.[$(ACCELERATOR),test,bench]'
 	@touch $@
 
 $(TINY_MODEL)/config.json: model/make_tiny.py | $(READY)

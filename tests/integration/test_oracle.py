@@ -34,6 +34,9 @@ BATCH = 16
 REQUEST_TIMEOUT_SECS = 200.0
 FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 
+pytestmark = pytest.mark.timeout(1200)
+"""Each test is hundreds of requests; every one of them has REQUEST_TIMEOUT_SECS."""
+
 CRITICAL_LENGTHS = (
     *(1, 2, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 3 * PAGE_SIZE + 7),
     *(INDEX_TOPK - 1, INDEX_TOPK, INDEX_TOPK + 1),
