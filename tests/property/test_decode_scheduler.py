@@ -57,6 +57,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         """What prefill nodes, or bytes that are still in the transport, may write."""
         self.lands_until: dict[Room, float] = {}
         """Rooms that are over for the prefill node, and when their last bytes may land."""
+        self.failed_batches: set[Room] = set()
 
     # --- front ------------------------------------------------------------------------------------
 
@@ -169,9 +170,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         unresolved = [entry.room for entry in self.rooms.quarantine if entry.is_unresolved]
         if unresolved:
             room = data.draw(st.sampled_from(unresolved))
-            entry = self.rooms.quarantine.get(room)
-            assert entry is not None
-            self.over(room, batch_failed or entry.batch_failed)
+            self.over(room, batch_failed or room in self.failed_batches)
             self.rooms.quarantine.quiet(room, batch_failed, self.now)
 
     @precondition(lambda self: self.landing() or len(self.rooms.quarantine))
@@ -200,6 +199,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def end(self, request: Request, known: Landing) -> None:
         was_landing = request.state is RequestState.LANDING
         self.rooms.end(request, known, self.now)
+        if known in (Landing.QUIET_AFTER_FAILURE, Landing.IN_FLIGHT_AFTER_FAILURE):
+            self.failed_batches.add(request.room)
         if was_landing and known in (Landing.QUIET, Landing.QUIET_AFTER_FAILURE):
             self.over(request.room, batch_failed=known is Landing.QUIET_AFTER_FAILURE)
 

@@ -366,8 +366,12 @@ class LifecycleMachine(RuleBasedStateMachine):
             self.aborted_requests.add(request_id)
         self.life.abort_request(request_id, self.now)
 
-    @rule(room=st.integers(0, 30), which=st.integers(0, 1))
-    def abort_room(self, room: int, which: int) -> None:
+    @rule(data=st.data(), which=st.integers(0, 1))
+    def abort_room(self, data: st.DataObject, which: int) -> None:
+        rooms = st.integers(0, 30)
+        if known := sorted({record.room for record in self.life.rooms} | self.failed_batches):
+            rooms |= st.sampled_from(known)
+        room = data.draw(rooms)
         record = self.life.rooms.get(Room(room))
         was_his = record is not None and record.peer in (None, self.peers[which])
         had_writes = record is not None and record.num_writes_pending > 0

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from decode_node.request import RequestState
+from decode_node.hot_buffers import DecodeStep
+from decode_node.memory import slots_tensor
+from decode_node.pools import PoolKind
+from decode_node.request import Request, RequestState
 from decode_node.scheduler import Resumption, StepPlan
+from kernels.indexer import index_topk
 from protocol.engine_messages import FinishReason, HisparseFlag, Mode, RequestStats
 from tests.oracle import greedy_tokens
 from tests.unit.decode_support import (
@@ -28,6 +35,7 @@ from tests.unit.decode_support import (
 
 NUM_NEW = 20
 HOT_BUFFER = 128
+TOP_K = 64
 LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 387]
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
@@ -105,6 +113,73 @@ def test_greedy_tokens_of_a_batch_equal_the_oracle(
                 assert (stats.hits, stats.misses) == (0, 0)
 
 
+def test_every_step_selects_what_the_indexer_says(
+    double: PrefillDouble, roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While all positions fit in the top-k nothing is scored; one more, and the indexer decides."""
+    select = DecodeStep.select
+    seq_lens: set[int] = set()
+
+    def select_and_compare(step: DecodeStep, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        selected = select(step, group, q_index, weights)
+        keys_of_layer, top_k = step._memory.index_keys[group], step._spec.index_topk
+        for req, pages in enumerate(step._index_pages):
+            one, seq_len = slice(req, req + 1), int(step.positions[req]) + 1
+            keys = pages.keys(keys_of_layer, step._page_size, seq_len)
+            expected = index_topk(q_index[one], weights[one], keys, step.positions[one], top_k)
+            assert set(selected[req].tolist()) == set(expected[0].tolist()), f"seq_len {seq_len}"
+            seq_lens.add(seq_len)
+        return selected
+
+    monkeypatch.setattr(DecodeStep, "select", select_and_compare)
+    answers = [roomy.generate(double, prompt, 4, HisparseFlag.TRUE) for prompt in PROMPTS[1:5]]
+    _finish(roomy, answers, double)
+    assert {TOP_K, TOP_K + 1} <= seq_lens
+
+
+def test_index_pages_may_be_scattered(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
+) -> None:
+    """The pages that a short request leaves between two long ones, and the rest of the pool behind them."""
+    before, between, after, prompt = (PROMPTS[LENGTHS.index(length)] for length in (66, 129, 65, 200))
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        harness(checkpoint, tmp_path, page_size=4, index_pool_tokens=128 + 132 + 128 + 100) as node,
+    ):
+        long_lived = [node.generate(double, before, 60, HisparseFlag.TRUE)]
+        short_lived = node.generate(double, between, 2, HisparseFlag.TRUE)
+        long_lived.append(node.generate(double, after, 60, HisparseFlag.TRUE))
+        node.turn_until(lambda: short_lived.is_over, double)
+        answer = node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE)
+        node.turn_until(lambda: answer.token_ids, double)
+        (scattered,) = (r for r in node.engine.rooms.all() if r.num_prompt_tokens == len(prompt))
+        assert len(scattered.owned[PoolKind.INDEX]) == 2
+        _finish(node, [*long_lived, answer], double)
+        assert answer.token_ids == expected[prompt]
+
+
+@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+def test_the_context_can_be_filled_to_its_end(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, flag: HisparseFlag
+) -> None:
+    """The last token that is generated may be the one past the end."""
+    prompt = PROMPTS[LENGTHS.index(200)]
+    for context_length, num_tokens in ((200, 1), (205, 6)):
+        small = Checkpoint(
+            checkpoint.path, replace(checkpoint.spec, context_length=context_length), checkpoint.model
+        )
+        ipc_dir = tmp_path / str(context_length)
+        ipc_dir.mkdir()
+        with closing(PrefillDouble(checkpoint)) as double, harness(small, ipc_dir) as node:
+            answer = node.generate(double, prompt, NUM_NEW, flag)
+            too_long = node.generate(double, prompt + prompt[: context_length - 199], 1, flag)
+            node.turn_until(lambda: answer.is_over and too_long.is_over, double)  # noqa: B023
+            assert answer.token_ids == expected[prompt][:num_tokens]
+            assert _stats(answer)
+            assert too_long.failure is not None
+            assert str(context_length) in too_long.failure.error
+
+
 def test_mixed_modes_share_a_batch_under_pressure(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
@@ -129,7 +204,10 @@ def test_mixed_modes_share_a_batch_under_pressure(
 
 
 def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
-    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
+    checkpoint: Checkpoint,
+    expected: dict[Prompt, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt = PROMPTS[LENGTHS.index(200)]
     # The first one gets its 219 tokens in whole pages, which leaves the second its prompt, one page beyond
@@ -138,6 +216,18 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
         closing(PrefillDouble(checkpoint, page_size=4)) as double,
         harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=220 + 208 + 4) as node,
     ):
+        hot_buffers = node.engine.hot_buffers
+        memory, retract = hot_buffers.memory, hot_buffers.retract
+
+        def retract_and_compare(request: Request) -> None:
+            retract(request)
+            num_tokens = request.num_prompt_tokens + len(request.output_token_ids) - 1
+            host_slots, device_slots = (
+                slots_tensor(request.owned[kind])[:num_tokens] for kind in (PoolKind.HOST, PoolKind.DEVICE)
+            )
+            assert torch.equal(memory.k_host[:, host_slots], memory.k_dev[:, device_slots])
+
+        monkeypatch.setattr(hot_buffers, "retract", retract_and_compare)
         answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
         _finish(node, answers, double)
         for answer in answers:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from decode_node.peers import RoomMessage
 from decode_node.pools import PoolKind, Stage
-from decode_node.request import RequestState
+from decode_node.request import PeerAddress, RequestState
+from kernels.hot_state import HotBufferError
 from protocol.engine_messages import Abort, FinishReason, HisparseFlag, Mode
-from protocol.messages import Refused, RoomDone, RoomFailed, RoomQuiet
+from protocol.messages import Refused, Room, RoomDone, RoomFailed, RoomQuiet
 from tests.unit.decode_support import (
     Answer,
     Checkpoint,
@@ -22,6 +26,7 @@ from tests.unit.decode_support import (
     load_checkpoint,
     random_prompt,
 )
+from transfer.aux_record import AuxRecord
 
 PROMPT = random_prompt(7, 300)
 HOST_TOKENS = 512
@@ -153,6 +158,58 @@ def test_a_delivery_that_crosses_the_abort_makes_the_room_quiet(
     double.deliver(double.bootstraps[0])
     node.turn_until(lambda: _quarantined(node) == 0, double)
     assert aborted.token_ids == []
+
+
+def _room_message(node: EngineHarness, double: PrefillDouble, message: RoomFailed | RoomQuiet) -> None:
+    address = PeerAddress("127.0.0.1", double.port)
+    node.engine.lifecycle.peer_event(RoomMessage(address, message), time.monotonic())
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+@pytest.mark.parametrize("is_quiet", [False, True])
+@pytest.mark.parametrize("batch_failed", [False, True])
+def test_slots_of_a_failed_room_are_free_when_nothing_can_land_any_more(
+    node: EngineHarness, double: PrefillDouble, is_aborted: bool, is_quiet: bool, batch_failed: bool
+) -> None:
+    double.answers_aborts = False
+    answer = _land(node, double)
+    room, quarantine = Room(double.bootstraps[0].room), node.engine.rooms.quarantine
+    if is_aborted:
+        _abort(node, answer)
+        node.turn_until(lambda: room in quarantine, double)
+    _room_message(node, double, RoomFailed(room, 502, "the write failed", is_quiet, batch_failed))
+    assert node.engine.rooms.get(room) is None
+    entry = quarantine.get(room)
+    if is_quiet and not batch_failed:
+        assert entry is None
+        return
+    assert entry is not None
+    assert (entry.is_unresolved, entry.batch_failed) == (not is_quiet, batch_failed)
+    _room_message(node, double, RoomQuiet(room, batch_failed=False))
+    assert (room in quarantine) is batch_failed
+    quarantine.expire(time.monotonic() + QUARANTINE_SECS)
+    assert room not in quarantine
+
+
+@pytest.mark.parametrize("batch_failed", [False, True])
+def test_only_the_rooms_own_peer_can_call_it_quiet(
+    node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint, batch_failed: bool
+) -> None:
+    double.answers_aborts = False
+    aborted = _land(node, double)
+    room, quarantine = Room(double.bootstraps[0].room), node.engine.rooms.quarantine
+    _abort(node, aborted)
+    node.turn_until(lambda: room in quarantine, double)
+    with closing(PrefillDouble(checkpoint)) as stranger:
+        _room_message(node, stranger, RoomQuiet(room, batch_failed=False))
+    entry = quarantine.get(room)
+    assert entry is not None
+    assert entry.is_unresolved
+    _room_message(node, double, RoomQuiet(room, batch_failed=batch_failed))
+    assert not entry.is_unresolved
+    assert (room in quarantine) is batch_failed
+    quarantine.expire(time.monotonic() + QUARANTINE_SECS)
+    assert room not in quarantine
 
 
 # --- timeouts, loss, return -----------------------------------------------------------------------
@@ -340,6 +397,41 @@ def test_a_failing_forward_ends_its_batch_only(
     _completes(node, double)
 
 
+def test_a_hint_that_does_not_fit_ends_its_request_only(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = node.engine.hot_buffers.memory
+    take_aux = memory.take_aux
+
+    def take_another_models(aux_slot: int, room: Room) -> AuxRecord:
+        record = take_aux(aux_slot, room)
+        assert record.hint is not None
+        return replace(record, hint=record.hint + len(PROMPT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "take_aux", take_another_models)
+        answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+        node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is not None
+    assert answer.failure.status == 500
+    assert "cannot be started" in answer.failure.error
+    _completes(node, double)
+
+
+def test_a_wrong_hot_buffer_ends_its_request_only(node: EngineHarness, double: PrefillDouble) -> None:
+    doomed, spared = (node.generate(double, PROMPT[:length], 40, HisparseFlag.TRUE) for length in (100, 150))
+    node.turn_until(lambda: doomed.token_ids and spared.token_ids, double)
+    (request,) = (r for r in node.engine.rooms.all() if r.num_prompt_tokens == 100)
+    flags = node.engine.hot_buffers.state.error_flags
+    flags[request.req_row] = int(HotBufferError.TOO_MANY_MISSES)
+    node.turn_until(lambda: doomed.is_over and spared.is_over, double)
+    assert doomed.failure is not None
+    assert doomed.failure.status == 500
+    assert "TOO_MANY_MISSES" in doomed.failure.error
+    assert spared.failure is None
+    assert len(spared.token_ids) == 40
+
+
 def test_a_room_without_its_aux_record_fails(node: EngineHarness, double: PrefillDouble) -> None:
     """Neither is the record of an earlier request taken for it that had the same room and aux slot."""
     earlier = node.generate(double, PROMPT, 1, HisparseFlag.TRUE, room=4242)
@@ -401,3 +493,24 @@ def test_requests_that_wait_have_a_deadline(node: EngineHarness, double: Prefill
     assert [request.state for request in node.engine.rooms.all()] == [RequestState.LANDING]
     double.deliver(double.bootstraps[0])
     node.turn_until(lambda: first.is_over, double)
+
+
+def test_a_request_in_the_queue_goes_to_no_peer_that_fell_silent(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _land(node, double)
+    second = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+    node.turn_until(lambda: node.engine.rooms.select(RequestState.WAITING), double)
+    peers, address, now = node.engine.peers, PeerAddress("127.0.0.1", double.port), time.monotonic()
+    assert peers.may_entrust(address, now)
+    assert not peers.may_entrust(address, now + 3 * node.settings.heartbeat_interval_secs)
+    node.engine.lifecycle.contact_timeout_secs = 0.0
+    with monkeypatch.context() as patch:
+        patch.setattr(peers, "may_entrust", lambda *_: False)
+        node.turn_until(lambda: second.failure, double)
+    assert second.failure is not None
+    assert second.failure.status == 503
+    assert f"no contact with prefill node {double.name}" in second.failure.error
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: first.is_over, double)
+    assert first.failure is None

@@ -102,7 +102,7 @@ def test_the_release_path_keeps_exactly_what_may_still_be_written(mode: Mode, kn
     assert used == rooms.pools.used(Stage.QUARANTINED) == kv + SlotCounts(index=16, aux=1)
     with pytest.raises(DuplicateRoom, match="quarantined"):
         rooms.open(make_request(1))
-    rooms.quarantine.quiet(Room(1), known is Landing.IN_FLIGHT_AFTER_FAILURE, now=1.0)
+    rooms.quarantine.quiet(Room(1), batch_failed=False, now=1.0)  # an earlier failure is not forgotten
     is_free = rooms.pools.free == rooms.pools.totals
     assert is_free is (known is Landing.IN_FLIGHT)
     rooms.quarantine.expire(6.0)
@@ -116,7 +116,9 @@ def test_what_has_landed_is_freed_at_once(state: RequestState) -> None:
     rooms.start(request)
     assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED) - SlotCounts(aux=1)
     if state is RequestState.RETRACTED:
+        assert rooms.expired(1e9) == [], "who runs ends by itself"
         rooms.retract(request, 9.0)
+        assert rooms.expired(9.0) == [request], "who waits has a deadline"
         assert rooms.pools.used(Stage.RETRACTED) == SlotCounts(host=10, index=16, req_row=1)
     rooms.end(request, Landing.IN_FLIGHT, now=0.0)
     assert rooms.pools.free == rooms.pools.totals

@@ -86,6 +86,8 @@ class Node:
         (AUTO, 113, Mode.HISPARSE, SlotCounts(host=113, device=64, index=128, aux=1, req_row=1)),
         # A hot buffer never exceeds the whole life.
         (TRUE, 30, Mode.HISPARSE, SlotCounts(host=30, device=32, index=32, aux=1, req_row=1)),
+        # Not even when the top-k does.
+        (TRUE, 5, Mode.HISPARSE, SlotCounts(host=5, device=16, index=16, aux=1, req_row=1)),
     ],
 )
 def test_what_a_request_gets(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,9 @@ def test_a_failed_batch_is_reported_as_such(engine: EngineThread, peer: DecodePe
         assert peer.expect(RoomQuiet).batch_failed
     assert "decode-0" in engine.expect(RequestFailed).error
     peer.register()
+    peer.bootstrap(room, 40)
+    late = peer.expect(RoomFailed)
+    assert (late.room, late.quiet, late.batch_failed) == (room, True, True), "the failed batch is forgotten"
     deliver(engine, peer, next(_rooms), prompt(12, 40))
 
 
@@ -358,6 +362,16 @@ def test_a_prompt_that_can_never_run_is_refused_at_once(
     told = peer.expect(RoomFailed)
     assert (told.status, told.quiet) == (400, True)
     assert error in told.error
+
+
+def test_a_prompt_may_fill_the_context(
+    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = replace(engine.engine._life._request_limits, context_length=40)
+    monkeypatch.setattr(engine.engine._life, "_request_limits", limits)
+    deliver(engine, peer, room, prompt(13, 40))
+    engine.generate(next(_rooms), prompt(13, 41))
+    assert "context of 40" in engine.expect(RequestFailed).error
 
 
 def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: int) -> None:

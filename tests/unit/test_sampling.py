@@ -99,6 +99,8 @@ def test_min_new_tokens_masks_what_would_end_the_request() -> None:
     assert one(logits, params(**greedy), 2) == 3
     assert one(logits, params(**greedy, ignore_eos=True), 1) == 3
     assert one(logits, params(**{**greedy, "temperature": 0.3}, seed=1, top_k=1), 0) == 5
+    batch = [params(temperature=0.0), params(**greedy), params(temperature=0.0)]
+    assert sample(torch.stack([logits] * 3), batch, [0, 0, 0], EOS)[0] == [3, 5, 3], "a neighbour was masked"
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
