@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -49,7 +50,7 @@ def dialect_of(work: Work, model_name: str, token_bytes: TokenBytes) -> Dialect:
 # --- OpenAI --------------------------------------------------------------------------------------------
 
 
-class _OpenAi:
+class _OpenAi(ABC):
     """What completions and chat share: the envelope, usage and the order of chunks."""
 
     id_prefix: str
@@ -89,11 +90,13 @@ class _OpenAi:
             "choices": choices,
         }
 
+    @abstractmethod
     def _choice(self, output: SampleOutput) -> Json:
-        raise NotImplementedError
+        """A finished sample in a whole answer."""
 
+    @abstractmethod
     def _chunk_choice(self, output: SampleOutput, delta: Delta) -> Json:
-        raise NotImplementedError
+        """One delta of a sample in a chunk."""
 
 
 class Completions(_OpenAi):

@@ -164,7 +164,7 @@ def check_swap_in(subject: Subject, answers: list[dict[str, Any]]) -> None:
             assert (usage["misses"] == 0) if fits else (usage["hits"] > 0), (len(prompt), usage)
 
 
-def run_pass(
+def check_pass(
     subject: Subject, flag_of: Callable[[int], bool | str], num_concurrent: int, *, warm: bool
 ) -> None:
     """All prompts once; every answer checked, and that misses and evictions really happened."""
@@ -191,12 +191,12 @@ def in_turn(shift: int) -> Callable[[int], bool | str]:
 
 def test_alone_in_every_mode(subject: Subject) -> None:
     for shift in range(len(FLAGS)):
-        run_pass(subject, in_turn(shift), num_concurrent=1, warm=shift > 0)
+        check_pass(subject, in_turn(shift), num_concurrent=1, warm=shift > 0)
 
 
 def test_mixed_batches_of_16(subject: Subject) -> None:
     for shift in range(len(FLAGS)):
-        run_pass(subject, in_turn(shift), BATCH, warm=shift > 0)
+        check_pass(subject, in_turn(shift), BATCH, warm=shift > 0)
 
 
 @pytest.mark.slow
@@ -206,10 +206,10 @@ def test_mixed_batches_of_16(subject: Subject) -> None:
 def test_full_matrix(subject: Subject, hisparse: bool | str, warm: bool, num_concurrent: int) -> None:
     if warm:  # whatever ran before
         send_all(subject, lambda _: hisparse, BATCH)
-    run_pass(subject, lambda _: hisparse, num_concurrent, warm=warm)
+    check_pass(subject, lambda _: hisparse, num_concurrent, warm=warm)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shift", range(3))
 def test_mixed_batches_of_16_with_a_cold_cache(subject: Subject, shift: int) -> None:
-    run_pass(subject, in_turn(shift), BATCH, warm=False)
+    check_pass(subject, in_turn(shift), BATCH, warm=False)
