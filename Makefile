@@ -24,7 +24,7 @@ SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup system-libraries demo test test-full serve lint format bench clean
+.PHONY: help setup system-libraries demo test test-full serve lint format bench bench-swap-in clean
 
 help:
 	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -54,6 +54,9 @@ format: $(READY) ## sort imports and format
 
 bench: $(READY) ## measure the transfer; results go to bench/out
 	$(BIN)/python bench/transfer.py
+
+bench-swap-in: $(READY) ## measure the CUDA swap-in kernel; needs a GPU
+	$(BIN)/python bench/swap_in.py
 
 clean: ## remove .venv, the tiny model, caches and results
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/out *.egg-info

@@ -1,7 +1,8 @@
 """Swap-in: page selected positions that are not hot from the host pool into the hot buffers.
 
 The public wrappers. They check every argument that needs no synchronisation, then dispatch by the device of
-the state's tables: ``cpu`` runs ``kernels/reference.py``. Nothing here allocates per-request state; outputs
+the state's tables: ``cpu`` runs ``kernels/reference.py``, ``cuda`` runs ``kernels/cuda.py``, whose host pools
+have to be pinned. Nothing here allocates per-request state; outputs
 and plans may be given, so that a CUDA graph can capture a call.
 
 Common arguments:
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -110,7 +112,9 @@ def swap_in(
         raise KernelArgumentError(
             f"miss_plan: expected room for {num_reqs * top_k} misses, got {miss_plan.max_misses}"
         )
-    _require_cpu("swap_in", state.device)
+    if (cuda := _cuda_kernels("swap_in", state.device)) is not None:
+        cuda.swap_in(selected, seq_lens, req_rows, num_real_reqs, state, group, layer, pools, out, miss_plan)
+        return out
     src_host_slots, dst_device_slots = reference.resolve(
         selected, seq_lens, req_rows, num_real_reqs, state, group, out
     )
@@ -134,7 +138,9 @@ def replay_misses(
     """Copy what ``miss_plan`` recorded in another layer of the same group; the device slots are the same."""
     pools = _check_pools(k_host, k_dev, v_host, v_dev, None)
     check_range("layer", layer, 0, k_dev.shape[0])
-    _require_cpu("replay_misses", miss_plan.num_misses.device)
+    if (cuda := _cuda_kernels("replay_misses", miss_plan.num_misses.device)) is not None:
+        cuda.replay_misses(miss_plan, layer, pools)
+        return
     num_misses = int(miss_plan.num_misses)
     reference.copy_items(
         pools,
@@ -176,7 +182,9 @@ def preload(
     pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
     for layer in layers:
         check_range("layers", layer, 0, k_dev.shape[0])
-    _require_cpu("preload", state.device)
+    if (cuda := _cuda_kernels("preload", state.device)) is not None:
+        num_warm: int = cuda.preload(state, group, layers, row, num_tokens, positions, pools)
+        return num_warm
     src_host_slots, dst_device_slots = reference.place(state, group, row, num_tokens, positions)
     for layer in layers:
         reference.copy_items(pools, layer, src_host_slots, dst_device_slots)
@@ -201,7 +209,9 @@ def backup_newest(
     """
     _check_requests(seq_lens, req_rows, num_real_reqs, seq_lens.shape[0], state)
     pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
-    _require_cpu("backup_newest", state.device)
+    if (cuda := _cuda_kernels("backup_newest", state.device)) is not None:
+        cuda.backup_newest(seq_lens, req_rows, num_real_reqs, state, pools)
+        return
     reference.backup_newest(seq_lens, req_rows, num_real_reqs, state, pools)
 
 
@@ -222,16 +232,24 @@ def newest_slots(
         out = torch.empty(seq_lens.shape[0], dtype=torch.int32, device=state.device)
     else:
         check_tensor("out", out, dtypes=(torch.int32,), shape=(seq_lens.shape[0],), device=state.device)
-    _require_cpu("newest_slots", state.device)
+    if (cuda := _cuda_kernels("newest_slots", state.device)) is not None:
+        cuda.newest_slots(seq_lens, req_rows, num_real_reqs, state, out)
+        return out
     reference.newest_slots(seq_lens, req_rows, num_real_reqs, state, out)
     return out
 
 
-def _require_cpu(name: str, device: torch.device) -> None:
-    if device.type != "cpu":
-        raise KernelUnavailableError(
-            f"{name}: no kernel for device {str(device)!r} in this release; the supported device is 'cpu'"
-        )
+def _cuda_kernels(name: str, device: torch.device) -> ModuleType | None:
+    """``kernels.cuda`` for a CUDA device, None for the CPU; raises for any other."""
+    if device.type == "cpu":
+        return None
+    if device.type == "cuda":
+        from kernels import cuda
+
+        return cuda
+    raise KernelUnavailableError(
+        f"{name}: no kernel for device {str(device)!r}; the supported devices are 'cpu' and 'cuda'"
+    )
 
 
 def _check_requests(

@@ -1,0 +1,129 @@
+// What the kernels are given: plain structs, passed by value; kernels/cuda.py mirrors them field by field.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int ABSENT = -1;       // no position, no hot_index, no slot
+constexpr int CLAIMED = -2;      // position_to_hot of a miss whose entry is being chosen, inside one launch only
+constexpr int HITS = 0, MISSES = 1, EVICTIONS = 2;
+constexpr int TOO_MANY_MISSES = 1, BAD_POSITION = 2, NO_HOST_SLOT = 4;
+constexpr int WARP = 32;
+constexpr int MAX_POOLS = 2;     // K, or K and V
+
+// One (host, device) pair of pools, [num_layers][num_slots][item_bytes] with any layer and slot stride.
+struct Pool {
+    u8* host;                    // pinned, as the device addresses it
+    u8* dev;
+    i64 host_layer_bytes, host_slot_bytes;
+    i64 dev_layer_bytes, dev_slot_bytes;
+    int item_bytes;              // 0: there is no such pool
+    int vector_bytes;            // 16, 8, 4, 2 or 1: divides the item, all strides and both addresses
+};
+
+// The tables of one group (kernels/hot_state.py says what they hold); row-major, one row a request. The clock hand is
+// not among them: entries with equal stamps go in the order of their hot_index.
+struct Tables {
+    int* position_to_hot;        // [num_rows][max_context]
+    int* hot_to_position;        // [num_rows][max_capacity]
+    int* stamps;                 // [num_rows][max_capacity]
+    int* step;                   // [num_rows]
+    const int* hot_slots;        // [num_rows][max_capacity]
+    const int* capacity;         // [num_rows]
+    const int* page_table;       // [num_rows][max_pages]
+    const i64* host_slots;       // [num_rows][max_context]
+    i64* counters;               // [num_rows][3]
+    int* error_flags;            // [num_rows]
+    int num_rows, max_context, max_capacity, max_pages, page_size;
+    int padding;
+};
+
+// The batch; padding requests come last.
+struct Requests {
+    const void* seq_lens;        // [num_reqs] int32 or int64
+    const void* req_rows;        // [num_reqs] int32 or int64
+    const int* num_real_reqs;    // [1]
+    int num_reqs;
+    int seq_lens_are_64, req_rows_are_64;
+    int padding;
+};
+
+// The copies of one swap-in.
+struct Plan {
+    i64* src_host_slots;         // [max_misses]
+    i64* dst_device_slots;       // [max_misses]
+    int* num_misses;             // [1]
+};
+
+// How the blocks of one launch meet, in memory that outlives the launch. Everything only counts up, relative to
+// `base`, so that a replayed graph needs no memset. Each word has a 128-byte line of its own.
+struct Meeting {
+    u64 progress;                // high half: blocks that finished planning; low half: planned copies
+    u64 unused0[15];
+    u64 base;                    // `progress` when the launch began
+    u64 unused1[15];
+    u32 num_arrived;             // blocks that have read `base`
+};
+
+struct SwapInParams {
+    Tables tables;
+    Requests requests;
+    Plan plan;
+    Pool pools[MAX_POOLS];
+    const int* selected;         // [num_reqs][top_k]
+    int* out;                    // [num_reqs][top_k]
+    Meeting* meeting;
+    int top_k;
+    int layer;
+    int hot_slots_in_shared;     // a row's hot_slots fit in shared memory
+    int padding;
+};
+
+struct CopyParams {
+    Plan plan;
+    Pool pools[MAX_POOLS];
+    const int* layers;           // [num_layers] or null: just `first_layer`
+    int num_layers, first_layer;
+};
+
+struct BackupParams {
+    Tables tables;
+    Requests requests;
+    Pool pools[MAX_POOLS];
+    int num_layers;
+    int padding;
+};
+
+struct NewestSlotsParams {
+    Tables tables;
+    Requests requests;
+    int* out;                    // [num_reqs]
+};
+
+// One request of the batch; row is ABSENT where it is padding or out of range.
+struct Request {
+    int row, seq_len;
+};
+
+__device__ __forceinline__ i64 load_integer(const void* values, int is_64, int i) {
+    return is_64 ? static_cast<const i64*>(values)[i] : static_cast<const int*>(values)[i];
+}
+
+__device__ __forceinline__ Request load_request(const Requests& requests, const Tables& tables, int req) {
+    const int num_real = *requests.num_real_reqs;
+    const i64 seq_len = load_integer(requests.seq_lens, requests.seq_lens_are_64, req);
+    const i64 row = load_integer(requests.req_rows, requests.req_rows_are_64, req);
+    const bool is_real = req < num_real && row >= 0 && row < tables.num_rows;
+    if (is_real && (seq_len < 1 || seq_len > tables.max_context)) {
+        atomicOr(&tables.error_flags[row], BAD_POSITION);
+        return {ABSENT, 0};
+    }
+    return {is_real ? static_cast<int>(row) : ABSENT, static_cast<int>(seq_len)};
+}
+
+__device__ __forceinline__ int dense_slot(const Tables& tables, int row, int position) {
+    const int page_id = tables.page_table[static_cast<i64>(row) * tables.max_pages + position / tables.page_size];
+    return page_id == ABSENT ? ABSENT : page_id * tables.page_size + position % tables.page_size;
+}
