@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError, check_range, check_tensor
-from kernels.hot_state import ABSENT, HotBufferState
-from kernels.reference import Pools
+from kernels.hot_state import HotBufferState
+from kernels.reference import Pools, warm_positions
 from kernels.swap_in import MissPlan
 
 CSRC = Path(__file__).parent / "csrc"
@@ -153,24 +153,7 @@ def preload(
     """See ``kernels.swap_in.preload``. Everything runs on the current stream, which may be a side stream:
     no other row is touched. The copies of all layers are one launch, and may be in flight on return.
     """
-    capacity = int(state.capacity[row])
-    if capacity == 0:
-        raise KernelArgumentError(f"row: expected a hisparse row, got row {row}, which is dense")
-    if bool((state.hot_to_position[group, row] != ABSENT).any()):
-        raise KernelArgumentError(
-            f"row: expected an empty hot buffer, got row {row} with entries in group {group}"
-        )
-    if num_tokens < capacity:
-        chosen = np.arange(num_tokens, dtype=np.int64)
-    else:
-        hint = positions.cpu().numpy().astype(np.int64)
-        hint = hint[hint != ABSENT]
-        if len(hint) and not 0 <= hint.min() <= hint.max() < num_tokens:
-            raise KernelArgumentError(
-                f"positions: expected values in [0, {num_tokens}), got {hint.min()} to {hint.max()}"
-            )
-        _, first_seen = np.unique(hint, return_index=True)
-        chosen = hint[np.sort(first_seen)][: capacity - 1]
+    chosen = warm_positions(state, group, row, num_tokens, positions)
     if not len(chosen):
         return 0
     chosen_dev = torch.from_numpy(chosen).to(state.device)

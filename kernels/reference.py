@@ -171,25 +171,7 @@ def place(
     """Enter the positions that ``preload`` warms up in the tables; returns the (host, device) slots to
     copy.
     """
-    capacity = int(state.capacity[row])
-    if capacity == 0:
-        raise KernelArgumentError(f"row: expected a hisparse row, got row {row}, which is dense")
-    hot_to_position = state.hot_to_position[group, row].numpy()
-    if (hot_to_position != ABSENT).any():
-        raise KernelArgumentError(
-            f"row: expected an empty hot buffer, got row {row} with entries in group {group}"
-        )
-    if num_tokens < capacity:
-        chosen = np.arange(num_tokens, dtype=np.int64)
-    else:
-        hint = positions.numpy().astype(np.int64)
-        hint = hint[hint != ABSENT]
-        if len(hint) and not 0 <= hint.min() <= hint.max() < num_tokens:
-            raise KernelArgumentError(
-                f"positions: expected values in [0, {num_tokens}), got {hint.min()} to {hint.max()}"
-            )
-        _, first_seen = np.unique(hint, return_index=True)
-        chosen = hint[np.sort(first_seen)][: capacity - 1]
+    chosen = warm_positions(state, group, row, num_tokens, positions)
     src_host_slots: Ints = state.host_slots[row].numpy()[chosen]
     if (src_host_slots < 0).any():
         without = int(chosen[src_host_slots < 0][0])
@@ -198,9 +180,31 @@ def place(
         )
     entries = np.arange(len(chosen), dtype=np.int64)
     state.position_to_hot[group, row].numpy()[chosen] = entries
-    hot_to_position[entries] = chosen
+    state.hot_to_position[group, row].numpy()[entries] = chosen
     state.stamps[group, row].numpy()[entries] = 0
     return src_host_slots, state.hot_slots[row].numpy()[entries].astype(np.int64)
+
+
+def warm_positions(state: HotBufferState, group: int, row: int, num_tokens: int, positions: Tensor) -> Ints:
+    """What ``preload`` puts at hot_index 0, 1, …: for tables on any device. Raises KernelArgumentError."""
+    capacity = int(state.capacity[row])
+    if capacity == 0:
+        raise KernelArgumentError(f"row: expected a hisparse row, got row {row}, which is dense")
+    if bool((state.hot_to_position[group, row] != ABSENT).any()):
+        raise KernelArgumentError(
+            f"row: expected an empty hot buffer, got row {row} with entries in group {group}"
+        )
+    if num_tokens < capacity:
+        return np.arange(num_tokens, dtype=np.int64)
+    hint = positions.cpu().numpy().astype(np.int64)
+    hint = hint[hint != ABSENT]
+    if len(hint) and not 0 <= hint.min() <= hint.max() < num_tokens:
+        raise KernelArgumentError(
+            f"positions: expected values in [0, {num_tokens}), got {hint.min()} to {hint.max()}"
+        )
+    _, first_seen = np.unique(hint, return_index=True)
+    chosen: Ints = hint[np.sort(first_seen)][: capacity - 1]
+    return chosen
 
 
 def copy_items(pools: Pools, layer: int, src_host_slots: Ints, dst_device_slots: Ints) -> None:
