@@ -16,6 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TINY_MODEL := .cache/tiny-v32
+TRACE := bench/out/trace_$(notdir $(MODEL))_2048.npz
 ACCELERATOR := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
@@ -24,7 +25,7 @@ SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup system-libraries demo test test-full serve lint format bench bench-swap-in clean
+.PHONY: help setup system-libraries demo test test-full serve lint format bench bench-swap-in bench-hit-rates clean
 
 help:
 	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -55,8 +56,11 @@ format: $(READY) ## sort imports and format
 bench: $(READY) ## measure the transfer; results go to bench/out
 	$(BIN)/python bench/transfer.py
 
-bench-swap-in: $(READY) ## measure the CUDA swap-in kernel; needs a GPU
-	$(BIN)/python bench/swap_in.py
+bench-swap-in: $(READY) $(TRACE) ## measure the CUDA swap-in kernel; needs a GPU
+	$(BIN)/python bench/swap_in.py --fresh both --trace $(TRACE:2048.npz=*.npz)
+
+bench-hit-rates: $(READY) $(TRACE) ## hit rates of recorded and synthetic selections, beside LRU; on the CPU
+	$(BIN)/python bench/swap_in.py --hit-rates-only --trace $(TRACE:2048.npz=*.npz)
 
 clean: ## remove .venv, the tiny model, caches and results
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/out *.egg-info
@@ -99,3 +103,7 @@ $(TINY_MODEL)/config.json: model/make_tiny.py | $(READY)
 	@rm -rf $(TINY_MODEL)
 	@$(BIN)/python -m model.make_tiny $(TINY_MODEL)
 	@touch $@
+
+# The one of the model's own top-k is written beside it.
+$(TRACE): bench/record_trace.py bench/traces.py $(MODEL)/config.json | $(READY)
+	$(BIN)/python bench/record_trace.py --model-path $(MODEL)

@@ -18,12 +18,17 @@ OUT = ROOT / "bench" / "out"
 
 
 def run_facts() -> dict[str, Any]:
-    """JSON-able; ``mooncake_env`` are the variables that change how Mooncake works."""
+    """JSON-able; ``mooncake_env`` are the variables that change how Mooncake works.
+
+    Where there is no git, as on a machine that was sent the files alone, the environment variable
+    SOURCE_COMMIT says which commit they are, and whether they were changed is not known.
+    """
+    commit = _git("rev-parse", "HEAD")
     return {
         "command": " ".join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD") or "none",
-        "uncommitted_changes": bool(_git("status", "--porcelain")),
+        "commit": commit or os.environ.get("SOURCE_COMMIT") or "none",
+        "uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
         "cpu": _cpu_model(),
         "num_cpus": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -61,9 +66,12 @@ def _version(package: str) -> str:
 
 
 def _git(*arguments: str) -> str:
-    answer = subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=10
-    )
+    try:
+        answer = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=10
+        )
+    except FileNotFoundError:
+        return ""
     return answer.stdout.strip() if answer.returncode == 0 else ""
 
 

@@ -1,7 +1,7 @@
 """The CUDA side of ``kernels/swap_in.py``: compiles ``csrc/swap_in.cu`` at run time and launches it.
 
 Owns the compiled modules and, for every state, the launch workspace: how the blocks of one launch meet, and
-the miss plan of calls that give none. Arguments were checked by ``kernels/swap_in.py``; what only matters on
+the copies that they leave to each other. Arguments were checked by ``kernels/swap_in.py``; what only matters on
 a GPU is checked here. Every launch goes to torch's current stream of the state's device and can be captured
 in a CUDA graph; the first ``swap_in`` of a state (and of a larger batch) makes its workspace and cannot.
 
@@ -32,15 +32,37 @@ from kernels.swap_in import MissPlan
 CSRC = Path(__file__).parent / "csrc"
 MAIN_SOURCE = "swap_in.cu"
 
-NUM_THREADS = 1024
-"""Threads of a ``swap_in`` block: one block resolves one request."""
-ENTRIES_PER_THREAD = 4
+NUM_PLANNERS = 512
+"""Threads of a ``swap_in`` block that work on positions."""
+NUM_FETCHERS = 3
+"""Warps of a block that fetch items before their place is known."""
+MAX_EARLY = 3 * NUM_FETCHERS
+NUM_THREADS = NUM_PLANNERS + 32 + 32 * NUM_FETCHERS
+MIN_SLICE_LEN = 32
+"""Positions that a block gets at least."""
+SLICES_THAT_FILL_PCIE = 8
+"""Blocks of a request that together read from the host at full rate, so that no others have to help them."""
+MAX_SLICES_IN_PLACE = 2
+"""Blocks of a request up to which they stay on their multiprocessors from launch to launch."""
 MAX_TOP_K = 4096
 MAX_CAPACITY = 32768
-"""As in csrc/plan.cuh."""
+MAX_BLOCKS = 160
+MAX_SELECTED = 1 << 24
+"""Of a whole batch."""
+ENTRIES_PER_ROUND = 8 * NUM_PLANNERS
+WIDEST_VECTOR_BYTES = 16
+ROUND_HEADER_BYTES = 3 * 128 + 2 * 4 * MAX_BLOCKS + 128 * (MAX_BLOCKS // 2)
+"""As in csrc/*.cuh."""
+MAX_EARLY_ITEM_BYTES = 4 * 32 * 16 - 128
+MAX_EARLY_BYTES = 1 << 20
+"""That all blocks together ask the host for before they have planned: more would only queue up, and whatever the
+planning then wants from device memory behind it."""
+MAX_READ_AHEAD = 128
+"""Positions of a slice up to which host slots are read for hits, too."""
 COPY_THREADS = 256
 COPY_BLOCKS_PER_SM = 4
-MEETING_BYTES = 384
+HOPPER = (9, 0)
+"""The first compute capability with programmatic dependent launch and the bulk copy engine."""
 
 _PINNED = 1
 """cudaMemoryTypeHost"""
@@ -73,7 +95,9 @@ _REQUESTS = _struct(
 _PLAN = _struct(src_host_slots=_POINTER, dst_device_slots=_POINTER, num_misses=_POINTER)
 _SWAP_IN = _struct(
     tables=_TABLES, requests=_REQUESTS, plan=_PLAN, pools=_POOLS, selected=_POINTER, out=_POINTER,
-    meeting=_POINTER, top_k=_INT, layer=_INT, hot_slots_in_shared=_INT, padding=_INT,
+    num_launches=_POINTER, rounds=_POINTER, left=_POINTER, round_bytes=_INT, left_per_block=_INT, top_k=_INT,
+    num_units=_INT, num_slices=_INT, slice_len=_INT, layer=_INT, hot_slots_in_shared=_INT, max_early=_INT,
+    reads_ahead=_INT, spreads=_INT, keeps_place=_INT, padding=_INT,
 )  # fmt: skip
 _COPY = _struct(plan=_PLAN, pools=_POOLS, layers=_POINTER, num_layers=_INT, first_layer=_INT)
 _BACKUP = _struct(tables=_TABLES, requests=_REQUESTS, pools=_POOLS, num_layers=_INT, padding=_INT)
@@ -94,15 +118,17 @@ def swap_in(
 ) -> None:
     """Fill ``out``, update the tables and copy the misses, in one launch; see ``kernels.swap_in.swap_in``.
 
-    As the reference, but for three things. Entries with equal stamps go in the order of their hot_index (the
-    clock hand stays where it is), and stamps of more than 1021 steps ago count as equal. When misses exceed
-    the entries, any of the missing positions are served. A row or a seq_len out of range makes its request
-    padding instead of an exception (BAD_POSITION when the row is good).
+    As the reference, but for three things. Stamps of more than 1022 steps ago count as equal. When misses
+    exceed the entries, any of the missing positions are served. A row or a seq_len out of range makes its
+    request padding instead of an exception (BAD_POSITION when the row is good).
     """
     num_reqs, top_k = selected.shape
     if num_reqs == 0 or top_k == 0:
+        if miss_plan is not None:
+            miss_plan.num_misses.zero_()
         return
     check_range("top_k", top_k, 1, MAX_TOP_K + 1)
+    check_range("num_reqs * top_k", num_reqs * top_k, 1, MAX_SELECTED)
     check_range("state.max_capacity", state.max_capacity, 1, MAX_CAPACITY + 1)
     if miss_plan is not None:
         for name, dtype, shape in (
@@ -112,26 +138,48 @@ def swap_in(
         ):
             tensor = getattr(miss_plan, name)
             check_tensor(f"miss_plan.{name}", tensor, dtypes=(dtype,), shape=shape, device=state.device)
+    split = _Split.of(num_reqs, top_k, _num_sms(state.device))
     workspace = _workspace(state)
-    plan = workspace.plan(num_reqs, top_k) if miss_plan is None else miss_plan
+    positions_per_thread = split.positions_per_thread
+    capacity = _round_up(state.max_capacity, ENTRIES_PER_ROUND)
+    pool_parameters = _pools(pools)
+    kernel = _kernel("swap_in", positions_per_thread, _are_wide(pool_parameters))
+    max_slice = NUM_PLANNERS * positions_per_thread
+    shared_bytes = 2 * capacity + 2 * max_slice
+    max_shared_bytes = _max_shared_bytes(state.device) - kernel.shared_size_bytes
+    # A block with many positions reads the row's slots in order instead of one by one.
+    hot_slots_in_shared = positions_per_thread > 1 and shared_bytes + 4 * capacity <= max_shared_bytes
+    if hot_slots_in_shared:
+        shared_bytes += 4 * capacity
+    if shared_bytes > kernel.max_dynamic_shared_size_bytes:
+        kernel.max_dynamic_shared_size_bytes = shared_bytes
     parameters = np.zeros((), _SWAP_IN)
     parameters["tables"] = _tables(state, group)
     parameters["requests"] = _requests(seq_lens, req_rows, num_real_reqs)
-    parameters["plan"] = _plan(plan)
-    parameters["pools"] = _pools(pools)
+    if miss_plan is not None:
+        parameters["plan"] = _plan(miss_plan)
+    parameters["pools"] = pool_parameters
+    item_bytes = int(pool_parameters[0]["item_bytes"])
+    if _are_wide(pool_parameters) and len(pools) == 1 and item_bytes <= MAX_EARLY_ITEM_BYTES:
+        per_block = MAX_EARLY_BYTES // (split.num_blocks * item_bytes)
+        parameters["max_early"] = min(max(per_block, 1), MAX_EARLY)
+        parameters["reads_ahead"] = split.slice_len <= MAX_READ_AHEAD
     parameters["selected"] = selected.data_ptr()
     parameters["out"] = out.data_ptr()
-    parameters["meeting"] = workspace.meeting.data_ptr()
+    parameters["num_launches"] = workspace.num_launches.data_ptr()
+    parameters["rounds"] = workspace.rounds.data_ptr()
+    parameters["left"] = workspace.left(split.num_blocks * split.left_per_block).data_ptr()
+    parameters["round_bytes"] = workspace.rounds.shape[1]
+    parameters["left_per_block"] = split.left_per_block
     parameters["top_k"] = top_k
+    parameters["num_units"] = split.num_units
+    parameters["num_slices"] = split.num_slices
+    parameters["slice_len"] = split.slice_len
+    parameters["spreads"] = split.num_slices < SLICES_THAT_FILL_PCIE
+    parameters["keeps_place"] = split.keeps_place
     parameters["layer"] = layer
-    kernel = _kernel("swap_in", -(-top_k // NUM_THREADS))
-    shared_bytes = 4 * max(state.max_capacity, ENTRIES_PER_THREAD * NUM_THREADS)
-    if kernel.shared_size_bytes + shared_bytes > _max_shared_bytes(state.device):
-        shared_bytes = 0
-    if shared_bytes > kernel.max_dynamic_shared_size_bytes:
-        kernel.max_dynamic_shared_size_bytes = shared_bytes
-    parameters["hot_slots_in_shared"] = shared_bytes > 0
-    _launch(kernel, state.device, _num_sms(state.device), NUM_THREADS, parameters, shared_bytes)
+    parameters["hot_slots_in_shared"] = hot_slots_in_shared
+    _launch(kernel, state.device, split.num_blocks, NUM_THREADS, parameters, shared_bytes)
 
 
 def replay_misses(miss_plan: MissPlan, layer: int, pools: Pools) -> None:
@@ -233,30 +281,85 @@ def source() -> str:
     return expand(MAIN_SOURCE)
 
 
-def compile_options(positions_per_thread: int) -> tuple[str, ...]:
-    """What the code is compiled with besides the architecture."""
+def compile_options(positions_per_thread: int, only_wide_items: bool) -> tuple[str, ...]:
+    """What the code is compiled with besides the architecture.
+
+    ``positions_per_thread``: 1, 2, 4 or 8. ``only_wide_items``: every pool allows 16-byte vectors, so that the
+    code for others, and the registers that it costs, can be left out.
+    """
     return (
         "-std=c++17",
-        f"-DNUM_THREADS={NUM_THREADS}",
+        f"-DNUM_PLANNERS={NUM_PLANNERS}",
         f"-DPOSITIONS_PER_THREAD={positions_per_thread}",
+        f"-DONLY_WIDE_ITEMS={int(only_wide_items)}",
     )
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How the blocks of one ``swap_in`` share its requests."""
+
+    num_blocks: int
+    num_units: int
+    """Blocks that have a slice."""
+    num_slices: int
+    """Blocks of one request; with more than one, a block has one request."""
+    slice_len: int
+    left_per_block: int
+    """Copies that a block can write down for later."""
+    keeps_place: bool
+
+    @classmethod
+    def of(cls, num_reqs: int, top_k: int, num_sms: int) -> _Split:
+        num_sms = min(num_sms, MAX_BLOCKS)
+        most_slices = max(1, min(num_sms // num_reqs, -(-top_k // MIN_SLICE_LEN)))
+        slice_len = -(-top_k // most_slices)
+        num_slices = -(-top_k // slice_len)
+        num_units = min(num_reqs * num_slices, num_sms)
+        keeps_place = num_slices <= MAX_SLICES_IN_PLACE and 2 * num_units > num_sms
+        return cls(
+            num_blocks=num_sms if keeps_place else num_units,
+            num_units=num_units,
+            num_slices=num_slices,
+            slice_len=slice_len,
+            left_per_block=-(-num_reqs * num_slices // num_units) * slice_len,
+            keeps_place=keeps_place,
+        )
+
+    @property
+    def positions_per_thread(self) -> int:
+        """1, 2, 4 or 8: how the kernel is compiled."""
+        return 1 << (-(-self.slice_len // NUM_PLANNERS) - 1).bit_length()
 
 
 @dataclass
 class _Workspace:
     """What the launches of one state share. Never freed while the state lives: graphs hold its addresses."""
 
-    meeting: Tensor
-    """uint8 [MEETING_BYTES], the struct Meeting."""
-    plans: list[MissPlan] = field(default_factory=list)
+    num_launches: Tensor
+    """int32 [1]"""
+    rounds: Tensor
+    """uint8 [2, round_bytes], the struct Round and the bits behind it."""
+    _left: list[Tensor] = field(default_factory=list)
 
-    def plan(self, num_reqs: int, top_k: int) -> MissPlan:
-        """Room for the misses of a call that gives no plan."""
-        if not self.plans or self.plans[-1].max_misses < num_reqs * top_k:
+    @classmethod
+    def create(cls, state: HotBufferState) -> _Workspace:
+        most_split_requests = min(_num_sms(state.device), MAX_BLOCKS) // 2
+        bit_bytes = 4 * most_split_requests * -(-state.max_capacity // 32)
+        round_bytes = _round_up(ROUND_HEADER_BYTES + bit_bytes, 16)
+        return cls(
+            num_launches=torch.zeros(1, dtype=torch.int32, device=state.device),
+            rounds=torch.zeros((2, round_bytes), dtype=torch.uint8, device=state.device),
+        )
+
+    def left(self, num_copies: int) -> Tensor:
+        """int64 [>= num_copies, 2]: room for copies that blocks leave for later."""
+        if not self._left or self._left[-1].shape[0] < num_copies:
             _refuse_in_capture("a batch larger than any before")
-            self.plans.append(MissPlan.create(num_reqs, top_k, self.meeting.device))
-            torch.cuda.synchronize(self.meeting.device)
-        return self.plans[-1]
+            device = self.rounds.device
+            self._left.append(torch.zeros((num_copies, 2), dtype=torch.int64, device=device))
+            torch.cuda.synchronize(device)
+        return self._left[-1]
 
 
 _workspaces: dict[int, _Workspace] = {}
@@ -267,11 +370,15 @@ def _workspace(state: HotBufferState) -> _Workspace:
     workspace = _workspaces.get(id(state))
     if workspace is None:
         _refuse_in_capture("a state that was not used before")
-        workspace = _Workspace(torch.zeros(MEETING_BYTES, dtype=torch.uint8, device=state.device))
+        workspace = _Workspace.create(state)
         torch.cuda.synchronize(state.device)
         _workspaces[id(state)] = workspace
         weakref.finalize(state, _workspaces.pop, id(state), None)
     return workspace
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def _refuse_in_capture(what: str) -> None:
@@ -344,6 +451,10 @@ def _pools(pools: Pools) -> npt.NDArray[Any]:
     return result
 
 
+def _are_wide(pools: npt.NDArray[Any]) -> bool:
+    return all(pool["item_bytes"] == 0 or pool["vector_bytes"] == WIDEST_VECTOR_BYTES for pool in pools)
+
+
 def _mapped_address(name: str, host: Tensor) -> int:
     """The address under which the GPU reads ``host``, which must be pinned or registered memory."""
     attributes = _cupy().cuda.runtime.pointerGetAttributes(host.data_ptr())
@@ -362,8 +473,29 @@ def _launch(
     parameters: npt.NDArray[Any],
     shared_bytes: int = 0,
 ) -> None:
-    with torch.cuda.device(device), _stream(torch.cuda.current_stream(device).cuda_stream):
-        kernel((num_blocks,), (num_threads,), (parameters,), shared_mem=shared_bytes)
+    """One launch on torch's current stream. Its blocks may take their places while the kernel in front still
+    runs, where the GPU can do that; they wait for its end before they read anything.
+    """
+    driver = _driver()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = torch.cuda.current_stream(device).cuda_stream
+    if torch.cuda.get_device_capability(device) >= HOPPER:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
+    addresses = np.array([parameters.ctypes.data], dtype=np.uint64)
+    with torch.cuda.device(device):
+        (error,) = driver.cuLaunchKernelEx(config, kernel.kernel.ptr, addresses.ctypes.data, 0)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(
+            f"{kernel.name}: {error.name} from a launch of {num_blocks} blocks of {num_threads} threads "
+            f"with {shared_bytes} bytes of shared memory each"
+        )
 
 
 @functools.cache
@@ -373,29 +505,22 @@ def _cupy() -> Any:
     return cupy
 
 
-@dataclass(frozen=True)
-class _TorchStream:
-    """A stream's address in the form that other libraries take streams."""
+@functools.cache
+def _driver() -> Any:
+    from cuda.bindings import driver
 
-    address: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.address
+    return driver
 
 
 @functools.cache
-def _stream(address: int) -> Any:
-    return _cupy().cuda.Stream.from_external(_TorchStream(address))
+def _kernel(name: str, positions_per_thread: int = 1, only_wide_items: bool = False) -> Any:
+    return _module(positions_per_thread, only_wide_items).get_function(name)
 
 
 @functools.cache
-def _kernel(name: str, positions_per_thread: int = 1) -> Any:
-    return _module(positions_per_thread).get_function(name)
-
-
-@functools.cache
-def _module(positions_per_thread: int) -> Any:
-    return _cupy().RawModule(code=source(), options=compile_options(positions_per_thread), backend="nvrtc")
+def _module(positions_per_thread: int, only_wide_items: bool) -> Any:
+    options = compile_options(positions_per_thread, only_wide_items)
+    return _cupy().RawModule(code=source(), options=options, backend="nvrtc")
 
 
 @functools.cache

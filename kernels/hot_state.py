@@ -9,6 +9,8 @@ Rules that every writer of the tables keeps:
 - ``position_to_hot`` and ``hot_to_position`` are inverse to each other in every group and row.
 - While ``seq_len <= capacity`` position ``p`` lives at hot_index ``p``.
 - From then on the newest position lives at hot_index ``capacity - 1``, and the others anywhere below it.
+- An entry that has to make room is the one whose stamp is oldest; a free entry's is older than any, and equal
+  stamps go in the order of their hot_index.
 - A row of capacity 0 is dense: its positions are found through ``page_table``.
 
 The tensors live on the model's device with fixed addresses, so that a CUDA graph can hold them; the CPU
@@ -23,7 +25,7 @@ from enum import IntFlag
 import torch
 from torch import Tensor
 
-from kernels.checks import check_at_least, check_range, check_tensor
+from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
 
 ABSENT = -1
 """No position, no hot_index, no slot: the sentinel of every table."""
@@ -57,12 +59,10 @@ class HotBufferState:
     """[num_groups, num_rows, max_capacity] position at a hot_index."""
     stamps: Tensor
     """[num_groups, num_rows, max_capacity] step in which the entry was last used; ABSENT where free."""
-    clock_hand: Tensor
-    """[num_groups, num_rows] hot_index where the search among equal stamps starts."""
     step: Tensor
     """[num_groups, num_rows] swap-ins of the row so far."""
     hot_slots: Tensor
-    """[num_rows, max_capacity] device slot of a hot_index."""
+    """[num_rows, max_capacity] device slot of a hot_index below ``capacity``."""
     capacity: Tensor
     """[num_rows] entries of the hot buffer; 0 for a dense row."""
     page_table: Tensor
@@ -103,7 +103,6 @@ class HotBufferState:
             position_to_hot=table(num_groups, num_rows, max_context),
             hot_to_position=table(num_groups, num_rows, max_capacity),
             stamps=table(num_groups, num_rows, max_capacity),
-            clock_hand=table(num_groups, num_rows, fill=0),
             step=table(num_groups, num_rows, fill=0),
             hot_slots=table(num_rows, max_capacity),
             capacity=table(num_rows, fill=0),
@@ -144,7 +143,6 @@ class HotBufferState:
         self.position_to_hot[:, row] = ABSENT
         self.hot_to_position[:, row] = ABSENT
         self.stamps[:, row] = ABSENT
-        self.clock_hand[:, row] = 0
         self.step[:, row] = 0
         self.hot_slots[row] = ABSENT
         self.capacity[row] = 0
@@ -168,6 +166,51 @@ class HotBufferState:
         self.reset_row(row)
         self.hot_slots[row, :capacity] = hot_slots.to(self.hot_slots)
         self.host_slots[row, : host_slots.shape[0]] = host_slots.to(self.host_slots)
+        self.capacity[row] = capacity
+
+    def resize_row(self, row: int, capacity: int, hot_slots: Tensor, seq_len: int) -> None:
+        """Give a hisparse row another capacity between two of its steps; what stays hot is not copied again.
+
+        ``hot_slots``: integer [capacity]. An entry that the row keeps must keep its device slot too.
+        ``seq_len``: tokens in the row's last step; before its first one, the ``num_tokens`` of ``preload``.
+
+        Must come after ``backup_newest`` of the last step and before ``newest_slots`` of the next, because
+        both take the newest position to be at hot_index ``capacity - 1``: the last step's newest position
+        becomes one like any other, which may be forgotten only when its bytes are on the host.
+
+        Forgotten in every group: what lived at a hot_index from ``capacity`` on, whose device slots may be
+        given away, and, when the row fits the new buffer (``seq_len <= capacity``), what is not at its own
+        hot_index. It comes back by a miss, and is not counted as an eviction.
+
+        Synchronises with the device. Raises KernelArgumentError, and has changed nothing then.
+        """
+        check_range("row", row, 0, self.num_rows)
+        check_range("capacity", capacity, 1, self.max_capacity + 1)
+        check_tensor("hot_slots", hot_slots, dtypes=(torch.int32, torch.int64), shape=(capacity,))
+        check_range("seq_len", seq_len, 0, self.max_context + 1)
+        old_capacity = int(self.capacity[row])
+        if old_capacity == 0:
+            raise KernelArgumentError(f"row: expected a hisparse row, got row {row}, which is dense")
+        num_kept = min(old_capacity, capacity)
+        old_slots, new_slots = self.hot_slots[row, :num_kept].cpu(), hot_slots[:num_kept].cpu()
+        moved = torch.nonzero(old_slots != new_slots).flatten()
+        if moved.numel():
+            entry = int(moved[0])
+            raise KernelArgumentError(
+                f"hot_slots: expected the first {num_kept} as they were, "
+                f"got {int(new_slots[entry])} for {int(old_slots[entry])} at hot_index {entry}"
+            )
+        hot_indices, positions = self.position_to_hot[:, row], self.hot_to_position[:, row]
+        entries = torch.arange(self.max_capacity, device=self.device)
+        is_lost, is_freed = hot_indices >= num_kept, entries >= num_kept
+        if seq_len <= capacity:
+            is_lost = is_lost | (hot_indices != torch.arange(self.max_context, device=self.device))
+            is_freed = is_freed | (positions != entries)
+        hot_indices.masked_fill_(is_lost, ABSENT)
+        positions.masked_fill_(is_freed, ABSENT)
+        self.stamps[:, row].masked_fill_(is_freed, ABSENT)
+        self.hot_slots[row, :capacity] = hot_slots.to(self.hot_slots)
+        self.hot_slots[row, capacity:] = ABSENT
         self.capacity[row] = capacity
 
     def assign_dense_row(self, row: int, page_ids: Tensor) -> None:

@@ -17,7 +17,7 @@ from kernels.checks import KernelArgumentError
 from kernels.hot_state import ABSENT, EVICTIONS, HITS, MISSES, HotBufferError, HotBufferState
 
 Pools: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
-"""(host, device) pairs, uint8 [num_layers, num_slots, item_bytes]."""
+"""(host, device) pairs, uint8 [num_layers, num_slots, item_bytes], strided as ``check_pool`` allows."""
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Table: TypeAlias = npt.NDArray[Any]
@@ -68,7 +68,6 @@ class _HotStep:
         self._position_to_hot = state.position_to_hot[group].numpy()
         self._hot_to_position = state.hot_to_position[group].numpy()
         self._stamps = state.stamps[group].numpy()
-        self._clock_hand = state.clock_hand[group].numpy()
         self._hot_slots = state.hot_slots.numpy()
         self._host_slots = state.host_slots.numpy()
         self._counters = state.counters.numpy()
@@ -145,23 +144,19 @@ class _HotStep:
         self._dst_device_slots.append(self._hot_slots[row, entries].astype(np.int64))
 
     def _least_recent(self, row: int, capacity: int, now: int, num_wanted: int) -> Ints:
-        """Up to ``num_wanted`` entries below ``capacity - 1`` that this step does not use, oldest stamp
-        first.
+        """Up to ``num_wanted`` entries below ``capacity - 1`` that this step does not use: oldest stamp
+        first, equal stamps in the order of their hot_index.
 
-        Free entries carry the oldest stamp of all. Moves the clock hand behind the last one taken.
+        Free entries carry the oldest stamp of all.
         """
-        num_movable = capacity - 1
-        hand = int(self._clock_hand[row])
-        stamps = self._stamps[row, :num_movable]
-        in_clock_order = np.concatenate((stamps[hand:], stamps[:hand]))
-        num_taken = min(num_wanted, int(np.count_nonzero(in_clock_order < now)))
+        stamps = self._stamps[row, : capacity - 1]
+        num_taken = min(num_wanted, int(np.count_nonzero(stamps < now)))
         if num_taken == 0:
             return _NO_SLOTS
         # Entries that this step uses have the latest stamp, so they come last and are never reached.
-        age = in_clock_order.astype(np.int64) * num_movable + np.arange(num_movable)
-        oldest = np.argpartition(age, num_taken - 1)[:num_taken]
-        taken: Ints = (oldest[np.argsort(age[oldest])] + hand) % num_movable
-        self._clock_hand[row] = (taken[-1] + 1) % num_movable
+        order = stamps.astype(np.int64) * len(stamps) + np.arange(len(stamps))
+        oldest = np.argpartition(order, num_taken - 1)[:num_taken]
+        taken: Ints = oldest[np.argsort(order[oldest])]
         return taken
 
 

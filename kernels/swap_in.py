@@ -2,15 +2,17 @@
 
 The public wrappers. They check every argument that needs no synchronisation, then dispatch by the device of
 the state's tables: ``cpu`` runs ``kernels/reference.py``, ``cuda`` runs ``kernels/cuda.py``, whose host pools
-have to be pinned. Nothing here allocates per-request state; outputs
-and plans may be given, so that a CUDA graph can capture a call.
+have to be pinned or registered. Nothing here allocates per-request state; outputs and plans may be given, so
+that a CUDA graph can capture a call.
 
 Common arguments:
 
 - ``seq_lens``: int32 or int64 [num_reqs], tokens of each request including the newest one, at least 1.
 - ``req_rows``: int32 or int64 [num_reqs], distinct rows of the tables, all in [0, num_rows).
 - ``num_real_reqs``: int32 [1]; requests from this index on are padding and are ignored.
-- ``k_host``, ``k_dev``: uint8 [num_layers, num_slots, item_bytes], contiguous; the slot counts may differ.
+- ``k_host``, ``k_dev``: uint8 [num_layers, num_slots, item_bytes]; the slot counts may differ. Each may have
+  layer and slot strides of its own, layers outside slots or slots outside layers, as long as an item's bytes
+  are contiguous and no two items overlap; 16-byte aligned addresses, strides and items move fastest.
   A second pair ``v_host``, ``v_dev`` with its own item size may be given for models that keep V apart.
 
 All run on the current stream of their device and do not synchronise; on the CPU they are done on return.
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.checks import KernelArgumentError, check_range, check_tensor
+from kernels.checks import KernelArgumentError, check_pool, check_range, check_tensor
 from kernels.hot_state import HotBufferState
 
 INTEGERS = (torch.int32, torch.int64)
@@ -38,7 +40,11 @@ class KernelUnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class MissPlan:
-    """The copies of one swap-in, recorded by a group's first layer and replayed by its shared layers."""
+    """The copies of one swap-in, recorded by a group's first layer and replayed by its shared layers.
+
+    A missing position that got an entry is there once, however often it was selected; one that got none is
+    not there. The order is not specified.
+    """
 
     src_host_slots: Tensor
     """int64 [max_misses]"""
@@ -88,15 +94,16 @@ def swap_in(
     takes hot_index ``min(seq_len, capacity) - 1`` whether it is selected or not; its bytes are written
     there by the model and never copied from host. While ``seq_len <= capacity`` a missing position goes to
     its own hot_index and nothing is evicted. Otherwise misses take the entries below ``capacity - 1`` that
-    this step does not use: free ones first, then the least recently used, equal stamps in clock order from
-    the hand.
+    this step does not use: free ones first, then the least recently used, those last used in the same step
+    in the order of their hot_index. Which of the misses takes which of these entries is not specified.
 
     Mutates the tables of ``group``, the counters and flags, ``k_dev[layer]`` (and ``v_dev[layer]``), and
     ``miss_plan``, which then holds this call's copies. A request whose selection cannot be served in full
     (HotBufferError says why) gets -1 in the places concerned and a bit in ``error_flags``; its tables stay
     consistent.
 
-    Raises KernelArgumentError, KernelUnavailableError.
+    On a GPU ``num_reqs * top_k`` is below 2**24, ``top_k`` at most 4096 and ``state.max_capacity`` at most
+    32768. Raises KernelArgumentError, KernelUnavailableError.
     """
     check_tensor("selected", selected, dtypes=(torch.int32,), shape=(None, None), device=state.device)
     num_reqs, top_k = selected.shape
@@ -272,9 +279,8 @@ def _check_pools(
     if v_host is not None and v_dev is not None:
         pools.append(("v", v_host, v_dev))
     for name, host, dev in pools:
-        check_tensor(f"{name}_dev", dev, dtypes=(torch.uint8,), shape=(None, None, None), device=device)
-        num_layers, _, item_bytes = dev.shape
-        check_tensor(f"{name}_host", host, dtypes=(torch.uint8,), shape=(num_layers, None, item_bytes))
+        check_pool(f"{name}_dev", dev, device=device)
+        check_pool(f"{name}_host", host, num_layers=dev.shape[0], item_bytes=dev.shape[2])
         if host.device.type != "cpu":
             raise KernelArgumentError(
                 f"{name}_host: expected a tensor in host memory, got device {host.device}"

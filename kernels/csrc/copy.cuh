@@ -2,6 +2,10 @@
 #pragma once
 #include "params.cuh"
 
+#ifndef ONLY_WIDE_ITEMS
+#define ONLY_WIDE_ITEMS 0                // all addresses allow 16-byte vectors
+#endif
+
 constexpr int LINE_BYTES = 128;
 
 __device__ __forceinline__ uint4 load_once(const uint4* from) {
@@ -12,66 +16,103 @@ __device__ __forceinline__ uint4 load_once(const uint4* from) {
 }
 __device__ __forceinline__ u64 load_once(const u64* from) { return __ldcs(from); }
 __device__ __forceinline__ u32 load_once(const u32* from) { return __ldcs(from); }
-__device__ __forceinline__ unsigned short load_once(const unsigned short* from) { return __ldcs(from); }
+__device__ __forceinline__ u16 load_once(const u16* from) { return __ldcs(from); }
 __device__ __forceinline__ u8 load_once(const u8* from) { return __ldcs(from); }
 
-// Lanes start at the 128-byte line that holds the item's first byte, so that no line is asked for twice: PCIe
-// moves whole requests. All loads of a round are issued before its first store.
-template <typename Vector, int NUM_IN_FLIGHT>
+// The part of an item that one warp has asked for and not yet stored: NUM vectors a lane. Lanes start at the 128-byte
+// line that holds the item's first byte, so that no line is asked for twice: PCIe moves whole requests. (The bulk copy
+// engine and cp.async reach half the rate of plain loads from host memory.)
+template <typename Vector, int NUM>
+struct InFlight {
+    Vector v[NUM];
+
+    static __device__ __forceinline__ int first_vector(const u8* src, int lane) {
+        return lane - static_cast<int>((reinterpret_cast<u64>(src) & (LINE_BYTES - 1)) / sizeof(Vector));
+    }
+    __device__ __forceinline__ void load(const u8* src, int num_vectors, int first) {
+#pragma unroll
+        for (int k = 0; k < NUM; ++k) {
+            const int i = first + k * WARP;
+            if (i >= 0 && i < num_vectors) v[k] = load_once(reinterpret_cast<const Vector*>(src) + i);
+        }
+    }
+    __device__ __forceinline__ void store(u8* dst, int num_vectors, int first) const {
+#pragma unroll
+        for (int k = 0; k < NUM; ++k) {
+            const int i = first + k * WARP;
+            if (i >= 0 && i < num_vectors) reinterpret_cast<Vector*>(dst)[i] = v[k];
+        }
+    }
+};
+
+template <typename Vector, int NUM>
 __device__ __forceinline__ void copy_vectors(const u8* src, u8* dst, int num_bytes, int lane) {
-    const Vector* from = reinterpret_cast<const Vector*>(src);
-    Vector* to = reinterpret_cast<Vector*>(dst);
     const int num_vectors = num_bytes / static_cast<int>(sizeof(Vector));
-    const int head = static_cast<int>((reinterpret_cast<u64>(src) & (LINE_BYTES - 1)) / sizeof(Vector));
-    for (int first = lane - head; first < num_vectors; first += WARP * NUM_IN_FLIGHT) {
-        Vector v[NUM_IN_FLIGHT];
-#pragma unroll
-        for (int k = 0; k < NUM_IN_FLIGHT; ++k) {
-            const int i = first + k * WARP;
-            if (i >= 0 && i < num_vectors) v[k] = load_once(from + i);
-        }
-#pragma unroll
-        for (int k = 0; k < NUM_IN_FLIGHT; ++k) {
-            const int i = first + k * WARP;
-            if (i >= 0 && i < num_vectors) to[i] = v[k];
-        }
+    InFlight<Vector, NUM> round;
+#pragma unroll 1
+    for (int first = round.first_vector(src, lane); first < num_vectors; first += WARP * NUM) {
+        round.load(src, num_vectors, first);
+        round.store(dst, num_vectors, first);
     }
 }
 
 __device__ __forceinline__ void copy_item(const u8* src, u8* dst, int num_bytes, int vector_bytes, int lane) {
+#if ONLY_WIDE_ITEMS
+    copy_vectors<uint4, 4>(src, dst, num_bytes, lane);
+#else
     switch (vector_bytes) {
         case 16: copy_vectors<uint4, 4>(src, dst, num_bytes, lane); break;
         case 8: copy_vectors<u64, 4>(src, dst, num_bytes, lane); break;
         case 4: copy_vectors<u32, 4>(src, dst, num_bytes, lane); break;
-        case 2: copy_vectors<unsigned short, 8>(src, dst, num_bytes, lane); break;
+        case 2: copy_vectors<u16, 8>(src, dst, num_bytes, lane); break;
         default: copy_vectors<u8, 8>(src, dst, num_bytes, lane);
     }
+#endif
+}
+
+__device__ __forceinline__ u8* host_item(const Pool& pool, int layer, i64 slot) {
+    return pool.host + layer * pool.host_layer_bytes + slot * pool.host_slot_bytes;
+}
+__device__ __forceinline__ u8* device_item(const Pool& pool, int layer, i64 slot) {
+    return pool.dev + layer * pool.dev_layer_bytes + slot * pool.dev_slot_bytes;
 }
 
 // Host to device, of every pool.
-__device__ __forceinline__ void fetch_item(
-    const Pool (&pools)[MAX_POOLS], int layer, i64 src_host_slot, i64 dst_device_slot, int lane) {
-#pragma unroll
+__device__ __forceinline__ void fetch_item(const Pool (&pools)[MAX_POOLS], int layer, const Copy& copy, int lane) {
+#pragma unroll 1
     for (int i = 0; i < MAX_POOLS; ++i) {
         const Pool& pool = pools[i];
         if (pool.item_bytes == 0) break;
-        copy_item(
-            pool.host + layer * pool.host_layer_bytes + src_host_slot * pool.host_slot_bytes,
-            pool.dev + layer * pool.dev_layer_bytes + dst_device_slot * pool.dev_slot_bytes,
-            pool.item_bytes, pool.vector_bytes, lane);
+        copy_item(host_item(pool, layer, copy.src_host_slot), device_item(pool, layer, copy.dst_device_slot),
+                  pool.item_bytes, pool.vector_bytes, lane);
     }
+}
+
+// The same in two parts, for what can be asked for before its place is known: a K item of MAX_EARLY_BYTES at most, and
+// no V, at addresses that allow the widest vectors.
+typedef InFlight<uint4, 4> EarlyItem;
+constexpr int MAX_EARLY_BYTES = 4 * WARP * sizeof(uint4) - LINE_BYTES;
+
+__device__ __forceinline__ void begin_fetch(
+    const Pool& pool, int layer, i64 src_host_slot, int lane, EarlyItem& early) {
+    const u8* src = host_item(pool, layer, src_host_slot);
+    early.load(src, pool.item_bytes / static_cast<int>(sizeof(uint4)), early.first_vector(src, lane));
+}
+__device__ __forceinline__ void finish_fetch(
+    const Pool& pool, int layer, const Copy& copy, int lane, const EarlyItem& early) {
+    const u8* src = host_item(pool, layer, copy.src_host_slot);
+    early.store(device_item(pool, layer, copy.dst_device_slot),
+                pool.item_bytes / static_cast<int>(sizeof(uint4)), early.first_vector(src, lane));
 }
 
 // Device to host, of every pool.
 __device__ __forceinline__ void back_up_item(
     const Pool (&pools)[MAX_POOLS], int layer, i64 src_device_slot, i64 dst_host_slot, int lane) {
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < MAX_POOLS; ++i) {
         const Pool& pool = pools[i];
         if (pool.item_bytes == 0) break;
-        copy_item(
-            pool.dev + layer * pool.dev_layer_bytes + src_device_slot * pool.dev_slot_bytes,
-            pool.host + layer * pool.host_layer_bytes + dst_host_slot * pool.host_slot_bytes,
-            pool.item_bytes, pool.vector_bytes, lane);
+        copy_item(device_item(pool, layer, src_device_slot), host_item(pool, layer, dst_host_slot), pool.item_bytes,
+                  pool.vector_bytes, lane);
     }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 typedef unsigned char u8;
+typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
@@ -12,6 +13,7 @@ constexpr int HITS = 0, MISSES = 1, EVICTIONS = 2;
 constexpr int TOO_MANY_MISSES = 1, BAD_POSITION = 2, NO_HOST_SLOT = 4;
 constexpr int WARP = 32;
 constexpr int MAX_POOLS = 2;     // K, or K and V
+constexpr int MAX_BLOCKS = 160;  // of one swap_in
 
 // One (host, device) pair of pools, [num_layers][num_slots][item_bytes] with any layer and slot stride.
 struct Pool {
@@ -23,8 +25,7 @@ struct Pool {
     int vector_bytes;            // 16, 8, 4, 2 or 1: divides the item, all strides and both addresses
 };
 
-// The tables of one group (kernels/hot_state.py says what they hold); row-major, one row a request. The clock hand is
-// not among them: entries with equal stamps go in the order of their hot_index.
+// The tables of one group (kernels/hot_state.py says what they hold); row-major, one row a request.
 struct Tables {
     int* position_to_hot;        // [num_rows][max_context]
     int* hot_to_position;        // [num_rows][max_capacity]
@@ -52,19 +53,33 @@ struct Requests {
 
 // The copies of one swap-in.
 struct Plan {
-    i64* src_host_slots;         // [max_misses]
+    i64* src_host_slots;         // [max_misses], or null: not asked for
     i64* dst_device_slots;       // [max_misses]
     int* num_misses;             // [1]
 };
 
-// How the blocks of one launch meet, in memory that outlives the launch. Everything only counts up, relative to
-// `base`, so that a replayed graph needs no memset. Each word has a 128-byte line of its own.
-struct Meeting {
-    u64 progress;                // high half: blocks that finished planning; low half: planned copies
+struct Copy {
+    i64 src_host_slot, dst_device_slot;
+};
+
+// How the blocks of one launch meet. A workspace holds two rounds, used in turn: a launch clears the round of the next
+// one, which nobody else touches meanwhile, so that a replayed graph needs no memset. Words that many blocks write
+// have 128-byte lines of their own.
+struct RequestWord {
+    u32 value;                   // high half: blocks of the request that have looked everything up; low half: misses
+    u32 unused[31];
+};
+struct Round {
+    u64 arrived;                 // high half: blocks that have no more to plan; low half: copies left for later
     u64 unused0[15];
-    u64 base;                    // `progress` when the launch began
-    u64 unused1[15];
-    u32 num_arrived;             // blocks that have read `base`
+    u32 num_planned;             // copies in the recorded plan
+    u32 unused1[31];
+    u32 num_present;             // blocks that have asked for the unit of their multiprocessor
+    u32 unused2[31];
+    u32 is_taken[MAX_BLOCKS];    // by unit
+    u32 num_left[MAX_BLOCKS];    // copies that each block has left for later
+    RequestWord requests[MAX_BLOCKS / 2];
+    // then u32 is_used[number of requests that are split][max_capacity / 32, rounded up]
 };
 
 struct SwapInParams {
@@ -74,10 +89,21 @@ struct SwapInParams {
     Pool pools[MAX_POOLS];
     const int* selected;         // [num_reqs][top_k]
     int* out;                    // [num_reqs][top_k]
-    Meeting* meeting;
+    u32* num_launches;           // [1]; its lowest bit chooses the round
+    u8* rounds;                  // [2][round_bytes]
+    Copy* left;                  // [grid][left_per_block]
+    int round_bytes;             // a multiple of 16
+    int left_per_block;          // copies
     int top_k;
+    int num_units;               // slices to start with, a block each: unit i is slice i % num_slices of a request
+    int num_slices;              // units that share a request
+    int slice_len;               // positions of a slice, the last one may be shorter
     int layer;
-    int hot_slots_in_shared;     // a row's hot_slots fit in shared memory
+    int hot_slots_in_shared;     // a row's hot_slots fit in shared memory, and are worth it
+    int max_early;               // misses that a block fetches while their entries are being chosen
+    int reads_ahead;             // host slots are read for hits, too, to know them sooner for misses
+    int spreads;                 // blocks help each other with copies; else each makes its own
+    int keeps_place;             // units go by multiprocessor, of which each has one block
     int padding;
 };
 

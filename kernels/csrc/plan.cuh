@@ -1,235 +1,158 @@
-// One block resolves one request: entries for the misses and the copies to make, then, once these are published, the
-// device slots and the tables. A scattered access costs an SM a cycle or more a lane, so the only ones that a hit makes
-// are to position_to_hot; the row's device slots are read, and stamps written, in order.
+// From selected positions to entries: the blocks of one request, each with a slice of the selection, tell hits from
+// misses and choose the entries that the misses take.
 #pragma once
 #include "params.cuh"
+#include "sync.cuh"
 
-#ifndef NUM_THREADS
-#define NUM_THREADS 1024                 // threads of a block
+#ifndef NUM_PLANNERS
+#define NUM_PLANNERS 512                 // threads of a block that work on positions
 #endif
 #ifndef POSITIONS_PER_THREAD
-#define POSITIONS_PER_THREAD 2           // ceil(top_k / NUM_THREADS)
+#define POSITIONS_PER_THREAD 4           // ceil(slice_len / NUM_PLANNERS)
 #endif
 
 constexpr int MAX_CAPACITY = 32768;
-constexpr int MAX_MISSES = NUM_THREADS * POSITIONS_PER_THREAD;
-constexpr int NEWEST_THREAD = 0;         // places the newest position
-constexpr int NUM_WARPS = NUM_THREADS / WARP;
-constexpr int ENTRIES_PER_THREAD = 4;    // consecutive ones, read in one go
-constexpr int ENTRIES_PER_ROUND = ENTRIES_PER_THREAD * NUM_THREADS;
+constexpr int NUM_PLANNER_WARPS = NUM_PLANNERS / WARP;
+constexpr int MAX_SLICE = NUM_PLANNERS * POSITIONS_PER_THREAD;
 
-// Ages in steps, one bin each; the last bin holds the free entries, the one before it everything older.
-constexpr int NUM_BINS = NUM_THREADS;
-constexpr int FREE_BIN = NUM_BINS - 1;
+// The roles of a block's warps, in their order: planners work on positions, the courier speaks with the other blocks,
+// fetchers wait for what is asked of the host before its place is known.
+constexpr int COURIER = NUM_PLANNERS;    // first thread of the courier's warp
+constexpr int FIRST_FETCHER = NUM_PLANNER_WARPS + 1;
+constexpr int NUM_FETCHERS = 3;
+constexpr int ITEMS_PER_FETCHER = 3;
+constexpr int MAX_EARLY = NUM_FETCHERS * ITEMS_PER_FETCHER;
+constexpr int NUM_THREADS = NUM_PLANNERS + WARP + NUM_FETCHERS * WARP;
+
+typedef Barrier<1, NUM_PLANNERS + WARP> Planning;                         // planners and courier
+typedef Barrier<2, NUM_PLANNERS + NUM_FETCHERS * WARP> EarlyKnown;        // planners arrive, fetchers wait
+typedef Barrier<3, NUM_PLANNERS + NUM_FETCHERS * WARP> EarlyPlaced;       // likewise
+
+// Ages are counted in steps, as two digits; the highest stands for free entries, the one below it for all older ones.
+constexpr int DIGIT_BITS = 5;
+constexpr int DIGIT_MASK = WARP - 1;     // a lane a digit
+constexpr u32 FREE_AGE = (1 << 2 * DIGIT_BITS) - 1;
+constexpr u32 NOT_MOVABLE = 0xffff;      // instead of an age: used in this step, or not below capacity - 1
+constexpr int ENTRIES_PER_READ = 8;      // ages that a thread reads from shared memory in one go
+constexpr int ENTRIES_PER_ROUND = ENTRIES_PER_READ * NUM_PLANNERS;
+
+// Copies are put in the order of their positions, roughly, so that addresses that are near each other are asked for at
+// about the same time: the GPU and the host can translate only so many at once.
+constexpr int NUM_BUCKETS = 128;
 
 struct PlanShared {
-    u32 is_used[MAX_CAPACITY / 32];      // a bit a hot_index: holds a position that this step selected
-    int age_histogram[NUM_BINS];
-    int victims[MAX_MISSES];             // hot_index
-    u32 warp_sums[NUM_WARPS];
-    int num_hits, num_misses, num_placeable, num_evictions, flags;
-    int threshold, num_at_threshold;
-    u32 plan_start;
+    u32 is_used[MAX_CAPACITY / 32];      // a bit a hot_index: holds a position that this slice selected
+    int digits[2][WARP];                 // entries by high digit, and by low digit among those of one high digit
+    int buckets[NUM_BUCKETS];
+    u32 warp_sums[NUM_PLANNER_WARPS];
+    i64 early_host_slots[MAX_EARLY];
+    int early_device_slots[MAX_EARLY];  // ABSENT: has no place, or another block fetches it
+    int num_claimed, num_misses, num_late, num_early, num_left, num_evictions, flags;
+    int request_misses, first_rank;
+    int plan_start;
+    int unit;                            // ABSENT: nothing to plan
 };
 
-// A hisparse request while its block works on it.
+// Of the size that the launch gives.
+struct PlanDynamic {
+    int* hot_slots;                      // [max_capacity, rounded up to ENTRIES_PER_ROUND], if they are kept here
+    u16* ages;                           // [max_capacity, rounded up likewise], before this step
+    u16* entries;                        // [MAX_SLICE] hot_index that each miss takes
+};
+
+// A hisparse request while its blocks work on it.
 struct HotRow {
     int row, req, seq_len, capacity, now;
     bool fits;                           // every position has its own entry
     int newest_entry;
-    int num_served;                      // misses that get an entry
     int* position_to_hot;                // [max_context], the row's part of each table
     int* hot_to_position;                // [max_capacity]
     int* stamps;                         // [max_capacity]
-    const int* hot_slots;                // [max_capacity]; in shared memory if it has room
+    const int* hot_slots;                // [max_capacity]; in shared memory if they are kept there
+    const i64* host_slots;               // [max_context]
 };
 
-// Table values of hot_index 4 i to 4 i + 3.
-struct Entries {
-    int v[ENTRIES_PER_THREAD];
-};
-
-// The positions of one thread: selected[k * NUM_THREADS + tid].
+// The positions of one thread: slice[k * NUM_PLANNERS + tid].
 struct Selection {
     int position[POSITIONS_PER_THREAD];
-    int hot[POSITIONS_PER_THREAD];           // hot_index, ABSENT for a miss
-    int miss[POSITIONS_PER_THREAD];          // number of the miss that this thread claimed and can be placed, or ABSENT
-    i64 src_host_slot[POSITIONS_PER_THREAD]; // where miss is a number
-    u32 is_claimed;                          // a bit a k: this thread was the first to ask for the missing position
+    int hot[POSITIONS_PER_THREAD];       // hot_index, ABSENT for a miss
+    int miss[POSITIONS_PER_THREAD];      // number of the miss that this thread claimed and has a host slot, or ABSENT
+    int early[POSITIONS_PER_THREAD];     // number among the early copies, or ABSENT
+    i64 src_host_slot[POSITIONS_PER_THREAD];
+    u32 is_claimed;                      // a bit a k: this thread was the first to ask for the missing position
 };
 
-// Rows are vectors where max_capacity is a multiple of four; past the end is ABSENT.
-__device__ __forceinline__ Entries load_entries(const int* row, int first, int max_capacity) {
-    Entries e = {{ABSENT, ABSENT, ABSENT, ABSENT}};
-    if (max_capacity % ENTRIES_PER_THREAD == 0) {
-        if (first < max_capacity) {
-            const int4 v = __ldcg(reinterpret_cast<const int4*>(row + first));
-            e = {{v.x, v.y, v.z, v.w}};
-        }
-    } else {
-#pragma unroll
-        for (int k = 0; k < ENTRIES_PER_THREAD; ++k)
-            if (first + k < max_capacity) e.v[k] = __ldcg(row + first + k);
-    }
-    return e;
-}
-
-__device__ __forceinline__ void count(int* counter, bool is_one, int lane) {
-    const u32 votes = __ballot_sync(~0u, is_one);
-    if (lane == 0 && votes) atomicAdd(counter, __popc(votes));
-}
-
-__device__ __forceinline__ int age_bin(int stamp, int now) {
-    return stamp < 0 ? FREE_BIN : min(now - stamp, FREE_BIN - 1);
-}
-
-// Pick num_wanted entries below capacity - 1 that this step does not use, of which there are enough: free ones, then
-// the oldest stamps. `stamps`: of the first round.
-__device__ __forceinline__ void choose_victims(
-    PlanShared& s, const HotRow& r, int max_capacity, int num_wanted, const Entries& stamps, int tid, int lane) {
-    const int num_movable = r.capacity - 1;
-    int bins[ENTRIES_PER_THREAD];        // ABSENT: used in this step, or not movable
-
-    const auto find_bins = [&](int round) {
-        const int first = round + ENTRIES_PER_THREAD * tid;
-        const Entries e = round == 0 ? stamps : load_entries(r.stamps, first, max_capacity);
-        const u32 used = first < num_movable ? s.is_used[first / 32] >> (first % 32) : 0;
-#pragma unroll
-        for (int k = 0; k < ENTRIES_PER_THREAD; ++k)
-            bins[k] = first + k < num_movable && !(used >> k & 1) ? age_bin(e.v[k], r.now) : ABSENT;
-    };
-
-    for (int round = 0; round < num_movable; round += ENTRIES_PER_ROUND) {
-        find_bins(round);
-#pragma unroll
-        for (int k = 0; k < ENTRIES_PER_THREAD; ++k) {
-            // Ages have few values: one atomic for all lanes of a bin.
-            const u32 same = __match_any_sync(~0u, bins[k]);
-            if (bins[k] >= 0 && (same & ((1u << lane) - 1)) == 0) atomicAdd(&s.age_histogram[bins[k]], __popc(same));
-        }
-    }
-    __syncthreads();
-
-    // Running sum from the oldest bin on: the bin in which it reaches num_wanted is taken in part.
-    const int bin = NUM_BINS - 1 - tid;
-    const int in_bin = s.age_histogram[bin];
-    int up_to = in_bin;
-#pragma unroll
-    for (int offset = 1; offset < WARP; offset *= 2) {
-        const int other = __shfl_up_sync(~0u, up_to, offset);
-        if (lane >= offset) up_to += other;
-    }
-    if (lane == WARP - 1) s.warp_sums[tid / WARP] = up_to;
-    __syncthreads();
-    up_to += __reduce_add_sync(~0u, lane < tid / WARP ? s.warp_sums[lane] : 0);
-    if (up_to >= num_wanted && up_to - in_bin < num_wanted) {
-        s.threshold = bin;
-        s.num_at_threshold = num_wanted - (up_to - in_bin);
-    }
-    __syncthreads();
-
-    // Number the entries that go, by warp, then as they come: older ones in the high half of each sum, those of the last
-    // bin in the low half.
-    const int threshold = s.threshold;
-    const int num_equal = s.num_at_threshold;
-    const int num_older = num_wanted - num_equal;
-    const u32 lanes_before = (1u << lane) - 1;
-    u32 taken_before = 0;
-    for (int round = 0; round < num_movable; round += ENTRIES_PER_ROUND) {
-        if (num_movable > ENTRIES_PER_ROUND) find_bins(round);
-        u32 older[ENTRIES_PER_THREAD], equal[ENTRIES_PER_THREAD], in_warp = 0;
-#pragma unroll
-        for (int k = 0; k < ENTRIES_PER_THREAD; ++k) {
-            older[k] = __ballot_sync(~0u, bins[k] > threshold);
-            equal[k] = __ballot_sync(~0u, bins[k] == threshold);
-            in_warp += __popc(older[k]) << 16 | __popc(equal[k]);
-        }
-        if (round > 0) __syncthreads();
-        if (lane == 0) s.warp_sums[tid / WARP] = in_warp;
-        __syncthreads();
-        u32 index = taken_before + __reduce_add_sync(~0u, lane < tid / WARP ? s.warp_sums[lane] : 0);
-        if (num_movable > ENTRIES_PER_ROUND)
-            taken_before += __reduce_add_sync(~0u, lane < NUM_WARPS ? s.warp_sums[lane] : 0);
-        if (in_warp != 0) {
-#pragma unroll
-            for (int k = 0; k < ENTRIES_PER_THREAD; ++k) {
-                const int entry = round + ENTRIES_PER_THREAD * tid + k;
-                if (bins[k] > threshold) {
-                    s.victims[(index >> 16) + __popc(older[k] & lanes_before)] = entry;
-                } else if (bins[k] == threshold) {
-                    const int number = (index & 0xffff) + __popc(equal[k] & lanes_before);
-                    if (number < num_equal) s.victims[num_older + number] = entry;
-                }
-                index += __popc(older[k]) << 16 | __popc(equal[k]);
-            }
-        }
-    }
-    __syncthreads();
-}
-
-// Tell hits from misses, choose the entries of the misses and write their copies to the plan. `mine` holds valid
-// positions and what position_to_hot says of them; `hot_slots` and `stamps` those of the first round. Every thread of
-// the block calls it; the block must meet before the plan is published. Returns whether a position is missing.
-__device__ __forceinline__ bool plan_hisparse(
-    const SwapInParams& p, PlanShared& s, int* shared_hot_slots, const u64& progress_base, HotRow& r, Selection& mine,
-    const Entries& hot_slots, const Entries& stamps, bool is_bad, int tid, int lane) {
-    const Tables& t = p.tables;
-    const int newest = r.seq_len - 1;
-    r.fits = r.seq_len <= r.capacity;
-    r.newest_entry = min(r.seq_len, r.capacity) - 1;
-    int occupant = ABSENT;
-    if (tid == NEWEST_THREAD) occupant = __ldcg(r.hot_to_position + r.newest_entry);
-    if (p.hot_slots_in_shared) {
-        *reinterpret_cast<int4*>(shared_hot_slots + ENTRIES_PER_THREAD * tid) =
-            make_int4(hot_slots.v[0], hot_slots.v[1], hot_slots.v[2], hot_slots.v[3]);
-        for (int i = tid + ENTRIES_PER_ROUND; i < r.capacity; i += NUM_THREADS) shared_hot_slots[i] = r.hot_slots[i];
-        r.hot_slots = shared_hot_slots;
-    }
-#pragma unroll
-    for (int i = tid; i < MAX_CAPACITY / 32; i += NUM_THREADS) s.is_used[i] = 0;
-    s.age_histogram[tid] = 0;
-    if (tid == 0) s.num_hits = s.num_misses = s.num_placeable = s.num_evictions = s.flags = 0;
-    __syncthreads();  // also: position_to_hot and the step are read everywhere before they change
-
+// Which entries hold what this slice selects; `mine` holds valid positions and what position_to_hot says of them.
+// is_used must be clear. Returns whether a position is missing; planners and courier call it.
+__device__ __forceinline__ bool look_up(
+    PlanShared& s, const HotRow& r, Selection& mine, bool reads_ahead, int max_early) {
     bool is_missing = false;
-    int num_hits = 0;
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
         if (mine.hot[k] == r.newest_entry) mine.hot[k] = ABSENT;  // no longer
-        if (mine.position[k] == newest) mine.hot[k] = r.newest_entry;
-        is_missing |= mine.position[k] != ABSENT && mine.hot[k] < 0;
-        bool is_first_hit = false;
+        if (mine.position[k] == r.seq_len - 1) mine.hot[k] = r.newest_entry;
         if (mine.hot[k] >= 0) {
-            const u32 bit = 1u << (mine.hot[k] % 32);
-            is_first_hit = !(atomicOr(&s.is_used[mine.hot[k] / 32], bit) & bit);
+            atomicOr(&s.is_used[mine.hot[k] / 32], 1u << (mine.hot[k] % 32));
+        } else if (mine.position[k] != ABSENT) {
+            is_missing = true;
+            if (!reads_ahead || mine.src_host_slot[k] < 0) continue;
+            const int number = atomicAdd(&s.num_early, 1);
+            if (number >= max_early) continue;
+            s.early_host_slots[number] = mine.src_host_slot[k];
+            s.early_device_slots[number] = ABSENT;
+            mine.early[k] = number;
         }
-        num_hits += __popc(__ballot_sync(~0u, is_first_hit));
     }
-    if (lane == 0) atomicAdd(&s.num_hits, num_hits);
-    if (tid == NEWEST_THREAD) {
-        // The newest position takes its fixed entry from whoever is there, before that position may be claimed.
-        if (occupant != ABSENT && occupant != newest) {
-            r.position_to_hot[occupant] = ABSENT;
-            s.num_evictions = 1;
+    return Planning::wait_or(is_missing);
+}
+
+// By the courier's warp: tell the other blocks of the request which entries are in use, if there are any. Returns how
+// many entries none had told of before.
+__device__ __forceinline__ int share_used(const PlanShared& s, const HotRow& r, u32* is_used, int lane) {
+    int num_new = 0;
+    const int num_words = (r.capacity + 31) / 32;
+#pragma unroll 1
+    for (int first = 0; first < num_words; first += 4 * WARP) {
+        u32 bits[4], before[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const int i = first + k * WARP + lane;
+            bits[k] = i < num_words ? s.is_used[i] : 0;
+            before[k] = bits[k] && is_used ? atomicOr(is_used + i, bits[k]) : 0;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) num_new += __popc(bits[k] & ~before[k]);
+    }
+    return __reduce_add_sync(~0u, num_new);
+}
+
+// The newest position takes its fixed entry from whoever is there. One thread of the request calls it.
+__device__ __forceinline__ void place_newest(PlanShared& s, const HotRow& r) {
+    const int newest = r.seq_len - 1;
+    const int occupant = __ldcg(r.hot_to_position + r.newest_entry);
+    if (occupant != newest) {
+        if (occupant != ABSENT) {
+            // Somebody may have claimed it as a miss, now or already.
+            atomicCAS(r.position_to_hot + occupant, r.newest_entry, ABSENT);
+            atomicAdd(&s.num_evictions, 1);
         }
         r.position_to_hot[newest] = r.newest_entry;
         r.hot_to_position[r.newest_entry] = newest;
-        t.step[r.row] = r.now;
     }
-    if (is_bad) atomicOr(&s.flags, BAD_POSITION);
-    if (!__syncthreads_or(is_missing)) return false;
+    r.stamps[r.newest_entry] = r.now;
+}
 
-    const i64* host_slots = t.host_slots + static_cast<i64>(r.row) * t.max_context;
-    mine.is_claimed = 0;
-    if (is_missing) {
+// Number the misses that this block is the first to ask for and that have a host slot: [0, num_misses). Every planner
+// calls it; they must meet before it uses the result.
+__device__ __forceinline__ void claim_misses(
+    PlanShared& s, const HotRow& r, Selection& mine, bool reads_ahead, int max_early, int lane) {
 #pragma unroll
-        for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-            const int position = mine.position[k];
-            if (position == ABSENT || mine.hot[k] >= 0) continue;
-            // Whoever finds another value than CLAIMED is the first of the duplicates.
-            if (atomicExch(r.position_to_hot + position, CLAIMED) != CLAIMED) mine.is_claimed |= 1u << k;
-            mine.src_host_slot[k] = __ldg(host_slots + position);
-        }
+    for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
+        const int position = mine.position[k];
+        if (position == ABSENT || mine.hot[k] >= 0) continue;
+        // Whoever finds another value than CLAIMED is the first of the duplicates.
+        if (atomicExch(r.position_to_hot + position, CLAIMED) != CLAIMED) mine.is_claimed |= 1u << k;
+        if (!reads_ahead) mine.src_host_slot[k] = __ldg(r.host_slots + position);
     }
     u32 placeable[POSITIONS_PER_THREAD];     // a bit a lane
     int num_claimed = 0, num_placeable = 0;
@@ -247,101 +170,216 @@ __device__ __forceinline__ bool plan_hisparse(
     if (num_claimed > 0) {
         int first = 0;
         if (lane == 0) {
-            atomicAdd(&s.num_misses, num_claimed);
-            first = atomicAdd(&s.num_placeable, num_placeable);
+            atomicAdd(&s.num_claimed, num_claimed);
+            first = atomicAdd(&s.num_misses, num_placeable);
         }
         first = __shfl_sync(~0u, first, 0);
+        int num_late = 0;
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-            if (mine.miss[k] == 0) mine.miss[k] = first + __popc(placeable[k] & ((1u << lane) - 1));
+            if (mine.miss[k] == 0) {
+                mine.miss[k] = first + __popc(placeable[k] & ((1u << lane) - 1));
+                if (!reads_ahead && mine.miss[k] < max_early) {
+                    mine.early[k] = mine.miss[k];
+                    s.early_host_slots[mine.miss[k]] = mine.src_host_slot[k];
+                    s.early_device_slots[mine.miss[k]] = ABSENT;
+                }
+            }
+            num_late += __popc(__ballot_sync(~0u, mine.miss[k] != ABSENT && mine.early[k] == ABSENT));
             first += __popc(placeable[k]);
         }
+        if (lane == 0 && num_late) atomicAdd(&s.num_late, num_late);
     }
     if (lacks_host_slot) atomicOr(&s.flags, NO_HOST_SLOT);
-    __syncthreads();
-
-    r.num_served = s.num_placeable;
-    if (!r.fits) {
-        const bool newest_is_selected = s.is_used[r.newest_entry / 32] >> (r.newest_entry % 32) & 1;
-        r.num_served = min(r.num_served, r.capacity - 1 - (s.num_hits - newest_is_selected));
-    }
-    if (r.num_served > 0) {
-        if (tid == NUM_THREADS - 1)
-            s.plan_start = static_cast<u32>(
-                atomicAdd(&p.meeting->progress, static_cast<u64>(r.num_served)) - progress_base);
-        if (r.fits) __syncthreads();
-        else choose_victims(s, r, t.max_capacity, r.num_served, stamps, tid, lane);
-#pragma unroll
-        for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-            const int miss = mine.miss[k];
-            if (miss < 0 || miss >= r.num_served) continue;
-            const int entry = r.fits ? mine.position[k] : s.victims[miss];
-            p.plan.src_host_slots[s.plan_start + miss] = mine.src_host_slot[k];
-            p.plan.dst_device_slots[s.plan_start + miss] = r.hot_slots[entry];
-        }
-    }
-    return true;
 }
 
-// Write the device slots, the tables and the counts. Every thread of the block calls it.
-__device__ __forceinline__ void commit_hisparse(
-    const SwapInParams& p, PlanShared& s, const HotRow& r, Selection& mine, const Entries& stamps, bool has_misses,
-    int tid, int lane) {
-    const Tables& t = p.tables;
-    if (has_misses) {
-#pragma unroll
-        for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-            const int position = mine.position[k], miss = mine.miss[k];
-            bool evicts = false;
-            if (miss >= 0 && miss < r.num_served) {
-                const int entry = r.fits ? position : s.victims[miss];
-                const int evicted = __ldcg(r.hot_to_position + entry);
-                evicts = evicted != ABSENT;
-                if (evicts) r.position_to_hot[evicted] = ABSENT;
-                r.position_to_hot[position] = entry;
-                r.hot_to_position[entry] = position;
-                atomicOr(&s.is_used[entry / 32], 1u << (entry % 32));
-                mine.hot[k] = entry;
-            } else if (mine.is_claimed >> k & 1) {
-                r.position_to_hot[position] = ABSENT;
-            }
-            count(&s.num_evictions, evicts, lane);
+__device__ __forceinline__ u32 age_of(int stamp, int now) {
+    return stamp < 0 ? FREE_AGE : min(static_cast<u32>(now - stamp), FREE_AGE - 1);
+}
+
+// Read the row's stamps. They must have been read when other blocks learn of our misses: those then change them.
+__device__ __forceinline__ void read_ages(
+    PlanShared& s, const PlanDynamic& d, const HotRow& r, int max_capacity, int tid) {
+    if (max_capacity % 4 == 0) {
+#pragma unroll 2
+        for (int i = 4 * tid; i < r.capacity; i += 4 * NUM_PLANNERS) {
+            const int4 stamp = __ldcg(reinterpret_cast<const int4*>(r.stamps + i));
+            *reinterpret_cast<uint2*>(d.ages + i) =
+                make_uint2(age_of(stamp.x, r.now) | age_of(stamp.y, r.now) << 16,
+                           age_of(stamp.z, r.now) | age_of(stamp.w, r.now) << 16);
         }
-        if (tid == 0 && r.num_served < s.num_placeable) atomicOr(&s.flags, TOO_MANY_MISSES);
-        __syncthreads();
-        // Duplicates find what the first of them got.
-#pragma unroll
-        for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
-            if (mine.position[k] != ABSENT && mine.hot[k] < 0)
-                mine.hot[k] = __ldcg(r.position_to_hot + mine.position[k]);
+    } else {
+#pragma unroll 1
+        for (int i = tid; i < r.capacity; i += NUM_PLANNERS) d.ages[i] = age_of(__ldcg(r.stamps + i), r.now);
     }
-    int* out = p.out + static_cast<i64>(r.req) * p.top_k;
+    if (tid < 2 * WARP) s.digits[tid / WARP][tid % WARP] = 0;
+}
+
+// Where the running sum over digits, from the highest down, reaches num_wanted. Every warp finds out for itself.
+struct Reached {
+    u32 digit;
+    int before, total;                   // the sums above that digit, and of all
+};
+__device__ __forceinline__ Reached reach(const int (&num_of_digit)[WARP], int num_wanted, int lane) {
+    const int num = num_of_digit[WARP - 1 - lane];
+    int up_to = num;
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) {
+        const int other = __shfl_up_sync(~0u, up_to, offset);
+        if (lane >= offset) up_to += other;
+    }
+    const int total = __shfl_sync(~0u, up_to, WARP - 1);
+    const u32 has_reached = __ballot_sync(~0u, up_to >= min(num_wanted, total));
+    const int first = __ffs(has_reached) - 1;
+    return {static_cast<u32>(WARP - 1 - first), __shfl_sync(~0u, up_to - num, first), total};
+}
+
+// Eight ages, taken one after the other.
+struct Ages {
+    u64 low, high;
+    __device__ __forceinline__ explicit Ages(const u16* ages) {
+        const ulonglong2 both = *reinterpret_cast<const ulonglong2*>(ages);
+        low = both.x;
+        high = both.y;
+    }
+    __device__ __forceinline__ u32 next() {
+        const u32 age = low & 0xffff;
+        low = low >> 16 | high << 48;
+        high >>= 16;
+        return age;
+    }
+};
+
+// Order the entries below capacity - 1 that this step does not use: free ones, then by age, then by hot_index. Of the
+// first num_wanted of them (or all) this block takes those from number first_rank on, num_own at most, in the order
+// that suits: the set is what all blocks of the request agree on. Returns how many it got. Planners and courier
+// call it. `is_used`: of the whole request, in global memory if it is split. A radix select, two digits deep. Loops
+// are kept short, here as elsewhere: fetching instructions that are needed once costs more than running them.
+__device__ __forceinline__ int choose_victims(
+    PlanShared& s, const PlanDynamic& d, const HotRow& r, const u32* is_used, int num_wanted, int first_rank,
+    int num_own, int tid, int lane) {
+    const int num_movable = r.capacity - 1;
+    const int per_thread = (num_movable + ENTRIES_PER_ROUND - 1) / ENTRIES_PER_ROUND * ENTRIES_PER_READ;
+    const bool is_planner = tid < NUM_PLANNERS;
+    const int begin = is_planner ? tid * per_thread : 0, end = is_planner ? begin + per_thread : 0;
+
+#pragma unroll 1
+    for (int first = begin; first < end; first += ENTRIES_PER_READ) {
+        u32 out = ~0u;
+        if (first < num_movable) {
+            out = (is_used ? __ldcg(is_used + first / 32) : s.is_used[first / 32]) >> (first % 32);
+            if (num_movable - first < ENTRIES_PER_READ) out |= ~0u << (num_movable - first);
+        }
+        u32* pairs = reinterpret_cast<u32*>(d.ages + first);
+#pragma unroll
+        for (int k = 0; k < ENTRIES_PER_READ / 2; ++k)
+            pairs[k] |= (out >> (2 * k) & 1) * 0xffffu | (out >> (2 * k + 1) & 1) * 0xffff0000u;
+    }
+    u32 threshold = 0;                   // the age of which some go, and all that are older
+    int num_older = 0;
+#pragma unroll 1
+    for (int digit = 1; digit >= 0; --digit) {
+        // Lane i counts the warp's entries whose digit is i, among those that start like the threshold.
+        const int shift = digit * DIGIT_BITS;
+        int num = 0;
+#pragma unroll 1
+        for (int first = begin; first < end; first += ENTRIES_PER_READ) {
+            Ages ages(d.ages + first);
+#pragma unroll 1
+            for (int k = 0; k < ENTRIES_PER_READ; ++k) {
+                const u32 age = ages.next();
+                u32 same = __ballot_sync(~0u, age >> (shift + DIGIT_BITS) == threshold);
+#pragma unroll
+                for (int bit = 0; bit < DIGIT_BITS; ++bit) {
+                    const u32 is_set = __ballot_sync(~0u, age >> (shift + bit) & 1);
+                    same &= lane >> bit & 1 ? is_set : ~is_set;
+                }
+                num += __popc(same);
+            }
+        }
+        if (num) atomicAdd(&s.digits[digit][lane], num);
+        Planning::wait();
+        const Reached reached = reach(s.digits[digit], num_wanted - num_older, lane);
+        if (digit == 1) num_wanted = min(num_wanted, reached.total);
+        threshold = threshold << DIGIT_BITS | reached.digit;
+        num_older += reached.before;
+    }
+
+    // Number the entries that go by hot_index: older ones in the high half of each sum, those of the threshold's age in
+    // the low half.
+    u32 mine = 0;
+#pragma unroll 1
+    for (int first = begin; first < end; first += ENTRIES_PER_READ) {
+        Ages ages(d.ages + first);
+#pragma unroll 1
+        for (int k = 0; k < ENTRIES_PER_READ; ++k) {
+            const u32 age = ages.next();
+            if (age != NOT_MOVABLE) mine += age > threshold ? 1u << 16 : age == threshold;
+        }
+    }
+    u32 index = mine;
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) {
+        const u32 other = __shfl_up_sync(~0u, index, offset);
+        if (lane >= offset) index += other;
+    }
+    if (lane == WARP - 1 && is_planner) s.warp_sums[tid / WARP] = index;
+    Planning::wait();
+    index += __reduce_add_sync(~0u, lane < tid / WARP && is_planner ? s.warp_sums[lane] : 0) - mine;
+    if (mine != 0) {
+#pragma unroll 1
+        for (int first = begin; first < end; first += ENTRIES_PER_READ) {
+            Ages ages(d.ages + first);
+#pragma unroll 1
+            for (int k = 0; k < ENTRIES_PER_READ; ++k) {
+                const u32 age = ages.next();
+                if (age == NOT_MOVABLE || age < threshold) continue;
+                const bool is_older = age > threshold;
+                const int number = is_older ? index >> 16 : num_older + (index & 0xffff);
+                if (number < num_wanted && number >= first_rank && number < first_rank + num_own)
+                    d.entries[number - first_rank] = first + k;
+                index += is_older ? 1u << 16 : 1;
+            }
+        }
+    }
+    Planning::wait();
+    return max(0, min(num_wanted - first_rank, num_own));
+}
+
+// Enter the misses [0, num_served) of this block, whose entries are chosen, in the tables.
+__device__ __forceinline__ void take_entries(
+    PlanShared& s, const PlanDynamic& d, const HotRow& r, int num_served, Selection& mine) {
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-        const int i = k * NUM_THREADS + tid;
-        if (i < p.top_k) out[i] = mine.hot[k] < 0 ? ABSENT : r.hot_slots[mine.hot[k]];
-    }
-    for (int round = 0; round < r.capacity; round += ENTRIES_PER_ROUND) {
-        const int first = round + ENTRIES_PER_THREAD * tid;
-        if (first >= r.capacity) break;
-        u32 used = s.is_used[first / 32] >> (first % 32) & 15;
-        if (r.newest_entry / ENTRIES_PER_THREAD == first / ENTRIES_PER_THREAD)
-            used |= 1u << (r.newest_entry % ENTRIES_PER_THREAD);
-        if (used == 0) continue;
-        if (round == 0 && t.max_capacity % ENTRIES_PER_THREAD == 0) {
-            *reinterpret_cast<int4*>(r.stamps + first) =
-                make_int4(used & 1 ? r.now : stamps.v[0], used & 2 ? r.now : stamps.v[1],
-                          used & 4 ? r.now : stamps.v[2], used & 8 ? r.now : stamps.v[3]);
-        } else {
-#pragma unroll
-            for (int k = 0; k < ENTRIES_PER_THREAD; ++k)
-                if (used >> k & 1) r.stamps[first + k] = r.now;
+        const int position = mine.position[k];
+        if (!(mine.is_claimed >> k & 1)) continue;
+        if (mine.miss[k] == ABSENT || mine.miss[k] >= num_served) {
+            mine.miss[k] = ABSENT;
+            r.position_to_hot[position] = ABSENT;
+            continue;
         }
+        const int entry = d.entries[mine.miss[k]];
+        const int evicted = __ldcg(r.hot_to_position + entry);
+        if (evicted != ABSENT) {
+            r.position_to_hot[evicted] = ABSENT;
+            atomicAdd(&s.num_evictions, 1);
+        }
+        r.position_to_hot[position] = entry;
+        r.hot_to_position[entry] = position;
+        r.stamps[entry] = r.now;
+        mine.hot[k] = entry;
     }
-    if (tid < 3) {
-        const int added = tid == HITS ? s.num_hits : tid == MISSES ? s.num_misses : s.num_evictions;
-        if (added)
-            atomicAdd(reinterpret_cast<u64*>(t.counters + static_cast<i64>(r.row) * 3 + tid), static_cast<u64>(added));
+}
+
+// What the first to claim a position got, for those that selected it too.
+__device__ __forceinline__ void find_duplicates(const HotRow& r, Selection& mine) {
+#pragma unroll
+    for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
+        if (mine.position[k] == ABSENT || mine.hot[k] >= 0 || (mine.is_claimed >> k & 1)) continue;
+        Patience patience;
+        do {
+            patience.look();
+            mine.hot[k] = *static_cast<const volatile int*>(r.position_to_hot + mine.position[k]);
+        } while (mine.hot[k] == CLAIMED);
     }
-    if (tid == 0 && s.flags) atomicOr(t.error_flags + r.row, s.flags);
 }

@@ -1,152 +1,559 @@
-// Swap-in and its companions. One launch plans every request and spreads all copies over the whole chip.
+// Swap-in and its companions.
+//
+// One launch plans and copies. The blocks of a request, up to the whole chip for a lone one, look up a slice of its
+// selection each. As soon as a block knows what is missing it asks the host for the first of it, and while that is on
+// its way over PCIe the blocks of the request agree on the entries that the misses take. Then what is left is spread
+// over all blocks.
 #include "copy.cuh"
 #include "plan.cuh"
+#include "sync.cuh"
 
-__device__ __forceinline__ u64 load_acquire(const u64* from) {
-    u64 v;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
-    return v;
-}
-__device__ __forceinline__ u32 load_acquire(const u32* from) {
-    u32 v;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-    return v;
+constexpr int BLOCKS_PER_LANE = MAX_BLOCKS / WARP;
+constexpr int MAX_UNCHECKED_PREFETCH = 8192;
+
+// Who copies what is left: every block an equal share, first of its own, then of those that have more than a share.
+struct Schedule {
+    Gate gate;
+    u32 next;                            // of this block's, taken by its warps one by one
+    u32 num_own, first_taken, num_taken;
+    u32 share;
+    u32 surplus_start[MAX_BLOCKS];       // running number of each block's first copy beyond its share
+};
+
+struct Block {
+    int tid, lane, warp, slice;
+    bool is_planner;
+    u32 num_left;                        // copies written to `left`
+    bool has_arrived;
+    u32 launch;
+};
+
+__device__ __forceinline__ PlanDynamic carve(u8* memory, const SwapInParams& p) {
+    const int capacity = (p.tables.max_capacity + ENTRIES_PER_ROUND - 1) / ENTRIES_PER_ROUND * ENTRIES_PER_ROUND;
+    PlanDynamic d;
+    d.hot_slots = reinterpret_cast<int*>(memory);
+    d.ages = reinterpret_cast<u16*>(d.hot_slots + (p.hot_slots_in_shared ? capacity : 0));
+    d.entries = d.ages + capacity;
+    return d;
 }
 
-__device__ __forceinline__ u64 load_relaxed(const u64* from) {
-    u64 v;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
-    return v;
+__device__ __forceinline__ void prefetch_hot_slots(
+    const SwapInParams& p, const PlanDynamic& d, const HotRow& r, int tid) {
+    // Asked for before the capacity is known, where that is not too much.
+    const int max_capacity = p.tables.max_capacity;
+    const int num = max_capacity <= MAX_UNCHECKED_PREFETCH ? max_capacity : r.capacity;
+    const int step = max_capacity % 4 == 0 ? 4 : 1;
+#pragma unroll 1
+    for (int i = step * tid; i < num; i += step * (NUM_PLANNERS + WARP))
+        copy_async(d.hot_slots + i, r.hot_slots + i, 4 * step);
+}
+
+// When all blocks have arrived: what changes between launches, and nobody reads any more.
+__device__ __forceinline__ void close_launch(const SwapInParams& p, const Round& round, u32 launch) {
+    *p.num_launches = launch + 1;
+    if (p.plan.src_host_slots != nullptr) *p.plan.num_misses = load_acquire(&round.num_planned);
 }
 
 constexpr u64 ONE_BLOCK = 1ull << 32;
 
-// grid: up to what is resident at once; blocks [0, min(grid, num_reqs)) plan, and the
-// others copy, or all do when most plan. A block waits only for
-// planning blocks, which have the lowest indices, start first and wait for nobody, so that it cannot hang.
-// Dynamic shared memory, if hot_slots_in_shared: int [max(max_capacity, ENTRIES_PER_ROUND)].
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) swap_in(const __grid_constant__ SwapInParams p) {
-    __shared__ PlanShared s;
-    extern __shared__ __align__(16) int shared_hot_slots[];
-    __shared__ u64 progress_base;
-    __shared__ u32 num_copies;
-    const int tid = threadIdx.x, lane = tid % WARP;
-    const u32 num_blocks = gridDim.x, num_reqs = p.requests.num_reqs;
-    const u32 num_planning = min(num_blocks, num_reqs);
-    const int waiter = NUM_THREADS - WARP;  // a thread of the last warp: thread 0 has enough to do
-    Meeting* meeting = p.meeting;
-
-    // `base` must have been read before num_arrived says so. Here the comparison waits for it; a planning block says
-    // so only when it is done.
-    u64 base = 0;
-    if (tid == waiter) base = load_relaxed(&meeting->base);
-    if (blockIdx.x >= num_planning) {
-        if (tid == waiter && base != ~0ull) atomicAdd(&meeting->num_arrived, 1u);
-    } else {
-        u64 before = 0;
-        bool ever_misses = false;
-        for (u32 req = blockIdx.x; req < num_reqs; req += num_blocks) {
-            Selection mine;
-#pragma unroll
-            for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-                const int i = k * NUM_THREADS + tid;
-                mine.position[k] = i < p.top_k ? p.selected[static_cast<i64>(req) * p.top_k + i] : ABSENT;
-            }
-            const Request request = load_request(p.requests, p.tables, req);
-            HotRow r;
-            r.req = req;
-            r.row = request.row;
-            r.seq_len = request.seq_len;
-            r.capacity = 0;
-            Entries hot_slots, stamps;
-            bool is_bad = false, has_misses = false;
-            if (r.row != ABSENT) {
-                r.position_to_hot = p.tables.position_to_hot + static_cast<i64>(r.row) * p.tables.max_context;
-                r.hot_to_position = p.tables.hot_to_position + static_cast<i64>(r.row) * p.tables.max_capacity;
-                r.stamps = p.tables.stamps + static_cast<i64>(r.row) * p.tables.max_capacity;
-                r.capacity = min(p.tables.capacity[r.row], p.tables.max_capacity);
-                r.now = p.tables.step[r.row] + 1;
-                r.hot_slots = p.tables.hot_slots + static_cast<i64>(r.row) * p.tables.max_capacity;
-                // Asked for before the capacity is known.
-                const int first = ENTRIES_PER_THREAD * tid;
-                if (p.hot_slots_in_shared) hot_slots = load_entries(r.hot_slots, first, p.tables.max_capacity);
-                stamps = load_entries(r.stamps, first, p.tables.max_capacity);
-            }
-#pragma unroll
-            for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-                const int position = mine.position[k];
-                const bool is_valid = r.row != ABSENT && position >= 0 && position < r.seq_len;
-                is_bad |= r.row != ABSENT && position != ABSENT && !is_valid;
-                if (!is_valid) mine.position[k] = ABSENT;
-                mine.hot[k] = is_valid ? __ldcg(r.position_to_hot + position) : ABSENT;
-            }
-            if (tid == waiter) progress_base = base;
-            if (r.capacity > 0) {
-                has_misses = plan_hisparse(p, s, shared_hot_slots, progress_base, r, mine, hot_slots, stamps, is_bad,
-                                           tid, lane);
-                ever_misses |= has_misses;
-            } else {
-#pragma unroll
-                for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-                    const int i = k * NUM_THREADS + tid, position = mine.position[k];
-                    if (i < p.top_k)
-                        p.out[static_cast<i64>(req) * p.top_k + i] =
-                            position == ABSENT ? ABSENT : dense_slot(p.tables, r.row, position);
-                }
-                if (is_bad) atomicOr(&p.tables.error_flags[r.row], BAD_POSITION);
-            }
-            __syncthreads();
-            if (req + num_blocks >= num_reqs && tid == waiter) {
-                if (ever_misses) __threadfence();
-                before = atomicAdd(&meeting->progress, ONE_BLOCK);
-                atomicAdd(&meeting->num_arrived, 1u);
-            }
-            if (r.capacity > 0) commit_hisparse(p, s, r, mine, stamps, has_misses, tid, lane);
-            if (req + num_blocks < num_reqs) __syncthreads();
-        }
-        if (tid == waiter && (before - base) / ONE_BLOCK == num_planning - 1) {
-            // The last to plan: nobody may start from the new base before all have read the old one.
-            *p.plan.num_misses = static_cast<int>(static_cast<u32>(before - base));
-            while (load_acquire(&meeting->num_arrived) != num_blocks) {}
-            meeting->num_arrived = 0;
-            meeting->base = before + ONE_BLOCK;
+// Say that this block has planned all it had to and left this much. Planners and courier call it, the courier speaks;
+// what they have written to `left` must be before a barrier.
+__device__ __forceinline__ void arrive(const SwapInParams& p, Round& round, Block& b) {
+    if (b.tid == COURIER && p.spreads) {
+        if (b.num_left > 0) {
+            round.num_left[blockIdx.x] = b.num_left;
+            add_release(&round.arrived, ONE_BLOCK | b.num_left);
+        } else {
+            add_relaxed(&round.arrived, ONE_BLOCK);
         }
     }
-    // Planning blocks have more to do than the others, which are enough to fill PCIe.
-    const u32 first_copying = 2 * num_planning <= num_blocks ? num_planning : 0;
-    if (blockIdx.x < first_copying) return;
-    if (tid == waiter) {
-        u64 progress;
-        do {
-            progress = load_acquire(&meeting->progress) - base;
-        } while (progress / ONE_BLOCK != num_planning);
-        num_copies = static_cast<u32>(progress);
-    }
-    __syncthreads();
-    // One warp an item; neighbouring items go to different SMs.
-    const u32 num_copying = num_blocks - first_copying;
-    for (u32 i = tid / WARP * num_copying + blockIdx.x - first_copying; i < num_copies; i += NUM_WARPS * num_copying)
-        fetch_item(p.pools, p.layer, __ldcg(p.plan.src_host_slots + i), __ldcg(p.plan.dst_device_slots + i), lane);
+    b.has_arrived = true;
 }
 
-// grid: any; one warp an item and layer.
+// The same where blocks do not help each other, by a fetcher, who has the time. Nobody waits: the last one closes the
+// launch.
+__device__ __forceinline__ void arrive_alone(const SwapInParams& p, Round& round, const Block& b) {
+    if (b.tid == FIRST_FETCHER * WARP && !p.spreads &&
+        add_acq_rel(&round.arrived, ONE_BLOCK) / ONE_BLOCK == gridDim.x - 1)
+        close_launch(p, round, b.launch);
+}
+
+// By the courier of a block of a request that is split: tell the others of its misses. Returns how many they had told
+// of before. The last one to do so takes the step, which all have read.
+__device__ __forceinline__ int tell_misses(const SwapInParams& p, const HotRow& r, RequestWord& word, int num_misses) {
+    const u32 before = add_release(&word.value, 1u << 16 | num_misses);
+    if (before >> 16 == p.num_slices - 1) p.tables.step[r.row] = r.now;
+    return before & 0xffff;
+}
+
+__device__ __forceinline__ void count(const Tables& t, int row, int which, int num) {
+    if (num) atomicAdd(reinterpret_cast<u64*>(t.counters + static_cast<i64>(row) * 3 + which), static_cast<u64>(num));
+}
+
+__device__ __forceinline__ void write_out(
+    const SwapInParams& p, const HotRow& r, const Selection& mine, u32 which, const Block& b) {
+    if (!b.is_planner) return;
+#pragma unroll
+    for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
+        const int in_slice = k * NUM_PLANNERS + b.tid, i = b.slice * p.slice_len + in_slice;
+        if (in_slice < p.slice_len && i < p.top_k && (which >> k & 1))
+            p.out[static_cast<i64>(r.req) * p.top_k + i] = mine.hot[k] < 0 ? ABSENT : r.hot_slots[mine.hot[k]];
+    }
+}
+
+// The misses that this block has claimed: choose their entries, and write down the copies that no fetcher has begun.
+__device__ __forceinline__ void place_misses(
+    const SwapInParams& p, Round& round, PlanShared& s, const PlanDynamic& d, const HotRow& r, Selection& mine,
+    RequestWord& word, const u32* is_used, bool is_last, Block& b) {
+    const int num_misses = s.num_misses;
+    if (b.tid == COURIER && p.num_slices > 1) {
+        u32 value;
+        Patience patience;
+        do {
+            patience.look();
+            value = load_acquire(&word.value);
+        } while (value >> 16 != p.num_slices);
+        s.request_misses = value & 0xffff;
+    }
+    u32 which = 0;                       // positions whose outcome is known only now
+#pragma unroll
+    for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
+        which |= (mine.position[k] != ABSENT && mine.hot[k] < 0) << k;
+        if (r.fits && mine.miss[k] != ABSENT) d.entries[mine.miss[k]] = mine.position[k];
+    }
+    Planning::wait();
+    int num_served = num_misses;
+    if (!r.fits && num_misses > 0) {
+        num_served =
+            choose_victims(s, d, r, is_used, s.request_misses, s.first_rank, num_misses, b.tid, b.lane);
+        if (num_served < num_misses && b.tid == 0) atomicOr(&s.flags, TOO_MANY_MISSES);
+    }
+    const bool records = p.plan.src_host_slots != nullptr && num_served > 0;
+    if (records) {
+        if (b.tid == COURIER) s.plan_start = atomicAdd(&round.num_planned, static_cast<u32>(num_served));
+        Planning::wait();
+    }
+    take_entries(s, d, r, num_served, mine);
+    // By bucket of position: count, add up, and write.
+    const int bucket_len = (r.seq_len + NUM_BUCKETS - 1) / NUM_BUCKETS;
+    int in_bucket[POSITIONS_PER_THREAD];
+#pragma unroll
+    for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
+        if (mine.miss[k] == ABSENT) continue;
+        const int dst = r.hot_slots[mine.hot[k]];
+        if (records) {
+            p.plan.src_host_slots[s.plan_start + mine.miss[k]] = mine.src_host_slot[k];
+            p.plan.dst_device_slots[s.plan_start + mine.miss[k]] = dst;
+        }
+        if (mine.early[k] != ABSENT) s.early_device_slots[mine.early[k]] = dst;
+        else in_bucket[k] = atomicAdd(&s.buckets[mine.position[k] / bucket_len], 1);
+    }
+    Planning::wait();
+    if (b.is_planner) EarlyPlaced::arrive();
+    if (b.warp == 0) {
+        int num = 0;
+#pragma unroll
+        for (int i = 0; i < NUM_BUCKETS / WARP; ++i) num += s.buckets[b.lane * (NUM_BUCKETS / WARP) + i];
+        int up_to = num;
+#pragma unroll
+        for (int offset = 1; offset < WARP; offset *= 2) {
+            const int other = __shfl_up_sync(~0u, up_to, offset);
+            if (b.lane >= offset) up_to += other;
+        }
+        int start = up_to - num;
+#pragma unroll
+        for (int i = 0; i < NUM_BUCKETS / WARP; ++i) {
+            const int num_of_bucket = s.buckets[b.lane * (NUM_BUCKETS / WARP) + i];
+            s.buckets[b.lane * (NUM_BUCKETS / WARP) + i] = start;
+            start += num_of_bucket;
+        }
+        if (b.lane == WARP - 1) s.num_left = up_to;
+    }
+    Planning::wait();
+    Copy* left = p.left + static_cast<i64>(blockIdx.x) * p.left_per_block + b.num_left;
+#pragma unroll
+    for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
+        if (mine.miss[k] != ABSENT && mine.early[k] == ABSENT)
+            left[s.buckets[mine.position[k] / bucket_len] + in_bucket[k]] =
+                {mine.src_host_slot[k], r.hot_slots[mine.hot[k]]};
+    Planning::wait();
+    b.num_left += s.num_left;
+    if (is_last && !b.has_arrived) arrive(p, round, b);
+    find_duplicates(r, mine);
+    write_out(p, r, mine, which, b);
+}
+
+// Planners and courier.
+__device__ __forceinline__ void resolve_hisparse(
+    const SwapInParams& p, Round& round, PlanShared& s, const PlanDynamic& d, const HotRow& r, Selection& mine,
+    bool is_bad, bool is_last, Block& b) {
+    const Tables& t = p.tables;
+    const bool is_split = p.num_slices > 1, reads_ahead = p.reads_ahead;
+    u32* is_used = is_split ? reinterpret_cast<u32*>(&round + 1) + r.req * ((t.max_capacity + 31) / 32) : nullptr;
+    RequestWord& word = round.requests[is_split ? r.req : 0];
+
+    if (is_bad) atomicOr(&s.flags, BAD_POSITION);
+    const bool has_misses = look_up(s, r, mine, reads_ahead, p.max_early);
+    if (b.is_planner && (reads_ahead || !has_misses)) EarlyKnown::arrive();
+    if (!has_misses && is_last) arrive(p, round, b);
+    if (!b.is_planner) {
+        const int num_hits = share_used(s, r, is_used, b.lane);
+        if (b.lane == 0) {
+            // Without misses there is nothing more to tell.
+            if (is_split && !has_misses) tell_misses(p, r, word, 0);
+            count(t, r.row, HITS, num_hits);
+        }
+    } else if (has_misses) {
+        claim_misses(s, r, mine, reads_ahead, p.max_early, b.lane);
+        if (!r.fits) read_ages(s, d, r, t.max_capacity, b.tid);
+    }
+    if (has_misses) {
+        if (b.is_planner && !reads_ahead) EarlyKnown::arrive();
+        Planning::wait();
+        if (b.tid == COURIER) {
+            s.request_misses = s.num_misses;
+            s.first_rank = is_split ? tell_misses(p, r, word, s.num_misses) : 0;
+        }
+        const bool leaves_any = p.spreads && (b.num_left > 0 || s.num_late > 0);
+        if (is_last && !leaves_any && p.plan.src_host_slots == nullptr) arrive(p, round, b);
+    }
+
+    // Hits. Unless others do the same for the row, stamps are written in order.
+    u32 hits = 0;
+#pragma unroll
+    for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
+        if (mine.hot[k] >= 0 && is_split) r.stamps[mine.hot[k]] = r.now;
+        hits |= (mine.hot[k] >= 0 || mine.position[k] == ABSENT) << k;
+    }
+    write_out(p, r, mine, hits, b);
+    if (!is_split && b.is_planner)
+#pragma unroll 4
+        for (int i = b.tid; i < r.capacity; i += NUM_PLANNERS)
+            if (s.is_used[i / 32] >> (i % 32) & 1) r.stamps[i] = r.now;
+    if (b.slice == 0 && b.tid == 0) place_newest(s, r);
+    if (has_misses) place_misses(p, round, s, d, r, mine, word, is_used, is_last, b);
+    else if (b.is_planner) EarlyPlaced::arrive();
+    if (b.tid == 0) {
+        if (!is_split) t.step[r.row] = r.now;
+        count(t, r.row, MISSES, s.num_claimed);
+        count(t, r.row, EVICTIONS, s.num_evictions);
+        if (s.flags) atomicOr(t.error_flags + r.row, s.flags);
+    }
+}
+
+// By the courier's warp, when all blocks have arrived: what this block is to copy of what is left.
+__device__ __forceinline__ void make_schedule(Schedule& schedule, const Round& round, u32 total, int lane) {
+    const u32 num_blocks = gridDim.x;
+    const u32 share = (total + num_blocks - 1) / num_blocks;
+    u32 num_left[BLOCKS_PER_LANE], surplus = 0, deficit = 0;
+#pragma unroll
+    for (int i = 0; i < BLOCKS_PER_LANE; ++i) {
+        const u32 block = lane * BLOCKS_PER_LANE + i;
+        num_left[i] = block < num_blocks ? __ldcg(round.num_left + block) : share;
+        surplus += max(num_left[i], share) - share;
+        deficit += share - min(num_left[i], share);
+    }
+    u32 surplus_up_to = surplus, deficit_up_to = deficit;
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) {
+        const u32 s = __shfl_up_sync(~0u, surplus_up_to, offset), d = __shfl_up_sync(~0u, deficit_up_to, offset);
+        if (lane >= offset) surplus_up_to += s, deficit_up_to += d;
+    }
+    const u32 all_surplus = __shfl_sync(~0u, surplus_up_to, WARP - 1);
+    u32 surplus_start = surplus_up_to - surplus, deficit_start = deficit_up_to - deficit;
+#pragma unroll
+    for (int i = 0; i < BLOCKS_PER_LANE; ++i) {
+        const u32 block = lane * BLOCKS_PER_LANE + i;
+        schedule.surplus_start[block] = surplus_start;
+        if (block == blockIdx.x) {
+            const u32 wanted = share - min(num_left[i], share);
+            schedule.num_own = min(num_left[i], share);
+            schedule.first_taken = deficit_start;
+            schedule.num_taken = min(deficit_start + wanted, all_surplus) - min(deficit_start, all_surplus);
+            schedule.share = share;
+        }
+        surplus_start += max(num_left[i], share) - share;
+        deficit_start += share - min(num_left[i], share);
+    }
+}
+
+// One warp an item, until this block's part is done.
+__device__ __forceinline__ void copy_left(const SwapInParams& p, Schedule& schedule, int lane) {
+    const u32 num = schedule.num_own + schedule.num_taken;
+#pragma unroll 1
+    while (true) {
+        u32 i = 0;
+        if (lane == 0) i = atomicAdd(&schedule.next, 1u);
+        i = __shfl_sync(~0u, i, 0);
+        if (i >= num) return;
+        u32 block = blockIdx.x;
+        if (i >= schedule.num_own) {
+            const u32 number = schedule.first_taken + i - schedule.num_own;
+            // The last block that starts at or before it.
+            block = 0;
+#pragma unroll 1
+            for (u32 stride = 128; stride > 0; stride /= 2)
+                if (block + stride < MAX_BLOCKS && schedule.surplus_start[block + stride] <= number) block += stride;
+            i = schedule.share + number - schedule.surplus_start[block];
+        }
+        const longlong2 copy =
+            __ldcg(reinterpret_cast<const longlong2*>(p.left + static_cast<i64>(block) * p.left_per_block + i));
+        fetch_item(p.pools, p.layer, {copy.x, copy.y}, lane);
+    }
+}
+
+__device__ __forceinline__ int multiprocessor() {
+    int id;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
+    return id;
+}
+
+// The unit that this block probably has, before others are asked. With large batches a multiprocessor should have the
+// same requests in every launch: it, and the part of the GPU that it belongs to, can hold the address translations for
+// their host rows, but not those for everybody's.
+__device__ __forceinline__ int presumed_unit(const SwapInParams& p) {
+    if (!p.keeps_place) return blockIdx.x;
+    const int unit = multiprocessor();
+    return unit < p.num_units ? unit : ABSENT;
+}
+
+// By the courier's warp. Whoever finds its unit taken, or has none, takes one that nobody came for, if there is any
+// when all blocks are present.
+__device__ __forceinline__ int take_unit(const SwapInParams& p, Round& round, int unit, int lane) {
+    if (!p.keeps_place) return unit;
+    bool is_mine = false;
+    if (lane == 0) {
+        is_mine = unit != ABSENT && atomicExch(&round.is_taken[unit], 1u) == 0;
+        add_release(&round.num_present, 1u);
+        Patience patience;
+        while (!is_mine && load_acquire(&round.num_present) != gridDim.x) patience.look();
+    }
+    if (__shfl_sync(~0u, is_mine, 0)) return unit;
+#pragma unroll 1
+    for (int first = 0; first < p.num_units; first += WARP) {
+        const int unit_of_lane = first + lane;
+        u32 free = __ballot_sync(~0u, unit_of_lane < p.num_units && __ldcg(&round.is_taken[unit_of_lane]) == 0);
+        while (free != 0) {
+            const int candidate = __ffs(free) - 1;
+            const bool got_it = lane == candidate && atomicExch(&round.is_taken[unit_of_lane], 1u) == 0;
+            if (__any_sync(~0u, got_it)) return first + candidate;
+            free &= free - 1;
+        }
+    }
+    return ABSENT;
+}
+
+// The requests of this block, by its planners and courier.
+__device__ __forceinline__ void plan_requests(
+    const SwapInParams& p, Round& round, PlanShared& s, const PlanDynamic& d, Block& b) {
+    const u32 num_reqs = p.requests.num_reqs, stride = p.num_units / p.num_slices;
+    int unit = presumed_unit(p);
+    if (!b.is_planner) {
+        const int taken = take_unit(p, round, unit, b.lane);
+        if (b.lane == 0) s.unit = taken;
+    }
+    if (unit == ABSENT) {
+        Planning::wait();
+        unit = s.unit;
+    }
+    u32 turn = 0;
+#pragma unroll 1
+    while (unit != ABSENT && unit / p.num_slices + turn * stride < num_reqs) {
+        const u32 req = unit / p.num_slices + turn * stride;
+        const bool is_last = req + stride >= num_reqs;
+        b.slice = unit % p.num_slices;
+        Selection mine;
+#pragma unroll
+        for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
+            const int in_slice = k * NUM_PLANNERS + b.tid, i = b.slice * p.slice_len + in_slice;
+            mine.position[k] = b.is_planner && in_slice < p.slice_len && i < p.top_k
+                ? p.selected[static_cast<i64>(req) * p.top_k + i] : ABSENT;
+            mine.miss[k] = mine.early[k] = ABSENT;
+        }
+        mine.is_claimed = 0;
+        const Request request = load_request(p.requests, p.tables, req);
+        const int row = request.row;
+        HotRow r;
+        r.row = row;
+        r.req = req;
+        r.seq_len = request.seq_len;
+        r.capacity = 0;
+        if (row != ABSENT) {
+            const i64 row_start = static_cast<i64>(row) * p.tables.max_capacity;
+            const i64 context_start = static_cast<i64>(row) * p.tables.max_context;
+            r.position_to_hot = p.tables.position_to_hot + context_start;
+            r.host_slots = p.tables.host_slots + context_start;
+            r.hot_to_position = p.tables.hot_to_position + row_start;
+            r.stamps = p.tables.stamps + row_start;
+            r.hot_slots = p.tables.hot_slots + row_start;
+            r.capacity = min(p.tables.capacity[row], p.tables.max_capacity);
+            r.now = __ldcg(p.tables.step + row) + 1;
+        }
+        bool is_bad = false;
+#pragma unroll
+        for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
+            const int position = mine.position[k];
+            const bool is_valid = row != ABSENT && position >= 0 && position < r.seq_len;
+            is_bad |= row != ABSENT && position != ABSENT && !is_valid;
+            if (!is_valid) mine.position[k] = ABSENT;
+            mine.hot[k] = is_valid ? __ldcg(r.position_to_hot + position) : ABSENT;
+            if (p.reads_ahead) mine.src_host_slot[k] = is_valid ? __ldg(r.host_slots + position) : ABSENT;
+        }
+        if (p.hot_slots_in_shared && row != ABSENT) prefetch_hot_slots(p, d, r, b.tid);
+        if (turn > 0) __syncthreads();   // the request before is done with shared memory
+#pragma unroll 1
+        for (int i = b.tid; i < (p.tables.max_capacity + 31) / 32; i += NUM_PLANNERS + WARP) s.is_used[i] = 0;
+        if (b.tid < NUM_BUCKETS) s.buckets[b.tid] = 0;
+        if (b.tid == 0)
+            s.num_claimed = s.num_misses = s.num_late = s.num_early = s.num_left = s.num_evictions = s.flags = 0;
+        if (p.hot_slots_in_shared) {
+            r.hot_slots = d.hot_slots;
+            wait_for_async_copies();
+        }
+        Planning::wait();
+        if (s.unit != unit) {
+            unit = s.unit;
+            continue;
+        }
+        ++turn;
+        if (r.capacity > 0) {
+            r.fits = r.seq_len <= r.capacity;
+            r.newest_entry = min(r.seq_len, r.capacity) - 1;
+            resolve_hisparse(p, round, s, d, r, mine, is_bad, is_last, b);
+        } else {
+#pragma unroll
+            for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
+                const int in_slice = k * NUM_PLANNERS + b.tid, i = b.slice * p.slice_len + in_slice;
+                if (b.is_planner && in_slice < p.slice_len && i < p.top_k)
+                    p.out[static_cast<i64>(req) * p.top_k + i] =
+                        mine.position[k] == ABSENT ? ABSENT : dense_slot(p.tables, row, mine.position[k]);
+            }
+            if (is_bad) atomicOr(&p.tables.error_flags[row], BAD_POSITION);
+            if (b.is_planner) {
+                EarlyKnown::arrive();
+                EarlyPlaced::arrive();
+            }
+        }
+    }
+    if (unit == ABSENT && b.is_planner) EarlyKnown::arrive();
+    if (!b.has_arrived) arrive(p, round, b);
+}
+
+// The same requests, by a fetcher.
+__device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round, const PlanShared& s, const Block& b) {
+    const u32 num_reqs = p.requests.num_reqs, stride = p.num_units / p.num_slices;
+    const bool records = p.plan.src_host_slots != nullptr;
+    bool is_last = false;
+#pragma unroll 1
+    for (u32 turn = 0; !is_last; ++turn) {
+        if (turn > 0) __syncthreads();
+        EarlyKnown::wait();
+        if (s.unit == ABSENT) break;
+        is_last = s.unit / p.num_slices + (turn + 1) * stride >= num_reqs;
+        const int num_early = min(p.reads_ahead ? s.num_early : s.num_misses, p.max_early);
+        EarlyItem items[ITEMS_PER_FETCHER];
+#pragma unroll
+        for (int k = 0; k < ITEMS_PER_FETCHER; ++k) {
+            const int number = k * NUM_FETCHERS + b.warp - FIRST_FETCHER;
+            if (number < num_early) begin_fetch(p.pools[0], p.layer, s.early_host_slots[number], b.lane, items[k]);
+        }
+        if (is_last && !records) arrive_alone(p, round, b);
+        EarlyPlaced::wait();
+        if (is_last && records) arrive_alone(p, round, b);
+#pragma unroll
+        for (int k = 0; k < ITEMS_PER_FETCHER; ++k) {
+            const int number = k * NUM_FETCHERS + b.warp - FIRST_FETCHER;
+            if (number < num_early && s.early_device_slots[number] != ABSENT)
+                finish_fetch(p.pools[0], p.layer, {s.early_host_slots[number], s.early_device_slots[number]}, b.lane,
+                             items[k]);
+        }
+    }
+}
+
+// grid: num_units blocks, or more that only help; all of them resident at once, and one a multiprocessor if units keep
+// their place. With more than one slice a block has one request at most. Dynamic shared memory: PlanDynamic.
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) swap_in(const __grid_constant__ SwapInParams p) {
+    extern __shared__ __align__(16) u8 dynamic[];
+    __shared__ PlanShared s;
+    __shared__ Schedule schedule;
+    const PlanDynamic d = carve(dynamic, p);
+    Block b;
+    b.tid = threadIdx.x, b.lane = b.tid % WARP, b.warp = b.tid / WARP;
+    b.is_planner = b.tid < NUM_PLANNERS;
+    b.slice = 0;
+    b.num_left = 0;
+    b.has_arrived = false;
+    if (b.tid == COURIER) {
+        schedule.gate.init();
+        schedule.next = 0;
+    }
+    __syncthreads();
+    wait_for_kernel_in_front();
+    let_next_kernel_get_ready();
+    b.launch = __ldcg(p.num_launches);
+    Round& round = *reinterpret_cast<Round*>(p.rounds + static_cast<i64>(b.launch & 1) * p.round_bytes);
+    if (b.warp >= FIRST_FETCHER) {
+        fetch_early(p, round, s, b);
+        schedule.gate.pass();
+        copy_left(p, schedule, b.lane);
+        return;
+    }
+    plan_requests(p, round, s, d, b);
+    if (b.is_planner) {
+        uint4* next_round = reinterpret_cast<uint4*>(p.rounds + static_cast<i64>(~b.launch & 1) * p.round_bytes);
+#pragma unroll 1
+        for (int i = blockIdx.x * NUM_PLANNERS + b.tid; i < p.round_bytes / 16; i += gridDim.x * NUM_PLANNERS)
+            next_round[i] = make_uint4(0, 0, 0, 0);
+        schedule.gate.pass();
+    } else {
+        u32 num_left = 0;                // of all blocks
+        if (b.lane == 0) {
+            if (p.spreads) {
+                u64 arrived;
+                Patience patience;
+                do {
+                    patience.look();
+                    arrived = load_acquire(&round.arrived);
+                } while (arrived >> 32 != gridDim.x);
+                num_left = static_cast<u32>(arrived);
+                if (blockIdx.x == 0) close_launch(p, round, b.launch);
+            }
+            schedule.num_own = b.num_left;
+            schedule.num_taken = 0;
+        }
+        num_left = __shfl_sync(~0u, num_left, 0);
+        if (num_left > 0) make_schedule(schedule, round, num_left, b.lane);
+        __syncwarp();
+        if (b.lane == 0) schedule.gate.open();
+    }
+    copy_left(p, schedule, b.lane);
+}
+
+// grid: any; one warp an item and layer. Every block takes copies that follow each other, which are likely to be near
+// each other in host memory.
 extern "C" __global__ void copy_planned(const __grid_constant__ CopyParams p) {
+    wait_for_kernel_in_front();
+    let_next_kernel_get_ready();
     const int lane = threadIdx.x % WARP, num_warps_of_block = blockDim.x / WARP;
-    const i64 num_misses = *p.plan.num_misses;
-    const i64 num_warps = static_cast<i64>(gridDim.x) * num_warps_of_block;
-    for (i64 i = threadIdx.x / WARP * gridDim.x + blockIdx.x; i < num_misses * p.num_layers; i += num_warps) {
+    const i64 num_misses = *p.plan.num_misses, num_items = num_misses * p.num_layers;
+    const i64 begin = num_items * blockIdx.x / gridDim.x, end = num_items * (blockIdx.x + 1) / gridDim.x;
+#pragma unroll 1
+    for (i64 i = begin + threadIdx.x / WARP; i < end; i += num_warps_of_block) {
         const i64 miss = i % num_misses;
         const int layer = p.layers ? p.layers[i / num_misses] : p.first_layer;
-        fetch_item(p.pools, layer, p.plan.src_host_slots[miss], p.plan.dst_device_slots[miss], lane);
+        fetch_item(p.pools, layer, {p.plan.src_host_slots[miss], p.plan.dst_device_slots[miss]}, lane);
     }
 }
 
 // grid: any; one warp a request and layer.
 extern "C" __global__ void backup_newest(const __grid_constant__ BackupParams p) {
+    wait_for_kernel_in_front();
+    let_next_kernel_get_ready();
     const Tables& t = p.tables;
     const int lane = threadIdx.x % WARP, num_warps_of_block = blockDim.x / WARP;
     const int num_warps = gridDim.x * num_warps_of_block;
     const int num_items = p.requests.num_reqs * p.num_layers;
+#pragma unroll 1
     for (int i = threadIdx.x / WARP * gridDim.x + blockIdx.x; i < num_items; i += num_warps) {
         const int layer = i % p.num_layers;
         const Request request = load_request(p.requests, t, i / p.num_layers);
@@ -166,6 +573,8 @@ extern "C" __global__ void backup_newest(const __grid_constant__ BackupParams p)
 
 // grid * block >= num_reqs; one thread a request.
 extern "C" __global__ void newest_slots(const __grid_constant__ NewestSlotsParams p) {
+    wait_for_kernel_in_front();
+    let_next_kernel_get_ready();
     const Tables& t = p.tables;
     const int req = blockIdx.x * blockDim.x + threadIdx.x;
     if (req >= p.requests.num_reqs) return;

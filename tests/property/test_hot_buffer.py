@@ -1,4 +1,4 @@
-"""The hot buffers against a naive model: arbitrary histories of admissions, steps, overflows and releases.
+"""The hot buffers against a naive model: arbitrary histories of admissions, steps, resizes and releases.
 
 The naive model keeps Python lists and dicts; every step compares slots, counters and every byte (I3, I4).
 """
@@ -36,13 +36,21 @@ class NaiveGroup:
     def __init__(self, capacity: int) -> None:
         self.entries: list[int | None] = [None] * capacity
         self.last_used = [-1] * capacity
-        self.hand = 0
         self.now = 0
 
     def preload(self, positions: list[int]) -> None:
         for entry, position in enumerate(positions):
             self.entries[entry] = position
             self.last_used[entry] = 0
+
+    def resize(self, capacity: int, seq_len: int) -> None:
+        num_new = max(0, capacity - len(self.entries))
+        self.entries = self.entries[:capacity] + [None] * num_new
+        self.last_used = self.last_used[:capacity] + [-1] * num_new
+        if seq_len <= capacity:
+            for entry, position in enumerate(self.entries):
+                if position != entry:
+                    self.entries[entry], self.last_used[entry] = None, -1
 
     def step(self, seq_len: int, selected: list[int]) -> tuple[int, int, int, bool]:
         """Returns hits, misses, evictions and whether all misses found an entry."""
@@ -61,10 +69,8 @@ class NaiveGroup:
             targets = list(missing)
         else:
             movable = [entry for entry in range(capacity - 1) if self.last_used[entry] < self.now]
-            movable.sort(key=lambda entry: (self.last_used[entry], (entry - self.hand) % (capacity - 1)))
+            movable.sort(key=lambda entry: (self.last_used[entry], entry))
             targets = movable[: len(missing)]
-            if targets:
-                self.hand = (targets[-1] + 1) % (capacity - 1)
         for position, entry in zip(missing, targets, strict=False):
             evictions += self.entries[entry] is not None
             self.entries[entry] = position
@@ -79,7 +85,8 @@ class NaiveRequest:
     """0: dense."""
     truth: Tensor
     """uint8 [num_layers, max_context, item_bytes] of both pools side by side."""
-    hot_slots: list[int] = field(default_factory=list)
+    owned_slots: list[int] = field(default_factory=list)
+    """The hot buffer is made of the first ``capacity``."""
     host_slots: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     groups: list[NaiveGroup] = field(default_factory=list)
@@ -92,7 +99,7 @@ class NaiveRequest:
         if not self.capacity:
             return self.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
         entries = self.groups[group].entries
-        return self.hot_slots[entries.index(position)] if position in entries else -1
+        return self.owned_slots[entries.index(position)] if position in entries else -1
 
 
 class HotBufferMachine(RuleBasedStateMachine):
@@ -147,18 +154,14 @@ class HotBufferMachine(RuleBasedStateMachine):
     )
     def admit_hisparse(self, capacity: int, prompt: int, warmth: str) -> None:
         row = self.free_row()
-        num_pages = -(-capacity // PAGE_SIZE)
-        if row is None or num_pages > len(self.free_pages):
-            return
-        pages = [self.free_pages.pop() for _ in range(num_pages)]
-        slots = [page * PAGE_SIZE + offset for page in pages for offset in range(PAGE_SIZE)]
-        self.random.shuffle(slots)
         truth = torch.cat(self.noise(MAX_CONTEXT), dim=-1)
-        request = NaiveRequest(prompt, capacity, truth, slots[:capacity], pages=pages)
+        request = NaiveRequest(prompt, capacity, truth)
+        if row is None or not self.own_slots(request, capacity):
+            return
         request.host_slots = [self.free_host.pop() for _ in range(MAX_CONTEXT)]
         self.write(self.host, request.host_slots[:prompt], truth[:, :prompt])
         self.state.assign_row(
-            row, capacity, torch.tensor(request.hot_slots), torch.tensor(request.host_slots)
+            row, capacity, torch.tensor(request.owned_slots[:capacity]), torch.tensor(request.host_slots)
         )
         for group, layers in enumerate(GROUP_LAYERS):
             naive = NaiveGroup(capacity)
@@ -181,6 +184,43 @@ class HotBufferMachine(RuleBasedStateMachine):
             assert num_warm == len(expected)
             request.never_misses = prompt < capacity
         self.requests[row] = request
+
+    def own_slots(self, request: NaiveRequest, num_slots: int) -> bool:
+        """Give a hisparse request pages for ``num_slots`` slots; False when there are too few."""
+        num_pages = -(-max(0, num_slots - len(request.owned_slots)) // PAGE_SIZE)
+        if num_pages > len(self.free_pages):
+            return False
+        pages = [self.free_pages.pop() for _ in range(num_pages)]
+        slots = [page * PAGE_SIZE + offset for page in pages for offset in range(PAGE_SIZE)]
+        self.random.shuffle(slots)
+        request.pages += pages
+        request.owned_slots += slots
+        return True
+
+    @precondition(lambda self: any(request.capacity for request in self.requests.values()))
+    @rule(
+        choice=st.integers(0, NUM_ROWS - 1),
+        capacity=st.integers(1, MAX_CAPACITY),
+        room_left=st.none() | st.integers(-1, 1),
+    )
+    def resize(self, choice: int, capacity: int, room_left: int | None) -> None:
+        """To any capacity, or to one around the boundary at which the request fits."""
+        rows = sorted(row for row, request in self.requests.items() if request.capacity)
+        row = rows[choice % len(rows)]
+        request = self.requests[row]
+        if room_left is not None and 1 <= request.seq_len + room_left <= MAX_CAPACITY:
+            capacity = request.seq_len + room_left
+        if not self.own_slots(request, capacity):
+            return
+        self.state.resize_row(row, capacity, torch.tensor(request.owned_slots[:capacity]), request.seq_len)
+        given_up = request.owned_slots[capacity:]
+        for pool, noise in zip(self.dev, self.noise(len(given_up)), strict=True):
+            pool[:, given_up] = noise
+        for group in request.groups:
+            group.resize(capacity, request.seq_len)
+        request.capacity = capacity
+        request.never_misses &= request.seq_len <= capacity
+        request.has_stepped = False
 
     @rule(prompt=st.integers(1, MAX_CONTEXT - 1))
     def admit_dense(self, prompt: int) -> None:
@@ -250,7 +290,7 @@ class HotBufferMachine(RuleBasedStateMachine):
         for (_, request), slot in zip(batch, slots.tolist(), strict=False):
             newest = request.seq_len - 1
             expected = (
-                request.hot_slots[min(newest, request.capacity - 1)]
+                request.owned_slots[min(newest, request.capacity - 1)]
                 if request.capacity
                 else request.naive_slot(0, newest)
             )

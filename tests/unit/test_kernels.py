@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,12 +129,113 @@ def test_least_recently_used_goes_first_and_used_entries_stay() -> None:
     assert buffer.state.hot_to_position[0, ROW, :4].tolist() == [0, 6, 5, 12]
 
 
-def test_clock_hand_breaks_ties() -> None:
+def test_equal_stamps_go_in_the_order_of_their_hot_index() -> None:
     buffer = Buffer()
     buffer.preload(10, [0, 1, 2])
-    assert buffer.swap_in(11, [5]) == [HOT_SLOTS[0]]
-    assert buffer.swap_in(12, [5, 6]) == [HOT_SLOTS[0], HOT_SLOTS[1]]
-    assert int(buffer.state.clock_hand[0, ROW]) == 2
+    assert buffer.swap_in(11, [2, 1]) == [HOT_SLOTS[2], HOT_SLOTS[1]]
+    assert buffer.swap_in(12, [5]) == [HOT_SLOTS[0]]
+    # Entries 1 and 2 were last used in the same step, whatever came first in the selection.
+    assert buffer.swap_in(13, [6]) == [HOT_SLOTS[1]]
+    assert buffer.swap_in(14, [7, 6]) == [HOT_SLOTS[2], HOT_SLOTS[1]]
+    # Now entry 0 is the oldest; a free entry would be older still.
+    assert buffer.swap_in(15, [8]) == [HOT_SLOTS[0]]
+    buffer = Buffer()
+    buffer.preload(10, [0])
+    assert buffer.swap_in(11, [5, 6, 7]) == [HOT_SLOTS[1], HOT_SLOTS[2], HOT_SLOTS[0]]
+
+
+def test_growing_keeps_what_is_hot_and_evicts_later() -> None:
+    buffer = Buffer()
+    buffer.preload(10, [0, 1, 2])
+    buffer.swap_in(11, [0, 1, 2])
+    buffer.state.resize_row(ROW, 6, torch.tensor([*HOT_SLOTS, 17, 18]), 11)
+    # The former newest stays where it was, the new one takes the new last entry, and entry 4 is free.
+    assert buffer.swap_in(12, [10, 11, 7, 0]) == [HOT_SLOTS[3], 18, 17, HOT_SLOTS[0]]
+    assert buffer.state.hot_to_position[0, ROW].tolist() == [0, 1, 2, 10, 7, 11]
+    assert buffer.counters() == [3 + 3, 1, 0]
+    assert torch.equal(buffer.k_dev[0, 17], buffer.k_host[0, HOST_SLOTS[7]])
+
+
+def test_shrinking_forgets_what_lived_beyond() -> None:
+    buffer = Buffer()
+    buffer.preload(10, [0, 1, 2])
+    buffer.swap_in(11, [0])
+    buffer.state.resize_row(ROW, 3, torch.tensor(HOT_SLOTS[:3]), 11)
+    buffer.state.check_consistency()
+    assert buffer.state.hot_slots[ROW].tolist() == [*HOT_SLOTS[:3], -1, -1, -1]
+    assert buffer.state.stamps[0, ROW].tolist() == [1, 0, 0, -1, -1, -1]
+    # The former newest comes back from the host; the new one evicts what the last entry held.
+    assert buffer.swap_in(12, [10, 11, 0]) == [HOT_SLOTS[1], HOT_SLOTS[2], HOT_SLOTS[0]]
+    assert buffer.counters() == [1 + 2, 1, 2]
+    buffer.state.resize_row(ROW, 6, torch.tensor([*HOT_SLOTS[:3], 20, 21, 22]), 12)
+    assert buffer.swap_in(13, [1, 2, 3]) == [20, 21, HOT_SLOTS[0]]
+
+
+@pytest.mark.parametrize("capacity", [5, 6])
+def test_a_row_that_fits_again_forgets_what_is_not_at_its_own_entry(capacity: int) -> None:
+    buffer = Buffer()
+    slots = [*HOT_SLOTS, 17, 18][:capacity]
+    buffer.swap_in(4, [0, 1, 2])
+    buffer.swap_in(5, [3, 1, 2])  # position 3 to entry 0, position 4 to entry 3
+    assert buffer.state.hot_to_position[0, ROW, :4].tolist() == [3, 1, 2, 4]
+    buffer.state.resize_row(ROW, capacity, torch.tensor(slots), 5)
+    buffer.state.check_consistency({ROW: 5})
+    assert buffer.state.hot_to_position[0, ROW].tolist() == [-1, 1, 2, -1, -1, -1]
+    if capacity == 5:  # from the next step on it no longer fits
+        assert buffer.swap_in(6, [4, 5, 1]) == [HOT_SLOTS[0], 17, HOT_SLOTS[1]]
+    else:
+        assert buffer.swap_in(6, [4, 3, 1, 5]) == [17, HOT_SLOTS[3], HOT_SLOTS[1], 18]
+    for position, entry in ((1, 1), (4, 0 if capacity == 5 else 4)):
+        assert torch.equal(buffer.k_dev[0, slots[entry]], buffer.k_host[0, HOST_SLOTS[position]])
+
+
+def test_a_row_that_fits_may_shrink_out_of_its_buffer() -> None:
+    buffer = Buffer()
+    buffer.preload(3, [])
+    buffer.swap_in(4, [0, 1, 2])
+    buffer.state.resize_row(ROW, 2, torch.tensor(HOT_SLOTS[:2]), 4)
+    assert buffer.state.hot_to_position[0, ROW].tolist() == [0, 1, -1, -1, -1, -1]
+    assert buffer.swap_in(5, [3, 4, -1, -1]) == [HOT_SLOTS[0], HOT_SLOTS[1], -1, -1]
+
+
+def test_resizing_touches_no_other_row_and_every_group() -> None:
+    state = HotBufferState.create(2, 2, 20, 6, 4)
+    pool = torch.zeros((1, 40, 8), dtype=torch.uint8)
+    for row in range(2):
+        state.assign_row(row, 4, torch.arange(4) + 10 * row, torch.arange(20) + 20 * row)
+        for group in range(2):
+            preload(
+                state, group=group, layers=(0,), row=row, num_tokens=10, k_host=pool, k_dev=pool.clone(),
+                positions=torch.tensor([9, 8 - group, 7 - group]),
+            )  # fmt: skip
+    state.resize_row(1, 2, torch.tensor([10, 11]), 10)
+    state.check_consistency()
+    assert state.hot_to_position[:, 0, :3].tolist() == [[9, 8, 7], [9, 7, 6]]
+    assert state.hot_to_position[:, 1].tolist() == [[9, 8, -1, -1, -1, -1], [9, 7, -1, -1, -1, -1]]
+    assert state.capacity.tolist() == [4, 2]
+
+
+def test_resizing_refuses_other_slots_and_dense_rows_unchanged() -> None:
+    buffer = Buffer()
+    buffer.preload(10, [0, 1, 2])
+    before = buffer.state.hot_to_position.clone()
+
+    def failure(row: int, capacity: int, hot_slots: list[int], seq_len: int = 10) -> str:
+        with pytest.raises(KernelArgumentError) as caught:
+            buffer.state.resize_row(row, capacity, torch.tensor(hot_slots), seq_len)
+        return str(caught.value)
+
+    assert failure(ROW, 5, [5, 9, 3, 11, 12]) == (
+        "hot_slots: expected the first 4 as they were, got 3 for 2 at hot_index 2"
+    )
+    assert failure(ROW, 2, [5, 8]).endswith("got 8 for 9 at hot_index 1")
+    assert failure(ROW, 3, [5, 9]) == "hot_slots: expected shape [3], got [2]"
+    assert failure(ROW, 7, list(range(7))) == "capacity: expected a value in [1, 7), got 7"
+    assert failure(ROW, 0, []) == "capacity: expected a value in [1, 7), got 0"
+    assert failure(ROW, 4, HOT_SLOTS, 21) == "seq_len: expected a value in [0, 21), got 21"
+    assert failure(0, 1, [5]) == "row: expected a hisparse row, got row 0, which is dense"
+    assert torch.equal(buffer.state.hot_to_position, before)
+    assert buffer.state.hot_slots[ROW, :4].tolist() == HOT_SLOTS
 
 
 def test_duplicates_are_one_miss_and_one_copy() -> None:
@@ -185,6 +287,58 @@ def test_backup_writes_newest_items_of_hisparse_rows_only() -> None:
     assert torch.equal(buffer.k_host, before)
 
 
+def slot_major(pool: Tensor) -> Tensor:
+    """The same items with each slot's layers side by side."""
+    return pool.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def in_wider_rows(pool: Tensor) -> Tensor:
+    """The same items with other bytes between them."""
+    base = torch.full((*pool.shape[:2], pool.shape[2] + 5), 0xA5, dtype=torch.uint8)
+    base[:, :, 3:-2] = pool
+    return base[:, :, 3:-2]
+
+
+def slot_major_in_wider_rows(pool: Tensor) -> Tensor:
+    return in_wider_rows(pool.transpose(0, 1)).transpose(0, 1)
+
+
+def every_layer_of_two(pool: Tensor) -> Tensor:
+    """The same items in every other layer of a larger pool."""
+    base = torch.full((2 * pool.shape[0], *pool.shape[1:]), 0xA5, dtype=torch.uint8)
+    base[1::2] = pool
+    return base[1::2]
+
+
+LAYOUTS = [slot_major, in_wider_rows, slot_major_in_wider_rows, every_layer_of_two]
+
+
+@pytest.mark.parametrize("host_layout", LAYOUTS)
+@pytest.mark.parametrize("dev_layout", LAYOUTS)
+def test_strided_pools_are_as_good_as_contiguous_ones(
+    host_layout: Callable[[Tensor], Tensor], dev_layout: Callable[[Tensor], Tensor]
+) -> None:
+    plain, strided = Buffer(), Buffer()
+    strided.k_host, strided.k_dev = host_layout(strided.k_host), dev_layout(strided.k_dev)
+    assert not strided.k_host.is_contiguous()
+    assert not strided.k_dev.is_contiguous()
+    for buffer in (plain, strided):
+        buffer.preload(10, [7, 3, 1])
+        for seq_len, selected in ((11, [4, 10, 7, -1]), (12, [10, 8, 4, 11])):
+            buffer.k_dev[:, HOT_SLOTS[3]] = seq_len
+            buffer.swap_in(seq_len, selected)
+            replay_misses(buffer.plan, 1, buffer.k_host, buffer.k_dev)
+            backup_newest(*buffer.requests(seq_len), buffer.state, k_host=buffer.k_host, k_dev=buffer.k_dev)
+    assert torch.equal(strided.k_dev, plain.k_dev)
+    assert torch.equal(strided.k_host, plain.k_host)
+    assert (strided.k_host[:, HOST_SLOTS[11]] == 12).all()
+    for pool in (strided.k_host, strided.k_dev):
+        is_item = torch.zeros(pool.untyped_storage().nbytes(), dtype=torch.bool)
+        is_item.as_strided(pool.shape, pool.stride(), pool.storage_offset())[:] = True
+        everything = torch.tensor(pool.untyped_storage(), dtype=torch.uint8)
+        assert (everything[~is_item] == 0xA5).all(), "bytes between the items changed"
+
+
 def test_dense_rows_go_through_the_page_table() -> None:
     buffer = Buffer()
     buffer.state.assign_dense_row(0, torch.tensor([5, 3]))
@@ -227,7 +381,7 @@ def test_reset_row_forgets_everything() -> None:
     empty = HotBufferState.create(1, 3, 20, 6, 4)
     buffer.swap_in(11, [1, 2, 3, 4])
     buffer.state.reset_row(ROW)
-    for name in ("position_to_hot", "hot_to_position", "stamps", "clock_hand", "step", "hot_slots",
+    for name in ("position_to_hot", "hot_to_position", "stamps", "step", "hot_slots",
                  "capacity", "page_table", "host_slots", "counters", "error_flags"):  # fmt: skip
         assert torch.equal(getattr(buffer.state, name), getattr(empty, name)), name
 
@@ -275,7 +429,21 @@ def test_errors_name_argument_expectation_and_value() -> None:
     assert failure(group=1) == "group: expected a value in [0, 1), got 1"
     assert failure(layer=2) == "layer: expected a value in [0, 2), got 2"
     assert failure(k_host=buffer.k_host[:, :, :7]) == "k_host: expected shape [2, *, 8], got [2, 40, 7]"
-    assert failure(k_dev=buffer.k_dev.transpose(0, 1)).startswith("k_dev: expected a contiguous tensor")
+    assert failure(k_dev=buffer.k_dev.int()) == "k_dev: expected dtype torch.uint8, got torch.int32"
+    assert failure(k_dev=buffer.k_dev[:, :, ::2]) == (
+        "k_dev: expected contiguous items (last stride 1), got strides (192, 8, 2)"
+    )
+    assert failure(k_dev=buffer.k_dev[:, :1].expand(-1, 24, -1)) == (
+        "k_dev: expected items that do not overlap (a stride of at least 8), "
+        "got shape [2, 24, 8] and strides (192, 0, 1)"
+    )
+    assert failure(k_host=buffer.k_host[:1].expand(2, -1, -1)).endswith("strides (0, 8, 1)")
+    flat = torch.zeros(1000, dtype=torch.uint8)
+    assert failure(k_host=flat.as_strided((2, 40, 8), (312, 8, 1))) == (
+        "k_host: expected items that do not overlap (a stride of at least 320), "
+        "got shape [2, 40, 8] and strides (312, 8, 1)"
+    )
+    assert "at least 16)" in failure(k_host=flat.as_strided((2, 40, 8), (8, 15, 1)))
     assert failure(v_host=buffer.k_host) == "v_dev: expected with v_host, got None"
     assert failure(out=selected[:, :1]) == "out: expected shape [1, 2], got [1, 1]"
     assert failure(miss_plan=MissPlan.create(1, 1)) == "miss_plan: expected room for 2 misses, got 1"

@@ -1,0 +1,93 @@
+"""The workload of the swap-in benchmark: what every step selects, and the tables and pools it runs on.
+
+The rule of the main table (design.md §7): one request selects TOP_K of CONTEXT positions; per step ``miss x
+TOP_K`` randomly chosen ones of them are replaced by positions that were never selected before (once the
+context is used up, by those selected longest ago), and the order is shuffled. Which of the positions that
+were never selected comes next is not part of that rule, so there are two readings of it (FRESH):
+
+- ``random``: a random permutation of the context, consumed in order.
+- ``ascending``: the lowest first, which is kinder to host memory because a step's misses lie together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.hot_state import HotBufferState
+from kernels.swap_in import swap_in
+
+TOP_K = 2048
+CAPACITY = 4096
+CONTEXT = 32768
+NUM_STEPS = 30
+NUM_WARM_STEPS = 3
+"""Steps that run before the clock and the counters start."""
+MISS_PERCENTS = (0, 2, 10, 30, 100)
+FRESH = ("random", "ascending")
+PAGE_SIZE = 64
+
+
+def selections(batch: int, miss_percent: int, seed: int, fresh: str) -> Tensor:
+    """int32 [NUM_STEPS, batch, TOP_K]; the newest position is never selected."""
+    random = np.random.default_rng(seed)
+    num_new = round(TOP_K * miss_percent / 100)
+    steps = np.empty((NUM_STEPS, batch, TOP_K), dtype=np.int32)
+    for req in range(batch):
+        order = random.permutation(CONTEXT - 1).astype(np.int32)
+        if fresh == "ascending":
+            order[TOP_K:].sort()
+        current = order[:TOP_K].copy()
+        used = TOP_K
+        steps[0, req] = current
+        for step in range(1, NUM_STEPS):
+            replaced = random.choice(TOP_K, num_new, replace=False)
+            current[replaced] = order[(used + np.arange(num_new)) % len(order)]
+            used += num_new
+            random.shuffle(current)
+            steps[step, req] = current
+    return torch.from_numpy(steps)
+
+
+class Cell:
+    """Requests whose hot buffers are empty, over one host pool: tables, device pool and common arguments.
+
+    ``host``: uint8 [num_layers, num_slots, item_bytes]; every layer has an indexer of its own. The rows of a
+    request lie together, and those of the next one behind them, wrapping round.
+    """
+
+    def __init__(self, host: Tensor, batch: int, context: int, capacity: int, device: str) -> None:
+        num_layers, num_slots, item_bytes = host.shape
+        self.host = host
+        # Zeroed, so that recycled memory cannot hold the bytes that a call should have brought.
+        self.dev = torch.zeros((num_layers, batch * capacity, item_bytes), dtype=torch.uint8, device=device)
+        self.state = HotBufferState.create(num_layers, batch, context, capacity, PAGE_SIZE, device)
+        hot_slots = torch.arange(batch * capacity, device=device).view(batch, capacity)
+        host_slots = (torch.arange(batch * context, device=device) % num_slots).view(batch, context)
+        for row in range(batch):
+            self.state.assign_row(row, capacity, hot_slots[row], host_slots[row])
+        self.rows = torch.arange(batch, dtype=torch.int32, device=device)
+        self.num_real = torch.full((1,), batch, dtype=torch.int32, device=device)
+
+    def call(self, selected: Tensor, seq_lens: Tensor, out: Tensor, layer: int = 0) -> None:
+        """One swap-in of ``selected``, int32 [batch, top_k], into ``out``."""
+        swap_in(
+            selected, seq_lens, self.rows, self.num_real, self.state,
+            group=layer, layer=layer, k_host=self.host, k_dev=self.dev, out=out,
+        )  # fmt: skip
+
+    def verify(self, selected: Tensor, out: Tensor, layer: int = 0) -> None:
+        """Raises RuntimeError unless every returned slot holds its token's bytes.
+
+        Not for selections with the newest position, whose bytes a model would have written.
+        """
+        for row in range(selected.shape[0]):
+            slots = self.state.host_slots[row][selected[row].long()].cpu()
+            if not torch.equal(self.dev[layer, out[row].long()].cpu(), self.host[layer, slots]):
+                raise RuntimeError(f"layer {layer}, row {row}: a returned slot holds other bytes")
+
+    def counted(self) -> list[int]:
+        """Hits, misses and evictions of all rows so far."""
+        counters: list[int] = self.state.counters.sum(0).tolist()
+        return counters

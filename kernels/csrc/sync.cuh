@@ -1,0 +1,98 @@
+// Order between kernels, between blocks, and between the warps of a block.
+#pragma once
+#include "params.cuh"
+
+// Programmatic dependent launch: the blocks of this kernel may be in place before the kernel in front of it is done,
+// and wait here for its end. Older architectures launch without it.
+__device__ __forceinline__ void wait_for_kernel_in_front() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_get_ready() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ u64 load_acquire(const u64* from) {
+    u64 v;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 load_acquire(const u32* from) {
+    u32 v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 add_release(u32* to, u32 value) {
+    u32 before;
+    asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
+    return before;
+}
+__device__ __forceinline__ void add_release(u64* to, u64 value) {
+    asm volatile("red.add.release.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(value) : "memory");
+}
+__device__ __forceinline__ u64 add_acq_rel(u64* to, u64 value) {
+    u64 before;
+    asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(to), "l"(value) : "memory");
+    return before;
+}
+__device__ __forceinline__ void add_relaxed(u64* to, u64 value) {
+    asm volatile("red.add.relaxed.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(value) : "memory");
+}
+
+// Called before every look at what another block is to write. All blocks of a launch are resident and none waits
+// for a later one, so that seconds mean a defect: end the kernel with an error instead of hanging the GPU.
+struct Patience {
+    u32 num_looks = 0;
+    __device__ __forceinline__ void look() {
+        if (++num_looks > 1u << 26) __trap();
+    }
+};
+
+// Barriers of some of a block's warps. Barrier 0 is __syncthreads.
+template <int ID, int NUM>
+struct Barrier {
+    static __device__ __forceinline__ void wait() { asm volatile("bar.sync %0, %1;" :: "n"(ID), "n"(NUM) : "memory"); }
+    static __device__ __forceinline__ void arrive() {
+        asm volatile("bar.arrive %0, %1;" :: "n"(ID), "n"(NUM) : "memory");
+    }
+    static __device__ __forceinline__ bool wait_or(bool is_one) {
+        u32 any;
+        asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q; }"
+                     : "=r"(any) : "r"(static_cast<u32>(is_one)), "n"(ID), "n"(NUM) : "memory");
+        return any;
+    }
+};
+
+// A barrier that one thread opens, once, and that every warp passes at a time of its own.
+struct Gate {
+    u64 state;
+
+    __device__ __forceinline__ u32 address() { return static_cast<u32>(__cvta_generic_to_shared(&state)); }
+    // By one thread, before the block next meets.
+    __device__ __forceinline__ void init() {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(address()) : "memory");
+    }
+    __device__ __forceinline__ void open() {
+        asm volatile("{ .reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [%0]; }" :: "r"(address()) : "memory");
+    }
+    __device__ __forceinline__ void pass() {
+        u32 is_open;
+        do {
+            asm volatile(
+                "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                : "=r"(is_open) : "r"(address()) : "memory");
+        } while (!is_open);
+    }
+};
+
+// 16 or 4 bytes to shared memory, without a register.
+__device__ __forceinline__ void copy_async(void* to_shared, const void* from, int num_bytes) {
+    const u32 to = static_cast<u32>(__cvta_generic_to_shared(to_shared));
+    if (num_bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
+}
+// Of this thread.
+__device__ __forceinline__ void wait_for_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -1,0 +1,366 @@
+"""Seeded histories of one state, with every step checked against the CPU reference.
+
+Admissions, warm-ups, steps, resizes and releases over pools of any layout; compared are the tables
+(``support.check_step``), every byte that the model could read (I3) and every byte that is on the host (I4).
+Without a GPU the same code runs on tables of the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kernels.hot_state import ABSENT, HotBufferState
+from kernels.reference import newest_slots as expected_newest_slots
+from kernels.reference import place as expected_place
+from kernels.swap_in import MissPlan, backup_newest, newest_slots, preload, replay_misses, swap_in
+from tests.gpu.pools import PLAIN, POISON, Layout, Pool
+from tests.gpu.support import DEVICE, assert_same_tables, check_step, on_host, padded
+
+GUARD = 64
+"""Ints around ``out`` that nobody may write."""
+UNTOUCHED = -7
+PAGE_SIZE = 16
+BOTH_GROUPS = ((0, 1), (2,))
+ONE_LAYER = ((0,),)
+
+
+@dataclass
+class Request:
+    seq_len: int
+    capacity: int
+    """0: dense."""
+    truth: list[Tensor]
+    """Per pool, uint8 [num_layers, max_context, item_bytes]."""
+    host_slots: Tensor
+    hot_slots: list[int]
+    """All that it may own; the first ``capacity`` are its hot buffer."""
+    pages: list[int]
+    without_host_slot: set[int] = field(default_factory=set)
+    """Positions."""
+    has_stepped: bool = False
+    """Since its capacity last changed."""
+    last: Tensor | None = None
+    """Last selection."""
+
+
+class History:
+    """Requests on one GPU whose every step is checked; all that is random comes from ``seed``."""
+
+    def __init__(
+        self,
+        seed: int,
+        item_bytes: tuple[int, ...],
+        *,
+        top_k: int = 24,
+        num_rows: int = 6,
+        max_context: int = 300,
+        capacities: tuple[int, ...] = (25, 31, 48, 90),
+        group_layers: tuple[tuple[int, ...], ...] = BOTH_GROUPS,
+        lens_dtype: torch.dtype = torch.int32,
+        rows_dtype: torch.dtype = torch.int64,
+        churns: tuple[float, ...] = (0.0, 0.02, 0.1, 0.5, 1.0),
+        has_dense: bool = True,
+        has_faults: bool = False,
+        host_layout: Layout = PLAIN,
+        dev_layout: Layout = PLAIN,
+        is_pinned: bool = True,
+    ) -> None:
+        """``churns``: shares of a selection that change in a step, to choose from. ``has_faults``: selections
+        larger than the buffer, positions out of range, and positions without a host slot.
+        """
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.top_k, self.max_context, self.item_bytes = top_k, max_context, item_bytes
+        self.capacities, self.churns = capacities, churns
+        self.has_dense, self.has_faults = has_dense, has_faults
+        self.lens_dtype, self.rows_dtype = lens_dtype, rows_dtype
+        self.group_layers = group_layers
+        self.num_layers = sum(map(len, group_layers))
+        self.span = max(max(capacities), max_context if has_dense else 0)
+        """Device slots that a request may own."""
+        num_host = num_rows * max_context + 3
+        num_pages = num_rows * -(-self.span // PAGE_SIZE)
+        self.num_dev = num_pages * PAGE_SIZE
+        self.state = HotBufferState.create(
+            len(group_layers), num_rows, max_context, max(capacities), PAGE_SIZE, DEVICE
+        )
+        self.plan = MissPlan.create(num_rows + 2, top_k, DEVICE)
+        is_pinned = is_pinned and DEVICE == "cuda"
+        self.host_pools = [
+            Pool(host_layout, (self.num_layers, num_host, n), "cpu", is_pinned) for n in item_bytes
+        ]
+        self.dev_pools = [
+            Pool(dev_layout, (self.num_layers, self.num_dev, n), DEVICE, False) for n in item_bytes
+        ]
+        self.host, self.dev = [p.items for p in self.host_pools], [p.items for p in self.dev_pools]
+        self.expected_host = [host.clone() for host in self.host]
+        self.is_owned = torch.zeros(self.num_dev, dtype=torch.bool)
+        self.free_host = torch.randperm(num_host, generator=self.generator)
+        self.free_pages = list(range(num_pages))
+        self.random.shuffle(self.free_pages)
+        self.free_rows = list(range(num_rows))
+        self.requests: dict[int, Request] = {}
+
+    def run(self, num_steps: int, num_started: int = 3) -> None:
+        for _ in range(num_started):
+            self.admit()
+        for _ in range(num_steps):
+            match self.random.random():
+                case x if x < 0.08:
+                    self.admit()
+                case x if x < 0.14:
+                    self.release()
+                case x if x < 0.26:
+                    self.resize()
+                case _:
+                    pass
+            if all(q.seq_len >= self.max_context for q in self.requests.values()):
+                self.release()
+                self.admit()
+            self.step()
+        self.finish()
+
+    def finish(self) -> None:
+        """Memory that no request owns is as it was, and the host holds exactly what it should."""
+        for host, expected in zip(self.host, self.expected_host, strict=True):
+            assert torch.equal(host, expected), "the host pool holds something else (I4)"
+        for dev in self.dev:
+            assert (dev.cpu()[:, ~self.is_owned] == POISON).all(), "a device slot of nobody changed"
+        for pool in (*self.host_pools, *self.dev_pools):
+            pool.check_gaps()
+
+    def pools(self) -> dict[str, Tensor]:
+        names = ("k", "v")[: len(self.host)]
+        return {f"{n}_host": h for n, h in zip(names, self.host, strict=True)} | {
+            f"{n}_dev": d for n, d in zip(names, self.dev, strict=True)
+        }
+
+    def admit(
+        self, *, capacity: int | None = None, prompt: int | None = None, is_warm: bool | None = None
+    ) -> int | None:
+        """Start a request, as given or random; returns its row, or None when all rows are taken."""
+        if not self.free_rows:
+            return None
+        row = self.free_rows.pop(self.random.randrange(len(self.free_rows)))
+        if capacity is None:
+            is_dense = self.has_dense and self.random.random() < 0.25
+            capacity = 0 if is_dense else self.random.choice(self.capacities)
+        if prompt is None:
+            longest = max(1, self.max_context - 40)
+            prompt = self.random.randint(1, self.random.choice([longest, min(longest, max(self.capacities))]))
+        shape = (self.num_layers, self.max_context)
+        truth = [
+            torch.randint(0, 256, (*shape, n), dtype=torch.uint8, generator=self.generator)
+            for n in self.item_bytes
+        ]
+        pages = [self.free_pages.pop() for _ in range(-(-self.span // PAGE_SIZE))]
+        slots = [page * PAGE_SIZE + i for page in pages for i in range(PAGE_SIZE)]
+        if capacity == 0:
+            request = Request(prompt, 0, truth, torch.empty(0, dtype=torch.int64), slots, pages)
+            self.is_owned[slots] = True
+            self.state.assign_dense_row(row, torch.tensor(pages[: self.state.max_pages]))
+            for dev, items in zip(self.dev, truth, strict=True):
+                dev[:, torch.tensor(slots[:prompt]).to(DEVICE)] = items[:, :prompt].to(DEVICE)
+        else:
+            self.random.shuffle(slots)
+            host_slots, self.free_host = self.free_host.split(
+                [self.max_context, len(self.free_host) - self.max_context]
+            )
+            request = Request(prompt, capacity, truth, host_slots, slots, pages)
+            self.is_owned[slots[:capacity]] = True
+            for host, expected, items in zip(self.host, self.expected_host, truth, strict=True):
+                host[:, host_slots[:prompt]] = items[:, :prompt]
+                expected[:, host_slots[:prompt]] = items[:, :prompt]
+            self.state.assign_row(row, capacity, torch.tensor(slots[:capacity]), host_slots)
+            if self.random.random() < 0.6 if is_warm is None else is_warm:
+                for group in range(len(self.group_layers)):
+                    self.warm_up(row, request, group)
+            if self.has_faults and self.random.random() < 0.3:
+                lost = torch.randperm(self.max_context, generator=self.generator)[: self.max_context // 10]
+                request.without_host_slot = set(lost.tolist())
+                self.state.host_slots[row, lost.to(DEVICE)] = ABSENT
+        self.requests[row] = request
+        return row
+
+    def warm_up(self, row: int, request: Request, group: int) -> None:
+        """Preload on a side stream; the same on the CPU must fill the tables alike."""
+        hint = torch.tensor(
+            [self.random.randrange(-1, request.seq_len) for _ in range(self.top_k)], dtype=torch.int32
+        )
+        expected = on_host(self.state)
+        chosen, _ = expected_place(expected, group, row, request.seq_len, hint)
+        with contextlib.ExitStack() as stack:
+            if DEVICE == "cuda":
+                main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+                side.wait_stream(main)
+                stack.callback(main.wait_stream, side)
+                stack.enter_context(torch.cuda.stream(side))
+            num_warm = preload(
+                self.state, group=group, layers=self.group_layers[group], row=row,
+                num_tokens=request.seq_len, positions=hint, **self.pools(),
+            )  # fmt: skip
+        assert num_warm == len(chosen)
+        assert_same_tables(self.state, expected)
+
+    def release(self) -> None:
+        if not self.requests:
+            return
+        row = self.random.choice(list(self.requests))
+        request = self.requests.pop(row)
+        self.state.reset_row(row)
+        self.free_rows.append(row)
+        self.free_host = torch.cat((self.free_host, request.host_slots))
+        self.free_pages += request.pages
+        self.give_up(request.hot_slots)
+        for host, expected in zip(self.host, self.expected_host, strict=True):
+            host[:, request.host_slots] = POISON
+            expected[:, request.host_slots] = POISON
+
+    def give_up(self, device_slots: list[int]) -> None:
+        slots = torch.tensor(device_slots, dtype=torch.int64)
+        self.is_owned[slots] = False
+        for dev in self.dev:
+            dev[:, slots.to(DEVICE)] = POISON
+
+    def resize(self) -> None:
+        """Grow or shrink some hot buffers, to any capacity or to one at which the request just fits."""
+        for row, request in self.requests.items():
+            if request.capacity and self.random.random() < 0.4:
+                near = request.seq_len + self.random.randint(-1, 1)
+                is_near = self.random.random() < 0.3 and min(self.capacities) <= near <= max(self.capacities)
+                self.resize_row(row, near if is_near else self.random.choice(self.capacities))
+
+    def resize_row(self, row: int, capacity: int) -> None:
+        """The same on the CPU must leave the same tables."""
+        request = self.requests[row]
+        slots = torch.tensor(request.hot_slots[:capacity])
+        expected = on_host(self.state)
+        expected.resize_row(row, capacity, slots, request.seq_len)
+        self.state.resize_row(row, capacity, slots.to(self.random.choice(("cpu", DEVICE))), request.seq_len)
+        assert_same_tables(self.state, expected)
+        self.is_owned[slots] = True
+        self.give_up(request.hot_slots[capacity : request.capacity])
+        request.capacity = capacity
+        request.has_stepped = False
+
+    def selection(self, request: Request) -> Tensor:
+        """Some of the last one and some new positions, absent ones and duplicates between them."""
+        seq_len, top_k = request.seq_len, self.top_k
+        is_bounded = request.capacity > 0 and not self.has_faults
+        num_wanted = min(seq_len, top_k, request.capacity - 1 if is_bounded else top_k)
+        churn = self.random.choice(self.churns)
+        fresh = torch.randperm(seq_len, generator=self.generator)[:num_wanted]
+        if (kept := request.last) is not None:
+            num_kept = int(len(kept) * (1 - churn))
+            kept = kept[torch.randperm(len(kept), generator=self.generator)[:num_kept]]
+            fresh = torch.cat([kept, fresh[~torch.isin(fresh, kept)]])[:num_wanted]
+        if self.random.random() < 0.5:
+            fresh[-1] = seq_len - 1  # may be a duplicate
+        request.last = fresh
+        row = torch.full((top_k,), ABSENT)
+        row[: len(fresh)] = fresh
+        if len(fresh) < top_k and self.random.random() < 0.5:
+            num_duplicates = self.random.randint(0, top_k - len(fresh))
+            row[len(fresh) : len(fresh) + num_duplicates] = fresh[0]
+        if self.has_faults and self.random.random() < 0.1:
+            row[0] = self.random.choice((-2, seq_len, seq_len + 5, -(2**31), 2**31 - 1))
+        return row[torch.randperm(top_k, generator=self.generator)].to(torch.int32)
+
+    def step(
+        self, selections: dict[int, Sequence[int]] | None = None, *, num_padding: int | None = None
+    ) -> Tensor:
+        """One decode step of the rows in ``selections``, by default of all or some, with random selections.
+
+        Returns the device slots of the last group's swap-in, on the CPU.
+        """
+        if selections is None:
+            batch = [(r, q) for r, q in self.requests.items() if q.seq_len < self.max_context]
+            self.random.shuffle(batch)
+            if self.random.random() < 0.3:
+                batch = batch[: self.random.randint(0, len(batch))]
+        else:
+            batch = [(row, self.requests[row]) for row in selections]
+        if num_padding is None:
+            num_padding = self.random.randint(0, 2)
+        for _, request in batch:
+            request.seq_len += 1
+            request.has_stepped = True
+        rows = torch.tensor([r for r, _ in batch] + [0] * num_padding, dtype=self.rows_dtype)
+        seq_lens = torch.tensor([q.seq_len for _, q in batch] + [0] * num_padding, dtype=self.lens_dtype)
+        num_real = torch.tensor([len(batch)], dtype=torch.int32)
+        requests = (seq_lens, rows, num_real)
+        requests_dev = (seq_lens.to(DEVICE), rows.to(DEVICE), num_real.to(DEVICE))
+        self.write_newest(batch, requests, requests_dev)
+        out = torch.empty(0, dtype=torch.int32)
+        for group in range(len(self.group_layers)):
+            selected = torch.zeros((len(rows), self.top_k), dtype=torch.int32)
+            for i, (row, request) in enumerate(batch):
+                selected[i] = (
+                    self.selection(request) if selections is None else padded(selections[row], self.top_k)
+                )
+            out = self.swap_in_group(group, batch, selected, requests, requests_dev)
+        backup_newest(*requests_dev, self.state, **self.pools())
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        for _, request in batch:
+            newest = request.seq_len - 1
+            if request.capacity and newest not in request.without_host_slot:
+                for expected, items in zip(self.expected_host, request.truth, strict=True):
+                    expected[:, request.host_slots[newest]] = items[:, newest]
+        on_host(self.state).check_consistency(
+            {r: q.seq_len for r, q in self.requests.items() if q.has_stepped}
+        )
+        return out
+
+    def write_newest(
+        self,
+        batch: list[tuple[int, Request]],
+        requests: tuple[Tensor, Tensor, Tensor],
+        requests_dev: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """What a model does before its swap-ins."""
+        slots = newest_slots(*requests_dev, self.state)
+        expected = torch.empty(len(requests[0]), dtype=torch.int32)
+        expected_newest_slots(*requests, on_host(self.state), expected)
+        assert torch.equal(slots.cpu(), expected), "newest_slots"
+        for i, dev in enumerate(self.dev if batch else ()):
+            items = torch.stack([request.truth[i][:, request.seq_len - 1] for _, request in batch], dim=1)
+            dev[:, slots[: len(batch)].long()] = items.to(DEVICE)
+
+    def swap_in_group(
+        self,
+        group: int,
+        batch: list[tuple[int, Request]],
+        selected: Tensor,
+        requests: tuple[Tensor, Tensor, Tensor],
+        requests_dev: tuple[Tensor, Tensor, Tensor],
+    ) -> Tensor:
+        layers = self.group_layers[group]
+        plan = self.plan if len(layers) > 1 or self.random.random() < 0.5 else None
+        guarded = torch.full((selected.numel() + 2 * GUARD,), UNTOUCHED, dtype=torch.int32, device=DEVICE)
+        out_dev = guarded[GUARD:-GUARD].view(selected.shape)
+        before = on_host(self.state)
+        swap_in(
+            selected.to(DEVICE), *requests_dev, self.state,
+            group=group, layer=layers[0], out=out_dev, miss_plan=plan, **self.pools(),
+        )  # fmt: skip
+        for layer in layers[1:]:
+            replay_misses(self.plan, layer, **self.pools())
+        guards = torch.cat((guarded[:GUARD], guarded[-GUARD:]))
+        assert (guards == UNTOUCHED).all(), "written outside of out"
+        out = out_dev.cpu()
+        check_step(before, self.state, selected, *requests, out, group=group, miss_plan=plan)
+        slots = [out[i][out[i] >= 0].long() for i in range(len(batch))]
+        positions = [selected[i][out[i] >= 0].long() for i in range(len(batch))]
+        for layer in layers if batch else ():
+            for i, dev in enumerate(self.dev):
+                got = dev[layer, torch.cat(slots).to(DEVICE)].cpu().split([len(s) for s in slots])
+                for items, (row, request), read in zip(got, batch, positions, strict=True):
+                    assert torch.equal(items, request.truth[i][layer, read]), f"I3: wrong bytes in row {row}"
+        return out

@@ -1,0 +1,121 @@
+"""What the tests of the CUDA swap-in share: where they run, and how a step is compared with the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.hot_state import ABSENT, HotBufferState
+from kernels.reference import resolve as expected_resolve
+from kernels.swap_in import MissPlan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device: the swap-in kernel runs on NVIDIA GPUs only"),
+]
+
+
+def on_host(state: HotBufferState) -> HotBufferState:
+    """A copy of the tables on the CPU."""
+    return HotBufferState(
+        **{
+            f.name: value.to("cpu", copy=True)
+            if isinstance(value := getattr(state, f.name), Tensor)
+            else value
+            for f in dataclasses.fields(state)
+        }
+    )
+
+
+def assert_same_tables(state: HotBufferState, expected: HotBufferState) -> None:
+    for f in dataclasses.fields(state):
+        if isinstance(value := getattr(state, f.name), Tensor):
+            assert torch.equal(value.cpu(), getattr(expected, f.name)), f.name
+
+
+def check_step(
+    before: HotBufferState,
+    state: HotBufferState,
+    selected: Tensor,
+    seq_lens: Tensor,
+    req_rows: Tensor,
+    num_real_reqs: Tensor,
+    out: Tensor,
+    *,
+    group: int = 0,
+    miss_plan: MissPlan | None = None,
+) -> None:
+    """Compare the tables, ``out`` and the plan after a swap-in with the reference's; all but ``state`` and
+    the plan on the CPU.
+
+    Free is which of its misses takes which victim of a request and, where there are too few, which misses
+    are served. The victims themselves, all stamps and everything else have to be the same.
+    """
+    expected, expected_out = on_host(before), torch.empty_like(selected)
+    src_host_slots, _ = expected_resolve(
+        selected, seq_lens, req_rows, num_real_reqs, expected, group, expected_out
+    )
+    after = on_host(state)
+    for name in ("counters", "error_flags", "step", "stamps",
+                 "hot_slots", "capacity", "page_table", "host_slots"):  # fmt: skip
+        assert torch.equal(getattr(after, name), getattr(expected, name)), name
+
+    num_real = int(num_real_reqs)
+    rows, lens, positions = req_rows[:num_real].long(), seq_lens[:num_real].long(), selected[:num_real].long()
+    capacity = before.capacity[rows].long()
+    newest_entry = torch.minimum(lens, capacity)[:, None] - 1
+    newest = lens[:, None] - 1
+    is_valid = (positions >= 0) & (positions <= newest) & (capacity > 0)[:, None]
+    row_of = rows[:, None].expand_as(positions)
+    known = positions.clamp(0, before.max_context - 1)
+    hot_index = before.position_to_hot[group, row_of, known]
+    is_hit = ((hot_index >= 0) & (hot_index != newest_entry)) | (positions == newest)
+    is_miss = torch.zeros_like(selected, dtype=torch.bool)
+    is_miss[:num_real] = is_valid & ~is_hit
+    is_missing = torch.zeros((before.num_rows, before.max_context), dtype=torch.bool)
+    is_missing[row_of[is_miss[:num_real]], positions[is_miss[:num_real]]] = True
+
+    def got_a_miss(tables: HotBufferState) -> Tensor:
+        """Which entries hold a position that this step missed."""
+        result = torch.zeros_like(tables.hot_to_position, dtype=torch.bool)
+        held = tables.hot_to_position[group]
+        result[group] = (held >= 0) & is_missing.gather(1, held.clamp(min=0).long())
+        return result
+
+    taken = got_a_miss(expected)
+    assert torch.equal(got_a_miss(after), taken), "other entries were taken"
+    assert torch.equal(after.hot_to_position[~taken], expected.hot_to_position[~taken]), "hot_to_position"
+    inverse = torch.full_like(after.position_to_hot, ABSENT)
+    used = torch.nonzero(after.hot_to_position >= 0).unbind(1)
+    inverse[used[0], used[1], after.hot_to_position[used].long()] = used[2].int()
+    assert torch.equal(after.position_to_hot, inverse), "position_to_hot is not the inverse"
+
+    assert torch.equal(out[~is_miss], expected_out[~is_miss]), "device slots of hits"
+    entry = after.position_to_hot[group, row_of, known].long()
+    slots = torch.where(entry >= 0, after.hot_slots[row_of, entry.clamp(min=0)], ABSENT)
+    assert torch.equal(out[is_miss], slots[is_miss[:num_real]]), "device slots of misses"
+
+    if miss_plan is not None:
+        row, entry = torch.nonzero(taken[group]).unbind(1)
+        position = after.hot_to_position[group, row, entry].long()
+        copies = torch.stack((after.hot_slots[row, entry].long(), after.host_slots[row, position]))
+        num_misses = int(miss_plan.num_misses)
+        assert num_misses == len(src_host_slots), f"{num_misses} planned copies for {len(src_host_slots)}"
+        planned = torch.stack(
+            (miss_plan.dst_device_slots[:num_misses].cpu(), miss_plan.src_host_slots[:num_misses].cpu())
+        )
+        in_order = [pairs[:, pairs[0].argsort()] for pairs in (planned, copies)]
+        assert torch.equal(*in_order), "the plan holds other copies"
+
+
+def padded(positions: Sequence[int], top_k: int) -> Tensor:
+    """int32 [top_k], ABSENT behind the ``positions``."""
+    row = torch.full((top_k,), ABSENT, dtype=torch.int32)
+    row[: len(positions)] = torch.tensor(positions, dtype=torch.int32)
+    return row

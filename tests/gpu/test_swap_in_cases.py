@@ -1,0 +1,256 @@
+"""The CUDA swap-in in the cases that a random history seldom meets, every step checked as in a history."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.checks import KernelArgumentError
+from kernels.hot_state import EVICTIONS, HITS, MISSES, HotBufferError, HotBufferState
+from kernels.swap_in import backup_newest, newest_slots, swap_in
+from tests.gpu.history import ONE_LAYER, History
+from tests.gpu.support import DEVICE, needs_gpu
+
+pytestmark = needs_gpu
+
+
+def wide(num_rows: int, capacity: int, *, top_k: int = 2048, max_context: int = 6000) -> History:
+    """Cold hisparse requests of 5000 positions and 16-byte items in rows [0, num_rows)."""
+    history = History(
+        capacity, (16,), top_k=top_k, num_rows=num_rows, max_context=max_context, capacities=(2, capacity),
+        group_layers=ONE_LAYER, has_dense=False,
+    )  # fmt: skip
+    for _ in range(num_rows):
+        history.admit(capacity=capacity, prompt=5000, is_warm=False)
+    return history
+
+
+def shuffled(history: History, positions: list[int]) -> list[int]:
+    history.random.shuffle(positions)
+    return positions
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 90])
+def test_one_missing_position_selected_everywhere(num_rows: int) -> None:
+    history = wide(num_rows, 40, top_k=400)
+    for position in (17, 4000, 17):
+        slots = history.step({row: [position] * 400 for row in range(num_rows)})
+        assert (slots[:num_rows] == slots[:num_rows, :1]).all()
+    # The newest position of a step evicts that of the one before.
+    assert history.state.counters.tolist() == [[1, 2, 2]] * num_rows
+    history.finish()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+def test_duplicates_of_missing_positions_in_every_block(num_rows: int) -> None:
+    """Each block sees some positions that others see too and some that only it sees, hot and not."""
+    history = wide(num_rows, 2049)
+    for step in range(4):
+        common = [100 * step + i for i in range(10)]
+        selections = {}
+        for row in range(num_rows):
+            own = [1000 + 300 * step + row + i for i in range(600)]  # half of them hot from the last step
+            selections[row] = shuffled(history, common * 100 + own + [-1] * 448)
+        history.step(selections)
+    history.finish()
+
+
+def test_one_request_misses_everything_and_the_others_nothing() -> None:
+    history = wide(40, 4096)
+    first, second, third = (list(range(2048 * i, 2048 * (i + 1))) for i in range(3))
+    third = [position % 5000 for position in third]
+    everywhere = {row: shuffled(history, first) for row in range(40)}
+    history.step(everywhere)
+    assert (history.state.counters[:, MISSES] == 2048).all()
+    for row in (0, 39, 17):
+        history.step({**everywhere, row: shuffled(history, second)}, num_padding=0)
+    for row in (5, 38):  # alone among requests that select nothing
+        history.step({**dict.fromkeys(range(40), ()), row: shuffled(history, second)})
+    assert (history.state.counters[:, MISSES] == 2048).sum() == 35
+    for row in (0, 39, 21):  # the reverse: all but one
+        selections = {other: shuffled(history, third if row != 39 else second) for other in range(40)}
+        history.step({**selections, row: ()})
+    history.finish()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 70])
+def test_newest_in_place_of_the_former_newest_that_is_selected(num_rows: int) -> None:
+    """The former newest position loses its entry in the very step in which many blocks ask for it."""
+    top_k = 2048 if num_rows < 10 else 300
+    history = wide(num_rows, top_k + 1, top_k=top_k)
+    for step in range(6):
+        selections = {}
+        for row in range(num_rows):
+            newest = history.requests[row].seq_len
+            others = list(range(7 * step, 7 * step + top_k - 20))
+            selections[row] = shuffled(history, others + [newest - 1] * 15 + [newest] * 5)
+        history.step(selections)
+    # In each step but the first one miss is the former newest; the first has it too, from the prompt.
+    assert int(history.state.counters[0, MISSES]) == top_k - 20 + 1 + 5 * (7 + 1)
+    history.finish()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 70])
+def test_more_misses_than_entries_over_many_blocks(num_rows: int) -> None:
+    history = wide(num_rows, 1000)
+    slots = history.step({row: shuffled(history, list(range(2048))) for row in range(num_rows)})
+    assert ((slots[:num_rows] >= 0).sum(dim=1) == 999).all()
+    assert history.state.error_flags.tolist() == [HotBufferError.TOO_MANY_MISSES] * num_rows
+    assert history.state.counters.tolist() == [[0, 2048, 0]] * num_rows
+    # Entries that are hit may not go, whatever is missing.
+    state = history.state
+    kept = {row: state.hot_to_position[0, row, :400].tolist() for row in range(num_rows)}
+    slots = history.step(
+        {row: shuffled(history, kept[row] + list(range(3000, 4648))) for row in range(num_rows)}
+    )
+    assert ((slots[:num_rows] >= 0).sum(dim=1) == 999).all()
+    # After that a step of the usual kind is served in full.
+    slots = history.step({row: shuffled(history, list(range(4200, 4900))) for row in range(num_rows)})
+    assert ((slots[:num_rows] >= 0).sum(dim=1) == 700).all()
+    history.finish()
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_resizing_across_the_boundary_at_which_a_request_fits(num_rows: int) -> None:
+    history = History(
+        3, (16,), top_k=200, num_rows=num_rows, max_context=600, capacities=(100, 210, 600),
+        group_layers=ONE_LAYER, has_dense=False,
+    )  # fmt: skip
+    for _ in range(num_rows):
+        history.admit(capacity=210, prompt=240, is_warm=False)
+    for room in (18, -40, 0, -1, 1, 2, -140, 300, -2, 0):
+        for _ in range(2):
+            request = history.requests[0]
+            seq_len, num_wanted = request.seq_len, min(200, request.capacity - 1)
+            some = torch.randperm(seq_len - 1, generator=history.generator)[: num_wanted - 2].tolist()
+            history.step({row: [*some, seq_len - 1, seq_len] for row in range(num_rows)})
+        for row in range(num_rows):
+            history.resize_row(row, history.requests[row].seq_len + room)
+    history.step()
+    history.finish()
+
+
+class Single:
+    """One hisparse request of 64 positions in a buffer of 9, without a history."""
+
+    def __init__(self) -> None:
+        self.state = HotBufferState.create(1, 1, 64, 9, 16, DEVICE)
+        self.host = torch.randint(0, 256, (1, 64, 32), dtype=torch.uint8)
+        if DEVICE == "cuda":
+            self.host = self.host.pin_memory()
+        self.dev = torch.zeros((1, 9, 32), dtype=torch.uint8, device=DEVICE)
+        self.state.assign_row(0, 9, torch.arange(9), torch.arange(64))
+        self.one = torch.ones(1, dtype=torch.int32, device=DEVICE)
+
+    def pools(self) -> dict[str, torch.Tensor]:
+        return {"k_host": self.host, "k_dev": self.dev}
+
+    def __call__(self, seq_len: int, selected: list[int]) -> list[int]:
+        slots: list[int] = swap_in(
+            torch.tensor([selected], dtype=torch.int32, device=DEVICE), self.one * seq_len, self.one * 0,
+            self.one, self.state, group=0, layer=0, **self.pools(),
+        )[0].tolist()  # fmt: skip
+        self.state.check_consistency()
+        return slots
+
+    def flags(self) -> int:
+        return int(self.state.error_flags[0])
+
+    def counters(self) -> list[int]:
+        result: list[int] = self.state.counters[0].tolist()
+        return result
+
+
+def test_more_misses_than_entries_are_flagged_and_leave_a_consistent_state() -> None:
+    one = Single()
+    slots = one(40, list(range(12)))
+    assert sum(slot >= 0 for slot in slots) == 8
+    assert one.flags() == HotBufferError.TOO_MANY_MISSES
+    assert one.counters() == [0, 12, 0]
+    served = [p for p, slot in enumerate(slots) if slot >= 0]
+    assert torch.equal(one.dev[0, [s for s in slots if s >= 0]].cpu(), one.host[0, served])
+    assert sorted(one(41, list(range(20, 28)))) == list(range(8))
+    assert one.counters()[EVICTIONS] == 9
+
+
+def test_bad_positions_and_missing_host_slots_are_flagged() -> None:
+    one = Single()
+    assert one(5, [5, -3, 0, -1])[:2] == [-1, -1]
+    assert one.flags() == HotBufferError.BAD_POSITION
+    one.state.host_slots[0, 30] = -1
+    assert one(40, [30, 31, 30])[::2] == [-1, -1]
+    assert one.flags() == HotBufferError.BAD_POSITION | HotBufferError.NO_HOST_SLOT
+    assert one.counters()[MISSES] == 3
+
+
+def test_newest_in_place_of_a_selected_former_newest() -> None:
+    one = Single()
+    one.dev[0, 8] = 77
+    assert one(20, [19, 3])[0] == 8
+    slots = one(21, [19, 20, 19, 3])
+    assert slots[1] == 8
+    assert slots[0] == slots[2] != 8
+    assert torch.equal(one.dev[0, slots[0]].cpu(), one.host[0, 19])
+    assert one.counters() == [3, 2, 1]
+    assert one.counters()[HITS] == 3
+
+
+def test_equal_stamps_go_in_the_order_of_their_hot_index() -> None:
+    one = Single()
+    assert sorted(one(40, list(range(8)))) == list(range(8))
+    one(41, [int(one.state.hot_to_position[0, 0, entry]) for entry in (0, 3, 7)])
+    assert sorted(one(42, [20, 21])) == [1, 2]
+    assert sorted(one(43, [22, 23])) == [4, 5]
+    assert sorted(one(44, [24, 25, 26])) == [0, 3, 6]
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_empty_calls(top_k: int) -> None:
+    one = Single()
+    none = torch.empty(0, dtype=torch.int32, device=DEVICE)
+    empty = torch.empty((0, top_k), dtype=torch.int32, device=DEVICE)
+    slots = swap_in(empty, none, none, one.one * 0, one.state, group=0, layer=0, **one.pools())
+    assert slots.shape == (0, top_k)
+    backup_newest(none, none, one.one * 0, one.state, **one.pools())
+    assert newest_slots(none, none, one.one * 0, one.state).shape == (0,)
+    assert swap_in(
+        torch.empty((1, 0), dtype=torch.int32, device=DEVICE), one.one, one.one * 0, one.one, one.state,
+        group=0, layer=0, **one.pools(),
+    ).shape == (1, 0)  # fmt: skip
+
+
+def test_sizes_beyond_the_limits_are_refused() -> None:
+    one = Single()
+
+    def failure(num_reqs: int, top_k: int, state: HotBufferState) -> str:
+        numbers = torch.zeros(num_reqs, dtype=torch.int32, device=DEVICE)
+        selected = torch.zeros((num_reqs, top_k), dtype=torch.int32, device=DEVICE)
+        with pytest.raises(KernelArgumentError) as caught:
+            swap_in(selected, numbers, numbers, one.one, state, group=0, layer=0, **one.pools())
+        return str(caught.value)
+
+    assert failure(1, 4097, one.state) == "top_k: expected a value in [1, 4097), got 4097"
+    assert failure(4096, 4096, one.state).startswith("num_reqs * top_k: expected a value in [1, 16777216)")
+    large = HotBufferState.create(1, 1, 64, 32769, 16, DEVICE)
+    assert failure(1, 4, large) == "state.max_capacity: expected a value in [1, 32769), got 32769"
+
+
+def test_pageable_host_memory_is_refused() -> None:
+    one = Single()
+    one.host = torch.zeros((1, 64, 32), dtype=torch.uint8)
+    with pytest.raises(KernelArgumentError, match="k_host: expected pinned host memory"):
+        one(5, [1])
+
+
+def test_rows_and_lengths_out_of_range_are_padding() -> None:
+    one = Single()
+    selected = torch.zeros((3, 2), dtype=torch.int32, device=DEVICE)
+    slots = swap_in(
+        selected, torch.tensor([5, 5, 65], dtype=torch.int32, device=DEVICE),
+        torch.tensor([1, -1, 0], dtype=torch.int32, device=DEVICE), one.one * 3, one.state,
+        group=0, layer=0, **one.pools(),
+    )  # fmt: skip
+    assert (slots == -1).all()
+    assert one.flags() == HotBufferError.BAD_POSITION
+    assert one.counters() == [0, 0, 0]
+    assert int(one.state.step[0, 0]) == 0

@@ -1,0 +1,78 @@
+"""The checks of ``tests/gpu`` on the CPU: they pass there, and notice a swap-in that is not the oracle's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from kernels import reference
+from kernels.hot_state import HITS, HotBufferState
+from tests.gpu.decoder import Decoder
+from tests.gpu.history import History
+from tests.gpu.pools import Layout
+from tests.gpu.support import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu runs them where there is a GPU")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"has_faults": True, "capacities": (2, 10, 25, 60)},
+        {"host_layout": Layout(is_slot_major=True, gap=3), "dev_layout": Layout(gap=5, offset=1)},
+    ],
+    ids=["plain", "faults", "strided"],
+)
+def test_history(options: dict[str, Any]) -> None:
+    History(1, (24, 7), **options).run(60)
+
+
+def test_decoder() -> None:
+    decoder = Decoder(1, (3, 9), top_k=16, capacity=20, max_context=100)
+    for step in range(12):
+        size = (3, 9)[step % 2]
+        decoder.prepare(size)
+        decoder.replay[size]()
+        decoder.check()
+    decoder.finish()
+
+
+def spoil(table: str, state: HotBufferState, out: Tensor, copies: tuple[Any, Any]) -> tuple[Any, Any]:
+    match table:
+        case "stamps":
+            state.stamps[state.stamps > 0] -= 1
+        case "counters":
+            state.counters[:, HITS] += 1
+        case "position_to_hot":
+            state.position_to_hot[0, 0, -1] = 0
+        case "hot_to_position":
+            state.hot_to_position[0, 0, :2] = state.hot_to_position[0, 0, :2].flip(0)
+        case "out":
+            out[out >= 0] += 1
+        case "copies":
+            return copies[0][:-1], copies[1][:-1]
+    return copies
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("stamps", "stamps"),
+        ("counters", "counters"),
+        ("position_to_hot", "position_to_hot is not the inverse"),
+        ("hot_to_position", "hot_to_position|inverse"),
+        ("out", "device slots"),
+        ("copies", "planned copies"),
+    ],
+)
+def test_a_difference_is_noticed(table: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*arguments: Any) -> tuple[Any, Any]:
+        return spoil(table, arguments[4], arguments[6], original(*arguments))
+
+    original = reference.resolve
+    monkeypatch.setattr(reference, "resolve", resolve)
+    with pytest.raises(AssertionError, match=message):
+        History(1, (24,), has_dense=False).run(20)
