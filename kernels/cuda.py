@@ -1,9 +1,10 @@
 """The CUDA side of ``kernels/swap_in.py``: compiles ``csrc/swap_in.cu`` at run time and launches it.
 
 Owns the compiled modules and, for every state, the launch workspace: how the blocks of one launch meet, and
-the copies that they leave to each other. Arguments were checked by ``kernels/swap_in.py``; what only matters on
-a GPU is checked here. Every launch goes to torch's current stream of the state's device and can be captured
-in a CUDA graph; the first ``swap_in`` of a state (and of a larger batch) makes its workspace and cannot.
+the copies that they leave to each other. Arguments were checked by ``kernels/swap_in.py``; what only matters
+on a GPU is checked here. Every launch goes to torch's current stream of the state's device and can be
+captured in a CUDA graph; the first ``swap_in`` of a state (and of a larger batch) makes its workspace and
+cannot. Launches of one state follow each other in one stream, or are ordered by events.
 
 cupy is imported, and the code compiled, on the first launch.
 """
@@ -38,31 +39,31 @@ NUM_FETCHERS = 3
 """Warps of a block that fetch items before their place is known."""
 MAX_EARLY = 3 * NUM_FETCHERS
 NUM_THREADS = NUM_PLANNERS + 32 + 32 * NUM_FETCHERS
+MAX_TOP_K = 4096
+MAX_CAPACITY = 32768
+MAX_BLOCKS = 160
+ENTRIES_PER_ROUND = 8 * NUM_PLANNERS
+ROUND_HEADER_BYTES = 3 * 128 + 2 * 4 * MAX_BLOCKS + 128 * (MAX_BLOCKS // 2)
+WIDEST_VECTOR_BYTES = 16
+MAX_EARLY_ITEM_BYTES = 4 * 32 * 16 - 128
+"""All of these as in csrc/*.cuh."""
+
+MAX_SELECTED = 1 << 24
+"""Of a whole batch."""
 MIN_SLICE_LEN = 32
 """Positions that a block gets at least."""
+MANY_POSITIONS = 256
+"""Positions of a slice from which on its block reads and writes a row's tables in their order."""
+MAX_READ_AHEAD = 128
+"""Positions of a slice up to which host slots are read for hits, too, to have those of misses sooner."""
 SLICES_THAT_FILL_PCIE = 8
 """Blocks of a request that together read from the host at full rate, so that no others have to help them."""
 MAX_SLICES_IN_PLACE = 2
 """Blocks of a request up to which they stay on their multiprocessors from launch to launch."""
-MAX_TOP_K = 4096
-MAX_CAPACITY = 32768
-MAX_BLOCKS = 160
-MAX_SELECTED = 1 << 24
-"""Of a whole batch."""
-ENTRIES_PER_ROUND = 8 * NUM_PLANNERS
-WIDEST_VECTOR_BYTES = 16
-ROUND_HEADER_BYTES = 3 * 128 + 2 * 4 * MAX_BLOCKS + 128 * (MAX_BLOCKS // 2)
-"""As in csrc/*.cuh."""
-MAX_EARLY_ITEM_BYTES = 4 * 32 * 16 - 128
-MAX_EARLY_BYTES = 1 << 20
-"""That all blocks together ask the host for before they have planned: more would only queue up, and whatever the
-planning then wants from device memory behind it."""
-MAX_READ_AHEAD = 128
-"""Positions of a slice up to which host slots are read for hits, too."""
 COPY_THREADS = 256
 COPY_BLOCKS_PER_SM = 4
 HOPPER = (9, 0)
-"""The first compute capability with programmatic dependent launch and the bulk copy engine."""
+"""The first compute capability with programmatic dependent launch."""
 
 _PINNED = 1
 """cudaMemoryTypeHost"""
@@ -96,8 +97,8 @@ _PLAN = _struct(src_host_slots=_POINTER, dst_device_slots=_POINTER, num_misses=_
 _SWAP_IN = _struct(
     tables=_TABLES, requests=_REQUESTS, plan=_PLAN, pools=_POOLS, selected=_POINTER, out=_POINTER,
     num_launches=_POINTER, rounds=_POINTER, left=_POINTER, round_bytes=_INT, left_per_block=_INT, top_k=_INT,
-    num_units=_INT, num_slices=_INT, slice_len=_INT, layer=_INT, hot_slots_in_shared=_INT, max_early=_INT,
-    reads_ahead=_INT, spreads=_INT, keeps_place=_INT, padding=_INT,
+    num_units=_INT, num_slices=_INT, slice_reciprocal=_INT, stride=_INT, slice_len=_INT, layer=_INT,
+    hot_slots_in_shared=_INT, max_early=_INT, reads_ahead=_INT, spreads=_INT, keeps_place=_INT,
 )  # fmt: skip
 _COPY = _struct(plan=_PLAN, pools=_POOLS, layers=_POINTER, num_layers=_INT, first_layer=_INT)
 _BACKUP = _struct(tables=_TABLES, requests=_REQUESTS, pools=_POOLS, num_layers=_INT, padding=_INT)
@@ -118,9 +119,9 @@ def swap_in(
 ) -> None:
     """Fill ``out``, update the tables and copy the misses, in one launch; see ``kernels.swap_in.swap_in``.
 
-    As the reference, but for three things. Stamps of more than 1022 steps ago count as equal. When misses
-    exceed the entries, any of the missing positions are served. A row or a seq_len out of range makes its
-    request padding instead of an exception (BAD_POSITION when the row is good).
+    As the reference, but for two things. When misses exceed the entries, any of the missing positions are
+    served. A row or a seq_len out of range makes its request padding instead of an exception (BAD_POSITION
+    when the row is good).
     """
     num_reqs, top_k = selected.shape
     if num_reqs == 0 or top_k == 0:
@@ -145,10 +146,12 @@ def swap_in(
     pool_parameters = _pools(pools)
     kernel = _kernel("swap_in", positions_per_thread, _are_wide(pool_parameters))
     max_slice = NUM_PLANNERS * positions_per_thread
-    shared_bytes = 2 * capacity + 2 * max_slice
+    shared_bytes = capacity + 2 * max_slice
     max_shared_bytes = _max_shared_bytes(state.device) - kernel.shared_size_bytes
     # A block with many positions reads the row's slots in order instead of one by one.
-    hot_slots_in_shared = positions_per_thread > 1 and shared_bytes + 4 * capacity <= max_shared_bytes
+    hot_slots_in_shared = (
+        split.slice_len >= MANY_POSITIONS and shared_bytes + 4 * capacity <= max_shared_bytes
+    )
     if hot_slots_in_shared:
         shared_bytes += 4 * capacity
     if shared_bytes > kernel.max_dynamic_shared_size_bytes:
@@ -161,8 +164,7 @@ def swap_in(
     parameters["pools"] = pool_parameters
     item_bytes = int(pool_parameters[0]["item_bytes"])
     if _are_wide(pool_parameters) and len(pools) == 1 and item_bytes <= MAX_EARLY_ITEM_BYTES:
-        per_block = MAX_EARLY_BYTES // (split.num_blocks * item_bytes)
-        parameters["max_early"] = min(max(per_block, 1), MAX_EARLY)
+        parameters["max_early"] = MAX_EARLY
         parameters["reads_ahead"] = split.slice_len <= MAX_READ_AHEAD
     parameters["selected"] = selected.data_ptr()
     parameters["out"] = out.data_ptr()
@@ -174,6 +176,8 @@ def swap_in(
     parameters["top_k"] = top_k
     parameters["num_units"] = split.num_units
     parameters["num_slices"] = split.num_slices
+    parameters["slice_reciprocal"] = -(-(1 << 16) // split.num_slices)
+    parameters["stride"] = split.num_units // split.num_slices
     parameters["slice_len"] = split.slice_len
     parameters["spreads"] = split.num_slices < SLICES_THAT_FILL_PCIE
     parameters["keeps_place"] = split.keeps_place
@@ -284,11 +288,12 @@ def source() -> str:
 def compile_options(positions_per_thread: int, only_wide_items: bool) -> tuple[str, ...]:
     """What the code is compiled with besides the architecture.
 
-    ``positions_per_thread``: 1, 2, 4 or 8. ``only_wide_items``: every pool allows 16-byte vectors, so that the
-    code for others, and the registers that it costs, can be left out.
+    ``positions_per_thread``: 1, 2, 4 or 8. ``only_wide_items``: every pool allows 16-byte vectors, so that
+    the code for others, and the registers that it costs, can be left out.
     """
     return (
         "-std=c++17",
+        "-lineinfo",
         f"-DNUM_PLANNERS={NUM_PLANNERS}",
         f"-DPOSITIONS_PER_THREAD={positions_per_thread}",
         f"-DONLY_WIDE_ITEMS={int(only_wide_items)}",

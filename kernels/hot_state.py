@@ -9,8 +9,8 @@ Rules that every writer of the tables keeps:
 - ``position_to_hot`` and ``hot_to_position`` are inverse to each other in every group and row.
 - While ``seq_len <= capacity`` position ``p`` lives at hot_index ``p``.
 - From then on the newest position lives at hot_index ``capacity - 1``, and the others anywhere below it.
-- An entry that has to make room is the one whose stamp is oldest; a free entry's is older than any, and equal
-  stamps go in the order of their hot_index.
+- An entry that has to make room is of the oldest age class there is; free entries are older than any, and
+  those of one class go in the order of their hot_index.
 - A row of capacity 0 is dense: its positions are found through ``page_table``.
 
 The tensors live on the model's device with fixed addresses, so that a CUDA graph can hold them; the CPU

@@ -23,6 +23,10 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 Table: TypeAlias = npt.NDArray[Any]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
+NUM_EXACT_AGES = 16
+FREE_CLASS = 31
+"""Age classes are as many as a warp has lanes, and are told apart in one pass over the entries."""
+
 _NO_SLOTS: Ints = np.empty(0, dtype=np.int64)
 
 
@@ -144,20 +148,30 @@ class _HotStep:
         self._dst_device_slots.append(self._hot_slots[row, entries].astype(np.int64))
 
     def _least_recent(self, row: int, capacity: int, now: int, num_wanted: int) -> Ints:
-        """Up to ``num_wanted`` entries below ``capacity - 1`` that this step does not use: oldest stamp
-        first, equal stamps in the order of their hot_index.
-
-        Free entries carry the oldest stamp of all.
+        """Up to ``num_wanted`` entries below ``capacity - 1`` that this step does not use: the oldest age
+        class first, within a class in the order of their hot_index.
         """
-        stamps = self._stamps[row, : capacity - 1]
-        num_taken = min(num_wanted, int(np.count_nonzero(stamps < now)))
+        ages = age_classes(self._stamps[row, : capacity - 1], now)
+        num_taken = min(num_wanted, int(np.count_nonzero(ages)))
         if num_taken == 0:
             return _NO_SLOTS
-        # Entries that this step uses have the latest stamp, so they come last and are never reached.
-        order = stamps.astype(np.int64) * len(stamps) + np.arange(len(stamps))
+        # Entries that this step uses are of class 0, so they come last and are never reached.
+        order = np.arange(len(ages)) - ages * len(ages)
         oldest = np.argpartition(order, num_taken - 1)[:num_taken]
         taken: Ints = oldest[np.argsort(order[oldest])]
         return taken
+
+
+def age_classes(stamps: Table, now: int) -> Ints:
+    """How long before step ``now`` entries with these ``stamps`` were used: 0 for this step, the age itself
+    below NUM_EXACT_AGES, then two classes for every doubling up to FREE_CLASS - 1, FREE_CLASS for free ones.
+    """
+    ages = now - stamps.astype(np.int64)
+    octave = np.frexp(np.maximum(ages, NUM_EXACT_AGES))[1].astype(np.int64) - 1
+    half = np.maximum(ages, NUM_EXACT_AGES) >> (octave - 1) & 1
+    coarse = np.minimum(NUM_EXACT_AGES + 2 * (octave - 4) + half, FREE_CLASS - 1)
+    classes: Ints = np.where(stamps == ABSENT, FREE_CLASS, np.where(ages < NUM_EXACT_AGES, ages, coarse))
+    return classes
 
 
 def place(

@@ -94,8 +94,9 @@ def swap_in(
     takes hot_index ``min(seq_len, capacity) - 1`` whether it is selected or not; its bytes are written
     there by the model and never copied from host. While ``seq_len <= capacity`` a missing position goes to
     its own hot_index and nothing is evicted. Otherwise misses take the entries below ``capacity - 1`` that
-    this step does not use: free ones first, then the least recently used, those last used in the same step
-    in the order of their hot_index. Which of the misses takes which of these entries is not specified.
+    this step does not use: free ones first, then the least recently used by age class
+    (``reference.age_classes``), those of one class in the order of their hot_index. Which of the misses
+    takes which of these entries is not specified.
 
     Mutates the tables of ``group``, the counters and flags, ``k_dev[layer]`` (and ``v_dev[layer]``), and
     ``miss_plan``, which then holds this call's copies. A request whose selection cannot be served in full

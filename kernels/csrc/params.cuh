@@ -97,6 +97,8 @@ struct SwapInParams {
     int top_k;
     int num_units;               // slices to start with, a block each: unit i is slice i % num_slices of a request
     int num_slices;              // units that share a request
+    int slice_reciprocal;        // 2^16 / num_slices, rounded up
+    int stride;                  // num_units / num_slices: from one request of a unit to its next
     int slice_len;               // positions of a slice, the last one may be shorter
     int layer;
     int hot_slots_in_shared;     // a row's hot_slots fit in shared memory, and are worth it
@@ -104,7 +106,6 @@ struct SwapInParams {
     int reads_ahead;             // host slots are read for hits, too, to know them sooner for misses
     int spreads;                 // blocks help each other with copies; else each makes its own
     int keeps_place;             // units go by multiprocessor, of which each has one block
-    int padding;
 };
 
 struct CopyParams {

@@ -24,16 +24,36 @@ constexpr int ITEMS_PER_FETCHER = 3;
 constexpr int MAX_EARLY = NUM_FETCHERS * ITEMS_PER_FETCHER;
 constexpr int NUM_THREADS = NUM_PLANNERS + WARP + NUM_FETCHERS * WARP;
 
-typedef Barrier<1, NUM_PLANNERS + WARP> Planning;                         // planners and courier
-typedef Barrier<2, NUM_PLANNERS + NUM_FETCHERS * WARP> EarlyKnown;        // planners arrive, fetchers wait
-typedef Barrier<3, NUM_PLANNERS + NUM_FETCHERS * WARP> EarlyPlaced;       // likewise
+struct Planning {                        // planners and courier
+    typedef Barrier<NUM_PLANNERS + WARP> Meeting;
+    static __device__ __forceinline__ void wait() { Meeting::wait(1); }
+    static __device__ __forceinline__ bool wait_or(bool is_one) { return Meeting::wait_or(1, is_one); }
+};
+struct Fetching {                        // planners and fetchers
+    static __device__ __forceinline__ void wait() { Barrier<NUM_PLANNERS + NUM_FETCHERS * WARP>::wait(2); }
+};
 
-// Ages are counted in steps, as two digits; the highest stands for free entries, the one below it for all older ones.
-constexpr int DIGIT_BITS = 5;
-constexpr int DIGIT_MASK = WARP - 1;     // a lane a digit
-constexpr u32 FREE_AGE = (1 << 2 * DIGIT_BITS) - 1;
-constexpr u32 NOT_MOVABLE = 0xffff;      // instead of an age: used in this step, or not below capacity - 1
-constexpr int ENTRIES_PER_READ = 8;      // ages that a thread reads from shared memory in one go
+// The courier opens it, first for the planners, then for every fetcher when that has nothing in flight any more.
+struct Gate {
+    typedef Barrier<2 * WARP> OfFetcher;
+    static __device__ __forceinline__ void open() {
+        Planning::wait();
+#pragma unroll 1
+        for (int i = 0; i < NUM_FETCHERS; ++i) OfFetcher::wait(3 + i);
+    }
+    static __device__ __forceinline__ void pass(int warp) {
+        if (warp < NUM_PLANNER_WARPS) Planning::wait();
+        else OfFetcher::wait(3 + warp - FIRST_FETCHER);
+    }
+};
+
+// How long ago an entry was used, in classes, one a lane: 1 to 15 steps, then two classes for every doubling, then all
+// that is older, then the entries that are free. The halves of an octave are all that LRU needs to know of old entries,
+// and one pass over as many classes as a warp has lanes is cheap.
+constexpr u32 NUM_EXACT = 16;
+constexpr u32 FREE = WARP - 1;
+constexpr u32 NOT_MOVABLE = 0;           // used in this step, or not below capacity - 1
+constexpr int ENTRIES_PER_READ = 8;      // classes, a byte each, that a thread reads from shared memory in one go
 constexpr int ENTRIES_PER_ROUND = ENTRIES_PER_READ * NUM_PLANNERS;
 
 // Copies are put in the order of their positions, roughly, so that addresses that are near each other are asked for at
@@ -42,7 +62,7 @@ constexpr int NUM_BUCKETS = 128;
 
 struct PlanShared {
     u32 is_used[MAX_CAPACITY / 32];      // a bit a hot_index: holds a position that this slice selected
-    int digits[2][WARP];                 // entries by high digit, and by low digit among those of one high digit
+    int num_of_class[WARP];              // entries that may go
     int buckets[NUM_BUCKETS];
     u32 warp_sums[NUM_PLANNER_WARPS];
     i64 early_host_slots[MAX_EARLY];
@@ -51,12 +71,13 @@ struct PlanShared {
     int request_misses, first_rank;
     int plan_start;
     int unit;                            // ABSENT: nothing to plan
+    bool has_misses;                     // for the fetchers
 };
 
 // Of the size that the launch gives.
 struct PlanDynamic {
     int* hot_slots;                      // [max_capacity, rounded up to ENTRIES_PER_ROUND], if they are kept here
-    u16* ages;                           // [max_capacity, rounded up likewise], before this step
+    u8* ages;                            // [max_capacity, rounded up likewise], classes before this step
     u16* entries;                        // [MAX_SLICE] hot_index that each miss takes
 };
 
@@ -193,8 +214,12 @@ __device__ __forceinline__ void claim_misses(
     if (lacks_host_slot) atomicOr(&s.flags, NO_HOST_SLOT);
 }
 
-__device__ __forceinline__ u32 age_of(int stamp, int now) {
-    return stamp < 0 ? FREE_AGE : min(static_cast<u32>(now - stamp), FREE_AGE - 1);
+__device__ __forceinline__ u32 age_class(int stamp, int now) {
+    if (stamp < 0) return FREE;
+    const u32 age = now - stamp;
+    if (age < NUM_EXACT) return age;
+    const u32 octave = 31 - __clz(age);
+    return min(NUM_EXACT + 2 * (octave - 4) + (age >> (octave - 1) & 1), FREE - 1);
 }
 
 // Read the row's stamps. They must have been read when other blocks learn of our misses: those then change them.
@@ -204,57 +229,24 @@ __device__ __forceinline__ void read_ages(
 #pragma unroll 2
         for (int i = 4 * tid; i < r.capacity; i += 4 * NUM_PLANNERS) {
             const int4 stamp = __ldcg(reinterpret_cast<const int4*>(r.stamps + i));
-            *reinterpret_cast<uint2*>(d.ages + i) =
-                make_uint2(age_of(stamp.x, r.now) | age_of(stamp.y, r.now) << 16,
-                           age_of(stamp.z, r.now) | age_of(stamp.w, r.now) << 16);
+            *reinterpret_cast<u32*>(d.ages + i) =
+                age_class(stamp.x, r.now) | age_class(stamp.y, r.now) << 8 | age_class(stamp.z, r.now) << 16 |
+                age_class(stamp.w, r.now) << 24;
         }
     } else {
 #pragma unroll 1
-        for (int i = tid; i < r.capacity; i += NUM_PLANNERS) d.ages[i] = age_of(__ldcg(r.stamps + i), r.now);
+        for (int i = tid; i < r.capacity; i += NUM_PLANNERS) d.ages[i] = age_class(__ldcg(r.stamps + i), r.now);
     }
-    if (tid < 2 * WARP) s.digits[tid / WARP][tid % WARP] = 0;
+    if (tid < WARP) s.num_of_class[tid] = 0;
 }
 
-// Where the running sum over digits, from the highest down, reaches num_wanted. Every warp finds out for itself.
-struct Reached {
-    u32 digit;
-    int before, total;                   // the sums above that digit, and of all
-};
-__device__ __forceinline__ Reached reach(const int (&num_of_digit)[WARP], int num_wanted, int lane) {
-    const int num = num_of_digit[WARP - 1 - lane];
-    int up_to = num;
-#pragma unroll
-    for (int offset = 1; offset < WARP; offset *= 2) {
-        const int other = __shfl_up_sync(~0u, up_to, offset);
-        if (lane >= offset) up_to += other;
-    }
-    const int total = __shfl_sync(~0u, up_to, WARP - 1);
-    const u32 has_reached = __ballot_sync(~0u, up_to >= min(num_wanted, total));
-    const int first = __ffs(has_reached) - 1;
-    return {static_cast<u32>(WARP - 1 - first), __shfl_sync(~0u, up_to - num, first), total};
-}
+// All bits of byte k where bit k is set, k < 4.
+__device__ __forceinline__ u32 bytes_of_bits(u32 bits) { return (bits * 0x00204081u & 0x01010101u) * 0xffu; }
 
-// Eight ages, taken one after the other.
-struct Ages {
-    u64 low, high;
-    __device__ __forceinline__ explicit Ages(const u16* ages) {
-        const ulonglong2 both = *reinterpret_cast<const ulonglong2*>(ages);
-        low = both.x;
-        high = both.y;
-    }
-    __device__ __forceinline__ u32 next() {
-        const u32 age = low & 0xffff;
-        low = low >> 16 | high << 48;
-        high >>= 16;
-        return age;
-    }
-};
-
-// Order the entries below capacity - 1 that this step does not use: free ones, then by age, then by hot_index. Of the
-// first num_wanted of them (or all) this block takes those from number first_rank on, num_own at most, in the order
-// that suits: the set is what all blocks of the request agree on. Returns how many it got. Planners and courier
-// call it. `is_used`: of the whole request, in global memory if it is split. A radix select, two digits deep. Loops
-// are kept short, here as elsewhere: fetching instructions that are needed once costs more than running them.
+// Order the entries below capacity - 1 that this step does not use by age class, the oldest first, then by hot_index.
+// Of the first num_wanted of them (or all) this block takes those from number first_rank on, num_own at most, in the
+// order that suits: the set is what all blocks of the request agree on. Returns how many it got. Planners and courier
+// call it. `is_used`: of the whole request, in global memory if it is split.
 __device__ __forceinline__ int choose_victims(
     PlanShared& s, const PlanDynamic& d, const HotRow& r, const u32* is_used, int num_wanted, int first_rank,
     int num_own, int tid, int lane) {
@@ -263,6 +255,7 @@ __device__ __forceinline__ int choose_victims(
     const bool is_planner = tid < NUM_PLANNERS;
     const int begin = is_planner ? tid * per_thread : 0, end = is_planner ? begin + per_thread : 0;
 
+    int num = 0;                         // of the warp's entries, those whose class is the lane
 #pragma unroll 1
     for (int first = begin; first < end; first += ENTRIES_PER_READ) {
         u32 out = ~0u;
@@ -270,52 +263,47 @@ __device__ __forceinline__ int choose_victims(
             out = (is_used ? __ldcg(is_used + first / 32) : s.is_used[first / 32]) >> (first % 32);
             if (num_movable - first < ENTRIES_PER_READ) out |= ~0u << (num_movable - first);
         }
-        u32* pairs = reinterpret_cast<u32*>(d.ages + first);
+        uint2 ages = *reinterpret_cast<const uint2*>(d.ages + first);
+        ages.x &= ~bytes_of_bits(out & 15);
+        ages.y &= ~bytes_of_bits(out >> 4 & 15);
+        *reinterpret_cast<uint2*>(d.ages + first) = ages;
 #pragma unroll
-        for (int k = 0; k < ENTRIES_PER_READ / 2; ++k)
-            pairs[k] |= (out >> (2 * k) & 1) * 0xffffu | (out >> (2 * k + 1) & 1) * 0xffff0000u;
-    }
-    u32 threshold = 0;                   // the age of which some go, and all that are older
-    int num_older = 0;
-#pragma unroll 1
-    for (int digit = 1; digit >= 0; --digit) {
-        // Lane i counts the warp's entries whose digit is i, among those that start like the threshold.
-        const int shift = digit * DIGIT_BITS;
-        int num = 0;
-#pragma unroll 1
-        for (int first = begin; first < end; first += ENTRIES_PER_READ) {
-            Ages ages(d.ages + first);
-#pragma unroll 1
-            for (int k = 0; k < ENTRIES_PER_READ; ++k) {
-                const u32 age = ages.next();
-                u32 same = __ballot_sync(~0u, age >> (shift + DIGIT_BITS) == threshold);
+        for (int k = 0; k < ENTRIES_PER_READ; ++k) {
+            const u32 age = (k < 4 ? ages.x : ages.y) >> (k % 4 * 8);
+            u32 same = ~0u;
 #pragma unroll
-                for (int bit = 0; bit < DIGIT_BITS; ++bit) {
-                    const u32 is_set = __ballot_sync(~0u, age >> (shift + bit) & 1);
-                    same &= lane >> bit & 1 ? is_set : ~is_set;
-                }
-                num += __popc(same);
+            for (int bit = 0; bit < 5; ++bit) {
+                const u32 is_set = __ballot_sync(~0u, age >> bit & 1);
+                same &= lane >> bit & 1 ? is_set : ~is_set;
             }
+            num += __popc(same);
         }
-        if (num) atomicAdd(&s.digits[digit][lane], num);
-        Planning::wait();
-        const Reached reached = reach(s.digits[digit], num_wanted - num_older, lane);
-        if (digit == 1) num_wanted = min(num_wanted, reached.total);
-        threshold = threshold << DIGIT_BITS | reached.digit;
-        num_older += reached.before;
     }
+    if (num && lane != NOT_MOVABLE) atomicAdd(&s.num_of_class[lane], num);
+    Planning::wait();
 
-    // Number the entries that go by hot_index: older ones in the high half of each sum, those of the threshold's age in
-    // the low half.
+    // Running sum from the oldest class on: the class in which it reaches num_wanted is taken in part. Every warp finds
+    // out for itself.
+    const int of_class = s.num_of_class[WARP - 1 - lane];
+    int up_to = of_class;
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) {
+        const int other = __shfl_up_sync(~0u, up_to, offset);
+        if (lane >= offset) up_to += other;
+    }
+    num_wanted = min(num_wanted, __shfl_sync(~0u, up_to, WARP - 1));
+    const int reached = __ffs(__ballot_sync(~0u, up_to >= num_wanted)) - 1;
+    const u32 threshold = (WARP - 1 - reached) * 0x01010101u;
+    const int num_older = __shfl_sync(~0u, up_to - of_class, reached);
+
+    // Number the entries that go by hot_index: older ones in the high half of each sum, those of the threshold's class
+    // in the low half.
     u32 mine = 0;
 #pragma unroll 1
     for (int first = begin; first < end; first += ENTRIES_PER_READ) {
-        Ages ages(d.ages + first);
-#pragma unroll 1
-        for (int k = 0; k < ENTRIES_PER_READ; ++k) {
-            const u32 age = ages.next();
-            if (age != NOT_MOVABLE) mine += age > threshold ? 1u << 16 : age == threshold;
-        }
+        const uint2 ages = *reinterpret_cast<const uint2*>(d.ages + first);
+        mine += (__popc(__vcmpgtu4(ages.x, threshold)) + __popc(__vcmpgtu4(ages.y, threshold))) / 8 << 16;
+        mine += (__popc(__vcmpeq4(ages.x, threshold)) + __popc(__vcmpeq4(ages.y, threshold))) / 8;
     }
     u32 index = mine;
 #pragma unroll
@@ -326,20 +314,20 @@ __device__ __forceinline__ int choose_victims(
     if (lane == WARP - 1 && is_planner) s.warp_sums[tid / WARP] = index;
     Planning::wait();
     index += __reduce_add_sync(~0u, lane < tid / WARP && is_planner ? s.warp_sums[lane] : 0) - mine;
-    if (mine != 0) {
 #pragma unroll 1
-        for (int first = begin; first < end; first += ENTRIES_PER_READ) {
-            Ages ages(d.ages + first);
-#pragma unroll 1
-            for (int k = 0; k < ENTRIES_PER_READ; ++k) {
-                const u32 age = ages.next();
-                if (age == NOT_MOVABLE || age < threshold) continue;
-                const bool is_older = age > threshold;
-                const int number = is_older ? index >> 16 : num_older + (index & 0xffff);
-                if (number < num_wanted && number >= first_rank && number < first_rank + num_own)
-                    d.entries[number - first_rank] = first + k;
-                index += is_older ? 1u << 16 : 1;
-            }
+    for (int first = begin; first < end && mine != 0; first += ENTRIES_PER_READ) {
+        const uint2 ages = *reinterpret_cast<const uint2*>(d.ages + first);
+        const u32 older[2] = {__vcmpgtu4(ages.x, threshold), __vcmpgtu4(ages.y, threshold)};
+        const u32 equal[2] = {__vcmpeq4(ages.x, threshold), __vcmpeq4(ages.y, threshold)};
+#pragma unroll
+        for (int k = 0; k < ENTRIES_PER_READ; ++k) {
+            const int half = k / 4, shift = k % 4 * 8;
+            const bool is_older = older[half] >> shift & 1, is_equal = equal[half] >> shift & 1;
+            const int number = is_older ? index >> 16 : num_older + (index & 0xffff);
+            const bool goes = is_older || (is_equal && number < num_wanted);
+            if (goes && number >= first_rank && number < first_rank + num_own)
+                d.entries[number - first_rank] = first + k;
+            index += is_older << 16 | is_equal;
         }
     }
     Planning::wait();
@@ -371,15 +359,14 @@ __device__ __forceinline__ void take_entries(
     }
 }
 
-// What the first to claim a position got, for those that selected it too.
-__device__ __forceinline__ void find_duplicates(const HotRow& r, Selection& mine) {
-#pragma unroll
-    for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-        if (mine.position[k] == ABSENT || mine.hot[k] >= 0 || (mine.is_claimed >> k & 1)) continue;
-        Patience patience;
-        do {
-            patience.look();
-            mine.hot[k] = *static_cast<const volatile int*>(r.position_to_hot + mine.position[k]);
-        } while (mine.hot[k] == CLAIMED);
-    }
+// What the first to claim a missing position got: a hot_index or ABSENT.
+__device__ __forceinline__ int find_duplicate(const HotRow& r, int position) {
+    const volatile int* hot = r.position_to_hot + position;
+    int entry;
+    Patience patience;
+    do {
+        patience.look();
+        entry = *hot;
+    } while (entry == CLAIMED);
+    return entry;
 }

@@ -13,7 +13,6 @@ constexpr int MAX_UNCHECKED_PREFETCH = 8192;
 
 // Who copies what is left: every block an equal share, first of its own, then of those that have more than a share.
 struct Schedule {
-    Gate gate;
     u32 next;                            // of this block's, taken by its warps one by one
     u32 num_own, first_taken, num_taken;
     u32 share;
@@ -32,8 +31,8 @@ __device__ __forceinline__ PlanDynamic carve(u8* memory, const SwapInParams& p) 
     const int capacity = (p.tables.max_capacity + ENTRIES_PER_ROUND - 1) / ENTRIES_PER_ROUND * ENTRIES_PER_ROUND;
     PlanDynamic d;
     d.hot_slots = reinterpret_cast<int*>(memory);
-    d.ages = reinterpret_cast<u16*>(d.hot_slots + (p.hot_slots_in_shared ? capacity : 0));
-    d.entries = d.ages + capacity;
+    d.ages = reinterpret_cast<u8*>(d.hot_slots + (p.hot_slots_in_shared ? capacity : 0));
+    d.entries = reinterpret_cast<u16*>(d.ages + capacity);
     return d;
 }
 
@@ -73,9 +72,10 @@ __device__ __forceinline__ void arrive(const SwapInParams& p, Round& round, Bloc
 // The same where blocks do not help each other, by a fetcher, who has the time. Nobody waits: the last one closes the
 // launch.
 __device__ __forceinline__ void arrive_alone(const SwapInParams& p, Round& round, const Block& b) {
-    if (b.tid == FIRST_FETCHER * WARP && !p.spreads &&
-        add_acq_rel(&round.arrived, ONE_BLOCK) / ONE_BLOCK == gridDim.x - 1)
-        close_launch(p, round, b.launch);
+    if (b.tid != FIRST_FETCHER * WARP || p.spreads) return;
+    const bool records = p.plan.src_host_slots != nullptr;
+    const u64 before = records ? add_acq_rel(&round.arrived, ONE_BLOCK) : add_relaxed(&round.arrived, ONE_BLOCK);
+    if (before / ONE_BLOCK == gridDim.x - 1) close_launch(p, round, b.launch);
 }
 
 // By the courier of a block of a request that is split: tell the others of its misses. Returns how many they had told
@@ -90,15 +90,14 @@ __device__ __forceinline__ void count(const Tables& t, int row, int which, int n
     if (num) atomicAdd(reinterpret_cast<u64*>(t.counters + static_cast<i64>(row) * 3 + which), static_cast<u64>(num));
 }
 
-__device__ __forceinline__ void write_out(
-    const SwapInParams& p, const HotRow& r, const Selection& mine, u32 which, const Block& b) {
+__device__ __forceinline__ int* out_of(const SwapInParams& p, const HotRow& r, int k, const Block& b) {
+    return p.out + static_cast<i64>(r.req) * p.top_k + b.slice * p.slice_len + k * NUM_PLANNERS + b.tid;
+}
+
+__device__ __forceinline__ void tell_fetchers(PlanShared& s, const Block& b, bool has_misses) {
     if (!b.is_planner) return;
-#pragma unroll
-    for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-        const int in_slice = k * NUM_PLANNERS + b.tid, i = b.slice * p.slice_len + in_slice;
-        if (in_slice < p.slice_len && i < p.top_k && (which >> k & 1))
-            p.out[static_cast<i64>(r.req) * p.top_k + i] = mine.hot[k] < 0 ? ABSENT : r.hot_slots[mine.hot[k]];
-    }
+    if (b.tid == 0) s.has_misses = has_misses;
+    Fetching::wait();
 }
 
 // The misses that this block has claimed: choose their entries, and write down the copies that no fetcher has begun.
@@ -115,12 +114,9 @@ __device__ __forceinline__ void place_misses(
         } while (value >> 16 != p.num_slices);
         s.request_misses = value & 0xffff;
     }
-    u32 which = 0;                       // positions whose outcome is known only now
 #pragma unroll
-    for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-        which |= (mine.position[k] != ABSENT && mine.hot[k] < 0) << k;
+    for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
         if (r.fits && mine.miss[k] != ABSENT) d.entries[mine.miss[k]] = mine.position[k];
-    }
     Planning::wait();
     int num_served = num_misses;
     if (!r.fits && num_misses > 0) {
@@ -134,22 +130,23 @@ __device__ __forceinline__ void place_misses(
         Planning::wait();
     }
     take_entries(s, d, r, num_served, mine);
-    // By bucket of position: count, add up, and write.
-    const int bucket_len = (r.seq_len + NUM_BUCKETS - 1) / NUM_BUCKETS;
-    int in_bucket[POSITIONS_PER_THREAD];
+    // Copies that are left: count them by bucket of position, add up, and write.
+    const int bucket_shift = 32 - __clz((r.seq_len - 1) / NUM_BUCKETS);
+    int dst_device_slot[POSITIONS_PER_THREAD], in_bucket[POSITIONS_PER_THREAD];
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
         if (mine.miss[k] == ABSENT) continue;
-        const int dst = r.hot_slots[mine.hot[k]];
+        const int dst = dst_device_slot[k] = r.hot_slots[mine.hot[k]];
+        *out_of(p, r, k, b) = dst;
         if (records) {
             p.plan.src_host_slots[s.plan_start + mine.miss[k]] = mine.src_host_slot[k];
             p.plan.dst_device_slots[s.plan_start + mine.miss[k]] = dst;
         }
         if (mine.early[k] != ABSENT) s.early_device_slots[mine.early[k]] = dst;
-        else in_bucket[k] = atomicAdd(&s.buckets[mine.position[k] / bucket_len], 1);
+        else in_bucket[k] = atomicAdd(&s.buckets[mine.position[k] >> bucket_shift], 1);
     }
     Planning::wait();
-    if (b.is_planner) EarlyPlaced::arrive();
+    if (b.is_planner) Fetching::wait();  // fetchers know where to put it
     if (b.warp == 0) {
         int num = 0;
 #pragma unroll
@@ -174,13 +171,18 @@ __device__ __forceinline__ void place_misses(
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
         if (mine.miss[k] != ABSENT && mine.early[k] == ABSENT)
-            left[s.buckets[mine.position[k] / bucket_len] + in_bucket[k]] =
-                {mine.src_host_slot[k], r.hot_slots[mine.hot[k]]};
+            left[s.buckets[mine.position[k] >> bucket_shift] + in_bucket[k]] =
+                {mine.src_host_slot[k], dst_device_slot[k]};
     Planning::wait();
     b.num_left += s.num_left;
     if (is_last && !b.has_arrived) arrive(p, round, b);
-    find_duplicates(r, mine);
-    write_out(p, r, mine, which, b);
+#pragma unroll
+    for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
+        // Missing, and not the first to ask: what the first one got. Or there was no place.
+        if (mine.position[k] == ABSENT || mine.hot[k] >= 0) continue;
+        const int entry = mine.is_claimed >> k & 1 ? ABSENT : find_duplicate(r, mine.position[k]);
+        *out_of(p, r, k, b) = entry == ABSENT ? ABSENT : r.hot_slots[entry];
+    }
 }
 
 // Planners and courier.
@@ -194,7 +196,7 @@ __device__ __forceinline__ void resolve_hisparse(
 
     if (is_bad) atomicOr(&s.flags, BAD_POSITION);
     const bool has_misses = look_up(s, r, mine, reads_ahead, p.max_early);
-    if (b.is_planner && (reads_ahead || !has_misses)) EarlyKnown::arrive();
+    tell_fetchers(s, b, has_misses);
     if (!has_misses && is_last) arrive(p, round, b);
     if (!b.is_planner) {
         const int num_hits = share_used(s, r, is_used, b.lane);
@@ -208,8 +210,8 @@ __device__ __forceinline__ void resolve_hisparse(
         if (!r.fits) read_ages(s, d, r, t.max_capacity, b.tid);
     }
     if (has_misses) {
-        if (b.is_planner && !reads_ahead) EarlyKnown::arrive();
         Planning::wait();
+        if (b.is_planner && !reads_ahead) Fetching::wait();  // fetchers know only now what to ask for
         if (b.tid == COURIER) {
             s.request_misses = s.num_misses;
             s.first_rank = is_split ? tell_misses(p, r, word, s.num_misses) : 0;
@@ -218,21 +220,25 @@ __device__ __forceinline__ void resolve_hisparse(
         if (is_last && !leaves_any && p.plan.src_host_slots == nullptr) arrive(p, round, b);
     }
 
-    // Hits. Unless others do the same for the row, stamps are written in order.
-    u32 hits = 0;
+    // Hits. Many stamps are written in the order of the entries, few in that of the positions.
+    const bool in_order = p.hot_slots_in_shared;
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-        if (mine.hot[k] >= 0 && is_split) r.stamps[mine.hot[k]] = r.now;
-        hits |= (mine.hot[k] >= 0 || mine.position[k] == ABSENT) << k;
+        const int in_slice = k * NUM_PLANNERS + b.tid;
+        const bool is_inside = b.is_planner && in_slice < p.slice_len && b.slice * p.slice_len + in_slice < p.top_k;
+        if (mine.hot[k] >= 0) {
+            *out_of(p, r, k, b) = r.hot_slots[mine.hot[k]];
+            if (!in_order) r.stamps[mine.hot[k]] = r.now;
+        } else if (is_inside && mine.position[k] == ABSENT) {
+            *out_of(p, r, k, b) = ABSENT;
+        }
     }
-    write_out(p, r, mine, hits, b);
-    if (!is_split && b.is_planner)
+    if (in_order && b.is_planner)
 #pragma unroll 4
         for (int i = b.tid; i < r.capacity; i += NUM_PLANNERS)
             if (s.is_used[i / 32] >> (i % 32) & 1) r.stamps[i] = r.now;
     if (b.slice == 0 && b.tid == 0) place_newest(s, r);
     if (has_misses) place_misses(p, round, s, d, r, mine, word, is_used, is_last, b);
-    else if (b.is_planner) EarlyPlaced::arrive();
     if (b.tid == 0) {
         if (!is_split) t.step[r.row] = r.now;
         count(t, r.row, MISSES, s.num_claimed);
@@ -317,6 +323,11 @@ __device__ __forceinline__ int presumed_unit(const SwapInParams& p) {
     return unit < p.num_units ? unit : ABSENT;
 }
 
+// The first request of a unit. Divisions take their time; unit < MAX_BLOCKS.
+__device__ __forceinline__ u32 request_of(const SwapInParams& p, int unit) {
+    return static_cast<u32>(unit) * p.slice_reciprocal >> 16;
+}
+
 // By the courier's warp. Whoever finds its unit taken, or has none, takes one that nobody came for, if there is any
 // when all blocks are present.
 __device__ __forceinline__ int take_unit(const SwapInParams& p, Round& round, int unit, int lane) {
@@ -346,7 +357,7 @@ __device__ __forceinline__ int take_unit(const SwapInParams& p, Round& round, in
 // The requests of this block, by its planners and courier.
 __device__ __forceinline__ void plan_requests(
     const SwapInParams& p, Round& round, PlanShared& s, const PlanDynamic& d, Block& b) {
-    const u32 num_reqs = p.requests.num_reqs, stride = p.num_units / p.num_slices;
+    const u32 num_reqs = p.requests.num_reqs;
     int unit = presumed_unit(p);
     if (!b.is_planner) {
         const int taken = take_unit(p, round, unit, b.lane);
@@ -358,10 +369,11 @@ __device__ __forceinline__ void plan_requests(
     }
     u32 turn = 0;
 #pragma unroll 1
-    while (unit != ABSENT && unit / p.num_slices + turn * stride < num_reqs) {
-        const u32 req = unit / p.num_slices + turn * stride;
-        const bool is_last = req + stride >= num_reqs;
-        b.slice = unit % p.num_slices;
+    while (true) {
+        const u32 first_req = request_of(p, unit), req = first_req + turn * p.stride;
+        if (unit == ABSENT || req >= num_reqs) break;
+        const bool is_last = req + p.stride >= num_reqs;
+        b.slice = unit - first_req * p.num_slices;
         Selection mine;
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
@@ -400,7 +412,10 @@ __device__ __forceinline__ void plan_requests(
             if (p.reads_ahead) mine.src_host_slot[k] = is_valid ? __ldg(r.host_slots + position) : ABSENT;
         }
         if (p.hot_slots_in_shared && row != ABSENT) prefetch_hot_slots(p, d, r, b.tid);
-        if (turn > 0) __syncthreads();   // the request before is done with shared memory
+        if (turn > 0) {                  // the request before is done with shared memory
+            if (b.is_planner) Fetching::wait();
+            Planning::wait();
+        }
 #pragma unroll 1
         for (int i = b.tid; i < (p.tables.max_capacity + 31) / 32; i += NUM_PLANNERS + WARP) s.is_used[i] = 0;
         if (b.tid < NUM_BUCKETS) s.buckets[b.tid] = 0;
@@ -429,28 +444,27 @@ __device__ __forceinline__ void plan_requests(
                         mine.position[k] == ABSENT ? ABSENT : dense_slot(p.tables, row, mine.position[k]);
             }
             if (is_bad) atomicOr(&p.tables.error_flags[row], BAD_POSITION);
-            if (b.is_planner) {
-                EarlyKnown::arrive();
-                EarlyPlaced::arrive();
-            }
+            tell_fetchers(s, b, false);
         }
     }
-    if (unit == ABSENT && b.is_planner) EarlyKnown::arrive();
+    if (unit == ABSENT) tell_fetchers(s, b, false);
     if (!b.has_arrived) arrive(p, round, b);
 }
 
 // The same requests, by a fetcher.
 __device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round, const PlanShared& s, const Block& b) {
-    const u32 num_reqs = p.requests.num_reqs, stride = p.num_units / p.num_slices;
+    const u32 num_reqs = p.requests.num_reqs;
     const bool records = p.plan.src_host_slots != nullptr;
     bool is_last = false;
 #pragma unroll 1
     for (u32 turn = 0; !is_last; ++turn) {
-        if (turn > 0) __syncthreads();
-        EarlyKnown::wait();
+        if (turn > 0) Fetching::wait();
+        Fetching::wait();
         if (s.unit == ABSENT) break;
-        is_last = s.unit / p.num_slices + (turn + 1) * stride >= num_reqs;
-        const int num_early = min(p.reads_ahead ? s.num_early : s.num_misses, p.max_early);
+        const bool has_misses = s.has_misses;
+        is_last = request_of(p, s.unit) + (turn + 1) * p.stride >= num_reqs;
+        if (has_misses && !p.reads_ahead) Fetching::wait();
+        const int num_early = has_misses ? min(p.reads_ahead ? s.num_early : s.num_misses, p.max_early) : 0;
         EarlyItem items[ITEMS_PER_FETCHER];
 #pragma unroll
         for (int k = 0; k < ITEMS_PER_FETCHER; ++k) {
@@ -458,7 +472,7 @@ __device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round,
             if (number < num_early) begin_fetch(p.pools[0], p.layer, s.early_host_slots[number], b.lane, items[k]);
         }
         if (is_last && !records) arrive_alone(p, round, b);
-        EarlyPlaced::wait();
+        if (has_misses) Fetching::wait();
         if (is_last && records) arrive_alone(p, round, b);
 #pragma unroll
         for (int k = 0; k < ITEMS_PER_FETCHER; ++k) {
@@ -483,28 +497,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) swap_in(const __gri
     b.slice = 0;
     b.num_left = 0;
     b.has_arrived = false;
-    if (b.tid == COURIER) {
-        schedule.gate.init();
-        schedule.next = 0;
-    }
+    if (b.tid == COURIER) schedule.next = 0;
     __syncthreads();
     wait_for_kernel_in_front();
     let_next_kernel_get_ready();
     b.launch = __ldcg(p.num_launches);
     Round& round = *reinterpret_cast<Round*>(p.rounds + static_cast<i64>(b.launch & 1) * p.round_bytes);
-    if (b.warp >= FIRST_FETCHER) {
-        fetch_early(p, round, s, b);
-        schedule.gate.pass();
-        copy_left(p, schedule, b.lane);
-        return;
-    }
-    plan_requests(p, round, s, d, b);
-    if (b.is_planner) {
+    if (b.warp >= FIRST_FETCHER) fetch_early(p, round, s, b);
+    else plan_requests(p, round, s, d, b);
+
+    if (b.tid < NUM_PLANNERS) {
         uint4* next_round = reinterpret_cast<uint4*>(p.rounds + static_cast<i64>(~b.launch & 1) * p.round_bytes);
 #pragma unroll 1
         for (int i = blockIdx.x * NUM_PLANNERS + b.tid; i < p.round_bytes / 16; i += gridDim.x * NUM_PLANNERS)
             next_round[i] = make_uint4(0, 0, 0, 0);
-        schedule.gate.pass();
+    }
+    if (b.tid / WARP != COURIER / WARP) {
+        Gate::pass(b.warp);
     } else {
         u32 num_left = 0;                // of all blocks
         if (b.lane == 0) {
@@ -524,7 +533,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) swap_in(const __gri
         num_left = __shfl_sync(~0u, num_left, 0);
         if (num_left > 0) make_schedule(schedule, round, num_left, b.lane);
         __syncwarp();
-        if (b.lane == 0) schedule.gate.open();
+        Gate::open();
     }
     copy_left(p, schedule, b.lane);
 }

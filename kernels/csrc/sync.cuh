@@ -38,8 +38,10 @@ __device__ __forceinline__ u64 add_acq_rel(u64* to, u64 value) {
     asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(to), "l"(value) : "memory");
     return before;
 }
-__device__ __forceinline__ void add_relaxed(u64* to, u64 value) {
-    asm volatile("red.add.relaxed.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(value) : "memory");
+__device__ __forceinline__ u64 add_relaxed(u64* to, u64 value) {
+    u64 before;
+    asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(to), "l"(value) : "memory");
+    return before;
 }
 
 // Called before every look at what another block is to write. All blocks of a launch are resident and none waits
@@ -51,40 +53,19 @@ struct Patience {
     }
 };
 
-// Barriers of some of a block's warps. Barrier 0 is __syncthreads.
-template <int ID, int NUM>
+// Barriers of some of a block's warps, or of all where they meet from different places in the code.
+template <int NUM_THREADS_MEETING>
 struct Barrier {
-    static __device__ __forceinline__ void wait() { asm volatile("bar.sync %0, %1;" :: "n"(ID), "n"(NUM) : "memory"); }
-    static __device__ __forceinline__ void arrive() {
-        asm volatile("bar.arrive %0, %1;" :: "n"(ID), "n"(NUM) : "memory");
+    static __device__ __forceinline__ void wait(int id) {
+        asm volatile("bar.sync %0, %1;" :: "r"(id), "n"(NUM_THREADS_MEETING) : "memory");
     }
-    static __device__ __forceinline__ bool wait_or(bool is_one) {
+    static __device__ __forceinline__ bool wait_or(int id, bool is_one) {
         u32 any;
         asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q; }"
-                     : "=r"(any) : "r"(static_cast<u32>(is_one)), "n"(ID), "n"(NUM) : "memory");
+                     : "=r"(any)
+                     : "r"(static_cast<u32>(is_one)), "r"(id), "n"(NUM_THREADS_MEETING)
+                     : "memory");
         return any;
-    }
-};
-
-// A barrier that one thread opens, once, and that every warp passes at a time of its own.
-struct Gate {
-    u64 state;
-
-    __device__ __forceinline__ u32 address() { return static_cast<u32>(__cvta_generic_to_shared(&state)); }
-    // By one thread, before the block next meets.
-    __device__ __forceinline__ void init() {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(address()) : "memory");
-    }
-    __device__ __forceinline__ void open() {
-        asm volatile("{ .reg .b64 t; mbarrier.arrive.shared::cta.b64 t, [%0]; }" :: "r"(address()) : "memory");
-    }
-    __device__ __forceinline__ void pass() {
-        u32 is_open;
-        do {
-            asm volatile(
-                "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-                : "=r"(is_open) : "r"(address()) : "memory");
-        } while (!is_open);
     }
 };
 

@@ -35,10 +35,12 @@ def compile_with_nvrtc(arch: int, options: tuple[str, ...]) -> str:
     return text.decode(errors="replace") if isinstance(text, bytes) else str(text)
 
 
-@pytest.mark.parametrize("positions_per_thread", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("positions_per_thread", "only_wide_items"), [(1, True), (2, True), (4, False), (8, True)]
+)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_compiles(arch: int, positions_per_thread: int, tmp_path: Path) -> None:
-    options = cuda.compile_options(positions_per_thread)
+def test_compiles(arch: int, positions_per_thread: int, only_wide_items: bool, tmp_path: Path) -> None:
+    options = cuda.compile_options(positions_per_thread, only_wide_items)
     if shutil.which("nvcc"):
         log = compile_with_nvcc(arch, options, tmp_path)
         assert set(re.findall(r"Compiling entry function '(\w+)'", log)) == ENTRIES
