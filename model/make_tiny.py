@@ -34,11 +34,11 @@ CONTEXT_LENGTH = 8192
 INDEX_TOPK = 64
 
 _NUM_BYTES = 256
-_SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>")
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD_ID, BOS_ID, EOS_ID = range(_NUM_BYTES, _NUM_BYTES + 3)
-VOCAB_SIZE = _NUM_BYTES + len(_SPECIAL_TOKENS)
+VOCAB_SIZE = _NUM_BYTES + len(SPECIAL_TOKENS)
 
-_CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (
     "<bos>{% for message in messages %}"
     "{% if message['role'] in ('system', 'user', 'assistant') %}<|{{ message['role'] }}|>"
     "{% else %}{{ raise_exception('unknown role ' ~ message['role']) }}{% endif %}"
@@ -342,27 +342,27 @@ def _write_tokenizer(out_dir: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocab = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS]
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
     )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
-        additional_special_tokens=list(_SPECIAL_TOKENS[3:]),
+        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
         model_max_length=CONTEXT_LENGTH,
         clean_up_tokenization_spaces=False,
-        chat_template=_CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE,
     )
     fast.save_pretrained(out_dir)
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """The printable character that byte-level vocabularies write for each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(_NUM_BYTES) if byte not in plain]

@@ -17,9 +17,11 @@ from model.training.checkpoint import (
     write_checkpoint,
 )
 from model.training.evaluate import held_out, score
-from model.training.network import Network, NetworkShape, Selection
+from model.training.indexing import Selection
+from model.training.network import Network
 from model.training.optimizer import Muon, orthogonal
 from model.training.schedule import SHARES, WIDTHS, Schedule, Stage
+from model.training.shape import NetworkShape
 from model.training.task import Batch, Shape, TaskGenerator
 
 SMALL = NetworkShape(

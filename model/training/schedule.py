@@ -1,0 +1,135 @@
+"""When a run does what: its stages, the width of each batch, and the learning rates.
+
+    stage    attention   trains                                    loss
+    dense    all         everything but the indexer                next token, answers above all
+    warmup   all         the indexer alone                         divergence from attention, all positions
+    sparse   selected    everything, the indexer by its own loss   next token; divergence, selected positions
+
+The stages are those of the DeepSeek-V3.2 report. They follow the clock, because what a run may cost is known
+in minutes and a GPU's speed is not. Sequences grow: the next width is taken up when the answers at the
+widest so far are right, or when its time has come.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+PROMOTION_ACCURACY = 0.97
+"""Share of right answer tokens at the widest batches that brings the next width."""
+MOST_QUESTIONS = 24
+RAMP_STEPS = 100
+SETTLED_RATE = 0.2
+
+
+class Stage(Enum):
+    DENSE = "dense"
+    WARMUP = "warmup"
+    SPARSE = "sparse"
+
+
+SHARES = {Stage.DENSE: 0.5, Stage.WARMUP: 0.12, Stage.SPARSE: 0.38}
+"""Of the run's time."""
+
+
+@dataclass
+class Schedule:
+    """Where a run stands. What is in ``progress`` is saved with the run; the rest are its settings."""
+
+    total_secs: float
+    seed: int
+    max_width: int = WIDTHS[-1]
+    tokens_per_batch: int = 32768
+    step: int = 0
+    stage: Stage = Stage.DENSE
+    stage_step: int = 0
+    secs: float = 0.0
+    """Spent training so far."""
+    level: int = 0
+    """Index of the widest batches so far in ``WIDTHS``."""
+    accuracy: dict[int, float] = field(default_factory=dict)
+    """Running share of right answer tokens by width."""
+
+    def progress(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "stage": self.stage.value,
+            "stage_step": self.stage_step,
+            "secs": self.secs,
+            "level": self.level,
+            "accuracy": self.accuracy,
+        }
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        self.step, self.stage_step, self.level = saved["step"], saved["stage_step"], saved["level"]
+        self.stage, self.secs = Stage(saved["stage"]), saved["secs"]
+        self.accuracy = {int(width): value for width, value in saved["accuracy"].items()}
+
+    @property
+    def is_done(self) -> bool:
+        return self.secs >= self.total_secs
+
+    @property
+    def stage_part(self) -> float:
+        """How much of the stage's time is over, in [0, 1]."""
+        start = sum(SHARES[stage] for stage in list(Stage)[: list(Stage).index(self.stage)])
+        return min(1.0, max(0.0, (self.secs / self.total_secs - start) / SHARES[self.stage]))
+
+    def advance(self, secs: float) -> bool:
+        """Count a step of ``secs`` seconds; true when it ended a stage."""
+        self.step, self.stage_step, self.secs = self.step + 1, self.stage_step + 1, self.secs + secs
+        if self.stage is Stage.DENSE:
+            self._maybe_promote()
+        if self.stage_part < 1.0 or self.stage is Stage.SPARSE:
+            return self.is_done
+        self.stage = list(Stage)[list(Stage).index(self.stage) + 1]
+        self.stage_step = 0
+        return True
+
+    def width(self) -> int:
+        """Of the next batch. Half of them, in the later stages a third, are as wide as they get."""
+        widths = [width for width in WIDTHS if width <= self.max_width]
+        draw = random.Random(self.seed * 7919 + self.step)
+        if self.stage is Stage.DENSE:
+            widths = widths[: self.level + 1]
+            return widths[-1] if draw.random() < 0.5 else draw.choice(widths)
+        return widths[-1] if draw.random() < 0.3 else draw.choice(widths[1:] or widths)
+
+    def record(self, width: int, accuracy: float) -> None:
+        """Take note of the share of right answer tokens in one batch of ``width``."""
+        before = self.accuracy.get(width, accuracy)
+        self.accuracy[width] = 0.7 * before + 0.3 * accuracy
+
+    def main_rate(self) -> float:
+        """Factor of the main model's learning rates.
+
+        A ramp, constant, and down to ``SETTLED_RATE`` in the dense stage; from there to zero in the sparse.
+        """
+        if self.stage is Stage.SPARSE:
+            return SETTLED_RATE * min(1.0, 1.2 * (1.0 - self.stage_part))
+        settling = max(0.0, self.stage_part - 0.5) / 0.5
+        return min(1.0, (self.stage_step + 1) / RAMP_STEPS, 1.0 - (1.0 - SETTLED_RATE) * settling)
+
+    def index_rate(self) -> float:
+        """Factor of the indexer's learning rate: a ramp, constant, in the sparse stage linear to zero."""
+        if self.stage is Stage.SPARSE:
+            return min(1.0, 1.2 * (1.0 - self.stage_part))
+        return min(1.0, (self.stage_step + 1) / RAMP_STEPS)
+
+    def _maybe_promote(self) -> None:
+        widths = [width for width in WIDTHS if width <= self.max_width]
+        if self.level == len(widths) - 1:
+            return
+        is_right = self.accuracy.get(widths[self.level], 0.0) > PROMOTION_ACCURACY
+        # The first width takes longest: until the model has found out how to look up anything at all.
+        is_late = self.stage_part > 0.4 + 0.5 * self.level / len(widths)
+        if is_right or is_late:
+            self.level += 1
+
+
+def num_questions(width: int) -> int:
+    """Most questions of a sequence in training."""
+    return min(MOST_QUESTIONS, max(2, width // 24))
