@@ -24,26 +24,27 @@ constexpr int ITEMS_PER_FETCHER = 3;
 constexpr int MAX_EARLY = NUM_FETCHERS * ITEMS_PER_FETCHER;
 constexpr int NUM_THREADS = NUM_PLANNERS + WARP + NUM_FETCHERS * WARP;
 
-struct Planning {                        // planners and courier
-    typedef Barrier<NUM_PLANNERS + WARP> Meeting;
-    static __device__ __forceinline__ void wait() { Meeting::wait(1); }
-    static __device__ __forceinline__ bool wait_or(bool is_one) { return Meeting::wait_or(1, is_one); }
-};
-struct Fetching {                        // planners and fetchers
-    static __device__ __forceinline__ void wait() { Barrier<NUM_PLANNERS + NUM_FETCHERS * WARP>::wait(2); }
-};
+typedef Barrier<1, NUM_PLANNERS + WARP> Planning;                      // planners and courier meet
+typedef Barrier<2, NUM_PLANNERS + NUM_FETCHERS * WARP> EarlyKnown;     // planners arrive, fetchers wait
+typedef Barrier<3, NUM_PLANNERS + NUM_FETCHERS * WARP> EarlyPlaced;    // likewise
+typedef Barrier<4, NUM_PLANNERS + NUM_FETCHERS * WARP> EarlyDone;      // fetchers arrive, planners wait
 
-// The courier opens it, first for the planners, then for every fetcher when that has nothing in flight any more.
-struct Gate {
-    typedef Barrier<2 * WARP> OfFetcher;
-    static __device__ __forceinline__ void open() {
-        Planning::wait();
-#pragma unroll 1
-        for (int i = 0; i < NUM_FETCHERS; ++i) OfFetcher::wait(3 + i);
+// What planners tell fetchers. Posted and read by atomics: checkers follow these, but not a barrier at which one side
+// only arrives.
+struct Mailbox {
+    int unit;                            // ABSENT: nothing to plan
+    int num_early;                       // items to fetch, if not more than max_early
+    u64 host_slots[MAX_EARLY];
+    int device_slots[MAX_EARLY];         // ABSENT: has no place, or another block fetches it
+
+    static __device__ __forceinline__ void post(int& to, int value) { atomicExch(&to, value); }
+    static __device__ __forceinline__ void post(u64& to, i64 value) { atomicExch(&to, static_cast<u64>(value)); }
+    // By a whole warp.
+    static __device__ __forceinline__ int read(int& from, int lane) {
+        return __shfl_sync(~0u, lane == 0 ? atomicAdd(&from, 0) : 0, 0);
     }
-    static __device__ __forceinline__ void pass(int warp) {
-        if (warp < NUM_PLANNER_WARPS) Planning::wait();
-        else OfFetcher::wait(3 + warp - FIRST_FETCHER);
+    static __device__ __forceinline__ i64 read(u64& from, int lane) {
+        return static_cast<i64>(__shfl_sync(~0u, lane == 0 ? atomicCAS(&from, 0ull, 0ull) : 0ull, 0));
     }
 };
 
@@ -65,13 +66,11 @@ struct PlanShared {
     int num_of_class[WARP];              // entries that may go
     int buckets[NUM_BUCKETS];
     u32 warp_sums[NUM_PLANNER_WARPS];
-    i64 early_host_slots[MAX_EARLY];
-    int early_device_slots[MAX_EARLY];  // ABSENT: has no place, or another block fetches it
-    int num_claimed, num_misses, num_late, num_early, num_left, num_evictions, flags;
+    Mailbox mail;
+    int num_claimed, num_misses, num_late, num_left, num_evictions, flags;
     int request_misses, first_rank;
     int plan_start;
     int unit;                            // ABSENT: nothing to plan
-    bool has_misses;                     // for the fetchers
 };
 
 // Of the size that the launch gives.
@@ -117,10 +116,10 @@ __device__ __forceinline__ bool look_up(
         } else if (mine.position[k] != ABSENT) {
             is_missing = true;
             if (!reads_ahead || mine.src_host_slot[k] < 0) continue;
-            const int number = atomicAdd(&s.num_early, 1);
+            const int number = atomicAdd(&s.mail.num_early, 1);
             if (number >= max_early) continue;
-            s.early_host_slots[number] = mine.src_host_slot[k];
-            s.early_device_slots[number] = ABSENT;
+            Mailbox::post(s.mail.host_slots[number], mine.src_host_slot[k]);
+            Mailbox::post(s.mail.device_slots[number], ABSENT);
             mine.early[k] = number;
         }
     }
@@ -202,8 +201,8 @@ __device__ __forceinline__ void claim_misses(
                 mine.miss[k] = first + __popc(placeable[k] & ((1u << lane) - 1));
                 if (!reads_ahead && mine.miss[k] < max_early) {
                     mine.early[k] = mine.miss[k];
-                    s.early_host_slots[mine.miss[k]] = mine.src_host_slot[k];
-                    s.early_device_slots[mine.miss[k]] = ABSENT;
+                    Mailbox::post(s.mail.host_slots[mine.miss[k]], mine.src_host_slot[k]);
+                    Mailbox::post(s.mail.device_slots[mine.miss[k]], ABSENT);
                 }
             }
             num_late += __popc(__ballot_sync(~0u, mine.miss[k] != ABSENT && mine.early[k] == ABSENT));

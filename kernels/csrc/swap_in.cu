@@ -22,6 +22,7 @@ struct Schedule {
 struct Block {
     int tid, lane, warp, slice;
     bool is_planner;
+    bool has_missed;
     u32 num_left;                        // copies written to `left`
     bool has_arrived;
     u32 launch;
@@ -94,12 +95,6 @@ __device__ __forceinline__ int* out_of(const SwapInParams& p, const HotRow& r, i
     return p.out + static_cast<i64>(r.req) * p.top_k + b.slice * p.slice_len + k * NUM_PLANNERS + b.tid;
 }
 
-__device__ __forceinline__ void tell_fetchers(PlanShared& s, const Block& b, bool has_misses) {
-    if (!b.is_planner) return;
-    if (b.tid == 0) s.has_misses = has_misses;
-    Fetching::wait();
-}
-
 // The misses that this block has claimed: choose their entries, and write down the copies that no fetcher has begun.
 __device__ __forceinline__ void place_misses(
     const SwapInParams& p, Round& round, PlanShared& s, const PlanDynamic& d, const HotRow& r, Selection& mine,
@@ -142,11 +137,11 @@ __device__ __forceinline__ void place_misses(
             p.plan.src_host_slots[s.plan_start + mine.miss[k]] = mine.src_host_slot[k];
             p.plan.dst_device_slots[s.plan_start + mine.miss[k]] = dst;
         }
-        if (mine.early[k] != ABSENT) s.early_device_slots[mine.early[k]] = dst;
+        if (mine.early[k] != ABSENT) Mailbox::post(s.mail.device_slots[mine.early[k]], dst);
         else in_bucket[k] = atomicAdd(&s.buckets[mine.position[k] >> bucket_shift], 1);
     }
     Planning::wait();
-    if (b.is_planner) Fetching::wait();  // fetchers know where to put it
+    if (b.is_planner) EarlyPlaced::arrive();
     if (b.warp == 0) {
         int num = 0;
 #pragma unroll
@@ -196,7 +191,8 @@ __device__ __forceinline__ void resolve_hisparse(
 
     if (is_bad) atomicOr(&s.flags, BAD_POSITION);
     const bool has_misses = look_up(s, r, mine, reads_ahead, p.max_early);
-    tell_fetchers(s, b, has_misses);
+    if (b.is_planner && (reads_ahead || !has_misses)) EarlyKnown::arrive();
+    b.has_missed |= has_misses;
     if (!has_misses && is_last) arrive(p, round, b);
     if (!b.is_planner) {
         const int num_hits = share_used(s, r, is_used, b.lane);
@@ -211,7 +207,10 @@ __device__ __forceinline__ void resolve_hisparse(
     }
     if (has_misses) {
         Planning::wait();
-        if (b.is_planner && !reads_ahead) Fetching::wait();  // fetchers know only now what to ask for
+        if (b.is_planner && !reads_ahead) {
+            if (b.tid == 0) Mailbox::post(s.mail.num_early, s.num_misses);
+            EarlyKnown::arrive();
+        }
         if (b.tid == COURIER) {
             s.request_misses = s.num_misses;
             s.first_rank = is_split ? tell_misses(p, r, word, s.num_misses) : 0;
@@ -239,6 +238,7 @@ __device__ __forceinline__ void resolve_hisparse(
             if (s.is_used[i / 32] >> (i % 32) & 1) r.stamps[i] = r.now;
     if (b.slice == 0 && b.tid == 0) place_newest(s, r);
     if (has_misses) place_misses(p, round, s, d, r, mine, word, is_used, is_last, b);
+    else if (b.is_planner) EarlyPlaced::arrive();
     if (b.tid == 0) {
         if (!is_split) t.step[r.row] = r.now;
         count(t, r.row, MISSES, s.num_claimed);
@@ -361,7 +361,10 @@ __device__ __forceinline__ void plan_requests(
     int unit = presumed_unit(p);
     if (!b.is_planner) {
         const int taken = take_unit(p, round, unit, b.lane);
-        if (b.lane == 0) s.unit = taken;
+        if (b.lane == 0) {
+            s.unit = taken;
+            Mailbox::post(s.mail.unit, taken);
+        }
     }
     if (unit == ABSENT) {
         Planning::wait();
@@ -373,6 +376,10 @@ __device__ __forceinline__ void plan_requests(
         const u32 first_req = request_of(p, unit), req = first_req + turn * p.stride;
         if (unit == ABSENT || req >= num_reqs) break;
         const bool is_last = req + p.stride >= num_reqs;
+        if (turn > 0) {                  // the request before is done with shared memory
+            if (b.is_planner) EarlyDone::wait();
+            Planning::wait();
+        }
         b.slice = unit - first_req * p.num_slices;
         Selection mine;
 #pragma unroll
@@ -412,15 +419,13 @@ __device__ __forceinline__ void plan_requests(
             if (p.reads_ahead) mine.src_host_slot[k] = is_valid ? __ldg(r.host_slots + position) : ABSENT;
         }
         if (p.hot_slots_in_shared && row != ABSENT) prefetch_hot_slots(p, d, r, b.tid);
-        if (turn > 0) {                  // the request before is done with shared memory
-            if (b.is_planner) Fetching::wait();
-            Planning::wait();
-        }
 #pragma unroll 1
         for (int i = b.tid; i < (p.tables.max_capacity + 31) / 32; i += NUM_PLANNERS + WARP) s.is_used[i] = 0;
         if (b.tid < NUM_BUCKETS) s.buckets[b.tid] = 0;
-        if (b.tid == 0)
-            s.num_claimed = s.num_misses = s.num_late = s.num_early = s.num_left = s.num_evictions = s.flags = 0;
+        if (b.tid == 0) {
+            Mailbox::post(s.mail.num_early, 0);
+            s.num_claimed = s.num_misses = s.num_late = s.num_left = s.num_evictions = s.flags = 0;
+        }
         if (p.hot_slots_in_shared) {
             r.hot_slots = d.hot_slots;
             wait_for_async_copies();
@@ -444,43 +449,51 @@ __device__ __forceinline__ void plan_requests(
                         mine.position[k] == ABSENT ? ABSENT : dense_slot(p.tables, row, mine.position[k]);
             }
             if (is_bad) atomicOr(&p.tables.error_flags[row], BAD_POSITION);
-            tell_fetchers(s, b, false);
+            if (b.is_planner) {
+                EarlyKnown::arrive();
+                EarlyPlaced::arrive();
+            }
         }
     }
-    if (unit == ABSENT) tell_fetchers(s, b, false);
+    if (unit == ABSENT && b.is_planner) EarlyKnown::arrive();
     if (!b.has_arrived) arrive(p, round, b);
 }
 
 // The same requests, by a fetcher.
-__device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round, const PlanShared& s, const Block& b) {
+__device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round, Mailbox& mail, const Block& b) {
     const u32 num_reqs = p.requests.num_reqs;
     const bool records = p.plan.src_host_slots != nullptr;
-    bool is_last = false;
 #pragma unroll 1
-    for (u32 turn = 0; !is_last; ++turn) {
-        if (turn > 0) Fetching::wait();
-        Fetching::wait();
-        if (s.unit == ABSENT) break;
-        const bool has_misses = s.has_misses;
-        is_last = request_of(p, s.unit) + (turn + 1) * p.stride >= num_reqs;
-        if (has_misses && !p.reads_ahead) Fetching::wait();
-        const int num_early = has_misses ? min(p.reads_ahead ? s.num_early : s.num_misses, p.max_early) : 0;
+    for (u32 turn = 0;; ++turn) {
+        EarlyKnown::wait();
+        const int unit = Mailbox::read(mail.unit, b.lane);
+        if (unit == ABSENT) return;
+        const bool is_last = request_of(p, unit) + (turn + 1) * p.stride >= num_reqs;
+        const int num_early = min(Mailbox::read(mail.num_early, b.lane), p.max_early);
         EarlyItem items[ITEMS_PER_FETCHER];
+        i64 host_slots[ITEMS_PER_FETCHER];
 #pragma unroll
         for (int k = 0; k < ITEMS_PER_FETCHER; ++k) {
             const int number = k * NUM_FETCHERS + b.warp - FIRST_FETCHER;
-            if (number < num_early) begin_fetch(p.pools[0], p.layer, s.early_host_slots[number], b.lane, items[k]);
+            if (number >= num_early) continue;
+            host_slots[k] = Mailbox::read(mail.host_slots[number], b.lane);
+            begin_fetch(p.pools[0], p.layer, host_slots[k], b.lane, items[k]);
         }
         if (is_last && !records) arrive_alone(p, round, b);
-        if (has_misses) Fetching::wait();
+        EarlyPlaced::wait();
         if (is_last && records) arrive_alone(p, round, b);
+        int device_slots[ITEMS_PER_FETCHER];
 #pragma unroll
         for (int k = 0; k < ITEMS_PER_FETCHER; ++k) {
             const int number = k * NUM_FETCHERS + b.warp - FIRST_FETCHER;
-            if (number < num_early && s.early_device_slots[number] != ABSENT)
-                finish_fetch(p.pools[0], p.layer, {s.early_host_slots[number], s.early_device_slots[number]}, b.lane,
-                             items[k]);
+            device_slots[k] = number < num_early ? Mailbox::read(mail.device_slots[number], b.lane) : ABSENT;
         }
+        if (!is_last) EarlyDone::arrive();
+#pragma unroll
+        for (int k = 0; k < ITEMS_PER_FETCHER; ++k)
+            if (device_slots[k] != ABSENT)
+                finish_fetch(p.pools[0], p.layer, {host_slots[k], device_slots[k]}, b.lane, items[k]);
+        if (is_last) return;
     }
 }
 
@@ -496,25 +509,25 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) swap_in(const __gri
     b.is_planner = b.tid < NUM_PLANNERS;
     b.slice = 0;
     b.num_left = 0;
-    b.has_arrived = false;
-    if (b.tid == COURIER) schedule.next = 0;
-    __syncthreads();
+    b.has_arrived = b.has_missed = false;
     wait_for_kernel_in_front();
     let_next_kernel_get_ready();
     b.launch = __ldcg(p.num_launches);
     Round& round = *reinterpret_cast<Round*>(p.rounds + static_cast<i64>(b.launch & 1) * p.round_bytes);
-    if (b.warp >= FIRST_FETCHER) fetch_early(p, round, s, b);
-    else plan_requests(p, round, s, d, b);
+    if (b.warp >= FIRST_FETCHER) {
+        fetch_early(p, round, s.mail, b);
+        return;
+    }
+    plan_requests(p, round, s, d, b);
 
-    if (b.tid < NUM_PLANNERS) {
+    if (b.is_planner) {
         uint4* next_round = reinterpret_cast<uint4*>(p.rounds + static_cast<i64>(~b.launch & 1) * p.round_bytes);
 #pragma unroll 1
         for (int i = blockIdx.x * NUM_PLANNERS + b.tid; i < p.round_bytes / 16; i += gridDim.x * NUM_PLANNERS)
             next_round[i] = make_uint4(0, 0, 0, 0);
     }
-    if (b.tid / WARP != COURIER / WARP) {
-        Gate::pass(b.warp);
-    } else {
+    if (!p.spreads && !b.has_missed) return;  // nothing is left, and nobody to help
+    if (!b.is_planner) {
         u32 num_left = 0;                // of all blocks
         if (b.lane == 0) {
             if (p.spreads) {
@@ -527,14 +540,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) swap_in(const __gri
                 num_left = static_cast<u32>(arrived);
                 if (blockIdx.x == 0) close_launch(p, round, b.launch);
             }
+            schedule.next = 0;
             schedule.num_own = b.num_left;
             schedule.num_taken = 0;
         }
         num_left = __shfl_sync(~0u, num_left, 0);
         if (num_left > 0) make_schedule(schedule, round, num_left, b.lane);
-        __syncwarp();
-        Gate::open();
     }
+    Planning::wait();
     copy_left(p, schedule, b.lane);
 }
 

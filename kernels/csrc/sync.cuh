@@ -53,17 +53,20 @@ struct Patience {
     }
 };
 
-// Barriers of some of a block's warps, or of all where they meet from different places in the code.
-template <int NUM_THREADS_MEETING>
+// Barriers of some of a block's warps.
+template <int ID, int NUM_THREADS_MEETING>
 struct Barrier {
-    static __device__ __forceinline__ void wait(int id) {
-        asm volatile("bar.sync %0, %1;" :: "r"(id), "n"(NUM_THREADS_MEETING) : "memory");
+    static __device__ __forceinline__ void wait() {
+        asm volatile("bar.sync %0, %1;" :: "n"(ID), "n"(NUM_THREADS_MEETING) : "memory");
     }
-    static __device__ __forceinline__ bool wait_or(int id, bool is_one) {
+    static __device__ __forceinline__ void arrive() {
+        asm volatile("bar.arrive %0, %1;" :: "n"(ID), "n"(NUM_THREADS_MEETING) : "memory");
+    }
+    static __device__ __forceinline__ bool wait_or(bool is_one) {
         u32 any;
         asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q; }"
                      : "=r"(any)
-                     : "r"(static_cast<u32>(is_one)), "r"(id), "n"(NUM_THREADS_MEETING)
+                     : "r"(static_cast<u32>(is_one)), "n"(ID), "n"(NUM_THREADS_MEETING)
                      : "memory");
         return any;
     }

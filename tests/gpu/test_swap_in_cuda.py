@@ -103,6 +103,7 @@ def test_history_of_each_size(
         (70, 48, 16),
         (132, 40, 12),
         (200, 24, 12),
+        (140, 300, 6),
     ],
 )
 def test_history_of_each_batch_size(num_rows: int, top_k: int, num_steps: int) -> None:
