@@ -20,14 +20,14 @@ OUT = ROOT / "bench" / "out"
 def run_facts() -> dict[str, Any]:
     """JSON-able; ``mooncake_env`` are the variables that change how Mooncake works.
 
-    Where there is no git, as on a machine that was sent the files alone, the environment variable
-    SOURCE_COMMIT says which commit they are, and whether they were changed is not known.
+    The environment variable SOURCE_COMMIT says which commit the files are where git cannot, as on a machine
+    that was sent the files alone; whether they were changed is then not known.
     """
     commit = _git("rev-parse", "HEAD")
     return {
         "command": " ".join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit or os.environ.get("SOURCE_COMMIT") or "none",
+        "commit": os.environ.get("SOURCE_COMMIT") or commit or "none",
         "uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
         "cpu": _cpu_model(),
         "num_cpus": os.cpu_count(),

@@ -1,4 +1,4 @@
-"""Swap-in on one GPU: time per call in every cell of design.md §7, and the hit rates of traces.
+"""Swap-in on one GPU: time per call in every cell of a table, beside the peer's, and the hit rates of traces.
 
 The first table, for each reading of the workload's rule (``bench/swap_in_workload.py``): every request's rows
 lie together in an 8 GiB pinned pool (wrapping round); 30 steps from an empty buffer. The first 3 steps run

@@ -35,7 +35,9 @@ PEER_US = {
     (656, 64): (16.4, 54.5, 206, 586, 1923),
     (656, 128): (17.7, 92.3, 402, 1161, 3884),
 }
-"""SGLang 0.5.23, us per call by (item_bytes, batch), in the order of MISS_PERCENTS: design.md §7."""
+"""SGLang 0.5.23, us per call by (item_bytes, batch), in the order of MISS_PERCENTS: measured before,
+on such a machine and by the same rule.
+"""
 
 TARGET_US = {
     **{(1152, batch, 0): 4.0 for batch in (1, 8, 32)},

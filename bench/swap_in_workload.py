@@ -1,6 +1,6 @@
 """The workload of the swap-in benchmark: what every step selects, and the tables and pools it runs on.
 
-The rule of the main table (design.md §7): one request selects TOP_K of CONTEXT positions; per step ``miss x
+The rule of the main table: one request selects TOP_K of CONTEXT positions; per step ``miss x
 TOP_K`` randomly chosen ones of them are replaced by positions that were never selected before (once the
 context is used up, by those selected longest ago), and the order is shuffled. Which of the positions that
 were never selected comes next is not part of that rule, so there are two readings of it (FRESH):
