@@ -45,8 +45,9 @@ MAX_BLOCKS = 160
 ENTRIES_PER_ROUND = 8 * NUM_PLANNERS
 ROUND_HEADER_BYTES = 3 * 128 + 2 * 4 * MAX_BLOCKS + 128 * (MAX_BLOCKS // 2)
 WIDEST_VECTOR_BYTES = 16
-MAX_EARLY_ITEM_BYTES = 4 * 32 * 16 - 128
 """All of these as in csrc/*.cuh."""
+MAX_EARLY_ITEM_BYTES = 4 * 32 * 16 - 128
+"""One round of csrc/copy.cuh's EarlyItem, less the part of a line before the first byte."""
 
 MAX_SELECTED = 1 << 24
 """Of a whole batch."""

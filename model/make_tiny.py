@@ -22,10 +22,13 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Array = npt.NDArray[np.float64]
 
@@ -339,12 +342,19 @@ def _letter_preference() -> Array:
 
 def _write_tokenizer(out_dir: Path) -> None:
     """A byte-level tokenizer: token ``i`` below 256 is byte ``i``."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocab = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    save_tokenizer(tokenizer, out_dir, CONTEXT_LENGTH)
+
+
+def save_tokenizer(tokenizer: Tokenizer, out_dir: Path, model_max_length: int) -> None:
+    """Write a byte-level ``tokenizer`` with the special tokens and the chat template to ``out_dir``."""
+    from tokenizers import AddedToken, decoders
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
@@ -355,7 +365,7 @@ def _write_tokenizer(out_dir: Path) -> None:
         bos_token="<bos>",
         eos_token="<eos>",
         additional_special_tokens=list(SPECIAL_TOKENS[3:]),
-        model_max_length=CONTEXT_LENGTH,
+        model_max_length=model_max_length,
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
     )

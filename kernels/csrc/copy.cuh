@@ -88,10 +88,9 @@ __device__ __forceinline__ void fetch_item(const Pool (&pools)[MAX_POOLS], int l
     }
 }
 
-// The same in two parts, for what can be asked for before its place is known: a K item of MAX_EARLY_BYTES at most, and
-// no V, at addresses that allow the widest vectors.
+// The same in two parts, for what can be asked for before its place is known: a K item that is one round from any
+// address, and no V, at addresses that allow the widest vectors.
 typedef InFlight<uint4, 4> EarlyItem;
-constexpr int MAX_EARLY_BYTES = 4 * WARP * sizeof(uint4) - LINE_BYTES;
 
 __device__ __forceinline__ void begin_fetch(
     const Pool& pool, int layer, i64 src_host_slot, int lane, EarlyItem& early) {

@@ -13,7 +13,6 @@
 
 constexpr int MAX_CAPACITY = 32768;
 constexpr int NUM_PLANNER_WARPS = NUM_PLANNERS / WARP;
-constexpr int MAX_SLICE = NUM_PLANNERS * POSITIONS_PER_THREAD;
 
 // The roles of a block's warps, in their order: planners work on positions, the courier speaks with the other blocks,
 // fetchers wait for what is asked of the host before its place is known.
@@ -77,7 +76,7 @@ struct PlanShared {
 struct PlanDynamic {
     int* hot_slots;                      // [max_capacity, rounded up to ENTRIES_PER_ROUND], if they are kept here
     u8* ages;                            // [max_capacity, rounded up likewise], classes before this step
-    u16* entries;                        // [MAX_SLICE] hot_index that each miss takes
+    u16* entries;                        // [NUM_PLANNERS * POSITIONS_PER_THREAD] hot_index that each miss takes
 };
 
 // A hisparse request while its blocks work on it.
@@ -284,12 +283,7 @@ __device__ __forceinline__ int choose_victims(
     // Running sum from the oldest class on: the class in which it reaches num_wanted is taken in part. Every warp finds
     // out for itself.
     const int of_class = s.num_of_class[WARP - 1 - lane];
-    int up_to = of_class;
-#pragma unroll
-    for (int offset = 1; offset < WARP; offset *= 2) {
-        const int other = __shfl_up_sync(~0u, up_to, offset);
-        if (lane >= offset) up_to += other;
-    }
+    const int up_to = sum_up_to_lane(of_class, lane);
     num_wanted = min(num_wanted, __shfl_sync(~0u, up_to, WARP - 1));
     const int reached = __ffs(__ballot_sync(~0u, up_to >= num_wanted)) - 1;
     const u32 threshold = (WARP - 1 - reached) * 0x01010101u;
@@ -304,12 +298,7 @@ __device__ __forceinline__ int choose_victims(
         mine += (__popc(__vcmpgtu4(ages.x, threshold)) + __popc(__vcmpgtu4(ages.y, threshold))) / 8 << 16;
         mine += (__popc(__vcmpeq4(ages.x, threshold)) + __popc(__vcmpeq4(ages.y, threshold))) / 8;
     }
-    u32 index = mine;
-#pragma unroll
-    for (int offset = 1; offset < WARP; offset *= 2) {
-        const u32 other = __shfl_up_sync(~0u, index, offset);
-        if (lane >= offset) index += other;
-    }
+    u32 index = sum_up_to_lane(mine, lane);
     if (lane == WARP - 1 && is_planner) s.warp_sums[tid / WARP] = index;
     Planning::wait();
     index += __reduce_add_sync(~0u, lane < tid / WARP && is_planner ? s.warp_sums[lane] : 0) - mine;

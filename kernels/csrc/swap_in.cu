@@ -146,12 +146,7 @@ __device__ __forceinline__ void place_misses(
         int num = 0;
 #pragma unroll
         for (int i = 0; i < NUM_BUCKETS / WARP; ++i) num += s.buckets[b.lane * (NUM_BUCKETS / WARP) + i];
-        int up_to = num;
-#pragma unroll
-        for (int offset = 1; offset < WARP; offset *= 2) {
-            const int other = __shfl_up_sync(~0u, up_to, offset);
-            if (b.lane >= offset) up_to += other;
-        }
+        const int up_to = sum_up_to_lane(num, b.lane);
         int start = up_to - num;
 #pragma unroll
         for (int i = 0; i < NUM_BUCKETS / WARP; ++i) {

@@ -1,4 +1,4 @@
-// Order between kernels, between blocks, and between the warps of a block.
+// Order between kernels, between blocks, and between the warps of a block; and what the lanes of a warp do together.
 #pragma once
 #include "params.cuh"
 
@@ -42,6 +42,17 @@ __device__ __forceinline__ u64 add_relaxed(u64* to, u64 value) {
     u64 before;
     asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(to), "l"(value) : "memory");
     return before;
+}
+
+// The sum of this lane's value and those of the lanes before it.
+template <typename T>
+__device__ __forceinline__ T sum_up_to_lane(T value, int lane) {
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) {
+        const T other = __shfl_up_sync(~0u, value, offset);
+        if (lane >= offset) value += other;
+    }
+    return value;
 }
 
 // Called before every look at what another block is to write. All blocks of a launch are resident and none waits

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from model.make_tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, byte_characters
+from model.make_tiny import SPECIAL_TOKENS, byte_characters, save_tokenizer
 
 NUM_BYTES = 256
 
@@ -104,8 +104,7 @@ def text_of(ids: Iterable[int]) -> str:
 
 def write_tokenizer(out_dir: Path, model_max_length: int) -> None:
     """Write the tokenizer's files with the chat template to ``out_dir``."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     characters = byte_characters()
     vocab = {character: byte for byte, character in enumerate(characters)}
@@ -120,18 +119,4 @@ def write_tokenizer(out_dir: Path, model_max_length: int) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
-        model_max_length=model_max_length,
-        clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
-    )
-    fast.save_pretrained(out_dir)
+    save_tokenizer(tokenizer, out_dir, model_max_length)
