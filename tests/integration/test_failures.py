@@ -186,26 +186,32 @@ def test_retraction_under_pressure_keeps_the_tokens(tiny_checkpoint: Checkpoint,
     with deployment(
         tiny_checkpoint("v32"),
         tmp_path,
-        # Two dense requests fit for their whole life; a third is let in with a few pages, and must grow.
-        decode_options=["--device-pool-tokens", "832", "--device-buffer-size", "192"],
+        # Two dense requests of 8 pages fit for their whole life. A third is let in with two pages, and is
+        # at the end of the pool with three, some three hundred steps before the others end.
+        decode_options=["--device-pool-tokens", "1216", "--device-buffer-size", "192"],
     ) as pair:
+        decode = pair.decode[0]
         prompts = [f"{number} {PROMPT[:48]}" for number in range(8)]
-        params = {"max_new_tokens": 240}
-        alone = [generate(pair.url, text=text, params=params).json()["output_ids"] for text in prompts[:3]]
-        flags = [False, False, True, False, False, True, False, False]
-        with ThreadPoolExecutor(len(prompts)) as threads:
-            answers = list(
-                threads.map(
-                    lambda i: generate(
-                        pair.url, text=prompts[i], params=params, hisparse=flags[i], timeout_secs=120
-                    ),
-                    range(len(prompts)),
-                )
+        params = {"max_new_tokens": 448}
+        flags = [False, False, False, True, False, False, True, False]
+        first, others = range(3), range(3, len(prompts))
+
+        def answer(number: int) -> httpx.Response:
+            return generate(
+                pair.url, text=prompts[number], params=params, hisparse=flags[number], timeout_secs=120
             )
+
+        alone = [answer(number).json()["output_ids"] for number in first]
+        assert decode.metrics()["hisparse_pd:retractions_total"] == 0
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            pending = [threads.submit(answer, number) for number in first]
+            wait_until(
+                lambda: decode.metrics()["hisparse_pd:retractions_total"] > 0, 60, "the third is pushed out"
+            )
+            pending += [threads.submit(answer, number) for number in others]
+            answers = [future.result() for future in pending]
         assert [answer.status_code for answer in answers] == [200] * len(prompts), answers[0].text
         assert [answer.json()["output_ids"] for answer in answers[:3]] == alone
-        decode = pair.decode[0]
-        assert decode.metrics()["hisparse_pd:retractions_total"] > 0
         wait_until(lambda: pool_usage(decode) == 0, 30, "pools whole")
 
 
