@@ -22,7 +22,7 @@ PROMOTION_ACCURACY = 0.97
 """Share of right answer tokens at the widest batches that brings the next width."""
 MOST_QUESTIONS = 24
 RAMP_STEPS = 100
-SETTLED_RATE = 0.2
+SETTLED_RATE, SPARSE_RATE = 0.2, 0.3
 
 
 class Stage(Enum):
@@ -90,13 +90,14 @@ class Schedule:
         return True
 
     def width(self) -> int:
-        """Of the next batch. Half of them, in the later stages a third, are as wide as they get."""
+        """Of the next batch. In the dense stage half of them are as wide as they get."""
         widths = [width for width in WIDTHS if width <= self.max_width]
         draw = random.Random(self.seed * 7919 + self.step)
         if self.stage is Stage.DENSE:
             widths = widths[: self.level + 1]
             return widths[-1] if draw.random() < 0.5 else draw.choice(widths)
-        return widths[-1] if draw.random() < 0.3 else draw.choice(widths[1:] or widths)
+        # All as likely: a short batch asks many more questions in its time than a long one.
+        return draw.choice(widths[1:] or widths)
 
     def record(self, width: int, accuracy: float) -> None:
         """Take note of the share of right answer tokens in one batch of ``width``."""
@@ -106,10 +107,11 @@ class Schedule:
     def main_rate(self) -> float:
         """Factor of the main model's learning rates.
 
-        A ramp, constant, and down to ``SETTLED_RATE`` in the dense stage; from there to zero in the sparse.
+        A ramp, constant, and down to ``SETTLED_RATE`` in the dense stage; from ``SPARSE_RATE`` to zero in the
+        sparse.
         """
         if self.stage is Stage.SPARSE:
-            return SETTLED_RATE * min(1.0, 1.2 * (1.0 - self.stage_part))
+            return SPARSE_RATE * min(1.0, 1.2 * (1.0 - self.stage_part))
         settling = max(0.0, self.stage_part - 0.5) / 0.5
         return min(1.0, (self.stage_step + 1) / RAMP_STEPS, 1.0 - (1.0 - SETTLED_RATE) * settling)
 

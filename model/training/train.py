@@ -4,7 +4,9 @@
 
 ``DIR/checkpoint`` is what is served; ``DIR/log.jsonl`` and ``DIR/curves.png`` are the run's record; the state
 files are for ``--resume``, which goes on where a stopped run was saved, at most a minute before it stopped.
-``--small --max-width 256`` is a miniature that a CPU core trains in about half an hour.
+
+Without a GPU: ``--device cpu --minutes 80 --tokens-per-batch 8192 --eval-prompts 12``, on two cores; or
+``--small --max-width 256``, a miniature that one core trains in about half an hour.
 """
 
 from __future__ import annotations
@@ -51,15 +53,24 @@ BALANCE_RATE = 1e-3
 LOG_STEPS = 10
 SAVE_SECS = 60.0
 PRINT_SECS = 10.0
-STAGE_END_PROMPTS, FINAL_PROMPTS = 32, 100
+EVAL_PROMPTS = 100
+"""Of each length at the end of a run; a third of that at the end of a stage."""
 
 
 class Trainer:
     """One run: the network, its optimizers, and the files of the run."""
 
-    def __init__(self, out_dir: Path, device: str, shape: NetworkShape, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        out_dir: Path,
+        device: str,
+        shape: NetworkShape,
+        schedule: Schedule,
+        eval_prompts: int = EVAL_PROMPTS,
+    ) -> None:
         torch.manual_seed(schedule.seed)
         self._out_dir = out_dir
+        self._eval_prompts = eval_prompts
         self._device = torch.device(device)
         self._schedule = schedule
         self._network = Network(shape).to(self._device).train()
@@ -114,13 +125,13 @@ class Trainer:
                     self._save()
                     last_saved = now
                 if is_stage_end and not self._schedule.is_done:
-                    self.evaluate(STAGE_END_PROMPTS, after=stage)
+                    self.evaluate(max(1, self._eval_prompts // 3), after=stage)
                 if note:
                     bar.update(task, completed=self._schedule.secs, note=note)
                     if not self._console.is_terminal and now - last_printed > PRINT_SECS:
                         self._console.print(note, soft_wrap=True)
                         last_printed = now
-        scores = self.evaluate(FINAL_PROMPTS, after=Stage.SPARSE)
+        scores = self.evaluate(self._eval_prompts, after=Stage.SPARSE)
         write_checkpoint(self._network, self._out_dir / "checkpoint")
         plot(self._log_path, self._out_dir / "curves.png")
         return scores
@@ -280,6 +291,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out, if there is one")
     parser.add_argument("--max-width", type=int, default=8192, help="tokens of the longest sequences")
     parser.add_argument("--tokens-per-batch", type=int, default=32768)
+    parser.add_argument("--eval-prompts", type=int, default=EVAL_PROMPTS, help="of each length in the end")
     parser.add_argument("--small", action="store_true", help="a miniature of the network")
     arguments = parser.parse_args()
     out_dir: Path = arguments.out
@@ -295,7 +307,8 @@ def main() -> int:
         max_width=arguments.max_width,
         tokens_per_batch=arguments.tokens_per_batch,
     )
-    trainer = Trainer(out_dir, arguments.device, SMALL if arguments.small else NetworkShape(), schedule)
+    shape = SMALL if arguments.small else NetworkShape()
+    trainer = Trainer(out_dir, arguments.device, shape, schedule, arguments.eval_prompts)
     if arguments.resume:
         trainer.resume()
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -21,8 +21,8 @@ from typing import Any
 import httpx
 import pytest
 
+from model.oracle import Oracle
 from tests.integration.harness import Deployment, deployment
-from tests.oracle import Oracle
 
 NUM_PROMPTS = 60
 NUM_NEW_TOKENS = 48

@@ -21,8 +21,8 @@ from decode_node.pools import PoolKind
 from decode_node.request import Request, RequestState
 from decode_node.scheduler import Resumption, StepPlan
 from kernels.indexer import index_topk
+from model.oracle import greedy_tokens
 from protocol.engine_messages import FinishReason, HisparseFlag, Mode, RequestStats
-from tests.oracle import greedy_tokens
 from tests.unit.decode_support import (
     Answer,
     Checkpoint,
@@ -199,7 +199,11 @@ def test_mixed_modes_share_a_batch_under_pressure(
             assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
         node.turn_for(0.5, double)
         assert node.stats is not None
-        assert node.stats.counters["swap_in_misses_total"] > 0
+        misses = node.stats.counters["swap_in_misses_total"]
+        assert misses > 0
+        layers_per_group = checkpoint.spec.num_layers / checkpoint.spec.num_index_layers
+        bytes_per_miss = checkpoint.spec.item_bytes * layers_per_group
+        assert node.stats.counters["swap_in_bytes_total"] == misses * bytes_per_miss
         assert node.stats.counters["retractions_total"] > 0
 
 

@@ -15,9 +15,9 @@ import model.paged_kv
 from kernels.attention import sparse_mla_attention
 from model.dsa import DsaModel, load_model
 from model.make_tiny import CONTEXT_LENGTH, EOS_ID, INDEX_TOPK, VOCAB_SIZE, write_checkpoint
+from model.oracle import greedy_tokens
 from model.paged_kv import PagedKv, PagedRequest
 from model.spec import CheckpointError, ModelSpec, load_spec
-from tests.oracle import greedy_tokens
 
 PAGE_SIZE = 64
 NUM_PAGES = 48
