@@ -1,44 +1,41 @@
 """The demo: a pair and a router on loopback, real requests, and a table of what happened.
 
-    python bench/demo.py --model-path .cache/tiny-v32
+    python bench/demo.py --model-path model/retrieval
 
-Exits with status 1 when a request fails, is served in another mode than it should be, or answers without its
-hit and miss counts, and when two modes disagree on the tokens of one prompt.
+Each prompt is a document of notes with questions about some of them. Exits with status 1 when a request
+fails, is served in another mode than it should be, or answers without its hit and miss counts, when two modes
+disagree on the text of one prompt, and when the retrieval model gives a wrong answer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
-from prometheus_client.parser import text_string_to_metric_families
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-START_TIMEOUT_SECS = 180.0
-REQUEST_TIMEOUT_SECS = 300.0
-STOP_TIMEOUT_SECS = 90.0
-METRICS_TIMEOUT_SECS = 5.0
-MAX_TOKENS = 48
-REPORT_WIDTH = 118
-REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# Small enough that the tiny model (index_topk 64, context 8192) shows everything: a long prompt does not fit
-# its hot buffer, and fills so much of the device pool that "auto" prefers hisparse.
+from bench.pair import METRICS_TIMEOUT_SECS, Pair, PairError, running_pair
+from bench.retrieval import RETRIEVAL_MODEL, Retrieval, judge, retrievals
+
+REQUEST_TIMEOUT_SECS = 300.0
+MAX_TOKENS = 64
+REPORT_WIDTH = 118
+
+# Small enough that the retrieval model (index_topk 64, context 8192) shows everything: a long prompt does not
+# fit its hot buffer, and fills so much of the device pool that "auto" prefers hisparse.
 PAIR_OPTIONS = {
     "--page-size": 64,
     "--chunked-prefill-size": 512,
@@ -48,12 +45,7 @@ PAIR_OPTIONS = {
     "--host-pool-tokens": 32768,
     "--num-threads": 1,
 }
-
-SHORT_PROMPT = "A request's KV lands in host memory, and the few tokens it needs next come along. "
-LONG_PROMPT = " ".join(
-    f"Fact {n}: the indexer scored position {n * 7919 % 6007} highest and {n * 104729 % 5003} lowest."
-    for n in range(80)
-)
+SHORT_TOKENS, LONG_TOKENS = 160, 5300
 
 
 @dataclass(frozen=True)
@@ -62,25 +54,30 @@ class Case:
 
     title: str
     api: str
-    prompt: str
+    retrieval: Retrieval
     hisparse: bool | None
     expected_mode: str
     overflows_hot_buffer: bool = False
     cached: bool = False
 
+    @property
+    def document(self) -> str:
+        content: str = self.retrieval.task.messages[0]["content"]
+        return content
 
-CASES = (
-    Case("short, hisparse: true", "completions", SHORT_PROMPT, True, "hisparse"),
-    Case("short, hisparse: false", "completions", SHORT_PROMPT, False, "dense"),
-    Case("short, no flag", "completions", SHORT_PROMPT, None, "dense"),
-    Case("chat, hisparse: true", "chat", "What stays on the GPU?", True, "hisparse"),
-    Case("long, hisparse: true", "completions", LONG_PROMPT, True, "hisparse", overflows_hot_buffer=True),
-    Case("long, hisparse: false", "completions", LONG_PROMPT, False, "dense", cached=True),
-    Case(
-        "long, no flag", "completions", LONG_PROMPT, None, "hisparse", overflows_hot_buffer=True, cached=True
-    ),
-    Case("long, native /generate", "generate", LONG_PROMPT, True, "hisparse", True, cached=True),
-)
+
+def make_cases() -> list[Case]:
+    short, long = (retrievals(length, 1)[0] for length in (SHORT_TOKENS, LONG_TOKENS))
+    return [
+        Case("short, hisparse: true", "chat", short, True, "hisparse"),
+        Case("short, hisparse: false", "chat", short, False, "dense"),
+        Case("short, no flag", "chat", short, None, "dense"),
+        Case("short, as plain text", "completions", short, True, "hisparse"),
+        Case("long, hisparse: true", "chat", long, True, "hisparse", overflows_hot_buffer=True),
+        Case("long, hisparse: false", "chat", long, False, "dense", cached=True),
+        Case("long, no flag", "chat", long, None, "hisparse", overflows_hot_buffer=True, cached=True),
+        Case("long, native /generate", "generate", long, True, "hisparse", True, cached=True),
+    ]
 
 
 @dataclass
@@ -101,13 +98,17 @@ class Outcome:
     moved_bytes: int = 0
     problems: list[str] = field(default_factory=list)
 
-    def check(self) -> None:
+    @property
+    def right(self) -> list[bool]:
+        return judge(self.text, self.case.retrieval.task.answers)
+
+    def check(self, knows_the_task: bool) -> None:
         """Fills ``problems``."""
         case = self.case
         expectations = {
             f"mode {self.mode}, expected {case.expected_mode}": self.mode == case.expected_mode,
-            f"{self.num_output_tokens} output tokens, expected {MAX_TOKENS}": self.num_output_tokens
-            == MAX_TOKENS,
+            "no output tokens": bool(self.num_output_tokens),
+            f"{self.right.count(False)} wrong answers": not knows_the_task or all(self.right),
             "no hits and misses in the answer": self.hits is not None and self.misses is not None,
             "no bytes were moved": self.moved_bytes > 0,
             "nothing came from the prefix cache": not case.cached or bool(self.num_cached_tokens),
@@ -120,100 +121,6 @@ class Outcome:
             expectations["no misses, although the prompt exceeds the hot buffer"] = bool(self.misses)
             expectations["no evictions, although the prompt exceeds the hot buffer"] = self.evictions > 0
         self.problems += [problem for problem, holds in expectations.items() if not holds]
-
-
-# --- the pair ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Pair:
-    """The running services."""
-
-    router_url: str
-    prefill_url: str
-    decode_url: str
-
-    def counter(self, url: str, name: str) -> int:
-        """The sum of a counter of a node over its labels."""
-        text = httpx.get(f"{url}/metrics", timeout=METRICS_TIMEOUT_SECS, trust_env=False).text
-        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-        return int(sum(sample.value for sample in samples if sample.name == f"hisparse_pd:{name}"))
-
-
-class DemoError(Exception):
-    """The pair did not start or did not stop."""
-
-
-@contextmanager
-def running_pair(model_path: Path, console: Console) -> Iterator[Pair]:
-    """Starts prefill node, decode node and router through the command line. Raises DemoError."""
-    router, prefill, decode, bootstrap = _free_ports(4)
-    ports = {
-        "--port": router,
-        "--prefill-port": prefill,
-        "--decode-port": decode,
-        "--bootstrap-port": bootstrap,
-    }
-    options = [str(word) for option in {**PAIR_OPTIONS, **ports}.items() for word in option]
-    with tempfile.TemporaryDirectory(prefix="hisparse-pd-demo-") as directory:
-        log_path = Path(directory) / "pair.log"
-        with log_path.open("wb") as log_file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "hisparse_pd", "pair", "--model-path", str(model_path), *options],
-                cwd=REPO,
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=log_file,
-                process_group=0,  # Ctrl-C reaches the demo, which stops the pair
-            )
-        try:
-            pair = Pair(*(f"http://127.0.0.1:{port}" for port in (router, prefill, decode)))
-            _wait_healthy(process, pair, console)
-            yield pair
-        except DemoError:
-            console.print(log_path.read_text(errors="replace")[-6000:], markup=False, highlight=False)
-            raise
-        finally:
-            status = _stop(process)
-        if status != 0:
-            console.print(log_path.read_text(errors="replace")[-6000:], markup=False, highlight=False)
-            raise DemoError(f"the pair stopped with status {status}")
-
-
-def _wait_healthy(process: subprocess.Popen[bytes], pair: Pair, console: Console) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_SECS
-    waiting = {"prefill node": pair.prefill_url, "decode node": pair.decode_url, "router": pair.router_url}
-    with console.status("") as status:
-        while waiting:
-            status.update(f"waiting for {', '.join(waiting)}")
-            waiting = {name: url for name, url in waiting.items() if not _is_healthy(url)}
-            if process.poll() is not None:
-                raise DemoError(f"the pair exited with status {process.returncode} while it started")
-            if time.monotonic() > deadline:
-                raise DemoError(f"not healthy after {START_TIMEOUT_SECS:g} s: {', '.join(waiting)}")
-            time.sleep(0.1)
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=2, trust_env=False).is_success
-    except httpx.HTTPError:
-        return False
-
-
-def _stop(process: subprocess.Popen[bytes]) -> int:
-    process.terminate()
-    try:
-        return process.wait(STOP_TIMEOUT_SECS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 # --- requests ----------------------------------------------------------------------------------------
@@ -229,9 +136,7 @@ class Piece:
 
 def stream_openai(client: openai.OpenAI, model: str, case: Case) -> Iterator[Piece]:
     """A request through the official client."""
-    extra: dict[str, Any] = {"ignore_eos": True}
-    if case.hisparse is not None:
-        extra["hisparse"] = case.hisparse
+    extra = {} if case.hisparse is None else {"hisparse": case.hisparse}
     common: dict[str, Any] = {
         "model": model,
         "max_tokens": MAX_TOKENS,
@@ -241,9 +146,11 @@ def stream_openai(client: openai.OpenAI, model: str, case: Case) -> Iterator[Pie
         "extra_body": extra,
     }
     if case.api == "chat":
-        chunks = client.chat.completions.create(messages=[{"role": "user", "content": case.prompt}], **common)
+        chunks = client.chat.completions.create(
+            messages=[{"role": "user", "content": case.document}], **common
+        )
     else:
-        chunks = client.completions.create(prompt=case.prompt, **common)
+        chunks = client.completions.create(prompt=f"{case.document}\nAnswer:", **common)
     for chunk in chunks:
         for choice in chunk.choices:
             yield Piece((choice.delta.content if case.api == "chat" else choice.text) or "")
@@ -256,8 +163,8 @@ def stream_openai(client: openai.OpenAI, model: str, case: Case) -> Iterator[Pie
 def stream_generate(router_url: str, case: Case) -> Iterator[Piece]:
     """A request to the native endpoint, whose events repeat the whole text so far."""
     body = {
-        "text": case.prompt,
-        "sampling_params": {"max_new_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True},
+        "input_ids": list(case.retrieval.token_ids),
+        "sampling_params": {"max_new_tokens": MAX_TOKENS, "temperature": 0},
         "stream": True,
     }
     if case.hisparse is not None:
@@ -278,11 +185,14 @@ def stream_generate(router_url: str, case: Case) -> Iterator[Piece]:
             shown = event["text"]
 
 
-def run_case(pair: Pair, client: openai.OpenAI, model: str, case: Case, console: Console) -> Outcome:
+def run_case(
+    pair: Pair, client: openai.OpenAI, model: str, case: Case, knows_the_task: bool, console: Console
+) -> Outcome:
     """Send one request, show its text as it comes, and collect its numbers."""
     outcome = Outcome(case)
-    shown_prompt = case.prompt if len(case.prompt) < 70 else f"{case.prompt[:67]}…"
-    console.print(Text.assemble((case.title, "bold"), ("  " + shown_prompt, "dim")))
+    notes, _, question = case.document.rpartition("\n")
+    shown = f"  {notes[:60]}… ({len(notes):,} characters) {question}"
+    console.print(Text.assemble((case.title, "bold"), (shown, "dim")), soft_wrap=True)
     moved_before = pair.counter(pair.prefill_url, "kv_transfer_bytes_total")
     evictions_before = pair.counter(pair.decode_url, "swap_in_evictions_total")
     hits_before = pair.counter(pair.decode_url, "swap_in_hits_total")
@@ -319,7 +229,7 @@ def run_case(pair: Pair, client: openai.OpenAI, model: str, case: Case, console:
     deadline = time.monotonic() + METRICS_TIMEOUT_SECS
     while not counters_caught_up() and time.monotonic() < deadline:
         time.sleep(0.1)  # the engines report twice a second
-    outcome.check()
+    outcome.check(knows_the_task)
     return outcome
 
 
@@ -335,7 +245,8 @@ def compare_modes(outcomes: list[Outcome]) -> None:
     """Greedy tokens must not depend on the mode: every other answer to a prompt must equal the first one."""
     first: dict[tuple[str, bool], Outcome] = {}
     for outcome in outcomes:
-        reference = first.setdefault((outcome.case.prompt, outcome.case.api == "chat"), outcome)
+        is_plain = outcome.case.api == "completions"
+        reference = first.setdefault((outcome.case.document, is_plain), outcome)
         if outcome.text != reference.text:
             outcome.problems.append(f"other text than {reference.case.title!r} for the same prompt")
 
@@ -349,7 +260,7 @@ def report(outcomes: list[Outcome]) -> Table:
     for heading in ("prompt", "cached", "output", "TTFT ms", "ITL ms"):
         table.add_column(heading, justify="right")
     table.add_column("mode")
-    for heading in ("bytes moved", "hits", "misses", "evictions"):
+    for heading in ("MB moved", "hits", "misses", "evictions", "right"):
         table.add_column(heading, justify="right")
     table.add_column("")
     for outcome in outcomes:
@@ -360,8 +271,10 @@ def report(outcomes: list[Outcome]) -> Table:
             _millis(outcome.ttft_secs),
             _millis(outcome.itl_secs),
             outcome.mode or "?",
-            *(_number(value) for value in (outcome.moved_bytes, outcome.hits, outcome.misses)),
+            f"{outcome.moved_bytes / 1e6:.1f}",
+            *(_number(value) for value in (outcome.hits, outcome.misses)),
             _number(outcome.evictions),
+            f"{sum(outcome.right)}/{len(outcome.right)}",
             "[red]failed" if outcome.problems else "[green]ok",
         )
     return table
@@ -378,19 +291,18 @@ def _millis(secs: float | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Start a pair and a router, send requests, and stop.")
     parser.add_argument("--model-path", type=Path, required=True, help="checkpoint directory")
-    model_path: Path = parser.parse_args().model_path
+    model_path: Path = parser.parse_args().model_path.resolve()
+    knows_the_task = model_path == RETRIEVAL_MODEL
     console = Console()
     if not console.is_terminal:
         console = Console(width=REPORT_WIDTH)
     outcomes: list[Outcome] = []
     try:
-        with running_pair(model_path.resolve(), console) as pair:
+        with running_pair(model_path, PAIR_OPTIONS, console) as pair:
             console.print(
                 f"prefill node, decode node and router are healthy; the API is at {pair.router_url}/v1"
             )
-            console.print(
-                "The tiny model has made-up weights: its text means nothing, its tokens are exact.\n"
-            )
+            console.print("Each prompt holds notes and questions about a few of them.\n")
             with openai.OpenAI(
                 base_url=f"{pair.router_url}/v1",
                 api_key="none",
@@ -399,9 +311,9 @@ def main() -> int:
                 http_client=openai.DefaultHttpxClient(trust_env=False),
             ) as client:
                 model = client.models.list().data[0].id
-                for case in CASES:
-                    outcomes.append(run_case(pair, client, model, case, console))
-    except DemoError as error:
+                for case in make_cases():
+                    outcomes.append(run_case(pair, client, model, case, knows_the_task, console))
+    except PairError as error:
         console.print(f"[red]{error}")
         return 1
     except KeyboardInterrupt:

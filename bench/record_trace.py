@@ -1,9 +1,11 @@
 """Record what a model's indexer selects while it decodes, as a trace for ``bench/swap_in.py``.
 
     python bench/record_trace.py [--model-path .cache/tiny-v32] [--prompt-tokens 7900] [--steps 200]
+    python bench/record_trace.py --model-path model/retrieval --task
 
 The model reads a long seeded text and goes on with it, on the CPU, with its own attention over its own top-k:
-with what it generates greedily, or (``--feed text``) with how the text itself goes on. At every step the
+with what it generates greedily, or (``--feed text``) with how the text itself goes on. ``--task`` makes the
+text a held-out document of the retrieval model, and the steps its answers. At every step the
 indexer's ranking is cut at each ``--top-k`` and written down, from the same scores that the model itself
 uses: a longer list is the model's own ranking, continued. One file for each: trace_MODEL[_text]_TOPK.npz.
 """
@@ -29,12 +31,14 @@ from kernels.indexer import gather_pages, index_topk
 from model.dsa import DsaModel, load_model
 from model.paged_kv import PagedKv, PagedRequest
 from model.spec import ModelSpec, load_spec
+from model.training.task import ANSWER_WIDTH, Shape, TaskGenerator
 
 TINY_MODEL = ROOT / ".cache" / "tiny-v32"
 PAGE_SIZE = 64
 CHUNK = 1024
 NUM_PROMPT_TOKENS = 7900
 NUM_STEPS = 200
+TASK_QUESTIONS = 24
 WIDE_TOP_K = 2048
 """Of DeepSeek-V3.2 and GLM-5."""
 
@@ -49,6 +53,7 @@ def main() -> None:
     parser.add_argument(
         "--feed", choices=("model", "text"), default="model", help="where new tokens come from"
     )
+    parser.add_argument("--task", action="store_true", help=f"a document and {TASK_QUESTIONS} questions")
     parser.add_argument("--top-k", type=int, nargs="+", help=f"default: {WIDE_TOP_K} and the model's own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=OUT, help="directory")
@@ -61,25 +66,32 @@ def main() -> None:
     spec = load_spec(path)
     top_ks = arguments.top_k or sorted({WIDE_TOP_K, spec.index_topk}, reverse=True)
     num_prompt = arguments.prompt_tokens or min(NUM_PROMPT_TOKENS, spec.context_length - arguments.steps)
-    num_tokens = num_prompt + arguments.steps
-    if num_tokens > spec.context_length:
-        parser.error(f"{num_tokens} tokens; the model has a context of {spec.context_length}")
+    if num_prompt + arguments.steps > spec.context_length:
+        parser.error(
+            f"{num_prompt + arguments.steps} tokens; the model has a context of {spec.context_length}"
+        )
     if num_prompt < max(top_ks):
         parser.error(f"a prompt of {num_prompt} tokens leaves the top {max(top_ks)} no choice")
     started = time.monotonic()
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    # A token of this text is at most about six letters, and one letter for a tokenizer of bytes.
-    text = seeded_text(arguments.seed, 8 * num_tokens)
-    token_ids: list[int] = tokenizer(text, verbose=False)["input_ids"][:num_tokens]
-    prompt, rest = token_ids[:num_prompt], token_ids[num_prompt:]
     name = path.resolve().name
+    if arguments.task:
+        name = f"{name}_task"
+        prompt, rest = task_tokens(arguments.seed, num_prompt, arguments.steps)
+    else:
+        # A token of this text is at most about six letters, and one letter for a tokenizer of bytes.
+        text = seeded_text(arguments.seed, 8 * (num_prompt + arguments.steps))
+        token_ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+        prompt, rest = token_ids[:num_prompt], token_ids[num_prompt : num_prompt + arguments.steps]
     fed = None
     if arguments.feed == "text":
         name, fed = f"{name}_text", rest
-    traces, generated = record(load_model(path, spec), prompt, arguments.steps, top_ks, name, fed)
+    traces, generated = record(load_model(path, spec), prompt, len(rest), top_ks, name, fed)
     print(f"prompt: …{tokenizer.decode(prompt[-60:])!r}, greedy tokens: {tokenizer.decode(generated)!r}")
+    if arguments.task:
+        print(f"right tokens: {np.mean(np.array(generated) == np.array(rest)):.1%} of {len(rest)}")
     for trace in traces:
         file = arguments.out / f"trace_{trace.name}.npz"
         trace.save(file)
@@ -91,6 +103,16 @@ def main() -> None:
 
 
 # --- the text ---------------------------------------------------------------------------------------------
+
+
+def task_tokens(seed: int, num_prompt: int, most_steps: int) -> tuple[list[int], list[int]]:
+    """A held-out prompt of at most ``num_prompt`` tokens, and the right answer, at most ``most_steps``."""
+    answer_tokens = 2 + TASK_QUESTIONS * ANSWER_WIDTH + 1
+    shape = Shape(1, num_prompt + answer_tokens, TASK_QUESTIONS, held_out=True)
+    batch = TaskGenerator("cpu", seed).batch(shape)
+    prompt: list[int] = batch.tokens[0, : int(batch.prompt_tokens[0])].tolist()
+    answer: list[int] = batch.targets[0][batch.is_answer[0]].tolist()
+    return prompt, answer[:most_steps]
 
 
 def seeded_text(seed: int, num_characters: int) -> str:

@@ -7,8 +7,7 @@ time / 27. With ``--repeat N`` a cell is built and measured N times: the first i
 the spread. Single calls are timed by events too, each behind a wait that hides the launch from the clock.
 
 The second table, for the synthetic trace and each recorded one (``bench/record_trace.py``): hit rate by
-capacity beside exact LRU's, and the time of one layer's call. ``--hit-rates-only`` counts on the CPU
-reference, without a GPU.
+capacity beside exact LRU's, and the time of one layer's call. ``bench/hit_rates.py`` counts without a GPU.
 
     python bench/swap_in.py [--fresh both] [--trace FILE ...] [--batch 1 8 ...] [--item 1152] [--miss 0 2 ...]
 
@@ -30,7 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.facts import OUT, run_facts, spread
-from bench.swap_in_report import describe_trace, judge, plot, print_report
+from bench.swap_in_report import judge, plot, print_report
 from bench.swap_in_workload import (
     CAPACITY,
     CONTEXT,
@@ -41,7 +40,7 @@ from bench.swap_in_workload import (
     Cell,
     selections,
 )
-from bench.traces import Trace, kernel_hit_rate, load_trace, lru_hit_rate, synthetic_trace
+from bench.traces import Trace, hit_rates, load_trace, synthetic_trace
 from kernels.hot_state import HITS, MISSES
 
 POOL_BYTES = 8 << 30
@@ -60,16 +59,8 @@ def main() -> None:
         "--trace", type=Path, nargs="*", default=[], help="recorded traces, beside the synthetic"
     )
     parser.add_argument("--no-traces", action="store_true", help="leave out the second table")
-    parser.add_argument(
-        "--hit-rates-only", action="store_true", help="the second table's hit rates, on the CPU"
-    )
     arguments = parser.parse_args()
     traces = [synthetic_trace(arguments.seed), *map(load_trace, arguments.trace)]
-    if arguments.hit_rates_only:
-        for trace in traces:
-            for capacity in trace.capacities:
-                print(describe_trace(hit_rates(trace, capacity, kernel_hit_rate(trace, capacity))))
-        return
     pool = pinned_pool()
     report: dict[str, Any] = {
         "facts": run_facts(),
@@ -188,23 +179,6 @@ def measure_cell(
 
 
 # --- second table -----------------------------------------------------------------------------------------
-
-
-def hit_rates(trace: Trace, capacity: int, hit_rate: float) -> dict[str, Any]:
-    """``hit_rate`` is what the kernel under test counted."""
-    lru = lru_hit_rate(trace, capacity)
-    return {
-        "trace": trace.name,
-        "top_k": trace.top_k,
-        "context": trace.context,
-        "num_steps": trace.num_steps,
-        "num_layers": trace.num_layers,
-        "overlap": trace.overlap,
-        "capacity": capacity,
-        "hit_rate": hit_rate,
-        "lru_hit_rate": lru,
-        "points_over_lru": 100 * (hit_rate - lru),
-    }
 
 
 def measure_trace(pool: Tensor, trace: Trace, capacity: int) -> dict[str, Any]:

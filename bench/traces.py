@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,6 +141,23 @@ def kernel_hit_rate(trace: Trace, capacity: int) -> float:
             cell.call(selected[step, layer : layer + 1], seq_lens[step : step + 1], out, layer)
     counted = cell.counted()
     return counted[HITS] / (counted[HITS] + counted[MISSES])
+
+
+def hit_rates(trace: Trace, capacity: int, hit_rate: float) -> dict[str, Any]:
+    """``hit_rate`` is what the kernel under test counted."""
+    lru = lru_hit_rate(trace, capacity)
+    return {
+        "trace": trace.name,
+        "top_k": trace.top_k,
+        "context": trace.context,
+        "num_steps": trace.num_steps,
+        "num_layers": trace.num_layers,
+        "overlap": trace.overlap,
+        "capacity": capacity,
+        "hit_rate": hit_rate,
+        "lru_hit_rate": lru,
+        "points_over_lru": 100 * (hit_rate - lru),
+    }
 
 
 def lru_hit_rate(trace: Trace, capacity: int) -> float:

@@ -1,0 +1,379 @@
+"""Exact match of long-context retrieval: through the pair in all modes beside transformers, or anywhere.
+
+    python bench/accuracy.py                                  # the retrieval model, 400 held-out prompts
+    python bench/accuracy.py --dtype bfloat16 --keep          # the pair in bfloat16; keep results in docs
+    python bench/accuracy.py --tasks retrieval --url http://127.0.0.1:8000/v1 --hisparse true false auto
+    python bench/accuracy.py --tasks tasks.jsonl --url https://host/v1 --model NAME
+
+Without ``--tasks``: held-out prompts of each length go to a running pair by HTTP, in modes dense, hisparse
+and auto, and to one with the smallest hot buffer that is legal. Beside them stand transformers' own answers
+(float32), and, over fewer prompts, transformers' with positions selected by lot: what the measurement
+says when selection does not work. The status is 1 when an answer of the pair differs from transformers' in a
+token while both compute in float32, and when a request fails.
+
+With ``--tasks``: any OpenAI-compatible endpoint. ``retrieval`` are the same documents, with an instruction
+that a general model understands; a file has its own tasks (format: bench/retrieval.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.accuracy_report import ORACLE, keep, plot, print_report, summary
+from bench.facts import OUT, run_facts
+from bench.pair import PairError, running_pair
+from bench.retrieval import LENGTHS, RETRIEVAL_MODEL, Retrieval, Task, judge, read_tasks, retrievals
+from model.training.evaluate import QUESTIONS
+from model.training.task import ANSWER_WIDTH
+from model.training.vocabulary import text_of
+
+PROMPTS = (100, 100, 100, 60, 40)
+"""Of each of ``LENGTHS``."""
+CONTROL_PROMPTS = 8
+"""Of each length, for the control."""
+MAX_NEW_TOKENS = 2 + QUESTIONS * ANSWER_WIDTH + 1
+"""Of the retrieval model: "Answer:", the answers, the end."""
+REQUEST_TIMEOUT_SECS = 600.0
+REPORT_WIDTH = 140
+CONTROL = "control: selection by lot"
+INSTRUCTION = (
+    "Below are notes and a question about keys that they mention. Answer in the form "
+    "'KEY is NUMBER.' for every key, in the order of the question, and write nothing else."
+)
+
+PAIR_OPTIONS: dict[str, object] = {
+    "--page-size": 64,
+    "--chunked-prefill-size": 1024,
+    "--kv-pool-tokens": 65536,
+    "--host-pool-tokens": 65536,
+    # Room for two or three long dense requests, so that auto has a choice to make.
+    "--device-pool-tokens": 24576,
+    "--num-threads": 1,
+}
+NUM_CLIENTS = 4
+BUFFER_FACTOR = 3
+"""Hot buffer of the ordinary runs, in selections."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """What one system answered to one task. ``secs``: the whole request's."""
+
+    system: str
+    length: int
+    right: tuple[bool, ...]
+    depths: tuple[float | None, ...]
+    text: str
+    tokens: tuple[int, ...] = ()
+    mode: str = ""
+    hits: int = 0
+    misses: int = 0
+    num_prompt_tokens: int = 0
+    secs: float = 0.0
+    error: str = ""
+
+
+def judged(system: str, task: Task, text: str, **more: Any) -> Response:
+    right = tuple(judge(text, task.answers))
+    return Response(system, task.length, right, tuple(a.depth for a in task.answers), text, **more)
+
+
+def failed(system: str, task: Task, error: str) -> Response:
+    return judged(system, task, "", error=error)
+
+
+def built_in_tasks(arguments: argparse.Namespace, instruction: str = "") -> list[Retrieval]:
+    """Raises ValueError where the numbers of prompts do not fit the lengths."""
+    lengths: Sequence[int] = arguments.lengths or LENGTHS
+    counts: Sequence[int] = arguments.prompts or (PROMPTS if not arguments.lengths else PROMPTS[:1])
+    counts = list(counts) * len(lengths) if len(counts) == 1 else counts
+    if len(counts) != len(lengths):
+        raise ValueError(
+            f"{len(counts)} numbers of prompts for {len(lengths)} lengths; give one, or one each"
+        )
+    return [
+        found
+        for length, count in zip(lengths, counts, strict=True)
+        for found in retrievals(length, count, instruction)
+    ]
+
+
+# --- the pair and its oracle ----------------------------------------------------------------------------
+
+
+def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    prompts = built_in_tasks(arguments)
+    lengths = tuple(dict.fromkeys(prompt.task.length for prompt in prompts))
+    model_path: Path = arguments.model_path.resolve()
+    config = json.loads((model_path / "config.json").read_text())
+    top_k = int(config["index_topk"])
+    responses: list[Response] = []
+    with progress(console) as step:
+        responses += ask_oracle(model_path, prompts, lengths, step)
+        options = {**PAIR_OPTIONS, "--dtype": arguments.dtype}
+        for buffer, modes in (
+            (BUFFER_FACTOR * top_k, (("dense", False), ("hisparse", True), ("auto", "auto"))),
+            (top_k + 1, ((f"hisparse, buffer {top_k + 1}", True),)),
+        ):
+            with running_pair(model_path, {**options, "--device-buffer-size": buffer}, console) as pair:
+                note = f"pair, hot buffers of {buffer}"
+                responses += ask_pair(pair.router_url, prompts, modes, step(note, len(prompts)))
+    return {
+        "model": model_path.name,
+        "index_topk": top_k,
+        "dtype": arguments.dtype,
+        "num_prompts": len(prompts),
+        "pair_options": {**options, "--device-buffer-size": [BUFFER_FACTOR * top_k, top_k + 1]},
+        "responses": responses,
+    }
+
+
+def ask_oracle(
+    model_path: Path,
+    prompts: Sequence[Retrieval],
+    lengths: Sequence[int],
+    step: Callable[[str, int], Callable[[], None]],
+) -> Iterator[Response]:
+    """transformers' answers to all prompts, and to some of each length with selection by lot."""
+    from model import oracle
+
+    few = [
+        prompt
+        for length in lengths
+        for prompt in [p for p in prompts if p.task.length == length][:CONTROL_PROMPTS]
+    ]
+    model = oracle.load(model_path, attention="sdpa")
+    for system, subset in ((ORACLE, prompts), (CONTROL, few)):
+        if system == CONTROL:
+            oracle.select_at_random(model, seed=0)
+        advance = step(system, len(subset))
+        answers = oracle.generate(model, [prompt.token_ids for prompt in subset], MAX_NEW_TOKENS)
+        for prompt, tokens in zip(subset, answers, strict=True):
+            yield judged(system, prompt.task, text_of(tokens), tokens=tuple(tokens))
+            advance()
+
+
+def ask_pair(
+    router_url: str,
+    prompts: Sequence[Retrieval],
+    modes: Sequence[tuple[str, bool | str]],
+    advance: Callable[[], None],
+) -> list[Response]:
+    """Answers of the pair, some prompts at a time; a prompt's modes one after the other share its prefix."""
+
+    def ask(prompt: Retrieval) -> list[Response]:
+        found = [generate(client, router_url, prompt, system, flag) for system, flag in modes]
+        advance()
+        return found
+
+    with (
+        httpx.Client(timeout=REQUEST_TIMEOUT_SECS, trust_env=False) as client,
+        ThreadPoolExecutor(NUM_CLIENTS) as threads,
+    ):
+        return [response for answers in threads.map(ask, prompts) for response in answers]
+
+
+def generate(
+    client: httpx.Client, router_url: str, prompt: Retrieval, system: str, flag: bool | str
+) -> Response:
+    """One request to the native endpoint, whose answer has token ids."""
+    body = {
+        "input_ids": list(prompt.token_ids),
+        "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS},
+        "hisparse": flag,
+    }
+    started = time.perf_counter()
+    try:
+        answer = client.post(f"{router_url}/generate", json=body)
+        if answer.is_error:
+            return failed(system, prompt.task, f"HTTP {answer.status_code}: {answer.text[:300]}")
+        found = answer.json()
+        served = found["meta_info"].get("hisparse") or {}
+        return judged(
+            system,
+            prompt.task,
+            found["text"],
+            tokens=tuple(found["output_ids"]),
+            mode=served.get("mode", ""),
+            hits=served.get("hits") or 0,
+            misses=served.get("misses") or 0,
+            num_prompt_tokens=found["meta_info"].get("prompt_tokens", 0),
+            secs=time.perf_counter() - started,
+        )
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        return failed(system, prompt.task, f"{type(error).__name__}: {error}")
+
+
+# --- any endpoint ---------------------------------------------------------------------------------------
+
+
+def measure_endpoint(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    if arguments.tasks == "retrieval":
+        tasks = [retrieval.task for retrieval in built_in_tasks(arguments, arguments.instruction)]
+    else:
+        tasks = read_tasks(Path(arguments.tasks))
+    headers = {"authorization": f"Bearer {key}"} if (key := os.environ.get(arguments.api_key_env)) else {}
+    responses: list[Response] = []
+    with (
+        httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_SECS) as client,
+        ThreadPoolExecutor(arguments.concurrency) as threads,
+        progress(console) as step,
+    ):
+        model = arguments.model or first_model(client, arguments.url)
+        for flag in arguments.hisparse or [None]:
+            system = model if flag is None else f"hisparse {flag}"
+            advance = step(system, len(tasks))
+            extra = {} if flag is None else {"hisparse": {"true": True, "false": False}.get(flag, flag)}
+
+            def ask(
+                task: Task,
+                system: str = system,
+                extra: dict[str, Any] = extra,
+                advance: Callable[[], None] = advance,
+            ) -> Response:
+                body = {"model": model, "temperature": 0, "max_tokens": arguments.max_tokens, **extra}
+                response = chat(client, arguments.url, task, system, body)
+                advance()
+                return response
+
+            responses += threads.map(ask, tasks)
+    return {"model": model, "url": arguments.url, "num_prompts": len(tasks), "responses": responses}
+
+
+def first_model(client: httpx.Client, url: str) -> str:
+    """The endpoint's first model. Raises httpx.HTTPError."""
+    answer = client.get(f"{url.rstrip('/')}/models")
+    answer.raise_for_status()
+    return str(answer.json()["data"][0]["id"])
+
+
+def chat(client: httpx.Client, url: str, task: Task, system: str, body: dict[str, Any]) -> Response:
+    """One request for a chat completion."""
+    started = time.perf_counter()
+    try:
+        answer = client.post(f"{url.rstrip('/')}/chat/completions", json={**body, "messages": task.messages})
+        if answer.is_error:
+            return failed(system, task, f"HTTP {answer.status_code}: {answer.text[:300]}")
+        found = answer.json()
+        usage = found.get("usage") or {}
+        served = usage.get("hisparse") or {}
+        return judged(
+            system,
+            task,
+            found["choices"][0]["message"]["content"] or "",
+            mode=served.get("mode", ""),
+            hits=served.get("hits") or 0,
+            misses=served.get("misses") or 0,
+            num_prompt_tokens=usage.get("prompt_tokens", 0),
+            secs=time.perf_counter() - started,
+        )
+    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+        return failed(system, task, f"{type(error).__name__}: {error}")
+
+
+# --- command line ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[[str, int], Callable[[], None]]]:
+    """Gives a function that starts a bar of so many steps and gives a function that takes one."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bars:
+
+        def start(name: str, total: int) -> Callable[[], None]:
+            if not console.is_terminal:
+                console.print(f"{name}: {total} prompts")
+            bar = bars.add_task(name, total=total)
+            return lambda: bars.advance(bar)
+
+        yield start
+
+
+def problems(measured: dict[str, Any]) -> list[str]:
+    """What makes the run fail: requests without an answer, and tokens that differ in float32."""
+    found = [f"{r.system}, {r.length} tokens: {r.error}" for r in measured["responses"] if r.error]
+    if measured.get("dtype") == "float32":
+        found += [
+            f"{system}: {entry['num_compared'] - entry['num_identical']} of {entry['num_compared']} answers "
+            "differ from transformers' in a token"
+            for system, entry in measured["systems"].items()
+            if entry["num_identical"] < entry["num_compared"] and system != CONTROL
+        ]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", help=f"of prompts, in tokens; default {LENGTHS}")
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", help=f"of all lengths, or of each; default {PROMPTS}"
+    )
+    parser.add_argument("--out", type=Path, default=OUT / "accuracy", help="JSON and PNG, without suffix")
+    parser.add_argument("--keep", action="store_true", help="write to docs/results too")
+    own = parser.add_argument_group("the pair")
+    own.add_argument("--model-path", type=Path, default=RETRIEVAL_MODEL, help="a retrieval checkpoint")
+    own.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the pair")
+    other = parser.add_argument_group("any endpoint")
+    other.add_argument("--tasks", help='"retrieval", or a file of tasks')
+    other.add_argument("--url", default="http://127.0.0.1:8000/v1", help="up to and with /v1")
+    other.add_argument("--model", help="default: the endpoint's first")
+    other.add_argument("--hisparse", nargs="+", choices=("true", "false", "auto"), help="values to compare")
+    other.add_argument("--concurrency", type=int, default=8, help="requests at a time")
+    other.add_argument("--max-tokens", type=int, default=1024, help="of an answer")
+    other.add_argument("--instruction", default=INSTRUCTION, help="before each document; '' for none")
+    other.add_argument("--api-key-env", default="OPENAI_API_KEY", help="variable that holds the key")
+    arguments = parser.parse_args()
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=REPORT_WIDTH)
+    started = time.monotonic()
+    try:
+        measured = (measure_endpoint if arguments.tasks else measure_pair)(arguments, console)
+    except (PairError, OSError, ValueError, httpx.HTTPError) as error:
+        console.print(f"[red]{type(error).__name__}: {error}")
+        return 1
+    measured["systems"] = summary(measured["responses"])
+    found = problems(measured)
+    report = {
+        "facts": run_facts(),
+        "secs": round(time.monotonic() - started),
+        "problems": found,
+        **{key: value for key, value in measured.items() if key != "responses"},
+    }
+    print_report(report, console)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    answers = [asdict(response) for response in measured["responses"]]
+    arguments.out.with_suffix(".json").write_text(json.dumps({**report, "responses": answers}) + "\n")
+    plot(report, arguments.out.with_suffix(".png"))
+    console.print(f"wrote {arguments.out}.json and .png")
+    if arguments.keep:
+        console.print("kept", *keep(report))
+    for problem in found:
+        console.print(f"[red]{problem}", markup=True, highlight=False)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""What ``bench.accuracy`` measured: counts by system, length and depth, as tables, a picture and a file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.facts import ROOT
+from bench.retrieval import NUM_DEPTHS
+
+if TYPE_CHECKING:
+    from bench.accuracy import Response
+
+ORACLE = "transformers"
+RESULTS = ROOT / "docs" / "results"
+
+
+def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
+    """Counts of each system, JSON-able.
+
+    ``lengths``: of each prompt length [right answers, answers, prompts with all answers right, prompts].
+    ``depths``: of each fifth of the prompt [right answers, answers].
+    ``num_identical``: answers that are transformers' to the same prompt token for token, of ``num_compared``.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    expected = [r.tokens for r in responses if r.system == ORACLE and r.tokens]
+    by_system: dict[str, list[Response]] = {}
+    for response in responses:
+        by_system.setdefault(response.system, []).append(response)
+    for system, answers in by_system.items():
+        lengths: dict[str, list[int]] = {}
+        depths = [[0, 0] for _ in range(NUM_DEPTHS)]
+        for answer in answers:
+            counts = lengths.setdefault(str(answer.length), [0, 0, 0, 0])
+            for at, value in enumerate((sum(answer.right), len(answer.right), all(answer.right), 1)):
+                counts[at] += value
+            for is_right, depth in zip(answer.right, answer.depths, strict=True):
+                if depth is not None:
+                    counts = depths[min(int(depth * NUM_DEPTHS), NUM_DEPTHS - 1)]
+                    counts[0] += is_right
+                    counts[1] += 1
+        # Systems that answer all prompts do so in the order of transformers.
+        has_tokens = len(answers) == len(expected) and system != ORACLE
+        found[system] = {
+            "lengths": lengths,
+            "depths": depths,
+            "num_compared": len(expected) if has_tokens else 0,
+            "num_identical": sum(
+                answer.tokens == tokens for answer, tokens in zip(answers, expected, strict=True)
+            )
+            if has_tokens
+            else 0,
+            "modes": dict(Counter(answer.mode for answer in answers if answer.mode)),
+            "hits": sum(answer.hits for answer in answers),
+            "misses": sum(answer.misses for answer in answers),
+            "num_failed": sum(bool(answer.error) for answer in answers),
+            "mean_prompt_tokens": round(sum(a.num_prompt_tokens for a in answers) / len(answers)),
+        }
+    return found
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    systems: dict[str, dict[str, Any]] = report["systems"]
+    lengths = list(dict.fromkeys(length for entry in systems.values() for length in entry["lengths"]))
+    by_length = _table("Exact match of answers, by prompt length in tokens", *lengths, "prompts all right")
+    by_depth = _table("Exact match of answers, by their depth in the prompt", *map(_fifth, range(NUM_DEPTHS)))
+    serving = _table("Served", f"{ORACLE}' tokens", "modes", "hit rate", "prompt tokens", "failed")
+    for system, entry in systems.items():
+        counts = entry["lengths"]
+        perfect = [sum(c[at] for c in counts.values()) for at in (2, 3)]
+        by_length.add_row(system, *(_share(counts.get(length)) for length in lengths), _share(perfect))
+        by_depth.add_row(system, *map(_share, entry["depths"]))
+        num_selected = entry["hits"] + entry["misses"]
+        serving.add_row(
+            system,
+            f"{entry['num_identical']} of {entry['num_compared']}" if entry["num_compared"] else "",
+            ", ".join(f"{number} {mode}" for mode, number in entry["modes"].items()),
+            f"{entry['hits'] / num_selected:.1%}" if num_selected else "",
+            str(entry["mean_prompt_tokens"] or ""),
+            str(entry["num_failed"] or ""),
+        )
+    for table in (by_length, by_depth, serving):
+        console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _fifth(at: int) -> str:
+    return f"{100 * at // NUM_DEPTHS}-{100 * (at + 1) // NUM_DEPTHS}%"
+
+
+def _share(counts: Sequence[int] | None) -> str:
+    if counts is None or not counts[1]:
+        return ""
+    return f"{counts[0] / counts[1]:.1%} {counts[0]}/{counts[1]}"
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Exact match by length and by depth, a line for each system."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (by_length, by_depth) = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
+    styles = ("o-", "s--", "^-.", "d:", "v--", "x-")
+    for number, (system, entry) in enumerate(report["systems"].items()):
+        style = {"marker": styles[number % len(styles)][0], "linestyle": styles[number % len(styles)][1:]}
+        lengths = [(int(length), c[0] / c[1]) for length, c in entry["lengths"].items() if c[1]]
+        by_length.plot(*zip(*lengths, strict=True), label=system, **style)
+        depths = [(at, c[0] / c[1]) for at, c in enumerate(entry["depths"]) if c[1]]
+        if depths:
+            by_depth.plot(*zip(*depths, strict=True), **style)
+    by_length.set(xscale="log", xlabel="prompt, tokens", ylabel="exact match", ylim=(-0.03, 1.03))
+    ticks = sorted({int(x) for entry in report["systems"].values() for x in entry["lengths"] if x != "0"})
+    by_length.set_xticks(ticks, [str(tick) for tick in ticks])
+    by_length.minorticks_off()
+    by_depth.set_xlabel("where in the prompt the answer stands")
+    by_depth.set_xticks(range(NUM_DEPTHS), [_fifth(at) for at in range(NUM_DEPTHS)])
+    for axis in (by_length, by_depth):
+        axis.grid(alpha=0.3)
+    by_length.legend(fontsize=8, loc="center left")
+    facts = report["facts"]
+    figure.suptitle(
+        f"{report['model']}, {report['num_prompts']} held-out prompts, {report.get('dtype', '')}\n"
+        f"{facts['date'][:10]}, commit {facts['commit'][:12]}",
+        fontsize=10,
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+def keep(report: dict[str, Any], directory: Path = RESULTS) -> list[Path]:
+    """Write accuracy-DTYPE-DATE.json, without the answers, and its picture."""
+    directory.mkdir(parents=True, exist_ok=True)
+    name = report.get("dtype", "endpoint")
+    stem = directory / f"accuracy-{name}-{report['facts']['date'][:10]}"
+    systems = ",\n".join(
+        f"{json.dumps(system)}: {json.dumps(entry)}" for system, entry in report["systems"].items()
+    )
+    parts = [f'"{key}": {json.dumps(value)}' for key, value in report.items() if key != "systems"]
+    path = stem.with_suffix(".json")
+    path.write_text("{\n" + ",\n".join([*parts, f'"systems": {{\n{systems}\n}}']) + "\n}\n")
+    plot(report, stem.with_suffix(".png"))
+    return [path, stem.with_suffix(".png")]

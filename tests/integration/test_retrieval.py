@@ -1,0 +1,93 @@
+"""The trained model through the real pair: its answers stand far back in long prompts, and they are right.
+
+A wrong row paged in, a selection that is off, or a stale hot buffer gives a wrong number here.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.accuracy import NUM_CLIENTS, Response, ask_pair
+from bench.facts import ROOT
+from bench.retrieval import RETRIEVAL_MODEL, Retrieval, retrievals
+from tests.integration.harness import Deployment, deployment
+
+LENGTHS = (512, 2048, 8000)
+INDEX_TOPK = 64
+MODES: tuple[tuple[str, bool | str], ...] = (("hisparse", True), ("dense", False), ("auto", "auto"))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """With the smallest hot buffers that are legal, and a device pool that gives auto a choice."""
+    with deployment(
+        RETRIEVAL_MODEL,
+        tmp_path_factory.mktemp("retrieval"),
+        prefill_options=["--kv-pool-tokens", "65536", "--chunked-prefill-size", "1024"],
+        decode_options=[
+            *("--device-buffer-size", str(INDEX_TOPK + 1), "--host-pool-tokens", "65536"),
+            *("--device-pool-tokens", "16384", "--auto-dense-margin", "0.3"),
+        ],
+    ) as running_pair:
+        yield running_pair
+
+
+def test_every_answer_is_right_in_every_mode(pair: Deployment) -> None:
+    prompts: list[Retrieval] = [found for length in LENGTHS for found in retrievals(length, 4)]
+    answers: dict[str, list[Response]] = {system: [] for system, _ in MODES}
+    for answer in ask_pair(pair.url, prompts, MODES, lambda: None):
+        assert not answer.error
+        answers[answer.system].append(answer)
+    for system, found in answers.items():
+        assert len(found) == len(prompts)
+        wrong = [(answer.length, answer.text) for answer in found if not all(answer.right)]
+        assert not wrong, system
+    tokens = {system: [answer.tokens for answer in found] for system, found in answers.items()}
+    assert tokens["hisparse"] == tokens["dense"] == tokens["auto"]
+    assert {answer.mode for answer in answers["hisparse"]} == {"hisparse"}
+    assert {answer.mode for answer in answers["dense"]} == {"dense"}
+    long = [answer for answer in answers["hisparse"] if answer.length == LENGTHS[-1]]
+    assert all(answer.misses > 0 for answer in long)
+    assert len(prompts) > NUM_CLIENTS  # requests of all modes met in batches
+
+
+def test_the_benchmark_measures_an_openai_endpoint(pair: Deployment, tmp_path: Path) -> None:
+    out = tmp_path / "accuracy"
+    arguments = ["--tasks", "retrieval", "--url", f"{pair.url}/v1", "--instruction", "", "--max-tokens", "64"]
+    arguments += ["--lengths", "512", "--prompts", "3", "--hisparse", "true", "false", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "accuracy.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.with_suffix(".json").read_text())
+    for flag, mode in (("true", "hisparse"), ("false", "dense")):
+        system = report["systems"][f"hisparse {flag}"]
+        right, asked, _, num_prompts = system["lengths"]["512"]
+        assert right == asked > 3
+        assert system["modes"] == {mode: num_prompts}
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_a_question_in_a_chat_of_ones_own_is_answered(pair: Deployment) -> None:
+    content = (
+        "Notes: The badge of amber falcon is 58213. The clerk opened a window. The code of calm otter is "
+        "4012.\nQuestion: calm otter?"
+    )
+    answer = httpx.post(
+        f"{pair.url}/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 32},
+        timeout=60,
+    ).json()
+    assert answer["choices"][0]["message"]["content"] == "Answer: calm otter is 4012."
+    assert answer["choices"][0]["finish_reason"] == "stop"
