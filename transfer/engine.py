@@ -1,27 +1,33 @@
 """Owns a Mooncake transfer engine: its session, its registered memory, and one-sided writes from it.
 
 Mooncake answers with bare return codes and trusts its caller. This wrapper does not: a source that is not
-registered here is refused (Mooncake reports success for it and sends nothing), an RDMA transport without
-a usable device is refused (Mooncake falls back to TCP in silence), batches stay below the size at which
-its queues overflow, and every code becomes an exception.
+registered here is refused (Mooncake reports success for it and sends nothing), the transport is the one that
+was chosen (Mooncake takes what it finds, whatever it is asked for), batches stay below the size at which its
+queues overflow, and every code becomes an exception.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from transfer.errors import TransferError as TransferError
+from transfer.errors import TransferSetupError as TransferSetupError
 from transfer.extents import SlotArray, as_slots
+from transfer.machine import Machine
+from transfer.transport import TCP, Transport, address_fault, environment_fault
 
-_SYSFS_INFINIBAND = Path("/sys/class/infiniband")
+log = logging.getLogger(__name__)
+
 _WILDCARD_HOSTS = ("", "0.0.0.0", "::", "*")
 
 MAX_BATCH_DESCRIPTORS = 512
@@ -36,22 +42,6 @@ MAX_DESCRIPTOR_BYTES = 4 << 20
 
 Smaller pieces cost more where cores are busy: of the rate at 4 MiB, 512 KiB gets 0.87 on a loaded machine.
 """
-
-
-class TransferError(Exception):
-    """A write or a registration failed.
-
-    ``may_still_land``: bytes were handed to the transport, and some may reach the peer's memory even after
-    this error; until the transport's timeouts have passed, that memory must not be reused.
-    """
-
-    def __init__(self, message: str, *, may_still_land: bool = False) -> None:
-        super().__init__(message)
-        self.may_still_land = may_still_land
-
-
-class TransferSetupError(TransferError):
-    """The engine cannot start: a package, system library, host or RDMA device is missing or wrong."""
 
 
 class HasMemory(Protocol):
@@ -76,35 +66,34 @@ def quiet_mooncake_logs() -> None:
 class TransferEngine:
     """One Mooncake engine. Any thread may call it; writes to one session take turns.
 
-    ``host``: the address that peers reach this engine at, no wildcard. ``ib_device``: one or several RDMA
-    device names separated by commas; empty lets Mooncake use every device. Raises TransferSetupError.
+    ``host``: the address that peers reach this engine at, no wildcard. ``transport``: what
+    ``choose_transport`` returned. Raises TransferSetupError.
     """
 
-    def __init__(
-        self,
-        host: str,
-        protocol: Literal["tcp", "rdma"] = "tcp",
-        ib_device: str = "",
-        *,
-        sysfs_infiniband: Path = _SYSFS_INFINIBAND,
-    ) -> None:
-        if host in _WILDCARD_HOSTS:
-            raise TransferSetupError(f"host {host!r}: peers need an address to reach; set advertise_host")
-        if protocol == "rdma":
-            check_rdma_devices(ib_device, sysfs_infiniband)
-        _check_environment()
+    def __init__(self, host: str, transport: Transport = TCP) -> None:
+        host = _checked_host(host)
+        fault = environment_fault(Machine())
+        if fault is not None:
+            raise TransferSetupError(str(fault))
+        self.transport = transport
         self._lock = threading.Lock()
         self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # a session's writers
         self._starts: list[int] = []  # sorted addresses of the registered memory
         self._end_at: dict[int, int] = {}
         self._owner_at: dict[int, HasMemory | None] = {}  # keeps registered tensors alive
-        self._mooncake = _new_mooncake_engine()
-        code = self._mooncake.initialize(host, "P2PHANDSHAKE", protocol, ib_device)
+        with _environment(_mooncake_settings(transport, host)):
+            self._mooncake = _new_mooncake_engine()
+            code = self._mooncake.initialize(
+                host, "P2PHANDSHAKE", transport.protocol, ",".join(transport.devices)
+            )
         if code != 0:
             raise TransferSetupError(
-                f"Mooncake cannot start on host {host!r} with protocol {protocol}: code {code}"
+                f"Mooncake cannot start on host {host!r} with protocol {transport.protocol}"
+                f"{' on ' + ', '.join(transport.devices) if transport.devices else ''}: code {code}; "
+                "its log says why with MC_LOG_LEVEL=INFO in the environment"
             )
-        self.session = f"{host}:{self._mooncake.get_rpc_port()}"
+        self.session = f"{f'[{host}]' if ':' in host else host}:{self._mooncake.get_rpc_port()}"
+        self._check_session(host)
 
     def register(self, memory: HasMemory | int, num_bytes: int | None = None) -> int:
         """Open memory to the transport, for reading and for peers' writes; returns its address.
@@ -205,6 +194,17 @@ class TransferEngine:
             self._owner_at.clear()
             self._mooncake = None
 
+    def _check_session(self, host: str) -> None:
+        """Raise unless this engine answers at its own session, the only name of it that peers are told."""
+        fault = address_fault(host)
+        if fault is not None:  # a NAT may lead back to this machine for peers only, so it is not tried
+            log.warning("%s", fault)
+        elif not self.is_reachable(self.session):
+            raise TransferSetupError(
+                f"Mooncake does not answer at {self.session}, the session that peers are told; "
+                "set advertise_host to an address at which this machine accepts connections"
+            )
+
     def _turn(self, session: str) -> threading.Lock:
         with self._lock:
             turn = self._turns.get(session)
@@ -242,31 +242,6 @@ def cut_long(
     )
 
 
-def check_rdma_devices(ib_device: str, sysfs_infiniband: Path = _SYSFS_INFINIBAND) -> None:
-    """Raise TransferSetupError unless the RDMA devices named in ``ib_device`` exist with an active port.
-
-    When it names none, one usable device is enough.
-    """
-    present = sorted(path.name for path in sysfs_infiniband.iterdir()) if sysfs_infiniband.is_dir() else []
-    if not present:
-        raise TransferSetupError(
-            f"protocol rdma: no RDMA device in {sysfs_infiniband}; load the driver or use protocol tcp"
-        )
-    named = [name.strip() for name in ib_device.split(",") if name.strip()]
-    missing = [name for name in named if name not in present]
-    if missing:
-        raise TransferSetupError(
-            f"ib_device {', '.join(missing)}: not in {sysfs_infiniband}, which has {', '.join(present)}"
-        )
-    inactive = [name for name in named or present if not _has_active_port(sysfs_infiniband / name)]
-    if inactive and (named or inactive == present):
-        raise TransferSetupError(f"RDMA device {', '.join(inactive)} has no active port; check the link")
-
-
-def _has_active_port(device: Path) -> bool:
-    return any(state.read_text().strip().endswith(": ACTIVE") for state in device.glob("ports/*/state"))
-
-
 def _resolve(memory: HasMemory | int, num_bytes: int | None) -> tuple[int, int, HasMemory | None]:
     """Address, length and owner of what ``register`` was given."""
     if isinstance(memory, int):
@@ -283,12 +258,51 @@ def _resolve(memory: HasMemory | int, num_bytes: int | None) -> tuple[int, int, 
     return addr, num_bytes, owner
 
 
-def _check_environment() -> None:
-    if os.environ.get("MC_TCP_PROTO") == "1":
+def _checked_host(host: str) -> str:
+    """``host`` without the brackets of an IPv6 address. Raises TransferSetupError."""
+    if host in _WILDCARD_HOSTS:
+        raise TransferSetupError(f"host {host!r}: peers need an address to reach; set advertise_host")
+    bare = host.removeprefix("[").removesuffix("]")
+    if bare.count(":") == 1 or "]" in bare:
         raise TransferSetupError(
-            "MC_TCP_PROTO=1 in the environment: that version of Mooncake's TCP protocol reports a write as "
-            "done before it has landed, and even when the peer refuses it; unset MC_TCP_PROTO"
+            f"host {host!r}: expected an address without a port; Mooncake chooses the port"
         )
+    return bare
+
+
+_environment_lock = threading.Lock()
+
+
+def _mooncake_settings(transport: Transport, host: str) -> dict[str, str | None]:
+    """What Mooncake must find in its environment when it starts; it ignores the protocol that it is given.
+
+    MC_FORCE_HCA: without a device that it can open, it fails instead of taking TCP.
+    """
+    is_rdma = transport.protocol == "rdma"
+    settings = {"MC_FORCE_TCP": None if is_rdma else "1", "MC_FORCE_HCA": "1" if is_rdma else None}
+    if ":" in host:
+        settings["MC_USE_IPV6"] = "1"
+    return settings
+
+
+@contextmanager
+def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """The environment with these variables set, or removed where they are None; restored in the end."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in values}
+        _set_environment(values)
+        try:
+            yield
+        finally:
+            _set_environment(before)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _new_mooncake_engine() -> Any:

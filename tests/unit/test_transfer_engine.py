@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +21,10 @@ from transfer.engine import (
     TransferEngine,
     TransferError,
     TransferSetupError,
-    check_rdma_devices,
     cut_long,
     quiet_mooncake_logs,
 )
+from transfer.transport import TCP, Transport
 
 PEER_BYTES = 12 << 20
 SOURCE_BYTES = 10 << 20
@@ -225,6 +228,91 @@ def test_a_wildcard_is_no_host(host: str) -> None:
         TransferEngine(host)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1:5000", "[::1]:5000"])
+def test_an_address_with_a_port_is_no_host(host: str) -> None:
+    with pytest.raises(TransferSetupError, match="without a port"):
+        TransferEngine(host)
+
+
+def test_the_session_is_the_host_that_was_asked_for_and_answers() -> None:
+    for host, shown in (("localhost", "localhost"), ("127.0.0.2", "127.0.0.2")):
+        started = TransferEngine(host)
+        assert started.session.rpartition(":")[0] == shown
+        assert started.is_reachable(started.session)
+        assert started.transport == TCP
+        started.close()
+
+
+def test_an_ipv6_host_is_reached_at_its_session() -> None:
+    """In a process of its own, because Mooncake decides once a process whether it listens on IPv6."""
+    code = (
+        "from transfer.engine import *; e = TransferEngine('::1'); print(e.session); import os; os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    if not has_ipv6():
+        assert "does not answer" in done.stderr
+        return
+    assert done.stdout.startswith("[::1]:"), done.stderr
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_an_engine_that_does_not_answer_at_its_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TransferEngine, "is_reachable", lambda self, session: False)
+    with pytest.raises(TransferSetupError, match=r"does not answer at 127\.0\.0\.1:\d+.*advertise_host"):
+        TransferEngine("127.0.0.1")
+
+
+def test_a_foreign_address_may_be_advertised(caplog: pytest.LogCaptureFixture) -> None:
+    """Behind a NAT no interface here has it."""
+    started = TransferEngine("203.0.113.77")
+    assert started.session.startswith("203.0.113.77:")
+    assert "203.0.113.77 belongs to no network interface" in caplog.text
+    started.close()
+
+
+def test_rdma_without_a_device_that_mooncake_can_open_does_not_fall_back_to_tcp() -> None:
+    with pytest.raises(TransferSetupError, match="protocol rdma on nothing_0: code -1"):
+        TransferEngine("127.0.0.1", Transport("rdma", ("nothing_0",)))
+
+
+@pytest.mark.parametrize(
+    ("transport", "inside"),
+    [(TCP, {"MC_FORCE_TCP": "1"}), (Transport("rdma", ("mlx5_0",)), {"MC_FORCE_HCA": "1"})],
+)
+def test_mooncake_is_held_to_the_transport_by_its_environment(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport, inside: dict[str, str]
+) -> None:
+    seen: dict[str, str] = {}
+
+    class Mooncake:
+        def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
+            seen.update({name: os.environ[name] for name in NAMES if name in os.environ})
+            seen.update(protocol=protocol, devices=devices)
+            return 0
+
+        def get_rpc_port(self) -> int:
+            return 1
+
+        def send_probe(self, session: str) -> int:
+            return 0
+
+    NAMES = ("MC_FORCE_TCP", "MC_FORCE_HCA")
+    monkeypatch.setenv("MC_FORCE_TCP", "kept")
+    monkeypatch.delenv("MC_FORCE_HCA", raising=False)
+    monkeypatch.setattr(engine_module, "_new_mooncake_engine", Mooncake)
+    TransferEngine("127.0.0.1", transport)
+    assert seen == {**inside, "protocol": transport.protocol, "devices": ",".join(transport.devices)}
+    assert os.environ["MC_FORCE_TCP"] == "kept"
+    assert "MC_FORCE_HCA" not in os.environ
+
+
 def test_the_tcp_protocol_without_acknowledgements_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_PROTO", "1")
     with pytest.raises(TransferSetupError, match="MC_TCP_PROTO"):
@@ -235,49 +323,6 @@ def test_quieting_keeps_a_level_that_the_operator_chose(monkeypatch: pytest.Monk
     monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
     quiet_mooncake_logs()
     assert engine_module.os.environ["MC_LOG_LEVEL"] == "INFO"
-
-
-# --- RDMA devices ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def infiniband(tmp_path: Path) -> Path:
-    """A sysfs with one active and one inactive device."""
-    for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
-        port = tmp_path / device / "ports" / "1"
-        port.mkdir(parents=True)
-        (port / "state").write_text(f"{state}\n")
-    return tmp_path
-
-
-@pytest.mark.parametrize("ib_device", ["", "mlx5_0"])
-def test_usable_rdma_devices_pass(infiniband: Path, ib_device: str) -> None:
-    check_rdma_devices(ib_device, infiniband)
-
-
-@pytest.mark.parametrize(
-    ("ib_device", "message"),
-    [
-        ("mlx5_7", "ib_device mlx5_7: not in .* has mlx5_0, mlx5_1"),
-        ("mlx5_0,mlx5_7", "mlx5_7"),
-        ("mlx5_0, mlx5_1", "mlx5_1 has no active port"),
-    ],
-)
-def test_unusable_rdma_devices_are_named(infiniband: Path, ib_device: str, message: str) -> None:
-    with pytest.raises(TransferSetupError, match=message):
-        TransferEngine("127.0.0.1", "rdma", ib_device, sysfs_infiniband=infiniband)
-
-
-def test_a_machine_without_rdma_devices_does_not_fall_back_to_tcp(tmp_path: Path) -> None:
-    for sysfs in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(TransferSetupError, match="no RDMA device"):
-            TransferEngine("127.0.0.1", "rdma", sysfs_infiniband=sysfs)
-
-
-def test_no_active_port_at_all_is_refused(infiniband: Path) -> None:
-    (infiniband / "mlx5_0" / "ports" / "1" / "state").write_text("2: INIT\n")
-    with pytest.raises(TransferSetupError, match="mlx5_0, mlx5_1 has no active port"):
-        check_rdma_devices("", infiniband)
 
 
 # --- cutting --------------------------------------------------------------------------------------------

@@ -1,0 +1,61 @@
+"""``hisparse-pd doctor`` as operators run it: on one machine alone, and on two that measure each other."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from tests.integration.harness import REPO
+
+TIMEOUT_SECS = 120.0
+COMMAND = [sys.executable, "-m", "hisparse_pd", "doctor", "--json"]
+
+
+def doctor(*options: str) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(
+        [*COMMAND, *options], cwd=REPO, capture_output=True, text=True, timeout=TIMEOUT_SECS
+    )
+    report = json.loads(done.stdout)
+    assert isinstance(report, dict), done.stderr
+    return done.returncode, report
+
+
+def test_a_machine_alone() -> None:
+    status, report = doctor("--transfer-protocol", "auto", "--host-pool-gib", "0.001")
+    assert (status, report["ok"]) == (0, True), report
+    assert {check["status"] for check in report["checks"]} <= {"ok", "info", "warn"}
+    assert report["transport"]["protocol"] in ("tcp", "rdma")
+
+    status, report = doctor("--transfer-protocol", "rdma", "--ib-device", "nothing_0")
+    assert (status, report["ok"], report["transport"]) == (1, False, None)
+    failed = {check["name"]: check for check in report["checks"] if check["status"] == "fail"}
+    assert "KV transport" in failed
+    assert all(check["remedy"] for check in failed.values())
+
+
+def test_two_machines_measure_each_other() -> None:
+    serving = subprocess.Popen(
+        [*COMMAND, "--serve", "--port", "0", "--serve-secs", "600"],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert serving.stdout is not None
+        offer = json.loads(serving.stdout.readline())
+        assert offer["transport"]["protocol"] == "tcp"
+        sizes = ["64", "1152", "65536"]
+        status, report = doctor(
+            *("--peer", f"127.0.0.1:{offer['port']}", "--measure-secs", "0.01", "--message-bytes", *sizes)
+        )
+        assert (status, report["ok"]) == (0, True), report
+        assert [str(rate["message_bytes"]) for rate in report["bandwidth"]] == sizes
+        assert all(rate["bytes_per_sec"] > 0 for rate in report["bandwidth"])
+        serving.send_signal(signal.SIGTERM)
+        assert serving.wait(TIMEOUT_SECS) == 0
+    finally:
+        serving.kill()
+        serving.communicate()

@@ -1,0 +1,19 @@
+"""The errors of the KV transport."""
+
+from __future__ import annotations
+
+
+class TransferError(Exception):
+    """A write or a registration failed.
+
+    ``may_still_land``: bytes were handed to the transport, and some may reach the peer's memory even after
+    this error; until the transport's timeouts have passed, that memory must not be reused.
+    """
+
+    def __init__(self, message: str, *, may_still_land: bool = False) -> None:
+        super().__init__(message)
+        self.may_still_land = may_still_land
+
+
+class TransferSetupError(TransferError):
+    """The engine cannot start: a package, system library, host or RDMA device is missing or wrong."""

@@ -1,0 +1,151 @@
+"""Where facts about this machine come from, and what of its libraries and memory a transport can use.
+
+Everything is read from files and by a few calls that ``Machine`` names, so that tests put a machine of their
+own in their place. What is wrong is returned as a ``Fault``, not raised.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_CAP_IPC_LOCK = 14
+_DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+_INITIAL_UID_MAP = ["0", "0", "4294967295"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why something cannot be used, with the value found and the bound, and what to do about it."""
+
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.remedy}"
+
+
+def list_verbs_devices() -> tuple[str, ...]:
+    """The RDMA devices that libibverbs has a driver for. Raises OSError when it cannot be loaded."""
+    verbs = ctypes.CDLL("libibverbs.so.1")
+    verbs.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
+    verbs.ibv_get_device_name.restype = ctypes.c_char_p
+    verbs.ibv_get_device_name.argtypes = [ctypes.c_void_p]
+    count = ctypes.c_int()
+    devices = verbs.ibv_get_device_list(ctypes.byref(count))
+    if not devices:
+        return ()
+    names = tuple(verbs.ibv_get_device_name(devices[i]).decode() for i in range(count.value))
+    verbs.ibv_free_device_list(devices)
+    return names
+
+
+def memlock_limit() -> int | None:
+    """Bytes that this process may lock; None: no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def dma_buf_supported() -> bool:
+    """Whether the driver can hand out the first GPU's memory as a dma-buf; False without a driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    device, supported = ctypes.c_int(), ctypes.c_int()
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGet(ctypes.byref(device), 0) != 0:
+        return False
+    code = cuda.cuDeviceGetAttribute(ctypes.byref(supported), _DMA_BUF_SUPPORTED, device)
+    return bool(code == 0 and supported.value == 1)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the facts about this machine come from."""
+
+    sys: Path = Path("/sys")
+    dev: Path = Path("/dev")
+    proc: Path = Path("/proc")
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    verbs_devices: Callable[[], Sequence[str]] = list_verbs_devices
+    memlock_bytes: Callable[[], int | None] = memlock_limit
+    has_dma_buf: Callable[[], bool] = dma_buf_supported
+
+    @property
+    def infiniband(self) -> Path:
+        return self.sys / "class" / "infiniband"
+
+
+def verbs_library_fault(machine: Machine) -> Fault | None:
+    """Why libibverbs cannot be used."""
+    try:
+        machine.verbs_devices()
+    except OSError as error:
+        return Fault(f"libibverbs cannot be loaded ({error})", "install the package libibverbs1")
+    return None
+
+
+def memlock_fault(num_host_bytes: int, num_devices: int, machine: Machine) -> Fault | None:
+    """Why ``num_host_bytes`` of main memory cannot be registered with each of ``num_devices``.
+
+    The kernel counts what is registered once a device, and not at all for a process with CAP_IPC_LOCK in the
+    initial user namespace. Memory of a GPU does not count.
+    """
+    limit = machine.memlock_bytes()
+    num_bytes = num_host_bytes * num_devices
+    if limit is None or num_bytes <= limit or may_lock_anything(machine):
+        return None
+    times = f", {show_bytes(num_host_bytes)} with each of {num_devices} devices" if num_devices > 1 else ""
+    return Fault(
+        f"locked memory is limited to {limit} bytes ({show_bytes(limit)}), and {num_bytes} bytes "
+        f"({show_bytes(num_bytes)}{times}) are to be registered",
+        "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (docker)",
+    )
+
+
+def may_lock_anything(machine: Machine) -> bool:
+    """Whether this process has CAP_IPC_LOCK where the kernel looks for it, in the initial user namespace."""
+    status = read_text(machine.proc / "self" / "status").splitlines()
+    capabilities = next((line.split()[1] for line in status if line.startswith("CapEff:")), "0")
+    is_initial = read_text(machine.proc / "self" / "uid_map").split() == _INITIAL_UID_MAP
+    return is_initial and bool(int(capabilities, 16) >> _CAP_IPC_LOCK & 1)
+
+
+def gpu_direct(machine: Machine) -> str:
+    """By what means a network card reaches GPU memory: nvidia_peermem, dma-buf, or empty for none."""
+    if (machine.sys / "module" / "nvidia_peermem").is_dir():
+        return "nvidia_peermem"
+    return "dma-buf" if machine.has_dma_buf() else ""
+
+
+def gpu_direct_fault(machine: Machine) -> Fault | None:
+    """Why memory of a GPU cannot be registered with a network card."""
+    if gpu_direct(machine):
+        return None
+    return Fault(
+        "GPU memory cannot be registered: no module nvidia_peermem, and the driver offers no dma-buf",
+        "modprobe nvidia_peermem, or use the open kernel modules of the NVIDIA driver on Linux 5.12 or later",
+    )
+
+
+def show_bytes(num_bytes: float) -> str:
+    """For people: ``1.5 GiB``."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} bytes"
+    for unit in ("KiB", "MiB", "GiB"):
+        num_bytes /= 1024
+        if num_bytes < 1024:
+            return f"{num_bytes:.1f} {unit}"
+    return f"{num_bytes / 1024:.1f} TiB"
+
+
+def read_text(path: Path) -> str:
+    """A file's text without the space round it; empty when it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeError):
+        return ""

@@ -1,0 +1,240 @@
+"""The RDMA devices of this machine, as sysfs shows them, and why one of them cannot be used.
+
+The checks follow what Mooncake does with a device. It opens one port (``MC_IB_PORT``, else 1), takes a GID of
+RoCE v2 or InfiniBand, an IPv4 one first (or the one at ``MC_GID_INDEX``, whatever it is), and leaves out a
+device with which that fails; when no device is left, it runs on TCP without a word.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from ipaddress import AddressValueError, IPv4Address, IPv6Address
+from pathlib import Path
+
+from transfer.machine import Fault, Machine, read_text, verbs_library_fault
+
+IpAddress = IPv4Address | IPv6Address
+
+_ACTIVE = "4: ACTIVE"
+_ETHERNET = "Ethernet"
+_LINK_LAYERS = ("InfiniBand", _ETHERNET)
+_ROCE_V2 = "RoCE v2"
+
+
+@dataclass(frozen=True)
+class Gid:
+    """An entry of a port's GID table; ``type`` and ``netdev`` (the network interface) as sysfs has them."""
+
+    index: int
+    address: IPv6Address
+    type: str
+    netdev: str = ""
+
+    @property
+    def ip(self) -> IpAddress:
+        """The address of the network interface: IPv4 when the GID is made of one."""
+        return self.address.ipv4_mapped or self.address
+
+
+class GidGrade(IntEnum):
+    """How far a GID reaches. RDMA is possible from ``LINK_LOCAL`` on, and sure from ``ROUTABLE`` on."""
+
+    NONE = 0
+    ROCE_V1 = 1
+    """Ethernet without RoCE v2: Mooncake does not take it unless it is told to."""
+    LINK_LOCAL = 2
+    """Ethernet without an IP address: reaches peers on the same link at most."""
+    ROUTABLE = 3
+    """InfiniBand, or RoCE v2 with an address that is not the advertised one."""
+    ADVERTISED = 4
+    """The GID of the very address that peers are told."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """One port of a device. ``state``: such as ``4: ACTIVE``. ``gids``: those that are not all zero."""
+
+    number: int
+    state: str
+    link_layer: str
+    gids: tuple[Gid, ...]
+
+    def best_gid(
+        self, advertised: Collection[IpAddress], gid_index: int | None
+    ) -> tuple[GidGrade, Gid | None]:
+        """The GID that reaches farthest. ``gid_index``: the operator's choice, the only one to look at."""
+        graded = [
+            (self._grade(gid, advertised, is_chosen=gid_index is not None), gid)
+            for gid in self.gids
+            if gid_index in (None, gid.index)
+        ]
+        return max(graded, key=lambda entry: (entry[0], -entry[1].index), default=(GidGrade.NONE, None))
+
+    def _grade(self, gid: Gid, advertised: Collection[IpAddress], *, is_chosen: bool) -> GidGrade:
+        if self.link_layer == _ETHERNET:
+            if gid.type != _ROCE_V2:
+                return GidGrade.LINK_LOCAL if is_chosen else GidGrade.ROCE_V1
+            if gid.address.is_link_local:
+                return GidGrade.LINK_LOCAL
+        return GidGrade.ADVERTISED if gid.ip in advertised else GidGrade.ROUTABLE
+
+
+@dataclass(frozen=True)
+class RdmaDevice:
+    """One device. ``uverbs``: its character devices, such as ``uverbs0``; none without ib_uverbs."""
+
+    name: str
+    ports: tuple[Port, ...]
+    uverbs: tuple[str, ...]
+
+    def port(self, environ: Mapping[str, str]) -> Port | None:
+        """The port that Mooncake opens."""
+        number = port_number(environ)
+        return next((port for port in self.ports if port.number == number), None)
+
+    def best_gid(
+        self, advertised: Collection[IpAddress], environ: Mapping[str, str]
+    ) -> tuple[GidGrade, Gid | None]:
+        port = self.port(environ)
+        if port is None:
+            return GidGrade.NONE, None
+        return port.best_gid(advertised, chosen_gid_index(environ))
+
+
+def read_devices(machine: Machine) -> tuple[RdmaDevice, ...]:
+    """All RDMA devices that the kernel shows, by name."""
+    return tuple(_read_device(path) for path in sorted(_children(machine.infiniband)))
+
+
+def device_names(ib_device: str) -> tuple[str, ...]:
+    """The names in an ``ib_device`` setting, in order, each once."""
+    return tuple(dict.fromkeys(name for name in map(str.strip, ib_device.split(",")) if name))
+
+
+def port_number(environ: Mapping[str, str]) -> int:
+    """The port that Mooncake opens on every device."""
+    return _small_number(environ.get("MC_IB_PORT"), 1)
+
+
+def chosen_gid_index(environ: Mapping[str, str]) -> int | None:
+    """The GID index that Mooncake is told to use; None: it looks for one."""
+    index = _small_number(environ.get("MC_GID_INDEX", environ.get("NCCL_IB_GID_INDEX")), -1)
+    return None if index < 0 else index
+
+
+def device_fault(device: RdmaDevice, machine: Machine) -> Fault | None:
+    """Why Mooncake cannot open the device; None when it should be able to."""
+    port = device.port(machine.environ)
+    number = port_number(machine.environ)
+    if port is None:
+        ports = ", ".join(str(port.number) for port in device.ports) or "none"
+        return Fault(
+            f"{device.name} has no port {number}, its ports: {ports}", "set MC_IB_PORT to one of them"
+        )
+    where = f"{device.name} port {number}"
+    if port.state != _ACTIVE:
+        return Fault(
+            f"{where} is in state '{port.state}', not '{_ACTIVE}'",
+            "check cable and switch, bring its interface up, on InfiniBand start a subnet manager",
+        )
+    if port.link_layer not in _LINK_LAYERS:
+        return Fault(
+            f"{where} has link layer '{port.link_layer}', not {' or '.join(_LINK_LAYERS)}",
+            "name another device in --ib-device, or use --transfer-protocol tcp",
+        )
+    return _gid_fault(port, where, chosen_gid_index(machine.environ)) or _verbs_fault(device, machine)
+
+
+def missing_device_fault(name: str, devices: Collection[RdmaDevice], machine: Machine) -> Fault:
+    """For a name in --ib-device that no device has."""
+    present = ", ".join(device.name for device in devices) or "none"
+    return Fault(f"{name} is not in {machine.infiniband}, which has: {present}", "correct --ib-device")
+
+
+def no_device_fault(machine: Machine) -> Fault:
+    return Fault(
+        f"no RDMA device in {machine.infiniband}",
+        "load the network card's driver, pass the devices into the container, or use --transfer-protocol tcp",
+    )
+
+
+def _gid_fault(port: Port, where: str, gid_index: int | None) -> Fault | None:
+    grade, gid = port.best_gid((), gid_index)
+    if grade is GidGrade.NONE and gid_index is not None:
+        present = ", ".join(str(entry.index) for entry in port.gids) or "none"
+        return Fault(
+            f"{where} has no GID at index {gid_index}, it has them at: {present}",
+            "change or unset MC_GID_INDEX and NCCL_IB_GID_INDEX",
+        )
+    if grade is GidGrade.NONE:
+        return Fault(
+            f"{where} has no GID, all entries are zero", "give its network interface an address, bring it up"
+        )
+    if grade is GidGrade.ROCE_V1 and gid is not None:
+        return Fault(
+            f"{where} has GIDs of RoCE v1 only, and RoCE v2 is needed",
+            f"switch it to RoCE v2, or set MC_GID_INDEX={gid.index} if all peers are on the same link",
+        )
+    return None
+
+
+def _verbs_fault(device: RdmaDevice, machine: Machine) -> Fault | None:
+    if not device.uverbs:
+        return Fault(f"{device.name} has no verbs device", "load the kernel module ib_uverbs")
+    for node in (machine.dev / "infiniband" / name for name in device.uverbs):
+        if not os.access(node, os.R_OK | os.W_OK):
+            state = "cannot be read and written by this user" if node.exists() else "is not there"
+            return Fault(
+                f"{device.name}: {node} {state}",
+                "pass it into the container (docker: --device /dev/infiniband), with access for this user",
+            )
+    library_fault = verbs_library_fault(machine)
+    if library_fault is None and device.name not in machine.verbs_devices():
+        return Fault(
+            f"{device.name}: libibverbs has no driver for it",
+            "install the package ibverbs-providers (Debian, Ubuntu) or rdma-core",
+        )
+    return library_fault
+
+
+# --- sysfs ------------------------------------------------------------------------------------------------
+
+
+def _read_device(path: Path) -> RdmaDevice:
+    uverbs = sorted(entry.name for entry in _children(path / "device" / "infiniband_verbs"))
+    return RdmaDevice(path.name, tuple(map(_read_port, _numbered(path / "ports"))), tuple(uverbs))
+
+
+def _read_port(path: Path) -> Port:
+    gids = []
+    for entry in _numbered(path / "gids"):
+        try:
+            address = IPv6Address(read_text(entry))
+        except AddressValueError:
+            continue
+        if int(address):
+            types, netdevs = path / "gid_attrs" / "types", path / "gid_attrs" / "ndevs"
+            gid_type, netdev = read_text(types / entry.name), read_text(netdevs / entry.name)
+            gids.append(Gid(int(entry.name), address, gid_type, netdev))
+    return Port(int(path.name), read_text(path / "state"), read_text(path / "link_layer"), tuple(gids))
+
+
+def _numbered(directory: Path) -> list[Path]:
+    """The entries that sysfs names by a number, in its order."""
+    return sorted((path for path in _children(directory) if path.name.isdecimal()), key=lambda p: int(p.name))
+
+
+def _children(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []
+
+
+def _small_number(text: str | None, default: int) -> int:
+    """As Mooncake reads its environment: no number counts as 0, one that is not in [0, 256) is ignored."""
+    try:
+        number = int(text) if text is not None else default
+    except ValueError:
+        number = 0
+    return number if 0 <= number < 256 else default

@@ -1,0 +1,233 @@
+"""Which transport a node's KV takes, decided once at its start, and whether peers can reach its address.
+
+``rdma`` is RDMA or an error, never TCP: Mooncake falls back by itself, so everything that makes it do that is
+looked for first. ``tcp`` is TCP, also where there are RDMA devices. ``auto`` takes RDMA when nothing speaks
+against it, and says why not otherwise; peers compare what came of it when they register.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from transfer.errors import TransferSetupError
+from transfer.machine import Fault, Machine, gpu_direct_fault, memlock_fault
+from transfer.rdma import (
+    GidGrade,
+    IpAddress,
+    RdmaDevice,
+    device_fault,
+    device_names,
+    missing_device_fault,
+    no_device_fault,
+    read_devices,
+)
+
+log = logging.getLogger(__name__)
+
+Protocol = Literal["tcp", "rdma"]
+AskedProtocol = Literal["tcp", "rdma", "auto"]
+
+_MAX_REASON_CHARS = 400
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What was chosen. ``devices``: the RDMA devices, none for TCP. ``reason``: one line for people."""
+
+    protocol: Protocol
+    devices: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def info_metric(self) -> str:
+        """Name and labels of a gauge that is always 1."""
+        # What would end a label or a line of Prometheus' text is no part of any reason but by accident.
+        reason = self.reason.translate(str.maketrans('"{}\n\\', "'()  "))
+        devices = ",".join(self.devices)
+        return f'transfer_info{{protocol="{self.protocol}",devices="{devices}",reason="{reason}"}}'
+
+
+TCP = Transport("tcp", reason="asked for")
+
+
+def choose_transport(
+    asked: AskedProtocol,
+    ib_device: str,
+    host: str,
+    *,
+    num_host_bytes: int,
+    uses_gpu: bool,
+    machine: Machine | None = None,
+) -> Transport:
+    """The transport for a node at ``host`` that registers ``num_host_bytes`` of main memory.
+
+    ``ib_device``: names separated by commas, of which each must be usable; empty: all that are usable.
+    ``uses_gpu``: GPU memory is registered as well. Raises TransferSetupError when ``asked`` is rdma and
+    something is missing for it.
+    """
+    machine = machine or Machine()
+    transport = _choose(asked, ib_device, host, num_host_bytes, uses_gpu, machine)
+    # On a machine that has the hardware, auto's TCP is hardly what was hoped for.
+    has_hardware = asked == "auto" and transport.protocol == "tcp" and bool(read_devices(machine))
+    level = logging.WARNING if has_hardware else logging.INFO
+    log.log(level, "KV transport: %s (%s)", transport.protocol, transport.reason)
+    if transport.protocol == "tcp" and ib_device:
+        log.warning("ib_device %s is not used: the KV transport is tcp", ib_device)
+    return transport
+
+
+def _choose(
+    asked: AskedProtocol, ib_device: str, host: str, num_host_bytes: int, uses_gpu: bool, machine: Machine
+) -> Transport:
+    if asked == "tcp":
+        return TCP
+    selection = select_devices(ib_device, host, machine, only_sure=asked == "auto")
+    found = (
+        *selection.faults,
+        forced_tcp_fault(machine),
+        memlock_fault(num_host_bytes, len(selection.devices), machine),
+        gpu_direct_fault(machine) if uses_gpu and selection.devices else None,
+    )
+    faults = [fault for fault in found if fault is not None]
+    if not faults:
+        return Transport("rdma", selection.devices, _shorten("; ".join((selection.found, *selection.notes))))
+    if asked == "auto":
+        return Transport("tcp", (), _shorten("no RDMA: " + "; ".join(fault.what for fault in faults)))
+    raise TransferSetupError("--transfer-protocol rdma: " + " | ".join(map(str, faults)))
+
+
+@dataclass(frozen=True)
+class DeviceSelection:
+    """``devices``: to use, none when ``faults`` speak against it. ``notes``: what is not quite right."""
+
+    devices: tuple[str, ...]
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def found(self) -> str:
+        return f"RDMA devices usable: {', '.join(self.devices)}"
+
+
+def select_devices(
+    ib_device: str, host: str, machine: Machine, *, only_sure: bool = False
+) -> DeviceSelection:
+    """The devices to use: all that are named, or else all that are usable.
+
+    ``only_sure``: a device whose GID may not reach the peer is left out.
+    """
+    devices = {device.name: device for device in read_devices(machine)}
+    if not devices:
+        return DeviceSelection((), (no_device_fault(machine),))
+    advertised = resolve(host)
+    usable: list[str] = []
+    faults: list[Fault] = []
+    notes: list[str] = []
+    names = device_names(ib_device)
+    for name in names or devices:
+        device = devices.get(name)
+        if device is None:
+            faults.append(missing_device_fault(name, devices.values(), machine))
+            continue
+        note = _gid_note(device, host, advertised, machine)
+        fault = device_fault(device, machine)
+        if fault is None and only_sure and _grade(device, advertised, machine) < GidGrade.ROUTABLE:
+            fault = Fault(note, "give its interface an address, or ask for rdma")
+        if fault is not None:
+            faults.append(fault)
+            continue
+        usable.append(name)
+        notes += [note] if note else []
+    if not usable or (names and faults):
+        return DeviceSelection((), tuple(faults))
+    notes += [f"left out: {fault.what}" for fault in faults]
+    link_layers = {port.link_layer for name in usable if (port := devices[name].port(machine.environ))}
+    if len(link_layers) > 1:
+        notes.append(f"{' and '.join(sorted(link_layers))} do not reach each other, name devices of one kind")
+    return DeviceSelection(tuple(usable), (), tuple(notes))
+
+
+def environment_fault(machine: Machine) -> Fault | None:
+    """Why no engine may start, whatever its transport."""
+    if machine.environ.get("MC_TCP_PROTO") != "1":
+        return None
+    return Fault(
+        "MC_TCP_PROTO=1 in the environment: that version of Mooncake's TCP protocol reports a write as done "
+        "before it has landed, and even when the peer refuses it",
+        "unset MC_TCP_PROTO",
+    )
+
+
+def forced_tcp_fault(machine: Machine) -> Fault | None:
+    """Why Mooncake would take TCP whatever it is asked for."""
+    if "MC_FORCE_TCP" not in machine.environ:
+        return None
+    return Fault("MC_FORCE_TCP is set in the environment", "unset it, or use --transfer-protocol tcp")
+
+
+def _grade(device: RdmaDevice, advertised: Collection[IpAddress], machine: Machine) -> GidGrade:
+    return device.best_gid(advertised, machine.environ)[0]
+
+
+def _gid_note(device: RdmaDevice, host: str, advertised: Collection[IpAddress], machine: Machine) -> str:
+    """What to know of the GID of a usable device; empty when it is that of the advertised address."""
+    port = device.port(machine.environ)
+    if port is None or port.link_layer == "InfiniBand":
+        return ""
+    match device.best_gid(advertised, machine.environ):
+        case GidGrade.LINK_LOCAL, _:
+            return f"{device.name} has no GID with an IP address and reaches peers on the same link only"
+        case GidGrade.ROUTABLE, gid if gid is not None:
+            return f"{device.name} has the address {gid.ip}, not the advertised {host}"
+        case _:
+            return ""
+
+
+# --- the advertised address -------------------------------------------------------------------------------
+
+
+def resolve(host: str) -> frozenset[IpAddress]:
+    """The IP addresses of a host name or address; none when it cannot be resolved."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return frozenset()
+    return frozenset(ipaddress.ip_address(str(entry[4][0]).split("%")[0]) for entry in found)
+
+
+def address_fault(host: str) -> Fault | None:
+    """Why peers may not reach ``host``: no interface of this machine has its address.
+
+    Not an error by itself: behind a one-to-one NAT, as some containers are, nobody here has the address that
+    peers use.
+    """
+    addresses = resolve(host)
+    if not addresses:
+        return Fault(f"advertised address {host} cannot be resolved here", "set --advertise-host")
+    if any(map(is_local, addresses)):
+        return None
+    return Fault(
+        f"advertised address {host} belongs to no network interface of this machine",
+        "set --advertise-host, unless a NAT forwards all ports of that address to this machine",
+    )
+
+
+def is_local(address: IpAddress) -> bool:
+    """Whether an interface of this machine has the address: only then can a socket be bound to it."""
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.bind((str(address), 0))
+    except OSError as error:
+        return error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+    return True
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_REASON_CHARS else f"{text[: _MAX_REASON_CHARS - 3]}..."
