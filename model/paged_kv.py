@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,9 @@ class PagedKv:
     ``device_pool``: uint8 [num_layers, num_slots, item_bytes]; ``index_pool``: uint8 [num_index_layers,
     num_slots, index_item_bytes]; new rows of both are written. After the forward ``hints[i]`` is int32
     [num_index_layers, index_topk], the hint of ``requests[i]``, or None when it was not wanted.
+
+    ``on_written(layer)`` is called in the forward, layer after layer, once the layer's rows in both pools are
+    written: on the CPU the bytes are there, on a GPU the kernels that store them are in the current stream.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class PagedKv:
         index_pool: Tensor,
         page_size: int,
         requests: Sequence[PagedRequest],
+        on_written: Callable[[int], None] | None = None,
     ) -> None:
         for number, request in enumerate(requests):
             if request.num_new_tokens < 1 or request.prefix_len < 0:
@@ -61,6 +65,7 @@ class PagedKv:
         self._index_pool = index_pool.view(spec.kv_dtype)
         self._page_size = page_size
         self._requests = requests
+        self._on_written = on_written
         device = device_pool.device
         max_pages = max((request.page_ids.shape[0] for request in requests), default=1)
         self._page_table = torch.zeros((len(requests), max_pages), dtype=torch.int64, device=device)
@@ -88,6 +93,8 @@ class PagedKv:
         if index_keys is not None:
             group = self._spec.index_group_of_layer[layer]
             self._index_pool[group, self._new_slots] = index_keys.to(self._spec.kv_dtype)
+        if self._on_written is not None:
+            self._on_written(layer)
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         parts = []

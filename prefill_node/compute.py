@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,10 @@ from prefill_node.rooms import RoomRecord
 from prefill_node.scheduler import Chunk
 from protocol.engine_messages import SamplingParams, TokenLogprob
 from protocol.messages import Room
+from transfer.sender import Ready
+
+LayerWritten = Callable[[int, Ready | None], None]
+"""Called with a layer whose KV and indexer keys are written, and what to wait for before they are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +39,14 @@ class PromptRunner:
         self._memory = memory
         self._page_size = page_size
 
-    def run(self, batch: Sequence[tuple[RoomRecord, Chunk]]) -> dict[Room, FirstToken]:
+    def run(
+        self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten | None = None
+    ) -> dict[Room, FirstToken]:
         """Compute the chunks; returns the first tokens of the rooms whose prompt is whole now.
 
-        When it returns, the bytes are in memory: the transport may read them. Raises whatever the model
-        raises, out of memory included; then the chunks count as not computed.
+        ``on_written`` is called while it computes, layer after layer, or not at all. When this returns, the
+        bytes of all layers are in memory: the transport may read them. Raises whatever the model or
+        ``on_written`` raises, out of memory included; then the chunks count as not computed.
         """
         is_whole = [chunk.stop == record.num_prompt_tokens for record, chunk in batch]
         kv = PagedKv(
@@ -51,6 +58,7 @@ class PromptRunner:
                 PagedRequest(self._page_ids(record), chunk.start, chunk.stop - chunk.start, want_hint=whole)
                 for (record, chunk), whole in zip(batch, is_whole, strict=True)
             ],
+            self._hook(on_written),
         )
         token_ids = torch.cat(
             [torch.from_numpy(record.token_ids[chunk.start : chunk.stop]) for record, chunk in batch]
@@ -72,6 +80,16 @@ class PromptRunner:
             record.room: FirstToken(token_id, logprob, hint)
             for (record, hint), token_id, logprob in zip(whole, tokens, logprobs, strict=True)
         }
+
+    def _hook(self, on_written: LayerWritten | None) -> Callable[[int], None] | None:
+        """What the KV access is to call with each layer that it wrote.
+
+        On a GPU the bytes are not there yet at that time. A layer may leave then only with an event that was
+        recorded here as what to wait for; as none is, nothing is told and all layers leave after the forward.
+        """
+        if on_written is None or self._model.device.type != "cpu":
+            return None
+        return lambda layer: on_written(layer, None)
 
     def _page_ids(self, record: RoomRecord) -> Tensor:
         return torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)

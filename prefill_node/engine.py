@@ -1,6 +1,6 @@
 """The engine process of the prefill node: the loop receive -> plan -> forward -> commit, and its wiring.
 
-One thread does everything but the writes, which the sender's threads do while the next chunk computes. So
+One thread does everything but the writes, which the sender's threads do while the next layers compute. So
 messages are read, peers are answered and statistics are sent between forwards, and how often is bounded by
 ``chunked_prefill_size``: a forward of one chunk must take well under ``health_timeout_secs`` of the front and
 the heartbeat timeout of the decode nodes. Silence of a peer is judged after its messages were read, so that
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from functools import partial
 from typing import assert_never
 
 import msgspec
@@ -22,14 +23,15 @@ from model.spec import ModelSpec, load_spec
 from prefill_node.compute import PromptRunner
 from prefill_node.kv_pool import PagePool
 from prefill_node.lifecycle import MAX_ERROR_CHARS, Lifecycle, RequestLimits
-from prefill_node.memory import PrefillMemory
+from prefill_node.memory import PrefillMemory, num_host_bytes
 from prefill_node.peers import Peer, PeerTable
 from prefill_node.prefix_cache import PrefixCache
 from prefill_node.push import Pusher
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk, StepLimits, plan_step
 from protocol import process
-from protocol.channels import ControlKeys, ControlServer, EngineSocket, Poller, Wakeup
+from protocol.access import PeerList
+from protocol.channels import ControlServer, EngineSocket, Poller, Wakeup, load_control_keys
 from protocol.engine_messages import (
     Abort,
     EngineReady,
@@ -40,6 +42,7 @@ from protocol.engine_messages import (
     ToEngine,
 )
 from protocol.messages import (
+    DROP_REASONS,
     PROTOCOL_VERSION,
     AbortRoom,
     Bootstrap,
@@ -53,7 +56,9 @@ from protocol.messages import (
 )
 from protocol.settings import PrefillSettings
 from transfer.engine import TransferEngine, quiet_mooncake_logs
+from transfer.listeners import guarded_listeners
 from transfer.sender import Sender
+from transfer.transport import Transport, choose_transport
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +84,9 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
         settings.context_length,
         device=settings.device,
     )
+    transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
     model = load_model(settings.model_path, spec, settings.device)
-    engine = PrefillEngine(settings, spec, model, ipc_path)
+    engine = PrefillEngine(settings, spec, model, ipc_path, transport)
     try:
         engine.run()
     finally:
@@ -90,20 +96,26 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
 class PrefillEngine:
     """Wires the parts together and turns the loop; what happens to a room is ``Lifecycle``'s."""
 
-    def __init__(self, settings: PrefillSettings, spec: ModelSpec, model: DsaModel, ipc_path: str) -> None:
+    def __init__(
+        self,
+        settings: PrefillSettings,
+        spec: ModelSpec,
+        model: DsaModel,
+        ipc_path: str,
+        transport: Transport,
+    ) -> None:
         self._settings = settings
         self._spec = spec
         self._instance_id = secrets.token_hex(8)
         self._geometry = spec.geometry(settings.page_size)
-        num_pages = settings.kv_pool_tokens // settings.page_size
-        num_aux_slots = AUX_SLOTS_PER_REQUEST * settings.max_running_requests
+        num_pages, num_aux_slots = _pool_sizes(settings)
         self._limits = StepLimits(
             settings.chunked_prefill_size, settings.max_running_requests, settings.page_size, num_pages
         )
 
-        self._transfer = TransferEngine(
-            settings.reachable_host, settings.transfer_protocol, settings.ib_device
-        )
+        allowed = PeerList.parse(settings.allowed_peers)
+        with guarded_listeners(settings.reachable_host, allowed):
+            self._transfer = TransferEngine(settings.reachable_host, transport)
         self._memory = PrefillMemory(
             spec,
             num_slots=num_pages * settings.page_size,
@@ -116,19 +128,25 @@ class PrefillEngine:
         self._runner = PromptRunner(model, self._memory, settings.page_size)
 
         self._front = EngineSocket(ipc_path)
-        keys = ControlKeys.load(settings.control_key_file) if settings.control_key_file else None
-        self._control = ControlServer(settings.host, settings.control_port, keys)
+        keys = load_control_keys(settings.control_key_file)
+        self._control = ControlServer(settings.host, settings.control_port, keys, allowed)
         self._poller = Poller()
         for channel in (self._front, self._control, self._wakeup):
             self._poller.register(channel)
 
         pool = PagePool(num_pages, settings.page_size)
-        self._peers = PeerTable(self._geometry, self._memory.aux_layout.slot_bytes)
+        self._peers = PeerTable(
+            self._geometry, self._memory.aux_layout.slot_bytes, self._transfer.transport.protocol, allowed
+        )
         self._life = Lifecycle(
             pool=pool,
             cache=PrefixCache(pool),
             pusher=Pusher(
-                self._sender, self._memory.regions, settings.page_size, settings.transfer_timeout_secs
+                self._sender,
+                self._memory.regions,
+                settings.page_size,
+                settings.transfer_timeout_secs,
+                settings.push_layers,
             ),
             limits=self._limits,
             request_limits=RequestLimits(
@@ -154,6 +172,9 @@ class PrefillEngine:
                 control_endpoint=f"{self._settings.reachable_host}:{self._control.port}",
                 instance_id=self._instance_id,
                 geometry=msgspec.msgpack.encode(self._geometry),
+                transfer_protocol=self._transfer.transport.protocol,
+                transfer_devices=self._transfer.transport.devices,
+                transfer_reason=self._transfer.transport.reason,
             )
         )
         log.info(
@@ -280,14 +301,16 @@ class PrefillEngine:
         now_secs = time.monotonic()
         batch = [(life.rooms.live(chunk.room), chunk) for chunk in chunks]
         life.admit([record for record, chunk in batch if chunk.admits], now_secs)
+        pushes = [life.start_chunk(record, chunk.stop) for record, chunk in batch]
         try:
-            first_tokens = self._runner.run(batch)
+            first_tokens = self._runner.run(batch, partial(life.layer_written, pushes))
         except Exception as error:  # out of memory, a bad kernel: this batch fails, the node serves on
             self._fail_batch(batch, error)
             return True
         now_secs = time.monotonic()
-        for record, chunk in batch:
-            life.computed(record, chunk.stop)
+        for push in pushes:
+            life.computed(push)
+            record = push.record
             first = first_tokens.get(record.room)
             if first is not None and record.aux_slot_src is not None:
                 self._memory.stage_aux(
@@ -319,8 +342,9 @@ class PrefillEngine:
         num_total_tokens = self._limits.num_pages * self._limits.page_size
         num_used_tokens = num_total_tokens - life.num_available_pages * self._limits.page_size
         counters = dict(life.counters)
-        for reason, count in (life.dropped + self._control.dropped).items():
-            counters[f'control_messages_dropped_total{{reason="{reason}"}}'] = count
+        dropped = life.dropped + self._control.dropped
+        for reason in (*DROP_REASONS, *dropped):
+            counters[f'control_messages_dropped_total{{reason="{reason}"}}'] = dropped[reason]
         num_prompt_tokens = max(counters.get("prompt_tokens_total", 0.0), 1.0)
         gauges = {
             "num_running_reqs": float(num_running),
@@ -331,9 +355,32 @@ class PrefillEngine:
             'pool_total_tokens{pool="kv"}': float(num_total_tokens),
             "cache_hit_rate": counters.get("cached_tokens_total", 0.0) / num_prompt_tokens,
             "num_registered_peers": float(len(self._peers)),
+            self._transfer.transport.info_metric: 1.0,
         }
         self._front.send(
             EngineStats(
                 gauges, counters, num_running + num_sending, num_waiting, num_used_tokens, self._num_steps
             )
         )
+
+
+def _transport(settings: PrefillSettings, spec: ModelSpec) -> Transport:
+    """Raises TransferSetupError."""
+    device = torch.device(settings.device)
+    num_pages, num_aux_slots = _pool_sizes(settings)
+    num_slots = num_pages * settings.page_size
+    return choose_transport(
+        settings.transfer_protocol,
+        settings.ib_device,
+        settings.reachable_host,
+        num_host_bytes=num_host_bytes(spec, num_slots=num_slots, num_aux_slots=num_aux_slots, device=device),
+        uses_gpu=device.type == "cuda",
+    )
+
+
+def _pool_sizes(settings: PrefillSettings) -> tuple[int, int]:
+    """Pages of the KV pool, and aux slots."""
+    return (
+        settings.kv_pool_tokens // settings.page_size,
+        AUX_SLOTS_PER_REQUEST * settings.max_running_requests,
+    )

@@ -17,12 +17,12 @@ import numpy as np
 from prefill_node.kv_pool import IntegrityError, PagePool
 from prefill_node.peers import Peer, why_not_landing
 from prefill_node.prefix_cache import PrefixCache, page_keys
-from prefill_node.push import Pusher, landing_of
+from prefill_node.push import ChunkPush, Pusher, landing_of
 from prefill_node.rooms import EndedRoom, RoomRecord, RoomState, RoomTable
 from prefill_node.scheduler import Running, StepLimits, Waiting, why_never
 from protocol.engine_messages import FromEngine, Generate, PrefillFinished, RequestFailed
 from protocol.messages import AbortRoom, Bootstrap, Room, RoomDone, RoomFailed, RoomQuiet, ToDecode
-from transfer.sender import Completion
+from transfer.sender import Completion, Ready
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,16 @@ MAX_ERROR_CHARS = 4096
 
 _WAITING = (RoomState.WAITING_BOOTSTRAP, RoomState.WAITING_REQUEST, RoomState.QUEUED)
 _OWNING = (RoomState.COMPUTING, RoomState.SENDING)
+
+_COUNTERS = (
+    "prompt_tokens_total",
+    "cached_tokens_total",
+    "kv_transfer_bytes_total",
+    "kv_transfer_seconds_total",
+    "kv_transfer_failures_total",
+    "aborted_requests_total",
+    "failed_requests_total",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,7 @@ class Lifecycle:
         tell_peer: Callable[[Peer, ToDecode], None],
     ) -> None:
         self.rooms = RoomTable()
-        self.counters: defaultdict[str, float] = defaultdict(float)
+        self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
         """Monotone totals, by metric name."""
         self.dropped: Counter[str] = Counter()
         """Control messages without effect, by reason."""
@@ -210,10 +220,18 @@ class Lifecycle:
             self.counters["cached_tokens_total"] += record.num_cached_tokens
             self._pusher.push_tokens(record, 0, record.num_cached_tokens)
 
-    def computed(self, record: RoomRecord, stop: int) -> None:
-        """Positions up to ``stop`` are in the pool: send those that are new."""
-        start, record.num_computed_tokens = record.num_computed_tokens, stop
-        self._pusher.push_tokens(record, start, stop)
+    def start_chunk(self, record: RoomRecord, stop: int) -> ChunkPush:
+        """A forward is about to compute the room's positions up to ``stop``: plan how they are sent."""
+        return self._pusher.plan(record, record.num_computed_tokens, stop)
+
+    def layer_written(self, chunks: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
+        """The forward has written ``layer`` of its chunks to the pool: send what is due."""
+        self._pusher.layer_written(chunks, layer, ready)
+
+    def computed(self, chunk: ChunkPush) -> None:
+        """The forward is through, all layers of the chunk are in the pool: send those that have not left."""
+        chunk.record.num_computed_tokens = chunk.stop
+        self._pusher.push_rest(chunk)
 
     def prompt_computed(self, record: RoomRecord, now_secs: float) -> None:
         """COMPUTING -> SENDING: the last chunk is computed; the aux record, which is staged, is sent."""

@@ -6,6 +6,7 @@ place.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -32,12 +33,12 @@ class PrefillMemory:
     def __init__(
         self, spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device | str
     ) -> None:
+        self._index_group_of_layer = spec.index_group_of_layer
         self.aux_layout = AuxLayout(spec.num_index_layers, spec.index_topk)
-        kv_shape = (spec.num_layers, num_slots, spec.item_bytes)
-        index_shape = (spec.num_index_layers, num_slots, spec.index_item_bytes)
+        kv_shape, index_shape, aux_shape = _shapes(spec, num_slots, num_aux_slots)
         self.kv = torch.zeros(kv_shape, dtype=torch.uint8, device=device)
         self.index = torch.zeros(index_shape, dtype=torch.uint8, device=device)
-        self.aux = torch.zeros((num_aux_slots, self.aux_layout.slot_bytes), dtype=torch.uint8)
+        self.aux = torch.zeros(aux_shape, dtype=torch.uint8)
 
     def register(self, registrar: Registrar) -> None:
         """Let the transport read all of it. Raises the registrar's error."""
@@ -46,13 +47,34 @@ class PrefillMemory:
 
     @property
     def regions(self) -> SourceRegions:
-        return SourceRegions(_layered(self.kv), _layered(self.index), _layered(self.aux[None]))
+        return SourceRegions(
+            _layered(self.kv),
+            _layered(self.index),
+            _layered(self.aux[None]),
+            self._index_group_of_layer,
+        )
 
     def stage_aux(
         self, slot: int, room: int, first_token: int, logprob: TokenLogprob | None, hint: Tensor
     ) -> None:
         """Write a room's aux record to its slot. ``hint``: int32 [num_index_layers, index_topk], -1 pads."""
         self.aux_layout.pack_into(self.aux[slot].numpy(), room, first_token, logprob, hint.cpu().numpy())
+
+
+def num_host_bytes(spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device) -> int:
+    """Bytes of main memory that a PrefillMemory of these sizes registers."""
+    kv, index, aux = (math.prod(shape) for shape in _shapes(spec, num_slots, num_aux_slots))
+    return aux + (kv + index if device.type == "cpu" else 0)
+
+
+def _shapes(spec: ModelSpec, num_slots: int, num_aux_slots: int) -> tuple[tuple[int, ...], ...]:
+    """Of the KV pool, the index pool and the aux staging."""
+    aux_slot_bytes = AuxLayout(spec.num_index_layers, spec.index_topk).slot_bytes
+    return (
+        (spec.num_layers, num_slots, spec.item_bytes),
+        (spec.num_index_layers, num_slots, spec.index_item_bytes),
+        (num_aux_slots, aux_slot_bytes),
+    )
 
 
 def _layered(tensor: Tensor) -> RegionView:

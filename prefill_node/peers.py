@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from protocol.access import PeerList, is_host
 from protocol.messages import PROTOCOL_VERSION, Bootstrap, Extent, Geometry, Region, RegionKind, Register
 from transfer.plan import RegionView
 
@@ -36,9 +37,18 @@ class Peer:
 class PeerTable:
     """Registered decode nodes by node id and by connection."""
 
-    def __init__(self, geometry: Geometry, aux_slot_bytes: int) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        aux_slot_bytes: int,
+        transfer_protocol: str,
+        allowed: PeerList | None = None,
+    ) -> None:
+        """``allowed``: where sessions may be that this node writes to."""
+        self._allowed = allowed or PeerList()
         self._geometry = geometry
         self._aux_slot_bytes = aux_slot_bytes
+        self._transfer_protocol = transfer_protocol
         self._by_node: dict[str, Peer] = {}
         self._by_identity: dict[bytes, Peer] = {}
 
@@ -98,8 +108,22 @@ class PeerTable:
                 return (
                     f"{name}: the decode node has {theirs!r}, this prefill node {ours!r}; they must be equal"
                 )
+        if register.transfer_protocol not in ("", self._transfer_protocol):
+            return (
+                f"transfer_protocol: the decode node is on {register.transfer_protocol!r}, this prefill node "
+                f"on {self._transfer_protocol!r}; start both with the same --transfer-protocol, tcp or rdma"
+            )
         if not register.session:
             return "session: the decode node names none, so nothing could be written to it"
+        host = _host_of(register.session)
+        if host is None:
+            return f"session {register.session!r}: expected HOST:PORT, where the KV is to be written to"
+        why = self._allowed.why_refused(host)
+        if why is not None:
+            return (
+                f"session {register.session}: its {why} of this prefill node; add it there, or give the "
+                "decode node an address of the list as advertise_host"
+            )
         return self._why_regions_refused(register.regions)
 
     def __len__(self) -> int:
@@ -139,6 +163,14 @@ class PeerTable:
         peer.is_lost = True
         self._by_node.pop(peer.node_id, None)
         self._by_identity.pop(peer.identity, None)
+
+
+def _host_of(session: str) -> str | None:
+    """Without brackets; None unless ``session`` is HOST:PORT."""
+    host, _, port = session.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= 65535
+    return host if is_port and is_host(host) else None
 
 
 def kv_region_of(bootstrap: Bootstrap) -> RegionKind:

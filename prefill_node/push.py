@@ -1,14 +1,22 @@
-"""Pushes a room's bytes to its landing zone: owns nothing but the plan of the moment.
+"""Pushes a room's bytes to its landing zone: owns nothing but the plans of the chunks in the forward.
 
 Page ids become token slots, token slots and extents become runs that are contiguous on both sides, runs
-become addresses in every layer. A batch carries the KV and the indexer keys of one range of positions; the
-aux record is a batch of its own, submitted last: the sender keeps a room's batches in order and starts none
-behind a failed one.
+become addresses in every layer. That is planned once a chunk. Batches then carry whole layers of it, KV and
+indexer keys together, each as soon as the forward has written it: a layer leaves while the next one computes.
+The aux record is a batch of its own, submitted last: the sender keeps a room's batches in order and starts
+none behind a failed one.
+
+A layer waits while what is there makes no batch of ``MIN_BATCH_BYTES``, and while the room has
+``MAX_PENDING_BATCHES`` in the sender; it then leaves with a later one, at the latest with the chunk's last.
+So the forward's thread works in proportion to the bytes, however short the prompts are; a room has no more
+batches pending than that and one for each of its chunks, the cached prefix and the aux record; and a
+transport that is slower than the model gets fewer and larger batches by itself.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,14 +26,22 @@ from prefill_node.peers import Peer, kv_region_of
 from prefill_node.rooms import RoomRecord
 from protocol.messages import Bootstrap, RegionKind, Room
 from transfer.extents import expand_pages, extents_to_slots, slice_extents
-from transfer.plan import Descriptors, RegionView, descriptors, join_descriptors, plan_writes
-from transfer.sender import Completion, WriteBatch
+from transfer.plan import Descriptors, RegionView, descriptors, join_descriptors, plan_writes, take_layers
+from transfer.sender import Completion, Ready, WriteBatch
+
+MIN_BATCH_BYTES = 256 << 10
+"""A batch costs the forward's thread 30 us and the sender's more, in which TCP moves about as many bytes."""
+
+MAX_PENDING_BATCHES = 2
+"""One in the transport and one behind it: the transport need not wait for the forward's next layer."""
 
 
 class BatchSender(Protocol):
     """What the node needs of a ``transfer.sender.Sender``."""
 
     def submit(self, session: str, batch: WriteBatch) -> None: ...
+
+    def num_pending(self, room: Room) -> int: ...
 
     def cancel(self, room: Room) -> bool: ...
 
@@ -36,38 +52,105 @@ class BatchSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceRegions:
-    """This node's registered memory. ``aux`` is one layer with a slot per room that owns pages."""
+    """This node's registered memory. ``aux`` is one layer with a slot per room that owns pages.
+
+    ``index_group_of_layer``: for each layer of ``kv`` the layer of ``index`` that it reads, whose keys are
+    written together with the KV of the first such layer.
+    """
 
     kv: RegionView
     index: RegionView
     aux: RegionView
+    index_group_of_layer: tuple[int, ...]
+
+    def num_index_layers(self, num_layers: int) -> int:
+        """Layers of ``index`` that are written once the first ``num_layers`` layers of ``kv`` are."""
+        return self.index_group_of_layer[num_layers - 1] + 1 if num_layers else 0
+
+
+@dataclass(eq=False, slots=True)
+class ChunkPush:
+    """Positions ``[start, stop)`` of a room: the writes of all layers, and how many layers were submitted."""
+
+    record: RoomRecord
+    start: int
+    stop: int
+    kv: Descriptors
+    index: Descriptors
+    layer_bytes: int
+    """Of KV in one layer."""
+    num_layers_written: int = 0
+    num_layers_submitted: int = 0
 
 
 class Pusher:
-    """Plans and submits. Source memory must stand until each batch's completion: the caller counts them."""
+    """Plans and submits. Source memory must stand until each batch's completion: the caller counts them.
+
+    ``layers_per_batch`` and ``min_batch_bytes``: what a batch carries at least while a forward runs. 0 layers
+    submits nothing then.
+    """
 
     def __init__(
-        self, sender: BatchSender, source: SourceRegions, page_size: int, transfer_timeout_secs: float
+        self,
+        sender: BatchSender,
+        source: SourceRegions,
+        page_size: int,
+        transfer_timeout_secs: float,
+        layers_per_batch: int,
+        min_batch_bytes: int = MIN_BATCH_BYTES,
     ) -> None:
         self._sender = sender
         self._source = source
         self._page_size = page_size
         self._transfer_timeout_secs = transfer_timeout_secs
+        self._layers_per_batch = layers_per_batch
+        self._min_batch_bytes = min_batch_bytes
 
-    def push_tokens(self, record: RoomRecord, start: int, stop: int) -> None:
-        """Submit KV and indexer keys of positions ``[start, stop)``, which are computed. Empty: no batch."""
-        if start == stop:
-            return
+    def plan(self, record: RoomRecord, start: int, stop: int) -> ChunkPush:
+        """The push of positions ``[start, stop)``, of which nothing is submitted yet."""
         peer, bootstrap = landing_of(record)
         src_slots = expand_pages(np.asarray(record.page_ids, np.int64), self._page_size, start, stop)
-        parts = []
-        for source, kind, extents in (
-            (self._source.kv, kv_region_of(bootstrap), bootstrap.kv_extents),
-            (self._source.index, RegionKind.INDEX, bootstrap.index_extents),
-        ):
-            runs = plan_writes(src_slots, extents_to_slots(slice_extents(extents, start, stop)))
-            parts.append(descriptors(runs, source, peer.regions[kind], range(source.num_layers)))
-        self._submit(record, peer, f"positions [{start}, {stop})", join_descriptors(parts))
+        kv, index = (
+            descriptors(
+                plan_writes(src_slots, extents_to_slots(slice_extents(extents, start, stop))),
+                source,
+                peer.regions[kind],
+                range(source.num_layers),
+            )
+            for source, kind, extents in (
+                (self._source.kv, kv_region_of(bootstrap), bootstrap.kv_extents),
+                (self._source.index, RegionKind.INDEX, bootstrap.index_extents),
+            )
+        )
+        return ChunkPush(record, start, stop, kv, index, (stop - start) * self._source.kv.item_bytes)
+
+    def layer_written(self, pushes: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
+        """The forward has written ``layer`` of these chunks: submit what is due.
+
+        ``ready``: see ``WriteBatch``; it must cover the layers before, too. Raises ValueError for a layer out
+        of order: what lies before it would be sent unwritten.
+        """
+        num_layers = self._source.kv.num_layers
+        for push in pushes:
+            if layer != push.num_layers_written:
+                raise ValueError(
+                    f"layer {layer} was written after {push.num_layers_written} of {num_layers} layers; "
+                    "they must be written in order, each once"
+                )
+            push.num_layers_written += 1
+            if self._layers_per_batch == 0:
+                continue
+            if push.num_layers_written == num_layers or self._is_due(push):
+                self._submit_layers(push, push.num_layers_written, ready)
+
+    def push_rest(self, push: ChunkPush) -> None:
+        """Submit all layers that were not yet; all must be written. Nothing left: no batch."""
+        self._submit_layers(push, self._source.kv.num_layers, None)
+
+    def push_tokens(self, record: RoomRecord, start: int, stop: int) -> None:
+        """Submit KV and indexer keys of positions that are computed, in one batch. Empty: no batch."""
+        if start < stop:
+            self.push_rest(self.plan(record, start, stop))
 
     def push_aux(self, record: RoomRecord) -> None:
         """Submit the aux record, which stands in the room's slot of the aux staging memory."""
@@ -75,20 +158,44 @@ class Pusher:
             raise ValueError(f"room {record.room} has no aux slot to send its aux record from")
         peer, bootstrap = landing_of(record)
         runs = plan_writes([record.aux_slot_src], [bootstrap.aux_slot])
-        self._submit(
-            record,
-            peer,
-            "aux record",
-            descriptors(runs, self._source.aux, peer.regions[RegionKind.AUX], range(1)),
-        )
+        writes = descriptors(runs, self._source.aux, peer.regions[RegionKind.AUX], range(1))
+        self._submit(record, "aux record", writes, None)
 
     def cancel(self, record: RoomRecord) -> None:
         """Start none of the room's waiting batches; every batch still has its completion."""
         self._sender.cancel(record.room)
 
-    def _submit(self, record: RoomRecord, peer: Peer, tag: str, writes: Descriptors) -> None:
+    def _is_due(self, push: ChunkPush) -> bool:
+        """Whether the layers that wait are to leave before the chunk's last one is written."""
+        num_waiting = push.num_layers_written - push.num_layers_submitted
+        return (
+            num_waiting >= self._layers_per_batch
+            and num_waiting * push.layer_bytes >= self._min_batch_bytes
+            and self._sender.num_pending(push.record.room) < MAX_PENDING_BATCHES
+        )
+
+    def _submit_layers(self, push: ChunkPush, stop: int, ready: Ready | None) -> None:
+        first = push.num_layers_submitted
+        if first == stop:
+            return
+        source = self._source
+        parts = (
+            take_layers(push.kv, source.kv.num_layers, first, stop),
+            take_layers(
+                push.index,
+                source.index.num_layers,
+                source.num_index_layers(first),
+                source.num_index_layers(stop),
+            ),
+        )
+        tag = f"positions [{push.start}, {push.stop}) of layers [{first}, {stop})"
+        self._submit(push.record, tag, join_descriptors(parts), ready)
+        push.num_layers_submitted = stop
+
+    def _submit(self, record: RoomRecord, tag: str, writes: Descriptors, ready: Ready | None) -> None:
+        peer, _ = landing_of(record)
         deadline = time.monotonic() + self._transfer_timeout_secs
-        self._sender.submit(peer.session, WriteBatch(record.room, tag, *writes, deadline))
+        self._sender.submit(peer.session, WriteBatch(record.room, tag, *writes, deadline, ready))
         record.num_writes_pending += 1
 
 

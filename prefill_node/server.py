@@ -6,6 +6,7 @@ for. The client's answer comes from the decode node.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import assert_never
 
@@ -15,15 +16,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from protocol.bootstrap import BOOTSTRAP_PATH, BootstrapInfo
-from protocol.engine_link import EngineLink
+from protocol.access import PeerList
+from protocol.bootstrap import BOOTSTRAP_PATH, CODE_HEADER, NONCE_HEADER, BootstrapGate, BootstrapInfo
 from protocol.engine_messages import EngineReady, PrefillFinished, RequestFailed, Tokens
 from protocol.front import run_front
 from protocol.http_app import SSE_DONE, Answer, Front, Work, create_app, json_response, sse
-from protocol.http_errors import NodeUnavailable, RequestFailedError
+from protocol.http_errors import ApiError, NodeUnavailable, RequestFailedError
 from protocol.http_schemas import ApiRequest, Endpoint
 from protocol.messages import PROTOCOL_VERSION, Geometry
 from protocol.settings import PrefillSettings
+
+log = logging.getLogger(__name__)
 
 _geometry_decoder = msgspec.msgpack.Decoder(Geometry)
 
@@ -36,7 +39,7 @@ def run(settings: PrefillSettings) -> int:
         engine=_run_engine,
         holds_output=False,
         ports=(settings.port, settings.bootstrap_port),
-        apps=lambda front: (create_prefill_app(front), create_bootstrap_app(settings, front.link)),
+        apps=lambda front: (create_prefill_app(front), create_bootstrap_app(settings, front)),
     )
 
 
@@ -54,13 +57,23 @@ def create_prefill_app(front: Front) -> Starlette:
     return create_app(front, prefill)
 
 
-def create_bootstrap_app(settings: PrefillSettings, link: EngineLink) -> Starlette:
-    """The read-only discovery endpoint; 503 until the engine is ready."""
+def create_bootstrap_app(settings: PrefillSettings, front: Front) -> Starlette:
+    """The read-only discovery endpoint, for whom ``BootstrapGate`` lets in; 503 until the engine is ready."""
+    gate = BootstrapGate(front.control_keys, PeerList.parse(settings.allowed_peers))
 
     async def bootstrap(request: Request) -> Response:
+        address = request.client.host if request.client is not None else ""
+        nonce = request.headers.get(NONCE_HEADER, "")
         try:
-            return json_response(bootstrap_info(settings, link.require_serving()))
+            gate.check(address, nonce, request.headers.get(CODE_HEADER, ""))
+            response = json_response(bootstrap_info(settings, front.link.require_engine()))
+            response.headers.update(gate.proof(nonce, bytes(response.body)))
+            return response
         except NodeUnavailable as error:
+            return json_response(error.to_dict(), error.status)
+        except ApiError as error:
+            front.metrics.bootstrap_refusals.labels(error.code).inc()
+            log.warning("refused a bootstrap request from %s: %s", address, error)
             return json_response(error.to_dict(), error.status)
 
     return Starlette(routes=[Route(BOOTSTRAP_PATH, bootstrap, methods=["GET"])])

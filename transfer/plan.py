@@ -2,7 +2,8 @@
 
 Two steps, because the first is the same for every layer: ``plan_writes`` coalesces the tokens to runs that
 are contiguous in the source and in the destination pool; ``descriptors`` turns the runs into addresses for
-a number of layers and refuses whatever lies outside the registered memory.
+a number of layers and refuses whatever lies outside the registered memory. ``take_layers`` then is a slice,
+so that layers can be written one by one at no further cost.
 """
 
 from __future__ import annotations
@@ -113,6 +114,17 @@ def descriptors(runs: RunPlan, src: RegionView, dst: RegionView, layers: Sequenc
         _addresses(dst, runs.dst_start, layer_array),
         np.tile(runs.length * src.item_bytes, layer_array.size),
     )
+
+
+def take_layers(writes: Descriptors, num_layers: int, first: int, stop: int) -> Descriptors:
+    """Those of ``writes`` that are in the layers ``[first, stop)``, as views.
+
+    ``writes``: what ``descriptors`` made for ``num_layers`` layers. Raises PlanError for layers outside them.
+    """
+    if not 0 <= first <= stop <= num_layers:
+        raise PlanError(f"layers [{first}, {stop}) are not a range in [0, {num_layers})")
+    num_runs = writes.lengths.size // num_layers
+    return Descriptors(*(column[first * num_runs : stop * num_runs] for column in writes))
 
 
 def join_descriptors(parts: Sequence[Descriptors]) -> Descriptors:

@@ -42,12 +42,20 @@ class Writer(Protocol):
     ) -> None: ...
 
 
+class Ready(Protocol):
+    """Says when source bytes are there that something else than the CPU writes, as a ``torch.cuda.Event``."""
+
+    def synchronize(self) -> None:
+        """Block until they are, without the interpreter lock. Not for long: the peer's other rooms wait."""
+
+
 @dataclass(frozen=True)
 class WriteBatch:
     """Byte ranges of one room, written together. ``tag`` is the caller's and comes back in the completion.
 
     Addresses and lengths: int64 [num_descriptors]. The source bytes must stand until the completion.
-    ``deadline``: on ``time.monotonic()``'s clock, in seconds.
+    ``deadline``: on ``time.monotonic()``'s clock, in seconds; not before that of the room's batch before.
+    ``ready``: waited for before the source is read; None: the bytes are there.
     """
 
     room: Room
@@ -56,6 +64,7 @@ class WriteBatch:
     dst_addrs: ArrayLike
     lengths: ArrayLike
     deadline: float = float("inf")
+    ready: Ready | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,15 @@ class _RoomQueue:
         return not self.waiting and self.writing is None and not self.num_unpolled
 
 
+@dataclass
+class _Session:
+    """A peer's thread and what it waits for. Lives as long as the thread."""
+
+    changed: threading.Condition
+    thread: threading.Thread
+    turns: deque[Room] = field(default_factory=deque)  # rooms with waiting batches and none in flight
+
+
 def _reason_to_stop(room: _RoomQueue, batch: WriteBatch) -> str:
     return room.refusal or ("the batch passed its deadline" if batch.deadline < time.monotonic() else "")
 
@@ -112,10 +130,8 @@ class Sender:
         self._wakeup = wakeup
         self._idle_thread_secs = idle_thread_secs
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
         self._rooms: dict[Room, _RoomQueue] = {}
-        self._turns: dict[str, deque[Room]] = {}  # a session's rooms with waiting batches and none in flight
-        self._threads: dict[str, threading.Thread] = {}
+        self._sessions: dict[str, _Session] = {}
         self._completions: list[Completion] = []
         self._closed = False
 
@@ -135,15 +151,11 @@ class Sender:
             if room.refusal:
                 self._complete(batch, room, room.refusal)
                 return
+            peer = self._sessions.get(session) or self._start_thread(session)
             room.waiting.append(batch)
             if len(room.waiting) == 1 and room.writing is None:
-                self._turns.setdefault(session, deque()).append(batch.room)
-            if session not in self._threads:
-                self._threads[session] = threading.Thread(
-                    target=self._run, args=(session,), name=f"sender {session}", daemon=True
-                )
-                self._threads[session].start()
-            self._changed.notify_all()
+                peer.turns.append(batch.room)
+                peer.changed.notify()
 
     def poll(self) -> list[Completion]:
         """The completions since the last call, in the order in which they happened; never waits."""
@@ -207,8 +219,9 @@ class Sender:
             self._closed = True
             for room in self._rooms.values():
                 self._refuse(room, "the sender was closed")
-            self._changed.notify_all()
-            threads = list(self._threads.values())
+            for peer in self._sessions.values():
+                peer.changed.notify()
+            threads = [peer.thread for peer in self._sessions.values()]
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in threads)
@@ -221,6 +234,9 @@ class Sender:
             started = time.monotonic()
             error, may_still_land = "", False
             try:
+                if batch.ready is not None:
+                    batch.ready.synchronize()
+                    started = time.monotonic()
                 self._engine.write(
                     session,
                     batch.src_addrs,
@@ -241,38 +257,44 @@ class Sender:
                 room.writing = None
                 room.overdue_reported = False
                 if room.waiting:
-                    self._turns[session].append(batch.room)
+                    self._sessions[session].turns.append(batch.room)
 
     def _next_batch(self, session: str) -> tuple[_RoomQueue, WriteBatch] | None:
         """Wait for the session's next batch and mark it as in flight; None when the thread is to end."""
         with self._lock:
             idle_until = time.monotonic() + self._idle_thread_secs
-            turns = self._turns.setdefault(session, deque())
+            peer = self._sessions[session]
             while True:
                 self._refuse_expired()
-                if turns:
-                    room = self._rooms[turns.popleft()]
+                if peer.turns:
+                    room = self._rooms[peer.turns.popleft()]
                     room.writing = room.waiting.popleft()
                     return room, room.writing
                 remaining = idle_until - time.monotonic()
                 if self._closed or remaining <= 0:
-                    del self._threads[session], self._turns[session]
+                    del self._sessions[session]
                     return None
-                self._changed.wait(remaining)
+                peer.changed.wait(remaining)
 
     # --- with the lock held ------------------------------------------------------------------------------
+
+    def _start_thread(self, session: str) -> _Session:
+        thread = threading.Thread(target=self._run, args=(session,), name=f"sender {session}", daemon=True)
+        peer = self._sessions[session] = _Session(threading.Condition(self._lock), thread)
+        thread.start()
+        return peer
 
     def _refuse_expired(self) -> None:
         now = time.monotonic()
         for room in self._rooms.values():
-            if any(batch.deadline < now for batch in room.waiting):
+            if room.waiting and room.waiting[0].deadline < now:
                 self._refuse(room, "a batch of the room passed its deadline before the peer was free")
 
     def _refuse(self, room: _RoomQueue, reason: str) -> None:
         """Fail the waiting batches of ``room``, and those that are still submitted until it is over."""
         room.refusal = room.refusal or reason
         if room.waiting and room.writing is None:  # only then the room is in line for a turn
-            self._turns[room.session].remove(room.waiting[0].room)
+            self._sessions[room.session].turns.remove(room.waiting[0].room)
         while room.waiting:
             self._complete(room.waiting.popleft(), room, room.refusal)
 

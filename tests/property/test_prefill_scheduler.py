@@ -2,12 +2,14 @@
 
 The machine stands in for the world: fronts and decode nodes that come, change their minds and vanish, and a
 transport that delays, reorders between rooms and fails. After each event every pool must be whole, and no
-page that the transport may still read may be free or belong to another room.
+page that the transport may still read may be free or belong to another room. Layers leave while the forward
+goes on, so the transport acts between them, too, and none may leave before it is written.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -15,13 +17,13 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefill_node.kv_pool import PagePool, PageState
 from prefill_node.lifecycle import Lifecycle, RequestLimits
 from prefill_node.peers import Peer
 from prefill_node.prefix_cache import PrefixCache, PrefixMatch
-from prefill_node.push import Pusher, SourceRegions
+from prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
 from prefill_node.rooms import RoomState
 from prefill_node.scheduler import Running, StepLimits, Waiting, plan_step, why_never
 from protocol.engine_messages import FromEngine, Generate, PrefillFinished, RequestFailed, SamplingParams
@@ -157,9 +159,15 @@ class StubSender:
     in_flight: dict[Room, WriteBatch] = field(default_factory=dict)
     refused: set[Room] = field(default_factory=set)
     completions: list[Completion] = field(default_factory=list)
+    unwritten: set[int] = field(default_factory=set)
+    """Addresses of items that the forward has still to write."""
 
     def submit(self, session: str, batch: WriteBatch) -> None:
         assert session
+        if self.unwritten:
+            for address, length in zip(batch.src_addrs, batch.lengths, strict=True):
+                early = self.unwritten & set(range(address, address + length, ITEM_BYTES))
+                assert not early, f"{batch.tag} left before {len(early)} of its items were written"
         self.waiting.setdefault(batch.room, deque()).append(batch)
         if batch.room in self.refused:
             self.cancel(batch.room)
@@ -168,6 +176,9 @@ class StubSender:
         for batch in self.waiting.pop(room, ()):
             self.completions.append(Completion(room, batch.tag, False, "cancelled", 0, 0.0))
         return room in self.in_flight
+
+    def num_pending(self, room: Room) -> int:
+        return len(self.waiting.get(room, ())) + (room in self.in_flight)
 
     def poll(self) -> list[Completion]:
         completions, self.completions = self.completions, []
@@ -195,10 +206,12 @@ class StubSender:
 NUM_PAGES = 12
 NUM_SLOTS = NUM_PAGES * PAGE_SIZE
 NUM_AUX_SLOTS = 3
+NUM_LAYERS = 3
 SOURCE = SourceRegions(
-    kv=RegionView(0x10000, 2 * NUM_SLOTS * ITEM_BYTES, 2, NUM_SLOTS, ITEM_BYTES),
-    index=RegionView(0x20000, NUM_SLOTS * ITEM_BYTES, 1, NUM_SLOTS, ITEM_BYTES),
+    kv=RegionView(0x10000, NUM_LAYERS * NUM_SLOTS * ITEM_BYTES, NUM_LAYERS, NUM_SLOTS, ITEM_BYTES),
+    index=RegionView(0x20000, 2 * NUM_SLOTS * ITEM_BYTES, 2, NUM_SLOTS, ITEM_BYTES),
     aux=RegionView(0x30000, NUM_AUX_SLOTS * 64, 1, NUM_AUX_SLOTS, 64),
+    index_group_of_layer=(0, 1, 1),
 )
 DST_SLOTS = 1000
 
@@ -208,8 +221,8 @@ def peer(number: int) -> Peer:
         return RegionView(base, num_layers * DST_SLOTS * item_bytes, num_layers, DST_SLOTS, item_bytes)
 
     regions = {
-        RegionKind.KV_HOST: region(0x100000, 2, ITEM_BYTES),
-        RegionKind.INDEX: region(0x200000, 1, ITEM_BYTES),
+        RegionKind.KV_HOST: region(0x100000, NUM_LAYERS, ITEM_BYTES),
+        RegionKind.INDEX: region(0x200000, 2, ITEM_BYTES),
         RegionKind.AUX: region(0x300000, 1, 64),
     }
     return Peer(f"node-{number}", f"host:{number}", b"%d" % number, 16, regions, 0.0)
@@ -230,10 +243,12 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.accepted: set[str] = set()
         self.failed_batches: set[Room] = set()
         self.now = 0.0
+        self.num_chunks: Counter[Room] = Counter()
+        self.pusher = Pusher(self.sender, SOURCE, PAGE_SIZE, 60.0, layers_per_batch=1, min_batch_bytes=0)
         self.life = Lifecycle(
             pool=self.pool,
             cache=PrefixCache(self.pool),
-            pusher=Pusher(self.sender, SOURCE, PAGE_SIZE, 60.0),
+            pusher=self.pusher,
             limits=self.limits,
             request_limits=RequestLimits(context_length=100, vocab_size=8, max_logprobs=20),
             num_aux_slots=NUM_AUX_SLOTS,
@@ -241,6 +256,13 @@ class LifecycleMachine(RuleBasedStateMachine):
             tell_front=self.on_front,
             tell_peer=self.on_peer,
         )
+
+    @initialize(
+        layers_per_batch=st.sampled_from([0, 1, 1, 2, 3]), min_batch_tokens=st.sampled_from([0, 0, 9])
+    )
+    def choose(self, layers_per_batch: int, min_batch_tokens: int) -> None:
+        self.pusher._layers_per_batch = layers_per_batch
+        self.pusher._min_batch_bytes = min_batch_tokens * ITEM_BYTES
 
     # What the world is told.
 
@@ -308,13 +330,30 @@ class LifecycleMachine(RuleBasedStateMachine):
             message = Bootstrap(room, size, (Extent(0, size),), (Extent(0, size),), 0, True)
             self.life.bootstrap(self.peers[room % 2], message, self.now)
 
-    @rule(fails=st.sampled_from([False] * 4 + [True]), starts_writes=st.booleans())
-    def step(self, fails: bool, starts_writes: bool) -> None:
-        self.turn(fails)
-        if starts_writes:
-            self.start_writes()
+    @rule(
+        fails_at=st.sampled_from([None] * 12 + [0, 1, 2, 3]),
+        acts=st.lists(
+            st.sampled_from(["none", "none", "start", "write", "fail"]),
+            min_size=NUM_LAYERS + 1,
+            max_size=NUM_LAYERS + 1,
+        ),
+    )
+    def step(self, fails_at: int | None, acts: list[str]) -> None:
+        """A forward that raises before layer ``fails_at``; ``acts``: of the transport after each layer."""
+        self.turn(fails_at, acts[:NUM_LAYERS])
+        self.act(acts[-1])
 
-    def turn(self, fails: bool = False) -> bool:
+    def act(self, act: str) -> None:
+        """What the transport does while nobody looks: its completions stay with the sender."""
+        if act != "none":
+            self.start_writes()
+        if act in ("write", "fail"):
+            for room in sorted(self.sender.in_flight):
+                if act == "fail":
+                    self.failed_batches.add(room)
+                self.sender.finish(room, ok=act == "write")
+
+    def turn(self, fails_at: int | None = None, acts: Sequence[str] = ("none",) * NUM_LAYERS) -> bool:
         life = self.life
         queue = life.waiting()
         chunks = plan_step(
@@ -329,14 +368,41 @@ class LifecycleMachine(RuleBasedStateMachine):
         for record, chunk in batch:
             assert record.num_computed_tokens == chunk.start
             assert chunk.start < record.num_prompt_tokens, "the last prompt token must be computed"
-        for record, chunk in batch:
-            if fails:
-                life.fail(record, 500, "out of memory", self.now)
+        pushes = [life.start_chunk(record, chunk.stop) for record, chunk in batch]
+        self.num_chunks.update(record.room for record, _ in batch)
+        for layer, act in enumerate(acts[:fails_at]):
+            self.sender.unwritten = self.items(pushes, layer + 1)
+            before = [self.sender.num_pending(push.record.room) for push in pushes]
+            life.layer_written(pushes, layer)
+            for push, num_pending in zip(pushes, before, strict=True):
+                bound = max(num_pending, MAX_PENDING_BATCHES) + (layer == NUM_LAYERS - 1)
+                assert self.sender.num_pending(push.record.room) <= bound
+            if batch:
+                self.act(act)
+        self.sender.unwritten = set()
+        for push in pushes:
+            if fails_at is not None:
+                life.fail(push.record, 500, "out of memory", self.now)
                 continue
-            life.computed(record, chunk.stop)
-            if chunk.stop == record.num_prompt_tokens:
-                life.prompt_computed(record, self.now)
+            life.computed(push)
+            if push.stop == push.record.num_prompt_tokens:
+                life.prompt_computed(push.record, self.now)
         return bool(batch)
+
+    def items(self, pushes: Sequence[ChunkPush], first_layer: int) -> set[int]:
+        """Addresses of the chunks' items in the KV and index layers from ``first_layer`` of the model on."""
+        addresses: set[int] = set()
+        groups_written = set(SOURCE.index_group_of_layer[:first_layer])
+        for push in pushes:
+            slots = expand_pages(push.record.page_ids, PAGE_SIZE, push.start, push.stop)
+            for region, layers in (
+                (SOURCE.kv, range(first_layer, NUM_LAYERS)),
+                (SOURCE.index, sorted(set(SOURCE.index_group_of_layer) - groups_written)),
+            ):
+                for layer in layers:
+                    base = region.base_addr + layer * region.layer_bytes
+                    addresses.update((base + slots * region.item_bytes).tolist())
+        return addresses
 
     @precondition(lambda self: self.sender.waiting)
     @rule()
@@ -404,6 +470,14 @@ class LifecycleMachine(RuleBasedStateMachine):
     @invariant()
     def pools_are_whole(self) -> None:
         self.life.check_integrity()
+
+    @invariant()
+    def what_is_under_way_is_bounded_and_counted(self) -> None:
+        unpolled = Counter(completion.room for completion in self.sender.completions)
+        for record in self.life.rooms:
+            num_pending = self.sender.num_pending(record.room)
+            assert num_pending <= MAX_PENDING_BATCHES + self.num_chunks[record.room] + 2
+            assert record.num_writes_pending == num_pending + unpolled[record.room]
 
     @invariant()
     def no_write_of_an_ended_room_starts(self) -> None:

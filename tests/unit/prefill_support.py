@@ -5,10 +5,12 @@ The decode node is real where it meets the prefill node: control client, Mooncak
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +21,9 @@ import torch
 import zmq
 
 from model.dsa import DsaModel, load_model
+from model.paged_kv import PagedKv, PagedRequest
 from model.spec import ModelSpec, load_spec
+from prefill_node.compute import LayerWritten
 from prefill_node.engine import PrefillEngine
 from prefill_node.kv_pool import PageId, PageState
 from prefill_node.memory import PrefillMemory
@@ -32,6 +36,7 @@ from protocol.engine_messages import (
     EngineStats,
     FromEngine,
     Generate,
+    PrefillFinished,
     SamplingParams,
     Shutdown,
     ToEngine,
@@ -46,12 +51,15 @@ from protocol.messages import (
     RegionKind,
     Register,
     Registered,
+    RoomDone,
     ToDecode,
 )
 from protocol.settings import PrefillSettings
 from transfer.aux_record import AuxLayout, AuxRecord
 from transfer.engine import TransferEngine
 from transfer.extents import expand_pages, extents_to_slots
+from transfer.sender import Ready, WriteBatch
+from transfer.transport import TCP
 
 T = TypeVar("T")
 TIMEOUT_SECS = 10.0
@@ -72,10 +80,29 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
+@dataclass(frozen=True)
+class Submission:
+    """A batch as it was given to the sender, with the source bytes of that moment."""
+
+    batch: WriteBatch
+    source: bytes
+
+    @classmethod
+    def now(cls, batch: WriteBatch) -> Submission:
+        return cls(batch, cls.bytes_of(batch))
+
+    @staticmethod
+    def bytes_of(batch: WriteBatch) -> bytes:
+        """What the source addresses hold now; its memory must be there."""
+        lists = (np.asarray(values).tolist() for values in (batch.src_addrs, batch.lengths))
+        return b"".join(ctypes.string_at(addr, length) for addr, length in zip(*lists, strict=True))
+
+
 class EngineThread:
     """A real PrefillEngine that serves in a thread, and its front's end of the ipc socket.
 
-    ``before_run`` is called before each forward with its batch: to look, to wait, or to raise.
+    ``before_run`` is called before each forward with its batch, ``after_layer`` in it when a layer is written
+    and the node's own hook is through: to look, to wait, or to raise.
     """
 
     def __init__(self, path: Path, ipc_path: Path, **overrides: Any) -> None:
@@ -90,10 +117,13 @@ class EngineThread:
         self.settings = PrefillSettings(model_path=path, **{**options, **overrides})
         self.spec, self.model = checkpoint(path)
         self.before_run: Callable[[Sequence[tuple[RoomRecord, Chunk]]], None] = lambda batch: None
+        self.after_layer: Callable[[int], None] = lambda layer: None
         self.computed: dict[int, list[tuple[int, int]]] = {}
         """Room -> the chunks that were computed."""
         self.page_ids: dict[int, list[PageId]] = {}
         """Room -> the pages of its prompt."""
+        self.submitted: dict[int, list[Submission]] = {}
+        """Room -> what was given to the sender, in order."""
         self.stats: EngineStats | None = None
         self._inbox: list[FromEngine] = []
         self._front = zmq.Context.instance().socket(zmq.PAIR)
@@ -107,19 +137,28 @@ class EngineThread:
 
     def _serve(self) -> None:
         try:
-            self.engine = PrefillEngine(self.settings, self.spec, self.model, self._ipc_path)
-            run = self.engine._runner.run
+            self.engine = PrefillEngine(self.settings, self.spec, self.model, self._ipc_path, TCP)
+            run, submit = self.engine._runner.run, self.engine._sender.submit
 
-            def observed(batch: Sequence[tuple[RoomRecord, Chunk]]) -> Any:
+            def observed(batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten) -> Any:
+                def layer_written(layer: int, ready: Ready | None) -> None:
+                    on_written(layer, ready)
+                    self.after_layer(layer)
+
                 for record, _ in batch:
                     self.page_ids[record.room] = list(record.page_ids)
                 self.before_run(batch)
-                result = run(batch)
+                result = run(batch, layer_written)
                 for record, chunk in batch:
                     self.computed.setdefault(record.room, []).append((chunk.start, chunk.stop))
                 return result
 
+            def recorded(session: str, batch: WriteBatch) -> None:
+                self.submitted.setdefault(batch.room, []).append(Submission.now(batch))
+                submit(session, batch)
+
             self.engine._runner.run = observed  # type: ignore[method-assign]
+            self.engine._sender.submit = recorded  # type: ignore[method-assign]
             try:
                 self.engine.run()
             finally:
@@ -340,3 +379,47 @@ def decode_peer(engine: EngineThread, node_id: str = "decode-0", page_size: int 
         yield peer
     finally:
         peer.close()
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 250, (num_tokens,), generator=generator).tolist()
+
+
+def reference(engine: EngineThread, tokens: Sequence[int]) -> tuple[int, torch.Tensor]:
+    """First token and hint from one forward of the whole prompt over pools of its own."""
+    spec, page_size = engine.spec, 16
+    num_pages = -(-len(tokens) // page_size)
+    num_slots = num_pages * page_size
+    kv = PagedKv(
+        spec,
+        torch.zeros(spec.num_layers, num_slots, spec.item_bytes, dtype=torch.uint8),
+        torch.zeros(spec.num_index_layers, num_slots, spec.index_item_bytes, dtype=torch.uint8),
+        page_size,
+        [PagedRequest(torch.arange(num_pages), 0, len(tokens), want_hint=True)],
+    )
+    logits = engine.model.forward(torch.tensor(tokens), kv.positions, kv, kv.last_rows)
+    hint = kv.hints[0]
+    assert hint is not None
+    return int(logits.argmax()), hint
+
+
+def deliver(
+    engine: EngineThread, peer: DecodePeer, room: int, tokens: Sequence[int], **landing: Any
+) -> RoomDone:
+    """One request through; checks what arrived."""
+    bootstrap = peer.bootstrap(room, len(tokens), **landing)
+    request_id = engine.generate(room, tokens)
+    done = peer.expect(RoomDone)
+    finished = engine.expect(PrefillFinished)
+    assert (done.room, finished.request_id) == (room, request_id)
+    assert (finished.num_prompt_tokens, finished.transfer_bytes) == (len(tokens), done.num_bytes)
+    assert finished.num_cached_tokens == done.num_cached_tokens
+    peer.assert_holds(bootstrap)
+    first_token, hint = reference(engine, tokens)
+    record = peer.aux_record(bootstrap)
+    assert record.first_token == first_token
+    assert record.hint is not None
+    for ours, theirs in zip(record.hint.tolist(), hint.tolist(), strict=True):
+        assert set(ours) == set(theirs)
+    return done

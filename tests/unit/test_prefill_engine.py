@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from model.paged_kv import PagedKv, PagedRequest
 from prefill_node.kv_pool import PageState
 from protocol.engine_messages import (
     Abort,
@@ -22,7 +21,17 @@ from protocol.engine_messages import (
     SamplingParams,
 )
 from protocol.messages import AbortRoom, Extent, RoomDone, RoomFailed, RoomQuiet
-from tests.unit.prefill_support import GREEDY, DecodePeer, EngineThread, decode_peer, engine_thread, wait_for
+from tests.unit.prefill_support import (
+    GREEDY,
+    DecodePeer,
+    EngineThread,
+    decode_peer,
+    deliver,
+    engine_thread,
+    prompt,
+    reference,
+    wait_for,
+)
 
 _rooms = iter(range(1000, 1_000_000))
 
@@ -67,50 +76,6 @@ def peer(engine: EngineThread, node: DecodePeer) -> DecodePeer:
 @pytest.fixture
 def room() -> int:
     return next(_rooms)
-
-
-def prompt(seed: int, num_tokens: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 250, (num_tokens,), generator=generator).tolist()
-
-
-def reference(engine: EngineThread, tokens: Sequence[int]) -> tuple[int, torch.Tensor]:
-    """First token and hint from one forward of the whole prompt over pools of its own."""
-    spec, page_size = engine.spec, 16
-    num_pages = -(-len(tokens) // page_size)
-    num_slots = num_pages * page_size
-    kv = PagedKv(
-        spec,
-        torch.zeros(spec.num_layers, num_slots, spec.item_bytes, dtype=torch.uint8),
-        torch.zeros(spec.num_index_layers, num_slots, spec.index_item_bytes, dtype=torch.uint8),
-        page_size,
-        [PagedRequest(torch.arange(num_pages), 0, len(tokens), want_hint=True)],
-    )
-    logits = engine.model.forward(torch.tensor(tokens), kv.positions, kv, kv.last_rows)
-    hint = kv.hints[0]
-    assert hint is not None
-    return int(logits.argmax()), hint
-
-
-def deliver(
-    engine: EngineThread, peer: DecodePeer, room: int, tokens: Sequence[int], **landing: Any
-) -> RoomDone:
-    """One request through; checks what arrived."""
-    bootstrap = peer.bootstrap(room, len(tokens), **landing)
-    request_id = engine.generate(room, tokens)
-    done = peer.expect(RoomDone)
-    finished = engine.expect(PrefillFinished)
-    assert (done.room, finished.request_id) == (room, request_id)
-    assert (finished.num_prompt_tokens, finished.transfer_bytes) == (len(tokens), done.num_bytes)
-    assert finished.num_cached_tokens == done.num_cached_tokens
-    peer.assert_holds(bootstrap)
-    first_token, hint = reference(engine, tokens)
-    record = peer.aux_record(bootstrap)
-    assert record.first_token == first_token
-    assert record.hint is not None
-    for ours, theirs in zip(record.hint.tolist(), hint.tolist(), strict=True):
-        assert set(ours) == set(theirs)
-    return done
 
 
 # --- delivery -------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from prefill_node.kv_pool import PageState
+from prefill_node.peers import PeerTable
+from protocol.access import PeerList
 from protocol.engine_messages import PrefillFinished, RequestFailed, Shutdown
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -117,6 +119,61 @@ def test_another_protocol_version_is_refused_with_both(engine: EngineThread, pee
     error = peer.expect(Refused).error
     assert "99" in error
     assert f"prefill node {PROTOCOL_VERSION}" in error
+
+
+def test_another_transport_is_refused_with_both(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.client.send(peer.registration(transfer_protocol="rdma"))
+    refused = peer.expect(Refused)
+    assert refused.permanent
+    assert "transfer_protocol: the decode node is on 'rdma', this prefill node on 'tcp'" in refused.error
+    peer.client.send(Heartbeat(1))
+    assert not peer.expect(Refused).permanent, "a refused node is not registered"
+
+
+@pytest.mark.parametrize("transfer_protocol", ["", "tcp"])
+def test_the_same_transport_or_none_named_is_registered(
+    engine: EngineThread, peer: DecodePeer, transfer_protocol: str
+) -> None:
+    peer.register(transfer_protocol=transfer_protocol)
+
+
+def test_a_prefill_node_says_what_its_transport_is(engine: EngineThread) -> None:
+    assert engine.ready.transfer_protocol == "tcp"
+    assert engine.ready.transfer_devices == ()
+    assert engine.next_stats().gauges['transfer_info{protocol="tcp",devices="",reason="asked for"}'] == 1
+
+
+@pytest.mark.parametrize(
+    "session",
+    ["10.0.0.2", "10.0.0.2:0", "10.0.0.2:70000", "10.0.0.2:x", "a b:1", ":1", "http://a:1", "a/b:1"],
+)
+def test_a_session_that_is_no_address_is_refused(
+    engine: EngineThread, peer: DecodePeer, session: str
+) -> None:
+    peer.client.send(peer.registration(session=session))
+    refused = peer.expect(Refused)
+    assert refused.permanent
+    assert repr(session) in refused.error
+    assert "HOST:PORT" in refused.error
+
+
+@pytest.mark.parametrize(
+    ("session", "is_listed"),
+    [
+        ("10.0.0.2:15001", True),
+        ("[2001:db8::1]:15001", True),
+        ("10.0.1.2:15001", False),
+        ("decode-0:15001", False),
+    ],
+)
+def test_kv_goes_to_sessions_of_the_list_only(peer: DecodePeer, session: str, is_listed: bool) -> None:
+    allowed = PeerList.parse(["10.0.0.0/24", "2001:db8::/32"])
+    table = PeerTable(peer.geometry, peer.layout.slot_bytes, "tcp", allowed)
+    error = table.why_refused(peer.registration(session=session))
+    assert (error is None) == is_listed
+    if error is not None:
+        for word in (session.rpartition(":")[0], "10.0.0.0/24, 2001:db8::/32", "advertise_host"):
+            assert word in error
 
 
 def test_regions_must_be_whole(engine: EngineThread, peer: DecodePeer) -> None:

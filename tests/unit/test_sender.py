@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -228,17 +229,51 @@ def test_an_overdue_batch_is_reported_once_and_still_completes(
     sender: Sender, writer: ScriptedWriter
 ) -> None:
     gate = writer.block(PEER)
-    sender.submit(PEER, batch(1, 1, timeout_secs=0.02))
+    slow = batch(1, 1)
+    sender.submit(PEER, slow)
     sender.submit(PEER, batch(1, 2))
     writer.wait_for_start()
     assert sender.overdue() == []
-    time.sleep(0.03)
+    object.__setattr__(slow, "deadline", time.monotonic() - 1.0)  # the time passes
     assert sender.overdue() == [1]
     assert sender.overdue() == []
     assert collect(sender, 1)[0].tag == "tag 2"
     assert sender.in_flight(Room(1))
     gate.set()
     assert collect(sender, 1)[0].tag == "tag 1"
+    assert writer.written == []
+
+
+def test_a_batch_waits_for_its_source_bytes(sender: Sender, writer: ScriptedWriter) -> None:
+    is_there = threading.Event()
+    is_asked = threading.Event()
+
+    class Event:
+        def synchronize(self) -> None:
+            is_asked.set()
+            assert is_there.wait(PATIENCE_SECS)
+
+    sender.submit(PEER, replace(batch(1, 1), ready=Event()))
+    sender.submit(PEER, batch(1, 2))
+    sender.submit(OTHER_PEER, batch(2, 9))
+    assert is_asked.wait(PATIENCE_SECS)
+    assert collect(sender, 1)[0].room == 2
+    assert sender.in_flight(Room(1))
+    assert writer.written == [(OTHER_PEER, 9)]
+    is_there.set()
+    assert [completion.tag for completion in collect(sender, 2)] == ["tag 1", "tag 2"]
+
+
+def test_source_bytes_that_never_come_fail_the_batch(sender: Sender, writer: ScriptedWriter) -> None:
+    class Event:
+        def synchronize(self) -> None:
+            raise RuntimeError("the device is lost")
+
+    sender.submit(PEER, replace(batch(1, 1), ready=Event()))
+    sender.submit(PEER, batch(1, 2))
+    failed, behind = collect(sender, 2)
+    assert (failed.ok, failed.error) == (False, "RuntimeError: the device is lost")
+    assert not behind.ok
     assert writer.written == []
 
 
