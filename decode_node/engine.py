@@ -16,7 +16,7 @@ import torch
 
 from decode_node.hot_buffers import HotBuffers
 from decode_node.lifecycle import Lifecycle
-from decode_node.memory import DecodeMemory
+from decode_node.memory import DecodeMemory, num_host_bytes
 from decode_node.metrics import Metrics
 from decode_node.peers import Peers
 from decode_node.pools import Pools, SlotCounts, round_up
@@ -26,11 +26,14 @@ from decode_node.scheduler import Limits, plan_step
 from model.dsa import DsaModel, load_model
 from model.sampling import sample
 from model.spec import ModelSpec, load_spec
-from protocol.channels import ControlKeys, EngineSocket, Poller
+from protocol.access import PeerList
+from protocol.channels import EngineSocket, Poller, load_control_keys
 from protocol.engine_messages import Abort, EngineReady, FlushCache, Generate, Shutdown, TokenLogprob
 from protocol.process import die_with_parent, parent_is_alive, setup_logging
 from protocol.settings import DecodeSettings
 from transfer.engine import TransferEngine, quiet_mooncake_logs
+from transfer.listeners import guarded_listeners
+from transfer.transport import Transport, choose_transport
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +64,9 @@ def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
             settings.context_length,
             device=settings.device,
         )
-        engine = DecodeEngine(settings, spec, load_model(settings.model_path, spec, settings.device), front)
+        transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
+        model = load_model(settings.model_path, spec, settings.device)
+        engine = DecodeEngine(settings, spec, model, front, transport)
         try:
             engine.run()
         finally:
@@ -74,7 +79,12 @@ class DecodeEngine:
     """All parts of one decode node's engine. Raises DecodeSettingsError, TransferError."""
 
     def __init__(
-        self, settings: DecodeSettings, spec: ModelSpec, model: DsaModel, front: EngineSocket
+        self,
+        settings: DecodeSettings,
+        spec: ModelSpec,
+        model: DsaModel,
+        front: EngineSocket,
+        transport: Transport,
     ) -> None:
         self._settings = settings
         self._model = model
@@ -93,18 +103,20 @@ class DecodeEngine:
             max_capacity=min(settings.device_buffer_size, spec.context_length),
             page_size=settings.page_size,
         )
-        self._transfer = TransferEngine(
-            settings.reachable_host, settings.transfer_protocol, settings.ib_device
-        )
+        allowed = PeerList.parse(settings.allowed_peers)
+        with guarded_listeners(settings.reachable_host, allowed):
+            self._transfer = TransferEngine(settings.reachable_host, transport)
         self.peers = Peers(
             node_id=f"decode-{uuid.uuid4().hex}",
             session=self._transfer.session,
+            transfer_protocol=transport.protocol,
             geometry=spec.geometry(settings.page_size),
             regions=memory.register(self._transfer),
             heartbeat_interval_secs=settings.heartbeat_interval_secs,
             heartbeat_timeout_secs=settings.heartbeat_timeout_secs,
             poller=self._poller,
-            keys=ControlKeys.load(settings.control_key_file) if settings.control_key_file else None,
+            keys=load_control_keys(settings.control_key_file),
+            allowed=allowed,
         )
         self.lifecycle = Lifecycle(
             limits=self.limits,
@@ -128,6 +140,9 @@ class DecodeEngine:
                 context_length=self._spec.context_length,
                 max_total_tokens_hisparse=min(self._spec.context_length, self.limits.max_life_hisparse),
                 max_total_tokens_dense=min(self._spec.context_length, self.limits.max_life_dense),
+                transfer_protocol=self._transfer.transport.protocol,
+                transfer_devices=self._transfer.transport.devices,
+                transfer_reason=self._transfer.transport.reason,
             )
         )
         log.info("ready, session %s", self._transfer.session)
@@ -243,8 +258,10 @@ class DecodeEngine:
             self._metrics.stats(
                 self.rooms,
                 swap_ins=self.hot_buffers.totals,
+                bytes_per_miss=self.hot_buffers.bytes_per_miss,
                 num_dropped=self.peers.num_dropped,
                 num_peers=self.peers.num_registered,
+                transfer_info=self._transfer.transport.info_metric,
                 step=self._step,
                 now=now,
             )
@@ -252,6 +269,18 @@ class DecodeEngine:
         if not parent_is_alive():
             log.error("the front process is gone, leaving")
             self._is_stopping = True
+
+
+def _transport(settings: DecodeSettings, spec: ModelSpec) -> Transport:
+    """Raises TransferSetupError."""
+    device = torch.device(settings.device)
+    return choose_transport(
+        settings.transfer_protocol,
+        settings.ib_device,
+        settings.reachable_host,
+        num_host_bytes=num_host_bytes(spec, _limits(settings, spec).totals, device),
+        uses_gpu=device.type == "cuda",
+    )
 
 
 def _limits(settings: DecodeSettings, spec: ModelSpec) -> Limits:

@@ -69,6 +69,14 @@ class HotBuffers:
         hits, misses, evictions = (self._ended_counters + live).tolist()
         return hits, misses, evictions
 
+    @property
+    def bytes_per_miss(self) -> float:
+        """What one miss brings from the host: its item in each layer that shares the selection.
+
+        The mean where not every indexer serves equally many layers.
+        """
+        return self.spec.item_bytes * self.spec.num_layers / self.spec.num_index_layers
+
     def start(self, request: Request) -> None:
         """Fill the row of a request that is RUNNING from now on, and warm its hot buffer up."""
         row, holding = request.req_row, request.owned

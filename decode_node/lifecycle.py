@@ -31,7 +31,15 @@ from protocol.engine_messages import (
     TokenLogprob,
     Tokens,
 )
-from protocol.messages import AbortRoom, Bootstrap, Room, RoomDone, RoomFailed, RoomQuiet
+from protocol.messages import (
+    MAX_TEXT_CHARS,
+    AbortRoom,
+    Bootstrap,
+    Room,
+    RoomDone,
+    RoomFailed,
+    RoomQuiet,
+)
 from protocol.settings import HisparsePolicy
 from transfer.aux_record import AuxMismatch
 from transfer.extents import slice_extents
@@ -323,7 +331,7 @@ class Lifecycle:
     def _tell_peer(self, request: Request, reason: str) -> None:
         """Spare the prefill node the work, and its wait for a Bootstrap, of a room that ends here."""
         if request.state in (RequestState.WAITING, RequestState.LANDING):
-            self.peers.send(request.peer, AbortRoom(request.room, reason))
+            self.peers.send(request.peer, AbortRoom(request.room, reason[:MAX_TEXT_CHARS]))
 
 
 def _landing(message: RoomFailed) -> Landing:

@@ -15,6 +15,7 @@ Remote writes land at any time in slots of landing and quarantined rooms, and no
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 from torch import Tensor
@@ -33,15 +34,15 @@ class DecodeMemory:
     """The tensors of all pools, allocated and registered once. ``totals`` are the pools' sizes in slots."""
 
     def __init__(self, spec: ModelSpec, totals: SlotCounts, device: torch.device) -> None:
-        def pool(num_layers: int, num_slots: int, item_bytes: int, where: torch.device) -> Tensor:
-            return torch.zeros((num_layers, num_slots, item_bytes), dtype=torch.uint8, device=where)
-
-        host = torch.device("cpu")
         self.aux_layout = AuxLayout(spec.num_index_layers, spec.index_topk)
-        self.k_host = pool(spec.num_layers, totals.host, spec.item_bytes, host)
-        self.k_dev = pool(spec.num_layers, totals.device, spec.item_bytes, device)
-        self.index = pool(spec.num_index_layers, totals.index, spec.index_item_bytes, device)
-        self.aux = pool(1, totals.aux, self.aux_layout.slot_bytes, host)[0]
+        pools = {
+            kind: torch.zeros(shape, dtype=torch.uint8, device=where)
+            for kind, (shape, where) in _shapes(spec, totals, device).items()
+        }
+        self.k_host = pools[RegionKind.KV_HOST]
+        self.k_dev = pools[RegionKind.KV_DEVICE]
+        self.index = pools[RegionKind.INDEX]
+        self.aux = pools[RegionKind.AUX][0]
         self.kv_dev = self.k_dev.view(spec.kv_dtype)
         """[num_layers, num_slots, item_dim]: the device pool as the model sees it."""
         self.index_keys = self.index.view(spec.kv_dtype)
@@ -76,6 +77,26 @@ class DecodeMemory:
         dst_host_slots = slots_tensor(host)[:num_tokens]
         for layer_dev, layer_host in zip(self.k_dev, self.k_host, strict=True):
             layer_host[dst_host_slots] = layer_dev[src_device_slots].cpu()
+
+
+def num_host_bytes(spec: ModelSpec, totals: SlotCounts, device: torch.device) -> int:
+    """Bytes of main memory that a DecodeMemory of these sizes registers."""
+    shapes = _shapes(spec, totals, device).values()
+    return sum(math.prod(shape) for shape, where in shapes if where.type == "cpu")
+
+
+def _shapes(
+    spec: ModelSpec, totals: SlotCounts, device: torch.device
+) -> dict[RegionKind, tuple[tuple[int, int, int], torch.device]]:
+    """Layers, slots and item bytes of each pool, and where it is."""
+    host = torch.device("cpu")
+    aux_slot_bytes = AuxLayout(spec.num_index_layers, spec.index_topk).slot_bytes
+    return {
+        RegionKind.KV_HOST: ((spec.num_layers, totals.host, spec.item_bytes), host),
+        RegionKind.KV_DEVICE: ((spec.num_layers, totals.device, spec.item_bytes), device),
+        RegionKind.INDEX: ((spec.num_index_layers, totals.index, spec.index_item_bytes), device),
+        RegionKind.AUX: ((1, totals.aux, aux_slot_bytes), host),
+    }
 
 
 def slots_tensor(extents: tuple[Extent, ...]) -> Tensor:

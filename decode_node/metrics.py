@@ -7,7 +7,8 @@ from collections import Counter, defaultdict
 from decode_node.pools import PoolKind, Pools, Stage
 from decode_node.request import RequestState
 from decode_node.rooms import Rooms
-from protocol.engine_messages import EngineStats, Mode
+from protocol.engine_messages import EngineStats, HisparseFlag, Mode
+from protocol.messages import DROP_REASONS
 
 _TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX)
 
@@ -24,6 +25,8 @@ class Metrics:
             self.add(f"{name}_total", 0)
         for name in ("prompt_tokens", "cached_tokens", "aborted_requests", "failed_requests"):
             self.add(f"{name}_total", 0)
+        for reason in DROP_REASONS:
+            self.add("control_messages_dropped_total", 0, reason=reason)
         self._num_tokens = 0
         self._last_num_tokens = 0
         self._last_at: float | None = None
@@ -45,17 +48,27 @@ class Metrics:
         rooms: Rooms,
         *,
         swap_ins: tuple[int, int, int],
+        bytes_per_miss: float,
         num_dropped: Counter[str],
         num_peers: int,
+        transfer_info: str,
         step: int,
         now: float,
     ) -> EngineStats:
-        """``swap_ins``: hits, misses, evictions; ``num_dropped``: what the connections dropped themselves."""
+        """``swap_ins``: hits, misses, evictions; ``num_dropped``: what the connections dropped themselves.
+
+        ``bytes_per_miss``: what one miss brings from the host, in all layers that it is for;
+        ``transfer_info``: name and labels of the gauge that tells of the KV transport.
+        """
         pools = rooms.pools
         used = pools.totals - pools.free
         quarantined = pools.used(Stage.QUARANTINED)
-        num_running = len(rooms.select(RequestState.RUNNING))
-        num_queued = len(rooms.select(RequestState.CONNECTING, RequestState.WAITING, RequestState.RETRACTED))
+        running = Counter(request.mode for request in rooms.select(RequestState.RUNNING))
+        queued = Counter(
+            request.flag
+            for request in rooms.select(RequestState.CONNECTING, RequestState.WAITING, RequestState.RETRACTED)
+        )
+        num_running, num_queued = running.total(), queued.total()
         num_landing = len(rooms.select(RequestState.LANDING))
         gauges = {
             "num_running_reqs": num_running,
@@ -65,11 +78,16 @@ class Metrics:
             "quarantined_tokens": quarantined.host + quarantined.device,
             "num_registered_peers": num_peers,
             "gen_throughput": self._throughput(now),
+            transfer_info: 1,
+            # A request that waits has no mode yet, only what it asked for.
+            **{_labelled("running_reqs", {"mode": mode}): running[mode] for mode in Mode},
+            **{_labelled("queue_reqs", {"hisparse": flag}): queued[flag] for flag in HisparseFlag},
             **_pool_gauges(pools),
         }
         counters = dict(self._totals)
         for name, total in zip(("hits", "misses", "evictions"), swap_ins, strict=True):
             counters[f"swap_in_{name}_total"] = float(total)
+        counters["swap_in_bytes_total"] = swap_ins[1] * bytes_per_miss
         for reason, count in num_dropped.items():
             name = _labelled("control_messages_dropped_total", {"reason": reason})
             counters[name] = counters.get(name, 0.0) + count

@@ -18,8 +18,9 @@ from enum import StrEnum
 from typing import TypeAlias, assert_never
 
 from decode_node.request import PeerAddress
+from protocol.access import PeerList
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError, look_up
-from protocol.channels import ControlClient, ControlKeys, Poller, Wakeup
+from protocol.channels import ControlAddressError, ControlClient, ControlKeys, Poller, Wakeup
 from protocol.messages import (
     PROTOCOL_VERSION,
     Geometry,
@@ -130,12 +131,15 @@ class Peers:
 
     node_id: str
     session: str
+    transfer_protocol: str
     geometry: Geometry
     regions: tuple[Region, ...]
     heartbeat_interval_secs: float
     heartbeat_timeout_secs: float
     poller: Poller
     keys: ControlKeys | None = None
+    allowed: PeerList | None = None
+    """Where prefill nodes may be; None: anywhere."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Messages dropped by connections that are closed by now; see ``num_dropped``."""
 
@@ -275,6 +279,8 @@ class Peers:
             if error.refused and peer.instance_id:
                 self._give_up(peer, f"prefill node {peer.address} is gone: {error}", events)
                 self._report_gone(peer, events)
+            elif error.rejected and peer.phase is PeerPhase.AWAY:
+                events.append(PeerRefused(peer.address, peer.last_error))
             return
         if peer.instance_id and info.instance_id != peer.instance_id:
             self._give_up(peer, f"prefill node {peer.address} was restarted", events)
@@ -295,7 +301,12 @@ class Peers:
             events.append(PeerRefused(peer.address, error))
             return
         endpoint = info.control_endpoint(peer.address.host)
-        peer.client = ControlClient(endpoint, self.keys)
+        try:
+            peer.client = ControlClient(endpoint, self.keys)
+        except ControlAddressError as error:
+            peer.last_error = f"prefill node {peer.address}: {error}"
+            events.append(PeerRefused(peer.address, peer.last_error))
+            return
         self.poller.register(peer.client)
         peer.connected_at = now
         peer.last_error = f"no answer to the registration at {endpoint}"
@@ -305,7 +316,14 @@ class Peers:
         peer.phase = PeerPhase.REGISTERING
         peer.register_sent_at = now
         peer.connected_at = max(peer.connected_at, peer.last_heard_at)
-        register = Register(PROTOCOL_VERSION, peer.node_id, self.session, self.geometry, self.regions)
+        register = Register(
+            PROTOCOL_VERSION,
+            peer.node_id,
+            self.session,
+            self.geometry,
+            self.regions,
+            self.transfer_protocol,
+        )
         self.send(peer.address, register)
 
     def _keep_up(self, peer: _Peer, now: float, is_wanted: bool, events: list[PeerEvent]) -> None:
@@ -347,7 +365,7 @@ class Peers:
 
     def _start_lookup(self, peer: _Peer) -> None:
         if peer.lookup is None:
-            peer.lookup = self._threads.submit(look_up, *peer.address)
+            peer.lookup = self._threads.submit(look_up, *peer.address, self.keys, self.allowed)
             peer.lookup.add_done_callback(lambda _: self._wakeup.set())
 
     def _give_up(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:

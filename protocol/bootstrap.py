@@ -2,62 +2,230 @@
 
 The endpoint is HTTP and read-only: ``GET /bootstrap`` tells where the control socket is. Registration goes
 over the control socket, which authenticates the peer; nothing can be written at the endpoint.
+
+With a control key both ends prove that they hold it: the caller signs a number that it never uses again, the
+node signs that number with its answer. So nobody without the key gets an answer, and none that is forged, or
+recorded earlier, is believed. With a list of allowed peers no other address is answered, or asked.
 """
 
 from __future__ import annotations
 
+import secrets
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any
+
 import httpx
 import msgspec
+from msgspec import Meta
 
-from protocol.messages import PROTOCOL_VERSION, Geometry
+from protocol.access import MAX_HOST_CHARS, PeerList, is_host
+from protocol.channels import ControlKeys
+from protocol.decoding import TypedDecoder
+from protocol.http_errors import ApiError
+from protocol.messages import PROTOCOL_VERSION, Geometry, Name
 
 BOOTSTRAP_PATH = "/bootstrap"
 LOOKUP_TIMEOUT_SECS = 5.0
+MAX_INFO_BYTES = 64 << 10
+
+NONCE_HEADER = "x-hisparse-pd-nonce"
+CODE_HEADER = "x-hisparse-pd-code"
+
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "*")
+_NONCE_BYTES = 16
+_ASKING = "bootstrap request"
+_ANSWERING = "bootstrap answer"
+_REJECTING = (401, 403)
+
+_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Never used: httpx would read all certificates of the system, for a tenth of a second, to ask for http."""
 
 
 class BootstrapInfo(msgspec.Struct, frozen=True):
     """The body of ``GET /bootstrap``. ``control_host`` may be a wildcard: then the caller knows the host."""
 
-    protocol_version: int
-    instance_id: str
-    control_host: str
-    control_port: int
+    protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
+    instance_id: Name
+    control_host: Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)]
+    control_port: Annotated[int, Meta(ge=1, le=65535)]
     geometry: Geometry
     curve: bool
 
     def control_endpoint(self, bootstrap_host: str) -> str:
-        host = bootstrap_host if self.control_host in _WILDCARD_HOSTS else self.control_host
+        host = self.control_host_for(bootstrap_host)
         return f"tcp://[{host}]:{self.control_port}" if ":" in host else f"tcp://{host}:{self.control_port}"
+
+    def control_host_for(self, bootstrap_host: str) -> str:
+        return bootstrap_host if self.control_host in _WILDCARD_HOSTS else self.control_host
+
+
+_info_decoder: TypedDecoder[BootstrapInfo] = TypedDecoder.json(BootstrapInfo)
+_error_decoder: TypedDecoder[Any] = TypedDecoder.json(Any)
 
 
 class BootstrapLookupError(Exception):
-    """The bootstrap endpoint could not be used. ``refused``: nothing listens there, the node is gone."""
+    """The bootstrap endpoint could not be used.
 
-    def __init__(self, message: str, *, refused: bool = False) -> None:
+    ``refused``: nothing listens there, the node is gone. ``rejected``: with the settings that the two nodes
+    have they will not talk to each other, so asking again changes nothing.
+    """
+
+    def __init__(self, message: str, *, refused: bool = False, rejected: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
+        self.rejected = rejected
 
 
-def look_up(bootstrap_host: str, bootstrap_port: int) -> BootstrapInfo:
-    """Ask a prefill node for its control address; blocks up to LOOKUP_TIMEOUT_SECS, so call it in a thread.
+# --- the prefill node's side -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BootstrapGate:
+    """Who may ask, and the proof that goes with an answer."""
+
+    keys: ControlKeys | None
+    allowed: PeerList
+
+    def check(self, address: str, nonce: str, code: str) -> None:
+        """Raises ApiError 403 for a caller's address and 401 for a caller without the key."""
+        why = self.allowed.why_refused(address)
+        if why is not None:
+            raise ApiError(403, f"the caller's {why} of this prefill node", code="address_not_allowed")
+        if self.keys is None:
+            return
+        if not self.keys.has_signed(code, _ASKING, nonce.encode()):
+            raise ApiError(
+                401,
+                "this prefill node answers holders of its control key only; set the same control_key_file "
+                "on both nodes",
+                code="wrong_key",
+            )
+
+    def proof(self, nonce: str, body: bytes) -> dict[str, str]:
+        """Headers of the answer ``body``."""
+        if self.keys is None:
+            return {}
+        return {CODE_HEADER: self.keys.sign(_ANSWERING, nonce.encode(), body)}
+
+
+# --- the decode node's side ------------------------------------------------------------------------
+
+
+def look_up(
+    bootstrap_host: str,
+    bootstrap_port: int,
+    keys: ControlKeys | None = None,
+    allowed: PeerList | None = None,
+) -> BootstrapInfo:
+    """Ask a prefill node for its control address; call it in a thread, for it blocks.
+
+    Up to LOOKUP_TIMEOUT_SECS for each of connecting and reading, and the system's own time for a name. With
+    ``allowed``, names are resolved here, and the answer's ``control_host`` is an address of the list.
 
     Raises BootstrapLookupError, with what was asked and what came.
     """
-    host = f"[{bootstrap_host}]" if ":" in bootstrap_host else bootstrap_host
-    url = f"http://{host}:{bootstrap_port}{BOOTSTRAP_PATH}"
+    if not is_host(bootstrap_host):
+        raise BootstrapLookupError(
+            f"bootstrap host {bootstrap_host[:MAX_HOST_CHARS]!r} is no name and no address",
+            rejected=True,
+        )
+    allowed = allowed or PeerList()
+    asked = f"http://{_in_url(bootstrap_host)}:{bootstrap_port}{BOOTSTRAP_PATH}"
+    host = _allowed_address(asked, bootstrap_host, allowed)
+    nonce = secrets.token_hex(_NONCE_BYTES)
+    headers = {"accept-encoding": "identity"}
+    if keys is not None:
+        headers |= {NONCE_HEADER: nonce, CODE_HEADER: keys.sign(_ASKING, nonce.encode())}
+    status, answer_headers, body = _get(
+        f"http://{_in_url(host)}:{bootstrap_port}{BOOTSTRAP_PATH}", headers, asked
+    )
+    if status != 200:
+        raise BootstrapLookupError(
+            f"{asked}: status {status}{_error_text(body)}", rejected=status in _REJECTING
+        )
+    if keys is not None:
+        code = answer_headers.get(CODE_HEADER, "")
+        if not keys.has_signed(code, _ANSWERING, nonce.encode(), body):
+            raise BootstrapLookupError(
+                f"{asked}: the answer is not by a holder of this node's control key; set the same "
+                "control_key_file on both nodes",
+                rejected=True,
+            )
+    info = parse_info(body, asked)
+    if allowed:
+        control_host = _allowed_address(asked, info.control_host_for(bootstrap_host), allowed)
+        info = msgspec.structs.replace(info, control_host=control_host)
+    return info
+
+
+def parse_info(body: bytes, asked: str) -> BootstrapInfo:
+    """Raises BootstrapLookupError, which names what was ``asked``."""
     try:
-        answer = httpx.get(url, timeout=LOOKUP_TIMEOUT_SECS, trust_env=False)
-        answer.raise_for_status()
-        info = msgspec.json.decode(answer.content, type=BootstrapInfo)
-    except httpx.ConnectError as error:
-        refused = "refused" in str(error).lower()
-        raise BootstrapLookupError(f"{url}: cannot connect ({error})", refused=refused) from error
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, UnicodeError) as error:
-        raise BootstrapLookupError(f"{url}: {type(error).__name__}: {error}") from error
+        info = _info_decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise BootstrapLookupError(
+            f"{asked}: no bootstrap information: {type(error).__name__}: {error}"
+        ) from error
+    if info.control_host not in _WILDCARD_HOSTS and not is_host(info.control_host):
+        raise BootstrapLookupError(f"{asked}: control host {info.control_host!r} is no name and no address")
     if info.protocol_version != PROTOCOL_VERSION:
         raise BootstrapLookupError(
-            f"{url}: protocol version {info.protocol_version}, this node speaks {PROTOCOL_VERSION}; "
+            f"{asked}: protocol version {info.protocol_version}, this node speaks {PROTOCOL_VERSION}; "
             "run the same release on both nodes"
         )
     return info
+
+
+def _get(url: str, headers: dict[str, str], asked: str) -> tuple[int, httpx.Headers, bytes]:
+    """Status, headers and the body, of which an endless or a slow one is not read to its end."""
+    deadline = time.monotonic() + LOOKUP_TIMEOUT_SECS
+    body = bytearray()
+    try:
+        with (
+            httpx.Client(timeout=LOOKUP_TIMEOUT_SECS, trust_env=False, verify=_NO_TLS) as client,
+            client.stream("GET", url, headers=headers) as answer,
+        ):
+            for chunk in answer.iter_raw():
+                body += chunk
+                if len(body) > MAX_INFO_BYTES:
+                    raise BootstrapLookupError(f"{asked}: the answer has more than {MAX_INFO_BYTES} bytes")
+                if time.monotonic() > deadline:
+                    raise BootstrapLookupError(f"{asked}: no whole answer in {LOOKUP_TIMEOUT_SECS:g} s")
+            return answer.status_code, answer.headers, bytes(body)
+    except httpx.ConnectError as error:
+        refused = "refused" in str(error).lower()
+        raise BootstrapLookupError(f"{asked}: cannot connect ({error})", refused=refused) from error
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+        raise BootstrapLookupError(f"{asked}: {type(error).__name__}: {error}") from error
+
+
+def _allowed_address(asked: str, host: str, allowed: PeerList) -> str:
+    """``host`` itself without a list, else an address of it in the list. Raises BootstrapLookupError."""
+    if not allowed or allowed.allows(host):
+        return host
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise BootstrapLookupError(f"{asked}: {host}: {error}") from error
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    for address in addresses:
+        if allowed.allows(address):
+            return address
+    why = allowed.why_refused(addresses[0]) if addresses else f"{host} has no address"
+    raise BootstrapLookupError(f"{asked}: {why} of this decode node", rejected=True)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _error_text(body: bytes) -> str:
+    """What an error answer says, as far as it is shown."""
+    try:
+        message = _error_decoder.decode(body)["error"]["message"]
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        return ""
+    return f": {str(message)[:500]}"

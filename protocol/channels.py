@@ -1,32 +1,35 @@
 """ZMQ sockets: the control channel between nodes and the ipc channel inside a node.
 
-The only module that imports zmq. Sockets belong to the thread that made them. Nothing here blocks but
-``Poller.wait`` and ``FrontSocket.receive``, and the first has a timeout.
+Only this module, ``zap.py`` and ``doctor_channel.py`` import zmq. Sockets belong to the thread that made
+them. Nothing here blocks but ``Poller.wait`` and ``FrontSocket.receive``, and the first has a timeout.
 
 Control traffic is encrypted and authenticated with CURVE when the cluster has a key: all nodes share one
-key pair, and a server admits only clients that prove to hold it.
+key pair, and a server admits only clients that prove to hold it. A server with a list of allowed peers admits
+no other address, with a key or without.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import socket
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
-from msgspec.msgpack import Decoder
-from zmq.auth.thread import ThreadAuthenticator
 
 from protocol import engine_messages, messages
+from protocol.access import KeyFileError, PeerList
+from protocol.decoding import TypedDecoder
 from protocol.engine_messages import FromEngine, ToEngine
 from protocol.messages import ToDecode, ToPrefill
+from protocol.zap import DOMAIN, ZapHandler
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +41,19 @@ _FAREWELL_MILLISECS = 1_000
 """The last answers, which say that the node is shutting down, may still leave."""
 
 
-class ControlKeyError(ValueError):
+class ControlKeyError(KeyFileError):
     """The control key file is missing or does not hold a Z85 CURVE secret key."""
+
+
+class ControlAddressError(ValueError):
+    """ZMQ takes no connection to this address."""
 
 
 @dataclass(frozen=True)
 class ControlKeys:
     """The CURVE key pair that all nodes of a cluster share, Z85."""
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     public: bytes
 
     @classmethod
@@ -66,11 +73,27 @@ class ControlKeys:
         public, secret = zmq.curve_keypair()
         return cls(secret, public)
 
+    def sign(self, purpose: str, *parts: bytes) -> str:
+        """A code over ``parts`` that only a holder of the key can make; no other purpose accepts it."""
+        digest = hmac.new(self.secret, digestmod=hashlib.sha256)
+        for part in (purpose.encode(), *parts):
+            digest.update(len(part).to_bytes(8, "big") + part)
+        return digest.hexdigest()
+
+    def has_signed(self, code: str, purpose: str, *parts: bytes) -> bool:
+        """Whether ``code`` is what ``sign`` gives."""
+        return hmac.compare_digest(code.encode(), self.sign(purpose, *parts).encode())
+
+
+def load_control_keys(path: Path | None) -> ControlKeys | None:
+    """None without a file. Raises ControlKeyError."""
+    return None if path is None else ControlKeys.load(path)
+
 
 class _Inbox(Generic[T]):
     """Typed decoding with a counter of what had to be dropped."""
 
-    def __init__(self, decoder: Decoder[T]) -> None:
+    def __init__(self, decoder: TypedDecoder[T]) -> None:
         self._decoder = decoder
         self.dropped: Counter[str] = Counter()
 
@@ -82,6 +105,20 @@ class _Inbox(Generic[T]):
             log.warning("dropped a malformed message of %d bytes from %s: %s", len(frame), sender, error)
             return None
 
+    def encode(self, message: ToPrefill | ToDecode) -> bytes | None:
+        """None, counted, for a message at which the receiver would close the connection."""
+        frame = messages.encoder.encode(message)
+        if len(frame) <= messages.MAX_MESSAGE_BYTES:
+            return frame
+        self.dropped["oversized"] += 1
+        log.error(
+            "dropped a %s of %d bytes, a message has %d at most",
+            type(message).__name__,
+            len(frame),
+            messages.MAX_MESSAGE_BYTES,
+        )
+        return None
+
 
 def _limit(sock: zmq.Socket[bytes]) -> None:
     sock.setsockopt(zmq.LINGER, 0)
@@ -92,21 +129,25 @@ def _limit(sock: zmq.Socket[bytes]) -> None:
 class ControlServer:
     """The prefill node's control socket (ROUTER). A peer is named by the identity ZMQ gives its connection.
 
-    ``dropped`` counts frames that could not be decoded and answers that had no receiver any more.
+    ``dropped`` counts connections that were turned away, frames that could not be decoded and answers that
+    had no receiver any more.
     """
 
-    def __init__(self, host: str, port: int, keys: ControlKeys | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, keys: ControlKeys | None = None, allowed: PeerList | None = None
+    ) -> None:
         self._context = zmq.Context()
         self._inbox: _Inbox[ToPrefill] = _Inbox(messages.to_prefill_decoder)
-        self._authenticator: ThreadAuthenticator | None = None
+        self._zap: ZapHandler | None = None
         self.socket = self._context.socket(zmq.ROUTER)
         _limit(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.IPV6, ":" in host)
+        if keys is not None or allowed:
+            public_key = keys.public if keys is not None else None
+            self._zap = ZapHandler(self._context, allowed or PeerList(), public_key, self.dropped)
+            self.socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         if keys is not None:
-            self._authenticator = ThreadAuthenticator(self._context)
-            self._authenticator.start()
-            self._authenticator.configure_curve_callback("*", credentials_provider=_OneKey(keys.public))
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
             self.socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -135,32 +176,28 @@ class ControlServer:
 
     def send(self, peer: bytes, message: ToDecode) -> bool:
         """False, counted as ``unroutable``, when the peer is gone or its queue is full."""
+        frame = self._inbox.encode(message)
+        if frame is None:
+            return False
         try:
-            self.socket.send_multipart([peer, messages.encoder.encode(message)], zmq.NOBLOCK)
+            self.socket.send_multipart([peer, frame], zmq.NOBLOCK)
         except (zmq.Again, zmq.ZMQError):
             self.dropped["unroutable"] += 1
             return False
         return True
 
     def close(self) -> None:
-        if self._authenticator is not None:
-            self._authenticator.stop()
         self.socket.close(linger=_FAREWELL_MILLISECS)
         self._context.term()
-
-
-class _OneKey:
-    """ZAP credentials provider: admits the cluster's key alone. ``key`` comes as Z85."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return hmac.compare_digest(key, self._public)
+        if self._zap is not None:
+            self._zap.join()
 
 
 class ControlClient:
-    """The decode node's control socket to one prefill node (DEALER). ZMQ reconnects by itself."""
+    """The decode node's control socket to one prefill node (DEALER). ZMQ reconnects by itself.
+
+    Raises ControlAddressError for an endpoint that ZMQ does not take.
+    """
 
     def __init__(self, endpoint: str, keys: ControlKeys | None = None) -> None:
         self._inbox: _Inbox[ToDecode] = _Inbox(messages.to_decode_decoder)
@@ -172,7 +209,11 @@ class ControlClient:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        self.socket.connect(endpoint)
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.socket.close()
+            raise ControlAddressError(f"cannot connect to {endpoint!r}: {error}") from error
         self._endpoint = endpoint
 
     @property
@@ -192,8 +233,11 @@ class ControlClient:
 
     def send(self, message: ToPrefill) -> bool:
         """False, counted as ``unroutable``, when the queue to the peer is full."""
+        frame = self._inbox.encode(message)
+        if frame is None:
+            return False
         try:
-            self.socket.send(messages.encoder.encode(message), zmq.NOBLOCK)
+            self.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             self.dropped["unroutable"] += 1
             return False

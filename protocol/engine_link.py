@@ -62,8 +62,8 @@ class SampleGroup:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._link.health_timeout_secs):
                     return await self.events.get()
-            if (trouble := self._link.trouble()) is not None:
-                raise NodeUnavailable(trouble)
+            if (stall := self._link.stall()) is not None:
+                raise NodeUnavailable(stall)
 
     def abort(self, request_id: str) -> None:
         """Stop one sample early; no event of it follows."""
@@ -130,6 +130,12 @@ class EngineLink:
             raise NodeUnavailable(str(self.state))
         return self.ready
 
+    def require_engine(self) -> EngineReady:
+        """The same for requests in flight, which go on while the node shuts down. Raises NodeUnavailable."""
+        if self.ready is None or self.state is LinkState.GONE:
+            raise NodeUnavailable(str(self.state))
+        return self.ready
+
     def forget(self, group: SampleGroup, request_id: str) -> None:
         if request_id in group.live:
             group.live.discard(request_id)
@@ -163,7 +169,11 @@ class EngineLink:
 
     def trouble(self) -> str | None:
         """Why this node cannot serve, or None while the engine makes progress. Looks at no peer."""
-        if self.state is not LinkState.SERVING:
+        return str(self.state) if self.state is not LinkState.SERVING else self.stall()
+
+    def stall(self) -> str | None:
+        """Why requests in flight get nowhere, or None while the engine makes progress."""
+        if self.state is LinkState.GONE:
             return str(self.state)
         now = time.monotonic()
         if now - self._last_stats_at > self.health_timeout_secs:

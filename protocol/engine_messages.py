@@ -9,7 +9,9 @@ from __future__ import annotations
 from enum import StrEnum
 
 from msgspec import Struct
-from msgspec.msgpack import Decoder, Encoder
+from msgspec.msgpack import Encoder
+
+from protocol.decoding import TypedDecoder
 
 
 class HisparseFlag(StrEnum):
@@ -111,6 +113,10 @@ class EngineReady(Struct, frozen=True, tag="ready"):
     control_endpoint: str = ""
     instance_id: str = ""
     geometry: bytes = b""
+    transfer_protocol: str = ""
+    """What the KV transport runs on, with its RDMA devices, and why."""
+    transfer_devices: tuple[str, ...] = ()
+    transfer_reason: str = ""
 
 
 class Tokens(Struct, frozen=True, tag="tokens"):
@@ -177,5 +183,5 @@ class EngineStats(Struct, frozen=True, tag="stats"):
 FromEngine = EngineReady | Tokens | PrefillFinished | RequestFailed | EngineStats
 
 encoder = Encoder()
-to_engine_decoder: Decoder[ToEngine] = Decoder(ToEngine)
-from_engine_decoder: Decoder[FromEngine] = Decoder(FromEngine)
+to_engine_decoder: TypedDecoder[ToEngine] = TypedDecoder(ToEngine)
+from_engine_decoder: TypedDecoder[FromEngine] = TypedDecoder(FromEngine)

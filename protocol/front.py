@@ -22,6 +22,9 @@ from typing import NoReturn, TypeVar
 import uvicorn
 from starlette.types import ASGIApp
 
+from protocol.access import KeyFileError
+from protocol.api_keys import load_api_keys
+from protocol.channels import load_control_keys
 from protocol.detokenizer import TokenizerUnsupported
 from protocol.engine_link import EngineLink
 from protocol.http_app import Front
@@ -33,9 +36,6 @@ from protocol.text_codec import CheckpointError, TextCodec
 log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=NodeSettings)
-
-GRACE_SECS = 5.0
-"""What requests in flight have to finish after SIGTERM or SIGINT; a second signal ends the wait."""
 
 _LAST_ANSWERS_SECS = 2
 _ENGINE_EXIT_SECS = 5.0
@@ -101,6 +101,7 @@ class Listener:
             lifespan="off",
             ws="none",
             server_header=False,
+            proxy_headers=False,  # a caller's address is that of its connection, whatever it says
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_LAST_ANSWERS_SECS,
         )
@@ -132,10 +133,14 @@ def run_front(
     try:
         if not settings.model_path.is_dir():
             raise CheckpointError(f"model_path {settings.model_path}: no such directory")
+        api_keys = load_api_keys(settings.api_key_file)
+        control_keys = load_control_keys(settings.control_key_file)
         listeners = [Listener(settings.host, port) for port in ports]
-    except (OSError, CheckpointError) as error:
+    except (OSError, CheckpointError, KeyFileError) as error:
         log.error("%s", error)
         return 1
+    if settings.exposure is not None:
+        log.warning("%s", settings.exposure)
     metrics = FrontMetrics()
     process = EngineProcess(engine, settings, f"{role}-engine")
     link = EngineLink(process.ipc_path, settings.health_timeout_secs, metrics.update)
@@ -144,10 +149,10 @@ def run_front(
     try:
         process.start()
         codec = TextCodec.load(settings.model_path)
-        front = Front(role, settings, codec, link, metrics, holds_output)
+        front = Front(role, settings, codec, link, metrics, holds_output, api_keys, control_keys)
         addresses = ", ".join(f"http://{settings.host}:{listener.port}" for listener in listeners)
         log.info("serving %s on %s", settings.model_name, addresses)
-        return asyncio.run(serve(link, process, listeners, apps(front)))
+        return asyncio.run(serve(link, process, listeners, apps(front), settings.drain_timeout_secs))
     except (OSError, CheckpointError, TokenizerUnsupported) as error:
         log.error("%s", error)
         return 1
@@ -158,9 +163,17 @@ def run_front(
 
 
 async def serve(
-    link: EngineLink, engine: EngineProcess, listeners: Sequence[Listener], apps: Sequence[ASGIApp]
+    link: EngineLink,
+    engine: EngineProcess,
+    listeners: Sequence[Listener],
+    apps: Sequence[ASGIApp],
+    drain_timeout_secs: float,
 ) -> int:
-    """Serve until a signal or the engine's death. Returns the exit status: 0 after a signal, else 1."""
+    """Serve until a signal or the engine's death. Returns the exit status: 0 after a signal, else 1.
+
+    After a signal new requests are refused with 503, and those in flight have ``drain_timeout_secs`` to
+    finish. A second signal ends the wait.
+    """
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[str] = asyncio.Queue()
     engine_exited = asyncio.Event()
@@ -180,7 +193,7 @@ async def serve(
         if stop.done():
             log.info("%s: shutting down with %d requests in flight", stop.result(), link.num_in_flight)
             link.stop_accepting()
-            await _grace(link, signals, died)
+            await _drain(link, drain_timeout_secs, signals, died)
         status = 0 if stop.done() and not died.done() else 1  # from here on the engine exits in any case
         if died.done():
             log.error("the engine exited with status %s", engine.exit_status)
@@ -209,12 +222,13 @@ def _note_exit(loop: asyncio.AbstractEventLoop, sentinel: int, engine_exited: as
     engine_exited.set()
 
 
-async def _grace(link: EngineLink, signals: asyncio.Queue[str], died: asyncio.Task[bool]) -> None:
+async def _drain(
+    link: EngineLink, timeout_secs: float, signals: asyncio.Queue[str], died: asyncio.Task[bool]
+) -> None:
     """Let requests in flight finish: until there are none, the time is up, or nothing is left to wait for."""
-    deadline = asyncio.get_running_loop().time() + GRACE_SECS
-    while link.num_in_flight and signals.empty() and not died.done():
-        if asyncio.get_running_loop().time() > deadline:
-            return
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_secs
+    while link.num_in_flight and signals.empty() and not died.done() and loop.time() < deadline:
         await asyncio.sleep(0.05)
 
 

@@ -17,11 +17,14 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
+from protocol.api_keys import ApiKeys, RequireKey
+from protocol.channels import ControlKeys
 from protocol.engine_link import EngineLink
 from protocol.http_errors import ApiError
 from protocol.http_schemas import ApiRequest, Endpoint, parse_request
@@ -42,8 +45,11 @@ BODY_TIMEOUT_SECS = 30.0
 _JSON = "application/json"
 _EVENT_STREAM = "text/event-stream"
 _CLIENT_LEFT = 499
-_PRIVATE_SETTINGS = {"model_path", "control_key_file"}
+_PRIVATE_SETTINGS = {"model_path", "control_key_file", "api_key_file", "allowed_peers"}
 """Not in /server_info: a router loads the tokenizer of a model_path that is reported to it."""
+
+_OPEN_PATHS = frozenset(("/health", "/health_generate", "/metrics"))
+"""Answered without an API key: probes and monitoring have none."""
 
 
 class ClientLeft(Exception):
@@ -60,6 +66,9 @@ class Front:
     link: EngineLink
     metrics: FrontMetrics
     holds_output: bool
+    api_keys: ApiKeys | None = None
+    """What a request must have one of; None: nothing."""
+    control_keys: ControlKeys | None = None
     started_at: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -121,8 +130,15 @@ def create_app(front: Front, handler: Handler) -> Starlette:
     routes.append(Route("/flush_cache", _bound(_flush_cache, front), methods=["GET", "POST"]))
     return Starlette(
         routes=routes,
+        middleware=_middleware(front),
         exception_handlers={ApiError: _answer_api_error, HTTPException: _answer_http_error},
     )
+
+
+def _middleware(front: Front) -> list[Middleware]:
+    if front.api_keys is None:
+        return []
+    return [Middleware(RequireKey, front.api_keys, _OPEN_PATHS, front.metrics.unauthorized.inc)]
 
 
 def sse(value: object) -> bytes:
@@ -299,6 +315,9 @@ def _server_info(front: Front) -> Response:
         info["context_length"] = ready.context_length
         info["max_total_tokens_hisparse"] = ready.max_total_tokens_hisparse
         info["max_total_tokens_dense"] = ready.max_total_tokens_dense
+        info["transfer_protocol"] = ready.transfer_protocol
+        info["transfer_devices"] = ready.transfer_devices
+        info["transfer_reason"] = ready.transfer_reason
     return json_response(info)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from protocol.access import is_host
 from protocol.engine_messages import HisparseFlag
 from protocol.http_errors import ApiError, InvalidField
 from protocol.http_prompts import Prompt, generate_prompt_field, parse_chat_prompt, parse_prompts
@@ -197,9 +198,10 @@ def _bounded(name: str, value: object, low: int, high: int) -> int:
 
 def _bootstrap_host(value: object) -> str:
     """Without the brackets that a URL puts round an IPv6 address."""
-    if not isinstance(value, str) or not value or len(value) > MAX_NAME_CHARS:
+    host = value.removeprefix("[").removesuffix("]") if isinstance(value, str) else ""
+    if not is_host(host):
         raise InvalidField("bootstrap_host", value, "must be a host name or an address")
-    return value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    return host
 
 
 def _include_usage(fields: JsonFields, endpoint: Endpoint, stream: bool) -> bool:

@@ -27,7 +27,9 @@ from enum import StrEnum
 from typing import Annotated, NewType
 
 from msgspec import Meta, Struct
-from msgspec.msgpack import Decoder, Encoder
+from msgspec.msgpack import Encoder
+
+from protocol.decoding import TypedDecoder
 
 PROTOCOL_VERSION = 1
 
@@ -36,14 +38,32 @@ MAX_MESSAGE_BYTES = 4 << 20
 
 MAX_EXTENTS = 200_000
 
+DROP_REASONS = (
+    "malformed",
+    "oversized",
+    "unroutable",
+    "unregistered",
+    "refused",
+    "address_not_allowed",
+    "wrong_key",
+    "duplicate",
+    "late",
+    "unknown_room",
+)
+"""Under which messages without effect are counted, from 0: an alert must see the first one too."""
+
 Room = NewType("Room", int)
 """The id that the router gives one request on both nodes, in [0, 2**63)."""
 
 RoomField = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, lt=2**48)]
 Address = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Name = Annotated[str, Meta(max_length=256)]
-Text = Annotated[str, Meta(max_length=4096)]
+Secs = Annotated[float, Meta(ge=0, le=1e6)]
+"""NaN is out of bounds too."""
+Name = Annotated[str, Meta(max_length=256, pattern=r"^[ -~]*\Z")]
+"""Printable ASCII: it goes to logs, metrics and the transport."""
+MAX_TEXT_CHARS = 4096
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 
 
 class Extent(Struct, frozen=True, array_like=True):
@@ -106,6 +126,8 @@ class Register(Struct, frozen=True, array_like=True, tag=1):
     session: Name
     geometry: Geometry
     regions: Annotated[tuple[Region, ...], Meta(max_length=8)]
+    transfer_protocol: Name = ""
+    """What the session speaks, such as "tcp"; empty from a node that does not say."""
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
@@ -168,7 +190,7 @@ class RoomDone(Struct, frozen=True, array_like=True, tag=4):
     room: RoomField
     num_bytes: Count
     num_cached_tokens: Count
-    transfer_secs: float
+    transfer_secs: Secs
 
 
 class RoomFailed(Struct, frozen=True, array_like=True, tag=5):
@@ -195,5 +217,5 @@ class RoomQuiet(Struct, frozen=True, array_like=True, tag=6):
 ToDecode = Registered | Refused | HeartbeatAck | RoomDone | RoomFailed | RoomQuiet
 
 encoder = Encoder()
-to_prefill_decoder: Decoder[ToPrefill] = Decoder(ToPrefill)
-to_decode_decoder: Decoder[ToDecode] = Decoder(ToDecode)
+to_prefill_decoder: TypedDecoder[ToPrefill] = TypedDecoder(ToPrefill)
+to_decode_decoder: TypedDecoder[ToDecode] = TypedDecoder(ToDecode)

@@ -27,7 +27,9 @@ _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="([^"]*)"')
 
 _HELP = {
     "num_running_reqs": "requests in the running batch",
+    "running_reqs": "requests in the running batch, by mode",
     "num_queue_reqs": "requests that wait for admission or prefill",
+    "queue_reqs": "requests that wait for admission, by what they asked for",
     "num_transfer_queue_reqs": "requests whose KV is under way",
     "token_usage": "share of the busiest pool in use, 0 to 1",
     "pool_used_tokens": "token slots in use",
@@ -41,8 +43,10 @@ _HELP = {
     "kv_transfer_bytes_total": "KV bytes moved",
     "kv_transfer_seconds_total": "seconds in KV transfers",
     "kv_transfer_failures_total": "KV transfers that failed",
+    "transfer_info": "1; the labels say what the KV transport runs on, and why",
     "swap_in_hits_total": "selected entries found in the hot buffer",
     "swap_in_misses_total": "selected entries paged in from the host pool",
+    "swap_in_bytes_total": "KV bytes that misses brought from the host pool",
     "swap_in_evictions_total": "hot-buffer entries that made room",
     "prompt_tokens_total": "prompt tokens",
     "cached_tokens_total": "prompt tokens found in the prefix cache",
@@ -76,6 +80,18 @@ class FrontMetrics:
             registry=self.registry,
         )
 
+        self.unauthorized = Counter(
+            PREFIX + "unauthorized_requests",
+            "HTTP requests without a valid API key, answered 401",
+            registry=self.registry,
+        )
+        self.bootstrap_refusals = Counter(
+            PREFIX + "bootstrap_refusals",
+            "callers that the bootstrap endpoint turned away, by reason",
+            ["reason"],
+            registry=self.registry,
+        )
+
     def count_request(self, endpoint: str, status: int) -> None:
         self._requests.labels(endpoint, str(status)).inc()
 
@@ -103,6 +119,9 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         if self.stats is None:
             return
+        yield CounterMetricFamily(
+            PREFIX + "engine_steps_total", "loop iterations that did work", value=self.stats.step
+        )
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for family_type, values in (
             (GaugeMetricFamily, self.stats.gauges),

@@ -11,11 +11,29 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from protocol.access import PeerList, exposure
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
 Secs = Annotated[float, Field(gt=0, le=86400)]
+DrainSecs = Annotated[float, Field(ge=0, le=86400)]
+TransferProtocol = Literal["tcp", "rdma", "auto"]
+
+
+def _networks(entries: tuple[str, ...]) -> tuple[str, ...]:
+    PeerList.parse(entries)
+    return entries
+
+
+Networks = Annotated[tuple[str, ...], AfterValidator(_networks)]
+
+DRAIN_TIMEOUT = "what requests in flight have to finish after SIGTERM, in seconds; the rest is answered 503"
+
+_OPEN_API = "anybody can use its HTTP API (--api-key-file)"
+_OPEN_CONTROL = "anybody can register and read the control traffic (--control-key-file)"
+_OPEN_KV = "the KV ports, which know no keys, take connections from anywhere (--allowed-peers)"
 
 
 class HisparsePolicy(StrEnum):
@@ -52,16 +70,34 @@ class NodeSettings(_Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="dtype of weights and activations; auto: float32 on cpu, else the checkpoint's"
     )
-    transfer_protocol: Literal["tcp", "rdma"] = Field("tcp", description="Mooncake transport for the KV")
-    ib_device: str = Field("", description="RDMA device for --transfer-protocol rdma, such as mlx5_0")
+    transfer_protocol: TransferProtocol = Field(
+        "tcp",
+        description="what the KV transport runs on, the same on all nodes; rdma: or not at all; "
+        "auto: rdma where it can be used, else tcp",
+    )
+    ib_device: str = Field(
+        "",
+        description="RDMA devices for rdma and auto, such as mlx5_0,mlx5_1, which must all be usable; "
+        "default: all that are",
+    )
     control_key_file: Path | None = Field(
         None, description="file with the cluster's CURVE secret key (Z85); unset: control traffic is plain"
+    )
+    allowed_peers: Networks = Field(
+        (),
+        description="addresses and networks of the other nodes, such as 10.0.0.0/24; repeatable; no other "
+        "reaches bootstrap, control and KV ports; default: any",
+        title="NETWORK",
+    )
+    api_key_file: Path | None = Field(
+        None, description="file with the keys that HTTP requests need one of, one a line; unset: none needed"
     )
     room_timeout_secs: Secs = Field(300.0, description="a room's wait for its other half at most, in seconds")
     transfer_timeout_secs: Secs = Field(60.0, description="one write batch at most, in seconds")
     heartbeat_interval_secs: Secs = Field(1.0, description="between heartbeats of a decode node, in seconds")
     heartbeat_timeout_secs: Secs = Field(15.0, description="silence after which a peer is lost, in seconds")
     health_timeout_secs: Secs = Field(30.0, description="engine silence that fails /health, in seconds")
+    drain_timeout_secs: DrainSecs = Field(15.0, description=DRAIN_TIMEOUT)
     max_body_bytes: int = Field(16 << 20, ge=1024, description="HTTP request body at most, in bytes")
     num_threads: int = Field(0, ge=0, description="torch CPU threads of the engine; 0: torch's own choice")
     debug_checks: bool = Field(False, description="check the integrity of all pools after every step")
@@ -75,6 +111,16 @@ class NodeSettings(_Settings):
     def reachable_host(self) -> str:
         return self.advertise_host or self.host
 
+    @property
+    def exposure(self) -> str | None:
+        """What other machines can do to this node, and the options against it; None when they cannot."""
+        dangers = {
+            _OPEN_API: self.api_key_file is None,
+            _OPEN_CONTROL: self.control_key_file is None,
+            _OPEN_KV: not self.allowed_peers,
+        }
+        return exposure((self.host, self.reachable_host), (text for text, holds in dangers.items() if holds))
+
 
 class PrefillSettings(NodeSettings):
     """One prefill node."""
@@ -82,6 +128,12 @@ class PrefillSettings(NodeSettings):
     bootstrap_port: Port = Field(8998, description="port of the bootstrap endpoint")
     control_port: Port = Field(0, description="port of the control socket; 0: any free one")
     chunked_prefill_size: Tokens = Field(2048, description="tokens computed in one step at most")
+    push_layers: int = Field(
+        1,
+        ge=0,
+        description="layers in a batch of KV at least that leaves while the next ones compute; "
+        "0: all in one batch, once the chunk is computed",
+    )
     kv_pool_tokens: Tokens = Field(65536, description="token slots in the KV pool, prefix cache included")
     disable_prefix_cache: bool = Field(False, description="compute every prompt in full")
 
@@ -124,12 +176,20 @@ class RouterSettings(_Settings):
         description="prefill node: URL and, when it is not the node's own, the bootstrap port; repeatable"
     )
     decode: tuple[str, ...] = Field(description="decode node: URL; repeatable")
+    api_key_file: Path | None = Field(
+        None, description="file with the keys that clients need one of, one a line; unset: none needed"
+    )
+    node_api_key_file: Path | None = Field(
+        None,
+        description="file whose first key goes to the nodes; unset: the client's, if it is not needed here",
+    )
     policy: Literal["round_robin", "least_loaded"] = Field(
         "round_robin", description="how a pair of nodes is picked for a request"
     )
     health_interval_secs: Secs = Field(5.0, description="between health checks of a node, in seconds")
     connect_timeout_secs: Secs = Field(5.0, description="connecting to a node at most, in seconds")
     request_timeout_secs: Secs = Field(600.0, description="silence of a node in a request, in seconds")
+    drain_timeout_secs: DrainSecs = Field(15.0, description=DRAIN_TIMEOUT)
     max_body_bytes: int = Field(16 << 20, ge=1024, description="HTTP request body at most, in bytes")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
 
@@ -139,3 +199,8 @@ class RouterSettings(_Settings):
             if not nodes:
                 raise ValueError(f"{name}: at least one node is needed")
         return self
+
+    @property
+    def exposure(self) -> str | None:
+        """What other machines can do to the router; None when they cannot."""
+        return exposure((self.host,), () if self.api_key_file is not None else (_OPEN_API,))

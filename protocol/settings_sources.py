@@ -21,6 +21,8 @@ from protocol.settings import RouterSettings
 
 S = TypeVar("S", bound=BaseModel)
 
+_MAX_SHOWN_CHARS = 200
+
 
 class SettingsError(ValueError):
     """A setting is unknown, missing or out of its bounds; the message names it and what is allowed."""
@@ -51,16 +53,15 @@ def validate(model: type[S], from_file: Mapping[str, Any], source: str, given: M
 
 def read_file(path: Path) -> dict[str, Any]:
     """The top level of a TOML or YAML file, with underscores in the keys. Raises SettingsError."""
+    suffix = path.suffix.lower()
+    if suffix not in (".toml", ".yaml", ".yml"):
+        raise SettingsError(f"--config {path}: expected a .toml, .yaml or .yml file, got {suffix!r}")
     try:
         text = path.read_text(encoding="utf-8")
-        match path.suffix.lower():
-            case ".toml":
-                content: Any = tomllib.loads(text)
-            case ".yaml" | ".yml":
-                content = yaml.safe_load(text) or {}
-            case suffix:
-                raise SettingsError(f"--config {path}: expected a .toml, .yaml or .yml file, got {suffix!r}")
-    except (OSError, UnicodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        content: Any = tomllib.loads(text) if suffix == ".toml" else yaml.safe_load(text) or {}
+    except RecursionError as error:
+        raise SettingsError(f"--config {path}: it is nested too deeply") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: also impossible dates and numbers
         raise SettingsError(f"--config {path}: {error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"--config {path}: expected keys with values, got a {type(content).__name__}")
@@ -113,6 +114,8 @@ def flag(name: str) -> str:
 
 def metavar(field: FieldInfo) -> str:
     """What kind of value a field takes, for people."""
+    if field.title is not None:
+        return field.title
     if allowed := choices(field):
         return "{" + ",".join(allowed) + "}"
     types = set(get_args(field.annotation)) or {field.annotation}
@@ -148,8 +151,17 @@ def _explain(
     if problem["type"] == "missing" and len(location) == 1:
         return f"{flag(name)} is required: {field.description}"
     where = flag(name) if name in given else f"{source}: {name}"
-    hint = did_you_mean(str(problem["input"]), choices(field))
-    return f"{where}: {problem['input']!r}: {problem['msg']}{hint}"
+    hint = did_you_mean(_shown(problem["input"]).strip("'"), choices(field))
+    return f"{where}: {_shown(problem['input'])}: {problem['msg']}{hint}"
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python writes no integer of thousands of digits
+        text = f"a {type(value).__name__} that is too long to show"
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…"
 
 
 def _with_bootstrap_port(entry: Any) -> Any:

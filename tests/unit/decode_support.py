@@ -60,6 +60,7 @@ from protocol.settings import DecodeSettings
 from transfer.aux_record import AuxLayout
 from transfer.engine import TransferEngine
 from transfer.extents import extents_to_slots
+from transfer.transport import TCP
 
 Prompt = tuple[int, ...]
 
@@ -312,7 +313,7 @@ class EngineHarness:
                 **settings,
             },
         )
-        self.engine = DecodeEngine(self.settings, checkpoint.spec, checkpoint.model, self._engine_socket)
+        self.engine = DecodeEngine(self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP)
         self.answers: dict[str, Answer] = {}
         self.stats: EngineStats | None = None
         self.max_turn_secs = 0.0

@@ -1,13 +1,16 @@
 """The control and ipc channels over real ZMQ sockets."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import zmq
 
 from protocol import messages
+from protocol.access import PeerList
 from protocol.channels import (
+    ControlAddressError,
     ControlClient,
     ControlKeyError,
     ControlKeys,
@@ -18,31 +21,38 @@ from protocol.channels import (
     Wakeup,
 )
 from protocol.engine_messages import Abort, RequestFailed
-from protocol.messages import Heartbeat, HeartbeatAck, ToDecode, ToPrefill
+from protocol.messages import Bootstrap, Extent, Heartbeat, HeartbeatAck, ToDecode, ToPrefill
+from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
 
 WAIT_SECS = 10.0
 
 
 def receive_one(server: ControlServer) -> tuple[bytes, ToPrefill]:
+    """The next message that decodes."""
     poller = Poller()
     poller.register(server)
-    assert poller.wait(WAIT_SECS), "nothing arrived"
-    return next(server.receive())
+    while poller.wait(WAIT_SECS):
+        for received in server.receive():
+            return received
+    raise AssertionError("nothing arrived")
 
 
 def receive_answer(client: ControlClient) -> ToDecode:
+    """The next message that decodes."""
     poller = Poller()
     poller.register(client)
-    assert poller.wait(WAIT_SECS), "nothing arrived"
-    return next(client.receive())
+    while poller.wait(WAIT_SECS):
+        for message in client.receive():
+            return message
+    raise AssertionError("nothing arrived")
 
 
 @pytest.fixture
 def make_server() -> Iterator[Callable[..., ControlServer]]:
     servers: list[ControlServer] = []
 
-    def make(keys: ControlKeys | None = None) -> ControlServer:
-        servers.append(ControlServer("127.0.0.1", 0, keys))
+    def make(keys: ControlKeys | None = None, allowed: Sequence[str] = ()) -> ControlServer:
+        servers.append(ControlServer("127.0.0.1", 0, keys, PeerList.parse(allowed)))
         return servers[-1]
 
     yield make
@@ -54,8 +64,10 @@ def make_server() -> Iterator[Callable[..., ControlServer]]:
 def make_client() -> Iterator[Callable[..., ControlClient]]:
     clients: list[ControlClient] = []
 
-    def make(server: ControlServer, keys: ControlKeys | None = None) -> ControlClient:
-        clients.append(ControlClient(f"tcp://127.0.0.1:{server.port}", keys))
+    def make(server: ControlServer, keys: ControlKeys | None = None, source: str = "") -> ControlClient:
+        """``source``: the address that it connects from."""
+        port = f"127.0.0.1:{server.port}"
+        clients.append(ControlClient(f"tcp://{source}:0;{port}" if source else f"tcp://{port}", keys))
         return clients[-1]
 
     yield make
@@ -96,6 +108,53 @@ def test_malformed_frames_are_counted_and_the_next_message_arrives(
     assert server.dropped["malformed"] == 3
 
 
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        b"\x93\x04\x03\xa2\xff\xfe",  # AbortRoom whose reason is no UTF-8
+        b"\x93\x02\x09" + b"\x91" * 100_000 + b"\xc0",  # Heartbeat with a deeply nested further field
+    ],
+    ids=["utf8", "nesting"],
+)
+def test_frames_at_which_a_plain_decoder_trips_are_malformed_too(
+    make_server: Make, make_client: MakeClient, hostile: bytes
+) -> None:
+    server = make_server()
+    client = make_client(server)
+    client.socket.send(hostile)
+    client.send(Heartbeat(2))
+    assert receive_one(server)[1] == Heartbeat(2)
+    assert server.dropped["malformed"] == 1
+    server.socket.send_multipart([_identity(server, client), hostile])
+    server.send(_identity(server, client), HeartbeatAck(2, "inst"))
+    assert receive_answer(client) == HeartbeatAck(2, "inst")
+    assert client.dropped["malformed"] == 1
+
+
+def _identity(server: ControlServer, client: ControlClient) -> bytes:
+    client.send(Heartbeat(1))
+    return receive_one(server)[0]
+
+
+def test_a_message_that_the_peer_would_not_take_is_not_sent(
+    make_server: Make, make_client: MakeClient
+) -> None:
+    server = make_server()
+    client = make_client(server)
+    extents = tuple(Extent(2**40 + number, 2**40) for number in range(messages.MAX_EXTENTS))
+    assert not client.send(Bootstrap(1, 1, extents, extents, 0))
+    assert client.dropped["oversized"] == 1
+    client.send(Heartbeat(2))
+    assert receive_one(server)[1] == Heartbeat(2), "the connection is as it was"
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://a b:1", "tcp://127.0.0.1", "http://a:1"])
+def test_an_address_that_is_none_is_an_error_of_its_own(endpoint: str) -> None:
+    with pytest.raises(ControlAddressError) as caught:
+        ControlClient(endpoint)
+    assert repr(endpoint) in str(caught.value)
+
+
 def test_an_oversized_frame_costs_only_its_sender_the_connection(
     make_server: Make, make_client: MakeClient
 ) -> None:
@@ -133,8 +192,56 @@ def test_with_keys_only_a_holder_of_the_key_gets_through(make_server: Make, make
         poller = Poller()
         poller.register(server)
         assert not poller.wait(0.3), "a peer without the key was let in"
+        _until(lambda: server.dropped[FOREIGN_KEY] > 0)
     finally:
         stranger.close()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {WAIT_SECS} s"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_with_a_list_only_its_addresses_get_through(
+    make_server: Make, make_client: MakeClient, with_keys: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ControlKeys.generate() if with_keys else None
+    server = make_server(keys, ["127.0.0.2", "10.0.0.0/8"])
+    stranger = make_client(server, keys, "127.0.0.3")
+    stranger.send(Heartbeat(666))
+    _until(lambda: server.dropped[FOREIGN_ADDRESS] > 0)
+    member = make_client(server, keys, "127.0.0.2")
+    member.send(Heartbeat(5))
+    peer, message = receive_one(server)
+    assert message == Heartbeat(5)
+    assert server.send(peer, HeartbeatAck(5, "inst"))
+    assert receive_answer(member) == HeartbeatAck(5, "inst")
+    assert not list(server.receive())
+    (record,) = [record for record in caplog.records if record.name == "protocol.zap"]
+    assert "'127.0.0.3' is not in allowed_peers (127.0.0.2, 10.0.0.0/8)" in record.getMessage()
+
+
+def test_a_signature_binds_key_purpose_and_parts() -> None:
+    keys, others = ControlKeys.generate(), ControlKeys.generate()
+    code = keys.sign("asking", b"ab", b"c")
+    assert keys.has_signed(code, "asking", b"ab", b"c")
+    for wrong in (
+        keys.has_signed(code, "answering", b"ab", b"c"),
+        keys.has_signed(code, "asking", b"a", b"bc"),
+        keys.has_signed(code, "asking", b"ab"),
+        keys.has_signed(code[:-1], "asking", b"ab", b"c"),
+        keys.has_signed("\u00e4", "asking", b"ab", b"c"),
+        others.has_signed(code, "asking", b"ab", b"c"),
+    ):
+        assert not wrong
+
+
+def test_a_secret_key_is_in_no_representation() -> None:
+    keys = ControlKeys.generate()
+    assert keys.secret.decode() not in f"{keys} {keys!r}"
 
 
 def test_a_key_survives_its_file(tmp_path: Path) -> None:

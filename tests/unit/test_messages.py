@@ -46,12 +46,13 @@ BOOTSTRAP = Bootstrap(
 
 TO_PREFILL = [
     (
-        Register(1, "node", "10.0.0.2:15001", GEOMETRY, (Region(RegionKind.KV_HOST, 4096, 768, 1),)),
-        "9601"
+        Register(1, "node", "10.0.0.2:15001", GEOMETRY, (Region(RegionKind.KV_HOST, 4096, 768, 1),), "rdma"),
+        "9701"
         "01a46e6f6465ae31302e302e302e323a3135303031"
         "98a26670a7666c6f6174333204"
         "03ccc0cc804040"
-        "9194a76b765f686f7374cd1000cd030001",
+        "9194a76b765f686f7374cd1000cd030001"
+        "a472646d61",
     ),
     (Heartbeat(9), "920209"),
     (BOOTSTRAP, "9703cf7fffffffffffffffcc829292076492cd012c1e919240ccc005c3"),
@@ -99,6 +100,13 @@ def test_bootstrap_without_its_last_field_decodes_as_dense() -> None:
     shortened = msgspec.msgpack.encode(_fields(BOOTSTRAP)[:-1])
     decoded = messages.to_prefill_decoder.decode(shortened)
     assert decoded == msgspec.structs.replace(BOOTSTRAP, hisparse=False)
+
+
+def test_a_registration_that_does_not_name_its_transport_decodes() -> None:
+    register, _ = TO_PREFILL[0]
+    shortened = msgspec.msgpack.encode(_fields(register)[:-1])
+    decoded = messages.to_prefill_decoder.decode(shortened)
+    assert decoded == msgspec.structs.replace(register, transfer_protocol="")
 
 
 def test_bootstrap_with_a_further_field_decodes() -> None:

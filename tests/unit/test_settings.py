@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from hisparse_pd import _make_parser, pair_settings
+from protocol.doctor_settings import DoctorSettings
 from protocol.settings import DecodeSettings, HisparsePolicy, PrefillSettings, RouterSettings
 from protocol.settings_sources import SettingsError, load_settings, to_options
 
@@ -23,7 +24,7 @@ def file(tmp_path: Path, text: str, suffix: str = ".toml") -> Path:
     return path
 
 
-@pytest.mark.parametrize("model", [PrefillSettings, DecodeSettings, RouterSettings])
+@pytest.mark.parametrize("model", [PrefillSettings, DecodeSettings, RouterSettings, DoctorSettings])
 def test_every_field_explains_itself(model: type[BaseModel]) -> None:
     for name, field in model.model_fields.items():
         assert field.description, name

@@ -1,0 +1,94 @@
+"""Who may connect to the control socket: the ZAP handler (ZeroMQ RFC 27) of one ZMQ context.
+
+ZMQ asks it for every connection, before a frame of it is delivered. It looks at the address that the
+connection comes from and, with a control key, at the key that the peer has proven to hold.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+from collections import Counter
+
+import zmq
+from zmq.utils import z85
+
+from protocol.access import PeerList
+
+log = logging.getLogger(__name__)
+
+DOMAIN = b"hisparse-pd"
+"""Without a domain ZMQ asks nobody about connections that are not encrypted."""
+
+FOREIGN_ADDRESS = "address_not_allowed"
+FOREIGN_KEY = "wrong_key"
+
+_ENDPOINT = "inproc://zeromq.zap.01"
+_VERSION = b"1.0"
+_MAX_LOGGED = 256
+"""Peers that are refused try again several times a second; each address is logged once."""
+
+
+class ZapHandler:
+    """A thread that answers until the context is terminated. Make it before the socket that it guards binds.
+
+    ``public_key``: the only CURVE key that is let in, Z85; None when connections are not encrypted.
+    ``refused`` gets a count for each connection that is turned away.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        allowed: PeerList,
+        public_key: bytes | None,
+        refused: Counter[str],
+    ) -> None:
+        self._allowed = allowed
+        self._public_key = None if public_key is None else z85.decode(public_key)
+        self._refused = refused
+        # The owner of the counter goes over it while this thread counts: no key may be new.
+        self._refused.update({FOREIGN_ADDRESS: 0, FOREIGN_KEY: 0})
+        self._logged: set[str] = set()
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(_ENDPOINT)
+        self._thread = threading.Thread(target=self._serve, name="zap", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """After the context was terminated."""
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with self._socket:
+            while True:
+                try:
+                    frames = self._socket.recv_multipart()
+                    self._socket.send_multipart(self._answer(frames))
+                except zmq.ContextTerminated:
+                    return
+
+    def _answer(self, frames: list[bytes]) -> list[bytes]:
+        _, request_id, _, address, _, mechanism, *credentials = frames
+        trouble = self._trouble(address.decode(errors="replace"), mechanism, credentials)
+        code, text = (b"200", b"OK") if trouble is None else (b"400", b"refused")
+        return [_VERSION, request_id, code, text, b"", b""]
+
+    def _trouble(self, address: str, mechanism: bytes, credentials: list[bytes]) -> str | None:
+        why = self._allowed.why_refused(address)
+        if why is not None:
+            return self._note(FOREIGN_ADDRESS, address, why)
+        if self._public_key is None:
+            return None
+        is_curve = mechanism == b"CURVE" and len(credentials) == 1
+        if is_curve and hmac.compare_digest(credentials[0], self._public_key):
+            return None
+        return self._note(FOREIGN_KEY, address, "it has another key; give all nodes one control_key_file")
+
+    def _note(self, reason: str, address: str, why: str) -> str:
+        self._refused[reason] += 1
+        if address not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(address)
+            log.warning("refused a control connection from %s: %s", address, why)
+        return why

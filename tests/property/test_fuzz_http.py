@@ -1,0 +1,369 @@
+"""Hostile bodies and headers at the HTTP side: the nodes' parser, the router's splitting, the API key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Message, Receive, Scope, Send
+
+from protocol import engine_messages
+from protocol.api_keys import ApiKeys, RequireKey
+from protocol.http_errors import ApiError
+from protocol.http_schemas import MAX_ROOM, Endpoint, parse_request
+from protocol.requests import Limits, plan_samples
+from protocol.text_codec import TextCodec
+from router import body as router_body
+from router.body import RequestBody
+from router.errors import NodeRefused, RouterError
+from tests.property.fuzzing import (
+    BATCH,
+    batch,
+    damage,
+    fuzz,
+    fuzz_batches,
+    hostile,
+    outcome,
+    peak_bytes,
+    seeds,
+)
+from tests.unit.tiny_tokenizer import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+CODEC = TextCodec(TOKENIZER, len(TOKENIZER))
+LIMITS = Limits(256, 256, 128, holds_output=True)
+
+ROOM: dict[str, Any] = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
+BODIES: dict[Endpoint, list[dict[str, Any]]] = {
+    Endpoint.COMPLETIONS: [
+        {
+            "model": "tiny",
+            "prompt": "hello",
+            "max_tokens": 4,
+            "n": 2,
+            "logprobs": 2,
+            "stop": ["x"],
+            "seed": 1,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0.5,
+            "top_p": 0.5,
+            "hisparse": "auto",
+            **ROOM,
+        },
+        {
+            "prompt": ["a", "b"],
+            "bootstrap_host": ["h", "h"],
+            "bootstrap_port": [1, None],
+            "bootstrap_room": [1, 2],
+        },
+        {"prompt": [[1, 2], [3]], "best_of": 1, "echo": False, **ROOM},
+    ],
+    Endpoint.CHAT: [
+        {
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": [{"type": "text", "text": "ho"}]},
+            ],
+            "max_completion_tokens": 3,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "continue_final_message": True,
+            "chat_template_kwargs": {"a": 1},
+            "metadata": {"hisparse": "true"},
+            "response_format": {"type": "text"},
+            **ROOM,
+        }
+    ],
+    Endpoint.GENERATE: [
+        {
+            "text": "hello",
+            "rid": "r",
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+            "custom_labels": {"hisparse": "false"},
+            "sampling_params": {
+                "max_new_tokens": 4,
+                "min_new_tokens": 1,
+                "stop": "x",
+                "stop_token_ids": [3],
+                "top_k": -1,
+                "sampling_seed": 5,
+            },
+            **ROOM,
+        },
+        {"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {}], "rid": ["a", "b"], **ROOM},
+    ],
+}
+CORPUS = {endpoint: [json.dumps(body).encode() for body in bodies] for endpoint, bodies in BODIES.items()}
+
+HOSTILE_VALUES = (
+    b'"\\ud800"',
+    b'"\\udc00x"',
+    b'"\\ud83d\\ude00"',
+    b'"\\u0000"',
+    b'"\xff"',
+    b'"\xed\xa0\x80"',
+    b"9" * 5000,
+    b"-" + b"9" * 400,
+    b"9" * 25,
+    b"9223372036854775808",
+    b"18446744073709551616",
+    b"1e999",
+    b"-1e999",
+    b"1e308",
+    b"1e-999",
+    b"-0",
+    b"-0.0",
+    b"1.5",
+    b"NaN",
+    b"Infinity",
+    b"[" * 20_000,
+    b'{"a":' * 20_000,
+    b"[" * 500 + b"]" * 500,
+    b'{"a":' * 500 + b"1" + b"}" * 500,
+    b"[]",
+    b"{}",
+    b"null",
+    b"true",
+    b'""',
+    b"[null]",
+    b"[[]]",
+    b"[true]",
+    b"[1,2]",
+    b'[{"role":"user"}]',
+    b'"' + b"x" * 5000 + b'"',
+    b"[" + b"1," * 3000 + b"1]",
+    b'{"conversation": 1, "self": 2, "tokenize": true}',
+)
+_FIELDS = sorted(
+    {name for bodies in BODIES.values() for body in bodies for name in body}
+    | {"sampling_params.n", "input_ids", "text", "messages", "rid", "lora_path", "tools", "min_p"}
+)
+
+
+def splice(rng: random.Random, endpoint: Endpoint, extra: Sequence[bytes] = ()) -> bytes:
+    """A valid body with the values of some fields exchanged for hostile ones, or fields that come twice."""
+    body = dict(rng.choice(BODIES[endpoint]))
+    parts = {name: json.dumps(value).encode() for name, value in body.items()}
+    doubled = b""
+    for _ in range(rng.randint(1, 3)):
+        name = rng.choice(_FIELDS)
+        value = rng.choice(extra if extra and rng.randint(0, 1) else HOSTILE_VALUES)
+        if rng.randint(0, 9) == 0:
+            doubled += b', "%s": %s' % (name.encode(), value)
+        else:
+            parts[name] = value
+    text = b", ".join(b'"%s": %s' % (name.encode(), value) for name, value in parts.items())
+    return b"{" + text + doubled + b"}"
+
+
+def make_body(endpoint: Endpoint) -> Callable[[random.Random], bytes]:
+    def make(rng: random.Random) -> bytes:
+        if rng.randint(0, 1):
+            return splice(rng, endpoint)
+        return damage(rng, CORPUS[endpoint], HOSTILE_VALUES)
+
+    return make
+
+
+_json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+).map(lambda value: json.dumps(value).encode())
+
+
+def bodies(endpoint: Endpoint) -> st.SearchStrategy[bytes]:
+    rngs = st.randoms(use_true_random=False)
+    spliced = st.builds(splice, rngs, st.just(endpoint), st.lists(_json_values, max_size=2))
+    return spliced | hostile(CORPUS[endpoint], HOSTILE_VALUES)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    with asyncio.Runner() as runner:
+        yield runner.get_loop()
+
+
+def check_error(error: ApiError) -> None:
+    """It can be sent, in OpenAI's shape, and is short whatever was in the body."""
+    assert 400 <= error.status <= 499
+    body = error.body()
+    assert len(body) < 8192
+    assert json.loads(body)["error"]["message"]
+
+
+def check_body(endpoint: Endpoint, loop: asyncio.AbstractEventLoop, body: bytes) -> None:
+    try:
+        request = parse_request(endpoint, body, "tiny")
+        samples = loop.run_until_complete(plan_samples(request, CODEC, LIMITS))
+    except ApiError as error:
+        check_error(error)
+        return
+    assert samples
+    for sample in samples:
+        generate = sample.generate
+        assert 0 <= generate.room <= MAX_ROOM
+        assert generate.prompt_token_ids
+        assert all(0 <= token < CODEC.vocab_size for token in generate.prompt_token_ids)
+        num_tokens = len(generate.prompt_token_ids) + generate.sampling.max_new_tokens - 1
+        assert num_tokens <= LIMITS.context_length
+        frame = engine_messages.encoder.encode(generate)
+        assert engine_messages.to_engine_decoder.decode(frame) == generate
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+@given(data=st.data())
+@fuzz
+def test_a_body_is_planned_or_refused_with_a_client_error(
+    endpoint: Endpoint, loop: asyncio.AbstractEventLoop, data: st.DataObject
+) -> None:
+    check_body(endpoint, loop, data.draw(bodies(endpoint)))
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+@given(seed=seeds)
+@fuzz_batches
+def test_bodies_are_planned_or_refused_with_client_errors(
+    endpoint: Endpoint, loop: asyncio.AbstractEventLoop, seed: int
+) -> None:
+    batch(seed, make_body(endpoint), lambda body: check_body(endpoint, loop, body))
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_the_corpus_is_valid(endpoint: Endpoint) -> None:
+    for body in CORPUS[endpoint]:
+        assert asyncio.run(plan_samples(parse_request(endpoint, body, "tiny"), CODEC, LIMITS))
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+@given(seed=seeds)
+@fuzz_batches
+def test_a_body_costs_no_more_memory_than_its_size_explains(endpoint: Endpoint, seed: int) -> None:
+    def check(body: bytes) -> None:
+        peak = peak_bytes(lambda: outcome(lambda: parse_request(endpoint, body, "tiny"), ApiError))
+        assert peak < 500_000 + 100 * len(body)
+
+    batch(seed, make_body(endpoint), check, count=BATCH // 10)
+
+
+@pytest.mark.parametrize("endpoint", router_body.Endpoint)
+@given(data=st.data())
+@fuzz
+def test_the_router_sends_what_it_was_sent_with_its_own_bootstrap_fields(
+    endpoint: router_body.Endpoint, data: st.DataObject
+) -> None:
+    check_relayed(endpoint, data.draw(bodies(Endpoint(endpoint.value))))
+
+
+@pytest.mark.parametrize("endpoint", router_body.Endpoint)
+@given(seed=seeds)
+@fuzz_batches
+def test_the_router_sends_what_it_was_sent_in_batches(endpoint: router_body.Endpoint, seed: int) -> None:
+    make = make_body(Endpoint(endpoint.value))
+    batch(seed, make, lambda content: check_relayed(endpoint, content))
+
+
+def check_relayed(endpoint: router_body.Endpoint, content: bytes) -> None:
+    try:
+        body = RequestBody.parse(content, endpoint)
+    except RouterError as error:
+        check_error(error)
+        return
+    sent = body.with_bootstrap("host", 8998)
+    fields = dict(msgspec.json.decode(sent, type=dict[str, msgspec.Raw]))
+    rooms = msgspec.json.decode(fields.pop("bootstrap_room"), type=int | list[int])
+    assert len(rooms if isinstance(rooms, list) else [rooms]) == (body.num_prompts or 1)
+    names = [name for name, _ in json.loads(sent, object_pairs_hook=list, parse_int=str)]
+    assert len(set(names)) == len(names), "parsers disagree on which of two equal keys counts"
+    del fields["bootstrap_host"], fields["bootstrap_port"]
+    given_fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+    for name in ROOM:
+        given_fields.pop(name, None)
+    assert {name: bytes(value) for name, value in fields.items()} == {
+        name: bytes(value) for name, value in given_fields.items()
+    }
+    # A node that is sent the body sees the same request, or refuses it, as if it had been asked directly.
+    outcome(lambda: parse_request(Endpoint(endpoint.value), sent, "tiny"), ApiError)
+
+
+_ERROR = json.dumps({"error": {"message": "no", "type": "x", "code": "y"}}).encode()
+
+
+@given(seeds)
+@fuzz_batches
+def test_what_a_node_says_of_an_error_never_breaks_the_answer(seed: int) -> None:
+    def check(said: bytes) -> None:
+        body = NodeRefused(503, "node http://n:1 answered 503", said).body()
+        assert isinstance(json.loads(body)["error"], dict)
+
+    batch(seed, lambda rng: damage(rng, [_ERROR], HOSTILE_VALUES), check)
+
+
+# --- the API key ------------------------------------------------------------------------------------------
+
+KEY = "correct-horse-battery-staple"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> ApiKeys:
+    path: Path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(f"another-key-of-someone-else\n{KEY}\n")
+    return ApiKeys(path)
+
+
+def status_of(keys: ApiKeys, path: str, headers: list[tuple[bytes, bytes]]) -> int:
+    """200 when the request got through."""
+    statuses: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    async def receive() -> Message:
+        raise AssertionError("the body was read")
+
+    scope = {"type": "http", "path": path, "headers": headers, "client": ("10.0.0.9", 1)}
+    gate = RequireKey(app, keys, frozenset(("/health",)), lambda: None)
+    coroutine = gate(scope, receive, send)
+    with pytest.raises(StopIteration):
+        coroutine.send(None)  # type: ignore[attr-defined]  # nothing in it waits
+    (status,) = statuses
+    return status
+
+
+_BEARER = b"Bearer " + KEY.encode()
+_PATHS = ("/health", "/health/", "//health", "/HEALTH", "/health\0", "", "/v1/models")
+_HEADERS = (_BEARER, KEY.encode(), b"Basic " + KEY.encode())
+
+
+@given(seeds)
+@fuzz_batches
+def test_only_the_key_itself_lets_a_request_through(keys: ApiKeys, seed: int) -> None:
+    rng = random.Random(seed)
+
+    def check(damaged_value: bytes) -> None:
+        path = rng.choice(_PATHS)
+        values = rng.choice(([damaged_value], [damaged_value], [_BEARER], [_BEARER, damaged_value], []))
+        is_bearer = len(values) == 1 and values[0][:7].lower() == b"bearer "
+        is_key = is_bearer and values[0][7:].strip(b" ") == KEY.encode()
+        expected = 200 if is_key or path == "/health" else 401
+        assert status_of(keys, path, [(b"authorization", value) for value in values]) == expected
+
+    batch(seed, lambda rng: damage(rng, _HEADERS, [b"\x00", b"\xff", b" ", b","]), check)

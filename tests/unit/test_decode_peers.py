@@ -1,0 +1,196 @@
+"""What a decode node believes of bootstrap endpoints: forged answers neither connect it nor end a peer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import pytest
+
+from decode_node import peers as peers_module
+from decode_node.peers import InstanceGone, PeerEvent, PeerLost, PeerReady, PeerRefused, Peers
+from decode_node.request import PeerAddress
+from protocol.access import PeerList
+from protocol.bootstrap import CODE_HEADER, NONCE_HEADER, BootstrapGate, BootstrapInfo
+from protocol.channels import ControlAddressError, ControlKeys, ControlServer, Poller
+from protocol.http_errors import ApiError
+from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Register, Registered
+from tests.unit.test_messages import GEOMETRY
+
+WAIT_SECS = 10.0
+
+
+class PrefillNode:
+    """A bootstrap endpoint and a control socket. ``forges``: its answers are not signed."""
+
+    def __init__(self, keys: ControlKeys | None) -> None:
+        self.keys = keys
+        self.instance_id = "first"
+        self.forges = False
+        self.num_asked = 0
+        self.control = ControlServer("127.0.0.1", 0, keys)
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+        self._thread.start()
+        self.address = PeerAddress("127.0.0.1", self._http.server_port)
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        node = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                gate = BootstrapGate(None if node.forges else node.keys, PeerList())
+                nonce = self.headers.get(NONCE_HEADER, "")
+                info = BootstrapInfo(
+                    PROTOCOL_VERSION,
+                    node.instance_id,
+                    "127.0.0.1",
+                    node.control.port,
+                    GEOMETRY,
+                    node.keys is not None,
+                )
+                status, body = 200, msgspec.json.encode(info)
+                try:
+                    gate.check(self.client_address[0], nonce, self.headers.get(CODE_HEADER, ""))
+                except ApiError as error:
+                    status, body = error.status, error.body()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                for name, value in gate.proof(nonce, body).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+                node.num_asked += 1
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        return Handler
+
+    def answer(self, *, heartbeats: bool = True) -> None:
+        for identity, message in self.control.receive():
+            match message:
+                case Register():
+                    self.control.send(identity, Registered(PROTOCOL_VERSION, "first", GEOMETRY))
+                case Heartbeat(seq) if heartbeats:
+                    self.control.send(identity, HeartbeatAck(seq, "first"))
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+        self.control.close()
+
+
+@pytest.fixture
+def keys() -> ControlKeys:
+    return ControlKeys.generate()
+
+
+@pytest.fixture
+def prefill(keys: ControlKeys) -> Iterator[PrefillNode]:
+    with closing(PrefillNode(keys)) as node:
+        yield node
+
+
+def make_peers(keys: ControlKeys | None, allowed: PeerList | None = None) -> Peers:
+    return Peers(
+        node_id="decode",
+        session="127.0.0.1:1",
+        transfer_protocol="tcp",
+        geometry=GEOMETRY,
+        regions=(),
+        heartbeat_interval_secs=0.05,
+        heartbeat_timeout_secs=60.0,
+        poller=Poller(),
+        keys=keys,
+        allowed=allowed,
+    )
+
+
+def poll_until(
+    peers: Peers, address: PeerAddress, until: Callable[[list[PeerEvent]], Any], turn: Callable[[], None]
+) -> list[PeerEvent]:
+    """All events until the condition holds of them."""
+    events: list[PeerEvent] = []
+    deadline = time.monotonic() + WAIT_SECS
+    while not until(events):
+        assert time.monotonic() < deadline, f"not within {WAIT_SECS} s: {events}"
+        peers.poller.wait(0.01)
+        turn()
+        peers.use(address, time.monotonic())
+        events += peers.poll(time.monotonic(), {address})
+    return events
+
+
+def test_nodes_with_one_key_find_each_other(prefill: PrefillNode, keys: ControlKeys) -> None:
+    with closing(make_peers(keys)) as peers:
+        events = poll_until(peers, prefill.address, bool, prefill.answer)
+        assert events == [PeerReady(prefill.address, "first")]
+
+
+def test_a_forged_answer_connects_nothing_and_is_reported(prefill: PrefillNode, keys: ControlKeys) -> None:
+    prefill.forges = True
+    with closing(make_peers(keys)) as peers:
+        (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+        assert isinstance(event, PeerRefused)
+        assert "control_key_file" in event.error
+        assert peers.last_error(prefill.address) == event.error
+        assert not list(prefill.control.receive())
+
+
+@pytest.mark.parametrize("forges", [True, False])
+def test_only_a_signed_answer_can_say_that_a_run_is_gone(
+    prefill: PrefillNode, keys: ControlKeys, forges: bool
+) -> None:
+    """A run that is gone frees the slots that it may still write to, so nobody else may claim it."""
+    with closing(make_peers(keys)) as peers:
+        poll_until(peers, prefill.address, bool, prefill.answer)
+        prefill.forges, prefill.instance_id = forges, "second"
+        asked_before = prefill.num_asked
+
+        def turn() -> None:
+            prefill.answer(heartbeats=False)  # silence makes the decode node ask again
+
+        is_told = lambda events: (prefill.num_asked >= asked_before + 2) if forges else events  # noqa: E731
+        events = poll_until(peers, prefill.address, is_told, turn)
+        gone = [event for event in events if isinstance(event, InstanceGone | PeerLost)]
+        assert bool(gone) == (not forges)
+        assert peers.num_registered == (1 if forges else 0)
+
+
+def test_a_node_without_the_key_is_told_so(prefill: PrefillNode) -> None:
+    with closing(make_peers(None)) as peers:
+        (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+        assert isinstance(event, PeerRefused)
+        assert "status 401" in event.error
+        assert "control_key_file" in event.error
+
+
+def test_an_address_outside_the_list_is_not_even_asked(prefill: PrefillNode, keys: ControlKeys) -> None:
+    with closing(make_peers(keys, PeerList.parse(["10.0.0.0/8"]))) as peers:
+        (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+        assert isinstance(event, PeerRefused)
+        assert "'127.0.0.1' is not in allowed_peers (10.0.0.0/8)" in event.error
+        assert prefill.num_asked == 0
+
+
+def test_a_control_address_that_zmq_refuses_ends_no_loop(
+    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(endpoint: str, keys: ControlKeys | None) -> None:
+        raise ControlAddressError(f"cannot connect to {endpoint!r}")
+
+    with closing(make_peers(keys)) as peers:
+        with monkeypatch.context() as patch:
+            patch.setattr(peers_module, "ControlClient", refuses)
+            (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+            assert isinstance(event, PeerRefused)
+            assert "cannot connect" in event.error
+        ready = PeerReady(prefill.address, "first")
+        poll_until(peers, prefill.address, lambda events: ready in events, prefill.answer)

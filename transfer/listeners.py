@@ -1,0 +1,159 @@
+"""Closes Mooncake's listening sockets to foreign addresses.
+
+Mooncake listens on all interfaces whatever host it is given, knows no keys, and lets whoever connects read
+and write the registered memory. It offers no way to bind elsewhere, so a packet filter is attached to the
+listening sockets: the kernel then drops what comes from other addresses, from the first packet of a
+connection on, as if nothing listened. Connections inherit the filter. Any process may do that to its own
+sockets (Linux).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ipaddress import ip_network
+from pathlib import Path
+
+from protocol.access import Network, PeerList, is_loopback, parse_address
+from transfer.engine import TransferSetupError
+
+log = logging.getLogger(__name__)
+
+_OPEN_FILES = Path("/proc/self/fd")
+_SO_ATTACH_FILTER = 26
+
+# Classic BPF, as in linux/filter.h.
+_LOAD_BYTE = 0x30
+_LOAD_WORD = 0x20
+_SHIFT_RIGHT = 0x74
+_AND = 0x54
+_JUMP = 0x05
+_JUMP_IF_EQUAL = 0x15
+_RETURN = 0x06
+_NETWORK_HEADER = 0xFFF00000
+"""Added to an offset: it counts from the IP header."""
+_SOURCE_OFFSET = {4: 12, 6: 8}
+_ACCEPT = 0xFFFFFFFF
+_DROP = 0
+
+_Instruction = tuple[int, int, int, int]
+"""Code, instructions to skip when true and when false, operand."""
+
+
+def reachable_from(host: str, allowed: PeerList) -> PeerList:
+    """Who may connect to the KV ports of a node that is reached at ``host``; empty: anybody.
+
+    The node itself may, for it tries whether it can be reached. Without a list, a node on loopback takes
+    connections from this machine alone.
+    """
+    if not allowed:
+        return PeerList.loopback() if is_loopback(host) else allowed
+    return PeerList((*allowed.networks, *_own_networks(host)))
+
+
+@contextmanager
+def guarded_listeners(host: str, allowed: PeerList) -> Iterator[None]:
+    """TCP sockets that begin to listen within take packets from ``reachable_from(host, allowed)`` only.
+
+    Raises TransferSetupError when the kernel does not do it and there is a list.
+    """
+    before = {inode for _, inode in _listening()}
+    yield
+    peers = reachable_from(host, allowed)
+    if not peers:
+        return
+    program = _program(peers)
+    try:
+        for descriptor, inode in _listening():
+            if inode not in before:
+                _attach(descriptor, program)
+    except OSError as error:
+        what = f"this system cannot close the KV ports to other addresses than {peers} ({error.strerror})"
+        if allowed:
+            raise TransferSetupError(f"{what}; leave out allowed_peers and use a firewall") from error
+        log.warning("%s; use a firewall", what)
+
+
+def _own_networks(host: str) -> list[Network]:
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        found = []
+    addresses = {address for text in found if (address := parse_address(text)) is not None}
+    return [ip_network(address) for address in addresses]
+
+
+def _listening() -> Iterator[tuple[int, int]]:
+    """``(descriptor, inode)`` of each TCP socket of this process that listens."""
+    for name in os.listdir(_OPEN_FILES):
+        descriptor = int(name)
+        try:
+            if not os.readlink(_OPEN_FILES / name).startswith("socket:"):
+                continue
+            inode = os.fstat(descriptor).st_ino
+            with socket.socket(fileno=os.dup(descriptor)) as sock:
+                is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+                listens = is_tcp and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        except OSError:  # closed meanwhile, by another thread
+            continue
+        if listens:
+            yield descriptor, inode
+
+
+def _attach(descriptor: int, program: bytes) -> None:
+    instructions = ctypes.create_string_buffer(program, len(program))
+    num_instructions = len(program) // struct.calcsize("HBBI")
+    with socket.socket(fileno=os.dup(descriptor)) as sock:
+        sock.setsockopt(
+            socket.SOL_SOCKET,
+            _SO_ATTACH_FILTER,
+            struct.pack("HP", num_instructions, ctypes.addressof(instructions)),
+        )
+        log.debug("port %d takes connections from allowed peers only", sock.getsockname()[1])
+
+
+def _program(allowed: PeerList) -> bytes:
+    """A filter that accepts packets whose source address is in ``allowed``."""
+    tests: dict[int, list[_Instruction]] = {4: [], 6: []}
+    for network in allowed.networks:
+        tests[network.version] += _test(network)
+    for version in tests:
+        tests[version].append((_RETURN, 0, 0, _DROP))
+    # A socket for both versions sees IPv4 packets as they are.
+    program: list[_Instruction] = [
+        (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
+        (_SHIFT_RIGHT, 0, 0, 4),
+        (_JUMP_IF_EQUAL, 0, 1, 4),
+        (_JUMP, 0, 0, 1),
+        (_JUMP, 0, 0, len(tests[4])),
+        *tests[4],
+        *tests[6],
+    ]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+
+
+def _test(network: Network) -> list[_Instruction]:
+    """Accept a packet from ``network``; go on behind these instructions with any other."""
+    num_words = network.max_prefixlen // 32
+    first = int(network.network_address).to_bytes(4 * num_words, "big")
+    mask = int(network.netmask).to_bytes(4 * num_words, "big")
+    steps: list[tuple[int, int, int]] = []
+    for word in range(num_words):
+        part = slice(4 * word, 4 * word + 4)
+        word_mask, wanted = (int.from_bytes(value[part], "big") for value in (mask, first))
+        if word_mask:
+            steps.append((_NETWORK_HEADER + _SOURCE_OFFSET[network.version] + 4 * word, word_mask, wanted))
+    instructions: list[_Instruction] = []
+    for number, (offset, word_mask, wanted) in enumerate(steps):
+        num_left = 3 * (len(steps) - number - 1) + 1
+        instructions += [
+            (_LOAD_WORD, 0, 0, offset),
+            (_AND, 0, 0, word_mask),
+            (_JUMP_IF_EQUAL, 0, num_left, wanted),
+        ]
+    return [*instructions, (_RETURN, 0, 0, _ACCEPT)]
