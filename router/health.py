@@ -11,6 +11,7 @@ import logging
 import httpx
 import msgspec
 
+from protocol.decoding import TypedDecoder
 from router.nodes import Node, NodePool
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class _Load(msgspec.Struct):
     num_reqs: int
 
 
-_LOAD_DECODER = msgspec.json.Decoder(list[_Load] | _Load)
+_LOAD_DECODER: TypedDecoder[list[_Load] | _Load] = TypedDecoder.json(list[_Load] | _Load)
 
 
 class HealthWatch:

@@ -42,6 +42,11 @@ class RouterMetrics:
             "Answers that the decode node broke off after their first byte",
             registry=self._registry,
         )
+        self.unauthorized = Counter(
+            "hisparse_pd:router_unauthorized_requests_total",
+            "Requests without a valid API key, answered 401",
+            registry=self._registry,
+        )
         self.ttft = Histogram(
             "hisparse_pd:router_time_to_first_token_seconds",
             "From the request to the first bytes of a successful answer; streamed requests' TTFT",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,7 +25,7 @@ T = TypeVar("T")
 MAX_ATTEMPTS = 2
 MAX_ERROR_BODY_BYTES = 1 << 20
 
-_PASSED_HEADERS = ("authorization", "x-request-id", "x-correlation-id", "traceparent", "tracestate")
+_PASSED_HEADERS = ("x-request-id", "x-correlation-id", "traceparent", "tracestate")
 _HOP_BY_HOP_HEADERS = frozenset(
     (
         "connection",
@@ -59,14 +59,23 @@ class Answer:
 
 
 class Relay:
-    """Sends requests to pairs. ``on_retry`` is called before a second attempt."""
+    """Sends requests to pairs. ``on_retry`` is called before a second attempt.
+
+    ``passes_authorization``: the client's Authorization is for the nodes, not for the router.
+    """
 
     def __init__(
-        self, pool: NodePool, client: httpx.AsyncClient, on_retry: Callable[[], None] = lambda: None
+        self,
+        pool: NodePool,
+        client: httpx.AsyncClient,
+        on_retry: Callable[[], None] = lambda: None,
+        *,
+        passes_authorization: bool = True,
     ) -> None:
         self._pool = pool
         self._client = client
         self._on_retry = on_retry
+        self._passed_headers = (*_PASSED_HEADERS, *(("authorization",) if passes_authorization else ()))
 
     async def open(
         self, endpoint: Endpoint, body: RequestBody, client_headers: httpx.Headers, stack: AsyncExitStack
@@ -76,7 +85,7 @@ class Relay:
         What is open then belongs to ``stack``: closing it closes both legs. A node that cannot be reached is
         marked unhealthy, and the request goes to another pair under a new room, once. Raises RouterError.
         """
-        headers = _headers_to_node(client_headers)
+        headers = _headers_to_node(client_headers, self._passed_headers)
         unreachable: set[Node] = set()
         for attempt in itertools.count(1):
             pair = self._pool.pick(excluded=unreachable)
@@ -212,8 +221,8 @@ async def _prepend(first_chunk: bytes, chunks: AsyncIterator[bytes]) -> AsyncIte
         yield chunk
 
 
-def _headers_to_node(client_headers: httpx.Headers) -> dict[str, str]:
-    passed = {name: client_headers[name] for name in _PASSED_HEADERS if name in client_headers}
+def _headers_to_node(client_headers: httpx.Headers, names: Sequence[str]) -> dict[str, str]:
+    passed = {name: client_headers[name] for name in names if name in client_headers}
     return {"content-type": "application/json", "accept": "*/*", "accept-encoding": "identity", **passed}
 
 

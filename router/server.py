@@ -6,8 +6,8 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
@@ -16,31 +16,43 @@ import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from protocol.access import KeyFileError
+from protocol.api_keys import ApiKeys, RequireKey, load_api_keys
+from protocol.decoding import TypedDecoder
 from protocol.http_errors import ApiError
 from protocol.process import setup_logging
 from protocol.settings import RouterSettings
 from router.body import Endpoint, RequestBody
+from router.drain import Drain, ShuttingDown
 from router.errors import NodeFailed, RouterError
 from router.health import HealthWatch
+from router.live_page import PAGE_PATHS, page_routes
 from router.metrics import CLIENT_GONE, RouterMetrics
 from router.nodes import NodeKind, NodePool, NodeUrlError
 from router.relay import Answer, Relay
+from router.status import StatusBoard
 
 log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_SECS = 5.0
-SHUTDOWN_GRACE_SECS = 10
+_LAST_ANSWERS_SECS = 2
 _JSON = "application/json"
+_MODELS_DECODER: TypedDecoder[dict[str, object]] = TypedDecoder.json(dict[str, object])
+
+_OPEN_PATHS = frozenset(("/health", "/readiness", "/metrics")) | PAGE_PATHS
+"""Answered without an API key: probes and monitoring have none, and the page is where a key is entered."""
 
 
-def create_app(settings: RouterSettings) -> Starlette:
-    """The ASGI application. Raises NodeUrlError."""
-    router = _Router(settings)
+def create_app(settings: RouterSettings, drain: Drain | None = None) -> Starlette:
+    """The ASGI application; ``drain`` ends its requests. Raises NodeUrlError, KeyFileError."""
+    router = _Router(settings, drain or Drain())
+    keys, count = load_api_keys(settings.api_key_file), router.metrics.unauthorized.inc
     return Starlette(
         routes=[
             *(Route(endpoint, _RelayEndpoint(router, endpoint), methods=["POST"]) for endpoint in Endpoint),
@@ -48,7 +60,10 @@ def create_app(settings: RouterSettings) -> Starlette:
             Route("/health", router.health, methods=["GET"]),
             Route("/readiness", router.health, methods=["GET"]),
             Route("/metrics", router.expose_metrics, methods=["GET"]),
+            Route("/status", router.status.endpoint, methods=["GET"]),
+            *page_routes(),
         ],
+        middleware=[] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count)],
         exception_handlers={HTTPException: _http_error},
         lifespan=router.lifespan,
     )
@@ -57,12 +72,15 @@ def create_app(settings: RouterSettings) -> Starlette:
 def run(settings: RouterSettings) -> int:
     """Serve until SIGTERM or SIGINT; the process exit status."""
     setup_logging(settings.log_level, "router")
+    drain = Drain()
     try:
-        app = create_app(settings)
-    except NodeUrlError as error:
+        app = create_app(settings, drain)
+    except (NodeUrlError, KeyFileError) as error:
         log.error("%s", error)
         return 2
-    server = uvicorn.Server(
+    if settings.exposure is not None:
+        log.warning("%s", settings.exposure)
+    server = _Server(
         uvicorn.Config(
             app,
             host=settings.host,
@@ -71,24 +89,47 @@ def run(settings: RouterSettings) -> int:
             log_level=settings.log_level,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=SHUTDOWN_GRACE_SECS,
+            proxy_headers=False,
+            timeout_graceful_shutdown=_LAST_ANSWERS_SECS,
         )
     )
-    # uvicorn raises the signal that stopped it again when it is done; a clean stop is no failure.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
     try:
-        server.run()
+        asyncio.run(_serve(server, drain, settings.drain_timeout_secs))
     except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
         return 1
     return 0 if server.started else 1
 
 
+async def _serve(server: _Server, drain: Drain, drain_timeout_secs: float) -> None:
+    """Until a signal; then requests in flight may finish. A second signal ends the wait."""
+    signals: asyncio.Queue[str] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number.name)
+    serving = asyncio.create_task(server.serve())
+    stop = asyncio.create_task(signals.get())
+    await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
+    if stop.done():
+        log.info("%s: shutting down with %d requests in flight", stop.result(), drain.num_in_flight)
+        await drain.finish(drain_timeout_secs, is_hurried=lambda: not signals.empty())
+        server.should_exit = True
+    stop.cancel()
+    await serving
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us, who let requests finish before it stops listening."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 class _Router:
     """What lives as long as the application: the pool, the client and the health watch."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, drain: Drain) -> None:
         self.settings = settings
+        self.drain = drain
         self.pool = NodePool.from_settings(settings)
         self.metrics = RouterMetrics(self.pool)
         # A connection a leg: its close is the node's abort signal, and none goes stale when a node restarts.
@@ -96,9 +137,16 @@ class _Router:
             timeout=httpx.Timeout(settings.request_timeout_secs, connect=settings.connect_timeout_secs),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
+            auth=_NodeKey.of(settings),
             trust_env=False,
         )
-        self.relay = Relay(self.pool, self._client, on_retry=self.metrics.retries.inc)
+        self.relay = Relay(
+            self.pool,
+            self._client,
+            on_retry=self.metrics.retries.inc,
+            passes_authorization=settings.api_key_file is None,
+        )
+        self.status = StatusBoard(self.pool, self._client, self.metrics, settings.policy)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -117,15 +165,16 @@ class _Router:
                 await watch.stop()
 
     async def health(self, request: Request) -> Response:
-        """200 while a request could be served: one healthy node of each kind."""
+        """200 while a request could be served: one healthy node of each kind, and no shutdown."""
+        is_ready = self.pool.ready and not self.drain.is_draining
         nodes = [
             {"url": node.url, "kind": node.kind, "healthy": node.healthy, "in_flight": node.num_in_flight}
             | ({"trouble": node.trouble} if node.trouble else {})
             for node in self.pool.nodes
         ]
-        status = "ok" if self.pool.ready else "unavailable"
+        status = "draining" if self.drain.is_draining else "ok" if is_ready else "unavailable"
         body = msgspec.json.encode({"status": status, "nodes": nodes})
-        return Response(body, 200 if self.pool.ready else 503, media_type=_JSON)
+        return Response(body, 200 if is_ready else 503, media_type=_JSON)
 
     async def expose_metrics(self, request: Request) -> Response:
         return Response(self.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
@@ -144,14 +193,30 @@ class _Router:
     async def _models_of(self, url: str) -> list[dict[str, object]] | None:
         try:
             answer = await self._client.get(f"{url}/v1/models", timeout=HEALTH_TIMEOUT_SECS)
-            listing = msgspec.json.decode(answer.content, type=dict[str, object])
+            listing = _MODELS_DECODER.decode(answer.content)
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
             log.warning("%s/v1/models: %s", url, error or type(error).__name__)
             return None
         models = listing.get("data")
         if not isinstance(models, list):
             return None
-        return [model for model in models if isinstance(model, dict) and "id" in model]
+        return [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
+
+
+class _NodeKey(httpx.Auth):
+    """Adds the router's own key to every request to a node, whatever the client sent."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+
+    @classmethod
+    def of(cls, settings: RouterSettings) -> _NodeKey | None:
+        keys = load_api_keys(settings.node_api_key_file)
+        return None if keys is None else cls(keys)
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        request.headers["authorization"] = f"Bearer {self._keys.first}"
+        yield request
 
 
 class _RelayEndpoint:
@@ -166,7 +231,10 @@ class _RelayEndpoint:
         started = time.perf_counter()
         status = 500
         try:
-            status = await self._serve(request, send)
+            with self._router.drain.in_flight():
+                status = await self._serve(request, send)
+        except ShuttingDown as error:  # it came too late
+            status = await self._send_error(request, send, error)
         finally:
             secs = time.perf_counter() - started
             self._router.metrics.requests.labels(self._endpoint, status).inc()
@@ -216,7 +284,8 @@ class _RelayEndpoint:
         async with AsyncExitStack() as stack:
             try:
                 headers = httpx.Headers(request.headers.raw)
-                answer = await self._router.relay.open(self._endpoint, body, headers, stack)
+                async with self._router.drain.time_left():
+                    answer = await self._router.relay.open(self._endpoint, body, headers, stack)
             except RouterError as error:
                 return await self._send_error(request, send, error)
             self._router.metrics.ttft.labels(self._endpoint).observe(time.perf_counter() - started)
@@ -226,16 +295,17 @@ class _RelayEndpoint:
     async def _stream(self, answer: Answer, send: Send) -> None:
         """Pass the answer on.
 
-        When the node breaks it off, an event stream ends in an error event; any other body is left short, and
-        uvicorn closes the connection, which every client sees.
+        When the node breaks it off, or the router's time is up, an event stream ends in an error event; any
+        other body is left short, and uvicorn closes the connection, which every client sees.
         """
         await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
         tail = b"\n\n"
         try:
-            async for chunk in answer.chunks:
-                tail = (tail + chunk)[-2:]
-                await self._send_chunk(send, chunk, more=True)
-        except NodeFailed as error:
+            async with self._router.drain.time_left():
+                async for chunk in answer.chunks:
+                    tail = (tail + chunk)[-2:]
+                    await self._send_chunk(send, chunk, more=True)
+        except (NodeFailed, ShuttingDown) as error:
             self._router.metrics.truncated.inc()
             log.warning("%s: %s", self._endpoint, error)
             if not answer.is_event_stream:

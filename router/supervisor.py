@@ -39,6 +39,8 @@ class Child:
     name: str
     command: list[str]
     health_url: str
+    drain_timeout_secs: float = 0.0
+    """What it takes at most to finish its requests, before STOP_TIMEOUT_SECS begins."""
 
 
 class Supervisor:
@@ -70,6 +72,9 @@ class Supervisor:
         return status if all_stopped else 1
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stopping.is_set():  # the second signal: the services give up their requests in flight too
+            for process in self._processes.values():
+                process.terminate()
         self._stopping.set()
 
     def _start(self, child: Child) -> None:
@@ -109,14 +114,16 @@ class Supervisor:
     def _stop_all(self) -> bool:
         """SIGTERM, the time to finish, then SIGKILL. False when one had to be killed."""
         all_stopped = True
-        for name, process in reversed(self._processes.items()):
-            if process.poll() is not None:
+        for child in reversed(self._children):
+            process = self._processes.get(child.name)
+            if process is None or process.poll() is not None:
                 continue
             process.terminate()
+            timeout_secs = child.drain_timeout_secs + STOP_TIMEOUT_SECS
             try:
-                process.wait(STOP_TIMEOUT_SECS)
+                process.wait(timeout_secs)
             except subprocess.TimeoutExpired:
-                log.error("the %s service did not stop within %g s; killing it", name, STOP_TIMEOUT_SECS)
+                log.error("the %s service did not stop within %g s; killing it", child.name, timeout_secs)
                 process.kill()
                 process.wait()
                 all_stopped = False

@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from protocol.access import KeyFileError
 from protocol.settings import RouterSettings
 from router.body import MAX_PROMPTS, Endpoint, RequestBody
 from router.errors import RouterError
@@ -79,6 +81,10 @@ class FakeNode:
     load: int = 0
     healthy: bool = True
     requests: list[tuple[str, httpx.Headers, bytes]] = field(default_factory=list)
+    says: bytes | None = None
+    """Of its load and its models, instead of what they are."""
+    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    """What the router asked for itself: path and Authorization."""
     client_left: asyncio.Event = field(default_factory=asyncio.Event)
     release: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
@@ -87,9 +93,13 @@ class FakeNode:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        if scope["method"] == "GET":
+            self.asked.append((scope["path"], Request(scope).headers.get("authorization")))
         match scope["path"]:
             case "/health":
                 await answer(send, b"", 200 if self.healthy else 503)
+            case "/get_load" | "/v1/models" if self.says is not None:
+                await answer(send, self.says)
             case "/get_load":
                 await answer(send, json.dumps([{"dp_rank": 0, "num_reqs": self.load}]).encode())
             case "/v1/models":
@@ -692,3 +702,95 @@ async def test_metrics_count_requests_and_the_time_to_the_first_byte() -> None:
 def test_the_application_is_made_without_io() -> None:
     settings = RouterSettings(prefill=(("http://127.0.0.1:1", None),), decode=("http://127.0.0.1:2",))
     assert isinstance(create_app(settings), Starlette)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"\xff", b"[1]", b"[" * 100_000, b'{"a": "\xff"}', b'{"data": {}}', b'{"data": [1, {"id": [2]}]}'],
+)
+async def test_what_a_node_says_of_itself_may_be_anything(said: bytes) -> None:
+    """It counts as nothing said; above all, the watch over the node goes on."""
+    async with cluster(policy="least_loaded", health_interval_secs=0.05) as pair:
+        (node,) = pair.decode
+        node.says = said
+        num_before = len(node.asked)
+
+        async def asked_again() -> bool:
+            return len(node.asked) >= num_before + 6
+
+        await eventually(asked_again)
+        assert (await pair.client.get("/v1/models")).status_code in (200, 503)
+        response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
+        assert response.content == b"".join(EVENTS)
+
+
+# --- keys ----------------------------------------------------------------------------------------------
+
+CLIENT_KEY = "the-key-of-a-client"
+NODE_KEY = "the-key-of-the-nodes"
+
+
+def key_files(tmp_path: Path) -> tuple[Path, Path]:
+    """The clients' keys and the nodes', of which the first is the router's."""
+    clients, nodes = tmp_path / "clients", tmp_path / "nodes"
+    clients.write_text(f"{CLIENT_KEY}\n")
+    nodes.write_text(f"{NODE_KEY}\nthe-key-of-the-day-after\n")
+    return clients, nodes
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_without_a_key_only_probes_and_metrics_are_answered(tmp_path: Path) -> None:
+    clients, _ = key_files(tmp_path)
+    async with cluster(decode=says(b"{}"), api_key_file=clients) as pair:
+        for path in ("/health", "/readiness", "/metrics"):
+            assert (await pair.client.get(path)).status_code == 200, path
+        for path in (*Endpoint, "/nowhere"):
+            for headers in ({}, bearer("another-key-of-someone")):
+                response = await pair.client.post(path, json={"prompt": "a"}, headers=headers)
+                assert response.status_code == 401
+                assert "API key" in error_of(response)
+        assert (await pair.client.get("/v1/models")).status_code == 401
+        assert (await pair.client.get("/status")).status_code == 401
+        assert pair.prefill[0].requests == pair.decode[0].requests == []
+        assert "hisparse_pd:router_unauthorized_requests_total 10.0" in await pair.metrics()
+
+
+async def test_a_clients_key_opens_the_router_and_goes_no_further(tmp_path: Path) -> None:
+    clients, _ = key_files(tmp_path)
+    async with cluster(decode=says(b"{}"), api_key_file=clients) as pair:
+        response = await pair.client.post("/v1/completions", json={"prompt": "a"}, headers=bearer(CLIENT_KEY))
+        assert response.status_code == 200
+        for node in (*pair.prefill, *pair.decode):
+            assert "authorization" not in node.requests[0][1]
+
+
+@pytest.mark.parametrize("with_client_keys", [True, False])
+async def test_nodes_get_the_routers_own_key_with_everything(tmp_path: Path, with_client_keys: bool) -> None:
+    clients, nodes = key_files(tmp_path)
+    settings: dict[str, Any] = {"node_api_key_file": nodes, "policy": "least_loaded"}
+    if with_client_keys:
+        settings["api_key_file"] = clients
+    async with cluster(decode=says(b"{}"), **settings) as pair:
+        headers = bearer(CLIENT_KEY)
+        assert (await pair.client.post("/generate", json={"text": "a"}, headers=headers)).status_code == 200
+        assert (await pair.client.get("/v1/models", headers=headers)).status_code == 200
+        for node in (*pair.prefill, *pair.decode):
+            assert node.requests[0][1]["authorization"] == f"Bearer {NODE_KEY}"
+            assert {path for path, _ in node.asked} >= {"/health", "/get_load"}
+            for path, asked_with in node.asked:
+                assert asked_with == f"Bearer {NODE_KEY}", path
+        nodes.write_text("the-key-of-the-day-after\n")
+        await pair.client.post("/generate", json={"text": "a"}, headers=headers)
+        assert pair.decode[0].requests[1][1]["authorization"] == "Bearer the-key-of-the-day-after"
+
+
+@pytest.mark.parametrize("name", ["api_key_file", "node_api_key_file"])
+def test_a_router_without_its_keys_does_not_start(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text("short\n")
+    given: dict[str, Any] = {"prefill": (("http://a:1", None),), "decode": ("http://b:1",), name: path}
+    with pytest.raises(KeyFileError, match="line 1"):
+        create_app(RouterSettings(**given))

@@ -1,0 +1,72 @@
+"""The router's way out: no new requests, time for those in flight, a clear error for what is left.
+
+``Drain`` knows the requests in flight. It owns no socket: the server goes on listening meanwhile, so new
+clients get a 503 that tells them to come again, instead of a connection that nobody accepts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from router.errors import RouterError
+
+_POLL_SECS = 0.05
+
+
+class ShuttingDown(RouterError):
+    """The router stops: the request was not taken, or did not finish in time."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the router is shutting down; send the request again")
+
+
+class Drain:
+    """Requests in flight, from their first byte to the last of their answer."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self.num_in_flight = 0
+        self._limits: set[asyncio.Timeout] = set()
+        self._ends_at: float | None = None
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Raises ShuttingDown once the drain has begun."""
+        if self.is_draining:
+            raise ShuttingDown
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+
+    @asynccontextmanager
+    async def time_left(self) -> AsyncIterator[None]:
+        """Round what a request waits for. Raises ShuttingDown when the drain is over before it."""
+        limit = asyncio.timeout_at(self._ends_at)
+        self._limits.add(limit)
+        try:
+            async with limit:
+                yield
+        except TimeoutError:
+            if limit.expired():
+                raise ShuttingDown from None
+            raise
+        finally:
+            self._limits.discard(limit)
+
+    async def finish(self, timeout_secs: float, is_hurried: Callable[[], bool]) -> None:
+        """Take no new request, and return when none is in flight.
+
+        What is left after ``timeout_secs``, or as soon as ``is_hurried``, ends with ShuttingDown.
+        """
+        self.is_draining = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_secs
+        while self.num_in_flight and loop.time() < deadline and not is_hurried():
+            await asyncio.sleep(_POLL_SECS)
+        self._ends_at = loop.time()
+        for limit in self._limits:
+            limit.reschedule(self._ends_at)

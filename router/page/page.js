@@ -1,0 +1,238 @@
+// The live page: asks /status once a second and shows it. Text only ever goes in as textContent.
+
+import { setUpPrompt } from "/page/prompt.js";
+
+const POLL_MS = 1000;
+const POLL_TIMEOUT_MS = 6000;
+const RATE_SECS = 3;
+const NUM_SPARKS = 120;
+
+const byId = (id) => document.getElementById(id);
+const number = (value) => value.toLocaleString("en-US");
+const percent = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(1)} %` : "–");
+const sum = (values) => values.reduce((total, value) => total + value, 0);
+
+export function bytes(value) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  const power = value < 1 ? 0 : Math.min(Math.floor(Math.log10(value) / 3), units.length - 1);
+  return `${(value / 1000 ** power).toFixed(power && value < 1e16 ? 1 : 0)} ${units[power]}`;
+}
+
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text; // spares screen readers what has not changed
+}
+
+// --- what is asked -------------------------------------------------------------------------------------
+
+const authorization = () => {
+  const key = byId("key").value.trim();
+  return key ? { authorization: `Bearer ${key}` } : {};
+};
+
+async function ask(path) {
+  const signal = AbortSignal.timeout(POLL_TIMEOUT_MS);
+  return await fetch(path, { headers: authorization(), signal, cache: "no-store" });
+}
+
+let hasModel = false;
+
+async function poll() {
+  let answer;
+  try {
+    answer = await ask("/status");
+    if (answer.ok) {
+      const status = await answer.json();
+      show(status);
+      setState(status.ready ? "serving" : "no healthy pair", status.ready ? "good" : "bad");
+      if (!hasModel && status.ready) await askModel();
+    } else if (answer.status === 401) {
+      setState(byId("key").value ? "the API key is wrong" : "an API key is needed", "warn");
+    } else {
+      setState(`/status answered ${answer.status}`, "bad");
+    }
+  } catch {
+    setState("the router cannot be reached", "bad");
+  }
+  const isRefused = answer?.status === 401;
+  byId("key").setAttribute("aria-invalid", String(isRefused));
+  document.body.classList.toggle("stale", !answer?.ok);
+}
+
+async function askModel() {
+  const answer = await ask("/v1/models");
+  if (!answer.ok) return;
+  const models = (await answer.json()).data;
+  setText(byId("model"), models.map(modelText).join(", "));
+  hasModel = true;
+}
+
+const modelText = (model) =>
+  model.max_model_len ? `${model.id} · context of ${number(model.max_model_len)} tokens` : model.id;
+
+function setState(text, kind) {
+  setText(byId("state"), text);
+  byId("state").className = `pill ${kind}`;
+  document.title = kind === "good" ? "hisparse-pd" : `hisparse-pd: ${text}`;
+}
+
+// --- what is shown -------------------------------------------------------------------------------------
+
+function show(status) {
+  const loads = status.nodes.filter((node) => node.load).map((node) => ({ kind: node.kind, ...node.load }));
+  const decode = loads.filter((load) => load.kind === "decode");
+  const prefill = loads.filter((load) => load.kind === "prefill");
+  showTiles(decode, prefill);
+  showRates(status.at, decode, prefill);
+  showRouter(status);
+  showNodes(byId("prefill"), status.nodes.filter((node) => node.kind === "prefill"));
+  showNodes(byId("decode"), status.nodes.filter((node) => node.kind === "decode"));
+}
+
+function byMode(loads, field) {
+  const of = (mode) => sum(loads.map((load) => load[field][mode] ?? 0));
+  return { hisparse: of("hisparse"), dense: of("dense") };
+}
+
+function showTiles(decode, prefill) {
+  const running = byMode(decode, "running_by_mode");
+  setText(byId("running"), number(sum(decode.map((load) => load.running))));
+  setText(byId("running-note"), `${running.hisparse} hisparse · ${running.dense} dense`);
+
+  const queued = sum(decode.map((load) => load.queued)) + sum(prefill.map((load) => load.queued));
+  setText(byId("queued"), number(queued));
+  setText(byId("queued-note"), `${sum(decode.map((load) => load.transferring))} in transfer`);
+
+  const requests = byMode(decode, "requests_by_mode");
+  setText(byId("requests"), number(requests.hisparse + requests.dense));
+  setText(byId("requests-note"), `${number(requests.hisparse)} hisparse · ${number(requests.dense)} dense`);
+  byId("hisparse-share").style.flexGrow = requests.hisparse;
+  byId("dense-share").style.flexGrow = requests.dense;
+
+  const hits = sum(decode.map((load) => load.swap_ins.hits));
+  const misses = sum(decode.map((load) => load.swap_ins.misses));
+  setText(byId("hit-rate"), percent(hits, hits + misses));
+  setText(byId("hit-note"), `${bytes(sum(decode.map((load) => load.swap_ins.num_bytes)))} swapped in`);
+
+  const prompts = sum(prefill.map((load) => load.prompt_tokens));
+  setText(byId("cache-rate"), percent(sum(prefill.map((load) => load.cached_tokens)), prompts));
+  setText(byId("cache-note"), `of ${number(prompts)} prompt tokens`);
+}
+
+const totals = [];
+
+function showRates(at, decode, prefill) {
+  if (totals.at(-1)?.at === at) return; // an answer that was kept for a second
+  const generated = sum(decode.map((load) => load.generated_tokens));
+  const transferred = sum(prefill.map((load) => load.transfers.num_bytes));
+  totals.push({ at, generated, transferred });
+  if (totals.length > NUM_SPARKS + 1) totals.shift();
+
+  const first = totals.find((entry) => entry.at >= at - RATE_SECS - 0.5);
+  setText(byId("throughput"), number(Math.round(rate("generated", first, totals.at(-1)))));
+  showSpark(totals.slice(1).map((entry, i) => rate("generated", totals[i], entry)));
+
+  const linkRate = rate("transferred", first, totals.at(-1));
+  setText(byId("link-rate"), linkRate > 0 ? `${bytes(linkRate)}/s` : "idle");
+  byId("link").classList.toggle("flowing", linkRate > 0);
+}
+
+// A node that restarts, or is away, makes a total smaller: no rate then, instead of a negative one.
+function rate(name, from, to) {
+  return to.at > from.at ? Math.max(0, (to[name] - from[name]) / (to.at - from.at)) : 0;
+}
+
+function showSpark(values) {
+  const highest = Math.max(1, ...values);
+  const x = (i) => NUM_SPARKS - values.length + i + 1;
+  const points = values.map((value, i) => `${x(i)},${(22 - (20 * value) / highest).toFixed(1)}`);
+  byId("spark").firstElementChild.setAttribute("points", points.join(" "));
+}
+
+function showRouter(status) {
+  const answers = Object.entries(status.answers);
+  const isFailure = ([code]) => code.startsWith("5");
+  const failed = sum(answers.filter(isFailure).map(([, count]) => count));
+  const inFlight = sum(status.nodes.filter((node) => node.kind === "decode").map((node) => node.in_flight));
+  setStatus(byId("router-status"), status.ready ? "ready" : "not ready", status.ready ? "good" : "bad");
+  const words = [status.policy.replaceAll("_", " "), `${inFlight} in flight`];
+  words.push(`${number(sum(answers.map(([, count]) => count)))} answered`, `${number(failed)} with a 5xx`);
+  if (status.retries) words.push(`${number(status.retries)} retried`);
+  setText(byId("router-note"), words.join(" · "));
+}
+
+function setStatus(element, text, kind) {
+  setText(element, text);
+  element.className = `status ${kind}`;
+}
+
+// --- nodes ---------------------------------------------------------------------------------------------
+
+const clone = (id) => byId(id).content.firstElementChild.cloneNode(true);
+
+function showNodes(list, nodes) {
+  while (list.children.length > nodes.length) list.lastElementChild.remove();
+  nodes.forEach((node, i) => {
+    if (!list.children[i]) list.append(clone("node-template"));
+    showNode(list.children[i], node);
+  });
+}
+
+function showNode(item, node) {
+  const [text, kind] = !node.healthy ? ["away", "bad"] : node.load ? ["healthy", "good"] : ["no numbers", "warn"];
+  const trouble = node.healthy ? node.load_trouble : node.trouble;
+  setText(item.querySelector("h4"), node.url.replace(/^https?:\/\//, ""));
+  setStatus(item.querySelector(".status"), text, kind);
+  setText(item.querySelector(".trouble"), trouble);
+  item.querySelector(".trouble").hidden = !trouble;
+  item.classList.toggle("away", !node.load);
+
+  const load = node.load;
+  setText(item.querySelector(".counts"), load ? countsText(node.kind, load) : "");
+  item.querySelector(".counts").hidden = !load;
+  showPools(item.querySelector(".pools"), load ? Object.entries(load.pools) : []);
+}
+
+function countsText(kind, load) {
+  const words = [`${number(load.running)} running`, `${number(load.queued)} queued`];
+  words.push(`${number(load.transferring)} ${kind === "prefill" ? "sending" : "landing"}`);
+  if (load.transfers.failures) words.push(`${number(load.transfers.failures)} failed transfers`);
+  return words.join(" · ");
+}
+
+function showPools(container, pools) {
+  while (container.children.length > pools.length) container.lastElementChild.remove();
+  pools.forEach(([name, { used, total }], i) => {
+    if (!container.children[i]) container.append(clone("pool-template"));
+    const row = container.children[i];
+    const share = total > 0 ? (100 * used) / total : 0;
+    const bar = row.querySelector(".bar");
+    setText(row.querySelector(".pool-name"), name);
+    setText(row.querySelector(".pool-use"), `${number(used)} / ${number(total)}`);
+    bar.setAttribute("aria-label", `${name} pool`);
+    bar.setAttribute("aria-valuenow", share.toFixed(0));
+    bar.setAttribute("aria-valuetext", `${number(used)} of ${number(total)} token slots`);
+    bar.className = `bar ${share > 90 ? "bad" : share > 75 ? "warn" : ""}`;
+    bar.firstElementChild.style.width = `${used > 0 ? Math.max(share, 1) : 0}%`;
+  });
+}
+
+// --- the clock -----------------------------------------------------------------------------------------
+
+let timer;
+
+async function turn() {
+  clearTimeout(timer);
+  if (document.hidden) return;
+  await poll();
+  clearTimeout(timer);
+  timer = setTimeout(turn, POLL_MS);
+}
+
+document.addEventListener("visibilitychange", turn);
+byId("key").addEventListener("change", turn);
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  turn();
+});
+setUpPrompt(authorization);
+turn();
