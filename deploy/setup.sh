@@ -1,0 +1,34 @@
+#!/bin/sh
+# Writes deploy/.env and the keys below deploy/secrets. What is there is kept, so it can be run again.
+#
+# Keys are made by `hisparse-pd keygen`: of HISPARSE_PD when that is set, of the checkout's .venv or the PATH, else of
+# the image, which is built first. The directory is closed to other users; the files in it are not, because the users
+# of the containers, which get one file each, must read them.
+set -eu
+cd "$(dirname "$0")"
+
+test -e .env || cp .env.example .env
+mkdir -p secrets
+chmod 0700 secrets
+
+keygen() { # path below secrets/, further options
+    if test -n "${HISPARSE_PD:-}"; then
+        $HISPARSE_PD keygen "secrets/$1" $2
+    elif test -x ../.venv/bin/hisparse-pd; then
+        ../.venv/bin/hisparse-pd keygen "secrets/$1" $2
+    elif command -v hisparse-pd >/dev/null; then
+        hisparse-pd keygen "secrets/$1" $2
+    else
+        docker build -q -f Dockerfile --target cpu -t hisparse-pd:cpu .. >/dev/null
+        docker run --rm --user "$(id -u):$(id -g)" -v "$PWD/secrets:/secrets" hisparse-pd:cpu keygen "/secrets/$1" $2
+    fi
+}
+
+test -e secrets/control.key || keygen control.key ""
+test -e secrets/api.key || keygen api.key --api
+test -e secrets/node_api.key || keygen node_api.key --api
+test -e secrets/grafana.password || {
+    keygen grafana.password --api >/dev/null
+    echo "wrote secrets/grafana.password; Grafana's user is admin"
+}
+chmod 0444 secrets/*

@@ -1,0 +1,299 @@
+"""One compose project: a copy of the tree with its own .env and keys, brought up, asked, and taken down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.compose.engine import CommandFailed, Engine, run
+from tests.compose.images import BUILD_TIMEOUT_SECS, base_image, collect_wheels
+
+REPO = Path(__file__).resolve().parents[2]
+HEALTHY_TIMEOUT_SECS = 240.0
+REQUEST_TIMEOUT_SECS = 120.0
+BASE = ("docker-compose.yml", "compose.monitoring.yml")
+_COPIED = ("hisparse_pd.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".dockerignore")
+_COPIED_FOLDERS = (
+    *("decode_node", "deploy", "kernels", "model", "prefill_node", "protocol", "router", "transfer"),
+)
+PROMPT = "The key of room 41 is 7. " * 40
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_secs: float) -> None:
+    """Poll ``condition`` until it holds; raises TimeoutError naming ``what``."""
+    deadline = time.monotonic() + timeout_secs
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {timeout_secs:g} s")
+        time.sleep(0.2)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def copy_tree(directory: Path) -> None:
+    """What git has or would take of the files that a deployment needs: no keys, no .env, no results."""
+    listing = run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *_COPIED, *_COPIED_FOLDERS],
+        directory=REPO,
+    )
+    for name in filter(None, listing.split("\0")):
+        source, target = REPO / name, directory / name
+        if not source.is_file():
+            continue  # deleted in the working tree
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target)
+        target.chmod(target.stat().st_mode | 0o444)
+
+
+@dataclass
+class Deployment:
+    """A running project."""
+
+    engine: Engine
+    tree: Path
+    project: str
+    router_port: int
+    prometheus_port: int
+    files: tuple[str, ...] = BASE
+    _command: list[str] = field(default_factory=list)
+
+    @property
+    def deploy(self) -> Path:
+        return self.tree / "deploy"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.router_port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {(self.deploy / 'secrets/api.key').read_text().strip()}"}
+
+    def configure(self, values: dict[str, str]) -> None:
+        """Write .env: the example with some values of our own."""
+        lines = (self.deploy / ".env.example").read_text().splitlines()
+        kept = [line for line in lines if line.split("=", 1)[0] not in values]
+        ours = [f"{name}={value}" for name, value in values.items()]
+        (self.deploy / ".env").write_text("\n".join([*kept, *ours]) + "\n")
+
+    # --- compose ---------------------------------------------------------------------------------------
+
+    def compose(self, *arguments: str, timeout_secs: float = 300.0) -> str:
+        self._command = self._command or self.engine.compose_command()
+        files = [word for name in self.files for word in ("-f", name)]
+        command = [*self._command, "-p", self.project, *files, *arguments]
+        return run(command, self.engine.environment, timeout_secs, self.deploy)
+
+    def up(self, *services: str) -> None:
+        """Start them, and wait until all are healthy."""
+        self.compose("up", "-d", *services, timeout_secs=BUILD_TIMEOUT_SECS)
+        self.wait_healthy(*(name for name in services if name != "prometheus"))
+
+    def container(self, service: str) -> str:
+        """The id of a service's container, whatever state it is in."""
+        labels = {"com.docker.compose.project": self.project, "com.docker.compose.service": service}
+        filters = [word for name, value in labels.items() for word in ("--filter", f"label={name}={value}")]
+        identifier = self.engine.docker("ps", "-aq", *filters).strip()
+        assert len(identifier.split()) == 1, f"{service}: {identifier!r}"
+        return identifier
+
+    def inspect(self, service: str) -> dict[str, Any]:
+        (description,) = json.loads(self.engine.docker("inspect", self.container(service)))
+        assert isinstance(description, dict)
+        return description
+
+    def state(self, service: str) -> dict[str, Any]:
+        state = self.inspect(service)["State"]
+        assert isinstance(state, dict)
+        return state
+
+    def wait_healthy(self, *services: str) -> None:
+        for service in services:
+            try:
+                wait_until(
+                    lambda name=service: self.state(name).get("Health", {}).get("Status") == "healthy",  # type: ignore[misc]
+                    f"{service} is healthy",
+                    HEALTHY_TIMEOUT_SECS,
+                )
+            except TimeoutError as error:
+                raise TimeoutError(f"{error}\n{self.logs(service)}") from error
+
+    def logs(self, service: str) -> str:
+        return self.compose("logs", "--no-color", "--tail", "60", service)
+
+    def crash(self, service: str) -> None:
+        """Kill all processes of a service at once, as a machine's death would; Docker starts it again."""
+        with contextlib.suppress(CommandFailed):  # the shell that kills goes down with its container
+            self.engine.docker("exec", self.container(service), "sh", "-c", "kill -KILL -1")
+
+    def down(self) -> None:
+        """Raises AssertionError when something of the project is left."""
+        self.compose("down", "--volumes", "--remove-orphans", "--timeout", "20")
+        label = ["--filter", f"label=com.docker.compose.project={self.project}"]
+        for listing in (("ps", "-aq"), ("network", "ls", "-q"), ("volume", "ls", "-q")):
+            left = self.engine.docker(*listing, *label)
+            assert left == "", f"`docker {' '.join(listing)}` still shows {left.split()}"
+
+    # --- requests --------------------------------------------------------------------------------------
+
+    def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+        return httpx.post(
+            self.url + path,
+            json=body,
+            trust_env=False,
+            **{"timeout": REQUEST_TIMEOUT_SECS, "headers": self.headers, **options},
+        )
+
+    def complete(self, max_tokens: int = 16, **fields: Any) -> httpx.Response:
+        body = {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **fields}
+        return self.post("/v1/completions", {"model": "retrieval", **body})
+
+    def is_serving(self) -> bool:
+        try:
+            return self.complete(1).is_success
+        except httpx.TransportError:
+            return False
+
+
+class Load:
+    """Clients that ask for the same completion over and over, in both modes, and keep what they get."""
+
+    def __init__(self, deployment: Deployment, num_clients: int = 3) -> None:
+        self._deployment = deployment
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self.texts: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self._threads = [threading.Thread(target=self._ask, args=(bool(i % 2),)) for i in range(num_clients)]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Load]:
+        for thread in self._threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            self._stop.set()
+            for thread in self._threads:
+                thread.join()
+
+    @property
+    def num_answered(self) -> int:
+        with self._lock:
+            return self.texts.total()
+
+    def wait_answered(self, count: int) -> None:
+        """Until ``count`` more are answered."""
+        target = self.num_answered + count
+        wait_until(lambda: self.num_answered >= target, f"{count} answers", HEALTHY_TIMEOUT_SECS)
+
+    def _ask(self, hisparse: bool) -> None:
+        while not self._stop.is_set():
+            try:
+                answer = self._deployment.complete(hisparse=hisparse)
+            except httpx.TransportError as error:
+                outcome, texts = type(error).__name__, self.errors
+            else:
+                texts = self.texts if answer.is_success else self.errors
+                body = answer.json()
+                outcome = (
+                    body["choices"][0]["text"]
+                    if answer.is_success
+                    else f"{answer.status_code} {body['error']}"
+                )
+            with self._lock:
+                texts[outcome] += 1
+            self._stop.wait(0.05)
+
+
+@contextlib.contextmanager
+def deployed(engine: Engine, directory: Path, project: str) -> Iterator[Deployment]:
+    """Build the images, bring the project up, and take it down in the end."""
+    tree = directory / "tree"
+    copy_tree(tree)
+    base = base_image(engine, directory, f"{project}-base:latest")
+    has_wheels = collect_wheels(REPO, tree / "deploy/wheels")
+    deployment = Deployment(engine, tree, project, free_port(), free_port())
+    values = {
+        "BASE_IMAGE": base,
+        "IMAGE": project,
+        "PIP_NO_INDEX": "1" if has_wheels else "",
+        "ROUTER_PORT": f"127.0.0.1:{deployment.router_port}",
+        "PROMETHEUS_PORT": f"127.0.0.1:{deployment.prometheus_port}",
+        "PROMETHEUS_IMAGE": f"{project}-prometheus:latest",
+        "DEVICE_BUFFER_SIZE": str(2 * _index_topk(tree / "model/retrieval")),
+        "NUM_THREADS": "1",
+        "DRAIN_TIMEOUT_SECS": "280",  # however slow this machine is
+        "STOP_GRACE_PERIOD": "300s",
+    }
+    deployment.configure(values)
+    environment = {**engine.environment, "HISPARSE_PD": str(REPO / ".venv/bin/hisparse-pd")}
+    run(["sh", "setup.sh"], environment, directory=deployment.deploy)
+    try:
+        deployment.compose("build", "prefill", timeout_secs=BUILD_TIMEOUT_SECS)
+        if not _may_filter_sockets(engine, f"{project}:cpu"):
+            deployment.configure({**values, "NODE_GUARD": ""})
+        engine.docker(
+            *("build", "-q", "-f", str(deployment.deploy / "prometheus.Dockerfile")),
+            *(
+                "-t",
+                values["PROMETHEUS_IMAGE"],
+                "--build-arg",
+                f"BASE_IMAGE={base}",
+                str(deployment.deploy / "targets"),
+            ),
+            timeout_secs=BUILD_TIMEOUT_SECS,
+        )
+        deployment.up("prefill", "decode", "router", "prometheus")
+        yield deployment
+    finally:
+        deployment.files = BASE
+        deployment.down()
+        if not engine.is_own:
+            _remove_images(engine, project)
+
+
+def _index_topk(model: Path) -> int:
+    return int(json.loads((model / "config.json").read_text())["index_topk"])
+
+
+_ATTACH_A_FILTER = """
+import ctypes, socket, struct
+program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0xFFFFFFFF))
+with socket.create_server(("127.0.0.1", 0)) as server:
+    server.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HP", 1, ctypes.addressof(program)))
+"""
+
+
+def _may_filter_sockets(engine: Engine, image: str) -> bool:
+    """Whether this kernel lets an unprivileged container close its own ports to foreign addresses."""
+    try:
+        engine.docker(
+            "run", "--rm", "--network", "none", "--entrypoint", "python", image, "-c", _ATTACH_A_FILTER
+        )
+    except CommandFailed as error:
+        if "Operation not permitted" not in str(error):
+            raise
+        return False
+    return True
+
+
+def _remove_images(engine: Engine, project: str) -> None:
+    names = engine.docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
+    ours = [name for name in names if name.startswith((f"{project}:", f"{project}-"))]
+    if ours:
+        engine.docker("rmi", "-f", *ours)

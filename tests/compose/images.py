@@ -1,0 +1,83 @@
+"""What images are built from without a registry: a base image of packages, and a folder of wheels.
+
+Both take what this machine is configured with: its package mirror, proxies, certificates and package index.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from tests.compose.engine import CommandFailed, Engine, EngineMissing, run
+
+PUBLIC_BASE = "python:3.11-slim"
+PULL_TIMEOUT_SECS = 300.0
+BUILD_TIMEOUT_SECS = 1500.0
+_SUITE = "bookworm"
+_SUITE_PYTHON = (3, 11)
+_CERTIFICATES = Path("etc/ssl/certs/ca-certificates.crt")
+_APT_SETTINGS = re.compile(r'^(?:Acquire::(?:https?::[Pp]roxy|Check-Valid-Until|Check-Date)\S* ".+";)$', re.M)
+
+
+def base_image(engine: Engine, work_dir: Path, tag: str) -> str:
+    """What ours stand on: BASE_IMAGE, the public image, or one made of Debian's packages as ``tag``."""
+    if given := os.environ.get("BASE_IMAGE"):
+        return given
+    try:
+        engine.docker("pull", "-q", PUBLIC_BASE, timeout_secs=PULL_TIMEOUT_SECS)
+        return PUBLIC_BASE
+    except (CommandFailed, subprocess.TimeoutExpired):
+        return _debian_image(engine, work_dir, tag)
+
+
+def _debian_image(engine: Engine, work_dir: Path, tag: str) -> str:
+    if shutil.which("debootstrap") is None or os.geteuid() != 0:
+        raise EngineMissing(
+            "no image can be pulled; root with debootstrap can make one: apt-get install debootstrap"
+        )
+    root = work_dir / "debian"
+    mirror = [os.environ["DEBIAN_MIRROR"]] if "DEBIAN_MIRROR" in os.environ else []
+    command = ["debootstrap", "--variant=minbase", "--include=ca-certificates", _SUITE, str(root), *mirror]
+    run(command, timeout_secs=BUILD_TIMEOUT_SECS)
+    settings = "\n".join(_APT_SETTINGS.findall(run(["apt-config", "dump"])))
+    (root / "etc/apt/apt.conf.d/90build-host").write_text(settings + "\n")
+    certificates = Path(os.environ.get("SSL_CERT_FILE", ""))
+    if certificates.is_file():
+        shutil.copyfile(certificates, root / _CERTIFICATES)
+    shutil.rmtree(root / "var/cache/apt/archives", ignore_errors=True)
+    archive = work_dir / "debian.tar"
+    run(["tar", "-C", str(root), "-cf", str(archive), "."])
+    engine.docker("import", str(archive), tag, timeout_secs=BUILD_TIMEOUT_SECS)
+    archive.unlink()
+    shutil.rmtree(root)
+    return tag
+
+
+def collect_wheels(repo: Path, directory: Path) -> bool:
+    """Put all that the CPU images need below ``directory``, from wherever this machine's pip gets it.
+
+    False, and nothing is done, when this interpreter is not that of the base images: the build then asks the
+    package index.
+    """
+    if sys.version_info[:2] != _SUITE_PYTHON:
+        return False
+    pyproject = tomllib.loads((repo / "pyproject.toml").read_text(encoding="utf-8"))
+    project = pyproject["project"]
+    wanted = [
+        *pyproject["build-system"]["requires"],
+        *project["dependencies"],
+        *project["optional-dependencies"]["cpu"],
+        "sglang-router",
+    ]
+    download = [sys.executable, "-m", "pip", "download", "-q", "-d", str(directory)]
+    torch = re.findall(r"(?m)^torch==.*$", (repo / "constraints.txt").read_text())
+    arguments = os.environ.get("TORCH_PIP_ARGS", "").split()
+    run([*download, *arguments, *torch], timeout_secs=BUILD_TIMEOUT_SECS)
+    found = ["--find-links", str(directory)]
+    run([*download, *found, "-c", str(repo / "constraints.txt"), *wanted], timeout_secs=BUILD_TIMEOUT_SECS)
+    return True

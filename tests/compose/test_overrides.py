@@ -1,0 +1,63 @@
+"""The files that are put over docker-compose.yml: two nodes of each kind, and the public router."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compose.deployment import BASE, HEALTHY_TIMEOUT_SECS, Deployment, wait_until
+from tests.compose.images import BUILD_TIMEOUT_SECS
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("docker-compose.yml", "compose.gpu.yml"),
+        ("compose.rdma.yml",),
+        ("compose.rdma.yml", "compose.gpu.yml"),
+        ("docker-compose.yml", "compose.scale.yml", "compose.gpu.yml", "compose.monitoring.yml"),
+    ],
+    ids="+".join,
+)
+def test_files_that_need_other_hardware_are_valid(deployment: Deployment, files: tuple[str, ...]) -> None:
+    before = deployment.files
+    deployment.files = files
+    try:
+        assert "prefill" in deployment.compose("config")
+    finally:
+        deployment.files = before
+
+
+def test_two_nodes_of_each_kind(deployment: Deployment) -> None:
+    deployment.files = (*BASE, "compose.scale.yml")
+    nodes = ("prefill", "decode", "prefill-2", "decode-2")
+    deployment.up(*nodes, "router")
+    used: set[str] = set()
+
+    def all_are_used() -> bool:
+        answer = deployment.complete(4, hisparse=True)
+        assert answer.status_code == 200, answer.text
+        used.update(answer.headers[f"x-hisparse-pd-{kind}"] for kind in ("prefill", "decode"))
+        return len(used) == len(nodes)
+
+    wait_until(all_are_used, "every node has had a request", HEALTHY_TIMEOUT_SECS)
+    deployment.crash("decode-2")
+    for _ in range(6):  # a 502 at most once for each request that the node had: none is in flight
+        assert deployment.complete(4).status_code == 200
+    deployment.files = BASE
+    deployment.compose("up", "-d", "--remove-orphans", "prefill", "decode", "router", "prometheus")
+    deployment.wait_healthy("prefill", "decode", "router")
+
+
+def test_the_public_router_in_place_of_ours(deployment: Deployment) -> None:
+    deployment.files = (*BASE, "compose.sglang-router.yml")
+    deployment.compose("build", "router", timeout_secs=BUILD_TIMEOUT_SECS)
+    deployment.up("prefill", "decode", "router")
+    wait_until(deployment.is_serving, "the router has found both nodes", HEALTHY_TIMEOUT_SECS)
+    for hisparse in (True, False):
+        answer = deployment.complete(hisparse=hisparse)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["hisparse"]["mode"] == ("hisparse" if hisparse else "dense")
+    body = {"model": "retrieval", "prompt": "a", "max_tokens": 1}
+    assert deployment.post("/v1/completions", body, headers={}).status_code == 401

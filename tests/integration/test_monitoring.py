@@ -1,0 +1,69 @@
+"""Every metric that an alert or the dashboard asks for is shown by a real pair, with the labels it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.integration.harness import Deployment, wait_until
+from tests.monitoring_files import SCRAPE_LABELS, Query, all_queries
+
+PROMPT = "What is watched is there. " * 12
+OF_A_REQUEST = 'hisparse_pd:generation_tokens_total{mode="hisparse"}'
+COUNTED = 'hisparse_pd:router_requests_total{endpoint="/generate",status="200"}'
+
+
+@pytest.fixture(scope="module")
+def shown(pair: Deployment) -> dict[str, set[str]]:
+    """Sample names of all services, with their labels, after one request."""
+    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": 4}
+    body = {"text": PROMPT, "sampling_params": sampling, "hisparse": True}
+    httpx.post(f"{pair.url}/generate", json=body, timeout=60).raise_for_status()
+    wait_until(lambda: pair.decode[0].metrics()[OF_A_REQUEST] >= 4, 10, "the engine's numbers")
+    wait_until(lambda: COUNTED in pair.router.metrics(), 10, "the router's count")
+    samples: dict[str, set[str]] = {}
+    for service in pair.services:
+        text = httpx.get(f"{service.url}/metrics", timeout=10).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples.setdefault(sample.name, set()).update(sample.labels)
+    return samples
+
+
+@pytest.mark.parametrize("query", all_queries(), ids=lambda query: query.where)
+def test_the_metrics_of_a_query_exist(query: Query, shown: dict[str, set[str]]) -> None:
+    for name, labels in query.metrics.items():
+        assert name in shown, f"{query.where}: no service shows {name}"
+        missing = labels - shown[name] - SCRAPE_LABELS
+        assert not missing, f"{query.where}: {name} has no label {missing}"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_counters_that_alerts_watch_are_there_before_the_first_event(role: str, pair: Deployment) -> None:
+    (node,) = getattr(pair, role)
+    metrics = node.metrics()
+    for name in (
+        "kv_transfer_failures_total",
+        "engine_steps_total",
+        "failed_requests_total",
+        'control_messages_dropped_total{reason="malformed"}',
+    ):
+        assert f"hisparse_pd:{name}" in metrics
+
+
+def test_status_tells_of_the_pair(pair: Deployment, shown: dict[str, set[str]]) -> None:
+    """The live page's document, from real nodes."""
+    status = httpx.get(f"{pair.url}/status", timeout=10).json()
+    assert status["ready"] is True
+    prefill, decode = status["nodes"]
+    assert (prefill["load_trouble"], decode["load_trouble"]) == ("", "")
+    assert set(prefill["load"]["pools"]) == {"kv"}
+    assert set(decode["load"]["pools"]) == {"host", "device", "index"}
+    assert decode["load"]["requests_by_mode"]["hisparse"] >= 1
+    assert decode["load"]["generated_tokens"] >= 4
+    assert prefill["load"]["prompt_tokens"] > 0
+    assert decode["load"]["prompt_tokens"] > 0
+    assert prefill["load"]["transfers"]["num_bytes"] > 0

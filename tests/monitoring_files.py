@@ -1,0 +1,74 @@
+"""The queries of deploy/monitoring, of the alerts and of the dashboard, with the metrics that they name."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MONITORING = Path(__file__).resolve().parents[1] / "deploy" / "monitoring"
+DASHBOARD = MONITORING / "grafana" / "dashboards" / "hisparse-pd.json"
+
+SCRAPE_LABELS = frozenset(("instance", "job"))
+"""Labels that Prometheus adds."""
+
+_SELECTOR = re.compile(r"(hisparse_pd:\w+)(?:\{([^}]*)\})?")
+_LABEL_MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
+_GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
+
+
+@dataclass(frozen=True)
+class Query:
+    """One PromQL expression, and where it stands."""
+
+    where: str
+    expression: str
+
+    @property
+    def metrics(self) -> dict[str, set[str]]:
+        """The names of our metrics, each with the labels that the query needs of it."""
+        grouping = {
+            label.strip() for group in _GROUPING.findall(self.expression) for label in group.split(",")
+        }
+        found: dict[str, set[str]] = {}
+        for name, matchers in _SELECTOR.findall(self.expression):
+            found.setdefault(name, set()).update(grouping, _LABEL_MATCHER.findall(matchers))
+        return found
+
+
+def alert_rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((MONITORING / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def dashboard() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    return loaded
+
+
+def dashboard_queries() -> list[Query]:
+    """Those of the panels, with Grafana's variables filled in, and those of the variables."""
+    found = [
+        Query(f"panel {panel['title']!r}", _filled_in(target["expr"]))
+        for panel in dashboard()["panels"]
+        for target in panel.get("targets", ())
+    ]
+    for variable in dashboard()["templating"]["list"]:
+        if variable["type"] == "query":
+            inside = re.fullmatch(r"label_values\((.+), \w+\)", variable["query"]["query"])
+            assert inside is not None, f"variable {variable['name']}: {variable['query']}"
+            found.append(Query(f"variable {variable['name']!r}", inside[1]))
+    return found
+
+
+def all_queries() -> list[Query]:
+    rules = [Query(f"alert {rule['alert']}", rule["expr"]) for rule in alert_rules()]
+    return rules + dashboard_queries()
+
+
+def _filled_in(expression: str) -> str:
+    return expression.replace("$__rate_interval", "1m").replace("$node", ".*")
