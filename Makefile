@@ -1,15 +1,17 @@
 # Everything from a fresh checkout: `make demo`, `make test`, `make serve`. See README.md.
 #
-#   MODEL=DIR        checkpoint to serve; default: the tiny one, written on first use
+#   MODEL=DIR        checkpoint to serve; default: the small retrieval model of this repository
 #   SERVE_ARGS=...   further options of `hisparse-pd pair` for `make serve`
 #   TEST_ARGS=...    further arguments of pytest for `make test`
+#   FUZZ_INPUTS=n    inputs to each decoder for `make fuzz`; default: 100000
 #   PYTHON=python3   the interpreter (3.11 or later) that makes .venv
 #   TORCH_PIP_ARGS=  further arguments of the `pip install` of torch, such as the index with its CPU build
 
 PYTHON ?= python3
-MODEL ?= .cache/tiny-v32
+MODEL ?= model/retrieval
 SERVE_ARGS ?=
 TEST_ARGS ?=
+FUZZ_INPUTS ?= 100000
 TORCH_PIP_ARGS ?=
 
 VENV := .venv
@@ -25,17 +27,17 @@ SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup system-libraries demo test test-full serve lint format bench bench-swap-in bench-hit-rates clean
+.PHONY: help setup system-libraries demo test test-full test-compose fuzz serve lint format bench bench-layer-push bench-accuracy bench-swap-in bench-hit-rates clean
 
 help:
 	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
 
 setup: $(READY) ## set up .venv and the system libraries, and nothing else
 
-demo: $(READY) $(TINY_MODEL)/config.json ## start a pair and a router, send real requests, stop
+demo: $(READY) $(MODEL)/config.json ## start a pair and a router, send real requests, stop
 	@$(BIN)/python bench/demo.py --model-path $(MODEL)
 
-serve: $(READY) $(TINY_MODEL)/config.json ## start a pair and a router, and stay
+serve: $(READY) $(MODEL)/config.json ## start a pair and a router, and stay
 	@$(BIN)/hisparse-pd pair --model-path $(MODEL) $(SERVE_ARGS)
 
 test: $(READY) ## run the tests
@@ -43,6 +45,12 @@ test: $(READY) ## run the tests
 
 test-full: $(READY) ## the full product of modes, batches and caches against the oracle; some 15 minutes
 	$(BIN)/python -m pytest -m slow $(TEST_ARGS)
+
+test-compose: $(READY) ## the two-node deployment in containers; needs Docker, or root and its packages
+	$(BIN)/python -m pytest -m compose tests/compose $(TEST_ARGS)
+
+fuzz: $(READY) ## hostile inputs to every decoder, new ones each time; FUZZ_INPUTS each; some FUZZ_MINUTES minutes
+	FUZZ_INPUTS=$(FUZZ_INPUTS) $(BIN)/python -m pytest -n 2 --timeout 0 -k fuzz tests/property $(TEST_ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -56,11 +64,18 @@ format: $(READY) ## sort imports and format
 bench: $(READY) ## measure the transfer; results go to bench/out
 	$(BIN)/python bench/transfer.py
 
+bench-layer-push: $(READY) $(TINY_MODEL)/config.json ## first token with and without layer-wise push, through a pair
+	$(BIN)/python bench/layer_push.py --model-path $(TINY_MODEL)
+
 bench-swap-in: $(READY) $(TRACE) ## measure the CUDA swap-in kernel; needs a GPU
 	$(BIN)/python bench/swap_in.py --fresh both --trace $(TRACE:2048.npz=*.npz)
 
-bench-hit-rates: $(READY) $(TRACE) ## hit rates of recorded and synthetic selections, beside LRU; on the CPU
-	$(BIN)/python bench/swap_in.py --hit-rates-only --trace $(TRACE:2048.npz=*.npz)
+bench-accuracy: $(READY) ## exact match of long-context answers, all modes beside transformers; an hour on 2 cores
+	$(BIN)/python bench/accuracy.py --model-path $(MODEL)
+
+bench-hit-rates: $(READY) ## hit rates by hot-buffer capacity while the retrieval model answers, beside LRU; on the CPU
+	$(BIN)/python bench/record_trace.py --model-path $(MODEL) --task
+	$(BIN)/python bench/hit_rates.py bench/out/trace_$(notdir $(MODEL))_task_*.npz
 
 clean: ## remove .venv, the tiny model, caches and results
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/out *.egg-info

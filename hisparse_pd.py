@@ -1,4 +1,4 @@
-"""The command line: ``hisparse-pd prefill | decode | router | pair | keygen``.
+"""The command line: ``hisparse-pd prefill | decode | router | pair | doctor | keygen``.
 
 Options are made from the fields of ``protocol.settings``, so the command line, a ``--config`` file and the
 code know the same names. The command line wins over the file. Services are imported only when they are run,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from protocol.doctor_settings import DoctorSettings
 from protocol.settings import DecodeSettings, Port, PrefillSettings, RouterSettings, Secs
 from protocol.settings_sources import (
     SettingsError,
@@ -52,6 +54,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
 }
 """The services of a pair, each with the section that it has in the pair's file."""
 
+_NO_SETTINGS = frozenset(("parser", "command", "config", "json"))
 _SET_BY_PAIR = frozenset(("prefill", "decode", "advertise_host", "control_port"))
 _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port"))  # the nodes of a pair stay on loopback
 
@@ -63,13 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     command_parser: _CommandParser = namespace.parser
     if unknown:
         command_parser.error(_unknown_options(unknown, command_parser))
-    given = {
-        name: value for name, value in vars(namespace).items() if name not in ("parser", "command", "config")
-    }
+    given = {name: value for name, value in vars(namespace).items() if name not in _NO_SETTINGS}
     try:
         match namespace.command:
             case "keygen":
-                return _keygen(namespace.path)
+                return _keygen(namespace.path, for_api=namespace.api)
+            case "doctor":
+                doctor_settings = load_settings(DoctorSettings, given, namespace.config)
+                from transfer.doctor import run as run_doctor
+
+                return run_doctor(doctor_settings, as_json=namespace.json)
             case "pair":
                 return _run_pair(*pair_settings(given, namespace.config))
             case "prefill":
@@ -132,6 +138,8 @@ def pair_settings(
     decode = decode.model_copy(update={"port": decode.port or next(free_ports)})
     merged["router"]["prefill"] = [(_node_url(prefill), prefill.bootstrap_port)]
     merged["router"]["decode"] = [_node_url(decode)]
+    if node_keys := decode.api_key_file or prefill.api_key_file:
+        merged["router"].setdefault("node_api_key_file", node_keys)
     router = validate(RouterSettings, merged["router"], f"{config} [router]", options["router"])
     return pair, prefill, decode, router.model_copy(update={"port": router.port or next(free_ports)})
 
@@ -178,7 +186,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, summary: str, fields: Mapping[str, FieldInfo]) -> None:
+    def add(name: str, summary: str, fields: Mapping[str, FieldInfo]) -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=summary,
@@ -193,18 +201,22 @@ def _make_parser() -> argparse.ArgumentParser:
         )
         for field_name, field in fields.items():
             _add_option(command, field_name, field)
+        return command
 
     add("prefill", "Run a prefill node: computes prompts and pushes their KV.", PrefillSettings.model_fields)
     add("decode", "Run a decode node: receives KV and generates.", DecodeSettings.model_fields)
     add("router", "Run the router: the OpenAI API in front of the nodes.", RouterSettings.model_fields)
     add("pair", "Run a prefill node, a decode node and a router on this machine.", _pair_fields())
+    doctor = add("doctor", "Check this machine before a node is deployed on it.", DoctorSettings.model_fields)
+    doctor.add_argument("--json", action="store_true", help="report as JSON")
     keygen = commands.add_parser(
-        "keygen", help="Write a new control key.", description="Write a new control key."
+        "keygen", help="Write a new key.", description="Write a new control key, or a new API key."
     )
     keygen.set_defaults(parser=keygen)
     keygen.add_argument(
-        "path", type=Path, metavar="PATH", help="file for the CURVE secret key; must not exist"
+        "path", type=Path, metavar="PATH", help="file for the key; must not exist, only its owner can read it"
     )
+    keygen.add_argument("--api", action="store_true", help="an API key, for --api-key-file")
     return parser
 
 
@@ -218,6 +230,8 @@ def _add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) ->
             parser.add_argument(
                 flag(name), action="append", nargs="+", metavar=("URL", "BOOTSTRAP_PORT"), **common
             )
+        elif field.title is not None:
+            parser.add_argument(flag(name), action="extend", nargs="+", metavar=field.title, **common)
         else:
             parser.add_argument(flag(name), action="append", metavar="URL", **common)
     else:
@@ -227,7 +241,7 @@ def _add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo) ->
 def _help(field: FieldInfo) -> str:
     if field.is_required():
         default = "required"
-    elif field.default in ("", None):
+    elif field.default in ("", None, ()):
         default = ""
     else:
         default = f"default: {field.default}"
@@ -280,6 +294,7 @@ def _run_pair(
             name,
             [sys.executable, "-m", "hisparse_pd", name, *to_options(settings)],
             f"{_node_url(settings)}/health",
+            settings.drain_timeout_secs,
         )
         for name, settings in services.items()
     ]
@@ -290,16 +305,22 @@ def _run_pair(
     return Supervisor(children, pair.startup_timeout_secs).run(announce)
 
 
-def _keygen(path: Path) -> int:
-    from protocol.channels import ControlKeys
+def _keygen(path: Path, *, for_api: bool) -> int:
+    if for_api:
+        key = secrets.token_urlsafe(32).encode()
+        use = "give the router, or a node, --api-key-file with it, and each client the key in it"
+    else:
+        from protocol.channels import ControlKeys
 
+        key = ControlKeys.generate().secret
+        use = "give every node of the cluster --control-key-file with a copy of it"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}; an existing key is never overwritten") from error
     with os.fdopen(descriptor, "wb") as file:
-        file.write(ControlKeys.generate().secret + b"\n")
-    print(f"wrote {path}; give every node of the cluster --control-key-file with a copy of it")
+        file.write(key + b"\n")
+    print(f"wrote {path}; {use}")
     return 0
 
 

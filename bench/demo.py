@@ -32,7 +32,7 @@ from bench.retrieval import RETRIEVAL_MODEL, Retrieval, judge, retrievals
 
 REQUEST_TIMEOUT_SECS = 300.0
 MAX_TOKENS = 64
-REPORT_WIDTH = 118
+REPORT_WIDTH = 124
 
 # Small enough that the retrieval model (index_topk 64, context 8192) shows everything: a long prompt does not
 # fit its hot buffer, and fills so much of the device pool that "auto" prefers hisparse.
@@ -259,7 +259,7 @@ def report(outcomes: list[Outcome]) -> Table:
     table.add_column("request", no_wrap=True)
     for heading in ("prompt", "cached", "output", "TTFT ms", "ITL ms"):
         table.add_column(heading, justify="right")
-    table.add_column("mode")
+    table.add_column("mode", no_wrap=True)
     for heading in ("MB moved", "hits", "misses", "evictions", "right"):
         table.add_column(heading, justify="right")
     table.add_column("")

@@ -32,6 +32,7 @@ from model.dsa import DsaModel, load_model
 from model.paged_kv import PagedKv, PagedRequest
 from model.spec import ModelSpec, load_spec
 from model.training.task import ANSWER_WIDTH, Shape, TaskGenerator
+from model.training.vocabulary import text_of
 
 TINY_MODEL = ROOT / ".cache" / "tiny-v32"
 PAGE_SIZE = 64
@@ -91,7 +92,9 @@ def main() -> None:
     traces, generated = record(load_model(path, spec), prompt, len(rest), top_ks, name, fed)
     print(f"prompt: …{tokenizer.decode(prompt[-60:])!r}, greedy tokens: {tokenizer.decode(generated)!r}")
     if arguments.task:
-        print(f"right tokens: {np.mean(np.array(generated) == np.array(rest)):.1%} of {len(rest)}")
+        wanted = [answer for answer in text_of(rest).partition(":")[2].split(".") if answer]
+        num_right = sum(f"{answer}." in text_of(generated) for answer in wanted)
+        print(f"right answers: {num_right} of {len(wanted)}")
     for trace in traces:
         file = arguments.out / f"trace_{trace.name}.npz"
         trace.save(file)

@@ -172,10 +172,14 @@ def test_garbage_at_the_control_socket_is_counted_and_harmless(pair: Deployment)
     dropped = 'hisparse_pd:control_messages_dropped_total{reason="malformed"}'
     before = prefill.metrics().get(dropped, 0)
     try:
+        no_text = b"\x93\x04\x03\xa2\xff\xfe"  # an abort whose reason is no UTF-8
+        too_deep = b"\x93\x02\x09" + b"\x91" * 100_000 + b"\xc0"  # a heartbeat with a nested further field
         for frame in (b"", b"\xff" * 100, b"\x91\x63", b"\x80", messages.encoder.encode([3, 1])):
             client.socket.send(frame)
+        client.socket.send(no_text)
+        client.socket.send(too_deep)
         client.send(messages.Bootstrap(1, 1, (messages.Extent(0, 1),), (messages.Extent(0, 1),), 0))
-        wait_until(lambda: prefill.metrics().get(dropped, 0) >= before + 5, 10, "garbage counted")
+        wait_until(lambda: prefill.metrics().get(dropped, 0) >= before + 7, 10, "garbage counted")
     finally:
         client.close()
     assert generate(pair.url).status_code == 200

@@ -1,4 +1,4 @@
-"""Options that change what crosses the wire: encryption, KV dtype, the hisparse policy, the balancer."""
+"""Options that change what crosses the wire: keys, lists of peers, KV dtype, hisparse policy, balancer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from protocol import bootstrap
+from protocol.bootstrap import BootstrapLookupError
 from protocol.channels import ControlClient, ControlKeys, Poller
 from protocol.messages import Heartbeat
 from tests.integration.harness import deployment
@@ -21,20 +23,28 @@ def test_encrypted_control_bfloat16_kv_and_policies(
 ) -> None:
     key_path = tmp_path / "control.key"
     key_path.write_bytes(ControlKeys.generate().secret)
+    client_keys, node_keys = tmp_path / "client.keys", tmp_path / "node.keys"
+    client_keys.write_text("# the only client\nthe-key-of-a-client\n")
+    node_keys.write_text("the-key-of-the-nodes\n")
     common = ["--control-key-file", str(key_path), "--kv-cache-dtype", "bfloat16"]
+    common += ["--api-key-file", str(node_keys), "--allowed-peers", "127.0.0.1"]
+    headers = {"authorization": "Bearer the-key-of-a-client"}
     with deployment(
         tiny_checkpoint("v32"),
         tmp_path,
         num_decode=2,
         prefill_options=common,
         decode_options=[*common, "--device-buffer-size", "128", "--hisparse", "always"],
-        router_options=["--policy", "least_loaded"],
+        router_options=[
+            *("--policy", "least_loaded"),
+            *("--api-key-file", str(client_keys), "--node-api-key-file", str(node_keys)),
+        ],
     ) as nodes:
 
         def generate(**flag: Any) -> dict[str, Any]:
             params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
             body = {"text": PROMPT, "sampling_params": params, **flag}
-            answer = httpx.post(f"{nodes.url}/generate", json=body, timeout=60)
+            answer = httpx.post(f"{nodes.url}/generate", json=body, headers=headers, timeout=60)
             assert answer.status_code == 200, answer.text
             decoded = answer.json()
             assert isinstance(decoded, dict)
@@ -46,7 +56,15 @@ def test_encrypted_control_bfloat16_kv_and_policies(
         assert dense["meta_info"]["hisparse"]["mode"] == "dense"
         assert unflagged["output_ids"] == dense["output_ids"]
 
-        info = bootstrap.look_up("127.0.0.1", nodes.prefill[0].bootstrap_port)
+        for url in (nodes.url, nodes.prefill[0].url, nodes.decode[0].url):
+            assert httpx.get(url + "/v1/models").status_code == 401
+        models = httpx.get(nodes.url + "/v1/models", headers=headers).json()["data"]
+        assert len(models) == 1
+
+        port = nodes.prefill[0].bootstrap_port
+        with pytest.raises(BootstrapLookupError, match="control_key_file"):
+            bootstrap.look_up("127.0.0.1", port)
+        info = bootstrap.look_up("127.0.0.1", port, ControlKeys.load(key_path))
         assert info.curve
         stranger = ControlClient(info.control_endpoint("127.0.0.1"))
         try:

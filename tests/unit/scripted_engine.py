@@ -48,6 +48,9 @@ def ready() -> EngineReady:
         control_endpoint="0.0.0.0:4711",
         instance_id="instance-1",
         geometry=msgspec.msgpack.encode(geometry),
+        transfer_protocol="rdma",
+        transfer_devices=("mlx5_0", "mlx5_1"),
+        transfer_reason="RDMA devices usable",
     )
 
 

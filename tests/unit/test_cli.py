@@ -16,6 +16,7 @@ import pytest
 
 import hisparse_pd
 from protocol.channels import ControlKeys
+from protocol.doctor_settings import DoctorSettings
 from protocol.settings import DecodeSettings, PrefillSettings, RouterSettings
 from router import supervisor
 from router.supervisor import Child, Supervisor
@@ -63,7 +64,12 @@ def exits(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 
 @pytest.mark.parametrize(
     ("command", "model"),
-    [("prefill", PrefillSettings), ("decode", DecodeSettings), ("router", RouterSettings)],
+    [
+        ("prefill", PrefillSettings),
+        ("decode", DecodeSettings),
+        ("router", RouterSettings),
+        ("doctor", DoctorSettings),
+    ],
 )
 def test_help_explains_every_option(
     capsys: pytest.CaptureFixture[str], command: str, model: type[PrefillSettings]
@@ -74,7 +80,7 @@ def test_help_explains_every_option(
     for name, field in model.model_fields.items():
         assert f"--{name.replace('_', '-')}" in text
         assert " ".join(str(field.description).split()) in text
-        if field.default is not None and not field.is_required() and field.default != "":
+        if not field.is_required() and field.default not in (None, "", ()):
             assert f"default: {field.default}" in text
 
 

@@ -23,7 +23,9 @@ import pytest
 
 from decode_node.server import create_decode_app
 from prefill_node.server import create_bootstrap_app, create_prefill_app
+from protocol.api_keys import load_api_keys
 from protocol.bootstrap import BootstrapInfo, look_up
+from protocol.channels import load_control_keys
 from protocol.engine_link import EngineLink
 from protocol.engine_messages import (
     FinishReason,
@@ -89,12 +91,21 @@ async def serving(
     metrics = FrontMetrics()
     ipc_path = str(tmp_path / "engine.ipc")
     link = EngineLink(ipc_path, settings.health_timeout_secs, metrics.update)
-    front = Front(role, settings, CODEC, link, metrics, holds_output=role == "decode")
+    front = Front(
+        role,
+        settings,
+        CODEC,
+        link,
+        metrics,
+        holds_output=role == "decode",
+        api_keys=load_api_keys(settings.api_key_file),
+        control_keys=load_control_keys(settings.control_key_file),
+    )
     engine = ScriptedEngine(ipc_path, script, is_ready=is_ready)
     listeners = [Listener("127.0.0.1", 0), Listener("127.0.0.1", 0)]
     apps = [create_prefill_app(front) if role == "prefill" else create_decode_app(front)]
     if isinstance(settings, PrefillSettings):
-        apps.append(create_bootstrap_app(settings, link))
+        apps.append(create_bootstrap_app(settings, front))
     servers = [listener.server(app) for listener, app in zip(listeners, apps, strict=False)]
     link.start()
     engine.start()
@@ -410,10 +421,46 @@ def test_bootstrap_endpoint(on_node: OnNode) -> None:
         assert not info.curve
         url = f"http://127.0.0.1:{node.bootstrap_port}/bootstrap"
         assert (await node.client.put(url, json={})).status_code == 405
-        node.link.stop_accepting()
+        node.link.stop_accepting()  # requests that it has already taken may still need it
+        assert (await node.client.get(url)).status_code == 200
+        node.link.engine_died()
         assert (await node.client.get(url)).status_code == 503
 
     on_node(deliver, check, role="prefill")
+
+
+# --- keys --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_without_a_key_only_probes_and_metrics_are_answered(
+    on_node: OnNode, role: str, tmp_path: Path
+) -> None:
+    key = "the-key-of-the-router"
+    path = tmp_path / "keys"
+    path.write_text(f"{key}\n")
+
+    async def check(node: Node) -> None:
+        for target in ("/health", "/health_generate", "/metrics"):
+            assert (await node.client.get(target)).status_code == 200, target
+        closed = ["/server_info", "/model_info", "/get_load", "/v1/models", "/flush_cache", "/nowhere"]
+        for target in closed:
+            assert (await node.client.get(target)).status_code == 401, target
+        for target in ("/v1/completions", "/v1/chat/completions", "/generate", "/flush_cache"):
+            response = await node.post(target, **BODY)
+            assert response.status_code == 401, target
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        assert node.engine.received == []
+        assert await node.metric("hisparse_pd:unauthorized_requests_total") == 10
+        node.client.headers["authorization"] = f"Bearer {key}"
+        info = await node.client.get("/server_info")
+        assert info.status_code == 200
+        assert key not in info.text
+        assert str(path) not in info.text
+        assert (await node.post("/v1/completions", **BODY)).status_code == 200
+
+    script = deliver if role == "prefill" else say("hello")
+    on_node(script, check, role=role, api_key_file=path)
 
 
 # --- failures ----------------------------------------------------------------------------------------
@@ -606,7 +653,10 @@ def test_information(on_node: OnNode, role: str, tmp_path: Path) -> None:
             assert str(tmp_path) not in response.text
             assert response.json()["served_model_name"] == "tiny"
             assert response.json()["context_length"] == 256
-        assert (await node.client.get("/server_info")).json()["disaggregation_mode"] == role
+        info = (await node.client.get("/server_info")).json()
+        assert info["disaggregation_mode"] == role
+        assert (info["transfer_protocol"], info["transfer_devices"]) == ("rdma", ["mlx5_0", "mlx5_1"])
+        assert info["transfer_reason"] == "RDMA devices usable"
         await until(lambda: node.link.stats is not None, "stats")
         load = (await node.client.get("/get_load")).json()
         assert load == [{"dp_rank": 0, "num_reqs": 1, "num_waiting_reqs": 1, "num_tokens": 17}]
@@ -632,6 +682,13 @@ def test_metrics_of_the_engine(on_node: OnNode) -> None:
         assert "# TYPE hisparse_pd:time_to_first_token_seconds histogram" in lines
 
     on_node(say("x"), check)
+
+
+def test_steps_of_the_engine_are_a_counter() -> None:
+    metrics = FrontMetrics()
+    assert "engine_steps" not in metrics.render().decode()
+    metrics.update(stats(step=41))
+    assert "hisparse_pd:engine_steps_total 41.0" in metrics.render().decode().splitlines()
 
 
 def test_metric_families_keep_their_labels_apart() -> None:
