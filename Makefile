@@ -49,7 +49,7 @@ test-full: $(READY) ## the full product of modes, batches and caches against the
 test-compose: $(READY) ## the two-node deployment in containers; needs Docker, or root and its packages
 	$(BIN)/python -m pytest -m compose tests/compose $(TEST_ARGS)
 
-fuzz: $(READY) ## hostile inputs to every decoder, new ones each time; FUZZ_INPUTS each; some FUZZ_MINUTES minutes
+fuzz: $(READY) ## hostile inputs to every decoder, new ones each time; FUZZ_INPUTS each; some 10 minutes
 	FUZZ_INPUTS=$(FUZZ_INPUTS) $(BIN)/python -m pytest -n 2 --timeout 0 -k fuzz tests/property $(TEST_ARGS)
 
 lint: $(READY) ## ruff and mypy

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import re
 import socket
 from collections import Counter
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_Z85_KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _SEND_HWM = 10_000
 _RECEIVE_BURST = 1_000
 _FAREWELL_MILLISECS = 1_000
@@ -61,6 +63,8 @@ class ControlKeys:
         """Read the secret key from ``path``. Raises ControlKeyError."""
         try:
             secret = path.read_bytes().strip()
+            if not _Z85_KEY.fullmatch(secret):  # ZMQ makes a key of anything that has the length
+                raise ValueError(f"it holds {len(secret)} bytes that are no such key")
             return cls(secret, zmq.curve_public(secret))
         except (OSError, ValueError, zmq.ZMQError) as error:
             raise ControlKeyError(

@@ -3,8 +3,8 @@
 Mooncake listens on all interfaces whatever host it is given, knows no keys, and lets whoever connects read
 and write the registered memory. It offers no way to bind elsewhere, so a packet filter is attached to the
 listening sockets: the kernel then drops what comes from other addresses, from the first packet of a
-connection on, as if nothing listened. Connections inherit the filter. Any process may do that to its own
-sockets (Linux).
+connection on, as if nothing listened. Connections inherit the filter. Linux lets any process do that to its
+own sockets; a kernel that is stricter asks for CAP_NET_ADMIN.
 """
 
 from __future__ import annotations

@@ -251,7 +251,10 @@ def test_a_key_survives_its_file(tmp_path: Path) -> None:
     assert ControlKeys.load(path) == keys
 
 
-@pytest.mark.parametrize("content", [None, b"", b"not a key", b"x" * 41])
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"not a key", b"x" * 41, b"x" * 39 + b"~", b"x" * 39 + b"\xa4", b"x" * 20 + b"\0" * 20],
+)
 def test_a_bad_key_file_is_named(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "key"
     if content is not None:

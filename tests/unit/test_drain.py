@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -223,11 +224,13 @@ def test_a_node_gives_up_when_the_time_is_up_and_still_exits_cleanly(tmp_path: P
     model_path = write_checkpoint(tmp_path / "tiny")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    (tmp_path / "tmp").mkdir()
-    with subprocess.Popen(
-        [sys.executable, str(script), str(model_path), str(port), "0.1"],
-        env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path / "tmp")},
-    ) as process:
+    with (
+        tempfile.TemporaryDirectory() as scratch,  # short: the path of an ipc socket may have 107 characters
+        subprocess.Popen(
+            [sys.executable, str(script), str(model_path), str(port), "0.1"],
+            env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": scratch},
+        ) as process,
+    ):
         try:
             _wait_for(lambda: _is_healthy(url))
             body = {**BODY, "max_tokens": 8, "stream": True}
@@ -241,8 +244,8 @@ def test_a_node_gives_up_when_the_time_is_up_and_still_exits_cleanly(tmp_path: P
             assert process.wait(WAIT_SECS) == 0
         finally:
             process.kill()
+        assert list(Path(scratch).iterdir()) == []
     assert "the node is shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
-    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def _is_healthy(url: str) -> bool:

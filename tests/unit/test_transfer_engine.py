@@ -246,7 +246,8 @@ def test_the_session_is_the_host_that_was_asked_for_and_answers() -> None:
 def test_an_ipv6_host_is_reached_at_its_session() -> None:
     """In a process of its own, because Mooncake decides once a process whether it listens on IPv6."""
     code = (
-        "from transfer.engine import *; e = TransferEngine('::1'); print(e.session); import os; os._exit(0)"
+        "import os; from transfer.engine import *; "
+        "print(TransferEngine('::1').session, flush=True); os._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     if not has_ipv6():
