@@ -9,7 +9,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -226,7 +226,8 @@ class EngineThread:
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self.send(Shutdown())
+            with suppress(zmq.Again):  # it may be on its way out and have closed its socket
+                self._front.send(engine_messages.encoder.encode(Shutdown()), zmq.NOBLOCK)
         self._thread.join(TIMEOUT_SECS)
         self._front.close()
         assert not self._thread.is_alive(), "the engine did not stop"
