@@ -2,6 +2,7 @@
 #
 #   MODEL=DIR        checkpoint to serve; default: the small retrieval model of this repository
 #   SERVE_ARGS=...   further options of `hisparse-pd pair` for `make serve`
+#   BENCH_ARGS=...   further options of `hisparse-pd bench serve` for `make bench-serve`
 #   TEST_ARGS=...    further arguments of pytest for `make test`
 #   FUZZ_INPUTS=n    inputs to each decoder for `make fuzz`; default: 100000
 #   PYTHON=python3   the interpreter (3.11 or later) that makes .venv
@@ -10,6 +11,7 @@
 PYTHON ?= python3
 MODEL ?= model/retrieval
 SERVE_ARGS ?=
+BENCH_ARGS ?=
 TEST_ARGS ?=
 FUZZ_INPUTS ?= 100000
 TORCH_PIP_ARGS ?=
@@ -27,7 +29,7 @@ SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup system-libraries demo test test-full test-compose fuzz serve lint format bench bench-layer-push bench-accuracy bench-swap-in bench-hit-rates clean
+.PHONY: help setup system-libraries demo test test-full test-compose fuzz serve lint format bench bench-layer-push bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
 
 help:
 	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -72,6 +74,9 @@ bench-swap-in: $(READY) $(TRACE) ## measure the CUDA swap-in kernel; needs a GPU
 
 bench-accuracy: $(READY) ## exact match of long-context answers, all modes beside transformers; an hour on 2 cores
 	$(BIN)/python bench/accuracy.py --model-path $(MODEL)
+
+bench-serve: $(READY) $(MODEL)/config.json ## throughput and latencies of a pair under load, dense beside hisparse
+	$(BIN)/hisparse-pd bench serve --start-pair $(MODEL) --hisparse false true $(BENCH_ARGS)
 
 bench-hit-rates: $(READY) ## hit rates by hot-buffer capacity while the retrieval model answers, beside LRU; on the CPU
 	$(BIN)/python bench/record_trace.py --model-path $(MODEL) --task

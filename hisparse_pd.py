@@ -1,4 +1,4 @@
-"""The command line: ``hisparse-pd prefill | decode | router | pair | doctor | keygen``.
+"""The command line: ``hisparse-pd prefill | decode | router | pair | doctor | keygen | bench serve``.
 
 Options are made from the fields of ``protocol.settings``, so the command line, a ``--config`` file and the
 code know the same names. The command line wins over the file. Services are imported only when they are run,
@@ -61,6 +61,11 @@ _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port"))  # the nodes of a pair stay o
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process exit status. Usage errors exit with status 2."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:2] == ["bench", "serve"]:  # with options of its own, as it has when it is run as a file
+        from bench.serving import main as bench_serve
+
+        return bench_serve(words[2:])
     parser = _make_parser()
     namespace, unknown = parser.parse_known_args(argv)
     command_parser: _CommandParser = namespace.parser
@@ -69,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {name: value for name, value in vars(namespace).items() if name not in _NO_SETTINGS}
     try:
         match namespace.command:
+            case "bench":
+                command_parser.error("the benchmark comes first: hisparse-pd bench serve [options]")
             case "keygen":
                 return _keygen(namespace.path, for_api=namespace.api)
             case "doctor":
@@ -217,6 +224,13 @@ def _make_parser() -> argparse.ArgumentParser:
         "path", type=Path, metavar="PATH", help="file for the key; must not exist, only its owner can read it"
     )
     keygen.add_argument("--api", action="store_true", help="an API key, for --api-key-file")
+    bench = commands.add_parser(
+        "bench",
+        help="Measure a service under load.",
+        description="Measure a service under load: `hisparse-pd bench serve --help`.",
+    )
+    bench.set_defaults(parser=bench)
+    bench.add_argument("benchmark", choices=("serve",), help="throughput and latencies of any endpoint")
     return parser
 
 

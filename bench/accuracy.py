@@ -2,6 +2,7 @@
 
     python bench/accuracy.py                                  # the retrieval model, 400 held-out prompts
     python bench/accuracy.py --dtype bfloat16 --keep          # the pair in bfloat16; keep results in docs
+    python bench/accuracy.py --device cuda --kv-cache-dtype fp8_e4m3 --oracle-from bench/out/accuracy.json
     python bench/accuracy.py --tasks retrieval --url http://127.0.0.1:8000/v1 --hisparse true false auto
     python bench/accuracy.py --tasks tasks.jsonl --url https://host/v1 --model NAME
 
@@ -125,8 +126,17 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
     top_k = int(config["index_topk"])
     responses: list[Response] = []
     with progress(console) as step:
-        responses += ask_oracle(model_path, prompts, lengths, step)
-        options = {**PAIR_OPTIONS, "--dtype": arguments.dtype}
+        if arguments.oracle_from is None:
+            responses += ask_oracle(model_path, prompts, lengths, step)
+        else:
+            responses += recorded_oracle(arguments.oracle_from, prompts)
+        options = {
+            **PAIR_OPTIONS,
+            "--dtype": arguments.dtype,
+            "--kv-cache-dtype": arguments.kv_cache_dtype,
+            "--device": arguments.device,
+            "--attention-backend": arguments.attention_backend,
+        }
         for buffer, modes in (
             (BUFFER_FACTOR * top_k, (("dense", False), ("hisparse", True), ("auto", "auto"))),
             (top_k + 1, ((f"hisparse, buffer {top_k + 1}", True),)),
@@ -138,6 +148,8 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
         "model": model_path.name,
         "index_topk": top_k,
         "dtype": arguments.dtype,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "device": arguments.device,
         "num_prompts": len(prompts),
         "pair_options": {**options, "--device-buffer-size": [BUFFER_FACTOR * top_k, top_k + 1]},
         "responses": responses,
@@ -167,6 +179,23 @@ def ask_oracle(
         for prompt, tokens in zip(subset, answers, strict=True):
             yield judged(system, prompt.task, text_of(tokens), tokens=tuple(tokens))
             advance()
+
+
+def recorded_oracle(path: Path, prompts: Sequence[Retrieval]) -> list[Response]:
+    """transformers' answers to ``prompts`` from the JSON of an earlier run over the same checkpoint.
+
+    Raises ValueError when one is not in it.
+    """
+    found: dict[tuple[int, tuple[float | None, ...]], Response] = {}
+    for entry in json.loads(path.read_text())["responses"]:
+        if entry["system"] == ORACLE:
+            values = {name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()}
+            response = Response(**values)
+            found[response.length, response.depths] = response
+    keys = [(p.task.length, tuple(answer.depth for answer in p.task.answers)) for p in prompts]
+    if missing := [length for length, depths in keys if (length, depths) not in found]:
+        raise ValueError(f"{path} has no answer to {len(missing)} prompts, first one of {missing[0]} tokens")
+    return [found[key] for key in keys]
 
 
 def ask_pair(
@@ -314,7 +343,7 @@ def progress(console: Console) -> Iterator[Callable[[str, int], Callable[[], Non
 def problems(measured: dict[str, Any]) -> list[str]:
     """What makes the run fail: requests without an answer, and tokens that differ in float32."""
     found = [f"{r.system}, {r.length} tokens: {r.error}" for r in measured["responses"] if r.error]
-    if measured.get("dtype") == "float32":
+    if measured.get("dtype") == "float32" and measured["kv_cache_dtype"] in ("auto", "float32"):
         found += [
             f"{system}: {entry['num_compared'] - entry['num_identical']} of {entry['num_compared']} answers "
             "differ from transformers' in a token"
@@ -335,6 +364,10 @@ def main() -> int:
     own = parser.add_argument_group("the pair")
     own.add_argument("--model-path", type=Path, default=RETRIEVAL_MODEL, help="a retrieval checkpoint")
     own.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the pair")
+    own.add_argument("--kv-cache-dtype", default="auto", help="of the pair; default: --dtype")
+    own.add_argument("--device", default="cpu", help="of the pair")
+    own.add_argument("--attention-backend", default="auto", help="of the pair")
+    own.add_argument("--oracle-from", type=Path, help="JSON of an earlier run with transformers' answers")
     other = parser.add_argument_group("any endpoint")
     other.add_argument("--tasks", help='"retrieval", or a file of tasks')
     other.add_argument("--url", default="http://127.0.0.1:8000/v1", help="up to and with /v1")

@@ -147,7 +147,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
 def keep(report: dict[str, Any], directory: Path = RESULTS) -> list[Path]:
     """Write accuracy-DTYPE-DATE.json, without the answers, and its picture."""
     directory.mkdir(parents=True, exist_ok=True)
-    name = report.get("dtype", "endpoint")
+    names = (report.get("dtype", "endpoint"), report.get("kv_cache_dtype", ""), report.get("device", ""))
+    name = "-".join(word for word in names if word not in ("", "auto", "cpu"))
     stem = directory / f"accuracy-{name}-{report['facts']['date'][:10]}"
     systems = ",\n".join(
         f"{json.dumps(system)}: {json.dumps(entry)}" for system, entry in report["systems"].items()

@@ -57,7 +57,7 @@ PAIR_OPTIONS = {
     "--kv-pool-tokens": 16384,
     "--host-pool-tokens": 16384,
     "--device-pool-tokens": 16384,
-    "--disable-prefix-cache": "true",
+    "--disable-prefix-cache": True,
 }
 
 # DeepSeek-V3.2's: items in bf16, indexer keys in fp8 with their scale.

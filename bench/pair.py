@@ -44,7 +44,10 @@ class PairError(Exception):
 
 @contextmanager
 def running_pair(model_path: Path, pair_options: Mapping[str, object], console: Console) -> Iterator[Pair]:
-    """Starts prefill node, decode node and router with ``pair_options``. Raises PairError."""
+    """Starts prefill node, decode node and router with ``pair_options``; of a switch the value is True.
+
+    Raises PairError.
+    """
     router, prefill, decode, bootstrap = _free_ports(4)
     ports = {
         "--port": router,
@@ -52,7 +55,11 @@ def running_pair(model_path: Path, pair_options: Mapping[str, object], console: 
         "--decode-port": decode,
         "--bootstrap-port": bootstrap,
     }
-    options = [str(word) for option in {**pair_options, **ports}.items() for word in option]
+    options = [
+        str(word)
+        for name, value in {**pair_options, **ports}.items()
+        for word in ((name,) if value is True else (name, value))
+    ]
     with tempfile.TemporaryDirectory(prefix="hisparse-pd-bench-") as directory:
         log_path = Path(directory) / "pair.log"
         with log_path.open("wb") as log_file:

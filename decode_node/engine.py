@@ -10,25 +10,28 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from typing import assert_never
 
 import torch
 
 from decode_node.hot_buffers import HotBuffers
 from decode_node.lifecycle import Lifecycle
-from decode_node.memory import DecodeMemory, num_host_bytes
+from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
 from decode_node.metrics import Metrics
 from decode_node.peers import Peers
-from decode_node.pools import Pools, SlotCounts, round_up
+from decode_node.pools import Pools
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.rooms import Landing, Rooms
-from decode_node.scheduler import Limits, plan_step
+from decode_node.runner import Launched, make_runner
+from decode_node.scheduler import StepPlan, plan_step
+from decode_node.sizing import make_limits, size_device_pool
+from kernels.device_memory import DeviceMemory
 from model.dsa import DsaModel, load_model
-from model.sampling import sample
 from model.spec import ModelSpec, load_spec
 from protocol.access import PeerList
 from protocol.channels import EngineSocket, Poller, load_control_keys
-from protocol.engine_messages import Abort, EngineReady, FlushCache, Generate, Shutdown, TokenLogprob
+from protocol.engine_messages import Abort, EngineReady, FlushCache, Generate, Shutdown
 from protocol.process import die_with_parent, parent_is_alive, setup_logging
 from protocol.settings import DecodeSettings
 from transfer.engine import TransferEngine, quiet_mooncake_logs
@@ -40,12 +43,6 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_SECS = 0.05
 STATS_INTERVAL_SECS = 0.4
 IDLE_CHECK_INTERVAL_SECS = 5.0
-_AUX_SLOTS_PER_ROW = 2
-"""More than one, because a quarantined room keeps its aux slot and frees its req_row."""
-
-
-class DecodeSettingsError(ValueError):
-    """Settings that do not go together with each other or with the model."""
 
 
 def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
@@ -63,6 +60,7 @@ def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
             settings.kv_cache_dtype,
             settings.context_length,
             device=settings.device,
+            indexer_cache_dtype=settings.indexer_cache_dtype,
         )
         transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
         model = load_model(settings.model_path, spec, settings.device)
@@ -76,7 +74,10 @@ def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
 
 
 class DecodeEngine:
-    """All parts of one decode node's engine. Raises DecodeSettingsError, TransferError."""
+    """All parts of one decode node's engine.
+
+    Raises DecodeSettingsError, TransferError, and DeviceMemoryError or HostMemoryError when pools do not fit.
+    """
 
     def __init__(
         self,
@@ -93,12 +94,14 @@ class DecodeEngine:
         self._metrics = Metrics()
         self._poller = Poller()
         self._poller.register(front)
-        self.limits = _limits(settings, spec)
+        device = torch.device(settings.device)
+        gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
+        self.limits = make_limits(settings, spec, size_device_pool(settings, spec, gpu_memory))
         self.rooms = Rooms(Pools(self.limits.totals, settings.page_size), settings.quarantine_secs)
-        memory = DecodeMemory(spec, self.rooms.pools.totals, torch.device(settings.device))
+        self._memory = DecodeMemory(spec, self.rooms.pools.totals, settings.page_size, device)
         self.hot_buffers = HotBuffers(
             spec,
-            memory,
+            self._memory,
             num_rows=settings.max_running_requests,
             max_capacity=min(settings.device_buffer_size, spec.context_length),
             page_size=settings.page_size,
@@ -111,7 +114,7 @@ class DecodeEngine:
             session=self._transfer.session,
             transfer_protocol=transport.protocol,
             geometry=spec.geometry(settings.page_size),
-            regions=memory.register(self._transfer),
+            regions=self._memory.register(self._transfer),
             heartbeat_interval_secs=settings.heartbeat_interval_secs,
             heartbeat_timeout_secs=settings.heartbeat_timeout_secs,
             poller=self._poller,
@@ -127,7 +130,10 @@ class DecodeEngine:
             peers=self.peers,
             metrics=self._metrics,
             send=front.send,
+            stream_interval=settings.stream_interval,
         )
+        self._runner = make_runner(settings, model, self.hot_buffers)
+        self._in_flight: Launched | None = None
         self._step = 0
         self._is_stopping = False
         self._next_stats_at = 0.0
@@ -151,25 +157,31 @@ class DecodeEngine:
 
     def turn(self, max_wait_secs: float = IDLE_WAIT_SECS) -> None:
         """One turn of the loop. Without work it waits for messages, ``max_wait_secs`` at most."""
-        has_work = bool(self.rooms.select(RequestState.RUNNING))
+        has_work = self._in_flight is not None or bool(self.rooms.select(RequestState.RUNNING))
         self._poller.wait(0.0 if has_work else max_wait_secs)
         now = time.monotonic()
         self._receive(now)
         self._plan(now)
-        batch = sorted(self.rooms.select(RequestState.RUNNING), key=lambda request: request.admitted_seq)
-        if batch:
-            self._step += 1
-            self._forward(batch)
+        if self._in_flight is not None and not self._in_flight.feeds_next:
+            self._settle()
+        launched = self._launch(self._next_batch())
+        previous, self._in_flight = self._in_flight, launched
+        if previous is not None:
+            self._commit(previous)
+        if self._in_flight is not None and not self._in_flight.feeds_next:
+            self._settle()
         self._check(is_idle=not self.rooms)
         self._report(time.monotonic())
 
     def close(self) -> None:
         """End what is still live, say so, and leave."""
+        self._settle()
         now = time.monotonic()
         for request in self.rooms.all():
             self.lifecycle.fail(request, 503, "the decode node is shutting down", Landing.IN_FLIGHT, now)
         self.peers.close()
         self._transfer.close()
+        self._memory.close()
 
     # --- receive → plan → launch → commit ---------------------------------------------------------
 
@@ -179,6 +191,7 @@ class DecodeEngine:
                 case Generate():
                     self.lifecycle.generate(message, now)
                 case Abort():
+                    self._settle()  # what it ends may be in a step
                     self.lifecycle.abort(message.request_id, now)
                 case FlushCache():
                     pass  # There is no cache on this side.
@@ -192,48 +205,89 @@ class DecodeEngine:
         self.lifecycle.refresh_queue(now)
 
     def _plan(self, now: float) -> None:
-        plan = plan_step(
+        plan = self._next_plan()
+        if plan.retractions and self._in_flight is not None:
+            self._settle()  # whoever is retracted may be in a step, or may be at its end
+            plan = self._next_plan()
+        self.lifecycle.carry_out(plan, now)
+
+    def _next_plan(self) -> StepPlan:
+        return plan_step(
             self.limits,
             self.rooms.pools.free,
             self.rooms.select(RequestState.RUNNING),
             self.rooms.select(RequestState.RETRACTED),
             self.rooms.select(RequestState.WAITING),
         )
-        self.lifecycle.carry_out(plan, now)
 
-    def _forward(self, batch: list[Request]) -> None:
-        """One decode step. Whatever goes wrong in it ends the requests of this batch and nothing else."""
+    def _next_batch(self) -> list[Request]:
+        """Who gets a token in the next step, in order of admission."""
+        return sorted(
+            (
+                request
+                for request in self.rooms.select(RequestState.RUNNING)
+                if request.has_next_step and self.hot_buffers.is_ready(request)
+            ),
+            key=lambda request: request.admitted_seq,
+        )
+
+    def _launch(self, batch: list[Request]) -> Launched | None:
+        """Enqueue one step. Whatever goes wrong in it ends the requests of this batch and nothing else."""
+        if not batch:
+            return None
+        self._step += 1
         try:
-            token_ids, logprobs, errors = self._launch(batch)
+            launched = self._runner.launch(batch)
         except Exception as error:
-            log.exception("a decode step of %d requests failed", len(batch))
-            for request in batch:
-                message = f"the decode step failed: {type(error).__name__}: {error}"
-                self.lifecycle.fail(request, 500, message, Landing.QUIET, time.monotonic())
+            self._settle()
+            self._fail_step(batch, error)
+            return None
+        for request in batch:
+            request.num_in_flight += 1
+        return launched
+
+    def _settle(self) -> None:
+        """Commit what is in flight, so that no step uses anything of any request."""
+        if (previous := self._in_flight) is not None:
+            self._in_flight = None
+            self._commit(previous)
+
+    def _commit(self, launched: Launched) -> None:
+        """Hand out the tokens of a step, and end the requests for which they are the last.
+
+        The step after it may be in flight. A request that ends now is in that one for nothing, but its memory
+        cannot be given to others before that step is over.
+        """
+        for request in launched.batch:
+            request.num_in_flight -= 1
+        try:
+            result = launched.result()
+        except Exception as error:
+            self._fail_step(launched.batch, error)
             return
         now = time.monotonic()
-        for request, token_id, logprob, wrong in zip(batch, token_ids, logprobs, errors, strict=True):
+        rows = zip(launched.batch, result.token_ids, result.logprobs, result.errors, strict=True)
+        if self._in_flight is not None and any(
+            wrong or self.lifecycle.is_last(request, token_id) for request, token_id, _, wrong in rows
+        ):
+            self._in_flight.wait()
+        for request, token_id, logprob, wrong, counters in zip(
+            launched.batch, result.token_ids, result.logprobs, result.errors, result.counters, strict=True
+        ):
+            if request.state is not RequestState.RUNNING:
+                continue  # it ended with the token before
+            request.row_counters = counters
             if wrong:
                 self.lifecycle.fail(request, 500, f"the hot buffer reported {wrong}", Landing.QUIET, now)
             else:
                 self.lifecycle.emit(request, token_id, logprob, now)
 
-    def _launch(self, batch: list[Request]) -> tuple[list[int], list[TokenLogprob | None], list[str]]:
-        """Sampled tokens, their logprobs, and what the kernels found wrong, for each request of ``batch``."""
-        step = self.hot_buffers.step(batch)
-        device = self.hot_buffers.device
-        newest = torch.tensor([request.output_token_ids[-1] for request in batch], device=device)
-        logits = self._model.forward(newest, step.positions, step, torch.arange(len(batch), device=device))
-        step.finish()
-        token_ids, logprobs = sample(
-            logits,
-            [request.sampling for request in batch],
-            [len(request.output_token_ids) for request in batch],
-            self._spec.eos_token_ids,
-        )
-        for request, counters in zip(batch, step.counters(), strict=True):
-            request.row_counters = counters
-        return token_ids, logprobs, step.errors()
+    def _fail_step(self, batch: Sequence[Request], error: Exception) -> None:
+        log.error("a decode step of %d requests failed", len(batch), exc_info=error)
+        message = f"the decode step failed: {type(error).__name__}: {error}"
+        for request in batch:
+            if request.state is RequestState.RUNNING:
+                self.lifecycle.fail(request, 500, message, Landing.QUIET, time.monotonic())
 
     # --- beside the work --------------------------------------------------------------------------
 
@@ -257,7 +311,7 @@ class DecodeEngine:
         self._front.send(
             self._metrics.stats(
                 self.rooms,
-                swap_ins=self.hot_buffers.totals,
+                swap_ins=self.hot_buffers.totals(self.rooms.select(RequestState.RUNNING)),
                 bytes_per_miss=self.hot_buffers.bytes_per_miss,
                 num_dropped=self.peers.num_dropped,
                 num_peers=self.peers.num_registered,
@@ -272,43 +326,16 @@ class DecodeEngine:
 
 
 def _transport(settings: DecodeSettings, spec: ModelSpec) -> Transport:
-    """Raises TransferSetupError."""
+    """Raises TransferSetupError, and HostMemoryError when the pools do not fit in main memory."""
     device = torch.device(settings.device)
+    # A device pool whose size is not known yet is on a GPU, and takes no main memory.
+    totals = make_limits(settings, spec, settings.device_pool_tokens).totals
+    num_bytes = num_host_bytes(spec, totals, settings.page_size, device)
+    check_host_memory(num_bytes)
     return choose_transport(
         settings.transfer_protocol,
         settings.ib_device,
         settings.reachable_host,
-        num_host_bytes=num_host_bytes(spec, _limits(settings, spec).totals, device),
+        num_host_bytes=num_bytes,
         uses_gpu=device.type == "cuda",
-    )
-
-
-def _limits(settings: DecodeSettings, spec: ModelSpec) -> Limits:
-    """The sizes of all pools. Raises DecodeSettingsError when nothing could ever be served with them."""
-    page_size = settings.page_size
-    if settings.device_buffer_size <= spec.index_topk:
-        raise DecodeSettingsError(
-            f"device_buffer_size {settings.device_buffer_size}: a hot buffer holds the {spec.index_topk} "
-            f"positions of a top-k and the newest token; give at least {spec.index_topk + 1}"
-        )
-    for name in ("device_pool_tokens", "index_pool_tokens"):
-        num_tokens = getattr(settings, name)
-        if 0 < num_tokens < page_size:
-            raise DecodeSettingsError(f"{name} {num_tokens}: less than one page of {page_size} tokens")
-    index_tokens = settings.index_pool_tokens or round_up(
-        settings.host_pool_tokens + settings.device_pool_tokens, page_size
-    )
-    return Limits(
-        totals=SlotCounts(
-            host=settings.host_pool_tokens,
-            device=settings.device_pool_tokens // page_size * page_size,
-            index=index_tokens // page_size * page_size,
-            aux=settings.max_running_requests * _AUX_SLOTS_PER_ROW,
-            req_row=settings.max_running_requests,
-        ),
-        page_size=page_size,
-        max_context=spec.context_length,
-        index_topk=spec.index_topk,
-        device_buffer_size=settings.device_buffer_size,
-        auto_dense_margin=settings.auto_dense_margin,
     )

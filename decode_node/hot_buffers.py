@@ -6,7 +6,7 @@ buffers up, and spills dense requests. ``DecodeStep`` is the model's view of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +17,11 @@ from torch import Tensor
 from decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from decode_node.pools import PoolKind
 from decode_node.request import Request
-from kernels.attention import sparse_mla_attention
+from kernels.attention import TorchAttention
 from kernels.hot_state import ABSENT, HotBufferError, HotBufferState
 from kernels.indexer import gather_pages, index_topk
 from kernels.swap_in import MissPlan, backup_newest, newest_slots, preload, replay_misses, swap_in
+from model.paged_kv import formats_of
 from model.spec import ModelSpec
 from protocol.engine_messages import Mode
 
@@ -55,18 +56,27 @@ class HotBuffers:
         self.memory = memory
         self.page_size = page_size
         self.device = memory.k_dev.device
+        self.kv_format, self.index_format = formats_of(spec)
         self.state = HotBufferState.create(
             spec.num_index_layers, num_rows, spec.context_length, max_capacity, page_size, self.device
         )
         self.miss_plan = MissPlan.create(num_rows, spec.index_topk, self.device)
+        self.index_page_table = torch.zeros(
+            (num_rows, -(-spec.context_length // page_size)), dtype=torch.int32, device=self.device
+        )
+        """int32 [num_rows, max_pages]: page ids of each row's indexer keys; any value where there is none."""
         self._index_pages: dict[int, _IndexPages] = {}
+        self._warming: dict[int, torch.cuda.Event] = {}
+        self._warm_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        """Where rows are filled and warmed up, beside the steps of the others."""
         self._ended_counters = np.zeros(3, np.int64)
 
-    @property
-    def totals(self) -> tuple[int, int, int]:
-        """Hits, misses and evictions of all requests since the start."""
-        live = self.state.counters.sum(dim=0).cpu().numpy()
-        hits, misses, evictions = (self._ended_counters + live).tolist()
+    def totals(self, running: Collection[Request]) -> tuple[int, int, int]:
+        """Hits, misses and evictions since the start; of ``running`` requests, as of their last step."""
+        hits, misses, evictions = (
+            int(ended) + sum(request.row_counters[column] for request in running)
+            for column, ended in enumerate(self._ended_counters)
+        )
         return hits, misses, evictions
 
     @property
@@ -78,12 +88,40 @@ class HotBuffers:
         return self.spec.item_bytes * self.spec.num_layers / self.spec.num_index_layers
 
     def start(self, request: Request) -> None:
-        """Fill the row of a request that is RUNNING from now on, and warm its hot buffer up."""
+        """Fill the row of a request that is RUNNING from now on, and warm its hot buffer up.
+
+        On a GPU this goes on beside the steps of other requests: ``is_ready`` says when it is over.
+        """
+        if self._warm_stream is None:
+            self._fill(request)
+            return
+        # After the step that may have used the row's slots for the request before.
+        self._warm_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._warm_stream):
+            self._fill(request)
+            filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            filled.record()
+        self._warming[request.req_row] = filled
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether a RUNNING request can be in the next step."""
+        filled = self._warming.get(request.req_row)
+        if filled is None:
+            return True
+        if not filled.query():  # type: ignore[no-untyped-call]
+            return False
+        # Nothing is left to wait for; but the caching allocator and the step's stream have to know, too.
+        torch.cuda.current_stream(self.device).wait_event(filled)
+        del self._warming[request.req_row]
+        return True
+
+    def _fill(self, request: Request) -> None:
         row, holding = request.req_row, request.owned
         page_ids = pages_tensor(holding[PoolKind.INDEX], self.page_size)
         self._index_pages[row] = _IndexPages(
             page_ids.to(self.device), holding[PoolKind.INDEX][0].start, len(holding[PoolKind.INDEX]) == 1
         )
+        self.index_page_table[row, : page_ids.shape[0]] = page_ids.to(self.index_page_table)
         if request.mode is Mode.DENSE:
             device_pages = pages_tensor(holding[PoolKind.DEVICE], self.page_size)
             self.state.assign_dense_row(row, device_pages.to(self.device))
@@ -126,6 +164,8 @@ class HotBuffers:
     def release(self, request: Request) -> None:
         """Add the row's counters to the request's and empty it; a row that was never filled is empty."""
         row = request.req_row
+        if (filled := self._warming.pop(row, None)) is not None:
+            filled.synchronize()  # it still reads host slots that are about to be given up
         counters = self.state.counters[row].cpu().numpy()
         hits, misses, evictions = counters.tolist()
         request.hits += hits
@@ -151,7 +191,11 @@ class HotBuffers:
 
 
 class DecodeStep:
-    """The ``KvAccess`` of one decode forward: one new token a request, dense and hisparse together."""
+    """The ``KvAccess`` of one decode forward on the CPU: one new token a request, dense and hisparse.
+
+    Of formats that are plain numbers; a request at a time where that is fastest there. ``DeviceStep`` is its
+    counterpart for a GPU.
+    """
 
     def __init__(
         self, hot_buffers: HotBuffers, requests: Sequence[Request], index_pages: Sequence[_IndexPages]
@@ -160,6 +204,8 @@ class DecodeStep:
         self._state = hot_buffers.state
         self._memory = hot_buffers.memory
         self._miss_plan = hot_buffers.miss_plan
+        self._kv_format, self._index_format = hot_buffers.kv_format, hot_buffers.index_format
+        self._attention = TorchAttention(self._kv_format)
         self._page_size = hot_buffers.page_size
         self._index_pages = index_pages
         device, num_reqs = hot_buffers.device, len(requests)
@@ -189,15 +235,14 @@ class DecodeStep:
 
     def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
         """See ``model.dsa.KvAccess``; so below."""
-        kv_dev = self._memory.kv_dev[layer]
-        kv_dev[self._new_slots] = kv.to(kv_dev.dtype)
+        self._kv_format.store(self._memory.k_dev[layer], self._new_slots, kv)
         if index_keys is not None:
-            layer_keys = self._memory.index_keys[self._spec.index_group_of_layer[layer]]
-            layer_keys[self._new_index_slots] = index_keys.to(layer_keys.dtype)
+            group = self._spec.index_group_of_layer[layer]
+            self._index_format.store(self._memory.index[group], self._new_index_slots, index_keys)
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         top_k = self._spec.index_topk
-        layer_keys = self._memory.index_keys[group]
+        layer_keys = self._index_format.load(self._memory.index[group])
         selected = self._everything.clone()
         for req, (pages, seq_len) in enumerate(zip(self._index_pages, self._seq_len_of, strict=True)):
             if seq_len > top_k:
@@ -226,8 +271,7 @@ class DecodeStep:
             replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev)
         if self._device_slots is None:
             raise RuntimeError(f"layer {layer}: index group {group} has not been swapped in")
-        kv_dev = memory.kv_dev[layer]
-        return sparse_mla_attention(q, kv_dev, self._device_slots, self._spec.kv_lora_rank, scale)
+        return self._attention.attend(q, memory.k_dev[layer], self._device_slots, scale)
 
     def finish(self) -> None:
         """Copy the new tokens' items to the host, before the next step may give their slots away (I4)."""

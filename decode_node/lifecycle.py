@@ -23,6 +23,7 @@ from decode_node.rooms import DuplicateRoom, Landing, Rooms
 from decode_node.scheduler import Admission, Limits, StepPlan, refusal
 from model.sampling import finish_reason
 from protocol.engine_messages import (
+    FinishReason,
     FromEngine,
     Generate,
     HisparseFlag,
@@ -69,6 +70,8 @@ class Lifecycle:
     metrics: Metrics
     send: Callable[[FromEngine], None]
     contact_timeout_secs: float = CONTACT_TIMEOUT_SECS
+    stream_interval: int = 1
+    """Tokens in a message to the front; a request's first and last ones do not wait."""
 
     # --- from the front ---------------------------------------------------------------------------
 
@@ -296,30 +299,51 @@ class Lifecycle:
 
     # --- the ways out -----------------------------------------------------------------------------
 
+    def is_last(self, request: Request, token_id: int) -> bool:
+        """Whether ``request`` ends with ``token_id`` as its next output token."""
+        num_output = len(request.output_token_ids) + 1
+        eos_token_ids = self.hot_buffers.spec.eos_token_ids
+        return finish_reason(token_id, num_output, request.sampling, eos_token_ids)[0] is not None
+
     def emit(self, request: Request, token_id: int, logprob: TokenLogprob | None, now: float) -> None:
         """Give one more token to the client, and end the request when it is the last."""
         request.output_token_ids.append(token_id)
+        request.unsent_token_ids.append(token_id)
+        if logprob is not None:
+            request.unsent_logprobs.append(logprob)
         reason, matched = finish_reason(
-            token_id, len(request.output_token_ids), request.sampling, self.hot_buffers.spec.eos_token_ids
+            token_id,
+            len(request.output_token_ids),
+            request.sampling,
+            self.hot_buffers.spec.eos_token_ids,
         )
         self.metrics.generated(request.mode)
         if reason is not None:
             self._end(request, Landing.QUIET, now)
+        is_first = len(request.output_token_ids) == 1
+        if reason is not None or is_first or len(request.unsent_token_ids) >= self.stream_interval:
+            self._send_tokens(request, reason, matched)
+
+    def _send_tokens(self, request: Request, reason: FinishReason | None, matched: int | None) -> None:
         self.send(
             Tokens(
                 request_id=request.request_id,
-                token_ids=(token_id,),
-                logprobs=() if logprob is None else (logprob,),
+                token_ids=tuple(request.unsent_token_ids),
+                logprobs=tuple(request.unsent_logprobs),
                 finish_reason=reason,
                 matched_stop_token=matched,
                 stats=request.stats(),
             )
         )
+        request.unsent_token_ids.clear()
+        request.unsent_logprobs.clear()
 
     def fail(self, request: Request, status: int, error: str, landing: Landing, now: float) -> None:
         """End the request with an error for its client."""
         log.warning("room %d (%s) failed with %d: %s", request.room, request.state, status, error)
         self.metrics.add("failed_requests_total")
+        if request.unsent_token_ids:
+            self._send_tokens(request, None, None)
         self._end(request, landing, now)
         self.send(RequestFailed(request.request_id, status, error))
 

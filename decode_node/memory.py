@@ -10,6 +10,12 @@ aux         uint8 [num_slots, aux slot bytes]                    prefill nodes
 ==========  ===================================================  ======================
 
 Remote writes land at any time in slots of landing and quarantined rooms, and nowhere else.
+
+The device and the index pool have one more page than the allocators know of, at their end: the scratch page.
+Padding of a batch writes there, so that a captured CUDA graph needs no branch for it.
+
+With a GPU the host pool and the aux slots are pinned, and the order of the end is fixed: the transport lets
+go of the memory first, then CUDA (``close``), then it is unmapped.
 """
 
 from __future__ import annotations
@@ -21,47 +27,87 @@ import torch
 from torch import Tensor
 
 from decode_node.pools import SlotCounts
+from kernels.host_memory import HostMemoryError, HostPool, Pinning, allocate_host
 from model.spec import ModelSpec
 from protocol.messages import Extent, Region, RegionKind, Room
 from transfer.aux_record import AuxLayout, AuxRecord
+from transfer.doctor_checks import Status, check_memory
 from transfer.engine import TransferEngine
 from transfer.extents import extents_to_slots
+from transfer.machine import Machine
 
 log = logging.getLogger(__name__)
 
 
 class DecodeMemory:
-    """The tensors of all pools, allocated and registered once. ``totals`` are the pools' sizes in slots."""
+    """The tensors of all pools, allocated and registered once.
 
-    def __init__(self, spec: ModelSpec, totals: SlotCounts, device: torch.device) -> None:
+    ``totals``: the slots that allocators hand out, whole pages in the device and the index pool.
+    ``pinning``: CUDA's when not given. Raises HostMemoryError.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        totals: SlotCounts,
+        page_size: int,
+        device: torch.device,
+        pinning: Pinning | None = None,
+    ) -> None:
         self.aux_layout = AuxLayout(spec.num_index_layers, spec.index_topk)
-        pools = {
-            kind: torch.zeros(shape, dtype=torch.uint8, device=where)
-            for kind, (shape, where) in _shapes(spec, totals, device).items()
-        }
+        self.scratch_device_slot = totals.device
+        """The first slot of the scratch page; the others follow. So in the index pool."""
+        self.scratch_index_slot = totals.index
+        shapes = _shapes(spec, totals, page_size, device)
+        self._host_pools: list[HostPool] = []
+        pools: dict[RegionKind, Tensor] = {}
+        for kind, (shape, where) in shapes.items():
+            if kind in (RegionKind.KV_HOST, RegionKind.AUX):
+                # Without a GPU, pages come into being as they are written: there may be fewer than asked for.
+                host_pool = allocate_host(
+                    math.prod(shape),
+                    pinned=device.type == "cuda",
+                    touch=device.type == "cuda",
+                    name=f"pool {kind}",
+                    pinning=pinning,
+                )
+                self._host_pools.append(host_pool)
+                pools[kind] = host_pool.tensor.view(shape)
+            else:
+                pools[kind] = torch.zeros(shape, dtype=torch.uint8, device=where)
         self.k_host = pools[RegionKind.KV_HOST]
         self.k_dev = pools[RegionKind.KV_DEVICE]
         self.index = pools[RegionKind.INDEX]
         self.aux = pools[RegionKind.AUX][0]
-        self.kv_dev = self.k_dev.view(spec.kv_dtype)
-        """[num_layers, num_slots, item_dim]: the device pool as the model sees it."""
-        self.index_keys = self.index.view(spec.kv_dtype)
-        """[num_index_layers, num_slots, index_head_dim]"""
+        self.kv_dev = _numbers(self.k_dev, spec.kv_dtype)
+        """[num_layers, num_slots, item_dim]: the items as numbers; None where they are more (fp8)."""
+        self.index_keys = _numbers(self.index, spec.index_dtype)
+        """[num_index_layers, num_slots, index_head_dim]; so too."""
         self._by_kind = {
-            RegionKind.KV_HOST: (self.k_host, totals.host),
-            RegionKind.KV_DEVICE: (self.k_dev, totals.device),
-            RegionKind.INDEX: (self.index, totals.index),
-            RegionKind.AUX: (self.aux, totals.aux),
+            RegionKind.KV_HOST: self.k_host,
+            RegionKind.KV_DEVICE: self.k_dev,
+            RegionKind.INDEX: self.index,
+            RegionKind.AUX: self.aux[None],
         }
-        num_bytes = sum(tensor.nbytes for tensor, _ in self._by_kind.values())
-        log.info("pools of %s take %.1f MiB", totals, num_bytes / (1 << 20))
+        log.info("pools: %s", ", ".join(_describe(kind, pool) for kind, pool in self._by_kind.items()))
 
     def register(self, engine: TransferEngine) -> tuple[Region, ...]:
         """Let peers write to all pools. Raises TransferError."""
         return tuple(
-            Region(kind, engine.register(tensor), tensor.nbytes, num_slots)
-            for kind, (tensor, num_slots) in self._by_kind.items()
+            Region(kind, engine.register(pool), pool.nbytes, num_slots=pool.shape[1])
+            for kind, pool in self._by_kind.items()
         )
+
+    def close(self) -> None:
+        """Let go of main memory. The transport must have unregistered it, and no step may be in flight.
+
+        May be called again. The pools are empty tensors afterwards.
+        """
+        self.k_host = self.k_host[:, :0].clone()
+        self.aux = self.aux[:0].clone()
+        self._by_kind.clear()
+        for pool in self._host_pools:
+            pool.close()
 
     def take_aux(self, aux_slot: int, room: Room) -> AuxRecord:
         """Read the record of ``room`` and blank the slot. Raises AuxMismatch, with the slot blanked too."""
@@ -74,29 +120,68 @@ class DecodeMemory:
     def spill(self, device: tuple[Extent, ...], host: tuple[Extent, ...], num_tokens: int) -> None:
         """Copy the items of positions [0, num_tokens), in all layers, from device to host slots."""
         src_device_slots = slots_tensor(device)[:num_tokens].to(self.k_dev.device)
-        dst_host_slots = slots_tensor(host)[:num_tokens]
+        runs = host_runs(host, num_tokens)
         for layer_dev, layer_host in zip(self.k_dev, self.k_host, strict=True):
-            layer_host[dst_host_slots] = layer_dev[src_device_slots].cpu()
+            items = layer_dev[src_device_slots]
+            for start, dst_host in runs:
+                # The next layer's items may take this one's place only behind these copies, in stream order.
+                layer_host[dst_host].copy_(
+                    items[start : start + dst_host.stop - dst_host.start], non_blocking=True
+                )
+        if self.k_dev.device.type == "cuda":
+            torch.cuda.current_stream(self.k_dev.device).synchronize()
 
 
-def num_host_bytes(spec: ModelSpec, totals: SlotCounts, device: torch.device) -> int:
+def check_host_memory(num_bytes: int, machine: Machine | None = None) -> None:
+    """Raise HostMemoryError unless ``num_bytes`` of main memory are free, in machine and container."""
+    check = check_memory(num_bytes, machine or Machine())
+    if check.status is Status.FAIL:
+        raise HostMemoryError(
+            f"the pools in main memory need {num_bytes} bytes, more than are free: {check.found}; "
+            f"{check.remedy}"
+        )
+
+
+def num_host_bytes(spec: ModelSpec, totals: SlotCounts, page_size: int, device: torch.device) -> int:
     """Bytes of main memory that a DecodeMemory of these sizes registers."""
-    shapes = _shapes(spec, totals, device).values()
+    shapes = _shapes(spec, totals, page_size, device).values()
     return sum(math.prod(shape) for shape, where in shapes if where.type == "cpu")
 
 
+def host_runs(host: tuple[Extent, ...], num_tokens: int) -> list[tuple[int, slice]]:
+    """First position and host slots of each extent, up to position ``num_tokens``."""
+    runs, start = [], 0
+    for extent in host:
+        length = min(extent.length, num_tokens - start)
+        if length <= 0:
+            break
+        runs.append((start, slice(extent.start, extent.start + length)))
+        start += length
+    return runs
+
+
 def _shapes(
-    spec: ModelSpec, totals: SlotCounts, device: torch.device
+    spec: ModelSpec, totals: SlotCounts, page_size: int, device: torch.device
 ) -> dict[RegionKind, tuple[tuple[int, int, int], torch.device]]:
-    """Layers, slots and item bytes of each pool, and where it is."""
+    """Layers, slots and item bytes of each pool, scratch pages included, and where it is."""
     host = torch.device("cpu")
     aux_slot_bytes = AuxLayout(spec.num_index_layers, spec.index_topk).slot_bytes
+    num_device_slots, num_index_slots = totals.device + page_size, totals.index + page_size
     return {
         RegionKind.KV_HOST: ((spec.num_layers, totals.host, spec.item_bytes), host),
-        RegionKind.KV_DEVICE: ((spec.num_layers, totals.device, spec.item_bytes), device),
-        RegionKind.INDEX: ((spec.num_index_layers, totals.index, spec.index_item_bytes), device),
+        RegionKind.KV_DEVICE: ((spec.num_layers, num_device_slots, spec.item_bytes), device),
+        RegionKind.INDEX: ((spec.num_index_layers, num_index_slots, spec.index_item_bytes), device),
         RegionKind.AUX: ((1, totals.aux, aux_slot_bytes), host),
     }
+
+
+def _numbers(pool: Tensor, dtype: torch.dtype) -> Tensor | None:
+    return None if dtype is torch.uint8 else pool.view(dtype)
+
+
+def _describe(kind: RegionKind, pool: Tensor) -> str:
+    unit = "records" if kind is RegionKind.AUX else "tokens"
+    return f"{kind} {pool.shape[1]} {unit} of {pool.shape[0]} layers, {pool.nbytes / (1 << 30):.2f} GiB"
 
 
 def slots_tensor(extents: tuple[Extent, ...]) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode_node.pools import Holding, PoolKind
-from protocol.engine_messages import HisparseFlag, Mode, RequestStats, SamplingParams
+from protocol.engine_messages import HisparseFlag, Mode, RequestStats, SamplingParams, TokenLogprob
 from protocol.messages import Room
 
 
@@ -90,6 +90,12 @@ class Request:
 
     # From RUNNING on.
     output_token_ids: list[int] = field(default_factory=list)
+    unsent_token_ids: list[int] = field(default_factory=list)
+    unsent_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """The latest of the output, which the front has not been told of."""
+    num_in_flight: int = 0
+    """Output tokens that launched steps will yield and nobody has read yet; at most one where a step is
+    planned."""
     hot_positions: list[NDArray[np.int32]] | None = None
     """Per index group, what the hot buffer is to be warmed with on (re)admission, most useful first."""
     num_cached_tokens: int = 0
@@ -109,13 +115,21 @@ class Request:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens whose KV exists once the request has run: all but the newest output token."""
+        """Tokens whose KV exists once the request has run, steps in flight left out.
+
+        All but the newest output token.
+        """
         return self.num_prompt_tokens + len(self.output_token_ids) - 1
 
     @property
     def next_seq_len(self) -> int:
         """Length of the sequence in the next step, the newest token included."""
-        return self.num_kv_tokens + 1
+        return self.num_kv_tokens + self.num_in_flight + 1
+
+    @property
+    def has_next_step(self) -> bool:
+        """Whether a token may follow those that are in flight."""
+        return len(self.output_token_ids) + self.num_in_flight < self.sampling.max_new_tokens
 
     @property
     def owned(self) -> Holding:

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +24,17 @@ import torch
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError, check_range, check_tensor
+from kernels.cuda_launch import (
+    cupy_module,
+    launch,
+    max_block_shared_bytes,
+    num_multiprocessors,
+    translation_unit,
+)
 from kernels.hot_state import HotBufferState
 from kernels.reference import Pools, warm_positions
 from kernels.swap_in import MissPlan
 
-CSRC = Path(__file__).parent / "csrc"
 MAIN_SOURCE = "swap_in.cu"
 
 NUM_PLANNERS = 512
@@ -63,8 +67,6 @@ MAX_SLICES_IN_PLACE = 2
 """Blocks of a request up to which they stay on their multiprocessors from launch to launch."""
 COPY_THREADS = 256
 COPY_BLOCKS_PER_SM = 4
-HOPPER = (9, 0)
-"""The first compute capability with programmatic dependent launch."""
 
 _PINNED = 1
 """cudaMemoryTypeHost"""
@@ -140,7 +142,7 @@ def swap_in(
         ):
             tensor = getattr(miss_plan, name)
             check_tensor(f"miss_plan.{name}", tensor, dtypes=(dtype,), shape=shape, device=state.device)
-    split = _Split.of(num_reqs, top_k, _num_sms(state.device))
+    split = _Split.of(num_reqs, top_k, num_multiprocessors(state.device))
     workspace = _workspace(state)
     positions_per_thread = split.positions_per_thread
     capacity = _round_up(state.max_capacity, ENTRIES_PER_ROUND)
@@ -148,7 +150,7 @@ def swap_in(
     kernel = _kernel("swap_in", positions_per_thread, _are_wide(pool_parameters))
     max_slice = NUM_PLANNERS * positions_per_thread
     shared_bytes = capacity + 2 * max_slice
-    max_shared_bytes = _max_shared_bytes(state.device) - kernel.shared_size_bytes
+    max_shared_bytes = max_block_shared_bytes(state.device) - kernel.shared_size_bytes
     # A block with many positions reads the row's slots in order instead of one by one.
     hot_slots_in_shared = (
         split.slice_len >= MANY_POSITIONS and shared_bytes + 4 * capacity <= max_shared_bytes
@@ -184,7 +186,7 @@ def swap_in(
     parameters["keeps_place"] = split.keeps_place
     parameters["layer"] = layer
     parameters["hot_slots_in_shared"] = hot_slots_in_shared
-    _launch(kernel, state.device, split.num_blocks, NUM_THREADS, parameters, shared_bytes)
+    launch(kernel, state.device, split.num_blocks, NUM_THREADS, parameters, shared_bytes)
 
 
 def replay_misses(miss_plan: MissPlan, layer: int, pools: Pools) -> None:
@@ -246,8 +248,8 @@ def backup_newest(
     parameters["pools"] = _pools(pools)
     parameters["num_layers"] = num_layers
     warps_per_block = COPY_THREADS // 32
-    num_blocks = min(-(-num_items // warps_per_block), COPY_BLOCKS_PER_SM * _num_sms(state.device))
-    _launch(_kernel("backup_newest"), state.device, num_blocks, COPY_THREADS, parameters)
+    num_blocks = min(-(-num_items // warps_per_block), COPY_BLOCKS_PER_SM * num_multiprocessors(state.device))
+    launch(_kernel("backup_newest"), state.device, num_blocks, COPY_THREADS, parameters)
 
 
 def newest_slots(
@@ -261,29 +263,12 @@ def newest_slots(
     parameters["tables"] = _tables(state, 0)
     parameters["requests"] = _requests(seq_lens, req_rows, num_real_reqs)
     parameters["out"] = out.data_ptr()
-    _launch(_kernel("newest_slots"), state.device, -(-num_reqs // 128), 128, parameters)
+    launch(_kernel("newest_slots"), state.device, -(-num_reqs // 128), 128, parameters)
 
 
 def source() -> str:
-    """The whole translation unit: ``csrc/swap_in.cu`` with its own headers put in place of their includes.
-
-    One string, so that every cache of compiled code sees a change of a header.
-    """
-    seen: set[str] = set()
-
-    def expand(name: str) -> str:
-        if name in seen:
-            return ""
-        seen.add(name)
-        text = (CSRC / name).read_text().replace("#pragma once\n", "\n")
-        return re.sub(
-            r'^#include "(.+)"$',
-            lambda match: f'#line 1 "{match[1]}"\n{expand(match[1])}',
-            f'#line 1 "{name}"\n{text}',
-            flags=re.MULTILINE,
-        )
-
-    return expand(MAIN_SOURCE)
+    """The whole translation unit: ``csrc/swap_in.cu`` with its own headers."""
+    return translation_unit(MAIN_SOURCE)
 
 
 def compile_options(positions_per_thread: int, only_wide_items: bool) -> tuple[str, ...]:
@@ -350,7 +335,7 @@ class _Workspace:
 
     @classmethod
     def create(cls, state: HotBufferState) -> _Workspace:
-        most_split_requests = min(_num_sms(state.device), MAX_BLOCKS) // 2
+        most_split_requests = min(num_multiprocessors(state.device), MAX_BLOCKS) // 2
         bit_bytes = 4 * most_split_requests * -(-state.max_capacity // 32)
         round_bytes = _round_up(ROUND_HEADER_BYTES + bit_bytes, 16)
         return cls(
@@ -400,8 +385,8 @@ def _copy_planned(plan: MissPlan, pools: Pools, layers: Tensor | None = None, fi
     parameters["layers"] = 0 if layers is None else layers.data_ptr()
     parameters["num_layers"] = 1 if layers is None else layers.shape[0]
     parameters["first_layer"] = first_layer
-    num_blocks = COPY_BLOCKS_PER_SM * _num_sms(device)
-    _launch(_kernel("copy_planned"), device, num_blocks, COPY_THREADS, parameters)
+    num_blocks = COPY_BLOCKS_PER_SM * num_multiprocessors(device)
+    launch(_kernel("copy_planned"), device, num_blocks, COPY_THREADS, parameters)
 
 
 def _tables(state: HotBufferState, group: int) -> tuple[int, ...]:
@@ -463,59 +448,12 @@ def _are_wide(pools: npt.NDArray[Any]) -> bool:
 
 def _mapped_address(name: str, host: Tensor) -> int:
     """The address under which the GPU reads ``host``, which must be pinned or registered memory."""
-    attributes = _cupy().cuda.runtime.pointerGetAttributes(host.data_ptr())
+    attributes = cupy_module().cuda.runtime.pointerGetAttributes(host.data_ptr())
     if attributes.type != _PINNED or not attributes.devicePointer:
         raise KernelArgumentError(
             f"{name}: expected pinned host memory (pin_memory=True or cudaHostRegister), got pageable memory"
         )
     return int(attributes.devicePointer)
-
-
-def _launch(
-    kernel: Any,
-    device: torch.device,
-    num_blocks: int,
-    num_threads: int,
-    parameters: npt.NDArray[Any],
-    shared_bytes: int = 0,
-) -> None:
-    """One launch on torch's current stream. Its blocks may take their places while the kernel in front still
-    runs, where the GPU can do that; they wait for its end before they read anything.
-    """
-    driver = _driver()
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
-    config.sharedMemBytes = shared_bytes
-    config.hStream = torch.cuda.current_stream(device).cuda_stream
-    if torch.cuda.get_device_capability(device) >= HOPPER:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs = [attribute]
-        config.numAttrs = 1
-    addresses = np.array([parameters.ctypes.data], dtype=np.uint64)
-    with torch.cuda.device(device):
-        (error,) = driver.cuLaunchKernelEx(config, kernel.kernel.ptr, addresses.ctypes.data, 0)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(
-            f"{kernel.name}: {error.name} from a launch of {num_blocks} blocks of {num_threads} threads "
-            f"with {shared_bytes} bytes of shared memory each"
-        )
-
-
-@functools.cache
-def _cupy() -> Any:
-    import cupy
-
-    return cupy
-
-
-@functools.cache
-def _driver() -> Any:
-    from cuda.bindings import driver
-
-    return driver
 
 
 @functools.cache
@@ -526,16 +464,4 @@ def _kernel(name: str, positions_per_thread: int = 1, only_wide_items: bool = Fa
 @functools.cache
 def _module(positions_per_thread: int, only_wide_items: bool) -> Any:
     options = compile_options(positions_per_thread, only_wide_items)
-    return _cupy().RawModule(code=source(), options=options, backend="nvrtc")
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _max_shared_bytes(device: torch.device) -> int:
-    """Shared memory that a block may ask for."""
-    with torch.cuda.device(device):
-        return int(_cupy().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
+    return cupy_module().RawModule(code=source(), options=options, backend="nvrtc")

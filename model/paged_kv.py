@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_mla_attention
+from kernels.attention import AttentionBackend, TorchAttention
 from kernels.indexer import gather_pages, index_topk
+from kernels.kv_format import FP8_E4M3, IndexKeyFormat, KvFormat
+from kernels.paged_indexer import IndexerScratch, paged_index_topk
 from model.spec import ModelSpec
 
 
@@ -27,6 +30,30 @@ class PagedRequest:
     @property
     def seq_len(self) -> int:
         return self.prefix_len + self.num_new_tokens
+
+
+@dataclass(frozen=True)
+class PagedKernels:
+    """What the forwards of one node compute attention with. ``scratch``: of the indexer on a GPU."""
+
+    kv_format: KvFormat
+    index_format: IndexKeyFormat
+    attention: AttentionBackend
+    scratch: IndexerScratch | None = None
+
+    @classmethod
+    def reference(cls, spec: ModelSpec) -> PagedKernels:
+        """The torch reference, for any device."""
+        kv_format, index_format = formats_of(spec)
+        return cls(kv_format, index_format, TorchAttention(kv_format))
+
+
+def formats_of(spec: ModelSpec) -> tuple[KvFormat, IndexKeyFormat]:
+    """Of the items and of the indexer keys of a model in the pools."""
+    return (
+        KvFormat(spec.kv_format, spec.kv_lora_rank, spec.qk_rope_head_dim),
+        IndexKeyFormat(spec.index_format, spec.index_head_dim),
+    )
 
 
 class PagedKv:
@@ -48,6 +75,7 @@ class PagedKv:
         page_size: int,
         requests: Sequence[PagedRequest],
         on_written: Callable[[int], None] | None = None,
+        kernels: PagedKernels | None = None,
     ) -> None:
         for number, request in enumerate(requests):
             if request.num_new_tokens < 1 or request.prefix_len < 0:
@@ -61,14 +89,15 @@ class PagedKv:
                     f"pages of {page_size}"
                 )
         self._spec = spec
-        self._device_pool = device_pool.view(spec.kv_dtype)
-        self._index_pool = index_pool.view(spec.kv_dtype)
+        self._kernels = kernels or PagedKernels.reference(spec)
+        self._device_pool = device_pool
+        self._index_pool = index_pool
         self._page_size = page_size
         self._requests = requests
         self._on_written = on_written
         device = device_pool.device
         max_pages = max((request.page_ids.shape[0] for request in requests), default=1)
-        self._page_table = torch.zeros((len(requests), max_pages), dtype=torch.int64, device=device)
+        self._page_table = torch.zeros((len(requests), max_pages), dtype=torch.int32, device=device)
         for number, request in enumerate(requests):
             self._page_table[number, : request.page_ids.shape[0]] = request.page_ids
         lengths = torch.tensor([request.num_new_tokens for request in requests], device=device)
@@ -77,6 +106,10 @@ class PagedKv:
             [torch.arange(request.prefix_len, request.seq_len, device=device) for request in requests]
         )
         """int64 [num_tokens]: the positions that the forward needs."""
+        self._num_tokens = torch.tensor(
+            [sum(request.num_new_tokens for request in requests)], dtype=torch.int32, device=device
+        )
+        self._last_row_of = [total - 1 for total in accumulate(r.num_new_tokens for r in requests)]
         self.last_rows = lengths.cumsum(0) - 1
         """int64 [num_requests]: each request's last new token among the forward's tokens."""
         self._new_slots = self._slots(self.positions[:, None])[:, 0]
@@ -89,40 +122,57 @@ class PagedKv:
         ]
 
     def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
-        self._device_pool[layer, self._new_slots] = kv.to(self._spec.kv_dtype)
+        self._kernels.kv_format.store(self._device_pool[layer], self._new_slots, kv)
         if index_keys is not None:
             group = self._spec.index_group_of_layer[layer]
-            self._index_pool[group, self._new_slots] = index_keys.to(self._spec.kv_dtype)
+            self._kernels.index_format.store(self._index_pool[group], self._new_slots, index_keys)
         if self._on_written is not None:
             self._on_written(layer)
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        if self.positions.device.type == "cpu" and self._kernels.index_format.name != FP8_E4M3:
+            selected = self._select_by_request(group, q_index, weights)
+        else:
+            selected = paged_index_topk(
+                q_index,
+                weights,
+                self._index_pool[group],
+                self._page_table,
+                self._request_of_token,
+                self.positions,
+                self._num_tokens,
+                page_size=self._page_size,
+                top_k=self._spec.index_topk,
+                key_format=self._kernels.index_format.name,
+                scratch=self._kernels.scratch,
+            )
+        for number, hint in enumerate(self.hints):
+            if hint is not None:
+                hint[group] = selected[self._last_row_of[number]]
+        return selected
+
+    def _select_by_request(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        """On the CPU one matrix product a request is fastest, and its selection is transformers' own."""
+        keys_of_layer = self._kernels.index_format.load(self._index_pool[group])
         parts = []
         start = 0
         for number, request in enumerate(self._requests):
             rows = slice(start, start + request.num_new_tokens)
             start = rows.stop
-            keys = gather_pages(
-                self._index_pool[group], self._page_table[number], self._page_size, request.seq_len
+            keys = gather_pages(keys_of_layer, self._page_table[number], self._page_size, request.seq_len)
+            parts.append(
+                index_topk(q_index[rows], weights[rows], keys, self.positions[rows], self._spec.index_topk)
             )
-            selected = index_topk(
-                q_index[rows], weights[rows], keys, self.positions[rows], self._spec.index_topk
-            )
-            hint = self.hints[number]
-            if hint is not None:
-                hint[group] = selected[-1]
-            parts.append(selected)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
         # Shared-index layers attend to the very tensor of their group's first layer.
         if self._resolved is None or self._resolved[0] is not positions:
-            self._resolved = (positions, self._slots(positions))
-        slots = self._resolved[1]
-        return sparse_mla_attention(q, self._device_pool[layer], slots, self._spec.kv_lora_rank, scale)
+            self._resolved = (positions, self._slots(positions).int())
+        return self._kernels.attention.attend(q, self._device_pool[layer], self._resolved[1], scale)
 
     def _slots(self, positions: Tensor) -> Tensor:
         """Device slots, int64 [num_tokens, n], of ``positions`` of each token's request; -1 where -1."""
         known = positions.clamp(min=0).long()
-        page_ids = self._page_table[self._request_of_token[:, None], known // self._page_size]
+        page_ids = self._page_table[self._request_of_token[:, None], known // self._page_size].long()
         return (page_ids * self._page_size + known % self._page_size).masked_fill_(positions < 0, -1)

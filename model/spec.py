@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kernels.kv_format import FORMAT_NAMES, IndexKeyFormat, KvFormat
 from protocol.messages import Geometry
 
 SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
@@ -45,8 +46,10 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     """Of weights and activations."""
-    kv_dtype: torch.dtype
-    """Of KV items and indexer keys in the pools."""
+    kv_format: str
+    """Of KV items in the pools: a name of ``kernels.kv_format``."""
+    index_format: str
+    """Of indexer keys in the pools: a name of ``kernels.kv_format``."""
     fingerprint: str
     """Identity of configuration and weights: equal on two nodes exactly when they run the same model."""
 
@@ -69,18 +72,30 @@ class ModelSpec:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the numbers in a KV item; uint8 where an item is more than an array of numbers."""
+        return DTYPES.get(self.kv_format, torch.uint8)
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """Of the numbers in an indexer key; so too."""
+        return DTYPES.get(self.index_format, torch.uint8)
+
+    @property
     def item_bytes(self) -> int:
-        return self.item_dim * self.kv_dtype.itemsize
+        """Of one token's KV in one layer."""
+        return KvFormat(self.kv_format, self.kv_lora_rank, self.qk_rope_head_dim).item_bytes
 
     @property
     def index_item_bytes(self) -> int:
-        return self.index_head_dim * self.kv_dtype.itemsize
+        """Of one token's indexer key in one index layer."""
+        return IndexKeyFormat(self.index_format, self.index_head_dim).item_bytes
 
     def geometry(self, page_size: int) -> Geometry:
-        """What a peer must agree on."""
+        """What a peer must agree on. Formats of indexer keys differ in their ``index_item_bytes``."""
         return Geometry(
             model_fingerprint=self.fingerprint,
-            dtype=str(self.kv_dtype).removeprefix("torch."),
+            dtype=self.kv_format,
             num_layers=self.num_layers,
             num_index_layers=self.num_index_layers,
             item_bytes=self.item_bytes,
@@ -97,11 +112,13 @@ def load_spec(
     context_length: int = 0,
     *,
     device: str = "cpu",
+    indexer_cache_dtype: str = "auto",
 ) -> ModelSpec:
     """Read the spec of the checkpoint in ``model_path``.
 
     ``dtype``: "auto" is float32 on the CPU and the checkpoint's own elsewhere. ``kv_cache_dtype``: "auto" is
-    ``dtype``. ``context_length``: 0 is the model's own, and it cannot be more. Raises CheckpointError.
+    ``dtype``. ``indexer_cache_dtype``: "auto" is ``kv_cache_dtype``. ``context_length``: 0 is the model's
+    own, and it cannot be more. Raises CheckpointError.
     """
     path = Path(model_path)
     config = _read_config(path)
@@ -113,6 +130,7 @@ def load_spec(
             f"context_length {context_length}: the model in {path} has {model_context} at most"
         )
     compute_dtype = _compute_dtype(config, dtype, device)
+    kv_format = _cache_format("kv_cache_dtype", kv_cache_dtype, str(compute_dtype).removeprefix("torch."))
     return ModelSpec(
         model_type=config["model_type"],
         num_layers=num_layers,
@@ -125,9 +143,8 @@ def load_spec(
         vocab_size=_integer(config, path, "vocab_size"),
         eos_token_ids=_eos_token_ids(config, path),
         dtype=compute_dtype,
-        kv_dtype=compute_dtype
-        if kv_cache_dtype == "auto"
-        else _named_dtype("kv_cache_dtype", kv_cache_dtype),
+        kv_format=kv_format,
+        index_format=_cache_format("indexer_cache_dtype", indexer_cache_dtype, kv_format),
         fingerprint=_fingerprint(config, weight_files),
     )
 
@@ -236,6 +253,13 @@ def _named_dtype(name: str, value: str) -> torch.dtype:
     if value not in DTYPES:
         raise CheckpointError(f"{name} is {value!r}; supported are {', '.join(DTYPES)}")
     return DTYPES[value]
+
+
+def _cache_format(name: str, value: str, auto: str) -> str:
+    """``value``, or what ``auto`` says."""
+    if value not in ("auto", *FORMAT_NAMES):
+        raise CheckpointError(f"{name} is {value!r}; supported are auto, {', '.join(FORMAT_NAMES)}")
+    return auto if value == "auto" else value
 
 
 def _fingerprint(config: dict[str, Any], weight_files: list[Path]) -> str:

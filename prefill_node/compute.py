@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kernels.attention import choose_backend
+from kernels.paged_indexer import IndexerScratch
 from model.dsa import DsaModel
-from model.paged_kv import PagedKv, PagedRequest
+from model.paged_kv import PagedKernels, PagedKv, PagedRequest, formats_of
 from model.sampling import sample
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord
@@ -17,6 +20,11 @@ from prefill_node.scheduler import Chunk
 from protocol.engine_messages import SamplingParams, TokenLogprob
 from protocol.messages import Room
 from transfer.sender import Ready
+
+log = logging.getLogger(__name__)
+
+_SCRATCH_BYTES = 512 << 20
+"""Logits of the indexer on a GPU that a forward holds at a time at most."""
 
 LayerWritten = Callable[[int, Ready | None], None]
 """Called with a layer whose KV and indexer keys are written, and what to wait for before they are read."""
@@ -34,10 +42,20 @@ class FirstToken:
 class PromptRunner:
     """Runs chunks through the model and leaves their KV and indexer keys in ``memory``."""
 
-    def __init__(self, model: DsaModel, memory: PrefillMemory, page_size: int) -> None:
+    def __init__(
+        self,
+        model: DsaModel,
+        memory: PrefillMemory,
+        page_size: int,
+        attention_backend: str = "auto",
+        chunk_tokens: int = 1,
+    ) -> None:
+        """``chunk_tokens``: in a forward at most. Raises AttentionBackendError."""
         self._model = model
         self._memory = memory
         self._page_size = page_size
+        self._kernels = _kernels(model, memory.kv.device, attention_backend, chunk_tokens)
+        log.info("attention backend %s", self._kernels.attention.name)
 
     def run(
         self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten | None = None
@@ -58,7 +76,8 @@ class PromptRunner:
                 PagedRequest(self._page_ids(record), chunk.start, chunk.stop - chunk.start, want_hint=whole)
                 for (record, chunk), whole in zip(batch, is_whole, strict=True)
             ],
-            self._hook(on_written),
+            layer_hook(on_written, self._model.device),
+            self._kernels,
         )
         token_ids = torch.cat(
             [torch.from_numpy(record.token_ids[chunk.start : chunk.stop]) for record, chunk in batch]
@@ -81,18 +100,46 @@ class PromptRunner:
             for (record, hint), token_id, logprob in zip(whole, tokens, logprobs, strict=True)
         }
 
-    def _hook(self, on_written: LayerWritten | None) -> Callable[[int], None] | None:
-        """What the KV access is to call with each layer that it wrote.
-
-        On a GPU the bytes are not there yet at that time. A layer may leave then only with an event that was
-        recorded here as what to wait for; as none is, nothing is told and all layers leave after the forward.
-        """
-        if on_written is None or self._model.device.type != "cpu":
-            return None
-        return lambda layer: on_written(layer, None)
-
     def _page_ids(self, record: RoomRecord) -> Tensor:
         return torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)
+
+
+def layer_hook(on_written: LayerWritten | None, device: torch.device) -> Callable[[int], None] | None:
+    """What the KV access is to call with each layer that it wrote.
+
+    On a GPU the bytes are not there yet at that time: the layer goes with an event to wait for.
+    """
+    if on_written is None:
+        return None
+    if device.type == "cpu":
+        return lambda layer: on_written(layer, None)
+
+    def written(layer: int) -> None:
+        # A sender's thread waits for it and is not to spin.
+        stored = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        stored.record()
+        on_written(layer, stored)
+
+    return written
+
+
+def _kernels(
+    model: DsaModel, device: torch.device, attention_backend: str, chunk_tokens: int
+) -> PagedKernels:
+    spec = model.spec
+    kv_format, index_format = formats_of(spec)
+    attention = choose_backend(
+        attention_backend,
+        device=device,
+        kv_format=kv_format,
+        num_heads=model.num_heads,
+        top_k=spec.index_topk,
+    )
+    scratch = None
+    if device.type == "cuda":
+        most_rows = _SCRATCH_BYTES // (4 * spec.context_length)
+        scratch = IndexerScratch.create(max(1, min(chunk_tokens, most_rows)), spec.context_length, device)
+    return PagedKernels(kv_format, index_format, attention, scratch)
 
 
 def _sampling(record: RoomRecord) -> SamplingParams:

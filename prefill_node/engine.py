@@ -18,6 +18,7 @@ from typing import assert_never
 import msgspec
 import torch
 
+from kernels.device_memory import DeviceMemory
 from model.dsa import DsaModel, load_model
 from model.spec import ModelSpec, load_spec
 from prefill_node.compute import PromptRunner
@@ -29,6 +30,7 @@ from prefill_node.prefix_cache import PrefixCache
 from prefill_node.push import Pusher
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk, StepLimits, plan_step
+from prefill_node.sizing import size_kv_pool
 from protocol import process
 from protocol.access import PeerList
 from protocol.channels import ControlServer, EngineSocket, Poller, Wakeup, load_control_keys
@@ -83,6 +85,7 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
         settings.kv_cache_dtype,
         settings.context_length,
         device=settings.device,
+        indexer_cache_dtype=settings.indexer_cache_dtype,
     )
     transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
     model = load_model(settings.model_path, spec, settings.device)
@@ -94,7 +97,10 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
 
 
 class PrefillEngine:
-    """Wires the parts together and turns the loop; what happens to a room is ``Lifecycle``'s."""
+    """Wires the parts together and turns the loop; what happens to a room is ``Lifecycle``'s.
+
+    Raises PrefillSettingsError, TransferError, and DeviceMemoryError when the pools do not fit.
+    """
 
     def __init__(
         self,
@@ -108,7 +114,10 @@ class PrefillEngine:
         self._spec = spec
         self._instance_id = secrets.token_hex(8)
         self._geometry = spec.geometry(settings.page_size)
-        num_pages, num_aux_slots = _pool_sizes(settings)
+        device = torch.device(settings.device)
+        gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
+        num_pages = size_kv_pool(settings, spec, gpu_memory) // settings.page_size
+        num_aux_slots = _num_aux_slots(settings)
         self._limits = StepLimits(
             settings.chunked_prefill_size, settings.max_running_requests, settings.page_size, num_pages
         )
@@ -120,12 +129,18 @@ class PrefillEngine:
             spec,
             num_slots=num_pages * settings.page_size,
             num_aux_slots=num_aux_slots,
-            device=settings.device,
+            device=device,
         )
         self._memory.register(self._transfer)
         self._wakeup = Wakeup()
         self._sender = Sender(self._transfer, self._wakeup.set)
-        self._runner = PromptRunner(model, self._memory, settings.page_size)
+        self._runner = PromptRunner(
+            model,
+            self._memory,
+            settings.page_size,
+            settings.attention_backend,
+            settings.chunked_prefill_size,
+        )
 
         self._front = EngineSocket(ipc_path)
         keys = load_control_keys(settings.control_key_file)
@@ -367,8 +382,9 @@ class PrefillEngine:
 def _transport(settings: PrefillSettings, spec: ModelSpec) -> Transport:
     """Raises TransferSetupError."""
     device = torch.device(settings.device)
-    num_pages, num_aux_slots = _pool_sizes(settings)
-    num_slots = num_pages * settings.page_size
+    # A KV pool whose size is not known yet is on a GPU, and takes no main memory.
+    num_slots = settings.kv_pool_tokens // settings.page_size * settings.page_size
+    num_aux_slots = _num_aux_slots(settings)
     return choose_transport(
         settings.transfer_protocol,
         settings.ib_device,
@@ -378,9 +394,5 @@ def _transport(settings: PrefillSettings, spec: ModelSpec) -> Transport:
     )
 
 
-def _pool_sizes(settings: PrefillSettings) -> tuple[int, int]:
-    """Pages of the KV pool, and aux slots."""
-    return (
-        settings.kv_pool_tokens // settings.page_size,
-        AUX_SLOTS_PER_REQUEST * settings.max_running_requests,
-    )
+def _num_aux_slots(settings: PrefillSettings) -> int:
+    return AUX_SLOTS_PER_REQUEST * settings.max_running_requests

@@ -6,6 +6,7 @@ place.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from prefill_node.push import SourceRegions
 from protocol.engine_messages import TokenLogprob
 from transfer.aux_record import AuxLayout
 from transfer.plan import RegionView
+
+log = logging.getLogger(__name__)
 
 
 class Registrar(Protocol):
@@ -39,6 +42,15 @@ class PrefillMemory:
         self.kv = torch.zeros(kv_shape, dtype=torch.uint8, device=device)
         self.index = torch.zeros(index_shape, dtype=torch.uint8, device=device)
         self.aux = torch.zeros(aux_shape, dtype=torch.uint8)
+        log.info(
+            "pools: kv %d tokens of %d layers, %.2f GiB, index %.2f GiB, aux %d records, %.2f GiB",
+            num_slots,
+            spec.num_layers,
+            self.kv.nbytes / (1 << 30),
+            self.index.nbytes / (1 << 30),
+            num_aux_slots,
+            self.aux.nbytes / (1 << 30),
+        )
 
     def register(self, registrar: Registrar) -> None:
         """Let the transport read all of it. Raises the registrar's error."""

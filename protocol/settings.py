@@ -17,9 +17,12 @@ from protocol.access import PeerList, exposure
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
+TokensOrFree = Annotated[int, Field(ge=0, le=1 << 40)]
 Secs = Annotated[float, Field(gt=0, le=86400)]
 DrainSecs = Annotated[float, Field(ge=0, le=86400)]
 TransferProtocol = Literal["tcp", "rdma", "auto"]
+CacheDtype = Literal["auto", "float32", "bfloat16", "fp8_e4m3"]
+AttentionBackend = Literal["auto", "torch", "triton", "flashmla_sparse", "flashmla_kv"]
 
 
 def _networks(entries: tuple[str, ...]) -> tuple[str, ...]:
@@ -63,12 +66,25 @@ class NodeSettings(_Settings):
     context_length: int = Field(
         0, ge=0, description="prompt plus output of a request at most, in tokens; 0: the model's own"
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="dtype of the KV items; auto: --dtype"
+    kv_cache_dtype: CacheDtype = Field(
+        "auto", description="format of the KV items, the same on all nodes; auto: --dtype"
+    )
+    indexer_cache_dtype: CacheDtype = Field(
+        "auto", description="format of the indexer keys, the same on all nodes; auto: like the KV items"
+    )
+    attention_backend: AttentionBackend = Field(
+        "auto", description="what computes the sparse attention; auto: the fastest that runs here"
     )
     device: str = Field("cpu", description="torch device of the model and the device pool")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="dtype of weights and activations; auto: float32 on cpu, else the checkpoint's"
+    )
+    mem_fraction_static: float = Field(
+        0.85,
+        gt=0,
+        lt=1,
+        description="share of the GPU's memory for weights, pools and tables together, where the size of the "
+        "device pool is left to the node",
     )
     transfer_protocol: TransferProtocol = Field(
         "tcp",
@@ -111,6 +127,14 @@ class NodeSettings(_Settings):
     def reachable_host(self) -> str:
         return self.advertise_host or self.host
 
+    def _check_free_memory_is_known(self, name: str, num_tokens: int) -> None:
+        """Raises ValueError for a pool that is to take free GPU memory where there is no GPU."""
+        if num_tokens == 0 and not self.device.startswith("cuda"):
+            raise ValueError(
+                f"{name} 0: the size comes from free GPU memory with --device cuda only, and this node is on "
+                f"{self.device}; give a number of tokens"
+            )
+
     @property
     def exposure(self) -> str | None:
         """What other machines can do to this node, and the options against it; None when they cannot."""
@@ -134,12 +158,16 @@ class PrefillSettings(NodeSettings):
         description="layers in a batch of KV at least that leaves while the next ones compute; "
         "0: all in one batch, once the chunk is computed",
     )
-    kv_pool_tokens: Tokens = Field(65536, description="token slots in the KV pool, prefix cache included")
+    kv_pool_tokens: TokensOrFree = Field(
+        65536,
+        description="token slots in the KV pool, prefix cache included; 0: as many as free GPU memory holds",
+    )
     disable_prefix_cache: bool = Field(False, description="compute every prompt in full")
 
     @model_validator(mode="after")
     def _pool_holds_a_page(self) -> Self:
-        if self.kv_pool_tokens < self.page_size:
+        self._check_free_memory_is_known("kv_pool_tokens", self.kv_pool_tokens)
+        if 0 < self.kv_pool_tokens < self.page_size:
             raise ValueError(
                 f"kv_pool_tokens {self.kv_pool_tokens} must be at least page_size {self.page_size}"
             )
@@ -155,7 +183,9 @@ class DecodeSettings(NodeSettings):
     )
     device_buffer_size: Tokens = Field(4096, description="tokens in a request's hot buffer at most")
     host_pool_tokens: Tokens = Field(262144, description="token slots in the registered host pool")
-    device_pool_tokens: Tokens = Field(65536, description="token slots in the device pool")
+    device_pool_tokens: TokensOrFree = Field(
+        65536, description="token slots in the device pool; 0: as many as free GPU memory holds"
+    )
     index_pool_tokens: int = Field(
         0, ge=0, description="token slots in the indexer-key pool; 0: host pool plus device pool"
     )
@@ -165,6 +195,31 @@ class DecodeSettings(NodeSettings):
     quarantine_secs: Secs = Field(
         60.0, description="wait before slots of a failed transfer are reused, in seconds; above Mooncake's 30"
     )
+    stream_interval: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="tokens of a request that leave for its client together; more spare the servers work "
+        "where hundreds of requests stream, and a request's first and last tokens never wait",
+    )
+    cuda_graph_max_bs: int | None = Field(
+        None,
+        ge=0,
+        le=65536,
+        description="largest batch that a captured CUDA graph runs; default: --max-running-requests; "
+        "0: no graphs",
+    )
+
+    @model_validator(mode="after")
+    def _device_pool_can_be_sized(self) -> Self:
+        self._check_free_memory_is_known("device_pool_tokens", self.device_pool_tokens)
+        return self
+
+    @property
+    def max_graph_batch(self) -> int:
+        """Requests in a batch at most that a CUDA graph runs; 0: no graphs."""
+        asked = self.cuda_graph_max_bs
+        return self.max_running_requests if asked is None else min(asked, self.max_running_requests)
 
 
 class RouterSettings(_Settings):

@@ -25,7 +25,7 @@ REQUEST_TIMEOUT_SECS = 120.0
 BASE = ("docker-compose.yml", "compose.monitoring.yml")
 _COPIED = ("hisparse_pd.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".dockerignore")
 _COPIED_FOLDERS = (
-    *("decode_node", "deploy", "kernels", "model", "prefill_node", "protocol", "router", "transfer"),
+    *("bench", "decode_node", "deploy", "kernels", "model", "prefill_node", "protocol", "router", "transfer"),
 )
 PROMPT = "The key of room 41 is 7. " * 40
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.host_memory import CudaPinning
 from tests.gpu.support import DEVICE
 
 POISON = 0xA5
@@ -61,11 +62,9 @@ def registered(flat: Tensor) -> Iterator[None]:
     if DEVICE == "cpu":
         yield
         return
-    from cupy.cuda import runtime
-
-    runtime.hostRegister(flat.data_ptr(), flat.numel(), 0)
+    pinning = CudaPinning()
+    pinning.register(flat.data_ptr(), flat.numel())
     try:
         yield
     finally:
-        torch.cuda.synchronize()
-        runtime.hostUnregister(flat.data_ptr())
+        pinning.unregister(flat.data_ptr())

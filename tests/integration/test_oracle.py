@@ -10,6 +10,7 @@ warm cache; the full product of modes, batches and caches over all prompts is ma
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,8 @@ PAGE_SIZE = 32
 HOT_BUFFER = 160
 INDEX_TOPK = 64
 BATCH = 16
+DEVICE = os.environ.get("HISPARSE_PD_TEST_DEVICE", "cpu")
+"""Of both nodes; the oracle is transformers on the CPU."""
 REQUEST_TIMEOUT_SECS = 200.0
 FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 
@@ -81,7 +84,7 @@ def subject(
     prompts = make_prompts(seed=7)
     oracle = Oracle(checkpoint, prompts, NUM_NEW_TOKENS)
     log_dir = tmp_path_factory.mktemp(f"oracle-{request.param}")
-    common = ["--page-size", str(PAGE_SIZE)]
+    common = ["--page-size", str(PAGE_SIZE), "--device", DEVICE, "--dtype", "float32"]
     with (
         closing(oracle),
         deployment(

@@ -138,9 +138,15 @@ def test_summary_counts_by_length_and_depth() -> None:
 
 
 def test_other_tokens_fail_a_run_in_float32_alone() -> None:
-    for dtype, wrong, expected in (("float32", True, 1), ("float32", False, 0), ("bfloat16", True, 0)):
+    for dtype, kv_dtype, wrong, expected in (
+        ("float32", "auto", True, 1),
+        ("float32", "auto", False, 0),
+        ("float32", "fp8_e4m3", True, 0),
+        ("bfloat16", "auto", True, 0),
+    ):
         answers = responses(wrong)
-        found = problems({"dtype": dtype, "responses": answers, "systems": summary(answers)})
+        facts = {"dtype": dtype, "kv_cache_dtype": kv_dtype}
+        found = problems({**facts, "responses": answers, "systems": summary(answers)})
         assert len(found) == expected, (dtype, wrong)
 
 

@@ -90,11 +90,11 @@ def _finish(harness: EngineHarness, answers: list[Answer], *doubles: PrefillDoub
 def test_greedy_tokens_of_a_batch_equal_the_oracle(
     expected: dict[Prompt, list[int]], double: PrefillDouble, roomy: EngineHarness, flag: HisparseFlag
 ) -> None:
-    before = roomy.engine.hot_buffers.totals
+    before = roomy.engine.hot_buffers.totals(())
     answers = [roomy.generate(double, prompt, NUM_NEW, flag) for prompt in PROMPTS]
     _finish(roomy, answers, double)
     each = [(stats.hits, stats.misses, stats.evictions) for stats in map(_stats, answers)]
-    assert roomy.engine.hot_buffers.totals == tuple(map(sum, zip(before, *each, strict=True)))
+    assert roomy.engine.hot_buffers.totals(()) == tuple(map(sum, zip(before, *each, strict=True)))
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
         stats = _stats(answer)
@@ -122,7 +122,8 @@ def test_every_step_selects_what_the_indexer_says(
 
     def select_and_compare(step: DecodeStep, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         selected = select(step, group, q_index, weights)
-        keys_of_layer, top_k = step._memory.index_keys[group], step._spec.index_topk
+        keys_of_layer = step._index_format.load(step._memory.index[group])
+        top_k = step._spec.index_topk
         for req, pages in enumerate(step._index_pages):
             one, seq_len = slice(req, req + 1), int(step.positions[req]) + 1
             keys = pages.keys(keys_of_layer, step._page_size, seq_len)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import model.paged_kv
-from kernels.attention import sparse_mla_attention
+from kernels.attention import TorchAttention
 from model.dsa import DsaModel, load_model
 from model.make_tiny import CONTEXT_LENGTH, EOS_ID, INDEX_TOPK, VOCAB_SIZE, write_checkpoint
 from model.oracle import greedy_tokens
@@ -150,11 +149,13 @@ def test_wrong_kv_or_selection_changes_tokens(
     """The comparisons with transformers see faults: each of these changes what long prompts generate."""
     long_prompts, tokens = prompts[-2:], expected[-2:]
 
-    def one_wrong_slot(q: Tensor, kv: Tensor, slots: Tensor, rank: int, scale: float) -> Tensor:
+    attend = TorchAttention.attend
+
+    def one_wrong_slot(self: TorchAttention, q: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
         if q.shape[0] == len(long_prompts):
             slots = slots.clone()
             slots[:, 0] = slots[:, 1]
-        return sparse_mla_attention(q, kv, slots, rank, scale)
+        return attend(self, q, pool, slots, scale)
 
     def shift(pool: Tensor) -> Callable[[], None]:
         return lambda: pool.copy_(pool.roll(1, dims=1))
@@ -165,7 +166,7 @@ def test_wrong_kv_or_selection_changes_tokens(
         case "index keys off by one":
             outputs = runner.generate(long_prompts, 2048, shift(runner.index_pool))
         case _:
-            monkeypatch.setattr(model.paged_kv, "sparse_mla_attention", one_wrong_slot)
+            monkeypatch.setattr(TorchAttention, "attend", one_wrong_slot)
             outputs = runner.generate(long_prompts, 2048)
     assert outputs != tokens
 

@@ -27,6 +27,7 @@ from tests.unit.fake_machine import ROCE, FakeMachine
 from transfer.errors import TransferSetupError
 
 CPU, GPU = torch.device("cpu"), torch.device("meta")
+PAGE_SIZE = 64
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,9 @@ def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
 def test_a_decode_node_knows_what_it_registers_before_it_has_it(checkpoint: Checkpoint) -> None:
     totals = SlotCounts(host=192, device=128, index=256, aux=3, req_row=2)
     for device in (CPU, GPU):
-        memory = decode_memory.DecodeMemory(checkpoint.spec, totals, device)
+        memory = decode_memory.DecodeMemory(checkpoint.spec, totals, PAGE_SIZE, device)
         tensors = (memory.k_host, memory.k_dev, memory.index, memory.aux)
-        assert decode_memory.num_host_bytes(checkpoint.spec, totals, device) == host_bytes(tensors)
+        assert decode_memory.num_host_bytes(checkpoint.spec, totals, PAGE_SIZE, device) == host_bytes(tensors)
 
 
 def test_a_prefill_node_knows_what_it_registers_before_it_has_it(checkpoint: Checkpoint) -> None:

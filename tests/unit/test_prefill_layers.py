@@ -6,14 +6,13 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from prefill_node import push as push_module
-from prefill_node.compute import PromptRunner
+from prefill_node.compute import layer_hook
 from prefill_node.kv_pool import PageState
 from prefill_node.rooms import RoomRecord
 from protocol.engine_messages import FlushCache, PrefillFinished, RequestFailed
@@ -183,11 +182,24 @@ def test_a_chunk_is_planned_once(
     assert planned == [48, 48, 48, 48, 4, 4, 1], "KV and indexer keys of three chunks, and the aux record"
 
 
-def test_on_a_gpu_no_layer_leaves_before_the_forward_is_through() -> None:
-    """Its bytes are not there when the hook runs, and nothing is recorded that the sender could wait for."""
-    model: Any = SimpleNamespace(device=torch.device("cuda"))
-    memory: Any = None
-    assert PromptRunner(model, memory, page_size=16)._hook(lambda layer, ready: None) is None
+def test_on_a_gpu_every_layer_leaves_with_an_event_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are not there when the hook runs: the event is behind the kernels that store them."""
+    recorded: list[object] = []
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self) -> None:
+            recorded.append(self)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    told: list[tuple[int, object, int]] = []
+    hook = layer_hook(lambda layer, ready: told.append((layer, ready, len(recorded))), torch.device("cuda"))
+    assert hook is not None
+    hook(0)
+    hook(1)
+    assert told == [(0, recorded[0], 1), (1, recorded[1], 2)]
 
 
 class StuckTransport:

@@ -71,6 +71,13 @@ def test_an_unknown_key_is_named_with_close_matches_and_all_that_is_allowed(tmp_
         ("page_size = 1\npage-size = 2", ["page_size", "twice"]),
         ("page_size = ", ["settings.toml", "Invalid value"]),
         ('kv_cache_dtype = ["auto"]', ["kv_cache_dtype"]),
+        ('kv_cache_dtype = "fp8_e5m2"', ["kv_cache_dtype", "did you mean fp8_e4m3"]),
+        ('indexer_cache_dtype = "fp8"', ["indexer_cache_dtype", "'fp8_e4m3'"]),
+        ('attention_backend = "flashmla"', ["attention_backend", "flashmla_kv"]),
+        ("mem_fraction_static = 0", ["mem_fraction_static", "greater than 0"]),
+        ("mem_fraction_static = 1.0", ["mem_fraction_static", "less than 1"]),
+        ("cuda_graph_max_bs = -1", ["cuda_graph_max_bs", "greater than or equal to 0"]),
+        ("device_pool_tokens = 0", ["device_pool_tokens 0", "this node is on cpu", "give a number"]),
     ],
 )
 def test_a_bad_value_is_named_with_what_is_allowed(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -93,6 +100,25 @@ def test_what_is_missing_is_named() -> None:
 def test_a_rule_over_two_fields_is_reported() -> None:
     with pytest.raises(SettingsError, match="kv_pool_tokens 10 must be at least page_size 64"):
         load_settings(PrefillSettings, {**MODEL, "kv_pool_tokens": "10"})
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(PrefillSettings, "kv_pool_tokens"), (DecodeSettings, "device_pool_tokens")]
+)
+def test_a_pool_may_take_what_a_gpu_has_free(model: type[BaseModel], name: str) -> None:
+    for device in ("cuda", "cuda:1"):
+        assert getattr(load_settings(model, {**MODEL, name: "0", "device": device}), name) == 0
+    with pytest.raises(SettingsError, match=f"{name} 0: .* --device cuda only, and this node is on cpu"):
+        load_settings(model, {**MODEL, name: "0"})
+    with pytest.raises(SettingsError, match="'-1': Input should be greater"):
+        load_settings(model, {**MODEL, name: "-1", "device": "cuda"})
+
+
+@pytest.mark.parametrize(("given_batch", "expected"), [(None, 9), ("0", 0), ("4", 4), ("10", 9)])
+def test_graphs_are_as_large_as_batches_unless_told(given_batch: str | None, expected: int) -> None:
+    given_options = {} if given_batch is None else {"cuda_graph_max_bs": given_batch}
+    loaded = load_settings(DecodeSettings, {**MODEL, "max_running_requests": "9", **given_options})
+    assert loaded.max_graph_batch == expected
 
 
 @pytest.mark.parametrize(
@@ -155,6 +181,8 @@ _PATHS = st.sampled_from([Path("/m"), Path("a b"), Path("-odd")])
         served_model_name=st.text("ab =é", max_size=5),
         auto_dense_margin=st.floats(0, 1),
         dtype=st.sampled_from(["auto", "bfloat16"]),
+        cuda_graph_max_bs=st.none() | st.integers(0, 65536),
+        mem_fraction_static=st.floats(0, 1, exclude_min=True, exclude_max=True),
     )
 )
 def test_decode_options_give_the_same_settings_again(original: DecodeSettings) -> None:

@@ -1,0 +1,146 @@
+"""One decode forward as device work only: what a CUDA graph can capture, and nothing that reads the host.
+
+Everything about the batch that changes from step to step (rows, lengths, how many requests are real) is in
+tensors with fixed addresses. Requests from ``num_real_reqs`` on are padding, which writes to the scratch
+slots at the ends of the pools and is ignored by every kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode_node.hot_buffers import HotBuffers
+from kernels.attention import AttentionBackend
+from kernels.kv_format import IndexKeyFormat, KvFormat
+from kernels.paged_indexer import IndexerScratch, paged_index_topk
+from kernels.swap_in import backup_newest, newest_slots, replay_misses, swap_in
+
+
+@dataclass(frozen=True)
+class StepKernels:
+    """What a forward computes with; one for all steps."""
+
+    attention: AttentionBackend
+    kv_format: KvFormat
+    index_format: IndexKeyFormat
+    indexer_scratch: IndexerScratch
+    backup_stream: torch.cuda.Stream | None
+    """Where newest items are copied to the host while the last layer computes; None: the current stream."""
+
+
+class DeviceStep:
+    """The ``KvAccess`` of one decode forward: one new token a request, dense and hisparse together.
+
+    ``seq_lens`` and ``req_rows``: int64 [num_reqs], with values that may be used as indices in padding too;
+    ``num_real_reqs``: int32 [1].
+    """
+
+    def __init__(
+        self,
+        hot_buffers: HotBuffers,
+        kernels: StepKernels,
+        seq_lens: Tensor,
+        req_rows: Tensor,
+        num_real_reqs: Tensor,
+    ) -> None:
+        self._spec = hot_buffers.spec
+        self._state = hot_buffers.state
+        self._memory = hot_buffers.memory
+        self._miss_plan = hot_buffers.miss_plan
+        self._index_page_table = hot_buffers.index_page_table
+        self._page_size = hot_buffers.page_size
+        self._kernels = kernels
+        self._seq_lens = seq_lens
+        self._req_rows = req_rows
+        self._num_real_reqs = num_real_reqs
+        self.positions = seq_lens - 1
+        """int64 [num_reqs] of the new tokens."""
+        num_reqs = seq_lens.shape[0]
+        self.is_real = torch.arange(num_reqs, device=seq_lens.device) < num_real_reqs
+        """bool [num_reqs]"""
+        new_slots = newest_slots(seq_lens, req_rows, num_real_reqs, self._state).long()
+        self._new_slots = torch.where(new_slots < 0, self._memory.scratch_device_slot, new_slots)
+        page_ids = self._index_page_table[req_rows, self.positions // self._page_size].long()
+        index_slots = page_ids * self._page_size + self.positions % self._page_size
+        self._new_index_slots = torch.where(self.is_real, index_slots, self._memory.scratch_index_slot)
+        self._device_slots: Tensor | None = None
+
+    def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
+        """See ``model.dsa.KvAccess``; so below."""
+        self._kernels.kv_format.store(self._memory.k_dev[layer], self._new_slots, kv)
+        if index_keys is not None:
+            group = self._spec.index_group_of_layer[layer]
+            self._kernels.index_format.store(self._memory.index[group], self._new_index_slots, index_keys)
+        if layer == self._spec.num_layers - 1:
+            self._start_backup()
+
+    def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        return paged_index_topk(
+            q_index,
+            weights,
+            self._memory.index[group],
+            self._index_page_table,
+            self._req_rows,
+            self.positions,
+            self._num_real_reqs,
+            page_size=self._page_size,
+            top_k=self._spec.index_topk,
+            key_format=self._kernels.index_format.name,
+            scratch=self._kernels.indexer_scratch,
+        )
+
+    def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
+        memory = self._memory
+        group = self._spec.index_group_of_layer[layer]
+        layers = self._spec.layers_of_group[group]
+        if layer == layers[0]:
+            self._device_slots = swap_in(
+                positions,
+                self._seq_lens,
+                self._req_rows,
+                self._num_real_reqs,
+                self._state,
+                group=group,
+                layer=layer,
+                k_host=memory.k_host,
+                k_dev=memory.k_dev,
+                miss_plan=self._miss_plan if len(layers) > 1 else None,
+            )
+        else:
+            replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev)
+        if self._device_slots is None:
+            raise RuntimeError(f"layer {layer}: index group {group} has not been swapped in")
+        return self._kernels.attention.attend(q, memory.k_dev[layer], self._device_slots, scale)
+
+    def finish(self) -> None:
+        """Order what follows in the current stream after the backup of the new tokens (I4)."""
+        if (stream := self._kernels.backup_stream) is not None:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def row_results(self) -> Tensor:
+        """int64 [num_reqs, 4]: the rows' error flags, hits, misses and evictions so far."""
+        flags = self._state.error_flags[self._req_rows].long()
+        return torch.cat((flags[:, None], self._state.counters[self._req_rows]), dim=1)
+
+    def _start_backup(self) -> None:
+        """All layers of the new tokens are written: they can leave while the last layer still attends."""
+        stream = self._kernels.backup_stream
+        if stream is None:
+            self._backup()
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._backup()
+
+    def _backup(self) -> None:
+        backup_newest(
+            self._seq_lens,
+            self._req_rows,
+            self._num_real_reqs,
+            self._state,
+            k_host=self._memory.k_host,
+            k_dev=self._memory.k_dev,
+        )

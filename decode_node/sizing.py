@@ -1,0 +1,136 @@
+"""How large a decode node's pools are: from settings, model and free GPU memory to ``Limits``. All pure.
+
+The host's sizes come from settings alone, so that the transport can be chosen before the model is loaded;
+the device pool's may come from what the model leaves of the GPU.
+"""
+
+from __future__ import annotations
+
+from decode_node.pools import SlotCounts, round_up
+from decode_node.scheduler import Limits
+from kernels.device_memory import DeviceMemory, PoolDemand
+from model.spec import ModelSpec
+from protocol.settings import DecodeSettings
+
+AUX_SLOTS_PER_ROW = 2
+"""More than one, because a quarantined room keeps its aux slot and frees its req_row."""
+
+BASE_RESERVE_BYTES = 1 << 30
+"""For activations: workspaces of libraries, buffers of the layers, the memory of CUDA graphs."""
+LOGIT_COPIES = 4
+"""Float32 rows of the vocabulary that sampling holds for a request at a time."""
+
+
+class DecodeSettingsError(ValueError):
+    """Settings that do not go together with each other or with the model."""
+
+
+def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: int) -> Limits:
+    """The sizes of all pools, with ``device_pool_tokens`` in the device pool; 0 before that is known.
+
+    Raises DecodeSettingsError when nothing could ever be served with them.
+    """
+    page_size = settings.page_size
+    if settings.device_buffer_size <= spec.index_topk:
+        raise DecodeSettingsError(
+            f"device_buffer_size {settings.device_buffer_size}: a hot buffer holds the {spec.index_topk} "
+            f"positions of a top-k and the newest token; give at least {spec.index_topk + 1}"
+        )
+    for name, num_tokens in (
+        ("device_pool_tokens", device_pool_tokens),
+        ("index_pool_tokens", settings.index_pool_tokens),
+    ):
+        if 0 < num_tokens < page_size:
+            raise DecodeSettingsError(f"{name} {num_tokens}: less than one page of {page_size} tokens")
+    index_tokens = settings.index_pool_tokens or round_up(
+        settings.host_pool_tokens + device_pool_tokens, page_size
+    )
+    return Limits(
+        totals=SlotCounts(
+            host=settings.host_pool_tokens,
+            device=device_pool_tokens // page_size * page_size,
+            index=index_tokens // page_size * page_size,
+            aux=settings.max_running_requests * AUX_SLOTS_PER_ROW,
+            req_row=settings.max_running_requests,
+        ),
+        page_size=page_size,
+        max_context=spec.context_length,
+        index_topk=spec.index_topk,
+        device_buffer_size=settings.device_buffer_size,
+        auto_dense_margin=settings.auto_dense_margin,
+    )
+
+
+def size_device_pool(settings: DecodeSettings, spec: ModelSpec, memory: DeviceMemory | None) -> int:
+    """Tokens of the device pool, checked against ``memory``, which None says not to do: no GPU.
+
+    Raises DeviceMemoryError, and DecodeSettingsError when the size is left to a GPU that is not there.
+    """
+    if memory is None:
+        if settings.device_pool_tokens == 0:
+            raise DecodeSettingsError(
+                "device_pool_tokens 0: the size comes from free GPU memory, and device is "
+                f"{settings.device}; give a number of tokens"
+            )
+        return settings.device_pool_tokens
+    demand = device_demand(settings, spec)
+    if settings.device_pool_tokens:
+        demand.check_fits(memory, settings.device_pool_tokens)
+        return settings.device_pool_tokens
+    smallest_hot_buffer = min(spec.index_topk + 1, spec.context_length)
+    return demand.tokens_from_free(
+        memory, settings.mem_fraction_static, round_up(smallest_hot_buffer, settings.page_size)
+    )
+
+
+def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
+    """What the node takes of the GPU beside the weights, by the number of tokens in the device pool."""
+    page_size = settings.page_size
+    item_bytes = spec.num_layers * spec.item_bytes
+    key_bytes = spec.num_index_layers * spec.index_item_bytes
+    # Without a size of its own the index pool covers host and device pool: some of it comes with each token.
+    follows = settings.index_pool_tokens == 0
+    index_tokens = round_up(settings.host_pool_tokens, page_size) if follows else settings.index_pool_tokens
+    return PoolDemand(
+        option="--device-pool-tokens",
+        fixed={
+            "indexer keys" + (" of the host pool" if follows else ""): key_bytes * index_tokens,
+            "scratch pages": page_size * (item_bytes + key_bytes),
+            "per-request tables": table_bytes(settings, spec),
+            "reserve for activations": reserve_bytes(settings, spec),
+        },
+        bytes_per_token=item_bytes + (key_bytes if follows else 0),
+        page_size=page_size,
+        remedy="lower --max-running-requests or --context-length (tables, reserve) or --host-pool-tokens or "
+        "--index-pool-tokens (indexer keys), or free GPU memory",
+    )
+
+
+def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
+    """Of ``HotBufferState``, ``MissPlan`` and the page table of the indexer keys."""
+    num_groups, num_rows = spec.num_index_layers, settings.max_running_requests
+    context, max_pages = spec.context_length, -(-spec.context_length // settings.page_size)
+    capacity = min(settings.device_buffer_size, context)
+    position_to_hot = 4 * num_groups * context
+    hot_to_position_and_stamps = 2 * 4 * num_groups * capacity
+    host_slots, hot_slots = 8 * context, 4 * capacity
+    two_page_tables = 2 * 4 * max_pages
+    counters, capacity_and_flags, step = 3 * 8, 2 * 4, 4 * num_groups
+    miss_plan = 2 * 8 * spec.index_topk
+    return num_rows * (
+        position_to_hot
+        + hot_to_position_and_stamps
+        + host_slots
+        + hot_slots
+        + two_page_tables
+        + counters
+        + capacity_and_flags
+        + step
+        + miss_plan
+    )
+
+
+def reserve_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
+    """For what a step computes with: a fixed part, logits, and the scores of the indexer."""
+    per_row = 4 * LOGIT_COPIES * spec.vocab_size + 2 * 4 * spec.context_length
+    return BASE_RESERVE_BYTES + settings.max_running_requests * per_row

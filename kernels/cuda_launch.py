@@ -1,0 +1,114 @@
+"""What the CUDA C++ kernels share on the host: one source string from ``csrc``, and launches.
+
+Nothing is imported but torch before the first launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+CSRC = Path(__file__).parent / "csrc"
+
+HOPPER = (9, 0)
+"""The first compute capability with programmatic dependent launch and clusters of blocks."""
+
+
+def translation_unit(name: str) -> str:
+    """``csrc/name`` with its own headers put in place of their includes.
+
+    One string, so that every cache of compiled code sees a change of a header.
+    """
+    seen: set[str] = set()
+
+    def expand(name: str) -> str:
+        if name in seen:
+            return ""
+        seen.add(name)
+        text = (CSRC / name).read_text().replace("#pragma once\n", "\n")
+        return re.sub(
+            r'^#include "(.+)"$',
+            lambda match: f'#line 1 "{match[1]}"\n{expand(match[1])}',
+            f'#line 1 "{name}"\n{text}',
+            flags=re.MULTILINE,
+        )
+
+    return expand(name)
+
+
+def launch(
+    kernel: Any,
+    device: torch.device,
+    num_blocks: int,
+    num_threads: int,
+    parameters: npt.NDArray[Any],
+    shared_bytes: int = 0,
+    cluster_size: int = 1,
+) -> None:
+    """One launch on torch's current stream. Its blocks may take their places while the kernel in front still
+    runs, where the GPU can do that; they wait for its end before they read anything.
+
+    ``cluster_size``: blocks that run together and share their memory; more than 1 on Hopper and later only.
+    """
+    driver = _driver()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = torch.cuda.current_stream(device).cuda_stream
+    attributes = []
+    if torch.cuda.get_device_capability(device) >= HOPPER:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if cluster_size > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension = attribute.value.clusterDim
+        dimension.x, dimension.y, dimension.z = cluster_size, 1, 1
+        attribute.value.clusterDim = dimension
+        attributes.append(attribute)
+    if attributes:
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+    addresses = np.array([parameters.ctypes.data], dtype=np.uint64)
+    with torch.cuda.device(device):
+        (error,) = driver.cuLaunchKernelEx(config, kernel.kernel.ptr, addresses.ctypes.data, 0)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(
+            f"{kernel.name}: {error.name} from a launch of {num_blocks} blocks of {num_threads} threads "
+            f"with {shared_bytes} bytes of shared memory each"
+        )
+
+
+@functools.cache
+def cupy_module() -> Any:
+    import cupy
+
+    return cupy
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def max_block_shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block may ask for."""
+    with torch.cuda.device(device):
+        return int(cupy_module().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
+
+
+@functools.cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver

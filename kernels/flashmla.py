@@ -1,0 +1,152 @@
+"""Sparse attention by FlashMLA's kernels, from the ``sglang-kernel`` wheel, for the sizes that they know.
+
+``flash_mla_sparse_fwd`` reads bfloat16 items, ``flash_mla_with_kvcache`` fp8 ones. Both skip a slot of -1
+whatever its row holds, and give zeros where nothing is selected.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kernels.attention import FLASHMLA_KV, FLASHMLA_SPARSE, AttentionBackend, check_attend
+from kernels.kv_format import BFLOAT16, FP8_E4M3, KvFormat
+
+KV_LORA_RANK: Final = 512
+ROPE_DIM: Final = 64
+NUM_HEADS: Final = (64, 128)
+ARCHITECTURES: Final = (9, 10)
+"""Major compute capabilities that the wheel has kernels for: Hopper and Blackwell."""
+
+FORMAT: Final = {FLASHMLA_SPARSE: BFLOAT16, FLASHMLA_KV: FP8_E4M3}
+TOP_K_MULTIPLE: Final = {FLASHMLA_SPARSE: 128, FLASHMLA_KV: 64}
+"""Slots that a kernel takes in one round; it does not check for a part of one."""
+
+MAX_PAGE_SIZE: Final = 64
+MAX_TOKENS_PER_CALL: Final = 512
+"""Of the fp8 kernel, which keeps float32 sums of the whole call, 256 KiB a token at 128 heads."""
+
+
+def obstacle(name: str, device: torch.device, kv_format: KvFormat, num_heads: int, top_k: int) -> str | None:
+    """Why ``name``, one of FlashMLA's backends, cannot work here; None when it can."""
+    if kv_format.name != FORMAT[name]:
+        return f"it reads {FORMAT[name]} items, not {kv_format.name}"
+    if (kv_format.kv_lora_rank, kv_format.rope_dim) != (KV_LORA_RANK, ROPE_DIM):
+        return (
+            f"it reads items of {KV_LORA_RANK} + {ROPE_DIM} numbers, not {kv_format.kv_lora_rank} + "
+            f"{kv_format.rope_dim}"
+        )
+    if num_heads not in NUM_HEADS:
+        return f"it takes {' or '.join(map(str, NUM_HEADS))} heads, not {num_heads}"
+    if top_k < 1 or top_k % TOP_K_MULTIPLE[name]:
+        return f"it takes a top_k that is a multiple of {TOP_K_MULTIPLE[name]}, not {top_k}"
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type}"
+    if (major := torch.cuda.get_device_capability(device)[0]) not in ARCHITECTURES:
+        return f"it needs compute capability 9 or 10, not {major}"
+    module = _flash_mla()
+    return module if isinstance(module, str) else None
+
+
+def create(name: str, kv_format: KvFormat, reason: str) -> AttentionBackend:
+    """The backend ``name``, which has no ``obstacle``."""
+    if name == FLASHMLA_SPARSE:
+        return FlashMlaSparseAttention(kv_format, reason)
+    return FlashMlaKvAttention(kv_format, reason)
+
+
+@dataclass(frozen=True)
+class FlashMlaSparseAttention:
+    """bfloat16 items: one program a query and 64 heads, so that it needs a batch to fill a GPU."""
+
+    kv_format: KvFormat
+    reason: str = ""
+    name: str = FLASHMLA_SPARSE
+
+    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+        """See ``AttentionBackend.attend``; a float32 ``q`` is rounded to bfloat16."""
+        check_attend(self.kv_format, q, layer_pool, device_slots)
+        if q.shape[0] == 0:
+            return q.new_zeros((0, q.shape[1], KV_LORA_RANK))
+        out, _, _ = _flash_mla().flash_mla_sparse_fwd(
+            q.to(torch.bfloat16).contiguous(),
+            layer_pool.view(torch.bfloat16)[:, None, :],
+            device_slots[:, None, :],
+            scale,
+            KV_LORA_RANK,
+        )
+        result: Tensor = out.to(q.dtype)
+        return result
+
+
+@dataclass(frozen=True)
+class FlashMlaKvAttention:
+    """fp8 items. The kernel turns them into bfloat16, exactly, because their scales are powers of two."""
+
+    kv_format: KvFormat
+    reason: str = ""
+    name: str = FLASHMLA_KV
+    _schedules: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    """How calls of a shape are spread over the GPU: the first call of a shape computes it on the device."""
+
+    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+        """See ``AttentionBackend.attend``; a float32 ``q`` is rounded to bfloat16."""
+        check_attend(self.kv_format, q, layer_pool, device_slots)
+        num_tokens, num_heads, _ = q.shape
+        if num_tokens <= MAX_TOKENS_PER_CALL:
+            return self._attend(q, layer_pool, device_slots, scale)
+        out = q.new_empty((num_tokens, num_heads, KV_LORA_RANK))
+        for start in range(0, num_tokens, MAX_TOKENS_PER_CALL):
+            tokens = slice(start, start + MAX_TOKENS_PER_CALL)
+            out[tokens] = self._attend(q[tokens], layer_pool, device_slots[tokens], scale)
+        return out
+
+    def _attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+        if q.shape[0] == 0:
+            return q.new_zeros((0, q.shape[1], KV_LORA_RANK))
+        # The kernel addresses slots by page, of any size: the largest that divides the pool.
+        page_size = math.gcd(layer_pool.shape[0], MAX_PAGE_SIZE)
+        out, _ = _flash_mla().flash_mla_with_kvcache(
+            q=q.to(torch.bfloat16).contiguous()[:, None],
+            k_cache=layer_pool.view(torch.float8_e4m3fn).view(-1, page_size, 1, self.kv_format.item_bytes),
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=KV_LORA_RANK,
+            tile_scheduler_metadata=self._schedule(q, device_slots, page_size),
+            softmax_scale=scale,
+            is_fp8_kvcache=True,
+            indices=device_slots[:, None, :],
+        )
+        result: Tensor = out[:, 0].to(q.dtype)
+        return result
+
+    def _schedule(self, q: Tensor, device_slots: Tensor, page_size: int) -> Any:
+        device_index = -1 if q.device.index is None else q.device.index
+        key = (*q.shape, device_slots.shape[1], page_size, device_index)
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            schedule, _ = _flash_mla().get_mla_metadata()
+            # What a capture computes exists once its graph is replayed: nobody else may find it here.
+            if not torch.cuda.is_current_stream_capturing():
+                self._schedules[key] = schedule
+        return schedule
+
+
+@functools.cache
+def _flash_mla() -> Any:
+    """The module ``sgl_kernel.flash_mla``, or why there is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from sgl_kernel import flash_mla
+    except Exception as error:  # A wheel for another torch or driver fails in many ways.
+        return f"sgl_kernel.flash_mla cannot be imported ({type(error).__name__}: {error})"
+    if (cause := flash_mla._flashmla_import_error) is not None:
+        return f"sgl_kernel.flashmla_ops cannot be loaded ({type(cause).__name__}: {cause})"
+    return flash_mla

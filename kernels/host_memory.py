@@ -1,0 +1,222 @@
+"""Main memory for the pools: page-aligned, touched by several threads, registered once with CUDA.
+
+Ordinary allocators are no good for a pool of hundreds of gigabytes: a pinned one rounds up to a power of two,
+and its pages are made by one thread, some gigabytes a second. Here the pages are of an anonymous mapping, are
+made by all cores at once, and the driver only has to pin them.
+
+A pool's life: allocate, register with the transport, serve, unregister from the transport, ``close``. The
+mapping itself goes with the last tensor on it, so that no reader can ever meet unmapped memory. A pool that
+is never closed, because the process just ends, leaves everything to the kernel and to the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import resource
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+PAGE_BYTES = mmap.PAGESIZE
+MAX_TOUCH_THREADS = 32
+"""More get no more pages a second out of the kernel."""
+MIN_TOUCH_BYTES = 64 << 20
+"""Of one thread; less is not worth a thread."""
+
+_PORTABLE, _MAPPED = 1, 2
+"""cudaHostRegisterPortable, cudaHostRegisterMapped"""
+_GIB = 1 << 30
+
+
+class HostMemoryError(RuntimeError):
+    """Main memory cannot be had or pinned; the message names the limit, the value and the remedy."""
+
+
+class Pinning(Protocol):
+    """What lets a GPU read main memory."""
+
+    def register(self, addr: int, num_bytes: int) -> None:
+        """Pin. Raises any error of the driver's."""
+
+    def unregister(self, addr: int) -> None:
+        """Undo ``register``, by its address."""
+
+
+class CudaPinning:
+    """Pins through the CUDA runtime, for all devices of the process."""
+
+    def register(self, addr: int, num_bytes: int) -> None:
+        from cupy.cuda import runtime  # takes a second, and there is none on a machine without a GPU
+
+        runtime.hostRegister(addr, num_bytes, _PORTABLE | _MAPPED)
+
+    def unregister(self, addr: int) -> None:
+        from cupy.cuda import runtime
+
+        torch.cuda.synchronize()  # kernels that still read from it
+        runtime.hostUnregister(addr)
+
+
+@dataclass(frozen=True)
+class StartSecs:
+    """What the parts of an allocation took, in seconds."""
+
+    mapping: float
+    touch: float
+    pinning: float
+
+
+class _Mapping(mmap.mmap):
+    """A class of Python's, whose finalizers run before the memory goes."""
+
+
+class HostPool:
+    """One piece of main memory, zeroed; see ``allocate_host``."""
+
+    def __init__(self, mapping: mmap.mmap, num_bytes: int) -> None:
+        self._mapping: mmap.mmap | None = mapping
+        self._num_bytes = num_bytes
+        self._unpin: Callable[[], object] | None = None
+        self.start_secs = StartSecs(0.0, 0.0, 0.0)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._unpin is not None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._mapping is None
+
+    @property
+    def tensor(self) -> Tensor:
+        """uint8 [num_bytes] on the CPU, page-aligned. It keeps the memory mapped, but not pinned.
+
+        Raises HostMemoryError once the pool is closed.
+        """
+        if self._mapping is None:
+            raise HostMemoryError(f"the host pool of {self._num_bytes} bytes is closed")
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._num_bytes)
+
+    def close(self) -> None:
+        """Unpin, and unmap once no tensor is left on it. May be called again.
+
+        The transport must have unregistered the memory. Waits for the GPU, which may still read it.
+        """
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None:
+            try:
+                unpin()
+            except Exception:  # a broken CUDA context, say: what is left of the process ends all the same
+                log.warning("CUDA cannot unregister %d bytes", self._num_bytes, exc_info=True)
+        self._mapping = None
+
+
+def allocate_host(
+    num_bytes: int,
+    *,
+    pinned: bool,
+    touch: bool = True,
+    name: str = "host memory",
+    pinning: Pinning | None = None,
+) -> HostPool:
+    """Zeroed memory of ``num_bytes`` bytes that starts at a page.
+
+    ``pinned``: a GPU may read and write it, by the same address. ``touch``: make all pages now, with several
+    threads; what is not touched comes into being with its first write. ``name`` is for the log and for
+    errors. ``pinning``: CUDA's when not given. Raises HostMemoryError, and has kept nothing then.
+    """
+    if num_bytes < 1:
+        raise HostMemoryError(f"{name}: {num_bytes} bytes; expected at least 1")
+    started = time.perf_counter()
+    try:
+        mapping = _Mapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise HostMemoryError(
+            f"{name}: {num_bytes} bytes ({num_bytes / _GIB:.1f} GiB) cannot be mapped: {error}; the limits "
+            "on a process's address space (ulimit -v) and on committed memory (vm.overcommit_memory) bound it"
+        ) from error
+    _advise(mapping)
+    pool = HostPool(mapping, num_bytes)
+    addr = pool.tensor.data_ptr()
+    mapped = time.perf_counter()
+    if touch:
+        _touch(addr, num_bytes)
+    touched = time.perf_counter()
+    if pinned:
+        _pin(pool, mapping, addr, name, pinning or CudaPinning())
+    pool.start_secs = StartSecs(mapped - started, touched - mapped, time.perf_counter() - touched)
+    log.info(
+        "%s: %.2f GiB mapped in %.3f s, touched in %.3f s, %s",
+        name,
+        num_bytes / _GIB,
+        pool.start_secs.mapping,
+        pool.start_secs.touch,
+        f"registered with CUDA in {pool.start_secs.pinning:.3f} s" if pinned else "not registered with CUDA",
+    )
+    return pool
+
+
+def num_touch_threads(num_bytes: int, num_cores: int) -> int:
+    """Threads that touch ``num_bytes`` on a machine of ``num_cores``."""
+    return max(1, min(num_cores, MAX_TOUCH_THREADS, num_bytes // MIN_TOUCH_BYTES))
+
+
+def touch_slices(num_bytes: int, num_threads: int) -> list[tuple[int, int]]:
+    """Half-open ranges of bytes, one a thread, that cover ``num_bytes`` and meet at pages."""
+    num_pages = -(-num_bytes // PAGE_BYTES)
+    bounds = [min(num_bytes, part * num_pages // num_threads * PAGE_BYTES) for part in range(num_threads + 1)]
+    return [(start, stop) for start, stop in pairwise(bounds) if start < stop]
+
+
+def _touch(addr: int, num_bytes: int) -> None:
+    """Write to all pages. ctypes releases the interpreter's lock, so threads run side by side."""
+    num_cores = len(os.sched_getaffinity(0))
+    slices = touch_slices(num_bytes, num_touch_threads(num_bytes, num_cores))
+    with ThreadPoolExecutor(len(slices)) as threads:
+        list(threads.map(lambda part: ctypes.memset(addr + part[0], 0, part[1] - part[0]), slices))
+
+
+def _pin(pool: HostPool, mapping: mmap.mmap, addr: int, name: str, pinning: Pinning) -> None:
+    try:
+        pinning.register(addr, pool.num_bytes)
+    except Exception as error:
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        memlock = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+        raise HostMemoryError(
+            f"{name}: CUDA cannot register {pool.num_bytes} bytes ({pool.num_bytes / _GIB:.1f} GiB): "
+            f"{type(error).__name__}: {error}; locked memory is limited to {memlock} (ulimit -l, docker's "
+            "--ulimit memlock=-1), and a container's memory limit counts pinned pages: raise them, or ask "
+            "for a smaller pool"
+        ) from error
+    # A pool that is dropped without close must not leave its addresses pinned: whatever is mapped there next
+    # could not be registered. At exit there is nothing to do, the driver may be gone by then.
+    unpin = weakref.finalize(mapping, pinning.unregister, addr)
+    unpin.atexit = False
+    pool._unpin = unpin
+
+
+def _advise(mapping: mmap.mmap) -> None:
+    """Hints that make it cheaper; a kernel that does not know one does without."""
+    # A child of fork would get its own copy of all pinned pages.
+    hints = ("MADV_DONTFORK", "MADV_HUGEPAGE")  # huge pages: 512 times fewer faults, and fewer to pin
+    for hint in hints:
+        if (advice := getattr(mmap, hint, None)) is not None:
+            with contextlib.suppress(OSError):
+                mapping.madvise(advice)

@@ -1,0 +1,255 @@
+"""How numbers become the bytes of a pool's rows and back: items of the KV pools, rows of the index pools.
+
+``docs/kv-layout.md`` has every format byte by byte. A format stores into one layer of a pool and loads rows
+that were gathered from one; it keeps no state, never synchronises with a device, and a CUDA graph may
+capture both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.checks import KernelArgumentError, check_at_least, check_tensor
+
+FLOAT32: Final = "float32"
+BFLOAT16: Final = "bfloat16"
+FP8_E4M3: Final = "fp8_e4m3"
+FORMAT_NAMES: Final = (FLOAT32, BFLOAT16, FP8_E4M3)
+
+SCALE_TILE: Final = 128
+"""Elements of a latent that share one scale in an fp8 item; the last tile may be shorter."""
+FP8_MAX: Final = 448.0
+"""The largest number of fp8_e4m3."""
+
+_PLAIN_DTYPES: Final = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}
+_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+_MANTISSA_MASK: Final = (1 << 23) - 1
+
+
+@dataclass(frozen=True)
+class KvFormat:
+    """The bytes of an item: a latent of ``kv_lora_rank`` numbers, then a rotary key of ``rope_dim``.
+
+    ``float32``, ``bfloat16``: the numbers one after the other. ``fp8_e4m3``: the latent in fp8, a float32
+    scale for each 128 of its numbers, the rotary key in bfloat16; with 512 and 64 these are the 656 bytes of
+    FlashMLA's fp8 KV cache.
+    """
+
+    name: str
+    kv_lora_rank: int
+    rope_dim: int
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        check_at_least("kv_lora_rank", self.kv_lora_rank, 1)
+        check_at_least("rope_dim", self.rope_dim, 0)
+
+    @property
+    def item_dim(self) -> int:
+        """Numbers of an item."""
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def num_scales(self) -> int:
+        return -(-self.kv_lora_rank // SCALE_TILE) if self.name == FP8_E4M3 else 0
+
+    @property
+    def scales_offset(self) -> int:
+        """Byte of an fp8 item at which its scales begin."""
+        return self.kv_lora_rank
+
+    @property
+    def rope_offset(self) -> int:
+        """Byte at which the rotary key begins."""
+        if self.name == FP8_E4M3:
+            return self.scales_offset + 4 * self.num_scales
+        return self.kv_lora_rank * self.dtype.itemsize
+
+    @property
+    def item_bytes(self) -> int:
+        if self.name == FP8_E4M3:
+            return self.rope_offset + 2 * self.rope_dim
+        return self.item_dim * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a loaded item."""
+        return _PLAIN_DTYPES.get(self.name, torch.float32)
+
+    def store(self, layer_pool: Tensor, slots: Tensor, items: Tensor) -> None:
+        """Write ``items`` to the rows ``slots`` of one layer of a pool.
+
+        ``layer_pool``: uint8 [num_slots, item_bytes]. ``slots``: int64 [n], on the pool's device;
+        the row of a slot that comes twice may then hold anything. ``items``: float [n, item_dim], the latent
+        first, on the pool's device.
+        """
+        check_tensor(
+            "layer_pool", layer_pool, dtypes=(torch.uint8,), shape=(None, self.item_bytes), contiguous=False
+        )
+        _check_stored("items", layer_pool, slots, items, self.item_dim)
+        if self.name != FP8_E4M3:
+            _store_plain(layer_pool, slots, items.to(self.dtype))
+            return
+        _store_fp8(layer_pool, slots, items, self.kv_lora_rank, SCALE_TILE)
+
+    def load(self, rows: Tensor) -> Tensor:
+        """The items that ``rows``, uint8 [..., item_bytes], hold: [..., item_dim] of ``self.dtype``.
+
+        Shares memory with ``rows`` where their layout allows it and nothing has to be scaled.
+        """
+        _check_loaded(rows, self.item_bytes)
+        if self.name != FP8_E4M3:
+            return _typed(rows, self.dtype)
+        scales = _typed(rows[..., self.scales_offset : self.rope_offset], torch.float32)
+        latent = _dequantise(rows[..., : self.kv_lora_rank], scales, SCALE_TILE)
+        return torch.cat((latent, _typed(rows[..., self.rope_offset :], torch.bfloat16).float()), dim=-1)
+
+
+@dataclass(frozen=True)
+class IndexKeyFormat:
+    """The bytes of an indexer key: ``index_head_dim`` numbers; in ``fp8_e4m3`` one float32 scale follows."""
+
+    name: str
+    index_head_dim: int
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        check_at_least("index_head_dim", self.index_head_dim, 1)
+
+    @property
+    def item_bytes(self) -> int:
+        if self.name == FP8_E4M3:
+            return self.index_head_dim + 4
+        return self.index_head_dim * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a loaded key."""
+        return _PLAIN_DTYPES.get(self.name, torch.float32)
+
+    def store(self, layer_pool: Tensor, slots: Tensor, keys: Tensor) -> None:
+        """Write ``keys`` to the rows ``slots`` of one layer of an index pool.
+
+        ``layer_pool``: uint8 [num_slots, item_bytes]. ``slots``: int64 [n], on the pool's device;
+        the row of a slot that comes twice may then hold anything. ``keys``: float [n, index_head_dim], on the
+        pool's device.
+        """
+        check_tensor(
+            "layer_pool", layer_pool, dtypes=(torch.uint8,), shape=(None, self.item_bytes), contiguous=False
+        )
+        _check_stored("keys", layer_pool, slots, keys, self.index_head_dim)
+        if self.name != FP8_E4M3:
+            _store_plain(layer_pool, slots, keys.to(self.dtype))
+            return
+        _store_fp8(layer_pool, slots, keys, self.index_head_dim, self.index_head_dim)
+
+    def load(self, rows: Tensor) -> Tensor:
+        """The keys that ``rows``, uint8 [..., item_bytes], hold: [..., index_head_dim] of ``self.dtype``."""
+        _check_loaded(rows, self.item_bytes)
+        if self.name != FP8_E4M3:
+            return _typed(rows, self.dtype)
+        scale = _typed(rows[..., self.index_head_dim :], torch.float32)
+        return _dequantise(rows[..., : self.index_head_dim], scale, self.index_head_dim)
+
+
+def _check_name(name: str) -> None:
+    if name not in FORMAT_NAMES:
+        raise KernelArgumentError(f"name: expected a format of {', '.join(FORMAT_NAMES)}, got {name!r}")
+
+
+def _check_stored(name: str, layer_pool: Tensor, slots: Tensor, values: Tensor, dim: int) -> None:
+    device = layer_pool.device
+    check_tensor("slots", slots, dtypes=(torch.int64,), shape=(None,), device=device)
+    shape = (slots.shape[0], dim)
+    check_tensor(name, values, dtypes=_FLOATS, shape=shape, device=device, contiguous=False)
+
+
+def _check_loaded(rows: Tensor, item_bytes: int) -> None:
+    if rows.dtype != torch.uint8 or rows.dim() == 0 or rows.shape[-1] != item_bytes:
+        raise KernelArgumentError(
+            f"rows: expected uint8 [..., {item_bytes}], got {rows.dtype} {list(rows.shape)}"
+        )
+
+
+def _store_plain(layer_pool: Tensor, slots: Tensor, values: Tensor) -> None:
+    if _is_viewable(layer_pool, values.dtype):
+        layer_pool.view(values.dtype)[slots] = values
+    else:
+        layer_pool[slots] = _bytes(values)
+
+
+def _store_fp8(layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int, tile: int) -> None:
+    """Store the first ``num_quantised`` columns of ``values`` in fp8, the rest in bfloat16."""
+    if layer_pool.device.type == "cuda" and (kernel := _store_kernel(layer_pool.device)) is not None:
+        kernel(layer_pool, slots, values, num_quantised, tile)
+        return
+    quantised, scales = _quantise(values[:, :num_quantised], tile)
+    rest = values[:, num_quantised:].to(torch.bfloat16)
+    layer_pool[slots] = torch.cat((quantised, _bytes(scales), _bytes(rest)), dim=-1)
+
+
+@functools.cache
+def _store_kernel(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, int, int], None] | None:
+    """What does all of ``_store_fp8`` in one launch, where triton is installed and the GPU knows fp8."""
+    try:
+        from kernels import triton_kv_format
+    except ImportError:
+        return None
+    if torch.cuda.get_device_capability(device) < triton_kv_format.CAPABILITY:
+        return None
+    return triton_kv_format.store
+
+
+def _quantise(values: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    """fp8 bytes, uint8 [n, dim], of ``values`` [n, dim], and float32 scales [n, ceil(dim / tile)].
+
+    A scale is the smallest power of two, at least 2 ** -126, that brings its tile's largest magnitude to 448
+    or below; 1 for a tile of zeros, or with something that is not finite: infinities become 448, NaN stays.
+    """
+    num_rows, dim = values.shape
+    num_tiles = -(-dim // tile)
+    padded = torch.nn.functional.pad(values.float(), (0, num_tiles * tile - dim))
+    tiles = padded.view(num_rows, num_tiles, tile)
+    scales = _next_power_of_two(tiles.abs().amax(dim=-1) / FP8_MAX)
+    scales = torch.where(scales.isfinite() & (scales > 0), scales, 1.0)
+    # The cast does not saturate, and the quotient by 448 may have been rounded down.
+    quantised = (tiles / scales[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return quantised.view(torch.uint8).view(num_rows, num_tiles * tile)[:, :dim], scales
+
+
+def _next_power_of_two(values: Tensor) -> Tensor:
+    """The smallest powers of two that are not below ``values``, float32, not negative; 0 for 0."""
+    return ((values.view(torch.int32) + _MANTISSA_MASK) & ~_MANTISSA_MASK).view(torch.float32)
+
+
+def _dequantise(quantised: Tensor, scales: Tensor, tile: int) -> Tensor:
+    """float32 [..., dim] of uint8 [..., dim] and scales [..., ceil(dim / tile)]."""
+    values = quantised.view(torch.float8_e4m3fn).float()
+    per_value = scales[..., None].expand(*scales.shape, tile).flatten(-2)[..., : values.shape[-1]]
+    return values * per_value
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """uint8 [n, bytes] of ``values`` [n, dim]."""
+    num_rows, dim = values.shape
+    return values.reshape(-1).view(torch.uint8).view(num_rows, dim * values.itemsize)
+
+
+def _typed(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """``rows``, uint8 [..., n * itemsize], as [..., n] of ``dtype``; copied when the bytes are unaligned."""
+    if _is_viewable(rows, dtype):
+        return rows.view(dtype)
+    copied = rows.clone(memory_format=torch.contiguous_format).view(-1).view(dtype)
+    return copied.view(*rows.shape[:-1], rows.shape[-1] // dtype.itemsize)
+
+
+def _is_viewable(rows: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch gives a view of ``rows`` as ``dtype``: unit stride, everything else in whole numbers."""
+    offsets = (rows.storage_offset(), *rows.stride()[:-1], rows.shape[-1])
+    return rows.stride(-1) == 1 and all(offset % dtype.itemsize == 0 for offset in offsets)

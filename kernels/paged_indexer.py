@@ -1,0 +1,251 @@
+"""The lightning indexer over paged keys: every query scores all positions it sees and keeps the best.
+
+Owns the wrapper's checks, the memory that its launches share, and the reference in plain torch, which is also
+what runs on a CPU. On a GPU ``kernels/triton_indexer.py`` writes the logits, [tokens, positions] and never
+[tokens, heads, positions], and ``csrc/topk.cu`` selects.
+
+A score is ``sum_h weights[h] * relu(dot(q[h], key) * head_dim ** -0.5)`` in float32, in that order. On a GPU
+keys in fp8 differ: their own scale (never negative) comes after the sum over heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
+
+ABSENT = -1
+MAX_TOP_K = 4096
+MAX_HEADS = 128
+MAX_CONTEXT = 1 << 20
+MAX_TOKENS_OF_A_BLOCK = 65535
+"""Of a grid's second dimension."""
+
+_FP8_SCALE_BYTES = 4
+_BYTES_OF_A_KEY_ELEMENT = {"float32": 4, "bfloat16": 2, "fp8_e4m3": 1}
+_BLOCK_BYTES = 4 << 20
+"""Per-head scores that the reference holds at a time: small enough to stay in a CPU's cache."""
+_PASSING_SCRATCH_BYTES = 256 << 20
+"""Logits that a call without a scratch makes at most."""
+_ALIGNMENT = 64
+"""Positions: rows of the logits start on lines of 256 bytes."""
+
+
+@dataclass(frozen=True)
+class IndexerScratch:
+    """Memory for the launches of one stream. Graphs hold its addresses: it has to outlive them."""
+
+    logits: Tensor
+    """float32 [max_tokens, max_context rounded up to 64]; undefined between calls."""
+    max_context: int
+
+    @classmethod
+    def create(cls, max_tokens: int, max_context: int, device: torch.device | str) -> IndexerScratch:
+        """For blocks of ``max_tokens`` queries that see up to ``max_context`` positions."""
+        check_range("max_tokens", max_tokens, 1, MAX_TOKENS_OF_A_BLOCK + 1)
+        check_range("max_context", max_context, 1, MAX_CONTEXT + 1)
+        num_columns = -(-max_context // _ALIGNMENT) * _ALIGNMENT
+        logits = torch.empty((max_tokens, num_columns), dtype=torch.float32, device=device)
+        return cls(logits, max_context)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.logits.shape[0]
+
+
+def index_item_bytes(key_format: str, head_dim: int) -> int:
+    """Bytes of one position's key in the pool."""
+    if key_format not in _BYTES_OF_A_KEY_ELEMENT:
+        known = " or ".join(map(repr, _BYTES_OF_A_KEY_ELEMENT))
+        raise KernelArgumentError(f"key_format: expected {known}, got {key_format!r}")
+    scale_bytes = _FP8_SCALE_BYTES if key_format == "fp8_e4m3" else 0
+    return head_dim * _BYTES_OF_A_KEY_ELEMENT[key_format] + scale_bytes
+
+
+def paged_index_topk(
+    q_index: Tensor,
+    weights: Tensor,
+    index_pool: Tensor,
+    page_table: Tensor,
+    req_rows: Tensor,
+    query_positions: Tensor,
+    num_real: Tensor,
+    *,
+    page_size: int,
+    top_k: int,
+    key_format: str,
+    out: Tensor | None = None,
+    scratch: IndexerScratch | None = None,
+) -> Tensor:
+    """Positions that each query attends to: exactly the best, of equal ones the lowest.
+
+    ``q_index``: float32 or bfloat16 [num_tokens, num_index_heads, index_head_dim], heads up to 128, the
+    dimension a multiple of 16. With float32 here or in the pool, products are those of full float32.
+    ``weights``: float32 [num_tokens, num_index_heads], the heads' weights with their scale.
+    ``index_pool``: uint8 [num_slots, index_item_bytes], one layer of keys, 4-byte aligned; ``key_format`` is
+    "float32", "bfloat16" or "fp8_e4m3" (index_head_dim bytes, then one float32 scale).
+    ``page_table``: int32 [num_rows, max_pages], page ids of each request row in position order. Pages up to
+    that of a query's own position have to be pages of the pool; others are not looked at.
+    ``req_rows``, ``query_positions``: int64 [num_tokens]; query i sees positions [0, query_positions[i]] of
+    its row. A row out of range or a negative position sees nothing. Positions from
+    ``max_pages * page_size`` or, on a GPU, ``scratch.max_context`` on are not seen.
+    ``num_real``: int32 [1]; queries from there on are padding.
+    ``out``: int32 [num_tokens, top_k], written; made if None. ``top_k``: 1 to 4096.
+    ``scratch``: the memory for the launches on a GPU, made for the call if None; not used on a CPU. More
+    queries than its ``max_tokens`` are taken in blocks.
+
+    Returns ``out``: ascending positions, -1 behind them. A query that sees at most ``top_k`` positions gets
+    all of them, padding none. 0.0 and -0.0 are equal; NaN counts as -inf, which is chosen when there are too
+    few numbers.
+
+    All tensors on one device, contiguous. On a GPU everything goes to the current stream without a
+    synchronisation, and nothing depends on values on the host, so that a CUDA graph can capture it, given
+    ``scratch`` and one call with the same shapes before (it compiles). One scratch serves one stream.
+    """
+    check_tensor("q_index", q_index, dtypes=(torch.float32, torch.bfloat16), shape=(None, None, None))
+    num_tokens, num_heads, head_dim = q_index.shape
+    device = q_index.device
+    check_range("num_index_heads", num_heads, 1, MAX_HEADS + 1)
+    check_at_least("index_head_dim", head_dim, 16)
+    if head_dim % 16:
+        raise KernelArgumentError(f"index_head_dim: expected a multiple of 16, got {head_dim}")
+    item_bytes = index_item_bytes(key_format, head_dim)
+    for name, tensor, dtype, shape in (
+        ("weights", weights, torch.float32, (num_tokens, num_heads)),
+        ("index_pool", index_pool, torch.uint8, (None, item_bytes)),
+        ("page_table", page_table, torch.int32, (None, None)),
+        ("req_rows", req_rows, torch.int64, (num_tokens,)),
+        ("query_positions", query_positions, torch.int64, (num_tokens,)),
+        ("num_real", num_real, torch.int32, (1,)),
+    ):
+        check_tensor(name, tensor, dtypes=(dtype,), shape=shape, device=device)
+    check_at_least("page_size", page_size, 1)
+    check_range("top_k", top_k, 1, MAX_TOP_K + 1)
+    if out is None:
+        out = torch.empty((num_tokens, top_k), dtype=torch.int32, device=device)
+    check_tensor("out", out, dtypes=(torch.int32,), shape=(num_tokens, top_k), device=device)
+    if num_tokens == 0:
+        return out
+    max_len = page_table.shape[1] * page_size
+    if page_table.numel() == 0:
+        return out.fill_(ABSENT)
+    if device.type == "cpu":
+        out.copy_(
+            paged_index_topk_reference(
+                q_index, weights, index_pool, page_table, req_rows, query_positions, num_real,
+                page_size=page_size, top_k=top_k, key_format=key_format,
+            )
+        )  # fmt: skip
+        return out
+
+    from kernels.topk import select
+    from kernels.triton_indexer import write_logits
+
+    if scratch is None:
+        max_context = min(max_len, MAX_CONTEXT)
+        max_tokens = max(
+            1, min(num_tokens, MAX_TOKENS_OF_A_BLOCK, _PASSING_SCRATCH_BYTES // (4 * max_context))
+        )
+        scratch = IndexerScratch.create(max_tokens, max_context, device)
+    if scratch.logits.device != device:
+        raise KernelArgumentError(f"scratch: expected device {device}, got {scratch.logits.device}")
+    max_len = min(max_len, scratch.max_context)
+    for first_token in range(0, num_tokens, scratch.max_tokens):
+        block_tokens = min(scratch.max_tokens, num_tokens - first_token)
+        write_logits(
+            q_index, weights, index_pool, page_table, req_rows, query_positions, num_real, scratch.logits,
+            first_token=first_token, block_tokens=block_tokens, page_size=page_size, top_k=top_k,
+            key_format=key_format, max_len=max_len,
+        )  # fmt: skip
+        select(
+            scratch.logits, req_rows, query_positions, num_real, out,
+            first_token=first_token, block_tokens=block_tokens, num_rows=page_table.shape[0], max_len=max_len,
+        )  # fmt: skip
+    return out
+
+
+def paged_index_topk_reference(
+    q_index: Tensor,
+    weights: Tensor,
+    index_pool: Tensor,
+    page_table: Tensor,
+    req_rows: Tensor,
+    query_positions: Tensor,
+    num_real: Tensor,
+    *,
+    page_size: int,
+    top_k: int,
+    key_format: str,
+) -> Tensor:
+    """As ``paged_index_topk``, in plain torch on any device; reads rows and positions on the host."""
+    num_tokens, num_heads, head_dim = q_index.shape
+    num_rows, max_pages = page_table.shape
+    device = q_index.device
+    out = torch.full((num_tokens, top_k), ABSENT, dtype=torch.int32, device=device)
+    tokens_of_row: dict[int, list[int]] = {}
+    rows = req_rows.tolist()
+    for token in range(min(int(num_real), num_tokens)):
+        tokens_of_row.setdefault(rows[token], []).append(token)
+    for row, row_tokens in tokens_of_row.items():
+        if not 0 <= row < num_rows:
+            continue
+        tokens = torch.tensor(row_tokens, device=device)
+        num_seen = (query_positions[tokens] + 1).clamp(0, max_pages * page_size)
+        seq_len = int(num_seen.max())
+        if seq_len == 0:
+            continue
+        keys = gather_keys(index_pool, page_table[row], page_size, seq_len, head_dim, key_format)
+        block = max(1, _BLOCK_BYTES // (4 * num_heads * seq_len))
+        for start in range(0, len(row_tokens), block):
+            some = tokens[start : start + block]
+            scores = index_logits(q_index[some], weights[some], keys)
+            out[some] = select_topk(scores, num_seen[start : start + block], top_k)
+    return out
+
+
+def gather_keys(
+    index_pool: Tensor, page_ids: Tensor, page_size: int, seq_len: int, head_dim: int, key_format: str
+) -> Tensor:
+    """float32 [seq_len, head_dim]: the keys of the first ``seq_len`` positions of a request.
+
+    ``index_pool``: uint8 [num_slots, index_item_bytes]; ``page_ids``: integer [>= seq_len / page_size].
+    """
+    positions = torch.arange(seq_len, device=index_pool.device)
+    slots = page_ids[positions // page_size].long() * page_size + positions % page_size
+    items = index_pool[slots]
+    if key_format == "fp8_e4m3":
+        scales = items[:, head_dim:].contiguous().view(torch.float32)
+        return items[:, :head_dim].contiguous().view(torch.float8_e4m3fn).float() * scales
+    return items.view(torch.float32 if key_format == "float32" else torch.bfloat16).float()
+
+
+def index_logits(q_index: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """float32 [num_tokens, seq_len] from [num_tokens, heads, dim], [num_tokens, heads] and [seq_len, dim]."""
+    per_head = torch.matmul(q_index.float(), keys.t()).mul_(q_index.shape[2] ** -0.5).relu_()
+    return torch.matmul(weights[:, None, :], per_head).squeeze(1)
+
+
+def select_topk(scores: Tensor, num_seen: Tensor, top_k: int) -> Tensor:
+    """int32 [num_tokens, top_k]: ascending positions of the best scores, of equal ones the lowest; then -1.
+
+    ``scores``: float32 [num_tokens, seq_len]; ``num_seen``: integer [num_tokens], of which a query chooses.
+    """
+    num_tokens, seq_len = scores.shape
+    positions = torch.arange(seq_len, device=scores.device)
+    is_seen = positions < num_seen[:, None]
+    is_chosen = is_seen
+    if seq_len > top_k:
+        # What is not seen ties with -inf at most, and loses: it comes last, and there are top_k before it.
+        scores = torch.where(is_seen & ~scores.isnan(), scores, float("-inf"))
+        threshold = scores.topk(top_k, dim=1).values[:, -1:]
+        is_above, is_equal = scores > threshold, scores == threshold
+        num_equal_chosen = top_k - is_above.sum(1, keepdim=True)
+        is_best = is_above | (is_equal & (is_equal.cumsum(1) <= num_equal_chosen))
+        is_chosen = torch.where((num_seen > top_k)[:, None], is_best, is_seen)
+    out = torch.full((num_tokens, top_k), ABSENT, dtype=torch.int32, device=scores.device)
+    tokens, chosen = torch.nonzero(is_chosen).unbind(1)
+    out[tokens, is_chosen.cumsum(1)[tokens, chosen] - 1] = chosen.int()
+    return out

@@ -1,0 +1,389 @@
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
+# mypy: disallow_untyped_calls=False
+"""Sparse MLA attention in Triton: any NVIDIA GPU, any sizes, all KV formats.
+
+A program takes one token, a tile of its heads and a part of its slots (a split), and keeps a running softmax
+over blocks of gathered items, which stand once in shared memory as keys and as values. A batch too small to
+fill the GPU has its slots split over several programs, whose results a second kernel weighs by their
+log-sum-exp. How many is computed from shapes and the GPU alone, so that a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from kernels.attention import TRITON, check_attend
+from kernels.kv_format import FLOAT32, FP8_E4M3, SCALE_TILE, KvFormat
+
+LOG2_E: Final = 1.4426950408889634
+SMALLEST_DOT: Final = 16
+"""Of each side of a product of tiles."""
+FP8_CAPABILITY: Final = (8, 9)
+"""The first architecture that converts fp8_e4m3."""
+
+WARPS_PER_SM: Final = 8
+"""That run at a time: what their registers and items leave room for."""
+MAX_SPLITS: Final = 32
+SPLIT_COST: Final = 2.0
+"""What a program spends on its queries and its result, in blocks of slots."""
+COMBINE_COST: Final = 3.0
+"""What the second kernel takes, in the same unit."""
+COMBINED_DIMS: Final = 128
+"""Elements of a head's result that one program of the second kernel writes."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What one program holds at a time, and how it is compiled."""
+
+    block_heads: int
+    block_slots: int
+    num_warps: int
+    num_stages: int
+    """Three, where shared memory allows: slots, and then the items that they name, are fetched ahead."""
+
+
+BFLOAT16_TILINGS: Final = (
+    Tiling(64, 64, 8, 3),
+    Tiling(64, 32, 8, 3),
+    Tiling(32, 64, 8, 3),
+    Tiling(32, 32, 8, 3),
+    Tiling(16, 64, 4, 3),
+    Tiling(16, 32, 4, 3),
+    Tiling(16, 16, 4, 2),
+    Tiling(16, 16, 4, 1),
+)
+"""From the one that moves the fewest bytes to the one that asks for the least shared memory."""
+FLOAT32_TILINGS: Final = (Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 1))
+"""Float32 products do without tensor cores."""
+
+
+def obstacle(device: torch.device, kv_format: KvFormat) -> str | None:
+    """Why this backend cannot work on a CUDA device; None when it can."""
+    capability = torch.cuda.get_device_capability(device)
+    if kv_format.name == FP8_E4M3 and capability < FP8_CAPABILITY:
+        return f"fp8 items need compute capability 8.9, not {capability[0]}.{capability[1]}"
+    return None
+
+
+@dataclass(frozen=True)
+class TritonAttention:
+    """``AttentionBackend`` on the kernels of this module.
+
+    Products are in bfloat16 with float32 sums when ``q`` is bfloat16 and items are not float32, else in
+    float32 throughout.
+    """
+
+    kv_format: KvFormat
+    reason: str = ""
+    name: str = TRITON
+    _tilings: dict[tuple[Any, ...], Tiling] = field(default_factory=dict, compare=False, repr=False)
+    """The first that fitted, by device, number of heads and dtype of the products."""
+
+    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        check_attend(self.kv_format, q, layer_pool, device_slots)
+        num_tokens, num_heads, _ = q.shape
+        rank = self.kv_format.kv_lora_rank
+        if num_tokens == 0 or device_slots.shape[1] == 0:
+            return q.new_zeros((num_tokens, num_heads, rank))
+        in_float32 = q.dtype == torch.float32 or self.kv_format.name == FLOAT32
+        key = (q.device, num_heads, in_float32)
+        out = q.new_empty((num_tokens, num_heads, rank))
+        tilings = [self._tilings[key]] if key in self._tilings else tilings_for(num_heads, in_float32)
+        for tiling in tilings:
+            try:
+                with torch.cuda.device_of(q):
+                    self._launch(
+                        tiling, q.contiguous(), layer_pool, device_slots.contiguous(), scale, out, in_float32
+                    )
+            except OutOfResources:
+                # A GPU with less shared memory, or longer items: nothing has run, a smaller one may fit.
+                if tiling is tilings[-1]:
+                    raise
+                continue
+            self._tilings[key] = tiling
+            break
+        return out
+
+    def _launch(
+        self,
+        tiling: Tiling,
+        q: Tensor,
+        layer_pool: Tensor,
+        device_slots: Tensor,
+        scale: float,
+        out: Tensor,
+        in_float32: bool,
+    ) -> None:
+        kv_format = self.kv_format
+        num_tokens, num_heads, _ = q.shape
+        top_k = device_slots.shape[1]
+        rank = kv_format.kv_lora_rank
+        num_head_tiles = -(-num_heads // tiling.block_heads)
+        num_blocks = -(-top_k // tiling.block_slots)
+        num_places = _num_sms(q.device) * max(1, WARPS_PER_SM // tiling.num_warps)
+        num_splits = num_splits_for(num_tokens * num_head_tiles, num_blocks, num_places)
+        split_len = -(-num_blocks // num_splits) * tiling.block_slots
+        results, log_sums = out, out
+        if num_splits > 1:
+            results = q.new_empty((num_tokens, num_splits, num_heads, rank), dtype=torch.float32)
+            log_sums = q.new_empty((num_tokens, num_splits, num_heads), dtype=torch.float32)
+        is_fp8 = kv_format.name == FP8_E4M3
+        is_aligned = not is_fp8 or not (kv_format.item_bytes % 4 or rank % 4)
+        latent = layer_pool if is_fp8 else layer_pool.view(kv_format.dtype)
+        scales = ropes = latent
+        if is_fp8 and is_aligned:
+            scales, ropes = layer_pool.view(torch.float32), layer_pool.view(torch.bfloat16)
+        block_rank = max(SMALLEST_DOT, triton.next_power_of_2(rank))
+        attend_kernel[(num_tokens * num_head_tiles * num_splits,)](
+            q,
+            latent,
+            scales,
+            ropes,
+            device_slots,
+            results,
+            log_sums,
+            scale * LOG2_E,
+            num_heads,
+            top_k,
+            num_splits,
+            split_len,
+            RANK=rank,
+            ROPE=kv_format.rope_dim,
+            LATENT_ROW=latent.shape[1],
+            SCALES_ROW=scales.shape[1],
+            ROPE_ROW=ropes.shape[1],
+            SCALES_AT=kv_format.scales_offset // (4 if is_aligned else 1) if is_fp8 else 0,
+            ROPE_AT=(kv_format.rope_offset // (2 if is_aligned else 1)) if is_fp8 else rank,
+            IS_FP8=is_fp8,
+            IS_ALIGNED=is_aligned,
+            IN_FLOAT32=in_float32,
+            IS_PARTIAL=num_splits > 1,
+            BLOCK_HEADS=tiling.block_heads,
+            BLOCK_SLOTS=tiling.block_slots,
+            BLOCK_RANK=block_rank,
+            BLOCK_ROPE=max(SMALLEST_DOT, triton.next_power_of_2(kv_format.rope_dim)),
+            SCALE_TILE=min(SCALE_TILE, block_rank),
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+        if num_splits > 1:
+            combine_kernel[(num_tokens * num_heads, -(-rank // COMBINED_DIMS))](
+                results,
+                log_sums,
+                out,
+                num_heads,
+                num_splits,
+                RANK=rank,
+                BLOCK_SPLITS=triton.next_power_of_2(num_splits),
+                BLOCK_DIMS=COMBINED_DIMS,
+            )
+
+
+def tilings_for(num_heads: int, in_float32: bool) -> Sequence[Tiling]:
+    """The tilings to try, in this order: none has twice the heads that there are."""
+    if in_float32:
+        return FLOAT32_TILINGS
+    widest = max(SMALLEST_DOT, triton.next_power_of_2(num_heads))
+    return [tiling for tiling in BFLOAT16_TILINGS if tiling.block_heads <= widest]
+
+
+def num_splits_for(num_programs: int, num_blocks: int, num_places: int) -> int:
+    """Into how many parts to split the ``num_blocks`` blocks of slots of each of ``num_programs`` programs.
+
+    The number that is done first, when the GPU runs ``num_places`` programs at a time.
+    """
+
+    def cost(num_splits: int) -> float:
+        waves = -(-num_programs * num_splits // num_places)
+        longest = -(-num_blocks // num_splits)
+        return waves * (longest + SPLIT_COST) + (COMBINE_COST if num_splits > 1 else 0.0)
+
+    best = min(range(1, min(num_blocks, MAX_SPLITS) + 1), key=cost)
+    return -(-num_blocks // -(-num_blocks // best))
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def attend_kernel(
+    q_ptr,
+    latent_ptr,
+    scales_ptr,
+    rope_ptr,
+    slots_ptr,
+    result_ptr,
+    log_sum_ptr,
+    scale_log2,
+    num_heads,
+    top_k,
+    num_splits,
+    split_len,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    LATENT_ROW: tl.constexpr,
+    SCALES_ROW: tl.constexpr,
+    ROPE_ROW: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    ROPE_AT: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    SCALE_TILE: tl.constexpr,
+):
+    """One split of one token's slots for one tile of its heads.
+
+    ``q``: [num_tokens, num_heads, RANK + ROPE]. ``latent``, ``scales``, ``rope``: the pool as numbers of the
+    part's dtype, with the row's length (``_ROW``) and the part's place in it (``_AT``) in such numbers;
+    unaligned fp8 items come as bytes throughout. ``slots``: int32 [num_tokens, top_k]. ``result``:
+    [num_tokens, num_splits, num_heads, RANK]; ``log_sum``, to base 2: [num_tokens, num_splits, num_heads],
+    written when IS_PARTIAL.
+    """
+    PRODUCT: tl.constexpr = tl.float32 if IN_FLOAT32 else tl.bfloat16
+    num_head_tiles = tl.cdiv(num_heads, BLOCK_HEADS)
+    # Programs that read the same items stand next to each other and find them in L2.
+    program = tl.program_id(0)
+    heads = program % num_head_tiles * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    split = program // num_head_tiles % num_splits
+    token = (program // num_head_tiles // num_splits).to(tl.int64)
+    ranks = tl.arange(0, BLOCK_RANK)[None, :]
+    ropes = tl.arange(0, BLOCK_ROPE)[None, :]
+    is_head = heads < num_heads
+
+    q_rows = q_ptr + (token * num_heads + heads)[:, None] * (RANK + ROPE)
+    q_latent = tl.load(q_rows + ranks, mask=is_head[:, None] & (ranks < RANK), other=0.0).to(PRODUCT)
+    q_rope = tl.load(q_rows + RANK + ropes, mask=is_head[:, None] & (ropes < ROPE), other=0.0).to(PRODUCT)
+
+    token_slots = slots_ptr + token * top_k
+    begin = split * split_len
+    stop = tl.minimum(begin + split_len, top_k)
+    end = begin  # Behind the last slot that there is: short contexts leave most of a row unused.
+    for start in range(begin, stop, 256):
+        at = start + tl.arange(0, 256)
+        slots = tl.load(token_slots + at, mask=at < stop, other=-1)
+        end = tl.maximum(end, tl.max(tl.where(slots >= 0, at + 1, 0)))
+
+    # A finite start, because the difference of two infinities is no number.
+    top = tl.full((BLOCK_HEADS,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK_HEADS,), tl.float32)
+    result = tl.zeros((BLOCK_HEADS, BLOCK_RANK), tl.float32)
+    for start in range(begin, end, BLOCK_SLOTS):
+        at = start + tl.arange(0, BLOCK_SLOTS)
+        slots = tl.load(token_slots + at, mask=at < end, other=-1)
+        is_slot = slots >= 0
+        rows = slots.to(tl.int64)[:, None]
+        latent = tl.load(
+            latent_ptr + rows * LATENT_ROW + ranks, mask=is_slot[:, None] & (ranks < RANK), other=0
+        )
+        if IS_FP8:
+            tiles = tl.arange(0, BLOCK_RANK // SCALE_TILE)[None, :]
+            is_scale = is_slot[:, None] & (tiles * SCALE_TILE < RANK)
+            if IS_ALIGNED:
+                scales = tl.load(scales_ptr + rows * SCALES_ROW + SCALES_AT + tiles, mask=is_scale, other=0.0)
+            else:
+                scales = _float32_of_bytes(scales_ptr + rows * SCALES_ROW + SCALES_AT + 4 * tiles, is_scale)
+            # Scales are powers of two, so that bfloat16 holds the products.
+            latent = latent.to(tl.float8e4nv, bitcast=True).to(PRODUCT)
+            latent = tl.reshape(latent, (BLOCK_SLOTS, BLOCK_RANK // SCALE_TILE, SCALE_TILE))
+            latent = tl.reshape(latent * scales.to(PRODUCT)[:, :, None], (BLOCK_SLOTS, BLOCK_RANK))
+        latent = latent.to(PRODUCT)
+        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        if ROPE > 0:
+            is_rope = is_slot[:, None] & (ropes < ROPE)
+            if IS_ALIGNED:
+                rope = tl.load(rope_ptr + rows * ROPE_ROW + ROPE_AT + ropes, mask=is_rope, other=0.0)
+            else:
+                rope = _bfloat16_of_bytes(rope_ptr + rows * ROPE_ROW + ROPE_AT + 2 * ropes, is_rope)
+            scores = tl.dot(q_rope, tl.trans(rope.to(PRODUCT)), scores, input_precision="ieee")
+        scores = tl.where(is_slot[None, :], scores * scale_log2, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(weights, 1)
+        result = tl.dot(weights.to(PRODUCT), latent, result * fade[:, None], input_precision="ieee")
+        top = new_top
+
+    # NaN counts as something: it must come through.
+    is_empty = total == 0.0
+    result = result / tl.where(is_empty, 1.0, total)[:, None]
+    row = (token * num_splits + split) * num_heads + heads
+    if IS_PARTIAL:
+        log_sum = tl.where(is_empty, float("-inf"), top + tl.log2(total))
+        tl.store(log_sum_ptr + row, log_sum, mask=is_head)
+    tl.store(
+        result_ptr + row[:, None] * RANK + ranks,
+        result.to(result_ptr.dtype.element_ty),
+        mask=is_head[:, None] & (ranks < RANK),
+    )
+
+
+@triton.jit
+def _float32_of_bytes(ptr, mask):
+    """float32 at any address, little-endian."""
+    bits = tl.load(ptr, mask=mask, other=0).to(tl.int32)
+    for byte in tl.static_range(1, 4):
+        bits = bits | (tl.load(ptr + byte, mask=mask, other=0).to(tl.int32) << (8 * byte))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bfloat16_of_bytes(ptr, mask):
+    """bfloat16 at any address, little-endian, as float32."""
+    low = tl.load(ptr, mask=mask, other=0).to(tl.int32)
+    high = tl.load(ptr + 1, mask=mask, other=0).to(tl.int32)
+    return ((low << 16) | (high << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def combine_kernel(
+    results_ptr,
+    log_sums_ptr,
+    out_ptr,
+    num_heads,
+    num_splits,
+    RANK: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_DIMS: tl.constexpr,
+):
+    """The splits' results [num_tokens, num_splits, num_heads, RANK] as one, for a head and some of its RANK
+    elements; ``out``: [num_tokens, num_heads, RANK].
+    """
+    program = tl.program_id(0)
+    token = (program // num_heads).to(tl.int64)
+    head = program % num_heads
+    dims = tl.program_id(1) * BLOCK_DIMS + tl.arange(0, BLOCK_DIMS)
+    splits = tl.arange(0, BLOCK_SPLITS)
+    is_split = splits < num_splits
+    rows = (token * num_splits + splits) * num_heads + head
+    log_sums = tl.load(log_sums_ptr + rows, mask=is_split, other=float("-inf"))
+    top = tl.max(log_sums, 0)
+    weights = tl.exp2(log_sums - tl.where(top == float("-inf"), 0.0, top))
+    results = tl.load(
+        results_ptr + rows[:, None] * RANK + dims[None, :],
+        mask=is_split[:, None] & (dims < RANK)[None, :],
+        other=0.0,
+    )
+    total = tl.sum(weights, 0)
+    result = tl.sum(results * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    row = token * num_heads + head
+    tl.store(out_ptr + row * RANK + dims, result.to(out_ptr.dtype.element_ty), mask=dims < RANK)

@@ -1,0 +1,209 @@
+"""The indexer's logits on a GPU, in Triton: paged keys in, float32 [tokens, positions] out.
+
+A program has one query and one split of the positions that it sees, in tiles of one page or a part of it. It
+multiplies a tile of keys with all heads' queries on the tensor cores and adds up over the heads at once, so
+that nothing per head leaves the registers. Positions are the product's rows, so that keys that came in fp8
+can go from registers into the tensor cores. The number of splits depends on shapes only, as a CUDA graph
+wants it, and what a split does on the query's length.
+
+fp8 keys become float16, which holds each of them exactly and takes one instruction for two. Queries in
+bfloat16 follow, each head's divided by the power of two that brings its largest element into [1, 2): exact
+but for elements 2^14 times smaller, whose error is below float32's beside the largest. The head's weight
+takes the power back.
+
+fp8 keys need compute capability 8.9. Importing this module imports triton.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS_PER_SM = 8
+"""Programs that share the work of few queries: more than run at once, so that unequal lengths even out."""
+MIN_TILES = 2
+"""Tiles of a split at least, to be worth the program's start."""
+MAX_SPLITS = 2048
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernel is compiled; any values give the same logits to the last roundings."""
+
+    tile: int
+    """Positions of a tile, a power of two from 16 on."""
+    num_warps: int
+    num_stages: int
+    """Tiles on their way to a program, and one more."""
+    programs_per_sm: int = PROGRAMS_PER_SM
+
+
+TUNING = {
+    "float32": Tuning(tile=32, num_warps=4, num_stages=2),
+    "bfloat16": Tuning(tile=64, num_warps=4, num_stages=3),
+    "fp8_e4m3": Tuning(tile=64, num_warps=4, num_stages=5),
+}
+"""By what is multiplied: "float32" wherever a factor is."""
+
+
+def write_logits(
+    q_index: Tensor,
+    weights: Tensor,
+    index_pool: Tensor,
+    page_table: Tensor,
+    req_rows: Tensor,
+    query_positions: Tensor,
+    num_real: Tensor,
+    logits: Tensor,
+    *,
+    first_token: int,
+    block_tokens: int,
+    page_size: int,
+    top_k: int,
+    key_format: str,
+    max_len: int,
+    tuning: Tuning | None = None,
+) -> None:
+    """Score queries [first_token, first_token + block_tokens) into the first rows of ``logits``.
+
+    Arguments as for ``kernels.paged_indexer.paged_index_topk``, which has checked them. ``logits``: float32
+    [>= block_tokens, >= max_len]. Written are the positions that a query sees, and nothing for queries that
+    see at most ``top_k`` (0: score all).
+    """
+    num_heads, head_dim = q_index.shape[1:]
+    is_float32 = q_index.dtype == torch.float32 or key_format == "float32"
+    if tuning is None:
+        tuning = TUNING["float32" if is_float32 else key_format]
+    keys, scales = _key_views(index_pool, key_format)
+    num_splits = choose_num_splits(block_tokens, _num_programs(q_index.device, tuning))
+    device = q_index.device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        _logits_kernel[(num_splits, block_tokens)](
+            q_index, weights, keys, scales, page_table, req_rows, query_positions, num_real, logits,
+            first_token, page_table.shape[0], page_table.shape[1], max_len, top_k, keys.stride(0),
+            logits.stride(0),
+            head_dim**-0.5,
+            KEY_STRIDE=keys.stride(0), SCALE_STRIDE=scales.stride(0), PAGE_SIZE=page_size,
+            NUM_HEADS=num_heads, BLOCK_HEADS=max(16, triton.next_power_of_2(num_heads)),
+            HEAD_DIM=head_dim, BLOCK_DIM=triton.next_power_of_2(head_dim), TILE=tuning.tile,
+            IS_FLOAT32=is_float32, IS_FP8=key_format == "fp8_e4m3",
+            MIN_TILES=MIN_TILES, NUM_STAGES=tuning.num_stages, num_warps=tuning.num_warps,
+        )  # fmt: skip
+
+
+def choose_num_splits(num_tokens: int, num_programs: int) -> int:
+    """Programs that share a query."""
+    return max(1, min(MAX_SPLITS, -(-num_programs // num_tokens)))
+
+
+def _key_views(index_pool: Tensor, key_format: str) -> tuple[Tensor, Tensor]:
+    """The keys' elements, and the words among which their scales are (where there are none, keys again)."""
+    if key_format == "fp8_e4m3":
+        return index_pool.view(torch.float8_e4m3fn), index_pool.view(torch.float32)
+    keys = index_pool.view(torch.float32 if key_format == "float32" else torch.bfloat16)
+    return keys, keys
+
+
+@functools.cache
+def _num_programs(device: torch.device, tuning: Tuning) -> int:
+    if device.type == "cpu":  # Triton's interpreter
+        return 3
+    return tuning.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit(do_not_specialize=["first_token", "num_rows", "max_pages", "max_len", "top_k", "key_stride"])
+def _logits_kernel(
+    q_index, weights, keys, scales, page_table, req_rows, query_positions, num_real, logits,
+    first_token, num_rows, max_pages, max_len, top_k, key_stride, logits_stride, score_scale,
+    KEY_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    TILE: tl.constexpr, IS_FLOAT32: tl.constexpr, IS_FP8: tl.constexpr,
+    MIN_TILES: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    split, block_token = tl.program_id(0), tl.program_id(1)
+    token = first_token + block_token
+    if token >= tl.load(num_real):
+        return
+    row = tl.load(req_rows + token)
+    position = tl.load(query_positions + token)
+    if (row < 0) | (row >= num_rows):
+        return
+    length = tl.minimum(position + 1, max_len).to(tl.int32)
+    if length <= top_k:
+        return
+    num_tiles = tl.cdiv(length, TILE)
+    split_tiles = tl.maximum(tl.cdiv(num_tiles, tl.num_programs(0)), MIN_TILES)
+    first_tile = split * split_tiles
+    stop_tile = tl.minimum(first_tile + split_tiles, num_tiles)
+    if first_tile >= stop_tile:
+        return
+    pages = page_table + row * max_pages
+    logits += block_token.to(tl.int64) * logits_stride
+
+    heads = tl.arange(0, BLOCK_HEADS)
+    dims = tl.arange(0, BLOCK_DIM)
+    in_tile = tl.arange(0, TILE)
+    is_head = heads < NUM_HEADS
+    is_dim = dims < HEAD_DIM
+    head_weights = tl.load(weights + token.to(tl.int64) * NUM_HEADS + heads, mask=is_head, other=0.0)
+    q_rows = q_index + (token.to(tl.int64) * NUM_HEADS + heads) * HEAD_DIM
+    if not IS_FLOAT32:
+        q = tl.load(q_rows[None, :] + dims[:, None], mask=is_head[None, :] & is_dim[:, None], other=0.0)
+        if IS_FP8:
+            peak = tl.max(tl.abs(q.to(tl.float32)), axis=0)
+            exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 1), 253)
+            reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+            q = (q.to(tl.float32) * reciprocal[None, :]).to(tl.float16)
+            head_weights *= (exponent << 23).to(tl.float32, bitcast=True) * score_scale
+
+    # The page of the next tile is known before its keys are asked for.
+    next_page = tl.load(pages + first_tile * TILE // PAGE_SIZE)
+    for tile in tl.range(first_tile, stop_tile, num_stages=NUM_STAGES):
+        start = tile * TILE
+        positions = start + in_tile
+        is_seen = positions < length
+        if PAGE_SIZE % TILE == 0:
+            # Positions behind the last one are in a page of the pool, too.
+            first_slot = next_page.to(tl.int64) * PAGE_SIZE + start % PAGE_SIZE
+            next_page = tl.load(pages + tl.minimum(tile + 1, stop_tile - 1) * TILE // PAGE_SIZE)
+            key_rows = keys + first_slot * KEY_STRIDE + in_tile * KEY_STRIDE
+            scale_rows = scales + first_slot * SCALE_STRIDE + in_tile * SCALE_STRIDE
+        else:
+            page = tl.load(pages + positions // PAGE_SIZE, mask=is_seen, other=0)
+            slots = page.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
+            # A stride that the compiler does not know: of a known one of 68 bytes it makes rows that are
+            # aligned to 8 (seen with Triton 3.6), and the loads fault.
+            key_rows = keys + slots * key_stride
+            scale_rows = scales + slots * SCALE_STRIDE
+        if IS_FLOAT32:
+            products = tl.zeros([TILE, BLOCK_HEADS], dtype=tl.float32)
+            for first_dim in tl.static_range(0, HEAD_DIM, 16):
+                some = first_dim + tl.arange(0, 16)
+                key = tl.load(key_rows[:, None] + some[None, :]).to(tl.float32)
+                q = tl.load(q_rows[None, :] + some[:, None], mask=is_head[None, :], other=0.0)
+                products = tl.dot(key, q.to(tl.float32), products, input_precision="ieee")
+        else:
+            if BLOCK_DIM == HEAD_DIM:
+                key = tl.load(key_rows[:, None] + dims[None, :])
+            else:
+                key = tl.load(key_rows[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
+            if IS_FP8:
+                key = key.to(tl.float16)
+            products = tl.dot(key, q)
+        if IS_FLOAT32 or not IS_FP8:  # otherwise the head's weight has it
+            products *= score_scale
+        products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if BLOCK_HEADS != NUM_HEADS:
+            products = tl.where(is_head[None, :], products, 0.0)  # of infinite keys with absent heads: NaN
+        score = tl.sum(products * head_weights[None, :], axis=1)
+        if IS_FP8:
+            score *= tl.load(scale_rows + HEAD_DIM // 4)
+        tl.store(logits + positions, score, mask=is_seen)

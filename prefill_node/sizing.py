@@ -1,0 +1,61 @@
+"""How large a prefill node's KV pool is: from settings, model and free GPU memory. Pure functions."""
+
+from __future__ import annotations
+
+from kernels.device_memory import DeviceMemory, PoolDemand
+from model.spec import ModelSpec
+from protocol.settings import PrefillSettings
+
+BASE_RESERVE_BYTES = 1 << 30
+"""For activations: workspaces of libraries, weights that are unpacked."""
+TOKEN_RESERVE_BYTES = 512 << 10
+"""For activations of one token of a chunk: queries of 128 heads of 576 numbers, twice, and what is less."""
+MAX_INDEXER_BYTES = 1 << 30
+"""For the scores of the indexer, which come in blocks of queries where they would be more."""
+LOGIT_COPIES = 4
+"""Float32 rows of the vocabulary that sampling holds for a request at a time."""
+
+
+class PrefillSettingsError(ValueError):
+    """Settings that do not go together with the device."""
+
+
+def size_kv_pool(settings: PrefillSettings, spec: ModelSpec, memory: DeviceMemory | None) -> int:
+    """Tokens of the KV pool, checked against ``memory``, which None says not to do: no GPU.
+
+    Raises DeviceMemoryError, and PrefillSettingsError when the size is left to a GPU that is not there.
+    """
+    if memory is None:
+        if settings.kv_pool_tokens == 0:
+            raise PrefillSettingsError(
+                f"kv_pool_tokens 0: the size comes from free GPU memory, and device is {settings.device}; "
+                "give a number of tokens"
+            )
+        return settings.kv_pool_tokens
+    demand = device_demand(settings, spec)
+    if settings.kv_pool_tokens:
+        demand.check_fits(memory, settings.kv_pool_tokens)
+        return settings.kv_pool_tokens
+    return demand.tokens_from_free(memory, settings.mem_fraction_static, settings.page_size)
+
+
+def device_demand(settings: PrefillSettings, spec: ModelSpec) -> PoolDemand:
+    """What the node takes of the GPU beside the weights, by the number of tokens in the KV pool."""
+    return PoolDemand(
+        option="--kv-pool-tokens",
+        fixed={"reserve for activations": reserve_bytes(settings, spec)},
+        bytes_per_token=spec.num_layers * spec.item_bytes + spec.num_index_layers * spec.index_item_bytes,
+        page_size=settings.page_size,
+        remedy="lower --chunked-prefill-size or --max-running-requests (reserve), or free GPU memory",
+    )
+
+
+def reserve_bytes(settings: PrefillSettings, spec: ModelSpec) -> int:
+    """For what the forward of one chunk computes with: a fixed part, its tokens, indexer scores, logits."""
+    num_tokens = settings.chunked_prefill_size
+    return (
+        BASE_RESERVE_BYTES
+        + num_tokens * TOKEN_RESERVE_BYTES
+        + min(MAX_INDEXER_BYTES, 2 * 4 * num_tokens * spec.context_length)
+        + settings.max_running_requests * 4 * LOGIT_COPIES * spec.vocab_size
+    )

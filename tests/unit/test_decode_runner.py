@@ -1,0 +1,146 @@
+"""Steps that overlap: the device step and the engine's commit, one step late, on the CPU's references.
+
+A GPU runs the same code in CUDA graphs. Here a step's result is there at once, but it is taken when the next
+step has been launched, and input tokens come from the step before without the host having seen them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import decode_node.engine
+from decode_node.hot_buffers import HotBuffers
+from decode_node.runner import GraphRunner, Runner, StepKernels, graph_sizes
+from kernels.attention import TorchAttention
+from kernels.paged_indexer import IndexerScratch
+from model.dsa import DsaModel
+from model.oracle import greedy_tokens
+from protocol.engine_messages import Abort, FinishReason, HisparseFlag, Mode
+from protocol.settings import DecodeSettings
+from tests.unit.decode_support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    Prompt,
+    load_checkpoint,
+    random_prompt,
+)
+
+NUM_NEW = 20
+HOT_BUFFER = 128
+LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 387]
+PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+
+
+def overlapping_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
+    kernels = StepKernels(
+        TorchAttention(hot_buffers.kv_format),
+        hot_buffers.kv_format,
+        hot_buffers.index_format,
+        IndexerScratch.create(1, model.spec.context_length, "cpu"),
+        None,
+    )
+    max_reqs = settings.max_running_requests
+    return GraphRunner(model, hot_buffers, kernels, max_reqs=max_reqs, max_graph_reqs=0)
+
+
+@pytest.fixture(scope="module", params=["v32", "glm"])
+def checkpoint(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
+    return load_checkpoint(tiny_checkpoint(request.param))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
+    return dict(zip(PROMPTS, greedy_tokens(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
+
+
+@pytest.fixture(scope="module")
+def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
+    double = PrefillDouble(checkpoint)
+    yield double
+    double.close()
+
+
+@pytest.fixture(scope="module")
+def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_node.engine, "make_runner", overlapping_runner)
+        harness = EngineHarness(
+            checkpoint, tmp_path_factory.mktemp("node"), device_buffer_size=HOT_BUFFER, debug_checks=True
+        )
+    yield harness
+    harness.close()
+
+
+def finish(harness: EngineHarness, answers: list[Answer], double: PrefillDouble) -> None:
+    harness.turn_until(lambda: all(answer.is_over for answer in answers), double)
+    assert [answer.failure for answer in answers] == [None] * len(answers)
+    assert harness.engine.rooms.pools.free == harness.engine.rooms.pools.totals
+
+
+@pytest.mark.parametrize("flag", list(HisparseFlag))
+def test_tokens_equal_the_oracle_when_steps_overlap(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, flag: HisparseFlag
+) -> None:
+    answers = [node.generate(double, prompt, NUM_NEW, flag) for prompt in PROMPTS]
+    finish(node, answers, double)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
+        assert answer.last is not None
+        assert answer.last.stats is not None
+        if flag is HisparseFlag.TRUE and len(prompt) > HOT_BUFFER:
+            assert answer.last.stats.misses > 0
+            assert answer.last.stats.mode is Mode.HISPARSE
+
+
+def test_a_stop_token_ends_a_request_that_is_in_the_next_step_already(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+) -> None:
+    prompt = PROMPTS[-1]
+    tokens = expected[prompt]
+    stop = next(token for number, token in enumerate(tokens) if number > 2 and token not in tokens[:number])
+    beside = node.generate(double, PROMPTS[3], NUM_NEW, HisparseFlag.TRUE)
+    stopped = node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE, stop_token_ids=(stop,))
+    finish(node, [beside, stopped], double)
+    assert stopped.token_ids == tokens[: tokens.index(stop) + 1]
+    assert stopped.last is not None
+    assert stopped.last.finish_reason is FinishReason.STOP
+    assert beside.token_ids == expected[PROMPTS[3]]
+
+
+def test_requests_that_the_host_samples_for_mix_with_others(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+) -> None:
+    greedy = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
+    drawn = [
+        node.generate(double, PROMPTS[9], NUM_NEW, flag, temperature=1.0, seed=5)
+        for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE)
+    ]
+    logged = node.generate(double, PROMPTS[7], NUM_NEW, HisparseFlag.FALSE, num_logprobs=2)
+    finish(node, [greedy, *drawn, logged], double)
+    assert greedy.token_ids == expected[PROMPTS[8]]
+    assert drawn[0].token_ids == drawn[1].token_ids
+    assert logged.token_ids == expected[PROMPTS[7]]
+
+
+def test_an_abort_between_steps_leaves_the_others_and_the_pools_whole(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+) -> None:
+    staying = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
+    leaving = node.generate(double, PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
+    node.turn_until(lambda: len(leaving.token_ids) > 3, double)
+    node.send(Abort(next(name for name, answer in node.answers.items() if answer is leaving)))
+    finish(node, [staying], double)
+    assert staying.token_ids == expected[PROMPTS[8]]
+
+
+def test_graph_sizes_hold_every_batch() -> None:
+    for most in (1, 3, 7, 64, 100, 256, 300):
+        sizes = graph_sizes(most)
+        assert sizes[0] == most
+        assert sizes == sorted(set(sizes), reverse=True)
+        assert sizes[-1] == 1
