@@ -88,8 +88,7 @@ def write_logits(
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         _logits_kernel[(num_splits, block_tokens)](
             q_index, weights, keys, scales, page_table, req_rows, query_positions, num_real, logits,
-            first_token, page_table.shape[0], page_table.shape[1], max_len, top_k, keys.stride(0),
-            logits.stride(0),
+            first_token, page_table.shape[0], page_table.shape[1], max_len, top_k, logits.stride(0),
             head_dim**-0.5,
             KEY_STRIDE=keys.stride(0), SCALE_STRIDE=scales.stride(0), PAGE_SIZE=page_size,
             NUM_HEADS=num_heads, BLOCK_HEADS=max(16, triton.next_power_of_2(num_heads)),
@@ -119,10 +118,10 @@ def _num_programs(device: torch.device, tuning: Tuning) -> int:
     return tuning.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit(do_not_specialize=["first_token", "num_rows", "max_pages", "max_len", "top_k", "key_stride"])
+@triton.jit(do_not_specialize=["first_token", "num_rows", "max_pages", "max_len", "top_k"])
 def _logits_kernel(
     q_index, weights, keys, scales, page_table, req_rows, query_positions, num_real, logits,
-    first_token, num_rows, max_pages, max_len, top_k, key_stride, logits_stride, score_scale,
+    first_token, num_rows, max_pages, max_len, top_k, logits_stride, score_scale,
     KEY_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     TILE: tl.constexpr, IS_FLOAT32: tl.constexpr, IS_FP8: tl.constexpr,
@@ -178,11 +177,12 @@ def _logits_kernel(
             scale_rows = scales + first_slot * SCALE_STRIDE + in_tile * SCALE_STRIDE
         else:
             page = tl.load(pages + positions // PAGE_SIZE, mask=is_seen, other=0)
-            slots = page.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE
-            # A stride that the compiler does not know: of a known one of 68 bytes it makes rows that are
-            # aligned to 8 (seen with Triton 3.6), and the loads fault.
-            key_rows = keys + slots * key_stride
-            scale_rows = scales + slots * SCALE_STRIDE
+            # Not as one product of slot and stride: of that, Triton (3.6) takes rows of 68 bytes to be
+            # aligned to 8, and the loads fault.
+            in_page = positions % PAGE_SIZE
+            page = page.to(tl.int64)
+            key_rows = keys + page * (PAGE_SIZE * KEY_STRIDE) + in_page * KEY_STRIDE
+            scale_rows = scales + page * (PAGE_SIZE * SCALE_STRIDE) + in_page * SCALE_STRIDE
         if IS_FLOAT32:
             products = tl.zeros([TILE, BLOCK_HEADS], dtype=tl.float32)
             for first_dim in tl.static_range(0, HEAD_DIM, 16):

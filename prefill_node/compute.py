@@ -54,8 +54,8 @@ class PromptRunner:
         self._model = model
         self._memory = memory
         self._page_size = page_size
-        self._kernels = _kernels(model, memory.kv.device, attention_backend, chunk_tokens)
-        log.info("attention backend %s", self._kernels.attention.name)
+        self.kernels = _kernels(model, memory.kv.device, attention_backend, chunk_tokens)
+        log.info("attention backend %s", self.kernels.attention.name)
 
     def run(
         self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten | None = None
@@ -77,7 +77,7 @@ class PromptRunner:
                 for (record, chunk), whole in zip(batch, is_whole, strict=True)
             ],
             layer_hook(on_written, self._model.device),
-            self._kernels,
+            self.kernels,
         )
         token_ids = torch.cat(
             [torch.from_numpy(record.token_ids[chunk.start : chunk.stop]) for record, chunk in batch]

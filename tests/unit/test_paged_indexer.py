@@ -240,7 +240,7 @@ def compile_logits_kernel() -> None:
             "page_table": "*i32", "req_rows": "*i64", "query_positions": "*i64", "num_real": "*i32",
             "logits": "*fp32",
         }  # fmt: skip
-        numbers = ("first_token", "num_rows", "max_pages", "max_len", "top_k", "key_stride", "logits_stride")
+        numbers = ("first_token", "num_rows", "max_pages", "max_len", "top_k", "logits_stride")
         constants = {
             "KEY_STRIDE": stride, "SCALE_STRIDE": 33, "PAGE_SIZE": 64, "NUM_HEADS": 64, "BLOCK_HEADS": 64,
             "HEAD_DIM": 128, "BLOCK_DIM": 128, "TILE": TUNING[key_format].tile, "IS_FLOAT32": False,

@@ -1,0 +1,373 @@
+"""Where a decode step's time goes: the node's own steps on a GPU, without servers around them.
+
+    python bench/decode_step.py --model-path DIR [--batch 1 8 32 128] [--context 32768] [--out STEM]
+
+One prompt of ``--context`` random tokens is prefilled by the prefill node's code (its rate stands below the
+table); every request of a batch gets a copy of that KV, in host slots of its own or in dense pages, and a
+first token of its own. Then the decode node's runner takes ``--steps`` steps after some that are not timed:
+by the clock around all of them, and, in as many steps again, by kernel with torch's profiler. "swap-in" is
+the kernel of that name with its replays; its bytes are the misses that it counted. On a CPU it runs, too, and
+then says how the host's code does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from bench.facts import OUT, run_facts
+from decode_node.hot_buffers import HotBuffers
+from decode_node.memory import DecodeMemory, slots_tensor
+from decode_node.pools import PoolKind, Pools, SlotCounts, round_up
+from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.runner import Runner, make_runner
+from model.dsa import DsaModel, load_model
+from model.paged_kv import PagedKv, PagedRequest
+from model.spec import ModelSpec, load_spec
+from prefill_node.compute import PromptRunner
+from prefill_node.memory import PrefillMemory
+from protocol.engine_messages import HisparseFlag, Mode, SamplingParams
+from protocol.messages import Room
+from protocol.settings import DecodeSettings
+
+PAGE_SIZE = 64
+KINDS = {
+    "swap-in": ("swap_in", "copy_planned"),
+    "backup": ("backup_newest", "newest_slots"),
+    "indexer logits": ("_logits_kernel",),
+    "top-k": ("topk", "select_top", "radix"),
+    "attention": (
+        "flash",
+        "sparse_attn",
+        "sparse_mla",
+        "_attention",
+        "_split",
+        "_combine",
+        "get_mla_metadata",
+    ),
+}
+"""Parts of kernels' names; what has none of them is "the rest": projections, experts, sampling."""
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """One prompt's KV: uint8 [num_layers, context, item_bytes], and so its indexer keys; on the device."""
+
+    kv: Tensor
+    index: Tensor
+    hints: Tensor
+    tokens_a_second: float
+
+
+def prefill(
+    spec: ModelSpec, model: DsaModel, settings: DecodeSettings, chunk: int, context: int
+) -> Prefilled:
+    """Chunk by chunk, as the prefill node does; the rate is of a second pass, when all is compiled."""
+    device = model.device
+    memory = PrefillMemory(spec, num_slots=round_up(context, PAGE_SIZE), num_aux_slots=1, device=device)
+    kernels = PromptRunner(model, memory, PAGE_SIZE, settings.attention_backend, chunk).kernels
+    tokens = random_tokens(spec, context)
+    pages = torch.arange(round_up(context, PAGE_SIZE) // PAGE_SIZE, device=device)
+    hints = torch.empty(0)
+    secs = 0.0
+    for _ in range(2):
+        synchronize(device)
+        started = time.perf_counter()
+        for start in range(0, context, chunk):
+            stop = min(start + chunk, context)
+            request = PagedRequest(pages, start, stop - start, want_hint=stop == context)
+            kv = PagedKv(spec, memory.kv, memory.index, PAGE_SIZE, [request], None, kernels)
+            model.forward(tokens[start:stop].to(device), kv.positions, kv, kv.last_rows)
+            if kv.hints[0] is not None:
+                hints = kv.hints[0].cpu()
+        synchronize(device)
+        secs = time.perf_counter() - started
+    return Prefilled(memory.kv[:, :context], memory.index[:, :context], hints, context / secs)
+
+
+def random_tokens(spec: ModelSpec, num_tokens: int) -> Tensor:
+    """int64 [num_tokens] of the middle of the vocabulary, where no special tokens are."""
+    quarter = spec.vocab_size // 4
+    return torch.randint(quarter, 3 * quarter, (num_tokens,), generator=torch.Generator().manual_seed(1))
+
+
+class Bench:
+    """Pools for ``batch`` requests that all have the prompt, and the steps over them."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        model: DsaModel,
+        settings: DecodeSettings,
+        prompt: Prefilled,
+        mode: Mode,
+        num_steps: int,
+    ) -> None:
+        batch, context = settings.max_running_requests, prompt.kv.shape[1]
+        life = context + 4 * num_steps + 2
+        self._spec, self._prompt = spec, prompt
+        is_hisparse = mode is Mode.HISPARSE
+        capacity = min(settings.device_buffer_size, life) if is_hisparse else 0
+        need = SlotCounts(
+            host=life if is_hisparse else 0,
+            device=capacity or life,
+            index=life,
+            aux=0,
+            req_row=1,
+        )
+        pools = Pools(
+            SlotCounts(
+                host=max(1, need.host * batch),
+                device=round_up(need.device, PAGE_SIZE) * batch,
+                index=round_up(life, PAGE_SIZE) * batch,
+                aux=1,
+                req_row=batch,
+            ),
+            PAGE_SIZE,
+        )
+        self.memory = DecodeMemory(spec, pools.totals, PAGE_SIZE, model.device)
+        self.hot_buffers = HotBuffers(
+            spec,
+            self.memory,
+            num_rows=batch,
+            max_capacity=max(1, capacity),
+            page_size=PAGE_SIZE,
+        )
+        self.requests = [self._admit(pools, need, number, mode, context, life) for number in range(batch)]
+        self.runner: Runner = make_runner(settings, model, self.hot_buffers)
+        self.totals = (0, 0, 0)
+
+    def run(self, num_steps: int) -> float:
+        """Seconds of so many steps, each launched before the tokens of the one before are read."""
+        synchronize(self.hot_buffers.device)
+        started = time.perf_counter()
+        previous = None
+        for _ in range(num_steps):
+            launched = self.runner.launch(self.requests)
+            for request in self.requests:
+                request.num_in_flight += 1
+            if previous is not None and launched.feeds_next:
+                self._commit(previous)
+                previous = None
+            if launched.feeds_next:
+                previous = launched
+            else:
+                self._commit(launched)
+        if previous is not None:
+            self._commit(previous)
+        synchronize(self.hot_buffers.device)
+        return time.perf_counter() - started
+
+    def _commit(self, launched: Any) -> None:
+        result = launched.result()
+        if wrong := [error for error in result.errors if error]:
+            raise RuntimeError(f"a step reported {wrong[0]}")
+        for request, token_id, counters in zip(
+            launched.batch, result.token_ids, result.counters, strict=True
+        ):
+            request.num_in_flight -= 1
+            request.output_token_ids.append(token_id)
+            request.row_counters = counters
+        self.totals = self.hot_buffers.totals(self.requests)
+
+    def _admit(
+        self, pools: Pools, need: SlotCounts, number: int, mode: Mode, context: int, life: int
+    ) -> Request:
+        room = Room(number + 1)
+        request = Request(
+            request_id=str(number),
+            room=room,
+            num_prompt_tokens=context,
+            sampling=SamplingParams(max_new_tokens=life - context + 1, temperature=0.0, ignore_eos=True),
+            flag=HisparseFlag.TRUE,
+            peer=PeerAddress("", 0),
+            arrived_at=0.0,
+            state=RequestState.RUNNING,
+            mode=mode,
+            holding=pools.reserve(room, need),
+            hot_capacity=need.device if mode is Mode.HISPARSE else 0,
+            admitted_seq=number,
+        )
+        request.output_token_ids.append(int(random_tokens(self._spec, number + 1)[-1]))
+        holding, prompt = request.owned, self._prompt
+        if mode is Mode.HISPARSE:
+            self.memory.k_host[:, slots_tensor(holding[PoolKind.HOST])[:context]] = prompt.kv.cpu()
+            request.hot_positions = [hint.numpy() for hint in prompt.hints]
+        else:
+            slots = slots_tensor(holding[PoolKind.DEVICE])[:context].to(self.memory.k_dev.device)
+            self.memory.k_dev[:, slots] = prompt.kv
+        index_slots = slots_tensor(holding[PoolKind.INDEX])[:context].to(self.memory.index.device)
+        self.memory.index[:, index_slots] = prompt.index
+        self.hot_buffers.start(request)
+        return request
+
+
+def measure(
+    spec: ModelSpec, model: DsaModel, arguments: argparse.Namespace, prompt: Prefilled, mode: Mode, batch: int
+) -> dict[str, Any]:
+    settings = make_settings(arguments, batch)
+    bench = Bench(spec, model, settings, prompt, mode, arguments.steps)
+    try:
+        bench.run(max(2, arguments.steps // 4))
+        before = bench.totals
+        secs = bench.run(arguments.steps)
+        hits, misses, _ = (after - b for after, b in zip(bench.totals, before, strict=True))
+        kinds, longest = by_kind(bench, arguments.steps) if model.device.type == "cuda" else ({}, [])
+    finally:
+        bench.memory.close()
+    step_ms = 1e3 * secs / arguments.steps
+    miss_bytes = misses / arguments.steps * bench.hot_buffers.bytes_per_miss
+    swap_in_ms = kinds.get("swap-in", 0.0)
+    return {
+        "mode": str(mode),
+        "batch": batch,
+        "step_ms": step_ms,
+        "tokens_a_second": batch / step_ms * 1e3,
+        "hit_rate": hits / (hits + misses) if hits + misses else None,
+        "mb_a_step": miss_bytes / 1e6,
+        "gpu_ms": kinds,
+        "longest_kernels_ms": longest,
+        "swap_in_share": swap_in_ms / sum(kinds.values()) if kinds else None,
+        "swap_in_gb_s": miss_bytes / swap_in_ms / 1e6 if swap_in_ms and misses else None,
+    }
+
+
+def by_kind(bench: Bench, num_steps: int) -> tuple[dict[str, float], list[tuple[str, float]]]:
+    """Milliseconds of a step's kernels by kind, and those of the kernels that take longest.
+
+    In steps of their own. Kernels that overlap count in full.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        bench.run(num_steps)
+    sums: Counter[str] = Counter()
+    names: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        name = event.key.lower()
+        kind = next(
+            (kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "the rest"
+        )
+        sums[kind] += event.self_device_time_total / 1e3 / num_steps
+        names[f"{kind}: {event.key[:90]}"] += event.self_device_time_total / 1e3 / num_steps
+    return dict(sums), names.most_common(14)
+
+
+def make_settings(arguments: argparse.Namespace, batch: int) -> DecodeSettings:
+    return DecodeSettings(
+        model_path=arguments.model_path,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        indexer_cache_dtype=arguments.indexer_cache_dtype,
+        attention_backend=arguments.attention_backend,
+        device_buffer_size=arguments.buffer,
+        max_running_requests=batch,
+        cuda_graph_max_bs=0 if arguments.no_graphs else batch,
+        page_size=PAGE_SIZE,
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    facts = report["facts"]
+    table = Table(
+        title=f"{report['model']}, {report['kv_format']} items, {report['context']} tokens, hot buffer "
+        f"{report['buffer']}; {report['device']}, commit {facts['commit'][:12]}; ms a step"
+    )
+    kinds = [*KINDS, "the rest"]
+    for name in ("mode", "batch", "step", "tok/s", "hit rate", "MB a step", *kinds, "share", "GB/s"):
+        table.add_column(name, justify="right")
+    for row in report["rows"]:
+        table.add_row(
+            row["mode"],
+            str(row["batch"]),
+            f"{row['step_ms']:.3f}",
+            f"{row['tokens_a_second']:,.0f}",
+            "" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}",
+            f"{row['mb_a_step']:.1f}",
+            *(f"{row['gpu_ms'].get(kind, 0):.3f}" for kind in kinds),
+            "" if row["swap_in_share"] is None else f"{row['swap_in_share']:.0%}",
+            "" if row["swap_in_gb_s"] is None else f"{row['swap_in_gb_s']:.1f}",
+        )
+    console.print(table)
+    console.print(f"prefill: {report['prefill_tokens_a_second']:,.0f} tokens a second")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--modes", nargs="+", choices=("dense", "hisparse"), default=["dense", "hisparse"])
+    parser.add_argument("--max-dense", type=int, default=16, help="largest batch that is measured dense")
+    parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill forward")
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--indexer-cache-dtype", default="auto")
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="name the kernels that take longest")
+    parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON, without suffix")
+    arguments = parser.parse_args(argv)
+    console = Console(width=190)
+    spec = load_spec(
+        arguments.model_path,
+        arguments.dtype,
+        arguments.kv_cache_dtype,
+        device=arguments.device,
+        indexer_cache_dtype=arguments.indexer_cache_dtype,
+    )
+    model = load_model(arguments.model_path, spec, arguments.device)
+    prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, arguments.context)
+    report: dict[str, Any] = {
+        "facts": run_facts(),
+        "model": arguments.model_path.name,
+        "device": torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu",
+        "kv_format": spec.kv_format,
+        "item_bytes": spec.item_bytes,
+        "index_format": spec.index_format,
+        "num_layers": spec.num_layers,
+        "context": arguments.context,
+        "buffer": arguments.buffer,
+        "prefill_tokens_a_second": prompt.tokens_a_second,
+        "rows": [],
+    }
+    for batch in arguments.batch:
+        for mode in arguments.modes:
+            if mode == "dense" and batch > arguments.max_dense:
+                continue
+            row = measure(spec, model, arguments, prompt, Mode(mode), batch)
+            report["rows"].append(row)
+            console.print(f"{mode} {batch}: {row['step_ms']:.3f} ms", highlight=False)
+            for name, kernel_ms in row["longest_kernels_ms"] if arguments.kernels else ():
+                console.print(f"    {kernel_ms:.3f} {name}", markup=False, highlight=False)
+    print_report(report, console)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
