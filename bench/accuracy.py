@@ -143,7 +143,8 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
         ):
             with running_pair(model_path, {**options, "--device-buffer-size": buffer}, console) as pair:
                 note = f"pair, hot buffers of {buffer}"
-                responses += ask_pair(pair.router_url, prompts, modes, step(note, len(prompts)))
+                advance = step(note, len(prompts))
+                responses += ask_pair(pair.router_url, prompts, modes, advance, arguments.clients)
     return {
         "model": model_path.name,
         "index_topk": top_k,
@@ -203,6 +204,7 @@ def ask_pair(
     prompts: Sequence[Retrieval],
     modes: Sequence[tuple[str, bool | str]],
     advance: Callable[[], None],
+    num_clients: int = NUM_CLIENTS,
 ) -> list[Response]:
     """Answers of the pair, some prompts at a time; a prompt's modes one after the other share its prefix."""
 
@@ -213,7 +215,7 @@ def ask_pair(
 
     with (
         httpx.Client(timeout=REQUEST_TIMEOUT_SECS, trust_env=False) as client,
-        ThreadPoolExecutor(NUM_CLIENTS) as threads,
+        ThreadPoolExecutor(num_clients) as threads,
     ):
         return [response for answers in threads.map(ask, prompts) for response in answers]
 
@@ -367,6 +369,7 @@ def main() -> int:
     own.add_argument("--kv-cache-dtype", default="auto", help="of the pair; default: --dtype")
     own.add_argument("--device", default="cpu", help="of the pair")
     own.add_argument("--attention-backend", default="auto", help="of the pair")
+    own.add_argument("--clients", type=int, default=NUM_CLIENTS, help="requests at a time")
     own.add_argument("--oracle-from", type=Path, help="JSON of an earlier run with transformers' answers")
     other = parser.add_argument_group("any endpoint")
     other.add_argument("--tasks", help='"retrieval", or a file of tasks')

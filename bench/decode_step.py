@@ -68,6 +68,8 @@ class Prefilled:
     """One prompt's KV: uint8 [num_layers, context, item_bytes], and so its indexer keys; on the device."""
 
     kv: Tensor
+    kv_host: Tensor
+    """The same in main memory."""
     index: Tensor
     hints: Tensor
     tokens_a_second: float
@@ -96,7 +98,8 @@ def prefill(
                 hints = kv.hints[0].cpu()
         synchronize(device)
         secs = time.perf_counter() - started
-    return Prefilled(memory.kv[:, :context], memory.index[:, :context], hints, context / secs)
+    kv_all = memory.kv[:, :context]
+    return Prefilled(kv_all, kv_all.cpu(), memory.index[:, :context], hints, context / secs)
 
 
 def random_tokens(spec: ModelSpec, num_tokens: int) -> Tensor:
@@ -205,7 +208,8 @@ class Bench:
         request.output_token_ids.append(int(random_tokens(self._spec, number + 1)[-1]))
         holding, prompt = request.owned, self._prompt
         if mode is Mode.HISPARSE:
-            self.memory.k_host[:, slots_tensor(holding[PoolKind.HOST])[:context]] = prompt.kv.cpu()
+            first = holding[PoolKind.HOST][0].start  # the pool was empty: one extent
+            self.memory.k_host[:, first : first + context] = prompt.kv_host
             request.hot_positions = [hint.numpy() for hint in prompt.hints]
         else:
             slots = slots_tensor(holding[PoolKind.DEVICE])[:context].to(self.memory.k_dev.device)
