@@ -83,7 +83,11 @@ def choose_backend(
         obstacle = _obstacle(candidate, device, kv_format, num_heads, top_k)
         if obstacle is None:
             how = f"auto on {device.type}" if name == AUTO else "configured"
-            return _create(candidate, device, kv_format, "; ".join((how, *refusals)))
+            chosen = _create(candidate, device, kv_format, "; ".join((how, *refusals)))
+            has_triton = _obstacle(TRITON, device, kv_format, num_heads, top_k) is None
+            if name == AUTO and candidate == FLASHMLA_SPARSE and has_triton:
+                return SmallBatchAttention(_create(TRITON, device, kv_format, ""), chosen)
+            return chosen
         refusals.append(f"not {candidate}: {obstacle}")
     others = [
         other for other in BACKEND_NAMES if _obstacle(other, device, kv_format, num_heads, top_k) is None
@@ -131,6 +135,32 @@ class TorchAttention:
             return kv_format.load(layer_pool[slots])
 
         return _attend(q, device_slots, kv_format.kv_lora_rank, scale, gather)
+
+
+MAX_SMALL_BATCH: Final = 8
+"""Tokens up to which splitting a query over programs beats FlashMLA's one program a query and 64 heads."""
+
+
+@dataclass(frozen=True)
+class SmallBatchAttention:
+    """Two backends of one format: ``small`` for up to MAX_SMALL_BATCH tokens, ``large`` for more."""
+
+    small: AttentionBackend
+    large: AttentionBackend
+
+    @property
+    def name(self) -> str:
+        """Of the one that prefill and full batches run on."""
+        return self.large.name
+
+    @property
+    def reason(self) -> str:
+        return f"{self.large.reason}; {self.small.name} for up to {MAX_SMALL_BATCH} tokens"
+
+    def attend(self, q: Tensor, layer_pool: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        backend = self.small if q.shape[0] <= MAX_SMALL_BATCH else self.large
+        return backend.attend(q, layer_pool, device_slots, scale)
 
 
 def check_attend(kv_format: KvFormat, q: Tensor, layer_pool: Tensor, device_slots: Tensor) -> None:
