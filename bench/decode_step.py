@@ -316,6 +316,36 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     console.print(f"prefill: {report['prefill_tokens_a_second']:,.0f} tokens a second")
 
 
+def plot(report: dict[str, Any], path: Path) -> None:
+    """A bar a row: what its kernels take by kind; a mark at the whole step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in report["rows"] if row["gpu_ms"]]
+    names = [f"{row['mode']}\n{row['batch']}" for row in rows]
+    figure, axis = pyplot.subplots(figsize=(1.5 + len(rows), 4.5))
+    bottoms = [0.0] * len(rows)
+    for kind in (*KINDS, "the rest"):
+        heights = [row["gpu_ms"].get(kind, 0.0) for row in rows]
+        axis.bar(names, heights, bottom=bottoms, label=kind, width=0.7)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axis.plot(names, [row["step_ms"] for row in rows], "k_", markersize=18, label="step by the clock")
+    axis.set(ylabel="ms", xlabel="mode and requests in the batch")
+    axis.legend(fontsize=8)
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_title(
+        f"{report['model']}, {report['num_layers']} layers, {report['kv_format']} items, "
+        f"{report['context']} tokens\n"
+        f"{report['device']}, {report['facts']['date'][:10]}, commit {report['facts']['commit'][:12]}",
+        fontsize=9,
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model-path", type=Path, required=True)
@@ -333,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="name the kernels that take longest")
-    parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON, without suffix")
+    parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON and PNG, without suffix")
     arguments = parser.parse_args(argv)
     console = Console(width=190)
     spec = load_spec(
@@ -370,6 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_report(report, console)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    plot(report, arguments.out.with_suffix(".png"))
     return 0
 
 

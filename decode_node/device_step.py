@@ -1,4 +1,7 @@
-"""One decode forward as device work only: what a CUDA graph can capture, and nothing that reads the host.
+"""The model's view of the pools in one decode forward: one new token a request, dense and hisparse together.
+
+``DeviceStep`` is device work only: what a CUDA graph can capture, and nothing that reads the host.
+``HostStep`` is the same on the CPU, but for the selection, which is faster there a request at a time.
 
 Everything about the batch that changes from step to step (rows, lengths, how many requests are real) is in
 tensors with fixed addresses. Requests from ``num_real_reqs`` on are padding, which writes to the scratch
@@ -7,13 +10,17 @@ slots at the ends of the pools and is ignored by every kernel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from decode_node.hot_buffers import HotBuffers
+from decode_node.request import Request
 from kernels.attention import AttentionBackend
+from kernels.hot_state import ABSENT
+from kernels.indexer import index_topk
 from kernels.kv_format import IndexKeyFormat, KvFormat
 from kernels.paged_indexer import IndexerScratch, paged_index_topk
 from kernels.swap_in import backup_newest, newest_slots, replay_misses, swap_in
@@ -26,13 +33,14 @@ class StepKernels:
     attention: AttentionBackend
     kv_format: KvFormat
     index_format: IndexKeyFormat
-    indexer_scratch: IndexerScratch
-    backup_stream: torch.cuda.Stream | None
+    indexer_scratch: IndexerScratch | None = None
+    """On a GPU."""
+    backup_stream: torch.cuda.Stream | None = None
     """Where newest items are copied to the host while the last layer computes; None: the current stream."""
 
 
 class DeviceStep:
-    """The ``KvAccess`` of one decode forward: one new token a request, dense and hisparse together.
+    """The ``KvAccess`` of one decode forward.
 
     ``seq_lens`` and ``req_rows``: int64 [num_reqs], with values that may be used as indices in padding too;
     ``num_real_reqs``: int32 [1].
@@ -144,3 +152,32 @@ class DeviceStep:
             k_host=self._memory.k_host,
             k_dev=self._memory.k_dev,
         )
+
+
+class HostStep(DeviceStep):
+    """A step on the CPU, of indexer keys in a plain format and of real requests only."""
+
+    def __init__(self, hot_buffers: HotBuffers, kernels: StepKernels, requests: Sequence[Request]) -> None:
+        self._index_pages = [hot_buffers.index_pages(request) for request in requests]
+        self._seq_len_of = [request.next_seq_len for request in requests]
+        super().__init__(
+            hot_buffers,
+            kernels,
+            torch.tensor(self._seq_len_of, dtype=torch.int64),
+            torch.tensor([request.req_row for request in requests], dtype=torch.int64),
+            torch.tensor([len(requests)], dtype=torch.int32),
+        )
+        # Where everything fits in the top-k, the selection is the same in all groups.
+        top = torch.arange(self._spec.index_topk, dtype=torch.int32)
+        self._everything = torch.where(top < self._seq_lens[:, None], top, ABSENT)
+
+    def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        top_k = self._spec.index_topk
+        layer_keys = self._kernels.index_format.load(self._memory.index[group])
+        selected = self._everything.clone()
+        for req, (pages, seq_len) in enumerate(zip(self._index_pages, self._seq_len_of, strict=True)):
+            if seq_len > top_k:
+                keys = pages.keys(layer_keys, self._page_size, seq_len)
+                one = slice(req, req + 1)
+                selected[one] = index_topk(q_index[one], weights[one], keys, self.positions[one], top_k)
+        return selected

@@ -1,12 +1,12 @@
 """Owns the per-request tables, and does to memory what a request's moves between states need.
 
 ``rooms.py`` decides who owns which slots; this module fills the tables that the kernels read, warms hot
-buffers up, and spills dense requests. ``DecodeStep`` is the model's view of the pools in one forward.
+buffers up, and spills dense requests. ``device_step.py`` is the model's view of the pools in one forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,27 +17,20 @@ from torch import Tensor
 from decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from decode_node.pools import PoolKind
 from decode_node.request import Request
-from kernels.attention import TorchAttention
-from kernels.hot_state import ABSENT, HotBufferError, HotBufferState
-from kernels.indexer import gather_pages, index_topk
-from kernels.swap_in import MissPlan, backup_newest, newest_slots, preload, replay_misses, swap_in
-from model.paged_kv import formats_of
+from kernels.hot_state import ABSENT, HotBufferState
+from kernels.indexer import gather_pages
+from kernels.swap_in import MissPlan, preload
 from model.spec import ModelSpec
 from protocol.engine_messages import Mode
 
 
 @dataclass(frozen=True)
-class _IndexPages:
+class IndexPages:
     """Where a request's indexer keys are; mostly in contiguous pages, and then reading copies nothing."""
 
     page_ids: Tensor
     first_slot: int
     is_contiguous: bool
-
-    def slot(self, position: int, page_size: int) -> int:
-        if self.is_contiguous:
-            return self.first_slot + position
-        return int(self.page_ids[position // page_size]) * page_size + position % page_size
 
     def keys(self, layer_keys: Tensor, page_size: int, num_tokens: int) -> Tensor:
         """[num_tokens, index_head_dim] of ``layer_keys`` [num_slots, index_head_dim]."""
@@ -56,7 +49,6 @@ class HotBuffers:
         self.memory = memory
         self.page_size = page_size
         self.device = memory.k_dev.device
-        self.kv_format, self.index_format = formats_of(spec)
         self.state = HotBufferState.create(
             spec.num_index_layers, num_rows, spec.context_length, max_capacity, page_size, self.device
         )
@@ -65,7 +57,7 @@ class HotBuffers:
             (num_rows, -(-spec.context_length // page_size)), dtype=torch.int32, device=self.device
         )
         """int32 [num_rows, max_pages]: page ids of each row's indexer keys; any value where there is none."""
-        self._index_pages: dict[int, _IndexPages] = {}
+        self._index_pages: dict[int, IndexPages] = {}
         self._warming: dict[int, torch.cuda.Event] = {}
         self._warm_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """Where rows are filled and warmed up, beside the steps of the others."""
@@ -118,7 +110,7 @@ class HotBuffers:
     def _fill(self, request: Request) -> None:
         row, holding = request.req_row, request.owned
         page_ids = pages_tensor(holding[PoolKind.INDEX], self.page_size)
-        self._index_pages[row] = _IndexPages(
+        self._index_pages[row] = IndexPages(
             page_ids.to(self.device), holding[PoolKind.INDEX][0].start, len(holding[PoolKind.INDEX]) == 1
         )
         self.index_page_table[row, : page_ids.shape[0]] = page_ids.to(self.index_page_table)
@@ -176,9 +168,9 @@ class HotBuffers:
         self.state.reset_row(row)
         self._index_pages.pop(row, None)
 
-    def step(self, requests: Sequence[Request]) -> DecodeStep:
-        """The view of one forward, in which every request has one new token."""
-        return DecodeStep(self, requests, [self._index_pages[request.req_row] for request in requests])
+    def index_pages(self, request: Request) -> IndexPages:
+        """Where the indexer keys of a request that was started are."""
+        return self._index_pages[request.req_row]
 
     def _hot_positions(self, group: int, row: int) -> NDArray[np.int32]:
         """What is in a hot buffer, latest used first."""
@@ -188,107 +180,3 @@ class HotBuffers:
         by_use = positions[order]
         hot: NDArray[np.int32] = by_use[by_use != ABSENT]
         return hot
-
-
-class DecodeStep:
-    """The ``KvAccess`` of one decode forward on the CPU: one new token a request, dense and hisparse.
-
-    Of formats that are plain numbers; a request at a time where that is fastest there. ``DeviceStep`` is its
-    counterpart for a GPU.
-    """
-
-    def __init__(
-        self, hot_buffers: HotBuffers, requests: Sequence[Request], index_pages: Sequence[_IndexPages]
-    ) -> None:
-        self._spec = hot_buffers.spec
-        self._state = hot_buffers.state
-        self._memory = hot_buffers.memory
-        self._miss_plan = hot_buffers.miss_plan
-        self._kv_format, self._index_format = hot_buffers.kv_format, hot_buffers.index_format
-        self._attention = TorchAttention(self._kv_format)
-        self._page_size = hot_buffers.page_size
-        self._index_pages = index_pages
-        device, num_reqs = hot_buffers.device, len(requests)
-        self._seq_len_of = [request.next_seq_len for request in requests]
-        self._seq_lens = torch.tensor(self._seq_len_of, dtype=torch.int64, device=device)
-        self._req_rows = torch.tensor([r.req_row for r in requests], dtype=torch.int64, device=device)
-        self._num_real_reqs = torch.tensor([num_reqs], dtype=torch.int32, device=device)
-        self.positions = self._seq_lens - 1
-        """int64 [num_reqs] of the new tokens."""
-        new_slots = newest_slots(self._seq_lens, self._req_rows, self._num_real_reqs, self._state)
-        self._new_slots = new_slots.long()
-        if bool((self._new_slots < 0).any()):
-            bad = requests[int((self._new_slots < 0).nonzero()[0])]
-            raise RuntimeError(f"room {bad.room}: no device slot for position {bad.num_kv_tokens}")
-        self._new_index_slots = torch.tensor(
-            [
-                pages.slot(seq_len - 1, self._page_size)
-                for pages, seq_len in zip(index_pages, self._seq_len_of, strict=True)
-            ],
-            dtype=torch.int64,
-            device=device,
-        )
-        # Where everything fits in the top-k, the selection is the same in all groups.
-        top = torch.arange(self._spec.index_topk, dtype=torch.int32, device=device)
-        self._everything = torch.where(top < self._seq_lens[:, None], top, ABSENT)
-        self._device_slots: Tensor | None = None
-
-    def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
-        """See ``model.dsa.KvAccess``; so below."""
-        self._kv_format.store(self._memory.k_dev[layer], self._new_slots, kv)
-        if index_keys is not None:
-            group = self._spec.index_group_of_layer[layer]
-            self._index_format.store(self._memory.index[group], self._new_index_slots, index_keys)
-
-    def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
-        top_k = self._spec.index_topk
-        layer_keys = self._index_format.load(self._memory.index[group])
-        selected = self._everything.clone()
-        for req, (pages, seq_len) in enumerate(zip(self._index_pages, self._seq_len_of, strict=True)):
-            if seq_len > top_k:
-                keys = pages.keys(layer_keys, self._page_size, seq_len)
-                one = slice(req, req + 1)
-                selected[one] = index_topk(q_index[one], weights[one], keys, self.positions[one], top_k)
-        return selected
-
-    def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
-        memory = self._memory
-        group = self._spec.index_group_of_layer[layer]
-        if layer == self._spec.layers_of_group[group][0]:
-            self._device_slots = swap_in(
-                positions,
-                self._seq_lens,
-                self._req_rows,
-                self._num_real_reqs,
-                self._state,
-                group=group,
-                layer=layer,
-                k_host=memory.k_host,
-                k_dev=memory.k_dev,
-                miss_plan=self._miss_plan,
-            )
-        else:
-            replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev)
-        if self._device_slots is None:
-            raise RuntimeError(f"layer {layer}: index group {group} has not been swapped in")
-        return self._attention.attend(q, memory.k_dev[layer], self._device_slots, scale)
-
-    def finish(self) -> None:
-        """Copy the new tokens' items to the host, before the next step may give their slots away (I4)."""
-        backup_newest(
-            self._seq_lens,
-            self._req_rows,
-            self._num_real_reqs,
-            self._state,
-            k_host=self._memory.k_host,
-            k_dev=self._memory.k_dev,
-        )
-
-    def counters(self) -> list[tuple[int, int, int]]:
-        """For each request the hits, misses and evictions of its row so far."""
-        return [(hits, misses, lost) for hits, misses, lost in self._state.counters[self._req_rows].tolist()]
-
-    def errors(self) -> list[str]:
-        """For each request what the kernels found wrong with it; empty when nothing."""
-        flags = self._state.error_flags[self._req_rows].tolist()
-        return [str(HotBufferError(flag).name) if flag else "" for flag in flags]

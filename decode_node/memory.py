@@ -79,10 +79,6 @@ class DecodeMemory:
         self.k_dev = pools[RegionKind.KV_DEVICE]
         self.index = pools[RegionKind.INDEX]
         self.aux = pools[RegionKind.AUX][0]
-        self.kv_dev = _numbers(self.k_dev, spec.kv_dtype)
-        """[num_layers, num_slots, item_dim]: the items as numbers; None where they are more (fp8)."""
-        self.index_keys = _numbers(self.index, spec.index_dtype)
-        """[num_index_layers, num_slots, index_head_dim]; so too."""
         self._by_kind = {
             RegionKind.KV_HOST: self.k_host,
             RegionKind.KV_DEVICE: self.k_dev,
@@ -173,10 +169,6 @@ def _shapes(
         RegionKind.INDEX: ((spec.num_index_layers, num_index_slots, spec.index_item_bytes), device),
         RegionKind.AUX: ((1, totals.aux, aux_slot_bytes), host),
     }
-
-
-def _numbers(pool: Tensor, dtype: torch.dtype) -> Tensor | None:
-    return None if dtype is torch.uint8 else pool.view(dtype)
 
 
 def _describe(kind: RegionKind, pool: Tensor) -> str:

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decode_node.device_step import DeviceStep, StepKernels
+from decode_node.device_step import DeviceStep, HostStep, StepKernels
 from decode_node.hot_buffers import HotBuffers
 from decode_node.request import Request
 from kernels.attention import choose_backend
@@ -85,17 +85,19 @@ class _Done:
 class HostRunner:
     """Steps on the CPU, which are done when they are launched."""
 
-    def __init__(self, model: DsaModel, hot_buffers: HotBuffers) -> None:
+    def __init__(self, model: DsaModel, hot_buffers: HotBuffers, kernels: StepKernels) -> None:
         self._model = model
         self._hot_buffers = hot_buffers
+        self._kernels = kernels
 
     def launch(self, batch: Sequence[Request]) -> Launched:
-        step = self._hot_buffers.step(batch)
+        _check_device_slots(batch)
+        step = HostStep(self._hot_buffers, self._kernels, batch)
         newest = torch.tensor([request.output_token_ids[-1] for request in batch])
         logits = self._model.forward(newest, step.positions, step, torch.arange(len(batch)))
         step.finish()
         token_ids, logprobs = _sample(logits, batch, self._model.spec.eos_token_ids)
-        return _Done(batch, StepResult(token_ids, logprobs, step.errors(), step.counters()))
+        return _Done(batch, _step_result(token_ids, logprobs, step.row_results().tolist()))
 
 
 def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
@@ -110,8 +112,8 @@ def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffe
         top_k=spec.index_topk,
     )
     log.info("attention backend %s for %s items: %s", attention.name, kv_format.name, attention.reason)
-    if device.type == "cpu" and FP8_E4M3 not in (kv_format.name, index_format.name):
-        return HostRunner(model, hot_buffers)
+    if device.type == "cpu" and index_format.name != FP8_E4M3:
+        return HostRunner(model, hot_buffers, StepKernels(attention, kv_format, index_format))
     max_reqs = settings.max_running_requests
     kernels = StepKernels(
         attention,
@@ -153,6 +155,7 @@ class GraphRunner:
             self._capture(graph_sizes(min(max_graph_reqs, max_reqs)))
 
     def launch(self, batch: Sequence[Request]) -> Launched:
+        _check_device_slots(batch)
         turn = self._turns[self._num_launched % 2]
         self._num_launched += 1
         turn.fill(batch, self._max_reqs)
@@ -248,13 +251,6 @@ class _Turn:
         )
 
     def fill(self, batch: Sequence[Request], max_reqs: int) -> None:
-        """Raises RuntimeError when the newest token of a dense request has no page."""
-        for request in batch:
-            if request.mode is Mode.DENSE and request.next_seq_len > request.num_device_slots:
-                raise RuntimeError(
-                    f"room {request.room}: no device slot for position {request.next_seq_len - 1}, it has "
-                    f"{request.num_device_slots}"
-                )
         num_padding = max_reqs - len(batch)
         values = self.inputs.numpy()
         values[:max_reqs] = [
@@ -296,12 +292,29 @@ class _OnDevice:
         token_ids, logprobs = [row[0] for row in rows], [None] * len(rows)
         if self.logits is not None:
             token_ids, logprobs = _sample(self.logits, self.batch, self.eos_token_ids)  # type: ignore[assignment]
-        return StepResult(
-            token_ids,
-            list(logprobs),
-            [str(HotBufferError(row[1]).name) if row[1] else "" for row in rows],
-            [(row[2], row[3], row[4]) for row in rows],
-        )
+        return _step_result(token_ids, list(logprobs), [row[1:] for row in rows])
+
+
+def _step_result(
+    token_ids: list[int], logprobs: list[TokenLogprob | None], row_results: list[list[int]]
+) -> StepResult:
+    """``row_results``: as ``DeviceStep.row_results``."""
+    return StepResult(
+        token_ids,
+        logprobs,
+        [str(HotBufferError(flags).name) if flags else "" for flags, *_ in row_results],
+        [(hits, misses, evictions) for _, hits, misses, evictions in row_results],
+    )
+
+
+def _check_device_slots(batch: Sequence[Request]) -> None:
+    """Raises RuntimeError when the newest token of a dense request has no page."""
+    for request in batch:
+        if request.mode is Mode.DENSE and request.next_seq_len > request.num_device_slots:
+            raise RuntimeError(
+                f"room {request.room}: no device slot for position {request.next_seq_len - 1}, it has "
+                f"{request.num_device_slots}"
+            )
 
 
 def _sample(

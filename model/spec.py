@@ -72,16 +72,6 @@ class ModelSpec:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
-    def kv_dtype(self) -> torch.dtype:
-        """Of the numbers in a KV item; uint8 where an item is more than an array of numbers."""
-        return DTYPES.get(self.kv_format, torch.uint8)
-
-    @property
-    def index_dtype(self) -> torch.dtype:
-        """Of the numbers in an indexer key; so too."""
-        return DTYPES.get(self.index_format, torch.uint8)
-
-    @property
     def item_bytes(self) -> int:
         """Of one token's KV in one layer."""
         return KvFormat(self.kv_format, self.kv_lora_rank, self.qk_rope_head_dim).item_bytes

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_node.hot_buffers import DecodeStep
+from decode_node.device_step import HostStep
 from decode_node.memory import slots_tensor
 from decode_node.pools import PoolKind
 from decode_node.request import Request, RequestState
@@ -117,12 +117,12 @@ def test_every_step_selects_what_the_indexer_says(
     double: PrefillDouble, roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While all positions fit in the top-k nothing is scored; one more, and the indexer decides."""
-    select = DecodeStep.select
+    select = HostStep.select
     seq_lens: set[int] = set()
 
-    def select_and_compare(step: DecodeStep, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+    def select_and_compare(step: HostStep, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         selected = select(step, group, q_index, weights)
-        keys_of_layer = step._index_format.load(step._memory.index[group])
+        keys_of_layer = step._kernels.index_format.load(step._memory.index[group])
         top_k = step._spec.index_topk
         for req, pages in enumerate(step._index_pages):
             one, seq_len = slice(req, req + 1), int(step.positions[req]) + 1
@@ -132,7 +132,7 @@ def test_every_step_selects_what_the_indexer_says(
             seq_lens.add(seq_len)
         return selected
 
-    monkeypatch.setattr(DecodeStep, "select", select_and_compare)
+    monkeypatch.setattr(HostStep, "select", select_and_compare)
     answers = [roomy.generate(double, prompt, 4, HisparseFlag.TRUE) for prompt in PROMPTS[1:5]]
     _finish(roomy, answers, double)
     assert {TOP_K, TOP_K + 1} <= seq_lens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,18 +253,6 @@ def test_scratch_pages_lie_behind_what_is_handed_out_and_peers_see_the_real_stri
         writes = descriptors(plan_writes([0], [num_slots - 1]), source, view, range(num_layers))
         expected = [pool[layer, num_slots - 1].data_ptr() for layer in range(num_layers)]
         assert writes.dst_addrs.tolist() == expected
-
-
-def test_views_as_numbers_exist_for_plain_formats_only(spec: ModelSpec) -> None:
-    plain = DecodeMemory(spec, TOTALS, PAGE_SIZE, torch.device("cpu"))
-    assert plain.kv_dev is not None
-    assert plain.index_keys is not None
-    assert plain.kv_dev.shape[2] == spec.item_dim
-    assert plain.kv_dev.data_ptr() == plain.k_dev.data_ptr()
-    assert plain.index_keys.shape[2] == spec.index_head_dim
-    fp8 = DecodeMemory(replace(spec, kv_format="fp8_e4m3"), TOTALS, PAGE_SIZE, torch.device("cpu"))
-    assert fp8.kv_dev is None
-    assert fp8.index_keys is not None
 
 
 def test_the_transport_lets_go_before_cuda_does_and_unmapping_comes_last(
