@@ -29,7 +29,7 @@ SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup system-libraries demo test test-full test-compose fuzz serve lint format bench bench-layer-push bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
+.PHONY: help setup system-libraries demo test test-full test-gpu test-compose fuzz serve lint format bench bench-layer-push bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
 
 help:
 	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -47,6 +47,10 @@ test: $(READY) ## run the tests
 
 test-full: $(READY) ## the full product of modes, batches and caches against the oracle; some 15 minutes
 	$(BIN)/python -m pytest -m slow $(TEST_ARGS)
+
+test-gpu: $(READY) ## the tests that need an NVIDIA GPU: kernels, and tokens of a pair on it beside transformers
+	$(BIN)/python -m pytest -o addopts="-ra" tests/gpu
+	HISPARSE_PD_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/integration/test_oracle.py
 
 test-compose: $(READY) ## the two-node deployment in containers; needs Docker, or root and its packages
 	$(BIN)/python -m pytest -m compose tests/compose $(TEST_ARGS)

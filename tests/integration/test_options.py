@@ -75,3 +75,32 @@ def test_encrypted_control_bfloat16_kv_and_policies(
         finally:
             stranger.close()
         assert generate()["output_ids"] == dense["output_ids"]
+
+
+def test_fp8_items_give_the_same_tokens_in_both_modes(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Items and indexer keys in fp8 on both nodes; the decode node's steps overlap then, on the CPU too."""
+    common = ["--kv-cache-dtype", "fp8_e4m3"]
+    with deployment(
+        tiny_checkpoint("v32"),
+        tmp_path,
+        prefill_options=common,
+        decode_options=[*common, "--device-buffer-size", "128", "--stream-interval", "5"],
+    ) as nodes:
+
+        def generate(hisparse: bool) -> dict[str, Any]:
+            params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+            body = {"text": PROMPT, "sampling_params": params, "hisparse": hisparse}
+            answer = httpx.post(f"{nodes.url}/generate", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            decoded = answer.json()
+            assert isinstance(decoded, dict)
+            return decoded
+
+        hisparse, dense = generate(True), generate(False)
+        assert hisparse["meta_info"]["hisparse"]["mode"] == "hisparse"
+        assert hisparse["meta_info"]["hisparse"]["misses"] > 0
+        assert dense["meta_info"]["hisparse"]["mode"] == "dense"
+        assert hisparse["output_ids"] == dense["output_ids"]
+        assert len(set(hisparse["output_ids"])) > 4
