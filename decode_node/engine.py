@@ -232,12 +232,17 @@ class DecodeEngine:
         )
 
     def _launch(self, batch: list[Request]) -> Launched | None:
-        """Enqueue one step. Whatever goes wrong in it ends the requests of this batch and nothing else."""
+        """Enqueue one step. What goes wrong in it ends the requests of this batch and nothing else.
+
+        Raises torch.AcceleratorError when the device is lost.
+        """
         if not batch:
             return None
         self._step += 1
         try:
             launched = self._runner.launch(batch)
+        except torch.AcceleratorError:
+            raise  # nothing works on this device any more: the engine ends, and the front with it
         except Exception as error:
             self._settle()
             self._fail_step(batch, error)
@@ -262,6 +267,8 @@ class DecodeEngine:
             request.num_in_flight -= 1
         try:
             result = launched.result()
+        except torch.AcceleratorError:
+            raise
         except Exception as error:
             self._fail_step(launched.batch, error)
             return

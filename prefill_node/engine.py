@@ -319,7 +319,9 @@ class PrefillEngine:
         pushes = [life.start_chunk(record, chunk.stop) for record, chunk in batch]
         try:
             first_tokens = self._runner.run(batch, partial(life.layer_written, pushes))
-        except Exception as error:  # out of memory, a bad kernel: this batch fails, the node serves on
+        except torch.AcceleratorError:
+            raise  # nothing works on this device any more: the engine ends, and the front with it
+        except Exception as error:  # out of memory, a bad argument: this batch fails, the node serves on
             self._fail_batch(batch, error)
             return True
         now_secs = time.monotonic()

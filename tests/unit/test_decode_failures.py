@@ -397,6 +397,23 @@ def test_a_failing_forward_ends_its_batch_only(
     _completes(node, double)
 
 
+def test_a_lost_device_ends_the_engine(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every later step would fail as well, on a node that calls itself healthy."""
+    answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+
+    def lost(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.engine._model, "forward", lost)
+        with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+            node.turn_until(lambda: answer.is_over, double)
+    node.turn_until(lambda: answer.is_over, double)  # here the device was not really lost
+    assert answer.failure is None
+
+
 def test_a_hint_that_does_not_fit_ends_its_request_only(
     node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
