@@ -90,10 +90,12 @@ class HotBuffers:
         # After the step that may have used the row's slots for the request before.
         self._warm_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._warm_stream):
-            self._fill(request)
-            filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            filled.record()
-        self._warming[request.req_row] = filled
+            try:
+                self._fill(request)
+            finally:  # what was launched before an error still reads the request's slots
+                filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                filled.record()
+                self._warming[request.req_row] = filled
 
     def is_ready(self, request: Request) -> bool:
         """Whether a RUNNING request can be in the next step."""
@@ -102,8 +104,6 @@ class HotBuffers:
             return True
         if not filled.query():  # type: ignore[no-untyped-call]
             return False
-        # Nothing is left to wait for; but the caching allocator and the step's stream have to know, too.
-        torch.cuda.current_stream(self.device).wait_event(filled)
         del self._warming[request.req_row]
         return True
 
@@ -138,11 +138,13 @@ class HotBuffers:
 
     def grow(self, request: Request) -> None:
         """Enter the pages that a dense request was just given."""
+        self._wait_until_filled(request.req_row)
         page_ids = pages_tensor(request.owned[PoolKind.DEVICE], self.page_size)
         self.state.set_pages(request.req_row, 0, page_ids.to(self.device))
 
     def retract(self, request: Request) -> None:
         """Bring everything to the host before the device slots are given up; remember what was hot."""
+        self._wait_until_filled(request.req_row)
         if request.mode is Mode.DENSE:
             holding = request.owned
             self.memory.spill(holding[PoolKind.DEVICE], holding[PoolKind.HOST], request.num_kv_tokens)
@@ -156,8 +158,7 @@ class HotBuffers:
     def release(self, request: Request) -> None:
         """Add the row's counters to the request's and empty it; a row that was never filled is empty."""
         row = request.req_row
-        if (filled := self._warming.pop(row, None)) is not None:
-            filled.synchronize()  # it still reads host slots that are about to be given up
+        self._wait_until_filled(row)  # which reads host slots that are about to be given up
         counters = self.state.counters[row].cpu().numpy()
         hits, misses, evictions = counters.tolist()
         request.hits += hits
@@ -171,6 +172,10 @@ class HotBuffers:
     def index_pages(self, request: Request) -> IndexPages:
         """Where the indexer keys of a request that was started are."""
         return self._index_pages[request.req_row]
+
+    def _wait_until_filled(self, row: int) -> None:
+        if (filled := self._warming.pop(row, None)) is not None:
+            filled.synchronize()
 
     def _hot_positions(self, group: int, row: int) -> NDArray[np.int32]:
         """What is in a hot buffer, latest used first."""

@@ -13,6 +13,7 @@ import pytest
 
 import decode_node.engine
 from decode_node.hot_buffers import HotBuffers
+from decode_node.request import RequestState
 from decode_node.runner import GraphRunner, Runner, StepKernels, graph_sizes
 from kernels.attention import TorchAttention
 from model.dsa import DsaModel
@@ -131,6 +132,45 @@ def test_an_abort_between_steps_leaves_the_others_and_the_pools_whole(
     node.send(Abort(next(name for name, answer in node.answers.items() if answer is leaving)))
     finish(node, [staying], double)
     assert staying.token_ids == expected[PROMPTS[8]]
+
+
+class Filling:
+    """The event of a row whose filling goes on until it is waited for, or let be over."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.num_waits = 0
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        self.is_over = True
+        self.num_waits += 1
+
+
+def test_a_row_that_is_being_filled_is_in_no_step_and_is_waited_for_before_it_is_released(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+) -> None:
+    warming = node.engine.hot_buffers._warming
+    staying = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
+    leaving = node.generate(double, PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
+    node.turn_until(lambda: len(staying.token_ids) > 3 and len(leaving.token_ids) > 3, double)
+    fillings = {request.room: Filling() for request in node.engine.rooms.select(RequestState.RUNNING)}
+    node.engine._settle()
+    for request in node.engine.rooms.select(RequestState.RUNNING):
+        warming[request.req_row] = fillings[request.room]  # type: ignore[assignment]
+    node.turn(double)
+    num_before = len(staying.token_ids)
+    for _ in range(5):
+        node.turn(double)
+    assert len(staying.token_ids) == num_before
+    stays, leaves = fillings.values()
+    stays.is_over = True
+    node.send(Abort(next(name for name, answer in node.answers.items() if answer is leaving)))
+    finish(node, [staying], double)
+    assert staying.token_ids == expected[PROMPTS[8]]
+    assert (stays.num_waits, leaves.num_waits) == (0, 1)
 
 
 def test_graph_sizes_hold_every_batch() -> None:
