@@ -239,9 +239,8 @@ class RecordingKv(PagedKv):
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         if self._top_ks:
-            keys = gather_pages(
-                self._index_pool[group], self._request.page_ids, PAGE_SIZE, self._request.seq_len
-            )
+            keys_of_layer = self._kernels.index_format.load(self._index_pool[group])
+            keys = gather_pages(keys_of_layer, self._request.page_ids, PAGE_SIZE, self._request.seq_len)
             for top_k in self._top_ks:
                 last = index_topk(q_index[-1:], weights[-1:], keys, self.positions[-1:], top_k)
                 self.recorded[top_k, group] = last[0].numpy()
