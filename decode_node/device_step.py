@@ -11,48 +11,36 @@ slots at the ends of the pools and is ignored by every kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from decode_node.hot_buffers import HotBuffers
+from decode_node.pools import PoolKind
 from decode_node.request import Request
-from kernels.attention import AttentionBackend
 from kernels.hot_state import ABSENT
-from kernels.indexer import index_topk
-from kernels.kv_format import IndexKeyFormat, KvFormat
-from kernels.paged_indexer import IndexerScratch, paged_index_topk
+from kernels.indexer import gather_pages, index_topk
+from kernels.paged_indexer import paged_index_topk
 from kernels.swap_in import backup_newest, newest_slots, replay_misses, swap_in
-
-
-@dataclass(frozen=True)
-class StepKernels:
-    """What a forward computes with; one for all steps."""
-
-    attention: AttentionBackend
-    kv_format: KvFormat
-    index_format: IndexKeyFormat
-    indexer_scratch: IndexerScratch | None = None
-    """On a GPU."""
-    backup_stream: torch.cuda.Stream | None = None
-    """Where newest items are copied to the host while the last layer computes; None: the current stream."""
+from model.attention_kernels import AttentionKernels
 
 
 class DeviceStep:
     """The ``KvAccess`` of one decode forward.
 
     ``seq_lens`` and ``req_rows``: int64 [num_reqs], with values that may be used as indices in padding too;
-    ``num_real_reqs``: int32 [1].
+    ``num_real_reqs``: int32 [1]. ``backup_stream``: where newest items are copied to the host while the last
+    layer computes; None: the current stream.
     """
 
     def __init__(
         self,
         hot_buffers: HotBuffers,
-        kernels: StepKernels,
+        kernels: AttentionKernels,
         seq_lens: Tensor,
         req_rows: Tensor,
         num_real_reqs: Tensor,
+        backup_stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._spec = hot_buffers.spec
         self._state = hot_buffers.state
@@ -64,6 +52,7 @@ class DeviceStep:
         self._seq_lens = seq_lens
         self._req_rows = req_rows
         self._num_real_reqs = num_real_reqs
+        self._backup_stream = backup_stream
         self.positions = seq_lens - 1
         """int64 [num_reqs] of the new tokens."""
         num_reqs = seq_lens.shape[0]
@@ -125,8 +114,8 @@ class DeviceStep:
 
     def finish(self) -> None:
         """Order what follows in the current stream after the backup of the new tokens (I4)."""
-        if (stream := self._kernels.backup_stream) is not None:
-            torch.cuda.current_stream().wait_stream(stream)
+        if self._backup_stream is not None:
+            torch.cuda.current_stream().wait_stream(self._backup_stream)
 
     def row_results(self) -> Tensor:
         """int64 [num_reqs, 4]: the rows' error flags, hits, misses and evictions so far."""
@@ -135,12 +124,11 @@ class DeviceStep:
 
     def _start_backup(self) -> None:
         """All layers of the new tokens are written: they can leave while the last layer still attends."""
-        stream = self._kernels.backup_stream
-        if stream is None:
+        if self._backup_stream is None:
             self._backup()
             return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._backup_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._backup_stream):
             self._backup()
 
     def _backup(self) -> None:
@@ -157,8 +145,10 @@ class DeviceStep:
 class HostStep(DeviceStep):
     """A step on the CPU, of indexer keys in a plain format and of real requests only."""
 
-    def __init__(self, hot_buffers: HotBuffers, kernels: StepKernels, requests: Sequence[Request]) -> None:
-        self._index_pages = [hot_buffers.index_pages(request) for request in requests]
+    def __init__(
+        self, hot_buffers: HotBuffers, kernels: AttentionKernels, requests: Sequence[Request]
+    ) -> None:
+        self._requests = requests
         self._seq_len_of = [request.next_seq_len for request in requests]
         super().__init__(
             hot_buffers,
@@ -175,9 +165,21 @@ class HostStep(DeviceStep):
         top_k = self._spec.index_topk
         layer_keys = self._kernels.index_format.load(self._memory.index[group])
         selected = self._everything.clone()
-        for req, (pages, seq_len) in enumerate(zip(self._index_pages, self._seq_len_of, strict=True)):
+        for req, seq_len in enumerate(self._seq_len_of):
             if seq_len > top_k:
-                keys = pages.keys(layer_keys, self._page_size, seq_len)
+                keys = self._keys(req, layer_keys)
                 one = slice(req, req + 1)
                 selected[one] = index_topk(q_index[one], weights[one], keys, self.positions[one], top_k)
         return selected
+
+    def _keys(self, req: int, layer_keys: Tensor) -> Tensor:
+        """[seq_len, index_head_dim] of ``layer_keys`` [num_slots, index_head_dim].
+
+        Mostly in contiguous pages, and then reading copies nothing.
+        """
+        request, seq_len = self._requests[req], self._seq_len_of[req]
+        first, *more = request.owned[PoolKind.INDEX]
+        if not more:
+            return layer_keys[first.start : first.start + seq_len]
+        page_ids = self._index_page_table[request.req_row]
+        return gather_pages(layer_keys, page_ids, self._page_size, seq_len)

@@ -88,7 +88,6 @@ class DecodeEngine:
         transport: Transport,
     ) -> None:
         self._settings = settings
-        self._model = model
         self._spec = spec
         self._front = front
         self._metrics = Metrics()
@@ -162,8 +161,6 @@ class DecodeEngine:
         now = time.monotonic()
         self._receive(now)
         self._plan(now)
-        if self._in_flight is not None and not self._in_flight.feeds_next:
-            self._settle()
         launched = self._launch(self._next_batch())
         previous, self._in_flight = self._in_flight, launched
         if previous is not None:

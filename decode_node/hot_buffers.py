@@ -7,36 +7,18 @@ buffers up, and spills dense requests. ``device_step.py`` is the model's view of
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from decode_node.pools import PoolKind
 from decode_node.request import Request
 from kernels.hot_state import ABSENT, HotBufferState
-from kernels.indexer import gather_pages
 from kernels.swap_in import MissPlan, preload
 from model.spec import ModelSpec
 from protocol.engine_messages import Mode
-
-
-@dataclass(frozen=True)
-class IndexPages:
-    """Where a request's indexer keys are; mostly in contiguous pages, and then reading copies nothing."""
-
-    page_ids: Tensor
-    first_slot: int
-    is_contiguous: bool
-
-    def keys(self, layer_keys: Tensor, page_size: int, num_tokens: int) -> Tensor:
-        """[num_tokens, index_head_dim] of ``layer_keys`` [num_slots, index_head_dim]."""
-        if self.is_contiguous:
-            return layer_keys[self.first_slot : self.first_slot + num_tokens]
-        return gather_pages(layer_keys, self.page_ids, page_size, num_tokens)
 
 
 class HotBuffers:
@@ -57,7 +39,6 @@ class HotBuffers:
             (num_rows, -(-spec.context_length // page_size)), dtype=torch.int32, device=self.device
         )
         """int32 [num_rows, max_pages]: page ids of each row's indexer keys; any value where there is none."""
-        self._index_pages: dict[int, IndexPages] = {}
         self._warming: dict[int, torch.cuda.Event] = {}
         self._warm_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """Where rows are filled and warmed up, beside the steps of the others."""
@@ -110,9 +91,6 @@ class HotBuffers:
     def _fill(self, request: Request) -> None:
         row, holding = request.req_row, request.owned
         page_ids = pages_tensor(holding[PoolKind.INDEX], self.page_size)
-        self._index_pages[row] = IndexPages(
-            page_ids.to(self.device), holding[PoolKind.INDEX][0].start, len(holding[PoolKind.INDEX]) == 1
-        )
         self.index_page_table[row, : page_ids.shape[0]] = page_ids.to(self.index_page_table)
         if request.mode is Mode.DENSE:
             device_pages = pages_tensor(holding[PoolKind.DEVICE], self.page_size)
@@ -167,11 +145,6 @@ class HotBuffers:
         request.row_counters = (0, 0, 0)
         self._ended_counters += counters
         self.state.reset_row(row)
-        self._index_pages.pop(row, None)
-
-    def index_pages(self, request: Request) -> IndexPages:
-        """Where the indexer keys of a request that was started are."""
-        return self._index_pages[request.req_row]
 
     def _wait_until_filled(self, row: int) -> None:
         if (filled := self._warming.pop(row, None)) is not None:

@@ -16,15 +16,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decode_node.device_step import DeviceStep, HostStep, StepKernels
+from decode_node.device_step import DeviceStep, HostStep
 from decode_node.hot_buffers import HotBuffers
 from decode_node.request import Request
-from kernels.attention import choose_backend
 from kernels.hot_state import HotBufferError
 from kernels.kv_format import FP8_E4M3
-from kernels.paged_indexer import IndexerScratch
+from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
-from model.paged_kv import formats_of
 from model.sampling import sample
 from protocol.engine_messages import Mode, SamplingParams, TokenLogprob
 from protocol.settings import DecodeSettings
@@ -85,7 +83,7 @@ class _Done:
 class HostRunner:
     """Steps on the CPU, which are done when they are launched."""
 
-    def __init__(self, model: DsaModel, hot_buffers: HotBuffers, kernels: StepKernels) -> None:
+    def __init__(self, model: DsaModel, hot_buffers: HotBuffers, kernels: AttentionKernels) -> None:
         self._model = model
         self._hot_buffers = hot_buffers
         self._kernels = kernels
@@ -102,26 +100,10 @@ class HostRunner:
 
 def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
     """The runner for the device and the formats. Raises AttentionBackendError."""
-    spec, device = model.spec, hot_buffers.device
-    kv_format, index_format = formats_of(spec)
-    attention = choose_backend(
-        settings.attention_backend,
-        device=device,
-        kv_format=kv_format,
-        num_heads=model.num_heads,
-        top_k=spec.index_topk,
-    )
-    log.info("attention backend %s for %s items: %s", attention.name, kv_format.name, attention.reason)
-    if device.type == "cpu" and index_format.name != FP8_E4M3:
-        return HostRunner(model, hot_buffers, StepKernels(attention, kv_format, index_format))
     max_reqs = settings.max_running_requests
-    kernels = StepKernels(
-        attention,
-        kv_format,
-        index_format,
-        IndexerScratch.create(max_reqs, spec.context_length, device),
-        torch.cuda.Stream(device) if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
-    )
+    kernels = AttentionKernels.choose(model, settings.attention_backend, scratch_tokens=max_reqs)
+    if model.device.type == "cpu" and kernels.index_format.name != FP8_E4M3:
+        return HostRunner(model, hot_buffers, kernels)
     return GraphRunner(
         model, hot_buffers, kernels, max_reqs=max_reqs, max_graph_reqs=settings.max_graph_batch
     )
@@ -134,7 +116,7 @@ class GraphRunner:
         self,
         model: DsaModel,
         hot_buffers: HotBuffers,
-        kernels: StepKernels,
+        kernels: AttentionKernels,
         *,
         max_reqs: int,
         max_graph_reqs: int,
@@ -144,6 +126,7 @@ class GraphRunner:
         self._kernels = kernels
         self._max_reqs = max_reqs
         device = hot_buffers.device
+        self._backup_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._inputs = torch.zeros(3 * max_reqs + 1, dtype=torch.int64, device=device)
         """Tokens, lengths and rows, each [max_reqs], and the number of requests that are real."""
         self._last_tokens = torch.zeros(hot_buffers.state.num_rows + 1, dtype=torch.int64, device=device)
@@ -179,7 +162,9 @@ class GraphRunner:
         given, seq_lens, req_rows = (inputs[i * most : i * most + num_reqs] for i in range(3))
         num_real_reqs = inputs[3 * most :].to(torch.int32)
         token_ids = torch.where(given == FROM_DEVICE, self._last_tokens[req_rows], given)
-        step = DeviceStep(self._hot_buffers, self._kernels, seq_lens, req_rows, num_real_reqs)
+        step = DeviceStep(
+            self._hot_buffers, self._kernels, seq_lens, req_rows, num_real_reqs, self._backup_stream
+        )
         rows = torch.arange(num_reqs, device=inputs.device)
         logits = self._model.forward(token_ids, step.positions, step, rows)
         step.finish()

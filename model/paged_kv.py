@@ -9,10 +9,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionBackend, TorchAttention
 from kernels.indexer import gather_pages, index_topk
-from kernels.kv_format import FP8_E4M3, IndexKeyFormat, KvFormat
-from kernels.paged_indexer import IndexerScratch, paged_index_topk
+from kernels.kv_format import FP8_E4M3
+from kernels.paged_indexer import paged_index_topk
+from model.attention_kernels import AttentionKernels
 from model.spec import ModelSpec
 
 
@@ -30,30 +30,6 @@ class PagedRequest:
     @property
     def seq_len(self) -> int:
         return self.prefix_len + self.num_new_tokens
-
-
-@dataclass(frozen=True)
-class PagedKernels:
-    """What the forwards of one node compute attention with. ``scratch``: of the indexer on a GPU."""
-
-    kv_format: KvFormat
-    index_format: IndexKeyFormat
-    attention: AttentionBackend
-    scratch: IndexerScratch | None = None
-
-    @classmethod
-    def reference(cls, spec: ModelSpec) -> PagedKernels:
-        """The torch reference, for any device."""
-        kv_format, index_format = formats_of(spec)
-        return cls(kv_format, index_format, TorchAttention(kv_format))
-
-
-def formats_of(spec: ModelSpec) -> tuple[KvFormat, IndexKeyFormat]:
-    """Of the items and of the indexer keys of a model in the pools."""
-    return (
-        KvFormat(spec.kv_format, spec.kv_lora_rank, spec.qk_rope_head_dim),
-        IndexKeyFormat(spec.index_format, spec.index_head_dim),
-    )
 
 
 class PagedKv:
@@ -75,7 +51,7 @@ class PagedKv:
         page_size: int,
         requests: Sequence[PagedRequest],
         on_written: Callable[[int], None] | None = None,
-        kernels: PagedKernels | None = None,
+        kernels: AttentionKernels | None = None,
     ) -> None:
         for number, request in enumerate(requests):
             if request.num_new_tokens < 1 or request.prefix_len < 0:
@@ -89,7 +65,7 @@ class PagedKv:
                     f"pages of {page_size}"
                 )
         self._spec = spec
-        self._kernels = kernels or PagedKernels.reference(spec)
+        self._kernels = kernels or AttentionKernels.reference(spec)
         self._device_pool = device_pool
         self._index_pool = index_pool
         self._page_size = page_size
@@ -144,7 +120,7 @@ class PagedKv:
                 page_size=self._page_size,
                 top_k=self._spec.index_topk,
                 key_format=self._kernels.index_format.name,
-                scratch=self._kernels.scratch,
+                scratch=self._kernels.indexer_scratch,
             )
         for number, hint in enumerate(self.hints):
             if hint is not None:

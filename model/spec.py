@@ -71,15 +71,25 @@ class ModelSpec:
         """Elements of one token's KV in one layer: the latent, then the rotated key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    @cached_property
+    def item_format(self) -> KvFormat:
+        """How a KV item becomes bytes in the pools."""
+        return KvFormat(self.kv_format, self.kv_lora_rank, self.qk_rope_head_dim)
+
+    @cached_property
+    def index_key_format(self) -> IndexKeyFormat:
+        """How an indexer key becomes bytes in the pools."""
+        return IndexKeyFormat(self.index_format, self.index_head_dim)
+
     @property
     def item_bytes(self) -> int:
         """Of one token's KV in one layer."""
-        return KvFormat(self.kv_format, self.kv_lora_rank, self.qk_rope_head_dim).item_bytes
+        return self.item_format.item_bytes
 
     @property
     def index_item_bytes(self) -> int:
         """Of one token's indexer key in one index layer."""
-        return IndexKeyFormat(self.index_format, self.index_head_dim).item_bytes
+        return self.index_key_format.item_bytes
 
     def geometry(self, page_size: int) -> Geometry:
         """What a peer must agree on. Formats of indexer keys differ in their ``index_item_bytes``."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.attention import choose_backend
-from kernels.paged_indexer import IndexerScratch
+from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
-from model.paged_kv import PagedKernels, PagedKv, PagedRequest, formats_of
+from model.paged_kv import PagedKv, PagedRequest
 from model.sampling import sample
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord
@@ -20,8 +18,6 @@ from prefill_node.scheduler import Chunk
 from protocol.engine_messages import SamplingParams, TokenLogprob
 from protocol.messages import Room
 from transfer.sender import Ready
-
-log = logging.getLogger(__name__)
 
 _SCRATCH_BYTES = 512 << 20
 """Logits of the indexer on a GPU that a forward holds at a time at most."""
@@ -54,8 +50,10 @@ class PromptRunner:
         self._model = model
         self._memory = memory
         self._page_size = page_size
-        self.kernels = _kernels(model, memory.kv.device, attention_backend, chunk_tokens)
-        log.info("attention backend %s", self.kernels.attention.name)
+        most_rows = max(1, _SCRATCH_BYTES // (4 * model.spec.context_length))
+        self.kernels = AttentionKernels.choose(
+            model, attention_backend, scratch_tokens=min(chunk_tokens, most_rows)
+        )
 
     def run(
         self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten | None = None
@@ -121,25 +119,6 @@ def layer_hook(on_written: LayerWritten | None, device: torch.device) -> Callabl
         on_written(layer, stored)
 
     return written
-
-
-def _kernels(
-    model: DsaModel, device: torch.device, attention_backend: str, chunk_tokens: int
-) -> PagedKernels:
-    spec = model.spec
-    kv_format, index_format = formats_of(spec)
-    attention = choose_backend(
-        attention_backend,
-        device=device,
-        kv_format=kv_format,
-        num_heads=model.num_heads,
-        top_k=spec.index_topk,
-    )
-    scratch = None
-    if device.type == "cuda":
-        most_rows = _SCRATCH_BYTES // (4 * spec.context_length)
-        scratch = IndexerScratch.create(max(1, min(chunk_tokens, most_rows)), spec.context_length, device)
-    return PagedKernels(kv_format, index_format, attention, scratch)
 
 
 def _sampling(record: RoomRecord) -> SamplingParams:

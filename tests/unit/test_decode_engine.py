@@ -124,9 +124,9 @@ def test_every_step_selects_what_the_indexer_says(
         selected = select(step, group, q_index, weights)
         keys_of_layer = step._kernels.index_format.load(step._memory.index[group])
         top_k = step._spec.index_topk
-        for req, pages in enumerate(step._index_pages):
+        for req in range(len(selected)):
             one, seq_len = slice(req, req + 1), int(step.positions[req]) + 1
-            keys = pages.keys(keys_of_layer, step._page_size, seq_len)
+            keys = step._keys(req, keys_of_layer)
             expected = index_topk(q_index[one], weights[one], keys, step.positions[one], top_k)
             assert set(selected[req].tolist()) == set(expected[0].tolist()), f"seq_len {seq_len}"
             seq_lens.add(seq_len)

@@ -14,11 +14,10 @@ import pytest
 import decode_node.engine
 from decode_node.hot_buffers import HotBuffers
 from decode_node.request import RequestState
-from decode_node.runner import GraphRunner, Runner, StepKernels, graph_sizes
-from kernels.attention import TorchAttention
+from decode_node.runner import GraphRunner, Runner, graph_sizes
+from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.oracle import greedy_tokens
-from model.paged_kv import formats_of
 from protocol.engine_messages import Abort, FinishReason, HisparseFlag, Mode
 from protocol.settings import DecodeSettings
 from tests.unit.decode_support import (
@@ -38,8 +37,7 @@ PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumera
 
 
 def overlapping_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
-    kv_format, index_format = formats_of(model.spec)
-    kernels = StepKernels(TorchAttention(kv_format), kv_format, index_format)
+    kernels = AttentionKernels.reference(model.spec)
     max_reqs = settings.max_running_requests
     return GraphRunner(model, hot_buffers, kernels, max_reqs=max_reqs, max_graph_reqs=0)
 
