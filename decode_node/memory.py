@@ -33,7 +33,7 @@ from protocol.messages import Extent, Region, RegionKind, Room
 from transfer.aux_record import AuxLayout, AuxRecord
 from transfer.doctor_checks import Status, check_memory
 from transfer.engine import TransferEngine
-from transfer.extents import extents_to_slots
+from transfer.extents import extents_to_slots, slice_extents
 from transfer.machine import Machine
 
 log = logging.getLogger(__name__)
@@ -147,12 +147,9 @@ def num_host_bytes(spec: ModelSpec, totals: SlotCounts, page_size: int, device: 
 def host_runs(host: tuple[Extent, ...], num_tokens: int) -> list[tuple[int, slice]]:
     """First position and host slots of each extent, up to position ``num_tokens``."""
     runs, start = [], 0
-    for extent in host:
-        length = min(extent.length, num_tokens - start)
-        if length <= 0:
-            break
-        runs.append((start, slice(extent.start, extent.start + length)))
-        start += length
+    for extent in slice_extents(host, 0, num_tokens):
+        runs.append((start, slice(extent.start, extent.start + extent.length)))
+        start += extent.length
     return runs
 
 

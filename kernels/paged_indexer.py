@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
+from kernels.indexer import ABSENT, gather_pages
+from kernels.kv_format import FORMAT_NAMES, IndexKeyFormat
 
-ABSENT = -1
 MAX_TOP_K = 4096
 MAX_HEADS = 128
 MAX_CONTEXT = 1 << 20
 MAX_TOKENS_OF_A_BLOCK = 65535
 """Of a grid's second dimension."""
 
-_FP8_SCALE_BYTES = 4
-_BYTES_OF_A_KEY_ELEMENT = {"float32": 4, "bfloat16": 2, "fp8_e4m3": 1}
 _BLOCK_BYTES = 4 << 20
 """Per-head scores that the reference holds at a time: small enough to stay in a CPU's cache."""
 _PASSING_SCRATCH_BYTES = 256 << 20
@@ -58,11 +57,10 @@ class IndexerScratch:
 
 def index_item_bytes(key_format: str, head_dim: int) -> int:
     """Bytes of one position's key in the pool."""
-    if key_format not in _BYTES_OF_A_KEY_ELEMENT:
-        known = " or ".join(map(repr, _BYTES_OF_A_KEY_ELEMENT))
+    if key_format not in FORMAT_NAMES:
+        known = " or ".join(map(repr, FORMAT_NAMES))
         raise KernelArgumentError(f"key_format: expected {known}, got {key_format!r}")
-    scale_bytes = _FP8_SCALE_BYTES if key_format == "fp8_e4m3" else 0
-    return head_dim * _BYTES_OF_A_KEY_ELEMENT[key_format] + scale_bytes
+    return IndexKeyFormat(key_format, head_dim).item_bytes
 
 
 def paged_index_topk(
@@ -213,13 +211,8 @@ def gather_keys(
 
     ``index_pool``: uint8 [num_slots, index_item_bytes]; ``page_ids``: integer [>= seq_len / page_size].
     """
-    positions = torch.arange(seq_len, device=index_pool.device)
-    slots = page_ids[positions // page_size].long() * page_size + positions % page_size
-    items = index_pool[slots]
-    if key_format == "fp8_e4m3":
-        scales = items[:, head_dim:].contiguous().view(torch.float32)
-        return items[:, :head_dim].contiguous().view(torch.float8_e4m3fn).float() * scales
-    return items.view(torch.float32 if key_format == "float32" else torch.bfloat16).float()
+    rows = gather_pages(index_pool, page_ids, page_size, seq_len)
+    return IndexKeyFormat(key_format, head_dim).load(rows).float()
 
 
 def index_logits(q_index: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
