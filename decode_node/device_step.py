@@ -10,7 +10,9 @@ slots at the ends of the pools and is ignored by every kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,8 +23,41 @@ from decode_node.request import Request
 from kernels.hot_state import ABSENT
 from kernels.indexer import gather_pages, index_topk
 from kernels.paged_indexer import paged_index_topk
-from kernels.swap_in import backup_newest, newest_slots, replay_misses, swap_in
+from kernels.swap_in import MissPlan, backup_newest, newest_slots, plan_misses, replay_misses, swap_in
 from model.attention_kernels import AttentionKernels
+
+
+@dataclass
+class Turn:
+    """Lets streams of ``device`` do something one after the other, in the order in which they ask."""
+
+    device: torch.device
+    _last: torch.cuda.Event | None = field(default=None, init=False)
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """Around what the current stream does in its turn."""
+        if self.device.type != "cuda":  # where everything happens in order
+            yield
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._last is not None:
+            stream.wait_event(self._last)
+        yield
+        self._last = stream.record_event()
+
+
+class MicroBatchTurns:
+    """What the micro-batches of one step, each in its own stream, do not do at the same time.
+
+    ``planning``: launches of the swap-in share a workspace. ``copying``: PCIe is one's alone, which so has
+    its misses soonest, while the others compute. ``copy_blocks``: multiprocessors that copying takes.
+    """
+
+    def __init__(self, device: torch.device, copy_blocks: int) -> None:
+        self.planning = Turn(device)
+        self.copying = Turn(device)
+        self.copy_blocks = copy_blocks
 
 
 class DeviceStep:
@@ -30,7 +65,8 @@ class DeviceStep:
 
     ``seq_lens`` and ``req_rows``: int64 [num_reqs], with values that may be used as indices in padding too;
     ``num_real_reqs``: int32 [1]. ``backup_stream``: where newest items are copied to the host while the last
-    layer computes; None: the current stream.
+    layer computes; None: the current stream. A micro-batch has a ``miss_plan`` of its own, and ``turns`` with
+    the others of its step.
     """
 
     def __init__(
@@ -41,18 +77,22 @@ class DeviceStep:
         req_rows: Tensor,
         num_real_reqs: Tensor,
         backup_stream: torch.cuda.Stream | None = None,
+        *,
+        miss_plan: MissPlan | None = None,
+        turns: MicroBatchTurns | None = None,
     ) -> None:
         self._spec = hot_buffers.spec
         self._state = hot_buffers.state
         self._memory = hot_buffers.memory
-        self._miss_plan = hot_buffers.miss_plan
+        self._miss_plan = hot_buffers.miss_plan if miss_plan is None else miss_plan
         self._index_page_table = hot_buffers.index_page_table
         self._page_size = hot_buffers.page_size
         self._kernels = kernels
         self._seq_lens = seq_lens
-        self._req_rows = req_rows
+        self.req_rows = req_rows
         self._num_real_reqs = num_real_reqs
         self._backup_stream = backup_stream
+        self._turns = turns
         self.positions = seq_lens - 1
         """int64 [num_reqs] of the new tokens."""
         num_reqs = seq_lens.shape[0]
@@ -80,7 +120,7 @@ class DeviceStep:
             weights,
             self._memory.index[group],
             self._index_page_table,
-            self._req_rows,
+            self.req_rows,
             self.positions,
             self._num_real_reqs,
             page_size=self._page_size,
@@ -90,37 +130,57 @@ class DeviceStep:
         )
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
+        if self._turns is None:
+            self._swap_in(layer, positions)
+        else:
+            self._swap_in_by_turns(layer, positions, self._turns)
+        if self._device_slots is None:
+            raise RuntimeError(f"layer {layer}: its index group has not been swapped in")
+        return self._kernels.attention.attend(q, self._memory.k_dev[layer], self._device_slots, scale)
+
+    def _swap_in(self, layer: int, positions: Tensor) -> None:
+        """Bring the layer's items of ``positions`` to ``_device_slots``."""
         memory = self._memory
         group = self._spec.index_group_of_layer[layer]
         layers = self._spec.layers_of_group[group]
-        if layer == layers[0]:
-            self._device_slots = swap_in(
-                positions,
-                self._seq_lens,
-                self._req_rows,
-                self._num_real_reqs,
-                self._state,
-                group=group,
-                layer=layer,
-                k_host=memory.k_host,
-                k_dev=memory.k_dev,
-                miss_plan=self._miss_plan if len(layers) > 1 else None,
-            )
-        else:
+        if layer != layers[0]:
             replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev)
-        if self._device_slots is None:
-            raise RuntimeError(f"layer {layer}: index group {group} has not been swapped in")
-        return self._kernels.attention.attend(q, memory.k_dev[layer], self._device_slots, scale)
+            return
+        self._device_slots = swap_in(
+            positions,
+            self._seq_lens,
+            self.req_rows,
+            self._num_real_reqs,
+            self._state,
+            group=group,
+            layer=layer,
+            k_host=memory.k_host,
+            k_dev=memory.k_dev,
+            miss_plan=self._miss_plan if len(layers) > 1 else None,
+        )
+
+    def _swap_in_by_turns(self, layer: int, positions: Tensor, turns: MicroBatchTurns) -> None:
+        """The same in two launches, so that one that only waits for PCIe can run beside others' kernels."""
+        memory = self._memory
+        group = self._spec.index_group_of_layer[layer]
+        if layer == self._spec.layers_of_group[group][0]:
+            with turns.planning.take():
+                self._device_slots = plan_misses(
+                    positions,
+                    self._seq_lens,
+                    self.req_rows,
+                    self._num_real_reqs,
+                    self._state,
+                    group=group,
+                    miss_plan=self._miss_plan,
+                )
+        with turns.copying.take():
+            replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev, max_blocks=turns.copy_blocks)
 
     def finish(self) -> None:
         """Order what follows in the current stream after the backup of the new tokens (I4)."""
         if self._backup_stream is not None:
             torch.cuda.current_stream().wait_stream(self._backup_stream)
-
-    def row_results(self) -> Tensor:
-        """int64 [num_reqs, 4]: the rows' error flags, hits, misses and evictions so far."""
-        flags = self._state.error_flags[self._req_rows].long()
-        return torch.cat((flags[:, None], self._state.counters[self._req_rows]), dim=1)
 
     def _start_backup(self) -> None:
         """All layers of the new tokens are written: they can leave while the last layer still attends."""
@@ -134,7 +194,7 @@ class DeviceStep:
     def _backup(self) -> None:
         backup_newest(
             self._seq_lens,
-            self._req_rows,
+            self.req_rows,
             self._num_real_reqs,
             self._state,
             k_host=self._memory.k_host,

@@ -11,6 +11,7 @@ from collections.abc import Collection
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from decode_node.pools import PoolKind
@@ -51,6 +52,11 @@ class HotBuffers:
             for column, ended in enumerate(self._ended_counters)
         )
         return hits, misses, evictions
+
+    def row_results(self, req_rows: Tensor) -> Tensor:
+        """int64 [num_reqs, 4]: error flags, hits, misses and evictions of the rows so far, on the device."""
+        flags = self.state.error_flags[req_rows].long()
+        return torch.cat((flags[:, None], self.state.counters[req_rows]), dim=1)
 
     @property
     def bytes_per_miss(self) -> float:

@@ -3,6 +3,9 @@
 ``launch`` enqueues a step and returns; ``Launched.result`` waits for its tokens. On a GPU a step is a CUDA
 graph of the next larger batch size, its input tokens may still be on the device (the last step's, which
 nobody has read yet), and the host reads tokens, counters and error flags in one copy.
+
+A large hisparse batch is bound by PCIe. Its step runs as micro-batches, each in a stream of its own: while
+one copies its misses of a layer, the others compute theirs.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decode_node.device_step import DeviceStep, HostStep
+from decode_node.device_step import DeviceStep, HostStep, MicroBatchTurns
 from decode_node.hot_buffers import HotBuffers
 from decode_node.request import Request
 from kernels.hot_state import HotBufferError
 from kernels.kv_format import FP8_E4M3
+from kernels.swap_in import MissPlan
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.sampling import sample
@@ -31,6 +35,10 @@ log = logging.getLogger(__name__)
 
 FROM_DEVICE = -1
 """In place of an input token: the one that the row's last step sampled."""
+
+NUM_MICRO_BATCHES = 2
+COPY_BLOCKS = 16
+"""Multiprocessors that the copies of a micro-batch take from the computing of the others."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,8 @@ class HostRunner:
         logits = self._model.forward(newest, step.positions, step, torch.arange(len(batch)))
         step.finish()
         token_ids, logprobs = _sample(logits, batch, self._model.spec.eos_token_ids)
-        return _Done(batch, _step_result(token_ids, logprobs, step.row_results().tolist()))
+        rows = self._hot_buffers.row_results(step.req_rows).tolist()
+        return _Done(batch, _step_result(token_ids, logprobs, rows))
 
 
 def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
@@ -105,12 +114,20 @@ def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffe
     if model.device.type == "cpu" and kernels.index_format.name != FP8_E4M3:
         return HostRunner(model, hot_buffers, kernels)
     return GraphRunner(
-        model, hot_buffers, kernels, max_reqs=max_reqs, max_graph_reqs=settings.max_graph_batch
+        model,
+        hot_buffers,
+        kernels,
+        max_reqs=max_reqs,
+        max_graph_reqs=settings.max_graph_batch,
+        min_split_reqs=settings.micro_batch_min_bs,
     )
 
 
 class GraphRunner:
-    """Steps on a GPU, in CUDA graphs of up to ``max_graph_reqs`` requests; larger ones go without."""
+    """Steps on a GPU, in CUDA graphs of up to ``max_graph_reqs`` requests; larger ones go without.
+
+    A batch with at least ``min_split_reqs`` hisparse requests runs as micro-batches; 0: none does.
+    """
 
     def __init__(
         self,
@@ -120,6 +137,7 @@ class GraphRunner:
         *,
         max_reqs: int,
         max_graph_reqs: int,
+        min_split_reqs: int,
     ) -> None:
         self._model = model
         self._hot_buffers = hot_buffers
@@ -133,7 +151,21 @@ class GraphRunner:
         """What each row sampled last; the last entry is of padding."""
         self._turns = [_Turn.create(max_reqs, is_pinned=device.type == "cuda") for _ in range(2)]
         self._num_launched = 0
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, _Outputs]] = {}
+        self._min_split_reqs = max(min_split_reqs, NUM_MICRO_BATCHES) if min_split_reqs else max_reqs + 1
+        self._micro_batches: list[_MicroBatch] = []
+        if self._min_split_reqs <= max_reqs:
+            room = -(-max_reqs // NUM_MICRO_BATCHES)
+            self._micro_batches = [
+                _MicroBatch(
+                    own_kernels,
+                    MissPlan.create(room, model.spec.index_topk, device),
+                    torch.cuda.Stream(device) if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
+                )
+                for own_kernels in kernels.split(NUM_MICRO_BATCHES)
+            ]
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, _Outputs]] = {}
+        """By batch size and whether it runs as micro-batches."""
+        self._sizes: list[int] = []
         if max_graph_reqs > 0 and device.type == "cuda":
             self._capture(graph_sizes(min(max_graph_reqs, max_reqs)))
 
@@ -143,11 +175,12 @@ class GraphRunner:
         self._num_launched += 1
         turn.fill(batch, self._max_reqs)
         self._inputs.copy_(turn.inputs, non_blocking=True)
-        size = next((size for size in self._graphs if size >= len(batch)), None)
+        is_split = sum(request.mode is Mode.HISPARSE for request in batch) >= self._min_split_reqs
+        size = next((size for size in self._sizes if size >= len(batch)), None)
         if size is None:
-            outputs = self._forward(len(batch))
+            outputs = self._forward(len(batch), is_split)
         else:
-            graph, outputs = self._graphs[size]
+            graph, outputs = self._graphs[size, is_split]
             graph.replay()
         num_reqs = len(batch)
         turn.results[:num_reqs].copy_(outputs.results[:num_reqs], non_blocking=True)
@@ -156,22 +189,64 @@ class GraphRunner:
         logits = None if is_greedy else outputs.logits[:num_reqs]
         return _OnDevice(batch, turn, logits, self._model.spec.eos_token_ids)
 
-    def _forward(self, num_reqs: int) -> _Outputs:
+    def _forward(self, num_reqs: int, is_split: bool) -> _Outputs:
         """The device work of one step, of the requests in ``_inputs``."""
         inputs, most = self._inputs, self._max_reqs
         given, seq_lens, req_rows = (inputs[i * most : i * most + num_reqs] for i in range(3))
         num_real_reqs = inputs[3 * most :].to(torch.int32)
         token_ids = torch.where(given == FROM_DEVICE, self._last_tokens[req_rows], given)
-        step = DeviceStep(
-            self._hot_buffers, self._kernels, seq_lens, req_rows, num_real_reqs, self._backup_stream
-        )
         rows = torch.arange(num_reqs, device=inputs.device)
-        logits = self._model.forward(token_ids, step.positions, step, rows)
-        step.finish()
+        if is_split:
+            logits = self._forward_split(token_ids, seq_lens, req_rows, num_real_reqs)
+        else:
+            step = DeviceStep(
+                self._hot_buffers, self._kernels, seq_lens, req_rows, num_real_reqs, self._backup_stream
+            )
+            logits = self._model.forward(token_ids, step.positions, step, rows)
+            step.finish()
         sampled = logits.argmax(dim=-1)
         last = self._last_tokens.shape[0] - 1
-        self._last_tokens[torch.where(step.is_real, req_rows, last)] = sampled
-        return _Outputs(logits, torch.cat((sampled[:, None], step.row_results()), dim=1))
+        self._last_tokens[torch.where(rows < num_real_reqs, req_rows, last)] = sampled
+        row_results = self._hot_buffers.row_results(req_rows)
+        return _Outputs(logits, torch.cat((sampled[:, None], row_results), dim=1))
+
+    def _forward_split(
+        self, token_ids: Tensor, seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor
+    ) -> Tensor:
+        """float32 [num_reqs, vocab_size]. Requests go to the micro-batches in turn, and so does padding."""
+        num_parts = len(self._micro_batches)
+        turns = MicroBatchTurns(token_ids.device, COPY_BLOCKS)
+        steps, forwards = [], []
+        for number, part in enumerate(self._micro_batches):
+            with part.after_current_stream():
+                of_part = slice(number, None, num_parts)
+                step = DeviceStep(
+                    self._hot_buffers,
+                    part.kernels,
+                    seq_lens[of_part].contiguous(),
+                    req_rows[of_part].contiguous(),
+                    (num_real_reqs + (num_parts - 1 - number)) // num_parts,
+                    self._backup_stream,
+                    miss_plan=part.miss_plan,
+                    turns=turns,
+                )
+                rows = torch.arange(step.positions.shape[0], device=token_ids.device)
+                steps.append(step)
+                forwards.append(self._model.forward_by_layer(token_ids[of_part], step.positions, step, rows))
+        logits = token_ids.new_empty((len(token_ids), self._model.spec.vocab_size), dtype=torch.float32)
+        running = list(range(num_parts))
+        while running:
+            for number in list(running):
+                with torch.cuda.stream(self._micro_batches[number].stream):
+                    try:
+                        next(forwards[number])
+                    except StopIteration as end:
+                        logits[number::num_parts] = end.value
+                        running.remove(number)
+        for part, step in zip(self._micro_batches, steps, strict=True):
+            part.join_current_stream()
+            step.finish()
+        return logits
 
     @torch.inference_mode()
     def _capture(self, sizes: Sequence[int]) -> None:
@@ -185,21 +260,25 @@ class GraphRunner:
         self._inputs.copy_(self._turns[0].inputs)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
+        kinds = [(size, is_split) for size in sizes for is_split in (False, True)]
+        kinds = [kind for kind in kinds if kind[0] >= self._min_split_reqs or not kind[1]]
         with torch.cuda.stream(stream):
-            for size in sizes:
-                self._forward(size)
+            for size, is_split in kinds:
+                self._forward(size, is_split)
         stream.synchronize()
         pool = None
-        graphs: dict[int, tuple[torch.cuda.CUDAGraph, _Outputs]] = {}
-        for size in sizes:
+        for size, is_split in kinds:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                outputs = self._forward(size)
+                outputs = self._forward(size, is_split)
             pool = graph.pool()
-            graphs[size] = graph, outputs
-        self._graphs = dict(sorted(graphs.items()))
+            self._graphs[size, is_split] = graph, outputs
+        self._sizes = sorted(sizes)
         log.info(
-            "captured CUDA graphs of %s requests in %.1f s", list(self._graphs), time.monotonic() - started
+            "captured CUDA graphs of %s requests, as micro-batches from %d hisparse ones on, in %.1f s",
+            self._sizes,
+            self._min_split_reqs,
+            time.monotonic() - started,
         )
 
 
@@ -207,6 +286,25 @@ def graph_sizes(most: int) -> list[int]:
     """Batch sizes that graphs are captured of, largest first: 1, 2, 4, then every 8, 16 and 32."""
     sizes = {1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, most + 1, 32), most}
     return sorted((size for size in sizes if size <= most), reverse=True)
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What the part of a batch has to itself that runs beside the others. ``stream``: None on a CPU."""
+
+    kernels: AttentionKernels
+    miss_plan: MissPlan
+    stream: torch.cuda.Stream | None
+
+    def after_current_stream(self) -> torch.cuda.StreamContext:
+        """The context in which work goes to ``stream``, behind what the current stream has."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.stream)
+
+    def join_current_stream(self) -> None:
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
 
 @dataclass(frozen=True)

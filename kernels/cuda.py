@@ -121,6 +121,7 @@ def swap_in(
     miss_plan: MissPlan | None,
 ) -> None:
     """Fill ``out``, update the tables and copy the misses, in one launch; see ``kernels.swap_in.swap_in``.
+    Without ``pools`` nothing is copied.
 
     As the reference, but for two things. When misses exceed the entries, any of the missing positions are
     served. A row or a seq_len out of range makes its request padding instead of an exception (BAD_POSITION
@@ -142,7 +143,7 @@ def swap_in(
         ):
             tensor = getattr(miss_plan, name)
             check_tensor(f"miss_plan.{name}", tensor, dtypes=(dtype,), shape=shape, device=state.device)
-    split = _Split.of(num_reqs, top_k, num_multiprocessors(state.device))
+    split = _Split.of(num_reqs, top_k, num_multiprocessors(state.device), copies=len(pools) > 0)
     workspace = _workspace(state)
     positions_per_thread = split.positions_per_thread
     capacity = _round_up(state.max_capacity, ENTRIES_PER_ROUND)
@@ -182,18 +183,18 @@ def swap_in(
     parameters["slice_reciprocal"] = -(-(1 << 16) // split.num_slices)
     parameters["stride"] = split.num_units // split.num_slices
     parameters["slice_len"] = split.slice_len
-    parameters["spreads"] = split.num_slices < SLICES_THAT_FILL_PCIE
+    parameters["spreads"] = split.copies and split.num_slices < SLICES_THAT_FILL_PCIE
     parameters["keeps_place"] = split.keeps_place
     parameters["layer"] = layer
     parameters["hot_slots_in_shared"] = hot_slots_in_shared
     launch(kernel, state.device, split.num_blocks, NUM_THREADS, parameters, shared_bytes)
 
 
-def replay_misses(miss_plan: MissPlan, layer: int, pools: Pools) -> None:
+def replay_misses(miss_plan: MissPlan, layer: int, pools: Pools, max_blocks: int | None = None) -> None:
     """See ``kernels.swap_in.replay_misses``."""
     if miss_plan.max_misses == 0:
         return
-    _copy_planned(miss_plan, pools, first_layer=layer)
+    _copy_planned(miss_plan, pools, first_layer=layer, max_blocks=max_blocks)
 
 
 def preload(
@@ -299,15 +300,17 @@ class _Split:
     left_per_block: int
     """Copies that a block can write down for later."""
     keeps_place: bool
+    copies: bool
+    """Otherwise nobody has copies to share, nor a place to keep for their sake."""
 
     @classmethod
-    def of(cls, num_reqs: int, top_k: int, num_sms: int) -> _Split:
+    def of(cls, num_reqs: int, top_k: int, num_sms: int, *, copies: bool) -> _Split:
         num_sms = min(num_sms, MAX_BLOCKS)
         most_slices = max(1, min(num_sms // num_reqs, -(-top_k // MIN_SLICE_LEN)))
         slice_len = -(-top_k // most_slices)
         num_slices = -(-top_k // slice_len)
         num_units = min(num_reqs * num_slices, num_sms)
-        keeps_place = num_slices <= MAX_SLICES_IN_PLACE and 2 * num_units > num_sms
+        keeps_place = copies and num_slices <= MAX_SLICES_IN_PLACE and 2 * num_units > num_sms
         return cls(
             num_blocks=num_sms if keeps_place else num_units,
             num_units=num_units,
@@ -315,6 +318,7 @@ class _Split:
             slice_len=slice_len,
             left_per_block=-(-num_reqs * num_slices // num_units) * slice_len,
             keeps_place=keeps_place,
+            copies=copies,
         )
 
     @property
@@ -377,7 +381,13 @@ def _refuse_in_capture(what: str) -> None:
         raise KernelArgumentError(f"state: expected a call before the graph capture, got {what}")
 
 
-def _copy_planned(plan: MissPlan, pools: Pools, layers: Tensor | None = None, first_layer: int = 0) -> None:
+def _copy_planned(
+    plan: MissPlan,
+    pools: Pools,
+    layers: Tensor | None = None,
+    first_layer: int = 0,
+    max_blocks: int | None = None,
+) -> None:
     device = plan.num_misses.device
     parameters = np.zeros((), _COPY)
     parameters["plan"] = _plan(plan)
@@ -385,8 +395,13 @@ def _copy_planned(plan: MissPlan, pools: Pools, layers: Tensor | None = None, fi
     parameters["layers"] = 0 if layers is None else layers.data_ptr()
     parameters["num_layers"] = 1 if layers is None else layers.shape[0]
     parameters["first_layer"] = first_layer
-    num_blocks = COPY_BLOCKS_PER_SM * num_multiprocessors(device)
-    launch(_kernel("copy_planned"), device, num_blocks, COPY_THREADS, parameters)
+    num_sms = num_multiprocessors(device)
+    num_blocks, num_threads = COPY_BLOCKS_PER_SM * num_sms, COPY_THREADS
+    kernel = _kernel("copy_planned", only_wide_items=_are_wide(parameters["pools"]))
+    if max_blocks is not None and max_blocks < num_sms:
+        # As many warps as a multiprocessor holds: each has one item on its way.
+        num_blocks, num_threads = max_blocks, kernel.max_threads_per_block // 32 * 32
+    launch(kernel, device, num_blocks, num_threads, parameters)
 
 
 def _tables(state: HotBufferState, group: int) -> tuple[int, ...]:

@@ -54,6 +54,15 @@ class IndexerScratch:
     def max_tokens(self) -> int:
         return self.logits.shape[0]
 
+    def split(self, num_parts: int) -> list[IndexerScratch]:
+        """Scratches of equal size in this one's memory, at least one query each, for as many streams."""
+        check_range("num_parts", num_parts, 1, self.max_tokens + 1)
+        size = self.max_tokens // num_parts
+        return [
+            IndexerScratch(self.logits[part * size : (part + 1) * size], self.max_context)
+            for part in range(num_parts)
+        ]
+
 
 def index_item_bytes(key_format: str, head_dim: int) -> int:
     """Bytes of one position's key in the pool."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.checks import KernelArgumentError, check_pool, check_range, check_tensor
+from kernels.checks import KernelArgumentError, check_at_least, check_pool, check_range, check_tensor
 from kernels.hot_state import HotBufferState
 
 INTEGERS = (torch.int32, torch.int64)
@@ -106,12 +106,48 @@ def swap_in(
     On a GPU ``num_reqs * top_k`` is below 2**24, ``top_k`` at most 4096 and ``state.max_capacity`` at most
     32768. Raises KernelArgumentError, KernelUnavailableError.
     """
+    pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
+    check_range("layer", layer, 0, k_dev.shape[0])
+    return _resolve(
+        selected, seq_lens, req_rows, num_real_reqs, state, group, layer, pools, out, miss_plan
+    )  # fmt: skip
+
+
+def plan_misses(
+    selected: Tensor,
+    seq_lens: Tensor,
+    req_rows: Tensor,
+    num_real_reqs: Tensor,
+    state: HotBufferState,
+    *,
+    group: int,
+    miss_plan: MissPlan,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``swap_in`` without its copies, which ``replay_misses`` makes later in each of the group's layers.
+
+    So the copies, which need PCIe and little else, can be a launch of their own, beside kernels that compute.
+    """
+    return _resolve(selected, seq_lens, req_rows, num_real_reqs, state, group, 0, (), out, miss_plan)
+
+
+def _resolve(
+    selected: Tensor,
+    seq_lens: Tensor,
+    req_rows: Tensor,
+    num_real_reqs: Tensor,
+    state: HotBufferState,
+    group: int,
+    layer: int,
+    pools: reference.Pools,
+    out: Tensor | None,
+    miss_plan: MissPlan | None,
+) -> Tensor:
+    """``swap_in`` with copies between ``pools``, of which there may be none."""
     check_tensor("selected", selected, dtypes=(torch.int32,), shape=(None, None), device=state.device)
     num_reqs, top_k = selected.shape
     _check_requests(seq_lens, req_rows, num_real_reqs, num_reqs, state)
     check_range("group", group, 0, state.num_groups)
-    pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
-    check_range("layer", layer, 0, k_dev.shape[0])
     if out is None:
         out = torch.empty_like(selected)
     else:
@@ -142,12 +178,18 @@ def replay_misses(
     k_dev: Tensor,
     v_host: Tensor | None = None,
     v_dev: Tensor | None = None,
+    max_blocks: int | None = None,
 ) -> None:
-    """Copy what ``miss_plan`` recorded in another layer of the same group; the device slots are the same."""
+    """Copy what ``miss_plan`` recorded in another layer of the same group; the device slots are the same.
+
+    ``max_blocks``: multiprocessors that it may take up on a GPU, at least 1; None: all.
+    """
     pools = _check_pools(k_host, k_dev, v_host, v_dev, None)
     check_range("layer", layer, 0, k_dev.shape[0])
+    if max_blocks is not None:
+        check_at_least("max_blocks", max_blocks, 1)
     if (cuda := _cuda_kernels("replay_misses", miss_plan.num_misses.device)) is not None:
-        cuda.replay_misses(miss_plan, layer, pools)
+        cuda.replay_misses(miss_plan, layer, pools, max_blocks)
         return
     num_misses = int(miss_plan.num_misses)
     reference.copy_items(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kernels.attention import AttentionBackend, TorchAttention, choose_backend
 from kernels.kv_format import IndexKeyFormat, KvFormat
@@ -47,3 +47,9 @@ class AttentionKernels:
         if device.type == "cuda":
             scratch = IndexerScratch.create(scratch_tokens, spec.context_length, device)
         return cls(spec.item_format, spec.index_key_format, attention, scratch)
+
+    def split(self, num_parts: int) -> list[AttentionKernels]:
+        """The same for forwards that run beside each other in streams of their own."""
+        if self.indexer_scratch is None:
+            return [self] * num_parts
+        return [replace(self, indexer_scratch=scratch) for scratch in self.indexer_scratch.split(num_parts)]

@@ -9,7 +9,7 @@ model keeps no per-request state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -106,6 +106,19 @@ class DsaModel:
         ``token_ids``, ``positions``: int64 [num_tokens], of any mix of requests, as ``kv`` knows them.
         ``logit_rows``: int64 [n], tokens whose logits are wanted. Returns float32 [n, vocab_size].
         """
+        layers = self.forward_by_layer(token_ids, positions, kv, logit_rows)
+        while True:
+            try:
+                next(layers)
+            except StopIteration as end:
+                logits: Tensor = end.value
+                return logits
+
+    @torch.inference_mode()
+    def forward_by_layer(
+        self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor
+    ) -> Generator[None, None, Tensor]:
+        """``forward``, which stops after each layer, so that several can be enqueued layer by layer."""
         hidden = self._embed(token_ids)
         cos, sin = self._rotary(hidden, positions[None])
         half = cos.shape[-1] // 2
@@ -113,6 +126,7 @@ class DsaModel:
         selected: Tensor | None = None
         for layer in self._layers:
             hidden, selected = layer.forward(hidden, rotation, kv, selected)
+            yield
         logits: Tensor = self._lm_head(self._norm(hidden[logit_rows]))
         return logits.float()
 

@@ -209,6 +209,13 @@ class DecodeSettings(NodeSettings):
         description="largest batch that a captured CUDA graph runs; default: --max-running-requests; "
         "0: no graphs",
     )
+    micro_batch_min_bs: int = Field(
+        64,
+        ge=0,
+        le=65536,
+        description="hisparse requests in a batch from which on a GPU runs it as two micro-batches, one of "
+        "which copies misses while the other computes; 0: never",
+    )
 
     @model_validator(mode="after")
     def _device_pool_can_be_sized(self) -> Self:

@@ -522,6 +522,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) swap_in(const __gri
             next_round[i] = make_uint4(0, 0, 0, 0);
     }
     if (!p.spreads && !b.has_missed) return;  // nothing is left, and nobody to help
+    if (p.pools[0].item_bytes == 0) return;   // somebody else copies what was planned
     if (!b.is_planner) {
         u32 num_left = 0;                // of all blocks
         if (b.lane == 0) {

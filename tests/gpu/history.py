@@ -18,7 +18,15 @@ from torch import Tensor
 from kernels.hot_state import ABSENT, HotBufferState
 from kernels.reference import newest_slots as expected_newest_slots
 from kernels.reference import place as expected_place
-from kernels.swap_in import MissPlan, backup_newest, newest_slots, preload, replay_misses, swap_in
+from kernels.swap_in import (
+    MissPlan,
+    backup_newest,
+    newest_slots,
+    plan_misses,
+    preload,
+    replay_misses,
+    swap_in,
+)
 from tests.gpu.pools import PLAIN, POISON, Layout, Pool
 from tests.gpu.support import DEVICE, assert_same_tables, check_step, on_host, padded
 
@@ -70,9 +78,11 @@ class History:
         host_layout: Layout = PLAIN,
         dev_layout: Layout = PLAIN,
         is_pinned: bool = True,
+        copy_blocks: int | None = None,
     ) -> None:
         """``churns``: shares of a selection that change in a step, to choose from. ``has_faults``: selections
-        larger than the buffer, positions out of range, and positions without a host slot.
+        larger than the buffer, positions out of range, and positions without a host slot. ``copy_blocks``:
+        half of the swap-ins only plan, and leave the copies to so many blocks.
         """
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -81,6 +91,7 @@ class History:
         self.has_dense, self.has_faults = has_dense, has_faults
         self.lens_dtype, self.rows_dtype = lens_dtype, rows_dtype
         self.group_layers = group_layers
+        self.copy_blocks = copy_blocks
         self.num_layers = sum(map(len, group_layers))
         self.span = max(max(capacities), max_context if has_dense else 0)
         """Device slots that a request may own."""
@@ -346,12 +357,20 @@ class History:
         guarded = torch.full((selected.numel() + 2 * GUARD,), UNTOUCHED, dtype=torch.int32, device=DEVICE)
         out_dev = guarded[GUARD:-GUARD].view(selected.shape)
         before = on_host(self.state)
-        swap_in(
-            selected.to(DEVICE), *requests_dev, self.state,
-            group=group, layer=layers[0], out=out_dev, miss_plan=plan, **self.pools(),
-        )  # fmt: skip
-        for layer in layers[1:]:
-            replay_misses(self.plan, layer, **self.pools())
+        if self.copy_blocks is not None and self.random.random() < 0.5:
+            plan = self.plan
+            plan_misses(
+                selected.to(DEVICE), *requests_dev, self.state, group=group, miss_plan=plan, out=out_dev
+            )
+            for layer in layers:
+                replay_misses(plan, layer, **self.pools(), max_blocks=self.copy_blocks)
+        else:
+            swap_in(
+                selected.to(DEVICE), *requests_dev, self.state,
+                group=group, layer=layers[0], out=out_dev, miss_plan=plan, **self.pools(),
+            )  # fmt: skip
+            for layer in layers[1:]:
+                replay_misses(self.plan, layer, **self.pools())
         guards = torch.cat((guarded[:GUARD], guarded[-GUARD:]))
         assert (guards == UNTOUCHED).all(), "written outside of out"
         out = out_dev.cpu()

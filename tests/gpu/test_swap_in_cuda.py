@@ -113,6 +113,29 @@ def test_history_of_each_batch_size(num_rows: int, top_k: int, num_steps: int) -
     ).run(num_steps, num_started=num_rows)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("copy_blocks", "num_rows", "item_bytes", "top_k", "num_steps"),
+    [
+        (1, 1, (656,), 300, 30),
+        (1, 3, (7,), 700, 20),
+        (3, 2, (1152, 24), 300, 30),
+        (8, 10, (656,), 200, 20),
+        (8, 40, (15, 576), 100, 16),
+        (8, 64, (656,), 300, 10),
+        (8, 140, (656,), 300, 8),
+        (500, 20, (640,), 300, 12),
+    ],
+)
+def test_history_of_misses_that_are_planned_first_and_copied_later(
+    copy_blocks: int, num_rows: int, item_bytes: tuple[int, ...], top_k: int, num_steps: int
+) -> None:
+    """By few blocks, among swap-ins on the same state that do both."""
+    History(
+        num_rows, item_bytes, top_k=top_k, capacities=(top_k + 1, top_k + 40), max_context=2 * top_k + 60,
+        num_rows=num_rows, copy_blocks=copy_blocks,
+    ).run(num_steps, num_started=num_rows)  # fmt: skip
+
+
 def test_hit_rate_is_that_of_exact_lru() -> None:
     """Over a drifting selection, free-running beside the reference."""
     top_k, capacity, max_context, num_steps = 256, 384, 8000, 150

@@ -96,6 +96,7 @@ def subject(
                 *common,
                 *("--device-buffer-size", str(HOT_BUFFER), "--host-pool-tokens", "65536"),
                 *("--device-pool-tokens", "24576", "--auto-dense-margin", "0.5"),
+                *("--micro-batch-min-bs", "4"),
             ],
         ) as pair,
     ):

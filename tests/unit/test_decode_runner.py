@@ -32,6 +32,7 @@ from tests.unit.decode_support import (
 
 NUM_NEW = 20
 HOT_BUFFER = 128
+MIN_SPLIT_REQS = 3
 LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 387]
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
@@ -39,7 +40,9 @@ PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumera
 def overlapping_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
     kernels = AttentionKernels.reference(model.spec)
     max_reqs = settings.max_running_requests
-    return GraphRunner(model, hot_buffers, kernels, max_reqs=max_reqs, max_graph_reqs=0)
+    return GraphRunner(
+        model, hot_buffers, kernels, max_reqs=max_reqs, max_graph_reqs=0, min_split_reqs=MIN_SPLIT_REQS
+    )
 
 
 @pytest.fixture(scope="module", params=["v32", "glm"])
