@@ -27,7 +27,7 @@ from kernels.kv_format import FP8_E4M3
 from kernels.swap_in import MissPlan
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
-from model.sampling import sample
+from model.sampling import Sampled, enqueue_sample, sample
 from protocol.engine_messages import Mode, SamplingParams, TokenLogprob
 from protocol.settings import DecodeSettings
 
@@ -59,7 +59,7 @@ class Launched(Protocol):
 
     @property
     def feeds_next(self) -> bool:
-        """Whether the next step may be launched before this one's result was taken."""
+        """Whether the next step may be launched before this one's result was taken, or is over already."""
 
     def wait(self) -> None:
         """Until no memory of the step's requests is read or written by it any more."""
@@ -102,7 +102,12 @@ class HostRunner:
         newest = torch.tensor([request.output_token_ids[-1] for request in batch])
         logits = self._model.forward(newest, step.positions, step, torch.arange(len(batch)))
         step.finish()
-        token_ids, logprobs = _sample(logits, batch, self._model.spec.eos_token_ids)
+        token_ids, logprobs = sample(
+            logits,
+            [request.sampling for request in batch],
+            [_next_index(request) for request in batch],
+            self._model.spec.eos_token_ids,
+        )
         rows = self._hot_buffers.row_results(step.req_rows).tolist()
         return _Done(batch, _step_result(token_ids, logprobs, rows))
 
@@ -169,6 +174,7 @@ class GraphRunner:
         if max_graph_reqs > 0 and device.type == "cuda":
             self._capture(graph_sizes(min(max_graph_reqs, max_reqs)))
 
+    @torch.inference_mode()  # as the capture, whose results are written to
     def launch(self, batch: Sequence[Request]) -> Launched:
         _check_device_slots(batch)
         turn = self._turns[self._num_launched % 2]
@@ -183,11 +189,29 @@ class GraphRunner:
             graph, outputs = self._graphs[size, is_split]
             graph.replay()
         num_reqs = len(batch)
+        sampled = self._sample(batch, outputs)
         turn.results[:num_reqs].copy_(outputs.results[:num_reqs], non_blocking=True)
         turn.record()
-        is_greedy = all(_is_plain_greedy(r.sampling, _next_index(r)) for r in batch)
-        logits = None if is_greedy else outputs.logits[:num_reqs]
-        return _OnDevice(batch, turn, logits, self._model.spec.eos_token_ids)
+        return _OnDevice(batch, turn, sampled)
+
+    def _sample(self, batch: Sequence[Request], outputs: _Outputs) -> Sampled | None:
+        """Put what the requests ask for in the likeliest tokens' place; None when these are all they want.
+
+        Behind the graph and not in it: how many rows are drawn, and how, changes from step to step.
+        """
+        if all(_is_plain_greedy(request.sampling, _next_index(request)) for request in batch):
+            return None
+        num_reqs = len(batch)
+        sampled = enqueue_sample(
+            outputs.logits[:num_reqs],
+            [request.sampling for request in batch],
+            [_next_index(request) for request in batch],
+            self._model.spec.eos_token_ids,
+        )
+        outputs.results[:num_reqs, 0] = sampled.token_ids
+        req_rows = self._inputs[2 * self._max_reqs :][:num_reqs]
+        self._last_tokens[req_rows] = sampled.token_ids
+        return sampled
 
     def _forward(self, num_reqs: int, is_split: bool) -> _Outputs:
         """The device work of one step, of the requests in ``_inputs``."""
@@ -355,16 +379,12 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """A step that a GPU works on. ``logits``: when a request of it is not sampled greedily."""
+    """A step that a GPU works on. ``sampled``: None when all tokens are just the likeliest."""
 
     batch: Sequence[Request]
     turn: _Turn
-    logits: Tensor | None
-    eos_token_ids: tuple[int, ...]
-
-    @property
-    def feeds_next(self) -> bool:
-        return self.logits is None
+    sampled: Sampled | None
+    feeds_next: bool = True
 
     def wait(self) -> None:
         self.turn.wait()
@@ -372,10 +392,11 @@ class _OnDevice:
     def result(self) -> StepResult:
         self.turn.wait()
         rows: list[list[int]] = self.turn.results[: len(self.batch)].tolist()
-        token_ids, logprobs = [row[0] for row in rows], [None] * len(rows)
-        if self.logits is not None:
-            token_ids, logprobs = _sample(self.logits, self.batch, self.eos_token_ids)  # type: ignore[assignment]
-        return _step_result(token_ids, list(logprobs), [row[1:] for row in rows])
+        token_ids = [row[0] for row in rows]
+        logprobs: list[TokenLogprob | None] = [None] * len(rows)
+        if self.sampled is not None:
+            logprobs = self.sampled.read_logprobs(token_ids)
+        return _step_result(token_ids, logprobs, [row[1:] for row in rows])
 
 
 def _step_result(
@@ -398,17 +419,6 @@ def _check_device_slots(batch: Sequence[Request]) -> None:
                 f"room {request.room}: no device slot for position {request.next_seq_len - 1}, it has "
                 f"{request.num_device_slots}"
             )
-
-
-def _sample(
-    logits: Tensor, batch: Sequence[Request], eos_token_ids: Sequence[int]
-) -> tuple[list[int], list[TokenLogprob | None]]:
-    return sample(
-        logits,
-        [request.sampling for request in batch],
-        [len(request.output_token_ids) for request in batch],
-        eos_token_ids,
-    )
 
 
 def _next_index(request: Request) -> int:

@@ -1,15 +1,20 @@
 """From logits to tokens: greedy, temperature, top-k, top-p, seeds, logprobs, and when a request is finished.
 
 A row's outcome depends on its own logits, settings and output index only, never on the rest of the batch,
-and a seeded draw is a pure function of (seed, output index, logits): whichever node samples token ``i``,
-the stream is one.
+and a seeded draw is a function of (seed, output index, logits), up to the rounding of float64: whichever node
+samples token ``i``, the stream is one.
+
+Random numbers are made on the host, and everything else happens on the logits' device without waiting for it,
+so that a decode node can launch the next step before anybody has read this one's tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,13 +24,57 @@ from protocol.engine_messages import FinishReason, SamplingParams, TokenLogprob
 _DRAW_BITS = 53
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """What ``enqueue_sample`` gives: on the device now, and on the host when the device is done."""
+
+    token_ids: Tensor
+    """int64 [num_reqs] on the logits' device."""
+    logprobs: tuple[_Logprobs, ...]
+
+    def read_logprobs(self, token_ids: Sequence[int]) -> list[TokenLogprob | None]:
+        """A value for each row, None where nobody asked; ``token_ids``: the tokens, as the host knows them.
+
+        On a GPU to be called when the stream of ``enqueue_sample`` has come this far.
+        """
+        results: list[TokenLogprob | None] = [None] * len(token_ids)
+        for part in self.logprobs:
+            ids, values = part.token_ids.tolist(), part.values.tolist()
+            for row, row_ids, (chosen, *best) in zip(part.rows, ids, values, strict=True):
+                results[row] = TokenLogprob(token_ids[row], chosen, tuple(zip(row_ids, best, strict=True)))
+        return results
+
+
+@dataclass(frozen=True)
+class _Logprobs:
+    """Of the rows that asked for equally many; on the host, or on their way there."""
+
+    rows: Sequence[int]
+    token_ids: Tensor
+    """int64 [num_rows, num_logprobs]: the likeliest tokens."""
+    values: Tensor
+    """float32 [num_rows, 1 + num_logprobs]: of the sampled token, then of the likeliest ones."""
+
+
 def sample(
     logits: Tensor,
     params: Sequence[SamplingParams],
     num_generated: Sequence[int],
     eos_token_ids: Sequence[int],
 ) -> tuple[list[int], list[TokenLogprob | None]]:
-    """One token for each row, with its logprobs where they are asked for.
+    """One token for each row, with its logprobs where they are asked for; see ``enqueue_sample``."""
+    sampled = enqueue_sample(logits, params, num_generated, eos_token_ids)
+    token_ids: list[int] = sampled.token_ids.tolist()  # waits for the device, and so for the logprobs
+    return token_ids, sampled.read_logprobs(token_ids)
+
+
+def enqueue_sample(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    num_generated: Sequence[int],
+    eos_token_ids: Sequence[int],
+) -> Sampled:
+    """``sample`` on the logits' device and current stream, without waiting.
 
     ``logits``: float32 [num_reqs, vocab_size], not changed; ``num_generated``: output tokens of each
     request so far, which is the index of the token drawn now. Logprobs are those of the unscaled, unmasked
@@ -37,11 +86,17 @@ def sample(
             f"{len(num_generated)} output lengths"
         )
     masked = _forbid_early_stop(logits, params, num_generated, eos_token_ids)
-    token_ids: list[int] = masked.argmax(dim=-1).tolist()
+    token_ids = masked.argmax(dim=-1)
+    drawn: dict[bool, list[int]] = defaultdict(list)
     for row, param in enumerate(params):
         if param.temperature > 0:
-            token_ids[row] = _draw(masked[row], param, num_generated[row])
-    return token_ids, _logprobs(logits, params, token_ids)
+            drawn[0 < param.top_k < logits.shape[1] or param.top_p < 1].append(row)
+    for is_cut, rows in drawn.items():
+        rows_dev = _to_device(rows, logits.device)
+        token_ids[rows_dev] = _draw(
+            masked[rows_dev], [params[row] for row in rows], [num_generated[row] for row in rows], is_cut
+        )
+    return Sampled(token_ids, _enqueue_logprobs(logits, params, token_ids))
 
 
 def finish_reason(
@@ -63,45 +118,56 @@ def _forbid_early_stop(
     eos_token_ids: Sequence[int],
 ) -> Tensor:
     """``logits`` without the tokens that would end a request before its min_new_tokens."""
-    masked = logits
+    rows: list[int] = []
+    forbidden: list[int] = []
     for row, (param, generated) in enumerate(zip(params, num_generated, strict=True)):
         if generated >= param.min_new_tokens:
             continue
         ending = set(param.stop_token_ids) | (set() if param.ignore_eos else set(eos_token_ids))
         # Ids outside the vocabulary can never be drawn.
         ending = {token_id for token_id in ending if 0 <= token_id < logits.shape[1]}
-        if ending:
-            if masked is logits:
-                masked = logits.clone()
-            masked[row, sorted(ending)] = float("-inf")
-    return masked
+        rows += [row] * len(ending)
+        forbidden += sorted(ending)
+    if not rows:
+        return logits
+    where = (_to_device(rows, logits.device), _to_device(forbidden, logits.device))
+    return logits.index_put(where, logits.new_full((), float("-inf")))
 
 
-def _draw(logits: Tensor, params: SamplingParams, output_index: int) -> int:
-    """Draw from softmax(logits / temperature), cut to top_k and then to top_p, by inverting its sum."""
-    # Computed on the CPU in float64: one stream for both nodes, whatever device their logits come from.
-    scaled = logits.cpu().double()
+def _draw(
+    logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int], is_cut: bool
+) -> Tensor:
+    """int64 [num_rows]: drawn from softmax(logits / temperature), by inverting its sum.
+
+    ``is_cut``: whether top_k or top_p of every row leaves tokens out; of none otherwise. Those of top_k are
+    left out first, then those of top_p. Of equal logits the lower id comes first.
+    """
+    device, vocab_size = logits.device, logits.shape[1]
+
+    def column(values: Sequence[float]) -> Tensor:
+        return _to_device(values, device, torch.float64)[:, None]
+
+    scaled = logits.double()
     # The largest logit is taken off before the division, so that a tiny temperature cannot overflow.
-    scaled = (scaled - scaled.max()) / params.temperature
-    if 0 < params.top_k < scaled.shape[0]:
-        values, candidates = scaled.topk(params.top_k)
-    elif params.top_p < 1:
-        values, candidates = scaled.sort(descending=True, stable=True)
-    else:
-        values, candidates = scaled, None
-    probs = torch.softmax(values, dim=0)
-    if params.top_p < 1:
+    scaled = (scaled - scaled.amax(dim=1, keepdim=True)) / column([param.temperature for param in params])
+    candidates = None
+    rank = torch.arange(vocab_size, device=device)
+    if is_cut:
+        scaled, candidates = scaled.sort(dim=1, descending=True, stable=True)
+        top_k = column([param.top_k if param.top_k > 0 else vocab_size for param in params])
+        scaled = scaled.masked_fill(rank >= top_k, float("-inf"))
+    probs = torch.softmax(scaled, dim=1)
+    if is_cut:
         # Kept: every token before which less than top_p has gathered, and always the likeliest.
-        is_kept = probs.cumsum(0) - probs < params.top_p
-        is_kept[0] = True
+        is_kept = (probs.cumsum(1) - probs < column([param.top_p for param in params])) | (rank == 0)
         probs = probs * is_kept
-    cumulative = probs.cumsum(0)
-    threshold = _uniform(params.seed, output_index) * float(cumulative[-1])
-    drawn = int(torch.searchsorted(cumulative, threshold, right=True))
+    cumulative = probs.cumsum(1)
+    uniform = column([_uniform(p.seed, index) for p, index in zip(params, output_indices, strict=True)])
+    drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     # Rounding may put the threshold at the very end, behind the last token of non-zero probability.
-    last = int(torch.nonzero(probs)[-1])
-    drawn = min(drawn, last)
-    return drawn if candidates is None else int(candidates[drawn])
+    last = torch.where(probs > 0, rank, 0).amax(dim=1, keepdim=True)
+    drawn = torch.minimum(drawn, last)
+    return (drawn if candidates is None else candidates.gather(1, drawn))[:, 0]
 
 
 def _uniform(seed: int | None, output_index: int) -> float:
@@ -112,15 +178,30 @@ def _uniform(seed: int | None, output_index: int) -> float:
     return (int.from_bytes(digest, "little") >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)
 
 
-def _logprobs(
-    logits: Tensor, params: Sequence[SamplingParams], token_ids: Sequence[int]
-) -> list[TokenLogprob | None]:
-    results: list[TokenLogprob | None] = [None] * len(params)
-    for row, (param, token_id) in enumerate(zip(params, token_ids, strict=True)):
-        if param.num_logprobs is None:
-            continue
-        logprobs = torch.log_softmax(logits[row].float(), dim=-1)
-        best = logprobs.topk(min(param.num_logprobs, logprobs.shape[0]))
-        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        results[row] = TokenLogprob(token_id, float(logprobs[token_id]), top)
-    return results
+def _enqueue_logprobs(
+    logits: Tensor, params: Sequence[SamplingParams], token_ids: Tensor
+) -> tuple[_Logprobs, ...]:
+    rows_of: dict[int, list[int]] = defaultdict(list)
+    for row, param in enumerate(params):
+        if param.num_logprobs is not None:
+            rows_of[min(param.num_logprobs, logits.shape[1])].append(row)
+    parts = []
+    for num_logprobs, rows in rows_of.items():
+        rows_dev = _to_device(rows, logits.device)
+        logprobs = torch.log_softmax(logits[rows_dev], dim=-1)
+        best = logprobs.topk(num_logprobs)
+        values = torch.cat((logprobs.gather(1, token_ids[rows_dev, None]), best.values), dim=1)
+        parts.append(_Logprobs(rows, _to_host(best.indices), _to_host(values)))
+    return tuple(parts)
+
+
+def _to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """[len(values)] on ``device``. From pinned memory: other copies wait for what the device is at."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """A copy in main memory, there when the current stream has come this far."""
+    if values.device.type == "cpu":
+        return values
+    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)

@@ -109,7 +109,7 @@ def test_a_stop_token_ends_a_request_that_is_in_the_next_step_already(
     assert beside.token_ids == expected[PROMPTS[3]]
 
 
-def test_requests_that_the_host_samples_for_mix_with_others(
+def test_drawn_and_logged_requests_overlap_their_steps_as_greedy_ones_do(
     expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
 ) -> None:
     greedy = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
@@ -118,8 +118,12 @@ def test_requests_that_the_host_samples_for_mix_with_others(
         for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE)
     ]
     logged = node.generate(double, PROMPTS[7], NUM_NEW, HisparseFlag.FALSE, num_logprobs=2)
+    node.turn_until(lambda: all(len(answer.token_ids) > 3 for answer in (*drawn, logged)), double)
+    assert node.engine._in_flight is not None
     finish(node, [greedy, *drawn, logged], double)
     assert greedy.token_ids == expected[PROMPTS[8]]
+    assert len(logged.logprobs) == NUM_NEW
+    assert all(logprob.token_id == logprob.top[0][0] for logprob in logged.logprobs)
     assert drawn[0].token_ids == drawn[1].token_ids
     assert logged.token_ids == expected[PROMPTS[7]]
 
