@@ -6,7 +6,8 @@ One prompt of ``--context`` random tokens is prefilled by the prefill node's cod
 table); every request of a batch gets a copy of that KV, in host slots of its own or in dense pages, and a
 first token of its own. Then the decode node's runner takes ``--steps`` steps after some that are not timed:
 by the clock around all of them, and, in as many steps again, by kernel with torch's profiler. "swap-in" is
-the kernel of that name with its replays; its bytes are the misses that it counted. On a CPU it runs, too, and
+the kernel of that name with its replays; its bytes are the misses that it counted. Of a step in micro-batches
+kernels overlap, and their times do not add up. On a CPU it runs, too, and
 then says how the host's code does.
 """
 
@@ -282,6 +283,7 @@ def make_settings(arguments: argparse.Namespace, batch: int) -> DecodeSettings:
         device_buffer_size=arguments.buffer,
         max_running_requests=batch,
         cuda_graph_max_bs=0 if arguments.no_graphs else batch,
+        micro_batch_min_bs=arguments.micro_batch_min_bs,
         page_size=PAGE_SIZE,
     )
 
@@ -362,6 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--indexer-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--micro-batch-min-bs", type=int, default=64, help="as the decode node's; 0: never")
     parser.add_argument("--kernels", action="store_true", help="name the kernels that take longest")
     parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON and PNG, without suffix")
     arguments = parser.parse_args(argv)
