@@ -150,10 +150,10 @@ class Lifecycle:
                 case RequestState.LANDING:
                     if request.instance_id == event.instance_id:
                         self.metrics.add("kv_transfer_failures_total")
-                        self.fail(request, 503, event.error, Landing.IN_FLIGHT, now)
+                        self.fail(request, 502, event.error, Landing.IN_FLIGHT, now)
                 case RequestState.CONNECTING | RequestState.WAITING:
                     if request.arrived_at <= event.last_heard_at:
-                        self.fail(request, 503, event.error, Landing.QUIET, now)
+                        self.fail(request, 502, event.error, Landing.QUIET, now)
                 case RequestState.RUNNING | RequestState.RETRACTED | RequestState.ENDED:
                     pass
                 case _:

@@ -4,6 +4,10 @@ A peer is named by its bootstrap endpoint. What is known of it is only ever as o
 failure is remembered beyond the next attempt, and a node that comes back, as the same run or another, on
 the same control port or another, is found again through its bootstrap endpoint.
 
+A peer answers heartbeats between two forwards, so one that computes for long falls silent. Its front, another
+process, does not: when a heartbeat stays unanswered the bootstrap endpoint is asked, and a peer is lost only
+when that does not say either that the run is alive. It does not say so of an engine that hangs.
+
 ``poll`` never waits (look-ups run in threads) and reports what happened as events, oldest first.
 """
 
@@ -44,8 +48,12 @@ REGISTER_TIMEOUT_SECS = 5.0
 REGISTER_REPEAT_SECS = 1.0
 IDLE_CLOSE_SECS = 300.0
 _MAX_LOOKUP_THREADS = 16
-_SUSPECT_AFTER_HEARTBEATS = 2.5
-"""Silence, in heartbeat intervals, after which no room is entrusted to a peer until it is heard of again."""
+_SUSPECT_AFTER_HEARTBEATS = 1.25
+"""Silence, in heartbeat intervals, after which no room is entrusted to a peer until it is heard of again.
+
+Early enough for the bootstrap endpoint to answer before a second heartbeat fails.
+"""
+_NEVER = float("inf")
 
 
 class PeerPhase(StrEnum):
@@ -123,6 +131,8 @@ class _Peer:
     register_sent_at: float = 0.0
     heartbeat_sent_at: float = 0.0
     heartbeat_seq: int = 0
+    unanswered_since: float = _NEVER
+    """When the first heartbeat left that nothing followed: this node's own pauses are nobody's silence."""
 
 
 @dataclass
@@ -214,7 +224,7 @@ class Peers:
     def _receive(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
         messages = peer.client.receive() if peer.client is not None else ()
         for message in messages:
-            peer.last_heard_at = now
+            peer.last_heard_at, peer.unanswered_since = now, _NEVER
             self._handle(peer, message, now, events)
             if peer.client is None:
                 return
@@ -286,7 +296,7 @@ class Peers:
             self._give_up(peer, f"prefill node {peer.address} was restarted", events)
             self._report_gone(peer, events)
         elif peer.phase is PeerPhase.READY:
-            peer.confirmed_at = now
+            peer.confirmed_at, peer.unanswered_since = now, _NEVER
         if peer.phase is PeerPhase.AWAY:
             self._connect(peer, info, now, events)
 
@@ -348,12 +358,14 @@ class Peers:
             del self._peers[peer.address]
 
     def _beat(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
-        silence = now - peer.last_heard_at
-        if silence >= self.heartbeat_timeout_secs:
+        silence = now - max(peer.last_heard_at, peer.confirmed_at)
+        had_time = now - peer.unanswered_since >= self.heartbeat_timeout_secs - self.heartbeat_interval_secs
+        if silence >= self.heartbeat_timeout_secs and had_time:
             self._give_up(peer, f"prefill node {peer.address} has been silent for {silence:.1f} s", events)
             return
         if now - peer.heartbeat_sent_at >= self.heartbeat_interval_secs:
             peer.heartbeat_sent_at = now
+            peer.unanswered_since = min(peer.unanswered_since, now)
             peer.heartbeat_seq += 1
             self.send(peer.address, Heartbeat(peer.heartbeat_seq))
         if self._is_suspect(peer, now) and now >= peer.next_lookup_at:

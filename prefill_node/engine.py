@@ -2,9 +2,10 @@
 
 One thread does everything but the writes, which the sender's threads do while the next layers compute. So
 messages are read, peers are answered and statistics are sent between forwards, and how often is bounded by
-``chunked_prefill_size``: a forward of one chunk must take well under ``health_timeout_secs`` of the front and
-the heartbeat timeout of the decode nodes. Silence of a peer is judged after its messages were read, so that
-a long forward here is not held against it.
+``chunked_prefill_size``: a forward of one chunk must take well under ``health_timeout_secs`` of the front,
+which until then tells decode nodes that this run is alive. Silence of a peer is judged after its messages
+were read, so that a long forward here is not held against it, and after its transport was asked, so that a
+long step there is not either.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from prefill_node.lifecycle import MAX_ERROR_CHARS, Lifecycle, RequestLimits
 from prefill_node.memory import PrefillMemory, num_host_bytes
 from prefill_node.peers import Peer, PeerTable
 from prefill_node.prefix_cache import PrefixCache
+from prefill_node.probes import Probes
 from prefill_node.push import Pusher
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk, StepLimits, plan_step
@@ -65,6 +67,8 @@ from transfer.transport import Transport, choose_transport
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_SECS = 0.05
+PROBE_AFTER_HEARTBEATS = 1.25
+"""Silence of a decode node, in heartbeat intervals, after which its transport is asked if it is alive."""
 STATS_INTERVAL_SECS = 0.25
 CLOSE_TIMEOUT_SECS = 5.0
 
@@ -153,6 +157,7 @@ class PrefillEngine:
         self._peers = PeerTable(
             self._geometry, self._memory.aux_layout.slot_bytes, self._transfer.transport.protocol, allowed
         )
+        self._probes = Probes(self._transfer.is_reachable)
         self._life = Lifecycle(
             pool=pool,
             cache=PrefixCache(pool),
@@ -293,6 +298,11 @@ class PrefillEngine:
         """Whatever has waited for too long for a peer ends now."""
         now_secs = time.monotonic()
         settings = self._settings
+        for session in self._probes.take_answered():
+            self._peers.vouch(session, now_secs)
+        for peer in self._peers.silent(now_secs, PROBE_AFTER_HEARTBEATS * settings.heartbeat_interval_secs):
+            if self._life.has_rooms_of(peer):  # without rooms it loses nothing, and registers again
+                self._probes.ask(peer.session)
         for peer in self._peers.lose_silent(now_secs, settings.heartbeat_timeout_secs):
             error = f"was silent for more than {settings.heartbeat_timeout_secs:g} s"
             log.warning("lost decode node %s: it %s", peer.node_id, error)

@@ -3,7 +3,7 @@
 A decode node registers over its control connection, which ZMQ names by an identity that changes with every
 reconnect; ``node_id`` is what stays. Registering again with the same session and regions keeps the node's
 rooms and moves their answers to the new connection. Another session or other regions mean that the node
-restarted: the old registration is lost.
+restarted: the old registration is lost. So it is when its session turns up with other memory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,13 @@ class PeerTable:
             known.last_heard_secs = now_secs
             self._by_identity[identity] = known
             return known, []
-        replaced = [peer for peer in (known, self._by_identity.get(identity)) if peer is not None]
+        replaced = [
+            peer
+            for peer in self._by_node.values()
+            if peer is known
+            or peer.identity == identity
+            or (peer.session == register.session and peer.regions != regions)
+        ]
         for peer in replaced:
             self._drop(peer)
         peer = Peer(register.node_id, register.session, identity, page_size, regions, now_secs)
@@ -88,9 +94,19 @@ class PeerTable:
         now_registered = self._by_node.get(peer.node_id)
         return now_registered if now_registered and now_registered.session == peer.session else peer
 
+    def silent(self, now_secs: float, secs: float) -> list[Peer]:
+        """The peers that were silent for longer than ``secs``."""
+        return [peer for peer in self._by_node.values() if now_secs - peer.last_heard_secs > secs]
+
+    def vouch(self, session: str, now_secs: float) -> None:
+        """The process behind ``session`` is alive, whatever its control connection does."""
+        for peer in self._by_node.values():
+            if peer.session == session:
+                peer.last_heard_secs = now_secs
+
     def lose_silent(self, now_secs: float, timeout_secs: float) -> list[Peer]:
         """Drop and return the peers that were silent for longer than ``timeout_secs``."""
-        silent = [peer for peer in self._by_node.values() if now_secs - peer.last_heard_secs > timeout_secs]
+        silent = self.silent(now_secs, timeout_secs)
         for peer in silent:
             self._drop(peer)
         return silent

@@ -58,7 +58,10 @@ def create_prefill_app(front: Front) -> Starlette:
 
 
 def create_bootstrap_app(settings: PrefillSettings, front: Front) -> Starlette:
-    """The read-only discovery endpoint, for whom ``BootstrapGate`` lets in; 503 until the engine is ready."""
+    """The read-only discovery endpoint, for whom ``BootstrapGate`` lets in; 503 unless the engine is alive.
+
+    Decode nodes take its answer for a sign of life while the engine is too busy to answer heartbeats.
+    """
     gate = BootstrapGate(front.control_keys, PeerList.parse(settings.allowed_peers))
 
     async def bootstrap(request: Request) -> Response:
@@ -66,7 +69,10 @@ def create_bootstrap_app(settings: PrefillSettings, front: Front) -> Starlette:
         nonce = request.headers.get(NONCE_HEADER, "")
         try:
             gate.check(address, nonce, request.headers.get(CODE_HEADER, ""))
-            response = json_response(bootstrap_info(settings, front.link.require_engine()))
+            ready = front.link.require_engine()
+            if (stall := front.link.stall()) is not None:
+                raise NodeUnavailable(stall)
+            response = json_response(bootstrap_info(settings, ready))
             response.headers.update(gate.proof(nonce, bytes(response.body)))
             return response
         except NodeUnavailable as error:

@@ -110,8 +110,16 @@ class NodeSettings(_Settings):
     )
     room_timeout_secs: Secs = Field(300.0, description="a room's wait for its other half at most, in seconds")
     transfer_timeout_secs: Secs = Field(60.0, description="one write batch at most, in seconds")
-    heartbeat_interval_secs: Secs = Field(1.0, description="between heartbeats of a decode node, in seconds")
-    heartbeat_timeout_secs: Secs = Field(15.0, description="silence after which a peer is lost, in seconds")
+    heartbeat_interval_secs: Secs = Field(
+        5.0, description="between heartbeats of a decode node, the same on all nodes, in seconds"
+    )
+    heartbeat_max_failures: int = Field(
+        2,
+        ge=2,
+        le=1000,
+        description="heartbeats in a row that may fail: after that many intervals without a sign of life a "
+        "peer is lost",
+    )
     health_timeout_secs: Secs = Field(30.0, description="engine silence that fails /health, in seconds")
     drain_timeout_secs: DrainSecs = Field(15.0, description=DRAIN_TIMEOUT)
     max_body_bytes: int = Field(16 << 20, ge=1024, description="HTTP request body at most, in bytes")
@@ -126,6 +134,11 @@ class NodeSettings(_Settings):
     @property
     def reachable_host(self) -> str:
         return self.advertise_host or self.host
+
+    @property
+    def heartbeat_timeout_secs(self) -> float:
+        """Time without a sign of life after which a peer is lost."""
+        return self.heartbeat_interval_secs * self.heartbeat_max_failures
 
     def _check_free_memory_is_known(self, name: str, num_tokens: int) -> None:
         """Raises ValueError for a pool that is to take free GPU memory where there is no GPU."""
@@ -251,6 +264,13 @@ class RouterSettings(_Settings):
     health_interval_secs: Secs = Field(5.0, description="between health checks of a node, in seconds")
     connect_timeout_secs: Secs = Field(5.0, description="connecting to a node at most, in seconds")
     request_timeout_secs: Secs = Field(600.0, description="silence of a node in a request, in seconds")
+    max_retries: int = Field(
+        1,
+        ge=0,
+        le=8,
+        description="times that a request goes to another pair when a node cannot be reached, or its prefill "
+        "node fails before its client has a byte",
+    )
     drain_timeout_secs: DrainSecs = Field(15.0, description=DRAIN_TIMEOUT)
     max_body_bytes: int = Field(16 << 20, ge=1024, description="HTTP request body at most, in bytes")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")

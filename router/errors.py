@@ -4,7 +4,7 @@ Exception tree::
 
     ApiError
     +-- RouterError             has an HTTP status and a message for the client
-        +-- NodeUnreachable     no connection to a node: the request may go to another pair
+        +-- NodeUnreachable     no connection to a node: the request goes to another pair
         +-- NodeFailed          a node broke off, timed out or answered nonsense
         +-- NodeRefused         a node answered with an HTTP error
 """

@@ -12,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from router.errors import NodeUnreachable, RouterError
 from router.nodes import NodePool
 
 CLIENT_GONE = 499
@@ -34,7 +35,12 @@ class RouterMetrics:
         )
         self.retries = Counter(
             "hisparse_pd:router_retries_total",
-            "Requests sent to another pair because a node could not be reached",
+            "Requests sent to another pair: a node could not be reached, or the prefill node failed",
+            registry=self._registry,
+        )
+        self.prefill_retries = Counter(
+            "hisparse_pd:router_prefill_retries_total",
+            "Of those, the ones with which a prefill node failed before the client had a byte",
             registry=self._registry,
         )
         self.truncated = Counter(
@@ -61,6 +67,12 @@ class RouterMetrics:
             buckets=_SECS_BUCKETS,
             registry=self._registry,
         )
+
+    def count_retry(self, error: RouterError) -> None:
+        """A request that failed with ``error`` goes to another pair."""
+        self.retries.inc()
+        if not isinstance(error, NodeUnreachable):
+            self.prefill_retries.inc()
 
     def expose(self) -> bytes:
         """The Prometheus text format."""

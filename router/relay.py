@@ -1,14 +1,18 @@
 """One request on its pair: two legs, one answer.
 
 Both nodes get the same body at once. The decode node's answer goes to the client. The prefill node's answer
-matters only while the client has nothing: an error of it ends the request, because the decode node would
-wait for that room in vain. Once the first byte is out, the decode node speaks for the room.
+matters only while the client has nothing: an error of it ends the room, because the decode node would wait
+for it in vain. Once the first byte is out, the decode node speaks for the room.
+
+A request whose client has nothing yet goes to another pair when a node cannot be reached, or when its prefill
+node failed with it: a prompt that is computed twice does no harm.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -20,9 +24,10 @@ from router.body import Endpoint, RequestBody
 from router.errors import NodeFailed, NodeRefused, NodeUnreachable, RouterError
 from router.nodes import Node, NodePool, Pair
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
-MAX_ATTEMPTS = 2
 MAX_ERROR_BODY_BYTES = 1 << 20
 
 _PASSED_HEADERS = ("x-request-id", "x-correlation-id", "traceparent", "tracestate")
@@ -39,6 +44,9 @@ _HOP_BY_HOP_HEADERS = frozenset(
         "upgrade",
     )
 )
+_BAD_GATEWAY, _UNAVAILABLE = 502, 503
+_PREFILL_FAILED = frozenset((_BAD_GATEWAY, _UNAVAILABLE))
+"""Status of a prefill leg that another prefill node may do better: died, cut off, shutting down."""
 _OWN_HEADERS = frozenset(("date", "server"))  # uvicorn writes ours
 
 
@@ -59,7 +67,7 @@ class Answer:
 
 
 class Relay:
-    """Sends requests to pairs. ``on_retry`` is called before a second attempt.
+    """Sends requests to pairs, up to ``max_retries`` times again. ``on_retry`` is told why, each time.
 
     ``passes_authorization``: the client's Authorization is for the nodes, not for the router.
     """
@@ -68,13 +76,15 @@ class Relay:
         self,
         pool: NodePool,
         client: httpx.AsyncClient,
-        on_retry: Callable[[], None] = lambda: None,
+        on_retry: Callable[[RouterError], None] = lambda error: None,
         *,
+        max_retries: int = 1,
         passes_authorization: bool = True,
     ) -> None:
         self._pool = pool
         self._client = client
         self._on_retry = on_retry
+        self._max_retries = max_retries
         self._passed_headers = (*_PASSED_HEADERS, *(("authorization",) if passes_authorization else ()))
 
     async def open(
@@ -83,29 +93,33 @@ class Relay:
         """Choose a pair and wait for the first bytes of the answer.
 
         What is open then belongs to ``stack``: closing it closes both legs. A node that cannot be reached is
-        marked unhealthy, and the request goes to another pair under a new room, once. Raises RouterError.
+        marked unhealthy. Its request, or one that its prefill node failed with, goes to another pair under a
+        new room. Raises RouterError.
         """
         headers = _headers_to_node(client_headers, self._passed_headers)
-        unreachable: set[Node] = set()
-        for attempt in itertools.count(1):
-            pair = self._pool.pick(excluded=unreachable)
+        excluded: set[Node] = set()
+        for num_retries in itertools.count():
+            pair = self._pool.pick(excluded)
             exchange = _Exchange(self._client, self._pool, pair)
             content = body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port)
             try:
                 answer = await exchange.start(endpoint, content, headers)
-            except NodeUnreachable as error:
+            except RouterError as error:
                 await exchange.close()
                 error.node_headers = pair.headers
                 for node, trouble in exchange.unreachable.items():
                     self._pool.mark_unhealthy(node, trouble)
-                    unreachable.add(node)
-                if attempt == MAX_ATTEMPTS or not self._pool.has_pair(excluded=unreachable):
+                    excluded.add(node)
+                if error is exchange.prefill_failure:  # of this request; its health check judges the node
+                    excluded.add(pair.prefill)
+                elif not isinstance(error, NodeUnreachable):
                     raise
-                self._on_retry()
-            except BaseException as error:
+                if num_retries == self._max_retries or not self._pool.has_pair(excluded):
+                    raise
+                log.warning("%s: %s; trying another pair", endpoint, error)
+                self._on_retry(error)
+            except BaseException:
                 await exchange.close()
-                if isinstance(error, RouterError):
-                    error.node_headers = pair.headers
                 raise
             else:
                 stack.push_async_callback(exchange.close)
@@ -124,6 +138,8 @@ class _Exchange:
         self._decode: asyncio.Task[Answer] | None = None
         self._decode_stack = AsyncExitStack()
         self.unreachable: dict[Node, str] = {}
+        self.prefill_failure: RouterError | None = None
+        """What says that the prefill node failed with this request, and another one may not."""
 
     async def start(self, endpoint: Endpoint, content: bytes, headers: dict[str, str]) -> Answer:
         """The decode node's answer, as soon as its first bytes are here. Raises RouterError."""
@@ -144,6 +160,16 @@ class _Exchange:
 
     async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: dict[str, str]) -> None:
         """Send the prefill leg and read its answer to the end. Raises RouterError unless it is a success."""
+        try:
+            await self._deliver(endpoint, content, headers)
+        except NodeUnreachable:
+            raise
+        except RouterError as error:
+            if error.status in _PREFILL_FAILED:
+                self.prefill_failure = error
+            raise
+
+    async def _deliver(self, endpoint: Endpoint, content: bytes, headers: dict[str, str]) -> None:
         node = self._pair.prefill
         async with AsyncExitStack() as stack:
             stack.enter_context(self._pool.working(node))
@@ -159,7 +185,10 @@ class _Exchange:
         self._decode_stack.enter_context(self._pool.working(node))
         response = await self._send(node, endpoint, content, to_node, self._decode_stack)
         if not response.is_success:
-            raise await self._refusal(node, response)
+            refusal = await self._refusal(node, response)
+            if isinstance(refusal, NodeRefused) and refusal.status == _BAD_GATEWAY:  # the transfer to it
+                self.prefill_failure = refusal
+            raise refusal
         chunks = self._raw_chunks(node, response)
         first_chunk = await anext(chunks, b"")
         headers = _headers_to_client(response)

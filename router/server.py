@@ -143,7 +143,8 @@ class _Router:
         self.relay = Relay(
             self.pool,
             self._client,
-            on_retry=self.metrics.retries.inc,
+            on_retry=self.metrics.count_retry,
+            max_retries=settings.max_retries,
             passes_authorization=settings.api_key_file is None,
         )
         self.status = StatusBoard(self.pool, self._client, self.metrics, settings.policy)

@@ -31,6 +31,7 @@ from tests.integration.harness import (
 
 PROMPT = "Nodes come and go without a restart of the rest. " * 8
 Checkpoint = Callable[[str], Path]
+HEARTBEATS = ["--heartbeat-interval-secs", "1", "--heartbeat-max-failures", "5"]
 
 
 def generate(url: str, *, timeout_secs: float = 60, **change: Any) -> httpx.Response:
@@ -101,8 +102,8 @@ def test_two_by_two_under_load_while_nodes_stop_and_start(
         tmp_path,
         num_prefill=2,
         num_decode=2,
-        prefill_options=["--heartbeat-timeout-secs", "5"],
-        decode_options=["--device-buffer-size", "128", "--heartbeat-timeout-secs", "5"],
+        prefill_options=HEARTBEATS,
+        decode_options=["--device-buffer-size", "128", *HEARTBEATS],
         router_options=["--health-interval-secs", "0.5"],
     ) as nodes:
         reference = {
@@ -256,7 +257,8 @@ def test_a_node_of_another_model_is_refused_with_both_values(
 @pytest.fixture(scope="module")
 def impatient(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """Two prefill nodes and a decode node with short timeouts."""
-    options = ["--room-timeout-secs", "8", "--transfer-timeout-secs", "4", "--heartbeat-timeout-secs", "3"]
+    options = ["--room-timeout-secs", "8", "--transfer-timeout-secs", "4"]
+    options += ["--heartbeat-interval-secs", "1", "--heartbeat-max-failures", "3"]
     with deployment(
         tiny_checkpoint("v32"),
         tmp_path_factory.mktemp("impatient"),
@@ -270,8 +272,8 @@ def impatient(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFact
         yield nodes
 
 
-def test_a_stopped_prefill_node_fails_only_its_own_requests(impatient: Deployment) -> None:
-    """SIGSTOP: the node accepts connections and never answers. The rest serves on, within the timeouts."""
+def test_requests_of_a_stopped_prefill_node_go_on_with_another(impatient: Deployment) -> None:
+    """SIGSTOP: the node accepts connections and never answers. Everybody is served, within the timeouts."""
     stopped, other = impatient.prefill
     decode = impatient.decode[0]
     stopped.signal_group(signal.SIGSTOP)
@@ -280,14 +282,9 @@ def test_a_stopped_prefill_node_fails_only_its_own_requests(impatient: Deploymen
         with ThreadPoolExecutor(6) as threads:
             answers = list(threads.map(lambda _: generate(impatient.url), range(6)))
         assert time.monotonic() - started < 40
-        by_node = {
-            url: [a.status_code for a in answers if a.headers["x-hisparse-pd-prefill"] == url]
-            for url in (stopped.url, other.url)
-        }
-        assert by_node[other.url] == [200] * len(by_node[other.url])
-        assert by_node[other.url]
-        assert by_node[stopped.url]
-        assert all(status in (502, 503, 504) for status in by_node[stopped.url]), by_node
+        assert [answer.status_code for answer in answers] == [200] * len(answers), answers[0].text
+        assert {answer.headers["x-hisparse-pd-prefill"] for answer in answers} == {other.url}
+        assert impatient.router.metrics()["hisparse_pd:router_prefill_retries_total"] >= 1
         assert decode.is_healthy()
         assert other.is_healthy()
     finally:

@@ -133,6 +133,8 @@ class PrefillDouble:
         """Deliver a room as soon as its Bootstrap is here."""
         self.answers_aborts = True
         self.answers_heartbeats = True
+        self.is_hung = False
+        """The bootstrap endpoint does not say that the engine is alive."""
         self.refusal: Refused | None = None
         self.curve = False
         """What the bootstrap endpoint says of the control channel."""
@@ -152,6 +154,9 @@ class PrefillDouble:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                if double.is_hung:
+                    self.send_error(503)
+                    return
                 info = BootstrapInfo(
                     PROTOCOL_VERSION,
                     double.instance_id,
@@ -305,7 +310,7 @@ class EngineHarness:
             **{
                 "debug_checks": True,
                 "heartbeat_interval_secs": 0.1,
-                "heartbeat_timeout_secs": 5.0,
+                "heartbeat_max_failures": 50,
                 "host_pool_tokens": 8192,
                 "device_pool_tokens": 4096,
                 "device_buffer_size": 128,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode_node.peers import RoomMessage
+from decode_node.peers import PeerLost, RoomMessage
 from decode_node.pools import PoolKind, Stage
 from decode_node.request import PeerAddress, RequestState
 from kernels.hot_state import HotBufferError
@@ -49,7 +49,7 @@ def shared_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
         max_running_requests=4,
         quarantine_secs=QUARANTINE_SECS,
         room_timeout_secs=30.0,
-        heartbeat_timeout_secs=1.0,
+        heartbeat_max_failures=10,
     )
     yield harness
     harness.close()
@@ -234,16 +234,43 @@ def test_a_room_that_is_not_delivered_in_time_ends_with_504(
 def test_a_silent_peer_is_lost_and_found_again(node: EngineHarness, double: PrefillDouble) -> None:
     """Its rooms fail, their slots wait; once it answers again the abort is repeated and frees them."""
     lost = _land(node, double)
+    double.is_hung = True
     node.turn_until(lambda: lost.failure)  # Nobody polls the double: it is as if stopped.
     assert lost.failure is not None
-    assert lost.failure.status == 503
+    assert lost.failure.status == 502
     assert double.name in lost.failure.error
     node.turn_for(2 * QUARANTINE_SECS)
     assert _quarantined(node) > 0, "the run of the peer is not gone, so its writes may still land"
+    double.is_hung = False
     node.turn_until(lambda: double.aborts, double)
     node.turn_until(lambda: _quarantined(node) == 0, double)
     assert double.num_registrations >= 2
     _completes(node, double)
+
+
+def test_a_peer_that_computes_for_long_is_not_lost(node: EngineHarness, double: PrefillDouble) -> None:
+    """Its engine answers nothing for twice the limit, and its front says that it is alive."""
+    late = _land(node, double)
+    node.turn_for(2 * node.settings.heartbeat_timeout_secs)
+    assert late.failure is None
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: late.is_over, double)
+    assert late.failure is None
+    assert double.num_registrations == 1
+
+
+def test_a_pause_of_this_node_is_no_silence_of_its_peer(node: EngineHarness, double: PrefillDouble) -> None:
+    """A step that took longer than the limit: nobody was asked, so nobody failed to answer."""
+    landing = _land(node, double)
+    double.is_hung = True
+    peers, wanted = node.engine.peers, {PeerAddress("127.0.0.1", double.port)}
+    later = time.monotonic() + 3 * node.settings.heartbeat_timeout_secs
+    assert peers.poll(later, wanted) == []
+    assert any(isinstance(event, PeerLost) for event in peers.poll(later + 1.0, wanted))
+    double.is_hung = False
+    node.turn_until(lambda: double.num_registrations == 2, double)
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: landing.is_over, double)
 
 
 def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: PrefillDouble) -> None:
@@ -251,7 +278,7 @@ def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: 
     double.restart()
     node.turn_until(lambda: lost.failure, double)
     assert lost.failure is not None
-    assert lost.failure.status == 503
+    assert lost.failure.status == 502
     assert "restarted" in lost.failure.error
     assert _quarantined(node) > 0, "bytes of the old run may still sit in the transport"
     node.turn_until(lambda: _quarantined(node) == 0, double, timeout_secs=3 * QUARANTINE_SECS)

@@ -424,6 +424,10 @@ def test_bootstrap_endpoint(on_node: OnNode) -> None:
         assert (await node.client.put(url, json={})).status_code == 405
         node.link.stop_accepting()  # requests that it has already taken may still need it
         assert (await node.client.get(url)).status_code == 200
+        node.link.health_timeout_secs = -1.0  # no engine is as fast: it counts as hung
+        assert (await node.client.get(url)).status_code == 503
+        node.link.health_timeout_secs = 60.0
+        assert (await node.client.get(url)).status_code == 200
         node.link.engine_died()
         assert (await node.client.get(url)).status_code == 503
 

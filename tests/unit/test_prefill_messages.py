@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -24,6 +25,7 @@ from protocol.messages import (
     Refused,
     RegionKind,
     Registered,
+    Room,
     RoomDone,
     RoomFailed,
     RoomQuiet,
@@ -382,7 +384,7 @@ def test_a_restarted_peer_loses_its_rooms(engine: EngineThread, peer: DecodePeer
 def test_rooms_without_their_other_half_and_silent_peers_end(
     tiny: Path, tmp_path: Path, engine: EngineThread, peer: DecodePeer
 ) -> None:
-    impatience = {"room_timeout_secs": 0.3, "heartbeat_timeout_secs": 1.0}
+    impatience = {"room_timeout_secs": 0.3, "heartbeat_interval_secs": 0.25, "heartbeat_max_failures": 4}
     with (
         engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
         closing(ControlPeer(impatient)) as other,
@@ -403,6 +405,51 @@ def test_rooms_without_their_other_half_and_silent_peers_end(
         assert not other.expect(Refused).permanent
         other.client.send(peer.registration())
         other.expect(Registered)
+
+
+def test_a_decode_node_that_is_busy_keeps_its_rooms(tiny: Path, tmp_path: Path, peer: DecodePeer) -> None:
+    """It sends nothing for long, but its transport answers; once that is gone, its rooms end."""
+    impatience = {"heartbeat_interval_secs": 0.1, "heartbeat_max_failures": 5}
+    with (
+        engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
+        closing(ControlPeer(impatient)) as other,
+    ):
+        other.client.send(peer.registration())
+        other.expect(Registered)
+        asked: list[str] = []
+        answers = threading.Event()
+        answers.set()
+
+        def is_reachable(session: str) -> bool:
+            asked.append(session)
+            return answers.is_set()
+
+        impatient.engine._probes._is_reachable = is_reachable
+        room = next(_rooms)
+        other.bootstrap(room, 20)
+        wait_for(lambda: len(asked) >= 10, "as much silence as would end it twice")
+        assert set(asked) == {peer.transfer.session}
+        assert impatient.engine._life.rooms.get(Room(room)) is not None
+        answers.clear()
+        wait_for(lambda: len(impatient.engine._life.rooms) == 0, "the rooms of the lost node to end")
+        impatient.generate(room, range(5, 25))
+        failed = impatient.expect(RequestFailed)
+        assert failed.status == 502
+        assert "silent for more than 0.5 s" in failed.error
+
+
+def test_a_session_with_other_memory_is_another_process(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.register()
+    room = next(_rooms)
+    peer.bootstrap(room, 20)
+    with closing(ControlPeer(engine)) as successor:
+        kept = tuple(region for region in peer.regions if region.kind is not RegionKind.KV_DEVICE)
+        successor.client.send(peer.registration(node_id="decode-1", regions=kept))
+        successor.expect(Registered)
+    engine.generate(room, range(5, 25))
+    failed = engine.expect(RequestFailed)
+    assert failed.status == 502
+    assert "restarted" in failed.error
 
 
 def test_a_shutdown_tells_everyone(tiny: Path, tmp_path: Path, peer: DecodePeer) -> None:

@@ -541,6 +541,97 @@ async def test_a_request_that_reached_a_node_is_not_sent_twice() -> None:
         assert not pair.decode[1].requests
 
 
+async def cuts_off(node: FakeNode, send: Send) -> None:
+    await start(send, content_type="application/json")
+    await write(send, b"{")
+    raise CutConnection
+
+
+BROKEN_TRANSFER = b'{"error": {"message": "the write failed", "type": "server_error", "code": null}}'
+
+
+@pytest.mark.parametrize(
+    "fails", [cuts_off, says(BROKEN_TRANSFER, 502), says(b"shutting down", 503)], ids=["died", "502", "503"]
+)
+async def test_a_request_goes_on_with_another_prefill_node(fails: Behaviour) -> None:
+    async def waits_or_answers(node: FakeNode, send: Send) -> None:
+        await (never if len(node.requests) == 1 else says(b"{}"))(node, send)
+
+    async with cluster(prefill=[fails, delivers], decode=waits_or_answers) as pair:
+        broken, spare = pair.prefill
+        (decode,) = pair.decode
+        response = await pair.client.post("/generate", json={"text": "a"})
+        assert (response.status_code, response.content) == (200, b"{}")
+        assert response.headers["x-hisparse-pd-prefill"] == spare.url
+        assert (len(broken.requests), len(spare.requests)) == (1, 1)
+        assert spare.body() == decode.body()
+        assert decode.body(0)["bootstrap_room"] == broken.body()["bootstrap_room"]
+        assert decode.body(0)["bootstrap_room"] != decode.body(1)["bootstrap_room"]
+        await asyncio.wait_for(decode.client_left.wait(), WAIT_SECS)
+        metrics = await pair.metrics()
+        assert "router_prefill_retries_total 1.0" in metrics
+        assert "router_retries_total 1.0" in metrics
+        assert f'router_node_healthy{{kind="prefill",node="{broken.url}"}} 1.0' in metrics, "blacklisted"
+
+
+async def test_a_decode_node_that_lost_the_prefill_node_gets_another_one() -> None:
+    async def lost_at_first(node: FakeNode, send: Send) -> None:
+        await (says(BROKEN_TRANSFER, 502) if len(node.requests) == 1 else says(b"{}"))(node, send)
+
+    async with cluster(prefill=[never, delivers], decode=lost_at_first) as pair:
+        response = await pair.client.post("/generate", json={"text": "a"})
+        assert response.status_code == 200
+        assert pair.prefill[0].body()["bootstrap_room"] != pair.prefill[1].body()["bootstrap_room"]
+        await asyncio.wait_for(pair.prefill[0].client_left.wait(), WAIT_SECS)
+
+
+@pytest.mark.parametrize(("max_retries", "num_asked"), [(0, 1), (1, 2), (2, 3)])
+async def test_retries_are_bounded(max_retries: int, num_asked: int) -> None:
+    async with cluster([says(BROKEN_TRANSFER, 502)] * 4, never, max_retries=max_retries) as pair:
+        response = await pair.client.post("/generate", json={})
+        assert (response.status_code, response.content) == (502, BROKEN_TRANSFER)
+        assert [len(node.requests) for node in pair.prefill] == [1] * num_asked + [0] * (4 - num_asked)
+
+
+@pytest.mark.parametrize("status", [400, 500, 504])
+async def test_what_another_prefill_node_would_do_again_is_not_retried(status: int) -> None:
+    async with cluster([says(b"{}", status), delivers], never) as pair:
+        assert (await pair.client.post("/generate", json={})).status_code == status
+        assert not pair.prefill[1].requests
+
+
+async def test_a_retry_needs_another_healthy_prefill_node() -> None:
+    async with cluster([cuts_off, delivers], never, health_interval_secs=0.05) as pair:
+        pair.prefill[1].healthy = False
+        line = f'router_node_healthy{{kind="prefill",node="{pair.prefill[1].url}"}} 0.0'
+        await eventually(functools.partial(_counts, pair, line))
+        response = await pair.client.post("/generate", json={})
+        assert response.status_code == 502
+        assert pair.prefill[0].url in error_of(response)
+        assert not pair.prefill[1].requests
+
+
+async def test_nothing_is_retried_once_the_client_has_a_byte() -> None:
+    async def breaks_off(node: FakeNode, send: Send) -> None:
+        await start(send)
+        await write(send, b"data: 1\n\n")
+        pair.prefill[0].release.set()
+        await node.release.wait()
+        raise CutConnection
+
+    async def dies(node: FakeNode, send: Send) -> None:
+        await node.release.wait()
+        pair.decode[0].release.set()
+        raise CutConnection
+
+    async with cluster(prefill=[dies, delivers], decode=breaks_off) as pair:
+        response = await pair.client.post("/generate", json={"stream": True})
+        assert response.status_code == 200
+        assert response.content.startswith(b"data: 1\n\ndata: ")
+        assert not pair.prefill[1].requests
+        assert "router_retries_total 0.0" in await pair.metrics()
+
+
 async def test_nodes_that_come_back_are_used_again() -> None:
     async with cluster(decode=says(b"{}"), health_interval_secs=0.05) as pair:
         pair.decode[0].healthy = False
