@@ -223,7 +223,7 @@ class DecodeEngine:
             (
                 request
                 for request in self.rooms.select(RequestState.RUNNING)
-                if request.has_next_step and self.hot_buffers.is_ready(request)
+                if request.has_next_step and request.has_page_for_next and self.hot_buffers.is_ready(request)
             ),
             key=lambda request: request.admitted_seq,
         )

@@ -186,7 +186,7 @@ class Lifecycle:
     ) -> None:
         match message:
             case RoomDone():
-                self.rooms.quarantine.quiet(entry.room, False, now)
+                self.rooms.quarantine.quiet(entry.room, message.batch_failed, now)
             case RoomQuiet():
                 self.rooms.quarantine.quiet(entry.room, message.batch_failed, now)
             case RoomFailed():
@@ -207,7 +207,8 @@ class Lifecycle:
         except AuxMismatch as error:
             self.metrics.add("kv_transfer_failures_total")
             unusable = f"the transfer from {request.peer} is unusable: {error}"
-            self.fail(request, 500, unusable, Landing.QUIET, now)
+            landing = Landing.QUIET_AFTER_FAILURE if message.batch_failed else Landing.QUIET
+            self.fail(request, 500, unusable, landing, now)
             return
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         self.metrics.add("cached_tokens_total", message.num_cached_tokens)
@@ -215,7 +216,7 @@ class Lifecycle:
         request.transfer_bytes = message.num_bytes
         request.transfer_secs = message.transfer_secs
         request.hot_positions = None if record.hint is None else list(record.hint)
-        self.rooms.start(request)
+        self.rooms.start(request, self.rooms.quarantine.free_at(now) if message.batch_failed else 0.0)
         self.emit(request, record.first_token, record.logprob, now)
         if request.state is RequestState.RUNNING:
             self._fill_row(request, now)
@@ -243,7 +244,7 @@ class Lifecycle:
 
     def expire(self, now: float) -> None:
         """End what has taken too long, and free what has been quarantined for long enough."""
-        self.rooms.quarantine.expire(now)
+        self.rooms.expire(now)
         for request in self.rooms.expired(now):
             secs = self.room_timeout_secs
             match request.state:

@@ -9,6 +9,8 @@ the room is quiet, all its batches went well           at once
 the room is quiet, a batch of it failed                after ``quarantine_secs`` more: bytes of the failed
                                                        batch may sit in the transport until its timeouts
 that run of the prefill node is gone                   after ``quarantine_secs`` more, for the same reason
+the room was delivered, a batch of it was repeated     ``quarantine_secs`` after the delivery, for the same
+                                                       reason; a request that runs for longer is not here
 nothing                                                never; ``quarantined_tokens`` shows them
 =====================================================  ================================================
 """
@@ -62,6 +64,10 @@ class Quarantine:
     def get(self, room: Room) -> Quarantined | None:
         return self._entries.get(room)
 
+    def free_at(self, now: float) -> float:
+        """When nothing lands any more of what failed until ``now``."""
+        return now + self._quarantine_secs
+
     def add(self, entry: Quarantined) -> None:
         """Keep the slots of a room that ended. Raises ValueError when the room is here already."""
         if entry.room in self._entries:
@@ -79,7 +85,7 @@ class Quarantine:
             return
         entry.batch_failed |= batch_failed
         if entry.batch_failed:
-            entry.free_at = min(entry.free_at, now + self._quarantine_secs)
+            entry.free_at = min(entry.free_at, self.free_at(now))
         else:
             entry.free_at = now
         self.expire(now)
@@ -88,7 +94,7 @@ class Quarantine:
         """The run ``instance_id`` of a prefill node has ended: it starts no further write."""
         for entry in self._entries.values():
             if entry.instance_id == instance_id:
-                entry.free_at = min(entry.free_at, now + self._quarantine_secs)
+                entry.free_at = min(entry.free_at, self.free_at(now))
 
     def expire(self, now: float) -> None:
         """Release what is safe to reuse by now."""

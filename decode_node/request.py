@@ -29,7 +29,7 @@ class RequestState(StrEnum):
     index pages, an aux slot and a req_row; hisparse: the device slots of its hot buffer to be; dense that may
     have to grow: host slots for its whole life, to be retracted to."""
     RUNNING = "running"
-    """In the batch. Owns the same but the aux slot."""
+    """In the batch. Owns the same but the aux slot, unless something may still land (``lands_until``)."""
     RETRACTED = "retracted"
     """Gave up its device slots, waits to come back. Owns host slots, index pages and the req_row."""
     ENDED = "ended"
@@ -89,6 +89,8 @@ class Request:
     """The run of the prefill node that got the Bootstrap."""
 
     # From RUNNING on.
+    lands_until: float = 0.0
+    """Delivered after a batch was repeated: until then its bytes may land once more. 0: nothing lands."""
     output_token_ids: list[int] = field(default_factory=list)
     unsent_token_ids: list[int] = field(default_factory=list)
     unsent_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -153,8 +155,17 @@ class Request:
 
     @property
     def is_retractable(self) -> bool:
-        """Whether the host holds, or has slots reserved for, everything that the device slots hold."""
-        return self.owned.num_slots(PoolKind.HOST) >= self.life_tokens
+        """Whether the host holds, or has slots reserved for, everything that the device slots hold.
+
+        And whether these can serve others: bytes may still land in the pages of a dense request.
+        """
+        is_landing_zone = self.mode is Mode.DENSE and self.lands_until > 0
+        return self.owned.num_slots(PoolKind.HOST) >= self.life_tokens and not is_landing_zone
+
+    @property
+    def has_page_for_next(self) -> bool:
+        """Whether the next token has a device slot; a growing dense request may have to wait for it."""
+        return self.mode is not Mode.DENSE or self.num_device_slots >= self.next_seq_len
 
     def move(self, state: RequestState) -> None:
         """Enter ``state``. Raises IllegalMove, with the room, when the transition table does not allow it."""

@@ -108,12 +108,26 @@ class Rooms:
         request.admitted_seq = self._num_admitted
         self._num_admitted += 1
 
-    def start(self, request: Request) -> None:
-        """LANDING → RUNNING: all bytes are here, the aux record is read."""
+    def start(self, request: Request, lands_until: float = 0.0) -> None:
+        """LANDING → RUNNING: all bytes are here, the aux record is read.
+
+        ``lands_until``: when a batch was repeated, how long its bytes may land once more. They are the same,
+        so the request may use them; its slots serve nobody else before.
+        """
         request.move(RequestState.RUNNING)
         request.deadline = float("inf")
-        self.pools.give_up(request.owned, [PoolKind.AUX])
+        request.lands_until = lands_until
+        if not lands_until:
+            self.pools.give_up(request.owned, [PoolKind.AUX])
         self.pools.move(request.owned, Stage.RUNNING)
+
+    def expire(self, now: float) -> None:
+        """Free what nothing can land in any more."""
+        self.quarantine.expire(now)
+        for request in self._by_room.values():
+            if 0 < request.lands_until <= now:
+                request.lands_until = 0.0
+                self.pools.give_up(request.owned, [PoolKind.AUX])
 
     def grow(self, growth: Growth) -> None:
         """More device pages for a running dense request."""
@@ -142,7 +156,8 @@ class Rooms:
         """Any state → ENDED: the one release path.
 
         ``landing`` matters for a LANDING request only: unless the room is quiet, what the prefill node may
-        still write to goes to quarantine; everything else is free at once.
+        still write to goes to quarantine; everything else is free at once. So does what a repeated batch of a
+        delivered room may still write to.
         """
         was_landing = request.state is RequestState.LANDING
         request.move(RequestState.ENDED)
@@ -151,13 +166,18 @@ class Rooms:
         holding, request.holding = request.holding, None
         if holding is None:
             return
-        if not was_landing or landing is Landing.QUIET:
+        may_land = landing is not Landing.QUIET if was_landing else request.lands_until > now
+        if not may_land:
             self.pools.release(holding)
             return
         self.pools.give_up(holding, set(PoolKind) - _REMOTELY_WRITTEN[request.mode])
         self.pools.move(holding, Stage.QUARANTINED)
-        failed = landing in (Landing.QUIET_AFTER_FAILURE, Landing.IN_FLIGHT_AFTER_FAILURE)
-        self.quarantine.add(Quarantined(request.room, holding, request.peer, request.instance_id, failed))
+        entry = Quarantined(request.room, holding, request.peer, request.instance_id, batch_failed=False)
+        self.quarantine.add(entry)
+        if not was_landing:
+            entry.batch_failed, entry.free_at = True, request.lands_until
+            return
+        entry.batch_failed = landing in (Landing.QUIET_AFTER_FAILURE, Landing.IN_FLIGHT_AFTER_FAILURE)
         if landing is Landing.QUIET_AFTER_FAILURE:
             self.quarantine.quiet(request.room, True, now)
 

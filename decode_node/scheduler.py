@@ -8,7 +8,8 @@
   request that insists on dense while the device pool is short: it starts with the pages of its prompt and
   grows page by page, and has host slots for its whole life reserved, so that it can always be retracted.
 - A page for a dense request that must grow comes before everything else. When none is free, the latest
-  admitted request that can be retracted gives up its device slots, in the worst case the one that grows.
+  admitted request that can be retracted gives up its device slots, in the worst case the one that grows. A
+  landing zone of a repeated batch cannot be given up for a while: a request may have to sit steps out for it.
 - Retracted requests come back before anybody new is admitted, oldest first.
 - While the first in the queue lacks nothing but device slots for a hot buffer, hot buffers larger than they
   have to be shrink to their minimum, latest admitted first.
@@ -165,9 +166,11 @@ class _Planner:
                 continue
             num_slots = round_up(num_missing, self.limits.page_size)
             while self.available.device < num_slots and request not in self.retractions:
-                # There is one: a request that may grow has host slots for its whole life.
-                self._retract(next(victim for victim in victims if victim not in self.retractions))
-            if request not in self.retractions:
+                victim = next((victim for victim in victims if victim not in self.retractions), None)
+                if victim is None:
+                    break
+                self._retract(victim)
+            if request not in self.retractions and self.available.device >= num_slots:
                 self.growths.append(Growth(request, num_slots))
                 self._take(SlotCounts(device=num_slots))
 

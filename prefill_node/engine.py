@@ -176,6 +176,7 @@ class PrefillEngine:
             use_prefix_cache=not settings.disable_prefix_cache,
             tell_front=self._front.send,
             tell_peer=self._tell_peer,
+            quarantine_secs=settings.quarantine_secs,
         )
         self._is_stopping = False
         self._num_steps = 0
@@ -308,6 +309,7 @@ class PrefillEngine:
             log.warning("lost decode node %s: it %s", peer.node_id, error)
             self._life.fail_rooms_of(peer, error, now_secs)
         self._life.fail_unpaired(now_secs, settings.room_timeout_secs)
+        self._life.release_sources(now_secs)
 
     # --- plan, forward, commit -----------------------------------------------------------------------
 
@@ -382,6 +384,7 @@ class PrefillEngine:
             'pool_total_tokens{pool="kv"}': float(num_total_tokens),
             "cache_hit_rate": counters.get("cached_tokens_total", 0.0) / num_prompt_tokens,
             "num_registered_peers": float(len(self._peers)),
+            "quarantined_tokens": float(life.num_quarantined_pages * self._limits.page_size),
             self._transfer.transport.info_metric: 1.0,
         }
         self._front.send(

@@ -2,7 +2,8 @@
 
 Every message and event about a room ends here as a method; each is safe in every state of the room. There
 is one way out for a room that does not make it (``fail``) and one release of what it holds (``_release``).
-What a room holds is the source of its writes: nothing is released while one of them is in the transport.
+What a room holds is the source of its writes: nothing is released while one of them is in the transport, nor,
+after a delivery with a repeated batch, before the first attempt of that batch cannot read it any more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from prefill_node.kv_pool import IntegrityError, PagePool
 from prefill_node.peers import Peer, why_not_landing
 from prefill_node.prefix_cache import PrefixCache, page_keys
 from prefill_node.push import ChunkPush, Pusher, landing_of
+from prefill_node.quarantine import SourceQuarantine
 from prefill_node.rooms import EndedRoom, RoomRecord, RoomState, RoomTable
 from prefill_node.scheduler import Running, StepLimits, Waiting, why_never
 from protocol.engine_messages import FromEngine, Generate, PrefillFinished, RequestFailed
@@ -39,6 +41,7 @@ _COUNTERS = (
     "kv_transfer_bytes_total",
     "kv_transfer_seconds_total",
     "kv_transfer_failures_total",
+    "kv_transfer_retries_total",
     "aborted_requests_total",
     "failed_requests_total",
 )
@@ -68,8 +71,10 @@ class Lifecycle:
         use_prefix_cache: bool,
         tell_front: Callable[[FromEngine], None],
         tell_peer: Callable[[Peer, ToDecode], None],
+        quarantine_secs: float = 60.0,
     ) -> None:
         self.rooms = RoomTable()
+        self.quarantine = SourceQuarantine(quarantine_secs)
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
         """Monotone totals, by metric name."""
         self.dropped: Counter[str] = Counter()
@@ -197,6 +202,11 @@ class Lifecycle:
         return self.pool.num_free + self.cache.num_evictable
 
     @property
+    def num_quarantined_pages(self) -> int:
+        """Pages that delivered rooms keep, those of the prefix cache left out."""
+        return sum(len(source.page_ids) for source in self.quarantine)
+
+    @property
     def num_free_aux_slots(self) -> int:
         return len(self._free_aux_slots)
 
@@ -256,6 +266,7 @@ class Lifecycle:
         record.batch_failed |= completion.may_still_land
         self.counters["kv_transfer_bytes_total"] += completion.num_bytes
         self.counters["kv_transfer_seconds_total"] += completion.secs
+        self.counters["kv_transfer_retries_total"] += completion.num_retries
         if record.is_draining:
             if record.num_writes_pending == 0:
                 self._drained(record, now_secs)
@@ -271,7 +282,14 @@ class Lifecycle:
     def _delivered(self, record: RoomRecord, now_secs: float) -> None:
         peer, _ = landing_of(record)
         self._tell_peer(
-            peer, RoomDone(record.room, record.num_bytes_sent, record.num_cached_tokens, record.transfer_secs)
+            peer,
+            RoomDone(
+                record.room,
+                record.num_bytes_sent,
+                record.num_cached_tokens,
+                record.transfer_secs,
+                record.batch_failed,
+            ),
         )
         if record.request is not None:
             self._tell_front(
@@ -283,8 +301,25 @@ class Lifecycle:
                     record.transfer_secs,
                 )
             )
+        if record.batch_failed:
+            self._keep_source(record, now_secs)
         self._release(record)
         self.rooms.end(record, RoomState.DONE, now_secs)
+
+    def _keep_source(self, record: RoomRecord, now_secs: float) -> None:
+        """A delivered room's request is being served where parts of a failed batch may still arrive."""
+        self.pool.hold(record.owned_page_ids)
+        self.quarantine.add(record.room, record.owned_page_ids, record.lease, record.aux_slot_src, now_secs)
+        record.owned_page_ids, record.lease, record.aux_slot_src = [], None, None
+
+    def release_sources(self, now_secs: float) -> None:
+        """Give back what has been kept for long enough."""
+        for source in self.quarantine.take_free(now_secs):
+            if source.lease is not None:
+                self.cache.release(source.lease)
+            self.pool.let_go(source.page_ids)
+            if source.aux_slot is not None:
+                self._free_aux_slots.append(source.aux_slot)
 
     # --- ends that are no delivery -------------------------------------------------------------------
 
@@ -416,8 +451,10 @@ class Lifecycle:
         in_flight = [
             page for record in self.rooms.in_state(RoomState.DRAINING) for page in record.owned_page_ids
         ]
+        in_flight += [page for source in self.quarantine for page in source.page_ids]
         self.pool.check_integrity(owned=owned, cached=self.cache.page_ids(), in_flight=in_flight)
         held = [record.aux_slot_src for record in self.rooms if record.aux_slot_src is not None]
+        held += [source.aux_slot for source in self.quarantine if source.aux_slot is not None]
         if sorted(held + self._free_aux_slots) != list(range(self._num_aux_slots)):
             raise IntegrityError(
                 f"aux slots: {sorted(held)} held + {sorted(self._free_aux_slots)} free are not the "

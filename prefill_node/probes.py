@@ -19,7 +19,7 @@ ASK_AGAIN_SECS = 1.0
 
 
 class Probes:
-    """``is_reachable``: of a session; may block, without the interpreter lock. One probe a session at once."""
+    """``is_reachable``: of a session; may block, without the interpreter lock. One probe for each at once."""
 
     def __init__(self, is_reachable: Callable[[str], bool]) -> None:
         self._is_reachable = is_reachable

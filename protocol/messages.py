@@ -185,12 +185,17 @@ class HeartbeatAck(Struct, frozen=True, array_like=True, tag=3):
 
 
 class RoomDone(Struct, frozen=True, array_like=True, tag=4):
-    """All bytes of the room, the aux record included, are in the decode node's memory."""
+    """All bytes of the room, the aux record included, are in the decode node's memory.
+
+    ``batch_failed``: a transfer batch of it failed before it was repeated with success, so the same bytes may
+    come to the same places once more: none of these may serve others before the transport's own timeouts.
+    """
 
     room: RoomField
     num_bytes: Count
     num_cached_tokens: Count
     transfer_secs: Secs
+    batch_failed: bool = False
 
 
 class RoomFailed(Struct, frozen=True, array_like=True, tag=5):

@@ -109,7 +109,14 @@ class NodeSettings(_Settings):
         None, description="file with the keys that HTTP requests need one of, one a line; unset: none needed"
     )
     room_timeout_secs: Secs = Field(300.0, description="a room's wait for its other half at most, in seconds")
-    transfer_timeout_secs: Secs = Field(60.0, description="one write batch at most, in seconds")
+    transfer_timeout_secs: Secs = Field(
+        60.0, description="one write batch at most, repeated or not, in seconds"
+    )
+    quarantine_secs: Secs = Field(
+        60.0,
+        description="wait before slots or pages of a failed write are reused, in seconds; above Mooncake's "
+        "30",
+    )
     heartbeat_interval_secs: Secs = Field(
         5.0, description="between heartbeats of a decode node, the same on all nodes, in seconds"
     )
@@ -204,9 +211,6 @@ class DecodeSettings(NodeSettings):
     )
     auto_dense_margin: float = Field(
         0.25, ge=0, le=1, description="share of the device pool that auto keeps free when it picks dense"
-    )
-    quarantine_secs: Secs = Field(
-        60.0, description="wait before slots of a failed transfer are reused, in seconds; above Mooncake's 30"
     )
     stream_interval: int = Field(
         1,

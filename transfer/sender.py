@@ -2,8 +2,9 @@
 
 The engine loop submits batches and polls for completions; it never waits here. Every submitted batch has
 exactly one completion, whether it was written, failed, or never started. Batches of one room go out in the
-order of submission; the rooms of one peer take turns. Once a batch of a room has failed, the batches behind
-it do not start: what lands last (the aux record) never lands without what came before.
+order of submission; the rooms of one peer take turns. A batch that fails in the transport is written once
+more, whole, before its deadline: it may have been the connection. Once a batch of a room has failed for good,
+the batches behind it do not start: what lands last (the aux record) never lands without what came before.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from protocol.messages import Room
 from transfer.engine import TransferError
 
 log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 2
+"""Of a batch. A connection that broke is made anew by the second; a peer that is gone is not brought back."""
 
 IDLE_THREAD_SECS = 60.0
 """A peer's thread without work ends after this long; the next batch starts a new one."""
@@ -71,7 +75,8 @@ class WriteBatch:
 class Completion:
     """The end of one batch. ``may_still_land``: see TransferError; False for a batch that never started.
 
-    ``num_bytes`` is 0 unless ``ok``; ``secs`` is the time in the transport.
+    A batch that went well after a retry is ``ok`` and may still land: its first attempt. ``num_bytes`` is 0
+    unless ``ok``; ``secs`` is the time in the transport, of all attempts.
     """
 
     room: Room
@@ -81,6 +86,17 @@ class Completion:
     num_bytes: int
     secs: float
     may_still_land: bool = False
+    num_retries: int = 0
+
+
+@dataclass
+class _Outcome:
+    """What came of a batch in the transport: ``error`` is empty when all of it has landed."""
+
+    error: str = ""
+    secs: float = 0.0
+    may_still_land: bool = False
+    num_retries: int = 0
 
 
 @dataclass
@@ -149,7 +165,7 @@ class Sender:
             if room.session != session:
                 raise ValueError(f"room {batch.room} writes to session {room.session}, not to {session}")
             if room.refusal:
-                self._complete(batch, room, room.refusal)
+                self._complete(batch, room, _Outcome(room.refusal))
                 return
             peer = self._sessions.get(session) or self._start_thread(session)
             room.waiting.append(batch)
@@ -231,33 +247,44 @@ class Sender:
     def _run(self, session: str) -> None:
         while (taken := self._next_batch(session)) is not None:
             room, batch = taken
+            outcome = _Outcome()
             started = time.monotonic()
-            error, may_still_land = "", False
             try:
                 if batch.ready is not None:
                     batch.ready.synchronize()
                     started = time.monotonic()
-                self._engine.write(
-                    session,
-                    batch.src_addrs,
-                    batch.dst_addrs,
-                    batch.lengths,
-                    stop=partial(_reason_to_stop, room, batch),
-                )
-            except TransferError as failure:
-                error, may_still_land = str(failure), failure.may_still_land
+                self._write(session, room, batch, outcome)
             except Exception as failure:  # a bad batch must not take the thread, and so the peer, with it
                 log.exception("room %d: a write to session %s raised", batch.room, session)
-                error, may_still_land = f"{type(failure).__name__}: {failure}", True
-            secs = time.monotonic() - started
+                outcome.error, outcome.may_still_land = f"{type(failure).__name__}: {failure}", True
+            outcome.secs = time.monotonic() - started
             with self._lock:
-                self._complete(batch, room, error, secs, may_still_land)
-                if error:
-                    self._refuse(room, f"an earlier batch of the room failed: {error}")
+                self._complete(batch, room, outcome)
+                if outcome.error:
+                    self._refuse(room, f"an earlier batch of the room failed: {outcome.error}")
                 room.writing = None
                 room.overdue_reported = False
                 if room.waiting:
                     self._sessions[session].turns.append(batch.room)
+
+    def _write(self, session: str, room: _RoomQueue, batch: WriteBatch, outcome: _Outcome) -> None:
+        """Write ``batch``, again if need be; what comes of it goes to ``outcome``."""
+        stop = partial(_reason_to_stop, room, batch)
+        while True:
+            try:
+                self._engine.write(session, batch.src_addrs, batch.dst_addrs, batch.lengths, stop=stop)
+            except TransferError as failure:
+                outcome.may_still_land |= failure.may_still_land
+                again = f"in {outcome.num_retries + 1} attempts: " if outcome.num_retries else ""
+                outcome.error = f"{again}{failure}"
+                # What the transport did not even take would not be taken again.
+                if not failure.may_still_land or outcome.num_retries + 1 == MAX_ATTEMPTS or stop():
+                    return
+                log.warning("room %d: writing %s once more: %s", batch.room, batch.tag, failure)
+                outcome.num_retries += 1
+            else:
+                outcome.error = ""
+                return
 
     def _next_batch(self, session: str) -> tuple[_RoomQueue, WriteBatch] | None:
         """Wait for the session's next batch and mark it as in flight; None when the thread is to end."""
@@ -296,15 +323,21 @@ class Sender:
         if room.waiting and room.writing is None:  # only then the room is in line for a turn
             self._sessions[room.session].turns.remove(room.waiting[0].room)
         while room.waiting:
-            self._complete(room.waiting.popleft(), room, room.refusal)
+            self._complete(room.waiting.popleft(), room, _Outcome(room.refusal))
 
-    def _complete(
-        self, batch: WriteBatch, room: _RoomQueue, error: str, secs: float = 0.0, may_still_land: bool = False
-    ) -> None:
-        num_bytes = 0 if error else int(np.sum(batch.lengths))
+    def _complete(self, batch: WriteBatch, room: _RoomQueue, outcome: _Outcome) -> None:
         room.num_unpolled += 1
         self._completions.append(
-            Completion(batch.room, batch.tag, not error, error, num_bytes, secs, may_still_land)
+            Completion(
+                batch.room,
+                batch.tag,
+                not outcome.error,
+                outcome.error,
+                0 if outcome.error else int(np.sum(batch.lengths)),
+                outcome.secs,
+                outcome.may_still_land,
+                outcome.num_retries,
+            )
         )
         if self._wakeup is not None:
             self._wakeup()

@@ -18,6 +18,7 @@ from decode_node.rooms import Landing, Rooms
 from decode_node.scheduler import Limits, plan_step, refusal
 from protocol.engine_messages import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Extent, Room
+from transfer.extents import extents_to_slots
 
 PAGE_SIZE = 4
 QUARANTINE_SECS = 10.0
@@ -118,6 +119,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             )
         assert [admission.request for admission in plan.admissions] == waiting[: len(plan.admissions)]
         for request in self.rooms.select(RequestState.RUNNING):
+            if not request.has_page_for_next:  # it sits this step out, and whose pages it waits for is known
+                assert request.may_grow
+                assert any(self.rooms.pools.free.device < PAGE_SIZE and r.lands_until for r in running)
+                continue
             self._check_can_run(request)
             request.output_token_ids.append(0)
             if len(request.output_token_ids) >= request.sampling.max_new_tokens:
@@ -136,7 +141,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         assert num_slots(PoolKind.INDEX) >= request.life_tokens
         if request.mode is Mode.DENSE:
             assert num_slots(PoolKind.DEVICE) >= request.next_seq_len
-            assert num_slots(PoolKind.DEVICE) >= request.life_tokens or request.is_retractable
+            is_retractable = request.is_retractable or request.lands_until
+            assert num_slots(PoolKind.DEVICE) >= request.life_tokens or is_retractable
         else:
             assert num_slots(PoolKind.HOST) >= request.life_tokens
             assert num_slots(PoolKind.DEVICE) >= request.hot_capacity
@@ -148,13 +154,17 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         return self.rooms.select(RequestState.LANDING)
 
     @precondition(lambda self: self.landing())
-    @rule(data=st.data())
-    def deliver(self, data: st.DataObject) -> None:
-        self._start(data.draw(st.sampled_from(self.landing())))
+    @rule(data=st.data(), is_repeated=st.booleans())
+    def deliver(self, data: st.DataObject, is_repeated: bool) -> None:
+        self._start(data.draw(st.sampled_from(self.landing())), is_repeated)
 
-    def _start(self, request: Request) -> None:
-        del self.writable[request.room]
-        self.rooms.start(request)
+    def _start(self, request: Request, is_repeated: bool = False) -> None:
+        """``is_repeated``: a batch of it was, so that the bytes of its first attempt may come later."""
+        if is_repeated:
+            self.rooms.start(request, self.rooms.quarantine.free_at(self.now))
+        else:
+            self.rooms.start(request)
+        self.over(request.room, is_repeated)
         request.output_token_ids.append(0)
         if request.sampling.max_new_tokens == 1:
             self.end(request, Landing.QUIET)
@@ -192,7 +202,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         for room, until in tuple(self.lands_until.items()):
             if until <= self.now:
                 del self.lands_until[room], self.writable[room]
-        self.rooms.quarantine.expire(self.now)
+        self.rooms.expire(self.now)
 
     # --- both -------------------------------------------------------------------------------------
 
@@ -223,7 +233,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             holding = request.holding if request is not None else entry.holding if entry else None
             assert holding is not None, f"room {room} may still be written to, and its slots are free"
             for kind, extents in slots.items():
-                assert holding[kind] == extents, f"room {room}: {kind} slots may still be written to"
+                held = set(extents_to_slots(holding[kind]).tolist())  # with what a running request grew by
+                zone = set(extents_to_slots(extents).tolist())
+                assert zone <= held, f"room {room}: {kind} slots may still be written to"
 
     def teardown(self) -> None:
         """Everybody who is left gets served, and then the pools are whole."""

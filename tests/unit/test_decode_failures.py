@@ -137,6 +137,34 @@ def test_slots_of_a_failed_batch_wait_longer_than_quiet(node: EngineHarness, dou
     node.turn_until(lambda: _quarantined(node) == 0, double, timeout_secs=3 * QUARANTINE_SECS)
 
 
+@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+def test_slots_of_a_delivery_with_a_repeated_batch_wait_when_it_ends_early(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag
+) -> None:
+    """The request is served at once; its bytes may come again, and then nobody else must be there."""
+    quarantine = node.engine.rooms.quarantine
+    monkeypatch.setattr(quarantine, "_quarantine_secs", 1e6)
+    double.delivers = False
+    answer = node.generate(double, PROMPT, 4, flag)
+    node.turn_until(lambda: double.bootstraps, double)
+    double.write(double.bootstraps[0])
+    double.say(RoomDone(double.bootstraps[0].room, 1000, 0, 0.001, batch_failed=True))
+    node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is None
+    assert len(answer.token_ids) == 4
+    quarantined = node.engine.rooms.pools.used(Stage.QUARANTINED)
+    assert quarantined.aux == 1
+    assert (quarantined.host > 0, quarantined.device > 0) == (
+        flag is HisparseFlag.TRUE,
+        flag is HisparseFlag.FALSE,
+    )
+    double.write(double.bootstraps[0])  # the late attempt harms nobody
+    (entry,) = quarantine
+    assert not entry.is_unresolved
+    quarantine.expire(entry.free_at)
+    assert len(quarantine) == 0
+
+
 def test_a_quiet_failure_frees_at_once(node: EngineHarness, double: PrefillDouble) -> None:
     failed = _land(node, double)
     double.say(RoomFailed(double.bootstraps[0].room, 400, "too long", quiet=True, batch_failed=False))
@@ -262,8 +290,10 @@ def test_a_peer_that_computes_for_long_is_not_lost(node: EngineHarness, double: 
 def test_a_pause_of_this_node_is_no_silence_of_its_peer(node: EngineHarness, double: PrefillDouble) -> None:
     """A step that took longer than the limit: nobody was asked, so nobody failed to answer."""
     landing = _land(node, double)
+    address = PeerAddress("127.0.0.1", double.port)
+    peers, wanted = node.engine.peers, {address}
+    node.turn_until(lambda: peers._peers[address].unanswered_since == float("inf"), double)
     double.is_hung = True
-    peers, wanted = node.engine.peers, {PeerAddress("127.0.0.1", double.port)}
     later = time.monotonic() + 3 * node.settings.heartbeat_timeout_secs
     assert peers.poll(later, wanted) == []
     assert any(isinstance(event, PeerLost) for event in peers.poll(later + 1.0, wanted))

@@ -125,6 +125,44 @@ def test_what_has_landed_is_freed_at_once(state: RequestState) -> None:
     rooms.open(make_request(1))  # The room may be used again.
 
 
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("state", [RequestState.RUNNING, RequestState.RETRACTED])
+def test_after_a_repeated_batch_a_delivered_landing_zone_serves_nobody_else_for_a_while(
+    mode: Mode, state: RequestState
+) -> None:
+    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    request = landed(rooms, 1, mode)
+    rooms.start(request, lands_until=rooms.quarantine.free_at(10.0))
+    assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED), "the aux slot is part of it"
+    assert request.is_retractable is (mode is Mode.HISPARSE), "pages could serve another"
+    if state is RequestState.RETRACTED:
+        if mode is Mode.DENSE:
+            return
+        rooms.retract(request, 9.0)
+    rooms.end(request, Landing.QUIET, now=14.0)
+    kv = SlotCounts(host=10) if mode is Mode.HISPARSE else SlotCounts(device=32)
+    used = rooms.pools.totals - rooms.pools.free
+    assert used == rooms.pools.used(Stage.QUARANTINED) == kv + SlotCounts(index=16, aux=1)
+    rooms.check_integrity()
+    rooms.expire(14.9)
+    assert rooms.pools.free != rooms.pools.totals
+    rooms.expire(15.0)
+    assert rooms.pools.free == rooms.pools.totals
+
+
+def test_a_request_that_outlives_a_repeated_batch_is_as_any_other() -> None:
+    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    request = landed(rooms, 1, Mode.DENSE)
+    rooms.start(request, lands_until=5.0)
+    rooms.expire(4.9)
+    assert not request.is_retractable
+    rooms.expire(5.0)
+    assert request.is_retractable
+    assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED) - SlotCounts(aux=1)
+    rooms.end(request, Landing.QUIET, now=5.0)
+    assert rooms.pools.free == rooms.pools.totals
+
+
 def test_a_room_belongs_to_the_first_that_comes() -> None:
     rooms = Rooms(Pools(TOTALS, 16), 1.0)
     first = make_request(5)

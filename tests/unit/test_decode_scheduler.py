@@ -201,6 +201,23 @@ def test_growth_retracts_the_latest_who_can_go_and_who_comes_back_first() -> Non
     assert [admission.request for admission in plan.admissions] == [newcomer]
 
 
+def test_where_a_repeated_batch_may_land_nobody_is_retracted_and_who_must_grow_waits() -> None:
+    node = Node(replace(LIMITS, totals=replace(LIMITS.totals, device=96)))
+    node.arrive(FALSE, 47, max_new_tokens=2)
+    node.step()
+    grower = node.arrive(FALSE, 30, max_new_tokens=60)
+    node.step()
+    grower.lands_until = 5.0
+    assert grower.has_page_for_next
+    node.run(grower, 18)
+    plan = node.step()
+    assert (plan.growths, plan.retractions) == ((), ())
+    assert not grower.has_page_for_next
+    node.rooms.expire(5.0)
+    assert node.step().retractions == (grower,)
+    assert grower.has_page_for_next
+
+
 def test_the_growing_request_itself_goes_when_nobody_else_can() -> None:
     node = Node(replace(LIMITS, totals=replace(LIMITS.totals, device=96)))
     node.arrive(FALSE, 47, max_new_tokens=2)

@@ -62,7 +62,7 @@ TO_DECODE = [
     (Registered(1, "inst", GEOMETRY), "940101a4696e737498a26670a7666c6f617433320403ccc0cc804040"),
     (Refused("no", True), "9302a26e6fc3"),
     (HeartbeatAck(9, "inst"), "930309a4696e7374"),
-    (RoomDone(3, 4096, 64, 0.5), "950403cd100040cb3fe0000000000000"),
+    (RoomDone(3, 4096, 64, 0.5, True), "960403cd100040cb3fe0000000000000c3"),
     (RoomFailed(3, 503, "lost", False, True), "960503cd01f7a46c6f7374c2c3"),
     (RoomQuiet(3, False), "930603c2"),
 ]
@@ -107,6 +107,12 @@ def test_a_registration_that_does_not_name_its_transport_decodes() -> None:
     shortened = msgspec.msgpack.encode(_fields(register)[:-1])
     decoded = messages.to_prefill_decoder.decode(shortened)
     assert decoded == msgspec.structs.replace(register, transfer_protocol="")
+
+
+def test_a_delivery_that_does_not_tell_of_failed_batches_decodes() -> None:
+    """Golden bytes of before there was the field."""
+    decoded = messages.to_decode_decoder.decode(bytes.fromhex("950403cd100040cb3fe0000000000000"))
+    assert decoded == RoomDone(3, 4096, 64, 0.5, batch_failed=False)
 
 
 def test_bootstrap_with_a_further_field_decodes() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -19,18 +20,25 @@ from numpy.typing import ArrayLike
 from protocol.messages import Room
 from tests.unit.transfer_peer import peer_process
 from transfer.engine import TransferEngine, TransferError
-from transfer.sender import Completion, Sender, WriteBatch
+from transfer.sender import MAX_ATTEMPTS, Completion, Sender, WriteBatch
 
 PEER, OTHER_PEER = "10.0.0.1:1", "10.0.0.2:2"
 PATIENCE_SECS = 10.0
 
 
 class ScriptedWriter:
-    """Records writes by their first source address; ``stuck`` sessions hold back, ``bad`` addresses fail."""
+    """Records writes by their first source address; ``stuck`` sessions hold back, ``bad`` addresses fail.
+
+    ``flaky``: addresses that fail the first time, and with ``refused`` without anything being sent.
+    """
 
     def __init__(self) -> None:
         self.written: list[tuple[str, int]] = []
         self.bad: set[int] = set()
+        self.flaky: set[int] = set()
+        self.refused: set[int] = set()
+        self.num_attempts: Counter[int] = Counter()
+        self.after_failure: Callable[[], object] = lambda: None
         self.stuck: dict[str, threading.Event] = {}
         self.started = threading.Semaphore(0)
 
@@ -43,11 +51,13 @@ class ScriptedWriter:
         stop: Callable[[], str] | None = None,
     ) -> None:
         addr = int(np.asarray(src_addrs)[0])
+        self.num_attempts[addr] += 1
         self.started.release()
         if session in self.stuck:
             assert self.stuck[session].wait(PATIENCE_SECS)
-        if addr in self.bad:
-            raise TransferError(f"cannot write {addr}", may_still_land=True)
+        if addr in self.bad or (addr in self.flaky and self.num_attempts[addr] == 1):
+            self.after_failure()
+            raise TransferError(f"cannot write {addr}", may_still_land=addr not in self.refused)
         if stop is not None and (reason := stop()):
             raise TransferError(f"stopped: {reason}")
         self.written.append((session, addr))
@@ -144,11 +154,64 @@ def test_after_a_failed_batch_nothing_of_the_room_is_sent(sender: Sender, writer
     assert completions["tag 1"].ok
     assert completions["tag 9"].ok
     failed, behind = completions["tag 2"], completions["tag 3"]
-    assert (failed.ok, failed.error, failed.may_still_land) == (False, "cannot write 2", True)
+    assert (failed.ok, failed.error, failed.may_still_land) == (False, "in 2 attempts: cannot write 2", True)
+    assert (failed.num_retries, writer.num_attempts[2]) == (1, 2)
     assert not behind.ok
-    assert "an earlier batch of the room failed: cannot write 2" in behind.error
+    assert "an earlier batch of the room failed: in 2 attempts: cannot write 2" in behind.error
     assert not behind.may_still_land
     assert (failed.num_bytes, behind.num_bytes) == (0, 0)
+
+
+def test_a_batch_that_fails_once_is_written_again_before_those_behind_it(
+    sender: Sender, writer: ScriptedWriter
+) -> None:
+    writer.flaky.add(2)
+    gate = writer.block(PEER)
+    for addr in (1, 2, 3):
+        sender.submit(PEER, batch(1, addr))
+    gate.set()
+    first, again, behind = collect(sender, 3)
+    assert writer.written == [(PEER, 1), (PEER, 2), (PEER, 3)]
+    assert (first.may_still_land, first.num_retries) == (False, 0)
+    assert (again.ok, again.error, again.num_bytes, again.num_retries) == (True, "", 100, 1)
+    assert again.may_still_land, "bytes of the first attempt are forgotten"
+    assert (behind.ok, behind.may_still_land, behind.num_retries) == (True, False, 0)
+
+
+@pytest.mark.parametrize("why", ["refused", "cancelled", "late"])
+def test_what_cannot_get_better_is_not_written_again(
+    sender: Sender, writer: ScriptedWriter, why: str
+) -> None:
+    """The transport refuses it, nobody wants it any more, its time is up."""
+    late = batch(1, 1)
+    writer.flaky.add(1)
+    match why:
+        case "refused":
+            writer.refused.add(1)
+        case "cancelled":
+            writer.after_failure = lambda: sender.cancel(Room(1))
+        case "late":
+            writer.after_failure = lambda: object.__setattr__(late, "deadline", time.monotonic() - 1.0)
+    sender.submit(PEER, late)
+    (failed,) = collect(sender, 1)
+    assert (failed.ok, failed.error, failed.num_retries) == (False, "cannot write 1", 0)
+    assert failed.may_still_land == (why != "refused")
+    assert (writer.num_attempts[1], writer.written) == (1, [])
+
+
+def test_a_retry_that_is_called_off_may_still_land(sender: Sender, writer: ScriptedWriter) -> None:
+    """Its own attempt ended between two parts, but the first one had failed."""
+    writer.flaky.add(1)
+    gate = threading.Event()
+    writer.after_failure = lambda: writer.stuck.update({PEER: gate})
+    sender.submit(PEER, batch(1, 1))
+    writer.wait_for_start()
+    writer.wait_for_start()
+    assert sender.cancel(Room(1))
+    gate.set()
+    (failed,) = collect(sender, 1)
+    assert (failed.ok, failed.may_still_land, failed.num_retries) == (False, True, 1)
+    assert "the room was cancelled" in failed.error
 
 
 def test_a_batch_submitted_before_the_failure_was_seen_is_not_sent(
@@ -156,7 +219,8 @@ def test_a_batch_submitted_before_the_failure_was_seen_is_not_sent(
 ) -> None:
     writer.bad.add(1)
     sender.submit(PEER, batch(1, 1))
-    writer.wait_for_start()
+    for _ in range(MAX_ATTEMPTS):
+        writer.wait_for_start()
     while sender.num_pending(Room(1)):
         time.sleep(0.001)
     sender.submit(PEER, batch(1, 2))
