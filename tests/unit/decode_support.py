@@ -139,6 +139,8 @@ class PrefillDouble:
         self.curve = False
         """What the bootstrap endpoint says of the control channel."""
         self.num_cached_tokens = 0
+        self.batch_failed = False
+        """What it says of the batches that it delivers with."""
         self.num_registrations = 0
         self._layout = AuxLayout(checkpoint.spec.num_index_layers, checkpoint.spec.index_topk)
         self._transfer = _shared_transfer()
@@ -256,7 +258,7 @@ class PrefillDouble:
 
     def deliver(self, bootstrap: Bootstrap) -> None:
         self.write(bootstrap)
-        self.say(RoomDone(bootstrap.room, 1000, self.num_cached_tokens, 0.001))
+        self.say(RoomDone(bootstrap.room, 1000, self.num_cached_tokens, 0.001, self.batch_failed))
 
     def _write_pool(
         self, session: str, source: torch.Tensor, item_bytes: int, region: Region, extents: tuple[Any, ...]

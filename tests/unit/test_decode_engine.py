@@ -5,6 +5,7 @@ Real model, real Mooncake over TCP, real control sockets; only the prefill node'
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -241,6 +242,36 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
         assert spilled.num_retractions == 1
         assert spilled.mode is Mode.HISPARSE
         assert spilled.hits > 0
+
+
+def test_a_growing_dense_request_waits_where_a_repeated_batch_may_land(
+    checkpoint: Checkpoint,
+    expected: dict[Prompt, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cannot be retracted, for its pages may be written once more; and what it computed stays right."""
+    prompt = PROMPTS[LENGTHS.index(200)]
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=220 + 208 + 4) as node,
+    ):
+        rooms = node.engine.rooms
+        monkeypatch.setattr(rooms.quarantine, "_quarantine_secs", 1e6)
+        double.batch_failed = True
+        answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
+        node.turn_until(lambda: answers[0].is_over, double)
+        (waiting,) = rooms.select(RequestState.RUNNING)
+        node.turn_until(lambda: not waiting.has_page_for_next, double)
+        num_tokens = len(waiting.output_token_ids)
+        for _ in range(5):
+            node.turn(double)
+        assert len(waiting.output_token_ids) == num_tokens < NUM_NEW
+        assert len(rooms.quarantine) == 1, "the pages of the first are not given to the second"
+        rooms.expire(time.monotonic() + 1e7)
+        _finish(node, answers, double)
+        assert [answer.token_ids for answer in answers] == [expected[prompt]] * 2
+        assert _stats(answers[1]).num_retractions == 0, "the pages of the first are free by now"
 
 
 def test_every_running_request_survives_a_retraction_in_every_step(
