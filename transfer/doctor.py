@@ -124,7 +124,9 @@ def check_peer(settings: DoctorSettings, transport: Transport) -> tuple[Check, l
     try:
         client = DoctorClient(host, int(port), settings.peer_timeout_secs)
         try:
-            with guarded_listeners(settings.reachable_host, PeerList.parse(settings.allowed_peers)):
+            allowed = PeerList.parse(settings.allowed_peers)
+            is_asked_back = transport.protocol == "rdma"  # for the GID; over TCP nobody is
+            with guarded_listeners(settings.reachable_host, allowed, has_peers=is_asked_back):
                 engine = TransferEngine(settings.reachable_host, transport)
             try:
                 rates = measure(

@@ -45,26 +45,29 @@ _Instruction = tuple[int, int, int, int]
 """Code, instructions to skip when true and when false, operand."""
 
 
-def reachable_from(host: str, allowed: PeerList) -> PeerList:
+def reachable_from(host: str, allowed: PeerList, has_peers: bool = True) -> PeerList:
     """Who may connect to the KV ports of a node that is reached at ``host``; empty: anybody.
 
     The node itself may, for it tries whether it can be reached. Without a list, a node on loopback takes
-    connections from this machine alone.
+    connections from this machine alone, and so does one that nobody else has to reach (``has_peers``).
     """
-    if not allowed:
-        return PeerList.loopback() if is_loopback(host) else allowed
-    return PeerList((*allowed.networks, *_own_networks(host)))
+    if not allowed and is_loopback(host):
+        return PeerList.loopback()
+    if not allowed and has_peers:
+        return allowed
+    listed = allowed or PeerList.loopback()
+    return PeerList((*listed.networks, *_own_networks(host)))
 
 
 @contextmanager
-def guarded_listeners(host: str, allowed: PeerList) -> Iterator[None]:
-    """TCP sockets that begin to listen within take packets from ``reachable_from(host, allowed)`` only.
+def guarded_listeners(host: str, allowed: PeerList, has_peers: bool = True) -> Iterator[None]:
+    """TCP sockets that begin to listen within take packets from those of ``reachable_from`` only.
 
     Raises TransferSetupError when the kernel does not do it and there is a list.
     """
     before = {inode for _, inode in _listening()}
     yield
-    peers = reachable_from(host, allowed)
+    peers = reachable_from(host, allowed, has_peers)
     if not peers:
         return
     program = _program(peers)

@@ -94,6 +94,17 @@ def test_ports_from_before_and_without_a_list_stay_open() -> None:
         assert_takes(server, "127.0.0.2")
 
 
+def test_who_only_writes_to_others_is_reached_by_this_machine_alone() -> None:
+    with guarded_listeners(ELSEWHERE, PeerList(), has_peers=False):
+        server = listener()
+    with server:
+        assert_takes(server, "127.0.0.2")
+    peers = reachable_from(ELSEWHERE, PeerList(), has_peers=False)
+    assert peers.allows(ELSEWHERE), "it tries whether it can be reached"
+    assert not peers.allows("192.0.2.2")
+    assert reachable_from(ELSEWHERE, PeerList.parse(["192.0.2.2"]), has_peers=False).allows("192.0.2.2")
+
+
 def test_a_kernel_that_cannot_filter_stops_only_who_asked_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
