@@ -156,7 +156,9 @@ class DecodeEngine:
 
     def turn(self, max_wait_secs: float = IDLE_WAIT_SECS) -> None:
         """One turn of the loop. Without work it waits for messages, ``max_wait_secs`` at most."""
-        has_work = self._in_flight is not None or bool(self.rooms.select(RequestState.RUNNING))
+        has_work = self._in_flight is not None or any(
+            request.has_page_for_next for request in self.rooms.select(RequestState.RUNNING)
+        )
         self._poller.wait(0.0 if has_work else max_wait_secs)
         now = time.monotonic()
         self._receive(now)
