@@ -106,7 +106,9 @@ class RdmaDevice:
 
 def read_devices(machine: Machine) -> tuple[RdmaDevice, ...]:
     """All RDMA devices that the kernel shows, by name."""
-    return tuple(_read_device(path) for path in sorted(_children(machine.infiniband)))
+    uverbs = _uverbs_by_device(machine)
+    devices = sorted(_children(machine.infiniband))
+    return tuple(_read_device(path, tuple(uverbs.get(path.name, ()))) for path in devices)
 
 
 def device_names(ib_device: str) -> tuple[str, ...]:
@@ -203,9 +205,20 @@ def _verbs_fault(device: RdmaDevice, machine: Machine) -> Fault | None:
 # --- sysfs ------------------------------------------------------------------------------------------------
 
 
-def _read_device(path: Path) -> RdmaDevice:
-    uverbs = sorted(entry.name for entry in _children(path / "device" / "infiniband_verbs"))
-    return RdmaDevice(path.name, tuple(map(_read_port, _numbered(path / "ports"))), tuple(uverbs))
+def _uverbs_by_device(machine: Machine) -> dict[str, list[str]]:
+    """The character devices of each RDMA device, as libibverbs finds them.
+
+    The link ``device`` of an RDMA device leads to them too, but a software device has none.
+    """
+    found: dict[str, list[str]] = {}
+    for path in sorted(_children(machine.sys / "class" / "infiniband_verbs")):
+        if name := read_text(path / "ibdev"):  # there is also a file abi_version
+            found.setdefault(name, []).append(path.name)
+    return found
+
+
+def _read_device(path: Path, uverbs: tuple[str, ...]) -> RdmaDevice:
+    return RdmaDevice(path.name, tuple(map(_read_port, _numbered(path / "ports"))), uverbs)
 
 
 def _read_port(path: Path) -> Port:

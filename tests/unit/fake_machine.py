@@ -82,7 +82,8 @@ class FakeMachine:
                 self.write(f"{port}/gid_attrs/types/{index}", f"{gid_type}\n")
                 self.write(f"{port}/gid_attrs/ndevs/{index}", "ens1f0\n")
         if device.uverbs:
-            (self.root / base / "device" / "infiniband_verbs" / device.uverbs).mkdir(parents=True)
+            self.write("sys/class/infiniband_verbs/abi_version", "6\n")
+            self.write(f"sys/class/infiniband_verbs/{device.uverbs}/ibdev", f"{device.name}\n")
             if device.has_node:
                 self.write(f"dev/infiniband/{device.uverbs}", "")
 

@@ -88,7 +88,7 @@ def test_unnamed_devices_are_used_as_far_as_they_can_be(tmp_path: Path) -> None:
 
 
 def test_named_devices_are_used_and_no_others(tmp_path: Path) -> None:
-    machine = FakeMachine(tmp_path, ROCE, SECOND, replace(ROCE, name="mlx5_2")).machine
+    machine = FakeMachine(tmp_path, ROCE, SECOND, replace(ROCE, name="mlx5_2", uverbs="uverbs2")).machine
     assert choose(machine, "rdma", " mlx5_2 , mlx5_1").devices == ("mlx5_2", "mlx5_1")
     assert choose(machine, "auto", "mlx5_1").devices == ("mlx5_1",)
 
@@ -119,7 +119,7 @@ def test_the_reason_tells_how_far_the_devices_reach(tmp_path: Path) -> None:
     assert "the address 198.51.100.9, not the advertised 192.0.2.7" in reason("other", other)
     assert "same link only" in reason("link-local", LINK_LOCAL)
     both = "Ethernet and InfiniBand do not reach each other"
-    assert both in reason("mixed", ROCE, replace(INFINIBAND, name="mlx5_1"))
+    assert both in reason("mixed", ROCE, replace(INFINIBAND, name="mlx5_1", uverbs="uverbs1"))
 
 
 # --- auto -------------------------------------------------------------------------------------------------
