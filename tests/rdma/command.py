@@ -1,0 +1,114 @@
+"""A command in a machine, as the tests see it: the other end of ``agent.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+TIMEOUT_SECS = 600.0
+"""Long, because a host without KVM interprets every instruction."""
+_GREETING_TIMEOUT_SECS = 5.0
+
+
+class CommandError(Exception):
+    """A command did not do what was waited for; the message has its output."""
+
+
+class Command:
+    """One command. It and its children end with ``close``, which is safe to call twice."""
+
+    def __init__(self, name: str, connection: socket.socket) -> None:
+        self._name = name
+        self._connection = connection
+        self._changed = threading.Condition()
+        self._num_lines_read = 0
+        self._is_over = False
+        self.stdout = ""
+        self.stderr = ""
+        self.status: int | None = None
+        """As of subprocess: negative for a signal. None: it runs, or the connection broke."""
+        self._thread = threading.Thread(target=self._receive, name=f"output of {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return not self._is_over
+
+    def read_line(self, timeout_secs: float = TIMEOUT_SECS) -> str:
+        """The next line of the standard output. Raises CommandError when there is none in time."""
+        self._wait(lambda: self.stdout.count("\n") > self._num_lines_read, timeout_secs, "a line of output")
+        self._num_lines_read += 1
+        return self.stdout.splitlines()[self._num_lines_read - 1]
+
+    def write_line(self, line: str) -> None:
+        """To the standard input."""
+        self._send({"stdin": f"{line}\n"})
+
+    def signal(self, number: int) -> None:
+        """To the command's first process."""
+        self._send({"signal": number})
+
+    def wait(self, timeout_secs: float = TIMEOUT_SECS) -> int:
+        """The exit status. Raises CommandError when there is none in time."""
+        self._wait(lambda: self.status is not None, timeout_secs, "its end")
+        assert self.status is not None
+        return self.status
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._connection.close()
+
+    def _wait(self, condition: Callable[[], bool], timeout_secs: float, what: str) -> None:
+        with self._changed:
+            in_time = self._changed.wait_for(lambda: condition() or self._is_over, timeout_secs)
+            if condition():
+                return
+            why = f"it ended with status {self.status}" if in_time else f"not within {timeout_secs:g} s"
+            output = f"{self.stdout[-3000:]}\n{self.stderr[-6000:]}"
+        raise CommandError(f"{self._name}: waited for {what}: {why}\n{output}")
+
+    def _receive(self) -> None:
+        with contextlib.suppress(OSError), self._connection.makefile("rb") as lines:
+            for line in lines:
+                message = json.loads(line)
+                with self._changed:
+                    self.stdout += message.get("stdout", "")
+                    self.stderr += message.get("stderr", "")
+                    self.status = message.get("status")
+                    self._changed.notify_all()
+                if self.status is not None:
+                    break
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def start_command(
+    port: int, key: str, name: str, command: list[str], environment: Mapping[str, str], directory: Path
+) -> Command:
+    """``command`` by the agent at ``port`` of this machine. Raises OSError when none answers."""
+    connection = socket.create_connection(("127.0.0.1", port), _GREETING_TIMEOUT_SECS)
+    try:
+        # QEMU takes a connection before the machine does, and drops it when nobody listens there.
+        greeting = b""
+        while not greeting.endswith(b"\n"):
+            received = connection.recv(64)
+            if not received:
+                raise ConnectionRefusedError("no agent answers")
+            greeting += received
+        connection.settimeout(None)
+        request = {"key": key, "command": command, "environment": dict(environment), "directory": str(directory)}
+        connection.sendall(json.dumps(request).encode() + b"\n")
+    except BaseException:
+        connection.close()
+        raise
+    return Command(name, connection)

@@ -1,0 +1,214 @@
+"""Two machines with software RDMA devices, for as long as a test session.
+
+Each is a QEMU process that boots ``image.py``'s kernel and sees this machine's files; what it writes stays in
+its own memory. Two networks, as servers have them: ``eth0`` (10.77.0.0/24) joins the machines and carries
+RDMA; ``eth1`` has the default route and the same address in both, so that a node that told its peer that one
+would send the peer to itself. Some ports of eth1 are forwarded from this machine's loopback address.
+
+Nothing of it outlives the session: no bridge or tap (QEMU's own user network, and a socket pair between the
+two), no disk, and the kernel kills QEMU when the process that started it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.rdma.command import TIMEOUT_SECS, Command, CommandError, start_command
+from tests.rdma.image import REPO, BootImage, boot_image
+
+DEVICE = "rxe0"
+NETDEV = "eth0"
+AGENT_PORT = 4000
+NODE_PORT = 30000
+ROUTER_PORT = 30001
+MEMORY_MIB = 3072
+NUM_CPUS = 2
+BOOT_TIMEOUT_SECS = 300.0
+
+_QEMU = "qemu-system-x86_64"
+_COUNTERS = f"/sys/class/infiniband/{DEVICE}/ports/1/hw_counters"
+
+
+class MachineError(Exception):
+    """A machine does not start or stays behind; the message has its console."""
+
+
+@dataclass
+class Machine:
+    """One machine. ``address``: on eth0. ``forwarded``: ports of this machine's loopback, by those they lead to."""
+
+    name: str
+    address: str
+    forwarded: Mapping[int, int]
+    console: Path
+    key: str
+    process: subprocess.Popen[bytes]
+
+    def start(self, *command: str, environment: Mapping[str, str] | None = None) -> Command:
+        """Run a command as root in the checkout's directory; the caller closes it."""
+        return start_command(
+            self.forwarded[AGENT_PORT],
+            self.key,
+            f"{self.name}: {shlex.join(command)}",
+            list(command),
+            environment or {},
+            REPO,
+        )
+
+    def run(
+        self,
+        *command: str,
+        environment: Mapping[str, str] | None = None,
+        timeout_secs: float = TIMEOUT_SECS,
+        status: int | None = 0,
+    ) -> Command:
+        """Run a command to its end. Raises CommandError for another exit status; None: any is good."""
+        done = self.start(*command, environment=environment)
+        try:
+            found = done.wait(timeout_secs)
+        finally:
+            done.close()
+        if status not in (None, found):
+            raise CommandError(
+                f"{self.name}: {shlex.join(command)}: status {found}, not {status}\n"
+                f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+            )
+        return done
+
+    def url(self, port: int) -> str:
+        """Of an HTTP service on that port, for this machine."""
+        return f"http://127.0.0.1:{self.forwarded[port]}"
+
+    def add_device(self) -> None:
+        self.run("rdma", "link", "add", DEVICE, "type", "rxe", "netdev", NETDEV)
+
+    def remove_device(self) -> None:
+        self.run("rdma", "link", "delete", DEVICE)
+
+    def counters(self) -> dict[str, int]:
+        """What the RDMA device has counted since it was made, such as ``sent_pkts``."""
+        lines = self.run("grep", "-r", ".", _COUNTERS).stdout.splitlines()
+        return {Path(name).name: int(value) for name, value in (line.split(":") for line in lines)}
+
+    def wait_booted(self) -> None:
+        """Raises MachineError."""
+        deadline = time.monotonic() + BOOT_TIMEOUT_SECS
+        while True:
+            try:
+                self.run("true")
+            except OSError as error:
+                if self.process.poll() is not None:
+                    why = f"QEMU ended with status {self.process.returncode}"
+                elif time.monotonic() > deadline:
+                    why = f"no agent within {BOOT_TIMEOUT_SECS:g} s ({error})"
+                else:
+                    time.sleep(0.1)
+                    continue
+                raise MachineError(f"{self.name}: {why}\n{self.console_tail()}") from error
+            return
+
+    def console_tail(self, num_bytes: int = 4000) -> str:
+        return self.console.read_bytes()[-num_bytes:].decode(errors="replace")
+
+
+@contextlib.contextmanager
+def two_machines() -> Iterator[tuple[Machine, Machine]]:
+    """Boot both, without RDMA devices. Raises ImageMissing, MachineError."""
+    image = boot_image()
+    with tempfile.TemporaryDirectory(prefix="hisparse-pd-machines-") as directory, contextlib.ExitStack() as ends:
+        wires = socket.socketpair()
+        machines = []
+        try:
+            for number, wire in enumerate(wires):
+                machine = _boot(image, Path(directory), number, wire)
+                machines.append(machine)
+                ends.callback(_end, machine)
+        finally:
+            for wire in wires:
+                wire.close()
+        for machine in machines:
+            machine.wait_booted()
+        yield machines[0], machines[1]
+
+
+def accelerator() -> str:
+    """What QEMU executes the machines' instructions with: the processor, or an interpreter of its own.
+
+    A kernel can offer /dev/kvm on a processor without virtualization, for guests that are made for it; a
+    stock kernel never starts there.
+    """
+    flags = re.search(r"(?m)^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text())
+    has_hardware = flags is not None and not {"vmx", "svm"}.isdisjoint(flags[1].split())
+    if has_hardware and os.access("/dev/kvm", os.R_OK | os.W_OK):
+        return "kvm"
+    return "tcg,thread=multi,tb-size=512"
+
+
+def _boot(image: BootImage, directory: Path, number: int, wire: socket.socket) -> Machine:
+    """Start QEMU; ``wire``: its end of the network between the machines."""
+    name, address = f"machine-{number}", f"10.77.0.{number + 1}"
+    console, start, key = directory / f"{name}.console", directory / f"{name}.start", secrets.token_hex(16)
+    start.write_text(_start_script(key))
+    start.chmod(0o600)
+    console.touch()
+    forwarded = {port: _free_port() for port in (AGENT_PORT, NODE_PORT, ROUTER_PORT)}
+    forwards = "".join(f",hostfwd=tcp:127.0.0.1:{ours}-:{theirs}" for theirs, ours in forwarded.items())
+    arguments = [
+        *("-accel", accelerator(), "-cpu", "max"),
+        *("-smp", f"{NUM_CPUS}", "-m", f"{MEMORY_MIB}", "-nodefaults", "-no-reboot", "-display", "none"),
+        *("-serial", f"file:{console}", "-kernel", f"{image.kernel}", "-initrd", f"{image.initrd}"),
+        "-append",
+        f"console=ttyS0 quiet panic=-1 machine_address={address} machine_start={start}",
+        *("-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap"),
+        *("-device", "virtio-9p-pci,fsdev=host,mount_tag=host"),
+        *("-netdev", f"socket,id=wire,fd={wire.fileno()}"),
+        *("-device", f"virtio-net-pci,netdev=wire,mac=52:54:00:77:00:{number + 1:02x}"),
+        *("-netdev", f"user,id=front,restrict=on{forwards}"),
+        *("-device", f"virtio-net-pci,netdev=front,mac=52:54:00:77:01:{number + 1:02x}"),
+    ]
+    with console.open("ab") as output:
+        process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", _QEMU, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[wire.fileno()],
+        )
+    return Machine(name, address, forwarded, console, key, process)
+
+
+def _start_script(key: str) -> str:
+    """The last step of a machine's start, in the host's files."""
+    environment = {
+        "AGENT_KEY": key,
+        "HOME": "/tmp",
+        "OMP_NUM_THREADS": "1",
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "PYTHONPATH": str(REPO),
+        "PYTHONUNBUFFERED": "1",
+    }
+    assignments = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
+    agent: Sequence[str] = (sys.executable, str(Path(__file__).with_name("agent.py")), str(AGENT_PORT))
+    return f"{assignments}exec {shlex.join(agent)}\n"
+
+
+def _end(machine: Machine) -> None:
+    machine.process.kill()
+    machine.process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])

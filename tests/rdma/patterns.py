@@ -1,0 +1,104 @@
+"""Writes from pool to pool as nodes plan them, and what must lie in the destination afterwards.
+
+The expectation is made from token slots by plain indexing: it knows nothing of runs, pieces or batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer.engine import MAX_BATCH_DESCRIPTORS, MAX_DESCRIPTOR_BYTES
+from transfer.extents import SlotArray, expand_pages
+from transfer.plan import Descriptors, RegionView, descriptors, plan_writes
+
+MEMORY_BYTES = 24 << 20
+"""Of the memory that both sides register; every pattern's pools fit in it."""
+POOL_OFFSET = 4096 + 13
+"""Where a pool starts in it: on no boundary, so that nothing rests on one."""
+POISON = 0xEE
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Tokens to copy. ``src_slots``, ``dst_slots``: int64 [num_tokens] each; both pools have ``num_slots``."""
+
+    name: str
+    item_bytes: int
+    num_layers: int
+    num_slots: int
+    src_slots: SlotArray
+    dst_slots: SlotArray
+
+    @property
+    def num_bytes(self) -> int:
+        """What travels."""
+        return self.src_slots.size * self.item_bytes * self.num_layers
+
+    def writes(self, src_base_addr: int, dst_base_addr: int) -> Descriptors:
+        """``*_base_addr``: of both sides' memory."""
+        src, dst = (self._region(addr + POOL_OFFSET) for addr in (src_base_addr, dst_base_addr))
+        return descriptors(plan_writes(self.src_slots, self.dst_slots), src, dst, range(self.num_layers))
+
+    def expected(self, content: Bytes) -> Bytes:
+        """The destination's memory afterwards: uint8 [MEMORY_BYTES]. ``content``: the source's."""
+        memory = np.full(MEMORY_BYTES, POISON, np.uint8)
+        self._pool(memory)[:, self.dst_slots] = self._pool(content)[:, self.src_slots]
+        return memory
+
+    def _pool(self, memory: Bytes) -> Bytes:
+        num_bytes = self.num_layers * self.num_slots * self.item_bytes
+        pool = memory[POOL_OFFSET : POOL_OFFSET + num_bytes]
+        return pool.reshape(self.num_layers, self.num_slots, self.item_bytes)
+
+    def _region(self, base_addr: int) -> RegionView:
+        num_bytes = MEMORY_BYTES - POOL_OFFSET
+        return RegionView(base_addr, num_bytes, self.num_layers, self.num_slots, self.item_bytes)
+
+
+def source_content() -> Bytes:
+    """uint8 [MEMORY_BYTES] of the writing side, the same in every process, without the poison."""
+    return np.random.default_rng(20261121).integers(0, POISON, MEMORY_BYTES, np.uint8)
+
+
+def _rows(name: str, item_bytes: int, num_tokens: int) -> Pattern:
+    """Every token alone, here and there: a descriptor each, more than one batch of them."""
+    assert num_tokens > 2 * MAX_BATCH_DESCRIPTORS
+    generator = np.random.default_rng(item_bytes)
+    src, dst = (2 * generator.permutation(num_tokens).astype(np.int64) for _ in range(2))
+    return Pattern(name, item_bytes, 1, 2 * num_tokens, src, dst)
+
+
+def _runs() -> Pattern:
+    """Two long runs a layer, longer than a descriptor may be."""
+    num_tokens = MAX_DESCRIPTOR_BYTES // 1152 + 500
+    src = np.arange(100, 100 + 2 * num_tokens, dtype=np.int64)
+    dst = np.concatenate((src[num_tokens:] + 7, src[:num_tokens] - 3))
+    return Pattern("coalesced-runs", 1152, 1, 2 * num_tokens + 200, src, dst)
+
+
+def _partial_pages(name: str, item_bytes: int, num_layers: int, src_page: int, dst_page: int) -> Pattern:
+    """Scattered pages of different sizes, entered and left in the middle of one."""
+    start, stop, num_slots = 23, 411, 768
+    generator = np.random.default_rng(num_layers)
+
+    def slots(page_size: int) -> SlotArray:
+        return expand_pages(generator.permutation(num_slots // page_size), page_size, start, stop)
+
+    return Pattern(name, item_bytes, num_layers, num_slots, slots(src_page), slots(dst_page))
+
+
+PATTERNS: Sequence[Pattern] = (
+    _rows("rows-of-1152", 1152, 1300),
+    _rows("rows-of-656", 656, 1300),
+    _rows("rows-of-1", 1, 1100),
+    _runs(),
+    _partial_pages("partial-pages", 1152, 2, 64, 16),
+    _partial_pages("many-layers", 256, 61, 32, 64),
+)
+"""With the sizes of bf16 and fp8 items, and one that no code would be written for."""

@@ -1,0 +1,38 @@
+"""The transfer layer alone, from machine to machine by RDMA verbs, byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rdma.endpoint import Endpoint, endpoint
+from tests.rdma.machines import Machine
+from tests.rdma.patterns import PATTERNS, Pattern
+
+MAX_PAYLOAD_BYTES = 4096
+"""Of an RDMA packet, by the largest MTU that there is."""
+
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def endpoints(machines: tuple[Machine, Machine]) -> Iterator[tuple[Endpoint, Endpoint]]:
+    with endpoint(machines[0]) as writer, endpoint(machines[1]) as target:
+        yield writer, target
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
+def test_every_byte_lands_and_no_other_changes(
+    machines: tuple[Machine, Machine], endpoints: tuple[Endpoint, Endpoint], pattern: Pattern
+) -> None:
+    writer, target = endpoints
+    target.poison()
+    before = [machine.counters() for machine in machines]
+    assert writer.write(pattern, target.session, target.base_addr) == ""
+    assert target.check(pattern) == ""
+    sent, received = (
+        machine.counters()[name] - counted[name]
+        for machine, counted, name in zip(machines, before, ("sent_pkts", "rcvd_pkts"), strict=True)
+    )
+    assert min(sent, received) >= pattern.num_bytes / MAX_PAYLOAD_BYTES, "verbs carried it"
