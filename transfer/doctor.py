@@ -41,7 +41,7 @@ from transfer.doctor_checks import (
 from transfer.engine import TransferEngine, TransferError, quiet_mooncake_logs
 from transfer.listeners import guarded_listeners
 from transfer.machine import Machine, show_bytes
-from transfer.rdma import device_names
+from transfer.topology import wanted_devices
 from transfer.transport import Transport, choose_transport, select_devices
 
 _STYLES = {Status.OK: "green", Status.INFO: "dim", Status.WARN: "yellow", Status.FAIL: "bold red"}
@@ -95,7 +95,7 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
     asked, device, host = settings.transfer_protocol, settings.device, settings.reachable_host
     num_bytes = settings.host_pool_bytes + (BUFFER_BYTES if settings.peer else 0)
     cuda = cuda_facts()
-    named = device_names(settings.ib_device)
+    named, _ = wanted_devices(settings.ib_device, machine)
     num_devices = len(named or select_devices("", host, machine).devices)
     transport_check, transport = check_transport(asked, settings.ib_device, host, num_bytes, device, machine)
     checks = [

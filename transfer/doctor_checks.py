@@ -27,11 +27,11 @@ from transfer.machine import (
 from transfer.rdma import (
     RdmaDevice,
     device_fault,
-    device_names,
     missing_device_fault,
     no_device_fault,
     read_devices,
 )
+from transfer.topology import wanted_devices
 from transfer.transport import (
     AskedProtocol,
     Transport,
@@ -219,7 +219,7 @@ def check_devices(asked: AskedProtocol, ib_device: str, host: str, machine: Mach
     if not devices:
         none = no_device_fault(machine)
         return [Check("RDMA", _RDMA_STATUS[asked], none.what, "" if asked == "tcp" else none.remedy)]
-    named = device_names(ib_device)
+    named, _ = wanted_devices(ib_device, machine)
     is_usable = bool(select_devices(ib_device, host, machine).devices)
     checks = []
     for name in dict.fromkeys((*named, *devices)):

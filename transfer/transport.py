@@ -22,11 +22,11 @@ from transfer.rdma import (
     IpAddress,
     RdmaDevice,
     device_fault,
-    device_names,
     missing_device_fault,
     no_device_fault,
     read_devices,
 )
+from transfer.topology import wanted_devices
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,8 @@ def choose_transport(
 ) -> Transport:
     """The transport for a node at ``host`` that registers ``num_host_bytes`` of main memory.
 
-    ``ib_device``: names separated by commas, of which each must be usable; empty: all that are usable.
+    ``ib_device``: names separated by commas, of which each must be usable; empty: those of the operator's
+    topology (``transfer.topology``), or all that are usable.
     ``uses_gpu``: GPU memory is registered as well. Raises TransferSetupError when ``asked`` is rdma and
     something is missing for it.
     """
@@ -118,7 +119,7 @@ class DeviceSelection:
 def select_devices(
     ib_device: str, host: str, machine: Machine, *, only_sure: bool = False
 ) -> DeviceSelection:
-    """The devices to use: all that are named, or else all that are usable.
+    """The devices to use: all that are named (``wanted_devices``), or else all that are usable.
 
     ``only_sure``: a device whose GID may not reach the peer is left out.
     """
@@ -126,10 +127,12 @@ def select_devices(
     if not devices:
         return DeviceSelection((), (no_device_fault(machine),))
     advertised = resolve(host)
+    names, topology_fault = wanted_devices(ib_device, machine)
+    if topology_fault is not None:
+        return DeviceSelection((), (topology_fault,))
     usable: list[str] = []
     faults: list[Fault] = []
     notes: list[str] = []
-    names = device_names(ib_device)
     for name in names or devices:
         device = devices.get(name)
         if device is None:

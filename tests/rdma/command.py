@@ -106,7 +106,12 @@ def start_command(
                 raise ConnectionRefusedError("no agent answers")
             greeting += received
         connection.settimeout(None)
-        request = {"key": key, "command": command, "environment": dict(environment), "directory": str(directory)}
+        request = {
+            "key": key,
+            "command": command,
+            "environment": dict(environment),
+            "directory": str(directory),
+        }
         connection.sendall(json.dumps(request).encode() + b"\n")
     except BaseException:
         connection.close()

@@ -28,9 +28,7 @@ class Endpoint:
     """The process, as a test sees it."""
 
     def __init__(self, machine: Machine, protocol: str) -> None:
-        self.command = machine.start(
-            sys.executable, "-m", "tests.rdma.endpoint", protocol, machine.address
-        )
+        self.command = machine.start(sys.executable, "-m", "tests.rdma.endpoint", protocol, machine.address)
         try:
             self.session, addr = self.command.read_line().split()
         except BaseException:

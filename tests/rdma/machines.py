@@ -127,7 +127,10 @@ class Machine:
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
     """Boot both, without RDMA devices. Raises ImageMissing, MachineError."""
     image = boot_image()
-    with tempfile.TemporaryDirectory(prefix="hisparse-pd-machines-") as directory, contextlib.ExitStack() as ends:
+    with (
+        tempfile.TemporaryDirectory(prefix="hisparse-pd-machines-") as directory,
+        contextlib.ExitStack() as ends,
+    ):
         wires = socket.socketpair()
         machines = []
         try:

@@ -1,0 +1,135 @@
+"""The pair across the machines: the prefill node in the first, the decode node in the second, started by the
+command line as an operator would, with the router beside the prefill node. Requests come from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from bench.retrieval import RETRIEVAL_MODEL
+from tests.rdma.command import Command, CommandError
+from tests.rdma.machines import NODE_PORT, ROUTER_PORT, Machine
+
+BOOTSTRAP_PORT = 8998
+START_TIMEOUT_SECS = 900.0
+REQUEST_TIMEOUT_SECS = 600.0
+"""Long, as is all that the nodes wait for each other: without KVM a machine needs minutes for seconds."""
+
+HOT_BUFFER = 192
+_PATIENT = (
+    *("--heartbeat-timeout-secs", "120", "--health-timeout-secs", "300"),
+    *("--transfer-timeout-secs", "300", "--room-timeout-secs", "600"),
+)
+_NODE = (
+    *("--model-path", str(RETRIEVAL_MODEL), "--dtype", "float32", "--num-threads", "1", "--debug-checks"),
+    *("--host", "0.0.0.0", "--port", str(NODE_PORT), *_PATIENT),
+)
+_SIZES = {
+    "prefill": (
+        *("--bootstrap-port", str(BOOTSTRAP_PORT), "--chunked-prefill-size", "256"),
+        *("--kv-pool-tokens", "4096"),
+    ),
+    "decode": (
+        *("--device-buffer-size", str(HOT_BUFFER), "--host-pool-tokens", "4096"),
+        *("--device-pool-tokens", "4096"),
+    ),
+}
+
+
+@dataclass
+class Service:
+    """A node or the router. ``url``: for this machine."""
+
+    command: Command
+    url: str
+
+    def wait_healthy(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_SECS
+        while not self._is_healthy():
+            if not self.command.is_running or time.monotonic() > deadline:
+                raise CommandError(
+                    f"{self.url}: not healthy, status {self.command.status}\n{self.command.stderr[-6000:]}"
+                )
+            time.sleep(0.2)
+
+    def server_info(self) -> dict[str, Any]:
+        info = httpx.get(f"{self.url}/get_server_info", timeout=60).json()
+        assert isinstance(info, dict)
+        return info
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of /metrics, by name with labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        samples = re.finditer(r"^([^#\s{]+(?:\{.*\})?) (\S+)$", text, re.MULTILINE)
+        return {match[1]: float(match[2]) for match in samples}
+
+    def _is_healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=60).is_success
+        except httpx.TransportError:
+            return False
+
+
+@dataclass
+class Pair:
+    prefill: Service
+    decode: Service
+    router: Service
+
+    def generate(self, token_ids: Sequence[int], num_new_tokens: int, hisparse: bool) -> dict[str, Any]:
+        """Through the router, greedily."""
+        answer = httpx.post(
+            f"{self.router.url}/generate",
+            json={
+                "input_ids": list(token_ids),
+                "sampling_params": {
+                    "temperature": 0,
+                    "max_new_tokens": num_new_tokens,
+                    "ignore_eos": True,
+                },
+                "hisparse": hisparse,
+            },
+            timeout=REQUEST_TIMEOUT_SECS,
+        )
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        assert isinstance(body, dict)
+        return body
+
+
+def start_node(machine: Machine, kind: str, *options: str) -> Command:
+    """A node that advertises its address on the network between the machines; the caller closes it."""
+    command = (sys.executable, "-m", "hisparse_pd", kind, *_NODE, *_SIZES[kind])
+    return machine.start(*command, "--advertise-host", machine.address, *options)
+
+
+@contextlib.contextmanager
+def running_pair(machines: tuple[Machine, Machine], *options: str) -> Iterator[Pair]:
+    """``options``: further ones of both nodes."""
+    first, second = machines
+    router = (
+        *(sys.executable, "-m", "hisparse_pd", "router", "--host", "0.0.0.0", "--port", str(ROUTER_PORT)),
+        *("--prefill", f"http://{first.address}:{NODE_PORT}", str(BOOTSTRAP_PORT)),
+        *("--decode", f"http://{second.address}:{NODE_PORT}"),
+    )
+    with contextlib.ExitStack() as ends:
+
+        def started(machine: Machine, command: Command, port: int) -> Service:
+            ends.callback(command.close)
+            return Service(command, machine.url(port))
+
+        pair = Pair(
+            prefill=started(first, start_node(first, "prefill", *options), NODE_PORT),
+            decode=started(second, start_node(second, "decode", *options), NODE_PORT),
+            router=started(first, first.start(*router), ROUTER_PORT),
+        )
+        for service in (pair.prefill, pair.decode, pair.router):
+            service.wait_healthy()
+        yield pair
