@@ -1,9 +1,10 @@
 """The operator's own topology for Mooncake (``MC_CUSTOM_TOPO_JSON``), and which devices it leaves to be used.
 
-The variable names a file that says which devices serve which memory: ``{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}``,
-the preferred ones and the others. Mooncake then opens the devices of the file, whatever else it is told. A file
-that it cannot read it passes over with a warning, and one that it cannot parse leaves it without devices. So
-the file's devices are checked like named ones, and a file that contradicts ``--ib-device`` is a fault.
+The variable names a file that says which devices serve which memory, the preferred ones and the others:
+``{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}``. Mooncake then opens the devices of the file, whatever else it is
+told. A file that it cannot read it passes over with a warning, and one that it cannot parse leaves it without
+devices. So the file's devices are checked like named ones, and one that contradicts ``--ib-device`` is a
+fault.
 """
 
 from __future__ import annotations

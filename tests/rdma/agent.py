@@ -1,12 +1,12 @@
 """Runs in a machine: a connection is a command, its input, its output and its end.
 
 ``AGENT_KEY=KEY python agent.py PORT``. Both sides speak lines of JSON. The agent greets with
-``{"ready": true}``, gets ``{"key": "...", "command": [...], "environment": {...}, "directory": "..."}``, sends
-``{"stdout": text}`` and ``{"stderr": text}`` as they come and ``{"status": number}`` last. ``{"stdin": text}``
-and ``{"signal": number}`` reach the command meanwhile. When the connection ends, so do the command and its
-children.
+``{"ready": true}``, gets ``{"key": "...", "command": [...], "environment": {...}, "directory": "..."}``, and
+sends ``{"stdout": text}`` and ``{"stderr": text}`` as they come and ``{"status": number}`` last.
+``{"stdin": text}`` and ``{"signal": number}`` reach the command meanwhile. When the connection ends, so do
+the command and its children.
 
-The key: commands run as root, read all that QEMU's user can read, and the port is open to everybody on the host.
+The key: commands run as root and read all that QEMU's user can read, and everybody on the host can connect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import sys
 import threading
 from contextlib import suppress
 from typing import IO, Any
-
 
 _KEY = os.environ.pop("AGENT_KEY", "")
 

@@ -1,8 +1,9 @@
-"""A process with registered memory, in one of the machines: ``python -m tests.rdma.endpoint PROTOCOL HOST``.
+"""A process with memory that is registered for RDMA, in one of the machines.
 
-Prints its session and its memory's address, then answers each line of JSON with one. ``{"poison": true}``
-overwrites the memory; ``{"check": NAME}`` compares it with what the pattern must have left there;
-``{"write": NAME, "session": ..., "base_addr": ...}`` writes the pattern to another endpoint.
+``python -m tests.rdma.endpoint HOST [IB_DEVICE]`` prints its session and its memory's address, then
+answers each line of JSON with one. ``{"poison": true}`` overwrites the memory; ``{"check": NAME}`` compares
+it with what the pattern must have left there; ``{"write": NAME, "session": ..., "base_addr": ...}`` writes
+the pattern to another endpoint.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 class Endpoint:
     """The process, as a test sees it."""
 
-    def __init__(self, machine: Machine, protocol: str) -> None:
-        self.command = machine.start(sys.executable, "-m", "tests.rdma.endpoint", protocol, machine.address)
+    def __init__(self, machine: Machine, *ib_device: str) -> None:
+        module = (sys.executable, "-m", "tests.rdma.endpoint")
+        self.command = machine.start(*module, machine.address, *ib_device)
         try:
             self.session, addr = self.command.read_line().split()
         except BaseException:
@@ -55,8 +57,9 @@ class Endpoint:
 
 
 @contextmanager
-def endpoint(machine: Machine, protocol: str = "rdma") -> Iterator[Endpoint]:
-    found = Endpoint(machine, protocol)
+def endpoint(machine: Machine, *ib_device: str) -> Iterator[Endpoint]:
+    """``ib_device``: none for all that are usable."""
+    found = Endpoint(machine, *ib_device)
     try:
         yield found
     finally:
@@ -65,9 +68,10 @@ def endpoint(machine: Machine, protocol: str = "rdma") -> Iterator[Endpoint]:
 
 def main() -> None:
     quiet_mooncake_logs()
-    protocol, host = sys.argv[1:]
-    assert protocol in ("rdma", "tcp")
-    transport = choose_transport(protocol, "", host, num_host_bytes=MEMORY_BYTES, uses_gpu=False)
+    host, *ib_device = sys.argv[1:]
+    transport = choose_transport(
+        "rdma", ",".join(ib_device), host, num_host_bytes=MEMORY_BYTES, uses_gpu=False
+    )
     engine = TransferEngine(host, transport)
     memory, content = source_content(), source_content()
     base_addr = engine.register(memory.ctypes.data, memory.nbytes)

@@ -1,4 +1,4 @@
-"""What the machines boot: a Debian kernel that has Soft-RoCE, and a start that makes this machine's files theirs.
+"""What the machines boot: a Debian kernel with Soft-RoCE, and a start that makes this machine's files theirs.
 
 Both come from Debian packages that are downloaded and unpacked, not installed, and are kept in the cache
 directory until the list of modules or the start script changes.
@@ -27,7 +27,7 @@ MODULES = (
     *("9pnet_virtio", "9p", "overlay"),
     *("crc32_generic", "ib_uverbs", "rdma_rxe"),
 )
-"""Loaded in this order, each behind those that it needs. The kernel asks for crc32 by its algorithm's name only."""
+"""Loaded in this order, each behind those that it needs. rdma_rxe asks for crc32 by name only."""
 
 INIT = """\
 #!/bin/busybox sh

@@ -34,11 +34,9 @@ AGENT_PORT = 4000
 NODE_PORT = 30000
 ROUTER_PORT = 30001
 MEMORY_MIB = 3072
-NUM_CPUS = 2
 BOOT_TIMEOUT_SECS = 300.0
 
 _QEMU = "qemu-system-x86_64"
-_COUNTERS = f"/sys/class/infiniband/{DEVICE}/ports/1/hw_counters"
 
 
 class MachineError(Exception):
@@ -47,7 +45,7 @@ class MachineError(Exception):
 
 @dataclass
 class Machine:
-    """One machine. ``address``: on eth0. ``forwarded``: ports of this machine's loopback, by those they lead to."""
+    """One machine. ``address``: on eth0. ``forwarded``: the machine's ports -> ours that lead to them."""
 
     name: str
     address: str
@@ -97,9 +95,10 @@ class Machine:
     def remove_device(self) -> None:
         self.run("rdma", "link", "delete", DEVICE)
 
-    def counters(self) -> dict[str, int]:
-        """What the RDMA device has counted since it was made, such as ``sent_pkts``."""
-        lines = self.run("grep", "-r", ".", _COUNTERS).stdout.splitlines()
+    def counters(self, device: str = DEVICE) -> dict[str, int]:
+        """What an RDMA device has counted since it was made, such as ``sent_pkts``."""
+        directory = f"/sys/class/infiniband/{device}/ports/1/hw_counters"
+        lines = self.run("grep", "-r", ".", directory).stdout.splitlines()
         return {Path(name).name: int(value) for name, value in (line.split(":") for line in lines)}
 
     def wait_booted(self) -> None:
@@ -146,17 +145,18 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
         yield machines[0], machines[1]
 
 
-def accelerator() -> str:
-    """What QEMU executes the machines' instructions with: the processor, or an interpreter of its own.
+def _processor() -> list[str]:
+    """QEMU's options: the real processor where it can be had, else an interpreter of it.
 
     A kernel can offer /dev/kvm on a processor without virtualization, for guests that are made for it; a
-    stock kernel never starts there.
+    stock kernel never starts there. Interpreted, a second CPU costs more, in interrupts from one to the
+    other, than it brings.
     """
     flags = re.search(r"(?m)^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text())
     has_hardware = flags is not None and not {"vmx", "svm"}.isdisjoint(flags[1].split())
     if has_hardware and os.access("/dev/kvm", os.R_OK | os.W_OK):
-        return "kvm"
-    return "tcg,thread=multi,tb-size=512"
+        return ["-accel", "kvm", "-cpu", "max", "-smp", "2"]
+    return ["-accel", "tcg,tb-size=512", "-cpu", "max", "-smp", "1"]
 
 
 def _boot(image: BootImage, directory: Path, number: int, wire: socket.socket) -> Machine:
@@ -169,8 +169,8 @@ def _boot(image: BootImage, directory: Path, number: int, wire: socket.socket) -
     forwarded = {port: _free_port() for port in (AGENT_PORT, NODE_PORT, ROUTER_PORT)}
     forwards = "".join(f",hostfwd=tcp:127.0.0.1:{ours}-:{theirs}" for theirs, ours in forwarded.items())
     arguments = [
-        *("-accel", accelerator(), "-cpu", "max"),
-        *("-smp", f"{NUM_CPUS}", "-m", f"{MEMORY_MIB}", "-nodefaults", "-no-reboot", "-display", "none"),
+        *_processor(),
+        *("-m", f"{MEMORY_MIB}", "-nodefaults", "-no-reboot", "-display", "none"),
         *("-serial", f"file:{console}", "-kernel", f"{image.kernel}", "-initrd", f"{image.initrd}"),
         "-append",
         f"console=ttyS0 quiet panic=-1 machine_address={address} machine_start={start}",

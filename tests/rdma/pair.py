@@ -22,6 +22,9 @@ START_TIMEOUT_SECS = 900.0
 REQUEST_TIMEOUT_SECS = 600.0
 """Long, as is all that the nodes wait for each other: without KVM a machine needs minutes for seconds."""
 
+_POLL_SECS = 2.0
+"""Between questions, whose answers cost a machine without KVM what its start needs."""
+
 HOT_BUFFER = 192
 _PATIENT = (
     *("--heartbeat-timeout-secs", "120", "--health-timeout-secs", "300"),
@@ -57,7 +60,7 @@ class Service:
                 raise CommandError(
                     f"{self.url}: not healthy, status {self.command.status}\n{self.command.stderr[-6000:]}"
                 )
-            time.sleep(0.2)
+            time.sleep(_POLL_SECS)
 
     def server_info(self) -> dict[str, Any]:
         info = httpx.get(f"{self.url}/get_server_info", timeout=60).json()
@@ -81,10 +84,12 @@ class Service:
 class Pair:
     prefill: Service
     decode: Service
-    router: Service
+    router: Service | None = None
+    """Started when the nodes are there: its health checks would slow their start."""
 
     def generate(self, token_ids: Sequence[int], num_new_tokens: int, hisparse: bool) -> dict[str, Any]:
         """Through the router, greedily."""
+        assert self.router is not None
         answer = httpx.post(
             f"{self.router.url}/generate",
             json={
@@ -128,8 +133,9 @@ def running_pair(machines: tuple[Machine, Machine], *options: str) -> Iterator[P
         pair = Pair(
             prefill=started(first, start_node(first, "prefill", *options), NODE_PORT),
             decode=started(second, start_node(second, "decode", *options), NODE_PORT),
-            router=started(first, first.start(*router), ROUTER_PORT),
         )
-        for service in (pair.prefill, pair.decode, pair.router):
-            service.wait_healthy()
+        for node in (pair.prefill, pair.decode):
+            node.wait_healthy()
+        pair.router = started(first, first.start(*router), ROUTER_PORT)
+        pair.router.wait_healthy()
         yield pair

@@ -26,7 +26,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Pattern:
-    """Tokens to copy. ``src_slots``, ``dst_slots``: int64 [num_tokens] each; both pools have ``num_slots``."""
+    """Tokens to copy. ``src_slots``, ``dst_slots``: int64 [num_tokens]; both pools have ``num_slots``."""
 
     name: str
     item_bytes: int

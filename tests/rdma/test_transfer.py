@@ -8,7 +8,7 @@ import pytest
 
 from tests.rdma.endpoint import Endpoint, endpoint
 from tests.rdma.machines import Machine
-from tests.rdma.patterns import PATTERNS, Pattern
+from tests.rdma.patterns import MEMORY_BYTES, PATTERNS, Pattern
 
 MAX_PAYLOAD_BYTES = 4096
 """Of an RDMA packet, by the largest MTU that there is."""
@@ -36,3 +36,28 @@ def test_every_byte_lands_and_no_other_changes(
         for machine, counted, name in zip(machines, before, ("sent_pkts", "rcvd_pkts"), strict=True)
     )
     assert min(sent, received) >= pattern.num_bytes / MAX_PAYLOAD_BYTES, "verbs carried it"
+
+
+def test_a_write_outside_registered_memory_fails_and_the_next_one_does_not(
+    endpoints: tuple[Endpoint, Endpoint],
+) -> None:
+    writer, target = endpoints
+    target.poison()
+    error = writer.write(PATTERNS[0], target.session, target.base_addr + MEMORY_BYTES)
+    assert "has not registered the destination" in error
+    assert writer.write(PATTERNS[0], target.session, target.base_addr) == ""
+    assert target.check(PATTERNS[0]) == ""
+
+
+def test_the_death_of_a_peer_is_an_error_and_the_next_peer_is_written_to(
+    machines: tuple[Machine, Machine], endpoints: tuple[Endpoint, Endpoint]
+) -> None:
+    writer, _ = endpoints
+    pattern = PATTERNS[0]
+    with endpoint(machines[1]) as mortal:
+        assert writer.write(pattern, mortal.session, mortal.base_addr) == ""
+    assert "the peer is gone" in writer.write(pattern, mortal.session, mortal.base_addr)
+    with endpoint(machines[1]) as successor:
+        successor.poison()
+        assert writer.write(pattern, successor.session, successor.base_addr) == ""
+        assert successor.check(pattern) == ""

@@ -1,0 +1,141 @@
+"""The whole pair across two machines: over RDMA the tokens that it gives over TCP, and by verbs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from bench.retrieval import retrievals
+from tests.rdma.conftest import without_device
+from tests.rdma.machines import DEVICE, NODE_PORT, Machine
+from tests.rdma.pair import HOT_BUFFER, Service, running_pair, start_node
+from tests.rdma.test_transfer import MAX_PAYLOAD_BYTES
+
+PROMPTS = [retrieval.token_ids for length in (140, 400) for retrieval in retrievals(length, 1)]
+"""One that fits its hot buffer, one that does not."""
+NUM_NEW_TOKENS = 16
+RDMA = ("--transfer-protocol", "rdma", "--ib-device", DEVICE)
+TCP = ("--transfer-protocol", "tcp")
+
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(3600)]
+
+
+@dataclass
+class Run:
+    """What one pair did. ``answers``: by prompt and flag. ``*_packets``: that the RDMA devices counted."""
+
+    answers: dict[tuple[int, bool], dict[str, Any]]
+    sent_packets: int
+    received_packets: int
+    infos: list[dict[str, Any]]
+    metrics: list[dict[str, float]]
+
+    @property
+    def tokens(self) -> dict[tuple[int, bool], list[int]]:
+        return {which: answer["output_ids"] for which, answer in self.answers.items()}
+
+
+def run_pair(machines: tuple[Machine, Machine], *options: str) -> Run:
+    def packets() -> list[int]:
+        first, second = (machine.counters() for machine in machines)
+        return [first["sent_pkts"], second["rcvd_pkts"]]
+
+    before = packets()
+    with running_pair(machines, *options) as pair:
+        answers = {
+            (number, hisparse): pair.generate(prompt, NUM_NEW_TOKENS, hisparse)
+            for number, prompt in enumerate(PROMPTS)
+            for hisparse in (True, False)
+        }
+        sent, received = (now - then for now, then in zip(packets(), before, strict=True))
+        nodes = (pair.prefill, pair.decode)
+        infos, metrics = [node.server_info() for node in nodes], [node.metrics() for node in nodes]
+    return Run(answers, sent, received, infos, metrics)
+
+
+@pytest.fixture(scope="module")
+def over_rdma(machines: tuple[Machine, Machine]) -> Run:
+    return run_pair(machines, *RDMA)
+
+
+@pytest.fixture(scope="module")
+def over_tcp(machines: tuple[Machine, Machine]) -> Run:
+    """In the same machines, with their RDMA devices."""
+    return run_pair(machines, *TCP)
+
+
+def test_requests_are_answered_in_both_modes(over_rdma: Run) -> None:
+    for (number, hisparse), answer in over_rdma.answers.items():
+        assert len(answer["output_ids"]) == NUM_NEW_TOKENS
+        usage = answer["meta_info"]["hisparse"]
+        assert usage["mode"] == ("hisparse" if hisparse else "dense")
+        if hisparse:
+            assert (usage["misses"] > 0) == (len(PROMPTS[number]) + NUM_NEW_TOKENS > HOT_BUFFER)
+    for number in range(len(PROMPTS)):
+        assert over_rdma.tokens[number, True] == over_rdma.tokens[number, False]
+
+
+def test_verbs_carried_it(over_rdma: Run) -> None:
+    num_bytes = sum(
+        value
+        for name, value in over_rdma.metrics[0].items()
+        if name.startswith("hisparse_pd:kv_transfer_bytes_total")
+    )
+    assert num_bytes > 0
+    assert min(over_rdma.sent_packets, over_rdma.received_packets) >= num_bytes / MAX_PAYLOAD_BYTES
+
+
+def test_the_nodes_show_what_they_run_on(over_rdma: Run) -> None:
+    check_shown(over_rdma.infos, over_rdma.metrics)
+
+
+def check_shown(infos: list[dict[str, Any]], metrics: list[dict[str, float]]) -> None:
+    reason = f"RDMA devices usable: {DEVICE}"
+    for info in infos:
+        assert (info["transfer_protocol"], info["transfer_devices"]) == ("rdma", [DEVICE])
+        assert info["transfer_reason"] == reason
+    for samples in metrics:
+        labels = f'protocol="rdma",devices="{DEVICE}",reason="{reason}"'
+        assert samples[f"hisparse_pd:transfer_info{{{labels}}}"] == 1
+
+
+def test_tokens_are_those_of_tcp(over_rdma: Run, over_tcp: Run) -> None:
+    assert over_rdma.tokens == over_tcp.tokens
+
+
+def test_tcp_is_tcp_where_there_are_rdma_devices(over_tcp: Run) -> None:
+    assert (over_tcp.sent_packets, over_tcp.received_packets) == (0, 0)
+    assert {info["transfer_protocol"] for info in over_tcp.infos} == {"tcp"}
+
+
+def test_nodes_without_the_device_do_not_start(machines: tuple[Machine, Machine]) -> None:
+    first, second = machines
+    with without_device(first), without_device(second):
+        nodes = [start_node(first, "prefill", *RDMA), start_node(second, "decode", *RDMA)]
+        try:
+            for node in nodes:
+                assert node.wait() not in (0, None)
+                assert "--transfer-protocol rdma: no RDMA device in /sys/class/infiniband" in node.stderr
+                assert "or use --transfer-protocol tcp" in node.stderr, "the remedy"
+        finally:
+            for node in nodes:
+                node.close()
+
+
+@pytest.fixture
+def auto_node(machines: tuple[Machine, Machine]) -> Iterator[Service]:
+    machine = machines[1]
+    command = start_node(machine, "decode", "--transfer-protocol", "auto")
+    try:
+        yield Service(command, machine.url(NODE_PORT))
+    finally:
+        command.close()
+
+
+def test_auto_takes_the_device_and_says_so(auto_node: Service) -> None:
+    auto_node.wait_healthy()
+    check_shown([auto_node.server_info()], [auto_node.metrics()])
+    assert "KV transport: rdma" in auto_node.command.stderr + auto_node.command.stdout
