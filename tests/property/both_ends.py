@@ -1,0 +1,308 @@
+"""A decode node and prefill nodes in one process, joined by a network and a transport in the test's hands.
+
+Both engines are real, from their constructors on: loops, lifecycles, rooms, quarantine, pools, peers,
+planners and memory. What is made up lies around them: the clock, the fronts, the forwards, the connections
+and the writes, which really copy bytes, and check first to whom the bytes under them belong.
+
+``World`` holds it all. Nothing happens in it but by a call; nothing in it is random.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from decode_node.engine import DecodeEngine
+from decode_node.memory import DecodeMemory
+from decode_node.pools import PoolKind, Stage
+from decode_node.request import PeerAddress
+from prefill_node.engine import PrefillEngine
+from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
+from protocol.engine_messages import (
+    Generate,
+)
+from protocol.messages import PROTOCOL_VERSION, RegionKind, Room
+from protocol.settings import DecodeSettings, PrefillSettings
+from tests.property.sim_network import Lookups, Network, SimClient, SimServer
+from tests.property.sim_nodes import (
+    PAGE_SIZE,
+    SPEC,
+    NoPoller,
+    NoWakeup,
+    SimDecodeRunner,
+    SimFront,
+    SimHotBuffers,
+    SimPromptRunner,
+)
+from tests.property.sim_transport import Piece, SafetyViolation, SimSender, SimTransfer, WriteFate
+from transfer.extents import extents_to_slots
+from transfer.transport import TCP
+
+QUARANTINE_SECS = 15.0
+LATE_SECS = 12.0
+"""How long bytes of a failed write may sit in the transport: less than the quarantine, as in the product."""
+ROOM_TIMEOUT_SECS = 20.0
+_SHARED: dict[str, Any] = {
+    "model_path": Path("none"),
+    "page_size": PAGE_SIZE,
+    "heartbeat_timeout_secs": 5.0,
+    "room_timeout_secs": ROOM_TIMEOUT_SECS,
+    "debug_checks": True,
+}
+DECODE = DecodeSettings(
+    **_SHARED,
+    device_buffer_size=8,
+    host_pool_tokens=90,
+    device_pool_tokens=48,
+    max_running_requests=4,
+    quarantine_secs=QUARANTINE_SECS,
+)
+PREFILL = PrefillSettings(
+    **_SHARED,
+    kv_pool_tokens=18 * PAGE_SIZE,
+    chunked_prefill_size=10,
+    max_running_requests=3,
+    transfer_timeout_secs=6.0,
+)
+
+
+@dataclass
+class DecodeNode:
+    engine: DecodeEngine
+    front: SimFront
+    session: str
+    lookups: Lookups
+    memory: DecodeMemory
+    clients: list[SimClient] = field(default_factory=list)
+
+    def owners(self, kind: PoolKind) -> dict[int, tuple[Room, Stage]]:
+        return {
+            slot: (holding.room, holding.stage)
+            for holding in self.engine.rooms.pools._holdings
+            for slot in extents_to_slots(holding[kind]).tolist()
+        }
+
+
+@dataclass
+class PrefillNode:
+    engine: PrefillEngine
+    front: SimFront
+    address: PeerAddress
+    sender: SimSender
+    server: SimServer
+    instance_id: str
+    is_stopped: bool = False
+    """By SIGSTOP: neither answers nor ends, and goes on where it was."""
+
+
+_POOL_OF_REGION = {
+    RegionKind.KV_HOST: PoolKind.HOST,
+    RegionKind.KV_DEVICE: PoolKind.DEVICE,
+    RegionKind.INDEX: PoolKind.INDEX,
+    RegionKind.AUX: PoolKind.AUX,
+}
+
+
+class World:
+    """``num_prefill`` prefill nodes, started, and a decode node. Call ``close`` in the end."""
+
+    def __init__(self, num_prefill: int) -> None:
+        self.now = 1000.0
+        self.network = Network()
+        self.prompts: dict[str, tuple[int, ...]] = {}
+        self.forward_fails_at: int | None = None
+        self.late: list[Piece] = []
+        """Bytes of failed writes, and of writers that died, which sit in the transport."""
+        self.num_landed = 0
+        self._num_runs = 0
+        self._patches = ExitStack()
+        self._patch()
+        self.addresses = [PeerAddress("prefill", 1 + number) for number in range(num_prefill)]
+        self.prefill: dict[PeerAddress, PrefillNode] = {}
+        for address in self.addresses:
+            self.start_prefill(address)
+        self.decode = self._start_decode()
+
+    def close(self) -> None:
+        self._patches.close()
+
+    # --- processes ----------------------------------------------------------------------------------------
+
+    def _patch(self) -> None:
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+
+        def look_up(host: str, port: int, *_: Any) -> BootstrapInfo:
+            return self._look_up(PeerAddress(host, port))
+
+        replaced: dict[str, dict[str, Any]] = {
+            "decode_node.peers": {
+                "ControlClient": lambda endpoint, keys: SimClient(self.network, endpoint),
+                "ThreadPoolExecutor": Lookups,
+                "Wakeup": NoWakeup,
+                "look_up": look_up,
+            },
+            "decode_node.engine": {
+                "time": clock,
+                "Poller": NoPoller,
+                "HotBuffers": lambda spec, memory, **_: SimHotBuffers(spec, memory, self.prompts),
+                "make_runner": lambda settings, model, hot_buffers: SimDecodeRunner(hot_buffers),
+                "TransferEngine": self._new_transfer,
+                "guarded_listeners": lambda *_: nullcontext(),
+            },
+            "prefill_node.engine": {
+                "time": clock,
+                "Poller": NoPoller,
+                "PromptRunner": lambda model, memory, *_: SimPromptRunner(
+                    memory, lambda: self.forward_fails_at
+                ),
+                "TransferEngine": self._new_transfer,
+                "guarded_listeners": lambda *_: nullcontext(),
+                "EngineSocket": lambda path: SimFront(),
+                "Wakeup": NoWakeup,
+                "Sender": lambda *_: SimSender(lambda: self.now, self.land),
+                "ControlServer": lambda host, port, *_: SimServer(self.network, port or self._next_port()),
+            },
+            "prefill_node.push": {"time": clock},
+        }
+        for module, names in replaced.items():
+            self._patches.enter_context(patch.multiple(module, **names))
+
+    def _next_port(self) -> int:
+        self._num_runs += 1
+        return 20_000 + self._num_runs
+
+    def _new_transfer(self, *_: Any) -> SimTransfer:
+        self._num_runs += 1
+        return SimTransfer(f"127.0.0.1:{10_000 + self._num_runs}")
+
+    def start_prefill(self, address: PeerAddress, control_port: int = 0) -> None:
+        settings = PREFILL.model_copy(update={"control_port": control_port})
+        engine = PrefillEngine(settings, SPEC, None, "", TCP)  # type: ignore[arg-type]
+        engine._life._pusher._min_batch_bytes = 0  # so that layers of short prompts leave one by one
+        parts: Any = engine  # of which some are stand-ins
+        self.prefill[address] = PrefillNode(
+            engine, parts._front, address, parts._sender, parts._control, parts._instance_id
+        )
+
+    def kill_prefill(self, address: PeerAddress) -> PrefillNode:
+        """What its writes had read stays in the transport for a while."""
+        node = self.prefill.pop(address)
+        for room in list(node.sender.in_flight):
+            self.late += [_until(piece, self.now + LATE_SECS) for piece in node.sender.land(room, 0)]
+        self.network.server_died(node.server)
+        return node
+
+    def _start_decode(self) -> DecodeNode:
+        front = SimFront()
+        engine = DecodeEngine(DECODE, SPEC, None, front, TCP)  # type: ignore[arg-type]
+        lookups: Any = engine.peers._threads
+        return DecodeNode(engine, front, engine.peers.session, lookups, engine._memory)
+
+    def restart_decode(self) -> None:
+        for client in list(self.network.clients):
+            self.network.client_died(client)
+        self.decode = self._start_decode()
+
+    def _look_up(self, address: PeerAddress) -> BootstrapInfo:
+        node = self.prefill.get(address)
+        if node is None:
+            raise BootstrapLookupError("connection refused", refused=True)
+        if node.is_stopped:
+            raise BootstrapLookupError("no answer")
+        geometry = SPEC.geometry(PAGE_SIZE)
+        return BootstrapInfo(
+            PROTOCOL_VERSION, node.instance_id, "127.0.0.1", node.server.port, geometry, False
+        )
+
+    # --- what goes on -------------------------------------------------------------------------------------
+
+    def turn_prefill(self, node: PrefillNode) -> None:
+        if node.is_stopped:
+            return
+        engine = node.engine
+        engine._receive()
+        engine._expire()
+        engine._step()
+        engine._life.check_integrity()
+        node.sender.start()
+
+    def turn_decode(self, *, answers_lookups: bool = True) -> None:
+        if answers_lookups:
+            self.decode.lookups.answer()
+        self.decode.engine.turn()
+        self.decode.engine.rooms.check_integrity()
+
+    def work(self, fates: Iterator[WriteFate]) -> None:
+        """Everything moves on: messages arrive, nodes turn, and writes have the next of ``fates``."""
+        self.network.deliver_all()
+        for node in self.prefill.values():
+            self.turn_prefill(node)
+            if not node.is_stopped:
+                for room in list(node.sender.in_flight):
+                    self.finish_write(node, room, next(fates))
+        self.network.deliver_all()
+        self.turn_decode()
+
+    def finish_write(self, node: PrefillNode, room: Room, fate: WriteFate) -> None:
+        """Of a write that fails, descriptors that have not landed may land late."""
+        session = node.sender.in_flight[room][0]
+        is_dead = session != self.decode.session
+        match fate:
+            case WriteFate.WRITTEN if not is_dead:
+                node.sender.land(room, None)
+                node.sender.finish(room, ok=True)
+            case WriteFate.SLOW if not is_dead:
+                node.sender.land(room, 1)
+            case _:
+                rest = node.sender.land(room, 1 if fate is WriteFate.FAILED_MIDWAY else 0)
+                self.late += [_until(piece, self.now + LATE_SECS) for piece in rest]
+                node.sender.finish(room, ok=False)
+        node.sender.start()
+
+    def pass_time(self, secs: float, *, late_bytes_land: bool) -> None:
+        """Whatever sits in the transport lands at the last moment, or is lost."""
+        expired = [piece for piece in self.late if piece.lands_until < self.now + secs]
+        self.late = [piece for piece in self.late if piece.lands_until >= self.now + secs]
+        if late_bytes_land:
+            for piece in expired:
+                self.land(piece)
+        self.now += secs
+
+    def land(self, piece: Piece) -> None:
+        """Raises SafetyViolation unless the slots under the bytes are held for the room of the write."""
+        if piece.session != self.decode.session:
+            return
+        for region in self.decode.engine.peers.regions:
+            offset = piece.dst_addr - region.base_addr
+            if 0 <= offset < region.num_bytes:
+                break
+        else:
+            raise SafetyViolation(f"room {piece.room}: a write outside of all regions")
+        num_layers = {RegionKind.INDEX: SPEC.num_index_layers, RegionKind.AUX: 1}.get(
+            region.kind, SPEC.num_layers
+        )
+        item_bytes = region.num_bytes // region.num_slots // num_layers
+        first = offset // item_bytes % region.num_slots
+        owners = self.decode.owners(_POOL_OF_REGION[region.kind])
+        for slot in range(first, first + len(piece.content) // item_bytes):
+            room, stage = owners.get(slot, (None, "free"))
+            if room != piece.room or stage not in (Stage.LANDING, Stage.QUARANTINED):
+                raise SafetyViolation(
+                    f"bytes of room {piece.room} landed in {region.kind} slot {slot}, which is "
+                    f"{'free' if room is None else f'{stage} and of room {room}'}"
+                )
+        ctypes.memmove(piece.dst_addr, piece.content, len(piece.content))
+        self.num_landed += 1
+
+    def generate(self, request: Generate) -> None:
+        self.prompts[request.request_id] = request.prompt_token_ids
+
+
+def _until(piece: Piece, lands_until: float) -> Piece:
+    return Piece(piece.room, piece.session, piece.dst_addr, piece.content, lands_until)

@@ -1,0 +1,246 @@
+"""What both nodes have beside their engines: fronts, and forwards that leave a tag where KV would be.
+
+A tag says of which tokens, or of which request, and of which layer it is. So a request that reads bytes which
+are not its own is found at its next step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from decode_node.memory import DecodeMemory
+from decode_node.pools import PoolKind
+from decode_node.request import Request
+from decode_node.runner import StepResult
+from model.spec import ModelSpec
+from prefill_node.compute import FirstToken, LayerWritten
+from prefill_node.memory import PrefillMemory
+from prefill_node.rooms import RoomRecord
+from prefill_node.scheduler import Chunk
+from protocol.engine_messages import (
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    Mode,
+    PrefillFinished,
+    RequestFailed,
+    ToEngine,
+    Tokens,
+)
+from protocol.messages import Room
+from tests.property.sim_transport import SafetyViolation
+from tests.unit.model_specs import make_spec
+from transfer.extents import expand_pages, extents_to_slots
+
+PAGE_SIZE = 4
+TAG_BYTES = 16
+FIRST_TOKEN, NEXT_TOKEN = 5, 6
+MAX_CONTEXT = 40
+
+SPEC: ModelSpec = make_spec(
+    num_layers=3,
+    index_group_of_layer=(0, 1, 1),
+    kv_lora_rank=4,
+    qk_rope_head_dim=4,
+    index_head_dim=8,
+    index_topk=4,
+    context_length=MAX_CONTEXT,
+    vocab_size=16,
+)
+assert SPEC.item_bytes == SPEC.index_item_bytes == TAG_BYTES
+
+
+@lru_cache(maxsize=1 << 16)
+def tag(content: tuple[Any, ...], layer: int) -> bytes:
+    """The bytes of a position: of the tokens up to it, as KV is, so that equal prefixes have equal bytes."""
+    return hashlib.blake2b(repr((content, layer)).encode(), digest_size=TAG_BYTES).digest()
+
+
+def _tags(contents: Sequence[tuple[Any, ...]], layer: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    joined = b"".join(tag(content, layer) for content in contents)
+    return np.frombuffer(joined, np.uint8).reshape(-1, TAG_BYTES)
+
+
+class SimFront:
+    """The front's end and the engine's end of the ipc channel in one."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[ToEngine] = deque()
+        self.num_ends: Counter[str] = Counter()
+        self.errors: dict[str, RequestFailed] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
+
+    def receive(self) -> Iterator[ToEngine]:
+        while self.inbox:
+            yield self.inbox.popleft()
+
+    def send(self, message: FromEngine) -> None:
+        match message:
+            case Tokens():
+                self.tokens.setdefault(message.request_id, []).extend(message.token_ids)
+                if message.finish_reason is not None:
+                    self._end(message.request_id)
+            case PrefillFinished():
+                self._end(message.request_id)
+            case RequestFailed():
+                assert message.error
+                assert 400 <= message.status <= 599
+                self.errors[message.request_id] = message
+                self._end(message.request_id)
+            case EngineReady() | EngineStats():
+                pass
+
+    def _end(self, request_id: str) -> None:
+        self.num_ends[request_id] += 1
+        if self.num_ends[request_id] > 1:
+            raise SafetyViolation(f"{request_id} ended twice")
+
+    def close(self) -> None:
+        pass
+
+
+class SimPromptRunner:
+    """In place of the model: leaves tags in the KV pool, layer after layer."""
+
+    def __init__(self, memory: PrefillMemory, fails_at: Callable[[], int | None]) -> None:
+        """``fails_at``: the layer before which the next forward raises."""
+        self._fails_at = fails_at
+        self._memory = memory
+
+    def run(
+        self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten
+    ) -> dict[Room, FirstToken]:
+        rows = []
+        for record, chunk in batch:
+            tokens = tuple(record.token_ids.tolist())
+            contents = [tokens[: position + 1] for position in range(chunk.start, chunk.stop)]
+            rows.append((expand_pages(record.page_ids, PAGE_SIZE, chunk.start, chunk.stop), contents))
+        for layer, group in enumerate(SPEC.index_group_of_layer):
+            if layer == self._fails_at():
+                raise RuntimeError("out of memory")
+            for slots, contents in rows:
+                self._memory.kv.numpy()[layer, slots] = _tags(contents, layer)
+                if SPEC.layers_of_group[group][0] == layer:
+                    self._memory.index.numpy()[group, slots] = _tags(contents, 100 + group)
+            on_written(layer, None)
+        hint = torch.full((SPEC.num_index_layers, SPEC.index_topk), -1, dtype=torch.int32)
+        return {
+            record.room: FirstToken(FIRST_TOKEN, None, hint)
+            for record, chunk in batch
+            if chunk.stop == record.num_prompt_tokens
+        }
+
+
+class SimHotBuffers:
+    """In place of the tables of the kernels: a running request reads its slots where the pools are."""
+
+    def __init__(self, spec: ModelSpec, memory: DecodeMemory, prompts: Mapping[str, tuple[int, ...]]) -> None:
+        """``prompts``: by request id."""
+        self._prompts = prompts
+        self.spec = spec
+        self.memory = memory
+        self.bytes_per_miss = 0.0
+
+    def start(self, request: Request) -> None:
+        self.check(request)
+
+    def grow(self, request: Request) -> None:
+        pass
+
+    def retract(self, request: Request) -> None:
+        self.check(request)
+        if request.mode is Mode.DENSE:
+            holding = request.owned
+            self.memory.spill(holding[PoolKind.DEVICE], holding[PoolKind.HOST], request.num_kv_tokens)
+
+    def release(self, request: Request) -> None:
+        pass
+
+    def is_ready(self, request: Request) -> bool:
+        return True
+
+    def totals(self, running: Sequence[Request]) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+    def write_newest(self, request: Request) -> None:
+        position = request.num_kv_tokens
+        content = (request.request_id, position)
+        for pool, slots, first_layer in self._pools(request):
+            for layer, items in enumerate(pool):
+                items[slots[position]] = np.frombuffer(tag(content, first_layer + layer), np.uint8)
+
+    def check(self, request: Request) -> None:
+        """Every position that the request has read from its slots is the one that was written there."""
+        prompt = self._prompts[request.request_id]
+        contents: list[tuple[Any, ...]] = [prompt[: position + 1] for position in range(len(prompt))]
+        contents += [(request.request_id, p) for p in range(len(prompt), request.num_kv_tokens)]
+        for pool, slots, first_layer in self._pools(request):
+            for layer, items in enumerate(pool):
+                expected = _tags(contents, first_layer + layer)
+                wrong = np.flatnonzero((items[slots[: len(contents)]] != expected).any(axis=1))
+                if wrong.size:
+                    raise SafetyViolation(
+                        f"room {request.room} ({request.mode}) reads bytes that are not its own at "
+                        f"positions {wrong.tolist()} of layer {layer} + {first_layer}"
+                    )
+
+    def _pools(self, request: Request) -> list[tuple[Any, Any, int]]:
+        holding, memory = request.owned, self.memory
+        is_dense = request.mode is Mode.DENSE
+        kv, kind = (memory.k_dev, PoolKind.DEVICE) if is_dense else (memory.k_host, PoolKind.HOST)
+        return [
+            (kv.numpy(), extents_to_slots(holding[kind]), 0),
+            (memory.index.numpy(), extents_to_slots(holding[PoolKind.INDEX]), 100),
+        ]
+
+
+@dataclass(frozen=True)
+class SimStep:
+    batch: Sequence[Request]
+    feeds_next: bool = False
+
+    def wait(self) -> None:
+        pass
+
+    def result(self) -> StepResult:
+        count = len(self.batch)
+        return StepResult([NEXT_TOKEN] * count, [None] * count, [""] * count, [(0, 0, 0)] * count)
+
+
+class SimDecodeRunner:
+    """In place of the model: checks all that a request has, and writes the newest token."""
+
+    def __init__(self, hot_buffers: SimHotBuffers) -> None:
+        self._hot_buffers = hot_buffers
+
+    def launch(self, batch: Sequence[Request]) -> SimStep:
+        for request in batch:
+            self._hot_buffers.check(request)
+            self._hot_buffers.write_newest(request)
+        return SimStep(batch)
+
+
+class NoPoller:
+    def register(self, channel: object) -> None:
+        pass
+
+    unregister = register
+
+    def wait(self, timeout_secs: float) -> bool:
+        return True
+
+
+class NoWakeup:
+    def set(self) -> None:
+        pass
+
+    clear = close = set

@@ -1,0 +1,333 @@
+"""The room protocol between both real ends, under everything that clients, networks and machines do to it.
+
+Requests arrive at both nodes, at one or at none, and are given up on either side; messages are late, lost
+with their connection or said twice; writes are slow, fail, land after they failed, or never come back; nodes
+stop, die and start again. Whatever happens, no byte lands in a slot that is not held for the room of its
+write, and no request runs on bytes that are not its own (``both_ends.World``). In the end every request has
+ended, once, and every pool of both nodes is whole.
+
+ROOM_EXAMPLES in the environment sets the number of histories, new ones in every run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from protocol.engine_messages import Abort, Generate, HisparseFlag, SamplingParams
+from protocol.messages import Room
+from tests.property.both_ends import QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
+from tests.property.sim_nodes import FIRST_TOKEN, NEXT_TOKEN, SimFront
+from tests.property.sim_transport import WriteFate
+
+_ASKED = os.environ.get("ROOM_EXAMPLES")
+NUM_PREFILL = 2
+ARRIVALS = st.tuples(
+    st.integers(0, NUM_PREFILL - 1),
+    st.sampled_from(HisparseFlag),
+    st.integers(0, 2),
+    st.sampled_from([1, 3, 4, 5, 8, 9, 13, 17, 24]),
+    st.sampled_from([1, 2, 5, 12]),
+    st.sampled_from([*["both"] * 6, "prefill", "decode"]),
+    st.sampled_from([*[None] * 8, 0, 1, 3]),
+)
+DICE = st.integers(0, 3)
+"""For rules that are to act at times only: at 0."""
+FATES = st.sampled_from([WriteFate.WRITTEN, *WriteFate])
+LEGS = ("prefill", "decode")
+
+
+class BothEndsMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(NUM_PREFILL)
+        self.requests: dict[str, Generate] = {}
+        self.undelivered: list[tuple[str, str]] = []
+        """Legs of requests that have not reached their node: (leg, request id)."""
+        self.taken: dict[str, dict[str, SimFront]] = {leg: {} for leg in LEGS}
+        """By leg and request id, the front that took the request; a dead one owes nothing."""
+
+    @initialize()
+    def meet(self) -> None:
+        """The nodes have served before, so that few steps are spent on registrations."""
+        for node in range(NUM_PREFILL):
+            self.request(node, HisparseFlag.TRUE)
+        self.work(6, [])
+
+    # --- clients ------------------------------------------------------------------------------------------
+
+    @rule(arrivals=st.lists(ARRIVALS, min_size=1, max_size=3))
+    def arrive(self, arrivals: list[tuple[int, HisparseFlag, int, int, int, str, int | None]]) -> None:
+        for arrival in arrivals:
+            self.request(*arrival)
+
+    def request(
+        self,
+        node: int,
+        flag: HisparseFlag,
+        family: int = 0,
+        num_tokens: int = 9,
+        max_new_tokens: int = 2,
+        arrival: str = "both",
+        reused: int | None = None,
+    ) -> None:
+        """``arrival``: the legs that reach their node now; ``reused``: how many rooms ago this one was used.
+
+        ``family``: of prompts that begin alike.
+        """
+        number = len(self.requests)
+        room = number if reused is None else max(0, number - 1 - reused)
+        prompt = tuple((family + position // 6 * family) % 8 for position in range(num_tokens))
+        address = self.world.addresses[node]
+        request = Generate(
+            f"request-{number}",
+            room,
+            prompt,
+            SamplingParams(max_new_tokens, temperature=0.0, ignore_eos=True),
+            address.host,
+            address.port,
+            flag,
+        )
+        self.requests[request.request_id] = request
+        self.world.generate(request)
+        for leg in LEGS:
+            if arrival in (leg, "both"):
+                self.deliver_leg(leg, request)
+            else:
+                self.undelivered.append((leg, request.request_id))
+
+    def deliver_leg(self, leg: str, request: Generate) -> None:
+        front = self.world.decode.front
+        if leg == "prefill":
+            node = self.prefill_of(request)
+            if node is None:
+                return
+            front = node.front
+        front.inbox.append(request)
+        self.taken[leg][request.request_id] = front
+
+    def prefill_of(self, request: Generate) -> PrefillNode | None:
+        addresses = [a for a in self.world.addresses if a.port == request.bootstrap_port]
+        return self.world.prefill.get(addresses[0])
+
+    @precondition(lambda self: self.undelivered)
+    @rule(data=st.data(), is_lost=st.booleans())
+    def other_leg(self, data: st.DataObject, is_lost: bool) -> None:
+        leg, request_id = self.undelivered.pop(data.draw(st.integers(0, len(self.undelivered) - 1)))
+        if not is_lost:
+            self.deliver_leg(leg, self.requests[request_id])
+
+    @precondition(lambda self: self.requests)
+    @rule(back=st.integers(0, 4), legs=st.sampled_from([LEGS, LEGS, LEGS[:1], LEGS[1:]]))
+    def abort(self, back: int, legs: tuple[str, ...]) -> None:
+        request_id = f"request-{max(0, len(self.requests) - 1 - back)}"
+        for leg in legs:
+            front = self.taken[leg].get(request_id)
+            if front is not None:
+                front.inbox.append(Abort(request_id))
+                front.aborted.add(request_id)
+
+    @rule(num_aborted=st.integers(2, 5), num_turns=st.integers(0, 2))
+    def abort_storm(self, num_aborted: int, num_turns: int) -> None:
+        """Clients that all leave at once, and as many that come in their place."""
+        for back in range(min(num_aborted, len(self.requests))):
+            self.abort(back, LEGS)
+        for number in range(num_aborted):
+            self.request(number % NUM_PREFILL, list(HisparseFlag)[number % 3], number % 3)
+        self.work(num_turns, [])
+
+    # --- nodes --------------------------------------------------------------------------------------------
+
+    @rule(num_turns=st.integers(1, 6), fates=st.lists(FATES, max_size=4))
+    def work(self, num_turns: int, fates: list[WriteFate]) -> None:
+        """Turns in which the first writes have these ``fates``, and the others succeed."""
+        more = itertools.chain(fates, itertools.repeat(WriteFate.WRITTEN))
+        for _ in range(num_turns):
+            self.world.work(more)
+
+    @rule(answers_lookups=st.booleans())
+    def turn_decode(self, answers_lookups: bool) -> None:
+        self.world.turn_decode(answers_lookups=answers_lookups)
+
+    @rule(which=st.integers(0, NUM_PREFILL - 1), fails_at=st.sampled_from([None, None, None, 0, 2]))
+    def turn_prefill(self, which: int, fails_at: int | None) -> None:
+        node = self.world.prefill.get(self.world.addresses[which])
+        if node is not None:
+            self.world.forward_fails_at = fails_at
+            self.world.turn_prefill(node)
+            self.world.forward_fails_at = None
+
+    @rule(which=st.integers(0, NUM_PREFILL - 1), same_port=st.booleans(), at_once=st.booleans(), dice=DICE)
+    def kill_prefill(self, which: int, same_port: bool, at_once: bool, dice: int) -> None:
+        """Or start it, when it is dead."""
+        if dice:
+            return
+        address = self.world.addresses[which]
+        node = self.world.prefill.get(address)
+        if node is not None:
+            port = self.world.kill_prefill(address).server.port
+            if not at_once:
+                return
+            self.world.start_prefill(address, port if same_port else 0)
+        else:
+            self.world.start_prefill(address)
+
+    @rule(which=st.integers(0, NUM_PREFILL - 1), dice=DICE)
+    def stop_or_wake(self, which: int, dice: int) -> None:
+        node = self.world.prefill.get(self.world.addresses[which])
+        if node is not None and (node.is_stopped or dice == 0):
+            node.is_stopped = not node.is_stopped
+
+    @rule(dice=DICE)
+    def restart_decode(self, dice: int) -> None:
+        if dice == 0:
+            self.world.restart_decode()
+
+    @rule(
+        secs=st.sampled_from(
+            [0.4, 1.1, 1.1, 1.1, 2.6, 2.6, 5.5, 7.0, QUARANTINE_SECS, ROOM_TIMEOUT_SECS + 1]
+        ),
+        late_bytes_land=st.booleans(),
+    )
+    def pass_time(self, secs: float, late_bytes_land: bool) -> None:
+        self.world.pass_time(secs, late_bytes_land=late_bytes_land)
+
+    # --- the network --------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.world.network.connections)
+    @rule(data=st.data(), num_frames=st.integers(1, 3))
+    def deliver(self, data: st.DataObject, num_frames: int) -> None:
+        network = self.world.network
+        connection = data.draw(st.sampled_from(network.connections))
+        connection.deliver(num_frames)
+
+    @rule()
+    def connect(self) -> None:
+        self.world.network.connect()
+
+    @precondition(lambda self: self.world.network.clients)
+    @rule(data=st.data(), num_kept=st.integers(0, 3))
+    def break_connection(self, data: st.DataObject, num_kept: int) -> None:
+        network = self.world.network
+        client = data.draw(st.sampled_from(network.clients))
+        network.break_connection(client, num_kept)
+
+    @precondition(lambda self: any(c.delivered_to_server for c in self.world.network.connections))
+    @rule(data=st.data())
+    def say_again_to_prefill(self, data: st.DataObject) -> None:
+        connections = [c for c in self.world.network.connections if c.delivered_to_server]
+        connection = data.draw(st.sampled_from(connections))
+        frame = data.draw(st.sampled_from(list(connection.delivered_to_server)))
+        connection.server.inbox.append((connection.identity, frame))
+
+    @precondition(lambda self: any(c.delivered_to_client for c in self.world.network.connections))
+    @rule(data=st.data())
+    def say_again_to_decode(self, data: st.DataObject) -> None:
+        connections = [c for c in self.world.network.connections if c.delivered_to_client]
+        connection = data.draw(st.sampled_from(connections))
+        frame = data.draw(st.sampled_from(list(connection.delivered_to_client)))
+        connection.client.inbox.append(frame)
+
+    # --- the transport ------------------------------------------------------------------------------------
+
+    def writing(self) -> list[tuple[PrefillNode, Room]]:
+        return [
+            (node, room)
+            for node in self.world.prefill.values()
+            if not node.is_stopped
+            for room in node.sender.in_flight
+        ]
+
+    @precondition(lambda self: self.writing())
+    @rule(data=st.data(), fate=FATES)
+    def finish_write(self, data: st.DataObject, fate: WriteFate) -> None:
+        node, room = data.draw(st.sampled_from(self.writing()))
+        self.world.finish_write(node, room, fate)
+
+    @precondition(lambda self: self.world.late)
+    @rule(data=st.data(), num_pieces=st.integers(1, 5), lands=st.booleans())
+    def late_bytes(self, data: st.DataObject, num_pieces: int, lands: bool) -> None:
+        late = self.world.late
+        for _ in range(min(num_pieces, len(late))):
+            piece = late.pop(data.draw(st.integers(0, len(late) - 1)))
+            if lands:
+                self.world.land(piece)
+
+    # --- what must hold -----------------------------------------------------------------------------------
+
+    @invariant()
+    def pools_are_whole(self) -> None:
+        self.world.decode.engine.rooms.check_integrity()
+        for node in self.world.prefill.values():
+            node.engine._life.check_integrity()
+
+    def teardown(self) -> None:
+        try:
+            self.settle()
+        finally:
+            self.world.close()
+
+    def settle(self) -> None:
+        """Once the world calms down, every request has ended and every slot and page is free."""
+        world = self.world
+        for address in world.addresses:
+            if address in world.prefill:
+                world.prefill[address].is_stopped = False
+            else:
+                world.start_prefill(address)
+        for _ in range(120):
+            self.work(2, [])
+            world.pass_time(1.0, late_bytes_land=True)
+            if not self.unsettled():
+                break
+        assert self.unsettled() == []
+        rooms = world.decode.engine.rooms
+        assert rooms.pools.free == rooms.pools.totals
+        for node in world.prefill.values():
+            life = node.engine._life
+            life.cache.evict(life.cache.num_evictable)
+            assert life.pool.num_free == life.pool.num_pages
+            assert life.num_free_aux_slots == life._num_aux_slots
+        self.check_answers()
+
+    def unsettled(self) -> list[str]:
+        world = self.world
+        rooms = world.decode.engine.rooms
+        left = [f"decode: room {request.room} is {request.state}" for request in rooms.all()]
+        left += [f"decode: room {entry.room} is quarantined" for entry in rooms.quarantine]
+        for node in world.prefill.values():
+            left += [f"prefill: room {record.room} is {record.state}" for record in node.engine._life.rooms]
+        return left + [f"bytes of room {piece.room} are in the transport" for piece in world.late]
+
+    def check_answers(self) -> None:
+        living = {
+            "decode": [self.world.decode.front],
+            "prefill": [node.front for node in self.world.prefill.values()],
+        }
+        for leg in LEGS:
+            for request_id, front in self.taken[leg].items():
+                if any(front is other for other in living[leg]) and request_id not in front.aborted:
+                    assert front.num_ends[request_id] == 1, f"{request_id} did not end on the {leg} node"
+        for request_id, front in self.taken["decode"].items():
+            tokens = front.tokens.get(request_id, [])
+            num_asked = self.requests[request_id].sampling.max_new_tokens
+            assert tokens == [FIRST_TOKEN, *[NEXT_TOKEN] * (num_asked - 1)][: len(tokens)]
+            if front.num_ends[request_id] and request_id not in front.errors:
+                assert len(tokens) == num_asked
+
+
+TestBothEnds = pytest.mark.timeout(0 if _ASKED else 600)(BothEndsMachine.TestCase)
+TestBothEnds.settings = settings(
+    deadline=None,
+    derandomize=_ASKED is None,
+    database=None,
+    max_examples=int(_ASKED or 50),
+    stateful_step_count=40,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
