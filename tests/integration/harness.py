@@ -48,6 +48,7 @@ class Service:
     bootstrap_port: int = 0
     module: str = "hisparse_pd"
     health_path: str = "/health"
+    env: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -66,7 +67,7 @@ class Service:
                 stdout=log,
                 stderr=log,
                 cwd=REPO,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.env},
                 start_new_session=True,
             )
 

@@ -27,6 +27,9 @@ from tests.property.sim_transport import WriteFate
 
 _ASKED = os.environ.get("ROOM_EXAMPLES")
 NUM_PREFILL = 2
+NUM_PREFILL = 2
+LEGS = ("prefill", "decode")
+ABORTED = st.sampled_from([LEGS, LEGS[:1], LEGS[1:], LEGS[1:]])
 ARRIVALS = st.tuples(
     st.integers(0, NUM_PREFILL - 1),
     st.sampled_from(HisparseFlag),
@@ -39,7 +42,6 @@ ARRIVALS = st.tuples(
 DICE = st.integers(0, 3)
 """For rules that are to act at times only: at 0."""
 FATES = st.sampled_from([WriteFate.WRITTEN, *WriteFate])
-LEGS = ("prefill", "decode")
 
 
 class BothEndsMachine(RuleBasedStateMachine):
@@ -123,9 +125,14 @@ class BothEndsMachine(RuleBasedStateMachine):
             self.deliver_leg(leg, self.requests[request_id])
 
     @precondition(lambda self: self.requests)
-    @rule(back=st.integers(0, 4), legs=st.sampled_from([LEGS, LEGS, LEGS[:1], LEGS[1:]]))
-    def abort(self, back: int, legs: tuple[str, ...]) -> None:
+    @rule(back=st.integers(0, 4), legs=ABORTED, is_written=st.booleans())
+    def abort(self, back: int, legs: tuple[str, ...], is_written: bool = False) -> None:
+        """``is_written``: one of those whose KV is under way, where there are any."""
         request_id = f"request-{max(0, len(self.requests) - 1 - back)}"
+        if is_written and (writing := self.writing()):
+            node, room = writing[back % len(writing)]
+            record = node.engine._life.rooms.live(room)
+            request_id = record.request.request_id if record.request is not None else request_id
         for leg in legs:
             front = self.taken[leg].get(request_id)
             if front is not None:

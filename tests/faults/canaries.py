@@ -1,0 +1,149 @@
+"""A pattern in every free slot of a decode node's pools, verified before the slot is given out again.
+
+A write that lands in a slot which nobody holds, or which somebody else held before, changes the pattern. All
+free slots are also verified about once a second. Quarantined slots are not free: there bytes may land.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import decode_node.engine
+from decode_node.memory import DecodeMemory
+from decode_node.pools import Holding, PoolKind, Pools, SlotCounts, Stage
+from protocol.messages import Extent, Room
+from transfer.extents import extents_to_slots
+
+log = logging.getLogger(__name__)
+
+SWEEP_INTERVAL_SECS = 1.0
+SlotArray = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Canaries:
+    """Of one decode node. The report is a JSON object, written again after each sweep and each finding."""
+
+    def __init__(self, memory: DecodeMemory, totals: SlotCounts, report: Path) -> None:
+        self._pools: dict[PoolKind, Any] = {
+            PoolKind.HOST: memory.k_host.numpy(),
+            PoolKind.DEVICE: memory.k_dev.numpy(),
+            PoolKind.INDEX: memory.index.numpy(),
+            PoolKind.AUX: memory.aux[None].numpy(),
+        }
+        self._path = report.with_name(f"{report.stem}-{os.getpid()}{report.suffix}")
+        self._next_sweep_at = 0.0
+        self.counts = {"slots_filled": 0, "slots_checked": 0, "bytes_checked": 0, "sweeps": 0}
+        self.findings: list[str] = []
+        for kind in self._pools:
+            self.fill(kind, np.arange(totals[kind]))
+        self.report()
+
+    def fill(self, kind: PoolKind, slots: SlotArray) -> None:
+        if kind not in self._pools or not slots.size:
+            return
+        for layer, items in enumerate(self._pools[kind]):
+            items[slots] = _pattern(layer, slots, items.shape[1])
+        self.counts["slots_filled"] += slots.size
+
+    def verify(self, kind: PoolKind, slots: SlotArray, when: str) -> None:
+        if kind not in self._pools or not slots.size:
+            return
+        for layer, items in enumerate(self._pools[kind]):
+            differs = (items[slots] != _pattern(layer, slots, items.shape[1])).any(axis=1)
+            self.counts["bytes_checked"] += slots.size * items.shape[1]
+            if differs.any():
+                self.findings.append(f"{when}: {kind} slots {slots[differs].tolist()[:20]} of layer {layer}")
+                log.error("canary dead, %s", self.findings[-1])
+                self.fill(kind, slots[differs])
+                self.report()
+        self.counts["slots_checked"] += slots.size
+
+    def sweep(self, free: Mapping[PoolKind, SlotArray]) -> None:
+        for kind, slots in free.items():
+            self.verify(kind, slots, "while free")
+        self.counts["sweeps"] += 1
+        self.report()
+
+    def is_due(self) -> bool:
+        now = time.monotonic()
+        if now < self._next_sweep_at:
+            return False
+        self._next_sweep_at = now + SWEEP_INTERVAL_SECS
+        return True
+
+    def report(self) -> None:
+        """Whole at any time: this process may be killed while it writes."""
+        draft = self._path.with_suffix(".draft")
+        draft.write_text(json.dumps({**self.counts, "findings": self.findings}))
+        draft.replace(self._path)
+
+
+class CanaryPools(Pools):
+    """Tells the canaries what is given out and what comes back. Checks of integrity bring the sweeps."""
+
+    canaries: Canaries | None = None
+
+    def reserve(self, room: Room, need: SlotCounts) -> Holding:
+        holding = super().reserve(room, need)
+        for kind, extents in holding.extents.items():
+            self._verify(kind, extents_to_slots(extents), f"given to room {room}")
+        return holding
+
+    def grow(self, holding: Holding, kind: PoolKind, num_slots: int) -> None:
+        before = extents_to_slots(holding[kind])
+        super().grow(holding, kind, num_slots)
+        new = np.setdiff1d(extents_to_slots(holding[kind]), before)
+        self._verify(kind, new, f"added to room {holding.room}")
+
+    def give_up(self, holding: Holding, kinds: Iterable[PoolKind]) -> None:
+        freed: dict[PoolKind, tuple[Extent, ...]] = {kind: holding[kind] for kind in kinds}
+        super().give_up(holding, tuple(freed))
+        if self.canaries is not None:
+            for kind, extents in freed.items():
+                self.canaries.fill(kind, extents_to_slots(extents))
+
+    def check_integrity(self, expected: Mapping[Stage, int] | None = None) -> None:
+        super().check_integrity(expected)
+        if self.canaries is not None and self.canaries.is_due():
+            self.canaries.sweep({kind: self._free_slots(kind) for kind in PoolKind})
+
+    def _free_slots(self, kind: PoolKind) -> SlotArray:
+        is_free = np.ones(self.totals[kind], np.bool_)
+        for holding in self._holdings:
+            is_free[extents_to_slots(holding[kind])] = False
+        return np.flatnonzero(is_free)
+
+    def _verify(self, kind: PoolKind, slots: SlotArray, when: str) -> None:
+        if self.canaries is not None:
+            self.canaries.verify(kind, slots, when)
+
+
+def keep_canaries(report: Path) -> None:
+    """Let every ``DecodeEngine`` that this process makes from now on have canaries."""
+    pools: list[CanaryPools] = []
+
+    def make_pools(totals: SlotCounts, page_size: int) -> CanaryPools:
+        pools.append(CanaryPools(totals, page_size))
+        return pools[-1]
+
+    def make_memory(spec: Any, totals: SlotCounts, page_size: int, device: Any) -> DecodeMemory:
+        memory = DecodeMemory(spec, totals, page_size, device)
+        pools[-1].canaries = Canaries(memory, totals, report)
+        return memory
+
+    names: Any = decode_node.engine
+    names.Pools, names.DecodeMemory = make_pools, make_memory
+
+
+def _pattern(layer: int, slots: SlotArray, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """uint8 [num_slots, num_bytes]: another one for each slot and layer."""
+    seeds = (slots * 7919 + layer * 104_729 + 17) % 65_521
+    return ((seeds[:, None] * 31 + np.arange(num_bytes) * 97) >> 2).astype(np.uint8)

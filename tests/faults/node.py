@@ -1,0 +1,36 @@
+"""The command line of the product, with faults and canaries in the engine: ``python -m tests.faults.node``.
+
+Two variables of the environment say what is put in; without them it is the product as it is.
+
+TRANSPORT_FAULTS   JSON of ``FaultRates``, with a ``report`` file: writes to peers fail, are late, and so on
+CANARY_REPORT      file: free slots of a decode node hold a pattern, which is verified
+
+The engine runs in a spawned child, which imports this module as ``__mp_main__`` before anything else. That is
+where they are put in: at names of modules that the engine looks up when it is made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def put_in() -> None:
+    if faults := os.environ.get("TRANSPORT_FAULTS"):
+        from tests.faults.transport import break_transport
+
+        break_transport(faults)
+    if report := os.environ.get("CANARY_REPORT"):
+        from tests.faults.canaries import keep_canaries
+
+        keep_canaries(Path(report))
+
+
+if __name__ == "__mp_main__":
+    put_in()
+
+if __name__ == "__main__":
+    from hisparse_pd import main
+
+    sys.exit(main())

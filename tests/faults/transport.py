@@ -1,0 +1,134 @@
+"""A Mooncake that fails: below everything of the product, where its calls leave for the extension.
+
+What it does is what a network may do, and no more. A write that returns 0 has landed, whole. One that returns
+an error has landed not at all, in part, or later. The descriptors of one write have no order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import transfer.engine
+
+log = logging.getLogger(__name__)
+
+FAILED = -1
+
+
+@dataclass(frozen=True)
+class FaultRates:
+    """Shares of all writes, in [0, 1], which add up to 1 at most; the rest is written as it should be.
+
+    ``dropped``: fails, and nothing lands. ``partial``: fails after some descriptors. ``late``: fails, and
+    lands up to ``late_secs`` after that. ``slow``: takes up to ``slow_secs`` longer. ``twice``: written two
+    times. ``shuffled``: descriptors go out in any order, in several calls.
+    """
+
+    report: str
+    seed: int = 0
+    dropped: float = 0.0
+    partial: float = 0.0
+    late: float = 0.0
+    slow: float = 0.0
+    twice: float = 0.0
+    shuffled: float = 0.0
+    late_secs: float = 2.0
+    slow_secs: float = 0.5
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def choose(self, generator: random.Random) -> str:
+        point = generator.random()
+        for name in ("dropped", "partial", "late", "slow", "twice", "shuffled"):
+            point -= getattr(self, name)
+            if point < 0:
+                return name
+        return ""
+
+
+class FaultyMooncake:
+    """In place of ``mooncake.engine.TransferEngine``; all but writes goes to the real one."""
+
+    def __init__(self, mooncake: Any, rates: FaultRates) -> None:
+        self._mooncake = mooncake
+        self._rates = rates
+        self._random = random.Random(rates.seed or None)
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mooncake, name)
+
+    def batch_transfer_sync_write(
+        self, session: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]
+    ) -> int:
+        with self._lock:
+            fault = self._rates.choose(self._random)
+            share, seed = self._random.random(), self._random.random()
+        if fault:
+            self._report(fault)
+        writes = list(zip(src, dst, lengths, strict=True))
+        match fault:
+            case "dropped":
+                return FAILED
+            case "partial":
+                self._write(session, writes[: int(share * len(writes))])
+                return FAILED
+            case "late":
+                self._write_later(session, writes, share * self._rates.late_secs)
+                return FAILED
+            case "slow":
+                time.sleep(share * self._rates.slow_secs)
+            case "twice":
+                self._write(session, writes)
+            case "shuffled":
+                random.Random(seed).shuffle(writes)
+                middle = len(writes) // 2
+                return self._write(session, writes[:middle]) or self._write(session, writes[middle:])
+        return self._write(session, writes)
+
+    def _write(self, session: str, writes: Sequence[tuple[int, int, int]]) -> int:
+        if not writes:
+            return 0
+        src, dst, lengths = map(list, zip(*writes, strict=True))
+        return int(self._mooncake.batch_transfer_sync_write(session, src, dst, lengths))
+
+    def _write_later(self, session: str, writes: Sequence[tuple[int, int, int]], secs: float) -> None:
+        """As bytes do that sit in a socket: they were read when the write was made."""
+        lengths = [length for _, _, length in writes]
+        content = b"".join(ctypes.string_at(src, length) for src, _, length in writes)
+        held = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        starts = [held.data_ptr() + sum(lengths[:number]) for number in range(len(lengths))]
+        moved = list(zip(starts, [dst for _, dst, _ in writes], lengths, strict=True))
+
+        def land() -> None:
+            self._mooncake.register_memory(held.data_ptr(), held.nbytes)
+            code = self._write(session, moved)
+            self._mooncake.unregister_memory(held.data_ptr())
+            self._report("landed late" if code == 0 else "late and lost")
+
+        threading.Timer(secs, land).start()
+
+    def _report(self, fault: str) -> None:
+        """A line a fault, which is there also when this process is killed at once."""
+        descriptor = os.open(self._rates.report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(descriptor, f"{fault}\n".encode())
+        os.close(descriptor)
+
+
+def break_transport(rates_json: str) -> None:
+    """Let every ``TransferEngine`` that this process makes from now on have a ``FaultyMooncake``."""
+    rates = FaultRates(**json.loads(rates_json))
+    make = transfer.engine._new_mooncake_engine
+    transfer.engine._new_mooncake_engine = lambda: FaultyMooncake(make(), rates)

@@ -1,0 +1,95 @@
+"""A pair over a transport that drops, delays, repeats and reorders: right tokens or a clear error.
+
+The decode node has canaries in its free slots, so a byte that lands where nobody waits for it is found, too.
+Of batches, the transport reorders the descriptors: the sender starts a room's next batch when one has landed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.faults.transport import FaultRates
+from tests.integration.harness import (
+    Deployment,
+    Service,
+    decode_service,
+    prefill_service,
+    router_service,
+    running,
+    wait_until,
+)
+
+NUM_REQUESTS = 80
+NUM_CLIENTS = 8
+MAX_NEW_TOKENS = 8
+LENGTHS = (1, 3, 64, 65, 130, 300)
+FLAGS: tuple[bool | str, ...] = (True, False, "auto")
+RATES = {"dropped": 0.04, "partial": 0.06, "late": 0.06, "slow": 0.06, "twice": 0.15, "shuffled": 0.15}
+PATIENCE_SECS = 60.0
+
+
+def ask(url: str, prompt: Sequence[int], num_new_tokens: int, hisparse: bool | str) -> httpx.Response:
+    params = {"temperature": 0, "max_new_tokens": num_new_tokens, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": params, "hisparse": hisparse}
+    return httpx.post(f"{url}/generate", json=body, timeout=PATIENCE_SECS)
+
+
+def is_empty(node: Service) -> bool:
+    """Nothing runs, waits, is held or quarantined."""
+    samples = node.metrics()
+    held = ("pool_used_tokens", "quarantined_tokens", "num_running_reqs", "num_queue_reqs")
+    return not any(samples[name] for name in samples if name.split("{")[0].split(":")[1] in held)
+
+
+@pytest.mark.timeout(300)
+def test_right_tokens_or_a_clear_error(
+    tiny_checkpoint: Callable[[str], Path], pair: Deployment, tmp_path: Path
+) -> None:
+    """``pair``, whose transport is as it should be, says which tokens are right."""
+    # Prompts that share beginnings: the prefix cache is used as well.
+    prompts = [[40 + (start + p) % 80 for p in range(length)] for length in LENGTHS for start in (0, 7)]
+    expected = [ask(pair.url, prompt, MAX_NEW_TOKENS, True).json()["output_ids"] for prompt in prompts]
+    checkpoint = tiny_checkpoint("v32")
+    # Pools that are so small that freed slots are soon given out again.
+    options = ["--host-pool-tokens", "1200", "--device-pool-tokens", "1024", "--quarantine-secs", "2"]
+    prefill = prefill_service(checkpoint, tmp_path, "prefill")
+    decode = decode_service(checkpoint, tmp_path, "decode", [*options, "--device-buffer-size", "128"])
+    router = router_service([prefill], [decode], tmp_path)
+    faults = tmp_path / "faults"
+    rates = FaultRates(report=str(faults), seed=5, late_secs=1.0, slow_secs=0.3, **RATES)
+    prefill.module = decode.module = "tests.faults.node"
+    prefill.env["TRANSPORT_FAULTS"] = rates.to_json()
+    decode.env["CANARY_REPORT"] = str(tmp_path / "canaries.json")
+
+    def answer(number: int) -> httpx.Response:
+        num_new_tokens = 1 + number % MAX_NEW_TOKENS
+        return ask(router.url, prompts[number % len(prompts)], num_new_tokens, FLAGS[number % len(FLAGS)])
+
+    with running([prefill, decode, router]):
+        with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+            answers = list(threads.map(answer, range(NUM_REQUESTS)))
+        wait_until(lambda: is_empty(decode), PATIENCE_SECS, "the decode node's pools are whole")
+        httpx.post(prefill.url + "/flush_cache", timeout=PATIENCE_SECS)
+        wait_until(lambda: is_empty(prefill), PATIENCE_SECS, "the prefill node's pools are whole")
+        (report,) = tmp_path.glob("canaries-*.json")
+        canaries = json.loads(report.read_text())
+    for number, got in enumerate(answers):
+        if got.status_code == 200:
+            num_new_tokens = 1 + number % MAX_NEW_TOKENS
+            assert got.json()["output_ids"] == expected[number % len(prompts)][:num_new_tokens]
+        else:
+            assert got.status_code in (502, 503, 504), got.text
+            assert got.json()["error"]["message"]
+    outcomes = Counter(got.status_code for got in answers)
+    assert outcomes[200] >= NUM_REQUESTS // 4, outcomes
+    seen = Counter(faults.read_text().splitlines())
+    assert set(RATES) | {"landed late"} <= set(seen), seen
+    assert canaries["findings"] == []
+    assert canaries["bytes_checked"] > 0
