@@ -5,6 +5,7 @@
 #   BENCH_ARGS=...   further options of `hisparse-pd bench serve` for `make bench-serve`
 #   TEST_ARGS=...    further arguments of pytest for `make test`
 #   FUZZ_INPUTS=n    inputs to each decoder for `make fuzz`; default: 100000
+#   SOAK_SECS=n      how long `make soak` goes on; default: 120
 #   PYTHON=python3   the interpreter (3.11 or later) that makes .venv
 #   TORCH_PIP_ARGS=  further arguments of the `pip install` of torch, such as the index with its CPU build
 
@@ -14,6 +15,8 @@ SERVE_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 FUZZ_INPUTS ?= 100000
+SOAK_SECS ?= 120
+ROOM_EXAMPLES ?= 10000
 TORCH_PIP_ARGS ?=
 
 VENV := .venv
@@ -29,7 +32,7 @@ SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup system-libraries demo test test-full test-gpu test-compose fuzz serve lint format bench bench-layer-push bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
+.PHONY: help setup system-libraries demo test test-full test-gpu test-compose fuzz rooms soak serve lint format bench bench-layer-push bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
 
 help:
 	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -57,6 +60,12 @@ test-compose: $(READY) ## the two-node deployment in containers; needs Docker, o
 
 fuzz: $(READY) ## hostile inputs to every decoder, new ones each time; FUZZ_INPUTS each; some 10 minutes
 	FUZZ_INPUTS=$(FUZZ_INPUTS) $(BIN)/python -m pytest -n 2 --timeout 0 -k fuzz tests/property $(TEST_ARGS)
+
+rooms: $(READY) ## ROOM_EXAMPLES new histories of the room protocol with both ends; some 10 minutes
+	ROOM_EXAMPLES=$(ROOM_EXAMPLES) $(BIN)/python -m pytest --timeout 0 tests/property/test_rooms_both_ends.py $(TEST_ARGS)
+
+soak: $(READY) ## nodes under load that are killed, stopped and started again, for SOAK_SECS
+	SOAK_SECS=$(SOAK_SECS) $(BIN)/python -m pytest -s -m soak tests/soak $(TEST_ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

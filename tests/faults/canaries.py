@@ -1,7 +1,7 @@
 """A pattern in every free slot of a decode node's pools, verified before the slot is given out again.
 
 A write that lands in a slot which nobody holds, or which somebody else held before, changes the pattern. All
-free slots are also verified about once a second. Quarantined slots are not free: there bytes may land.
+free slots are also verified every few seconds. Quarantined slots are not free: there bytes may land.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transfer.extents import extents_to_slots
 
 log = logging.getLogger(__name__)
 
-SWEEP_INTERVAL_SECS = 1.0
+SWEEP_INTERVAL_SECS = 5.0
 SlotArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -38,6 +38,12 @@ class Canaries:
             PoolKind.INDEX: memory.index.numpy(),
             PoolKind.AUX: memory.aux[None].numpy(),
         }
+        self._patterns = {
+            kind: np.stack(
+                [_pattern(layer, np.arange(totals[kind]), pool.shape[2]) for layer in range(len(pool))]
+            )
+            for kind, pool in self._pools.items()
+        }
         self._path = report.with_name(f"{report.stem}-{os.getpid()}{report.suffix}")
         self._next_sweep_at = 0.0
         self.counts = {"slots_filled": 0, "slots_checked": 0, "bytes_checked": 0, "sweeps": 0}
@@ -49,15 +55,15 @@ class Canaries:
     def fill(self, kind: PoolKind, slots: SlotArray) -> None:
         if kind not in self._pools or not slots.size:
             return
-        for layer, items in enumerate(self._pools[kind]):
-            items[slots] = _pattern(layer, slots, items.shape[1])
+        for items, pattern in zip(self._pools[kind], self._patterns[kind], strict=True):
+            items[slots] = pattern[slots]
         self.counts["slots_filled"] += slots.size
 
     def verify(self, kind: PoolKind, slots: SlotArray, when: str) -> None:
         if kind not in self._pools or not slots.size:
             return
-        for layer, items in enumerate(self._pools[kind]):
-            differs = (items[slots] != _pattern(layer, slots, items.shape[1])).any(axis=1)
+        for layer, (items, pattern) in enumerate(zip(self._pools[kind], self._patterns[kind], strict=True)):
+            differs = (items[slots] != pattern[slots]).any(axis=1)
             self.counts["bytes_checked"] += slots.size * items.shape[1]
             if differs.any():
                 self.findings.append(f"{when}: {kind} slots {slots[differs].tolist()[:20]} of layer {layer}")

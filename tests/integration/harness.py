@@ -124,6 +124,15 @@ class Service:
         }
 
 
+def is_empty(node: Service) -> bool:
+    """Nothing runs or waits, and no pool holds anything, prefix cache and quarantine included."""
+    held = {"pool_used_tokens", "quarantined_tokens"}
+    held |= {"num_running_reqs", "num_queue_reqs", "num_transfer_queue_reqs"}
+    return not any(
+        value for name, value in node.metrics().items() if name.split("{")[0].rpartition(":")[2] in held
+    )
+
+
 @dataclass
 class Deployment:
     """Prefill nodes, decode nodes and a router."""

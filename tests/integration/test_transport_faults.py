@@ -18,8 +18,8 @@ import pytest
 from tests.faults.transport import FaultRates
 from tests.integration.harness import (
     Deployment,
-    Service,
     decode_service,
+    is_empty,
     prefill_service,
     router_service,
     running,
@@ -39,13 +39,6 @@ def ask(url: str, prompt: Sequence[int], num_new_tokens: int, hisparse: bool | s
     params = {"temperature": 0, "max_new_tokens": num_new_tokens, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": params, "hisparse": hisparse}
     return httpx.post(f"{url}/generate", json=body, timeout=PATIENCE_SECS)
-
-
-def is_empty(node: Service) -> bool:
-    """Nothing runs, waits, is held or quarantined."""
-    samples = node.metrics()
-    held = ("pool_used_tokens", "quarantined_tokens", "num_running_reqs", "num_queue_reqs")
-    return not any(samples[name] for name in samples if name.split("{")[0].split(":")[1] in held)
 
 
 @pytest.mark.timeout(300)

@@ -1,0 +1,208 @@
+"""A deployment under load for SOAK_SECS while everything is done to it: `make soak`.
+
+Two prefill nodes, whose transport also fails by itself, two decode nodes with canaries in their free slots,
+a router, and clients that leave in storms, while nodes are killed, stopped and started again. Prefill node 0
+comes back on the same control port, prefill node 1 on another, and all of them in new sessions. Every request
+ends in the right tokens or in a clear error; in the end every pool is whole, every canary lives, and no
+process is left.
+
+SOAK_SECS, SOAK_CLIENTS and SOAK_SEED in the environment; the summary goes to standard output and, as JSON, to
+SOAK_REPORT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.faults.transport import FaultRates
+from tests.integration.harness import (
+    Deployment,
+    decode_service,
+    free_port,
+    is_empty,
+    prefill_service,
+    router_service,
+    running,
+    wait_until,
+)
+from tests.soak.chaos import Chaos, living
+from tests.soak.load import Load, Prompt, body_of
+
+SECS = float(os.environ.get("SOAK_SECS", "120"))
+NUM_CLIENTS = int(os.environ.get("SOAK_CLIENTS", "24"))
+REPORT = Path(os.environ.get("SOAK_REPORT", "bench/out/soak.json"))
+
+LENGTHS = (1, 2, 63, 64, 65, 100, 128, 200, 333, 600)
+MAX_NEW_TOKENS = 40
+SETTLE_SECS = 90.0
+
+NODE_OPTIONS = ["--heartbeat-timeout-secs", "6", "--room-timeout-secs", "30", "--transfer-timeout-secs", "10"]
+DECODE_OPTIONS = [
+    *("--device-buffer-size", "128", "--host-pool-tokens", "6000", "--device-pool-tokens", "3072"),
+    *("--quarantine-secs", "5", "--max-running-requests", "16"),
+]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SECS + 600)
+def test_soak(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    seed = int(os.environ.get("SOAK_SEED") or time.time_ns() % 1_000_000)
+    nodes = services(tiny_checkpoint("v32"), tmp_path)
+    over = threading.Event()
+    chaos = Chaos([*nodes.prefill, *nodes.decode], random.Random(seed), over)
+    started = time.monotonic()
+    try:
+        with running(nodes.services):
+            expected = answers_before(nodes)
+            load = asyncio.run(soak(nodes, expected, chaos, random.Random(seed + 1)))
+            serves_again(nodes, expected)
+            settle(nodes)
+    finally:
+        over.set()
+    left = processes_left(chaos.process_groups)
+    canaries = canary_counts(tmp_path)
+    summary: dict[str, Any] = {
+        "seed": seed,
+        "secs": round(time.monotonic() - started),
+        "clients": NUM_CLIENTS,
+        "requests": dict(sorted(load.outcomes.items())),
+        "tokens": load.num_tokens,
+        "abort_storms": load.num_storms,
+        "errors": dict(load.errors.most_common()),
+        "events": dict(sorted(chaos.events.items())),
+        "transport_faults": dict(sorted(Counter((tmp_path / "faults").read_text().splitlines()).items())),
+        "canaries": canaries,
+        "violations": load.violations[:20],
+        "processes_left": left,
+    }
+    REPORT.parent.mkdir(parents=True, exist_ok=True)
+    REPORT.write_text(json.dumps(summary, indent=1) + "\n")
+    print(json.dumps(summary, indent=1))
+    assert load.violations == []
+    assert canaries["findings"] == []
+    assert canaries["bytes_checked"] > 0
+    assert left == []
+    assert load.outcomes["right"] > load.outcomes["client left"] / 4, load.outcomes
+
+
+def services(checkpoint: Path, directory: Path) -> Deployment:
+    same_port = ["--control-port", str(free_port())]
+    prefill = [
+        prefill_service(checkpoint, directory, "prefill-0", [*NODE_OPTIONS, *same_port]),
+        prefill_service(checkpoint, directory, "prefill-1", NODE_OPTIONS),
+    ]
+    decode = [
+        decode_service(checkpoint, directory, f"decode-{number}", [*NODE_OPTIONS, *DECODE_OPTIONS])
+        for number in range(2)
+    ]
+    router = router_service(prefill, decode, directory, ["--health-interval-secs", "0.5"])
+    for node in (*prefill, *decode):
+        node.module = "tests.faults.node"
+    for node in prefill:
+        rates = FaultRates(
+            str(directory / "faults"),
+            dropped=0.01,
+            partial=0.01,
+            late=0.02,
+            slow=0.04,
+            twice=0.04,
+            shuffled=0.04,
+        )
+        node.env["TRANSPORT_FAULTS"] = rates.to_json()
+    for node in decode:
+        node.env["CANARY_REPORT"] = str(directory / f"{node.name}-canaries.json")
+    return Deployment(prefill, decode, router)
+
+
+def answers_before(nodes: Deployment) -> dict[Prompt, list[int]]:
+    """The right tokens: the same in both modes, before anything happens."""
+    prompts = [tuple(40 + (start + p) % 80 for p in range(length)) for length in LENGTHS for start in (0, 7)]
+    with ThreadPoolExecutor(8) as threads:
+        hisparse, dense = (
+            list(threads.map(lambda prompt, mode=mode: ask_until_served(nodes.url, prompt, mode), prompts))
+            for mode in (True, False)
+        )
+    assert hisparse == dense
+    return dict(zip(prompts, hisparse, strict=True))
+
+
+def ask_until_served(url: str, prompt: Prompt, hisparse: bool) -> list[int]:
+    """The transport fails at times; what is served is right."""
+    answers: list[httpx.Response] = []
+
+    def is_served() -> bool:
+        answers.append(
+            httpx.post(f"{url}/generate", json=body_of(prompt, MAX_NEW_TOKENS, hisparse), timeout=120)
+        )
+        return answers[-1].status_code == 200
+
+    wait_until(is_served, SETTLE_SECS, "an answer")
+    tokens: list[int] = answers[-1].json()["output_ids"]
+    return tokens
+
+
+async def soak(
+    nodes: Deployment, expected: dict[Prompt, list[int]], chaos: Chaos, generator: random.Random
+) -> Load:
+    load = Load(nodes.url, expected, NUM_CLIENTS, generator)
+    clients = asyncio.create_task(load.run())
+    storms = asyncio.create_task(load.storms())
+    chaos_ended = asyncio.create_task(asyncio.to_thread(chaos.run))
+    try:
+        await asyncio.wait([chaos_ended], timeout=SECS)
+    finally:
+        chaos.over.set()
+        await chaos_ended  # raises what went wrong with a node
+        load.stop()
+        await asyncio.gather(clients, storms)
+    return load
+
+
+def serves_again(nodes: Deployment, expected: dict[Prompt, list[int]]) -> None:
+    """Every node, once all is quiet: each pair of nodes gets requests in turn."""
+    prompts = list(expected)[-4:]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(2):
+            answers = threads.map(lambda prompt: ask_until_served(nodes.url, prompt, True), prompts)
+            assert list(answers) == [expected[prompt] for prompt in prompts]
+
+
+def settle(nodes: Deployment) -> None:
+    for node in nodes.decode:
+        wait_until(lambda node=node: is_empty(node), SETTLE_SECS, f"{node.name} holds nothing")
+
+    def flush_and_look() -> bool:
+        nodes.flush_prefix_caches()
+        return all(is_empty(node) for node in nodes.prefill)
+
+    wait_until(flush_and_look, SETTLE_SECS, "the prefill nodes hold nothing")
+
+
+def processes_left(process_groups: set[int]) -> list[str]:
+    """After some time to end: killing is not waiting for the end."""
+    with contextlib.suppress(TimeoutError):
+        wait_until(lambda: not living(process_groups), 30, "all processes end")
+    return living(process_groups)
+
+
+def canary_counts(directory: Path) -> dict[str, Any]:
+    """Of all runs of the decode nodes together."""
+    reports = [json.loads(path.read_text()) for path in directory.glob("decode-*-canaries-*.json")]
+    totals: Counter[str] = Counter()
+    for report in reports:
+        totals.update({name: count for name, count in report.items() if name != "findings"})
+    return {"runs": len(reports), **totals, "findings": [f for report in reports for f in report["findings"]]}
