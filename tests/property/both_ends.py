@@ -10,14 +10,15 @@ and the writes, which really copy bytes, and check first to whom the bytes under
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import prefill_node.engine
 from decode_node.engine import DecodeEngine
 from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind, Stage
@@ -34,6 +35,7 @@ from tests.property.sim_nodes import (
     PAGE_SIZE,
     SPEC,
     NoPoller,
+    NoProbes,
     NoWakeup,
     SimDecodeRunner,
     SimFront,
@@ -51,7 +53,7 @@ ROOM_TIMEOUT_SECS = 20.0
 _SHARED: dict[str, Any] = {
     "model_path": Path("none"),
     "page_size": PAGE_SIZE,
-    "heartbeat_timeout_secs": 5.0,
+    "heartbeat_interval_secs": 2.5,
     "room_timeout_secs": ROOM_TIMEOUT_SECS,
     "debug_checks": True,
 }
@@ -165,11 +167,13 @@ class World:
                 "guarded_listeners": lambda *_: nullcontext(),
                 "EngineSocket": lambda path: SimFront(),
                 "Wakeup": NoWakeup,
-                "Sender": lambda *_: SimSender(lambda: self.now, self.land),
+                "Sender": lambda *_: SimSender(lambda: self.now),
                 "ControlServer": lambda host, port, *_: SimServer(self.network, port or self._next_port()),
             },
             "prefill_node.push": {"time": clock},
         }
+        if hasattr(prefill_node.engine, "Probes"):
+            replaced["prefill_node.engine"]["Probes"] = NoProbes
         for module, names in replaced.items():
             self._patches.enter_context(patch.multiple(module, **names))
 
@@ -182,7 +186,9 @@ class World:
         return SimTransfer(f"127.0.0.1:{10_000 + self._num_runs}")
 
     def start_prefill(self, address: PeerAddress, control_port: int = 0) -> None:
-        settings = PREFILL.model_copy(update={"control_port": control_port})
+        settings = PREFILL.model_copy(
+            update={"control_port": control_port, "quarantine_secs": QUARANTINE_SECS}
+        )
         engine = PrefillEngine(settings, SPEC, None, "", TCP)  # type: ignore[arg-type]
         engine._life._pusher._min_batch_bytes = 0  # so that layers of short prompts leave one by one
         parts: Any = engine  # of which some are stand-ins
@@ -193,8 +199,9 @@ class World:
     def kill_prefill(self, address: PeerAddress) -> PrefillNode:
         """What its writes had read stays in the transport for a while."""
         node = self.prefill.pop(address)
-        for room in list(node.sender.in_flight):
-            self.late += [_until(piece, self.now + LATE_SECS) for piece in node.sender.land(room, 0)]
+        for room in node.sender.in_flight:
+            self._leave_in_transport(node.sender.pieces(room))
+        self.late = [piece.in_socket() if piece.sender is node.sender else piece for piece in self.late]
         self.network.server_died(node.server)
         return node
 
@@ -251,19 +258,29 @@ class World:
 
     def finish_write(self, node: PrefillNode, room: Room, fate: WriteFate) -> None:
         """Of a write that fails, descriptors that have not landed may land late."""
-        session = node.sender.in_flight[room][0]
-        is_dead = session != self.decode.session
+        pieces = node.sender.pieces(room)
+        if pieces[0].session != self.decode.session and fate is not WriteFate.FAILED_MIDWAY:
+            fate = WriteFate.FAILED  # that decode node is dead
         match fate:
-            case WriteFate.WRITTEN if not is_dead:
-                node.sender.land(room, None)
-                node.sender.finish(room, ok=True)
-            case WriteFate.SLOW if not is_dead:
-                node.sender.land(room, 1)
-            case _:
-                rest = node.sender.land(room, 1 if fate is WriteFate.FAILED_MIDWAY else 0)
-                self.late += [_until(piece, self.now + LATE_SECS) for piece in rest]
+            case WriteFate.WRITTEN | WriteFate.REPEATED:
+                for piece in pieces:
+                    self.land(piece)
+                was_repeated = fate is WriteFate.REPEATED
+                if was_repeated:
+                    self._leave_in_transport([replace(piece, was_repeated=True) for piece in pieces])
+                node.sender.finish(room, ok=True, was_repeated=was_repeated)
+            case WriteFate.SLOW:
+                self.land(pieces[0])
+            case WriteFate.FAILED | WriteFate.FAILED_MIDWAY:
+                num_landed = int(fate is WriteFate.FAILED_MIDWAY)
+                for piece in pieces[:num_landed]:
+                    self.land(piece)
+                self._leave_in_transport(pieces[num_landed:])
                 node.sender.finish(room, ok=False)
         node.sender.start()
+
+    def _leave_in_transport(self, pieces: Sequence[Piece]) -> None:
+        self.late += [replace(piece, lands_until=self.now + LATE_SECS) for piece in pieces]
 
     def pass_time(self, secs: float, *, late_bytes_land: bool) -> None:
         """Whatever sits in the transport lands at the last moment, or is lost."""
@@ -275,7 +292,10 @@ class World:
         self.now += secs
 
     def land(self, piece: Piece) -> None:
-        """Raises SafetyViolation unless the slots under the bytes are held for the room of the write."""
+        """Raises SafetyViolation unless the slots under the bytes are held for the room of the write.
+
+        Those of a room that runs may get the same bytes again, if their batch was repeated.
+        """
         if piece.session != self.decode.session:
             return
         for region in self.decode.engine.peers.regions:
@@ -292,17 +312,17 @@ class World:
         owners = self.decode.owners(_POOL_OF_REGION[region.kind])
         for slot in range(first, first + len(piece.content) // item_bytes):
             room, stage = owners.get(slot, (None, "free"))
-            if room != piece.room or stage not in (Stage.LANDING, Stage.QUARANTINED):
+            is_held = room == piece.room and (
+                stage in (Stage.LANDING, Stage.QUARANTINED) or piece.was_repeated
+            )
+            if not is_held:
                 raise SafetyViolation(
                     f"bytes of room {piece.room} landed in {region.kind} slot {slot}, which is "
                     f"{'free' if room is None else f'{stage} and of room {room}'}"
                 )
-        ctypes.memmove(piece.dst_addr, piece.content, len(piece.content))
+        content = piece.read()
+        ctypes.memmove(piece.dst_addr, content, len(content))
         self.num_landed += 1
 
     def generate(self, request: Generate) -> None:
         self.prompts[request.request_id] = request.prompt_token_ids
-
-
-def _until(piece: Piece, lands_until: float) -> Piece:
-    return Piece(piece.room, piece.session, piece.dst_addr, piece.content, lands_until)

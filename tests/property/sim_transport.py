@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import numpy as np
 import torch
 
-from protocol.messages import Room
+from protocol.messages import Room, RoomDone
 from transfer.sender import Completion, WriteBatch
 from transfer.transport import TCP
 
@@ -26,17 +26,40 @@ class WriteFate(Enum):
     """A part lands, and no answer comes yet."""
     FAILED = auto()
     FAILED_MIDWAY = auto()
+    REPEATED = auto()
+    """Fails, is written once more, and that goes well."""
+
+
+FATES = tuple(
+    # A room that was delivered says whether a batch of it was repeated where the sender repeats at all.
+    fate
+    for fate in WriteFate
+    if fate is not WriteFate.REPEATED or "batch_failed" in RoomDone.__struct_fields__
+)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The bytes of one descriptor, read from the source."""
+    """The bytes of one descriptor. ``src_addr``: read only when they land; None: ``content`` was read before.
 
+    ``sender``: whose they are. ``was_repeated``: the same bytes have landed before these may.
+    """
+
+    sender: SimSender
     room: Room
     session: str
+    src_addr: int | None
     dst_addr: int
     content: bytes
+    was_repeated: bool = False
     lands_until: float = float("inf")
+
+    def read(self) -> bytes:
+        return self.content if self.src_addr is None else ctypes.string_at(self.src_addr, len(self.content))
+
+    def in_socket(self) -> Piece:
+        """The same, read by now: all that is left of them when their sender dies."""
+        return replace(self, src_addr=None, content=self.read())
 
 
 class SimTransfer:
@@ -50,6 +73,9 @@ class SimTransfer:
     def register(self, memory: torch.Tensor) -> int:
         return memory.data_ptr()
 
+    def is_reachable(self, session: str) -> bool:
+        raise AssertionError("asked in a thread, of which there are none here")
+
     def close(self) -> None:
         pass
 
@@ -60,9 +86,8 @@ class SimSender:
     A write is in flight from ``start`` to ``finish``, which only the test calls.
     """
 
-    def __init__(self, clock: Callable[[], float], land: Callable[[Piece], None]) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._land = land
         self.waiting: dict[Room, deque[tuple[str, WriteBatch, list[bytes]]]] = {}
         self.in_flight: dict[Room, tuple[str, WriteBatch, list[bytes]]] = {}
         self._completions: list[Completion] = []
@@ -111,27 +136,25 @@ class SimSender:
             if not self.waiting[room]:
                 del self.waiting[room]
 
-    def land(self, room: Room, num_descriptors: int | None) -> list[Piece]:
-        """Read the source of a write in flight and land the first descriptors; returns the others."""
+    def pieces(self, room: Room) -> list[Piece]:
+        """Of the write in flight."""
         session, batch, as_submitted = self.in_flight[room]
         now_read = _read(batch)
         if now_read != as_submitted:
             raise SafetyViolation(f"room {room}: source of {batch.tag} was changed under the transport")
-        pieces = [
-            Piece(room, session, addr, content)
-            for addr, content in zip(np.asarray(batch.dst_addrs).tolist(), now_read, strict=True)
+        addrs = (np.asarray(addrs).tolist() for addrs in (batch.src_addrs, batch.dst_addrs))
+        return [
+            Piece(self, room, session, src_addr, dst_addr, content)
+            for src_addr, dst_addr, content in zip(*addrs, now_read, strict=True)
         ]
-        for piece in pieces[:num_descriptors]:
-            self._land(piece)
-        return pieces[num_descriptors:] if num_descriptors is not None else []
 
-    def finish(self, room: Room, *, ok: bool) -> None:
+    def finish(self, room: Room, *, ok: bool, was_repeated: bool = False) -> None:
         _, batch, _ = self.in_flight.pop(room)
         self._reported.discard(room)
         num_bytes = int(np.sum(batch.lengths)) if ok else 0
         error = "" if ok else "the transport failed"
         self._completions.append(
-            Completion(room, batch.tag, ok, error, num_bytes, 0.0, may_still_land=not ok)
+            Completion(room, batch.tag, ok, error, num_bytes, 0.0, may_still_land=not ok or was_repeated)
         )
         if not ok:
             self._refuse(room)

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from protocol.engine_messages import Abort, Generate, HisparseFlag, SamplingParams
 from protocol.messages import Room
+from tests.property import sim_transport
 from tests.property.both_ends import QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
 from tests.property.sim_nodes import FIRST_TOKEN, NEXT_TOKEN, SimFront
 from tests.property.sim_transport import WriteFate
@@ -41,7 +42,7 @@ ARRIVALS = st.tuples(
 )
 DICE = st.integers(0, 3)
 """For rules that are to act at times only: at 0."""
-FATES = st.sampled_from([WriteFate.WRITTEN, *WriteFate])
+FATES = st.sampled_from([WriteFate.WRITTEN, *sim_transport.FATES])
 
 
 class BothEndsMachine(RuleBasedStateMachine):
@@ -308,7 +309,9 @@ class BothEndsMachine(RuleBasedStateMachine):
         left = [f"decode: room {request.room} is {request.state}" for request in rooms.all()]
         left += [f"decode: room {entry.room} is quarantined" for entry in rooms.quarantine]
         for node in world.prefill.values():
-            left += [f"prefill: room {record.room} is {record.state}" for record in node.engine._life.rooms]
+            life = node.engine._life
+            left += [f"prefill: room {record.room} is {record.state}" for record in life.rooms]
+            left += [f"prefill: {source} is quarantined" for source in getattr(life, "quarantine", ())]
         return left + [f"bytes of room {piece.room} are in the transport" for piece in world.late]
 
     def check_answers(self) -> None:

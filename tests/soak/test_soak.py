@@ -50,7 +50,10 @@ LENGTHS = (1, 2, 63, 64, 65, 100, 128, 200, 333, 600)
 MAX_NEW_TOKENS = 40
 SETTLE_SECS = 90.0
 
-NODE_OPTIONS = ["--heartbeat-timeout-secs", "6", "--room-timeout-secs", "30", "--transfer-timeout-secs", "10"]
+NODE_OPTIONS = [
+    *("--heartbeat-interval-secs", "3", "--room-timeout-secs", "30"),
+    *("--transfer-timeout-secs", "10"),
+]
 DECODE_OPTIONS = [
     *("--device-buffer-size", "128", "--host-pool-tokens", "6000", "--device-pool-tokens", "3072"),
     *("--quarantine-secs", "5", "--max-running-requests", "16"),
