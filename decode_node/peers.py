@@ -122,6 +122,8 @@ class _Peer:
     page_size: int = 0
     last_error: str = ""
     lookup: Future[BootstrapInfo] | None = None
+    looked_up_for: str = ""
+    """The registered run when the look-up was started: its answer is older than any run that came since."""
     next_lookup_at: float = 0.0
     last_used_at: float = 0.0
     last_heard_at: float = 0.0
@@ -282,6 +284,8 @@ class Peers:
             return
         lookup, peer.lookup = peer.lookup, None
         peer.next_lookup_at = now + LOOKUP_RETRY_SECS
+        if peer.instance_id and peer.instance_id != peer.looked_up_for:
+            return
         try:
             info = lookup.result()
         except BootstrapLookupError as error:
@@ -377,6 +381,7 @@ class Peers:
 
     def _start_lookup(self, peer: _Peer) -> None:
         if peer.lookup is None:
+            peer.looked_up_for = peer.instance_id
             peer.lookup = self._threads.submit(look_up, *peer.address, self.keys, self.allowed)
             peer.lookup.add_done_callback(lambda _: self._wakeup.set())
 

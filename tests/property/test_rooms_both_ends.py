@@ -331,6 +331,41 @@ class BothEndsMachine(RuleBasedStateMachine):
                 assert len(tokens) == num_asked
 
 
+def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
+    """A refused look-up, given only when the next run of the prefill node is registered, is about the last.
+
+    Taken for the end of the new run, it would free slots in time to which that run still writes.
+    """
+    world = World(1)
+    try:
+        (address,) = world.addresses
+        decode, network = world.decode.engine, world.network
+        written = itertools.repeat(WriteFate.WRITTEN)
+        decode.peers.use(address, world.now)
+        request = Generate("r", 1, (1, 2), SamplingParams(1), address.host, address.port)
+        world.generate(request)
+        world.decode.front.inbox.append(request)
+        for _ in range(4):
+            world.work(written)
+        control_port = world.kill_prefill(address).server.port
+        world.pass_time(9.0, late_bytes_land=False)
+        world.turn_decode(answers_lookups=False)  # the look-up is refused, and its answer takes its time
+        assert world.decode.lookups.pending
+        world.start_prefill(address, control_port)
+        new_run = world.prefill[address].instance_id
+        for _ in range(4):
+            network.deliver_all()
+            world.turn_prefill(world.prefill[address])
+            network.deliver_all()
+            world.turn_decode(answers_lookups=False)
+        assert decode.peers.instance_id(address) == new_run
+        world.turn_decode()
+        assert decode.peers.may_entrust(address, world.now)
+        assert decode.peers.instance_id(address) == new_run
+    finally:
+        world.close()
+
+
 TestBothEnds = pytest.mark.timeout(0 if _ASKED else 600)(BothEndsMachine.TestCase)
 TestBothEnds.settings = settings(
     deadline=None,
