@@ -130,7 +130,7 @@ class Lifecycle:
             case InstanceGone():
                 self.rooms.quarantine.instance_gone(event.instance_id, now)
             case RoomMessage():
-                self._room_message(event.address, event.message, now)
+                self._room_message(event, now)
             case _:
                 assert_never(event)
 
@@ -159,13 +159,18 @@ class Lifecycle:
                 case _:
                     assert_never(request.state)
 
-    def _room_message(
-        self, address: PeerAddress, message: RoomDone | RoomFailed | RoomQuiet, now: float
-    ) -> None:
+    def _room_message(self, event: RoomMessage, now: float) -> None:
+        """Only the run that was given the room knows what is in flight; its successor never heard of it."""
+        message = event.message
         room = Room(message.room)
         request = self.rooms.get(room)
         entry = self.rooms.quarantine.get(room)
-        if request is not None and request.peer == address and request.state is RequestState.LANDING:
+        sender = (event.address, event.instance_id)
+        if (
+            request is not None
+            and (request.peer, request.instance_id) == sender
+            and request.state is RequestState.LANDING
+        ):
             match message:
                 case RoomDone():
                     self._landed(request, message, now)
@@ -176,7 +181,7 @@ class Lifecycle:
                     self.metrics.drop("late")
                 case _:
                     assert_never(message)
-        elif entry is not None and entry.peer == address:
+        elif entry is not None and (entry.peer, entry.instance_id) == sender:
             self._quarantined_message(entry, message, now)
         else:
             self.metrics.drop("late" if request is not None else "unknown_room")

@@ -100,9 +100,10 @@ class InstanceGone:
 
 @dataclass(frozen=True)
 class RoomMessage:
-    """A message about a room; not checked against what is known here of that room."""
+    """A message about a room by the run that is registered; not checked against what is known of the room."""
 
     address: PeerAddress
+    instance_id: str
     message: RoomDone | RoomFailed | RoomQuiet
 
 
@@ -244,7 +245,7 @@ class Peers:
                     self._register(peer, now)
             case RoomDone() | RoomFailed() | RoomQuiet():
                 peer.last_used_at = peer.instance_heard_at = now
-                events.append(RoomMessage(peer.address, message))
+                events.append(RoomMessage(peer.address, peer.instance_id, message))
             case _:
                 assert_never(message)
 

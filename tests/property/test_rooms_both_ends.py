@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from protocol.engine_messages import Abort, Generate, HisparseFlag, SamplingParams
 from protocol.messages import Room
 from tests.property import sim_transport
-from tests.property.both_ends import QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
+from tests.property.both_ends import LATE_SECS, QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
 from tests.property.sim_nodes import FIRST_TOKEN, NEXT_TOKEN, SimFront
 from tests.property.sim_transport import WriteFate
 
@@ -362,6 +362,40 @@ def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
         world.turn_decode()
         assert decode.peers.may_entrust(address, world.now)
         assert decode.peers.instance_id(address) == new_run
+    finally:
+        world.close()
+
+
+def test_the_next_run_cannot_call_a_room_of_the_last_one_quiet() -> None:
+    """It answers an abort that crosses its registration, and bytes of the dead run are still under way."""
+    world = World(1)
+    try:
+        (address,) = world.addresses
+        rooms, front = world.decode.engine.rooms, world.decode.front
+        request = Generate("r", 1, (1, 2), SamplingParams(1), address.host, address.port)
+        world.generate(request)
+        for inbox in (front.inbox, world.prefill[address].front.inbox):
+            inbox.append(request)
+        for _ in range(6):
+            world.work(itertools.repeat(WriteFate.SLOW))
+        assert world.prefill[address].sender.in_flight
+        world.start_prefill(address, world.kill_prefill(address).server.port)
+        node = world.prefill[address]
+        world.pass_time(3.0, late_bytes_land=False)
+        registered = len(node.engine._peers)
+        while len(node.engine._peers) == registered:  # a heartbeat is refused, and then it registers again
+            world.network.deliver_all()
+            world.turn_prefill(node)
+            if len(node.engine._peers) == registered:
+                world.network.deliver_all()
+                world.turn_decode()
+        front.inbox.append(Abort("r"))
+        world.turn_decode()
+        for _ in range(3):
+            world.work(itertools.repeat(WriteFate.WRITTEN))
+        assert Room(1) in rooms.quarantine
+        world.pass_time(LATE_SECS + 1, late_bytes_land=True)
+        assert world.late == []
     finally:
         world.close()
 

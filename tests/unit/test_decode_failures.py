@@ -190,7 +190,7 @@ def test_a_delivery_that_crosses_the_abort_makes_the_room_quiet(
 
 def _room_message(node: EngineHarness, double: PrefillDouble, message: RoomFailed | RoomQuiet) -> None:
     address = PeerAddress("127.0.0.1", double.port)
-    node.engine.lifecycle.peer_event(RoomMessage(address, message), time.monotonic())
+    node.engine.lifecycle.peer_event(RoomMessage(address, double.instance_id, message), time.monotonic())
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
@@ -230,6 +230,9 @@ def test_only_the_rooms_own_peer_can_call_it_quiet(
     node.turn_until(lambda: room in quarantine, double)
     with closing(PrefillDouble(checkpoint)) as stranger:
         _room_message(node, stranger, RoomQuiet(room, batch_failed=False))
+    run, double.instance_id = double.instance_id, "the run after it, which never heard of the room"
+    _room_message(node, double, RoomQuiet(room, batch_failed=False))
+    double.instance_id = run
     entry = quarantine.get(room)
     assert entry is not None
     assert entry.is_unresolved
