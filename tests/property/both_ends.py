@@ -245,16 +245,20 @@ class World:
         self.decode.engine.turn()
         self.decode.engine.rooms.check_integrity()
 
-    def work(self, fates: Iterator[WriteFate]) -> None:
+    def work(self, fates: Iterator[WriteFate], *, decode_first: bool = False) -> None:
         """Everything moves on: messages arrive, nodes turn, and writes have the next of ``fates``."""
         self.network.deliver_all()
+        if decode_first:
+            self.turn_decode()
+            self.network.deliver_all()
         for node in self.prefill.values():
             self.turn_prefill(node)
             if not node.is_stopped:
                 for room in list(node.sender.in_flight):
                     self.finish_write(node, room, next(fates))
-        self.network.deliver_all()
-        self.turn_decode()
+        if not decode_first:
+            self.network.deliver_all()
+            self.turn_decode()
 
     def finish_write(self, node: PrefillNode, room: Room, fate: WriteFate) -> None:
         """Of a write that fails, descriptors that have not landed may land late."""
