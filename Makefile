@@ -61,7 +61,7 @@ test-compose: $(READY) ## the two-node deployment in containers; needs Docker, o
 fuzz: $(READY) ## hostile inputs to every decoder, new ones each time; FUZZ_INPUTS each; some 10 minutes
 	FUZZ_INPUTS=$(FUZZ_INPUTS) $(BIN)/python -m pytest -n 2 --timeout 0 -k fuzz tests/property $(TEST_ARGS)
 
-rooms: $(READY) ## ROOM_EXAMPLES new histories of the room protocol with both ends; some 10 minutes
+rooms: $(READY) ## ROOM_EXAMPLES new histories of the room protocol with both ends; some 15 minutes
 	ROOM_EXAMPLES=$(ROOM_EXAMPLES) $(BIN)/python -m pytest --timeout 0 tests/property/test_rooms_both_ends.py $(TEST_ARGS)
 
 soak: $(READY) ## nodes under load that are killed, stopped and started again, for SOAK_SECS
