@@ -30,9 +30,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 # Shared library that Mooncake loads, and the Debian or Ubuntu package that has it.
 SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4
 
+# Debian packages that the machines of test-rdma need. Their kernel is unpacked by the tests, not installed.
+RDMA_PACKAGES := qemu-system-x86 ibverbs-providers iproute2
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup system-libraries demo test test-full test-gpu test-compose fuzz rooms soak serve lint format bench bench-layer-push bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
+.PHONY: help setup system-libraries rdma-packages demo test test-full test-gpu test-compose test-rdma fuzz rooms soak serve lint format bench bench-layer-push bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
 
 help:
 	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -57,6 +60,9 @@ test-gpu: $(READY) ## the tests that need an NVIDIA GPU: kernels, and tokens of 
 
 test-compose: $(READY) ## the two-node deployment in containers; needs Docker, or root and its packages
 	$(BIN)/python -m pytest -m compose tests/compose $(TEST_ARGS)
+
+test-rdma: $(READY) | rdma-packages ## the pair over RDMA verbs, in two machines with Soft-RoCE that QEMU runs; Debian
+	$(BIN)/python -m pytest -m rdma tests/rdma $(TEST_ARGS)
 
 fuzz: $(READY) ## hostile inputs to every decoder, new ones each time; FUZZ_INPUTS each; some 10 minutes
 	FUZZ_INPUTS=$(FUZZ_INPUTS) $(BIN)/python -m pytest -n 2 --timeout 0 -k fuzz tests/property $(TEST_ARGS)
@@ -99,21 +105,32 @@ clean: ## remove .venv, the tiny model, caches and results
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/out *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Missing libraries are installed when we are root on Debian or Ubuntu. Otherwise the line to run is printed.
+# What is in $$missing is installed when we are root on Debian or Ubuntu. Otherwise the line to run is printed.
+define install-missing
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing$$missing"; \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
+	else \
+	    echo "$(1) needs system packages that are not here. Run this, then make again:" >&2; \
+	    echo "    sudo apt-get update && sudo apt-get install -y$$missing" >&2; \
+	    exit 1; \
+	fi
+endef
+
 system-libraries:
 	@missing=''; \
 	for entry in $(SYSTEM_LIBRARIES); do \
 	    PATH="$$PATH:/usr/sbin:/sbin" ldconfig -p | grep -qF "$${entry%%:*} " || missing="$$missing $${entry##*:}"; \
 	done; \
-	if [ -z "$$missing" ]; then exit 0; fi; \
-	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    echo "installing the system libraries$$missing"; \
-	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; \
-	else \
-	    echo "Mooncake needs system libraries that are not here. Run this, then make again:" >&2; \
-	    echo "    sudo apt-get update && sudo apt-get install -y$$missing" >&2; \
-	    exit 1; \
-	fi
+	$(call install-missing,Mooncake)
+
+rdma-packages:
+	@missing=''; \
+	for package in $(RDMA_PACKAGES); do \
+	    dpkg-query -W -f '$${Status}' $$package 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$package"; \
+	done; \
+	$(call install-missing,test-rdma)
 
 # A change of either file installs again; without one, make starts in no time.
 $(READY): pyproject.toml constraints.txt

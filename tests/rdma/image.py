@@ -90,6 +90,8 @@ def boot_image() -> BootImage:
 
 
 def _make(work: Path, image: Path) -> None:
+    if os.geteuid() == 0:  # lists that are too old name packages that are gone
+        _output("apt-get", "update", "-qq")
     depends = _output("apt-cache", "depends", "--important", KERNEL_PACKAGE)
     names = re.findall(r"Depends: (linux-image-\S+)", depends)
     if not names:

@@ -70,17 +70,16 @@ class Machine:
         *command: str,
         environment: Mapping[str, str] | None = None,
         timeout_secs: float = TIMEOUT_SECS,
-        status: int | None = 0,
     ) -> Command:
-        """Run a command to its end. Raises CommandError for another exit status; None: any is good."""
+        """Run a command to its end. Raises CommandError when it is not done in time or does not succeed."""
         done = self.start(*command, environment=environment)
         try:
-            found = done.wait(timeout_secs)
+            status = done.wait(timeout_secs)
         finally:
             done.close()
-        if status not in (None, found):
+        if status != 0:
             raise CommandError(
-                f"{self.name}: {shlex.join(command)}: status {found}, not {status}\n"
+                f"{self.name}: {shlex.join(command)}: status {status}\n"
                 f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
             )
         return done
@@ -91,6 +90,14 @@ class Machine:
 
     def add_device(self) -> None:
         self.run("rdma", "link", "add", DEVICE, "type", "rxe", "netdev", NETDEV)
+        self.wait_device()
+
+    def wait_device(self) -> None:
+        """Until the device is active and has the GID of the machine's address: the kernel makes it later."""
+        port = f"/sys/class/infiniband/{DEVICE}/ports/1"
+        gid = "ffff:{:02x}{:02x}:{:02x}{:02x}".format(*map(int, self.address.split(".")))
+        is_ready = f"grep -q ACTIVE {port}/state && cat {port}/gids/* | grep -q {gid}"
+        self.run("sh", "-c", f"until {is_ready}; do sleep 0.1; done")
 
     def remove_device(self) -> None:
         self.run("rdma", "link", "delete", DEVICE)

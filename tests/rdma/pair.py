@@ -18,7 +18,7 @@ from tests.rdma.command import Command, CommandError
 from tests.rdma.machines import NODE_PORT, ROUTER_PORT, Machine
 
 BOOTSTRAP_PORT = 8998
-START_TIMEOUT_SECS = 900.0
+START_TIMEOUT_SECS = 2400.0
 REQUEST_TIMEOUT_SECS = 600.0
 """Long, as is all that the nodes wait for each other: without KVM a machine needs minutes for seconds."""
 
@@ -27,7 +27,7 @@ _POLL_SECS = 2.0
 
 HOT_BUFFER = 192
 _PATIENT = (
-    *("--heartbeat-timeout-secs", "120", "--health-timeout-secs", "300"),
+    *("--heartbeat-interval-secs", "60", "--health-timeout-secs", "300"),
     *("--transfer-timeout-secs", "300", "--room-timeout-secs", "600"),
 )
 _NODE = (

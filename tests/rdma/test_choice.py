@@ -67,6 +67,7 @@ def test_an_interface_that_is_down_is_named(machine: Machine) -> None:
         assert "bring its interface up" in error
     finally:
         machine.run("ip", "link", "set", "eth0", "up")
+        machine.wait_device()
 
 
 def test_a_device_without_an_address_is_not_for_auto(machine: Machine) -> None:
@@ -78,6 +79,7 @@ def test_a_device_without_an_address_is_not_for_auto(machine: Machine) -> None:
         assert f"{DEVICE} has no GID with an IP address" in chosen["reason"]
     finally:
         machine.run("ip", "addr", "add", address, "dev", "eth0")
+        machine.wait_device()
 
 
 def test_too_little_locked_memory_is_refused_with_both_numbers(machine: Machine) -> None:

@@ -20,7 +20,7 @@ NUM_NEW_TOKENS = 16
 RDMA = ("--transfer-protocol", "rdma", "--ib-device", DEVICE)
 TCP = ("--transfer-protocol", "tcp")
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(7200)]
 
 
 @dataclass
