@@ -51,8 +51,9 @@ def test_right_tokens_or_a_clear_error(
     expected = [ask(pair.url, prompt, MAX_NEW_TOKENS, True).json()["output_ids"] for prompt in prompts]
     checkpoint = tiny_checkpoint("v32")
     # Pools that are so small that freed slots are soon given out again.
-    options = ["--host-pool-tokens", "1200", "--device-pool-tokens", "1024", "--quarantine-secs", "2"]
-    prefill = prefill_service(checkpoint, tmp_path, "prefill")
+    quarantine = ["--quarantine-secs", "2"]
+    options = ["--host-pool-tokens", "1200", "--device-pool-tokens", "1024", *quarantine]
+    prefill = prefill_service(checkpoint, tmp_path, "prefill", quarantine)
     decode = decode_service(checkpoint, tmp_path, "decode", [*options, "--device-buffer-size", "128"])
     router = router_service([prefill], [decode], tmp_path)
     faults = tmp_path / "faults"

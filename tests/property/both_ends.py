@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import prefill_node.engine
 from decode_node.engine import DecodeEngine
 from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind, Stage
@@ -54,6 +53,7 @@ _SHARED: dict[str, Any] = {
     "model_path": Path("none"),
     "page_size": PAGE_SIZE,
     "heartbeat_interval_secs": 2.5,
+    "quarantine_secs": QUARANTINE_SECS,
     "room_timeout_secs": ROOM_TIMEOUT_SECS,
     "debug_checks": True,
 }
@@ -63,7 +63,6 @@ DECODE = DecodeSettings(
     host_pool_tokens=90,
     device_pool_tokens=48,
     max_running_requests=4,
-    quarantine_secs=QUARANTINE_SECS,
 )
 PREFILL = PrefillSettings(
     **_SHARED,
@@ -167,13 +166,12 @@ class World:
                 "guarded_listeners": lambda *_: nullcontext(),
                 "EngineSocket": lambda path: SimFront(),
                 "Wakeup": NoWakeup,
+                "Probes": NoProbes,
                 "Sender": lambda *_: SimSender(lambda: self.now),
                 "ControlServer": lambda host, port, *_: SimServer(self.network, port or self._next_port()),
             },
             "prefill_node.push": {"time": clock},
         }
-        if hasattr(prefill_node.engine, "Probes"):
-            replaced["prefill_node.engine"]["Probes"] = NoProbes
         for module, names in replaced.items():
             self._patches.enter_context(patch.multiple(module, **names))
 
@@ -186,9 +184,7 @@ class World:
         return SimTransfer(f"127.0.0.1:{10_000 + self._num_runs}")
 
     def start_prefill(self, address: PeerAddress, control_port: int = 0) -> None:
-        settings = PREFILL.model_copy(
-            update={"control_port": control_port, "quarantine_secs": QUARANTINE_SECS}
-        )
+        settings = PREFILL.model_copy(update={"control_port": control_port})
         engine = PrefillEngine(settings, SPEC, None, "", TCP)  # type: ignore[arg-type]
         engine._life._pusher._min_batch_bytes = 0  # so that layers of short prompts leave one by one
         parts: Any = engine  # of which some are stand-ins

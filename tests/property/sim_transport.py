@@ -11,7 +11,7 @@ from enum import Enum, auto
 import numpy as np
 import torch
 
-from protocol.messages import Room, RoomDone
+from protocol.messages import Room
 from transfer.sender import Completion, WriteBatch
 from transfer.transport import TCP
 
@@ -28,14 +28,6 @@ class WriteFate(Enum):
     FAILED_MIDWAY = auto()
     REPEATED = auto()
     """Fails, is written once more, and that goes well."""
-
-
-FATES = tuple(
-    # A room that was delivered says whether a batch of it was repeated where the sender repeats at all.
-    fate
-    for fate in WriteFate
-    if fate is not WriteFate.REPEATED or "batch_failed" in RoomDone.__struct_fields__
-)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from protocol.engine_messages import Abort, Generate, HisparseFlag, SamplingParams
 from protocol.messages import Room
-from tests.property import sim_transport
 from tests.property.both_ends import LATE_SECS, QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
 from tests.property.sim_nodes import FIRST_TOKEN, NEXT_TOKEN, SimFront
 from tests.property.sim_transport import WriteFate
@@ -42,7 +41,7 @@ ARRIVALS = st.tuples(
 )
 DICE = st.integers(0, 3)
 """For rules that are to act at times only: at 0."""
-FATES = st.sampled_from([WriteFate.WRITTEN, WriteFate.SLOW, *sim_transport.FATES])
+FATES = st.sampled_from([WriteFate.WRITTEN, WriteFate.SLOW, *WriteFate])
 
 
 class BothEndsMachine(RuleBasedStateMachine):
@@ -321,7 +320,7 @@ class BothEndsMachine(RuleBasedStateMachine):
         for node in world.prefill.values():
             life = node.engine._life
             left += [f"prefill: room {record.room} is {record.state}" for record in life.rooms]
-            left += [f"prefill: {source} is quarantined" for source in getattr(life, "quarantine", ())]
+            left += [f"prefill: {source} is quarantined" for source in life.quarantine]
         return left + [f"bytes of room {piece.room} are in the transport" for piece in world.late]
 
     def check_answers(self) -> None:

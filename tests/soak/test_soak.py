@@ -52,11 +52,11 @@ SETTLE_SECS = 90.0
 
 NODE_OPTIONS = [
     *("--heartbeat-interval-secs", "3", "--room-timeout-secs", "30"),
-    *("--transfer-timeout-secs", "10"),
+    *("--transfer-timeout-secs", "10", "--quarantine-secs", "5"),
 ]
 DECODE_OPTIONS = [
     *("--device-buffer-size", "128", "--host-pool-tokens", "6000", "--device-pool-tokens", "3072"),
-    *("--quarantine-secs", "5", "--max-running-requests", "16"),
+    *("--max-running-requests", "16"),
 ]
 
 
