@@ -77,14 +77,15 @@ class BootImage:
 def boot_image() -> BootImage:
     """The image from the cache, made when it is not there. Raises ImageMissing."""
     key = hashlib.sha256("\n".join((*MODULES, INIT)).encode()).hexdigest()[:16]
-    home = CACHE / key
+    home = CACHE / f"image-{key}"
     if not home.is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE, prefix="build-") as work:
             made = Path(work, "image")
             made.mkdir()
             _make(Path(work), made)
-            shutil.rmtree(home, ignore_errors=True)
+            for outdated in CACHE.glob("image-*"):
+                shutil.rmtree(outdated, ignore_errors=True)
             made.rename(home)
     return BootImage(home / "vmlinuz", home / "initrd")
 
