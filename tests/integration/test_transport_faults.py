@@ -18,6 +18,7 @@ import pytest
 from tests.faults.transport import FaultRates
 from tests.integration.harness import (
     Deployment,
+    Service,
     decode_service,
     is_empty,
     prefill_service,
@@ -87,3 +88,49 @@ def test_right_tokens_or_a_clear_error(
     assert set(RATES) | {"landed late"} <= set(seen), seen
     assert canaries["findings"] == []
     assert canaries["bytes_checked"] > 0
+
+
+@pytest.mark.timeout(300)
+def test_a_prefill_node_that_is_killed_in_mid_transfer_fails_its_request_and_serves_again(
+    tiny_checkpoint: Callable[[str], Path], pair: Deployment, tmp_path: Path
+) -> None:
+    """The decode node notices by itself: the request comes without a router. Heartbeats are as shipped."""
+    prompt = list(range(40, 110))
+    expected = ask(pair.url, prompt, MAX_NEW_TOKENS, True).json()["output_ids"]
+    checkpoint = tiny_checkpoint("v32")
+    prefill = prefill_service(checkpoint, tmp_path, "prefill")
+    decode = decode_service(checkpoint, tmp_path, "decode", ["--quarantine-secs", "2"])
+    router = router_service([prefill], [decode], tmp_path)
+    faults = tmp_path / "faults"
+    prefill.module = "tests.faults.node"
+    prefill.env["TRANSPORT_FAULTS"] = FaultRates(str(faults), seed=1, slow=1.0, slow_secs=1e4).to_json()
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS, "ignore_eos": True},
+        "hisparse": True,
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": prefill.bootstrap_port,
+        "bootstrap_room": 7,
+    }
+
+    def post(node: Service) -> httpx.Response:
+        return httpx.post(f"{node.url}/generate", json=body, timeout=PATIENCE_SECS)
+
+    with running([prefill, decode, router]), ThreadPoolExecutor(2) as threads:
+        legs = [threads.submit(post, node) for node in (prefill, decode)]
+        wait_until(faults.exists, PATIENCE_SECS, "a write is under way")
+        prefill.kill()
+        assert isinstance(legs[0].exception(PATIENCE_SECS), httpx.TransportError)
+        answer = legs[1].result(PATIENCE_SECS)
+        assert answer.status_code == 502, answer.text
+        assert f"127.0.0.1:{prefill.bootstrap_port}" in answer.json()["error"]["message"]
+        wait_until(lambda: is_empty(decode), PATIENCE_SECS, "the decode node's pools are whole")
+        prefill.module, prefill.env = "hisparse_pd", {}
+        prefill.start()
+        prefill.wait_healthy()
+
+        def is_served() -> bool:
+            again = ask(router.url, prompt, MAX_NEW_TOKENS, True)
+            return again.status_code == 200 and again.json()["output_ids"] == expected
+
+        wait_until(is_served, PATIENCE_SECS, "the node that came back serves, and right")
