@@ -147,7 +147,7 @@ class _Router:
             max_retries=settings.max_retries,
             passes_authorization=settings.api_key_file is None,
         )
-        self.status = StatusBoard(self.pool, self._client, self.metrics, settings.policy)
+        self.status = StatusBoard(self.pool, drain, self._client, self.metrics, settings.policy)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:

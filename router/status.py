@@ -3,7 +3,7 @@
 Health comes from the router's own table, the rest from each node's ``/metrics``. One round over all nodes
 serves every viewer that asks within ``MAX_AGE_SECS``. A node that is silent, or says something else than
 metrics, has no numbers and a ``trouble`` of its own; the others are shown as ever. Nothing here changes which
-nodes get requests.
+nodes get requests, nor the drain, of which it tells.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.metrics import PREFIX
+from router.drain import Drain
 from router.metrics import RouterMetrics
 from router.nodes import Node, NodeKind, NodePool
 
@@ -93,10 +94,14 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """``at``: seconds since the epoch at the end of the round; ``answers``: this router's, by HTTP status."""
+    """``at``: seconds since the epoch at the end of the round; ``answers``: this router's, by HTTP status.
+
+    ``ready`` as ``/readiness`` has it: a pair is healthy and the router is not ``draining``.
+    """
 
     at: float
     ready: bool
+    draining: bool
     policy: str
     answers: dict[str, int]
     retries: int
@@ -107,9 +112,10 @@ class StatusBoard:
     """Owns the latest answer. ``client`` asks the nodes, with the router's key for them if it has one."""
 
     def __init__(
-        self, pool: NodePool, client: httpx.AsyncClient, metrics: RouterMetrics, policy: str
+        self, pool: NodePool, drain: Drain, client: httpx.AsyncClient, metrics: RouterMetrics, policy: str
     ) -> None:
         self._pool = pool
+        self._drain = drain
         self._client = client
         self._metrics = metrics
         self._policy = policy
@@ -131,7 +137,8 @@ class StatusBoard:
             answers[labels["status"]] += count
         return Status(
             at=time.time(),
-            ready=self._pool.ready,
+            ready=self._pool.ready and not self._drain.is_draining,
+            draining=self._drain.is_draining,
             policy=self._policy,
             answers=dict(answers),
             retries=sum(count for _, count in _counts(self._metrics.retries.collect())),

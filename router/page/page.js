@@ -43,7 +43,7 @@ async function poll() {
     if (answer.ok) {
       const status = await answer.json();
       show(status);
-      setState(status.ready ? "serving" : "no healthy pair", status.ready ? "good" : "bad");
+      setState(...stateOf(status));
       if (!hasModel && status.ready) await askModel();
     } else if (answer.status === 401) {
       setState(byId("key").value ? "the API key is wrong" : "an API key is needed", "warn");
@@ -56,6 +56,11 @@ async function poll() {
   const isRefused = answer?.status === 401;
   byId("key").setAttribute("aria-invalid", String(isRefused));
   document.body.classList.toggle("stale", !answer?.ok);
+}
+
+function stateOf(status) {
+  if (status.draining) return ["shutting down", "warn"];
+  return status.ready ? ["serving", "good"] : ["no healthy pair", "bad"];
 }
 
 async function askModel() {
@@ -153,7 +158,8 @@ function showRouter(status) {
   const isFailure = ([code]) => code.startsWith("5");
   const failed = sum(answers.filter(isFailure).map(([, count]) => count));
   const inFlight = sum(status.nodes.filter((node) => node.kind === "decode").map((node) => node.in_flight));
-  setStatus(byId("router-status"), status.ready ? "ready" : "not ready", status.ready ? "good" : "bad");
+  const [state, kind] = status.draining ? ["draining", "warn"] : status.ready ? ["ready", "good"] : ["not ready", "bad"];
+  setStatus(byId("router-status"), state, kind);
   const words = [status.policy.replaceAll("_", " "), `${inFlight} in flight`];
   words.push(`${number(sum(answers.map(([, count]) => count)))} answered`, `${number(failed)} with a 5xx`);
   if (status.retries) words.push(`${number(status.retries)} retried`);

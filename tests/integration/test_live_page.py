@@ -137,6 +137,22 @@ def test_every_control_has_a_name(page: Page) -> None:
     assert page.evaluate(unnamed) == []
 
 
+def test_a_router_that_drains_is_shown_as_such(page: Page) -> None:
+    """/status is answered as the router does while it drains; ``test_status`` holds the router to that."""
+    page.evaluate("""
+        window.ask = window.fetch;
+        window.fetch = async (path, options) => {
+            const answer = await window.ask(path, options);
+            if (path !== "/status") return answer;
+            return Response.json({ ...await answer.json(), ready: false, draining: true });
+        };
+    """)
+    page.wait_for(f"{STATE} === 'shutting down'")
+    page.wait_for("document.getElementById('router-status').textContent === 'draining'")
+    page.evaluate("window.fetch = window.ask")
+    page.wait_for(f"{STATE} === 'serving'")
+
+
 def test_a_node_that_goes_away_is_shown_as_such(page: Page, pair: Deployment, pictures: Path) -> None:
     pair.decode[0].kill()
     page.wait_for(f"{STATE} === 'no healthy pair'")

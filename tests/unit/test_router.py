@@ -22,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from protocol.access import KeyFileError
 from protocol.settings import RouterSettings
 from router.body import MAX_PROMPTS, Endpoint, RequestBody
+from router.drain import Drain
 from router.errors import RouterError
 from router.nodes import Node, NodeKind, NodePool, NodeUrlError
 from router.server import create_app
@@ -194,6 +195,7 @@ class Cluster:
 async def cluster(
     prefill: list[Behaviour] | Behaviour = delivers,
     decode: list[Behaviour] | Behaviour = streams,
+    drain: Drain | None = None,
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
     """Fake nodes with the given behaviours behind a real router."""
@@ -216,7 +218,7 @@ async def cluster(
             **{**fixed, **settings},
         )
         async with (
-            serving(create_app(router_settings)) as url,
+            serving(create_app(router_settings, drain)) as url,
             httpx.AsyncClient(base_url=url, timeout=WAIT_SECS, trust_env=False) as client,
         ):
             yield Cluster(nodes[NodeKind.PREFILL], nodes[NodeKind.DECODE], client)

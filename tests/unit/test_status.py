@@ -20,6 +20,7 @@ from decode_node.rooms import Rooms
 from protocol.engine_messages import EngineStats, Mode
 from protocol.metrics import FrontMetrics
 from router import status
+from router.drain import Drain
 from router.live_page import PAGE_PATHS
 from router.nodes import NodeKind
 from router.status import MetricsError, NodeLoad, PoolUse, SwapIns, Transfers, parse_load
@@ -198,6 +199,21 @@ async def test_the_routers_judgement_is_shown() -> None:
         assert decode["healthy"] is False
         assert "cannot be reached" in decode["trouble"]
         assert status["answers"] == {"502": 1}
+
+
+async def test_a_router_that_drains_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "MAX_AGE_SECS", 0.0)
+    drain = Drain()
+    async with cluster(
+        prefill=shows(_prefill_metrics()), decode=shows(_decode_metrics()), drain=drain
+    ) as pair:
+        before = await _status(pair.client)
+        assert (before["ready"], before["draining"]) == (True, False)
+        await drain.finish(0.0, is_hurried=lambda: False)
+        after = await _status(pair.client)
+        assert (after["ready"], after["draining"]) == (False, True)
+        assert (await pair.client.get("/readiness")).status_code == 503
+        assert [node["healthy"] for node in after["nodes"]] == [True, True]
 
 
 async def _endless(node: FakeNode, send: Send) -> None:
