@@ -2,8 +2,8 @@
 # Writes deploy/.env and the keys below deploy/secrets. What is there is kept, so it can be run again.
 #
 # Keys are made by `hisparse-pd keygen`: of HISPARSE_PD when that is set, of the checkout's .venv or the PATH, else of
-# the image, which is built first. The directory is closed to other users; the files in it are not, because the users
-# of the containers, which get one file each, must read them.
+# the image, which is built first, as .env says. The directory is closed to other users; the files in it are not,
+# because the users of the containers, which get one file each, must read them.
 set -eu
 cd "$(dirname "$0")"
 
@@ -11,7 +11,15 @@ test -e .env || cp .env.example .env
 mkdir -p secrets
 chmod 0700 secrets
 
-keygen() { # path below secrets/, further options
+value() { # name in .env
+    sed -n "s/^$1=//p" .env | tail -n 1
+}
+
+compose() {
+    if docker compose version >/dev/null 2>&1; then docker compose "$@"; else docker-compose "$@"; fi
+}
+
+keygen() { # file below secrets/, further options
     if test -n "${HISPARSE_PD:-}"; then
         $HISPARSE_PD keygen "secrets/$1" $2
     elif test -x ../.venv/bin/hisparse-pd; then
@@ -19,8 +27,10 @@ keygen() { # path below secrets/, further options
     elif command -v hisparse-pd >/dev/null; then
         hisparse-pd keygen "secrets/$1" $2
     else
-        docker build -q -f Dockerfile --target cpu -t hisparse-pd:cpu .. >/dev/null
-        docker run --rm --user "$(id -u):$(id -g)" -v "$PWD/secrets:/secrets" hisparse-pd:cpu keygen "/secrets/$1" $2
+        image="$(value IMAGE):$(value DEVICE)"
+        docker image inspect "$image" >/dev/null 2>&1 || compose build prefill
+        docker run --rm --network none --user "$(id -u):$(id -g)" -v "$PWD/secrets:/secrets" \
+            "$image" keygen "/secrets/$1" $2
     fi
 }
 

@@ -23,11 +23,15 @@ REPO = Path(__file__).resolve().parents[2]
 HEALTHY_TIMEOUT_SECS = 240.0
 REQUEST_TIMEOUT_SECS = 120.0
 BASE = ("docker-compose.yml", "compose.monitoring.yml")
+UNHURRIED = {"DRAIN_TIMEOUT_SECS": "280", "STOP_GRACE_PERIOD": "300s"}
+"""Requests in flight finish before a drain is over, however slow this machine is."""
+
 _COPIED = ("hisparse_pd.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".dockerignore")
 _COPIED_FOLDERS = (
     *("bench", "decode_node", "deploy", "kernels", "model", "prefill_node", "protocol", "router", "transfer"),
 )
 PROMPT = "The key of room 41 is 7. " * 40
+_COMPLETION = {"model": "retrieval", "prompt": PROMPT, "temperature": 0, "ignore_eos": True}
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_secs: float) -> None:
@@ -68,6 +72,7 @@ class Deployment:
     project: str
     router_port: int
     prometheus_port: int
+    values: dict[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = BASE
     _command: list[str] = field(default_factory=list)
 
@@ -83,11 +88,12 @@ class Deployment:
     def headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {(self.deploy / 'secrets/api.key').read_text().strip()}"}
 
-    def configure(self, values: dict[str, str]) -> None:
-        """Write .env: the example with some values of our own."""
+    def configure(self, **changes: str) -> None:
+        """Write .env: the example with the values of our own, now with these changes."""
+        self.values |= changes
         lines = (self.deploy / ".env.example").read_text().splitlines()
-        kept = [line for line in lines if line.split("=", 1)[0] not in values]
-        ours = [f"{name}={value}" for name, value in values.items()]
+        kept = [line for line in lines if line.split("=", 1)[0] not in self.values]
+        ours = [f"{name}={value}" for name, value in self.values.items()]
         (self.deploy / ".env").write_text("\n".join([*kept, *ours]) + "\n")
 
     # --- compose ---------------------------------------------------------------------------------------
@@ -159,8 +165,29 @@ class Deployment:
         )
 
     def complete(self, max_tokens: int = 16, **fields: Any) -> httpx.Response:
-        body = {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **fields}
-        return self.post("/v1/completions", {"model": "retrieval", **body})
+        return self.post("/v1/completions", {**_COMPLETION, "max_tokens": max_tokens, **fields})
+
+    @contextlib.contextmanager
+    def stream(self, max_tokens: int) -> Iterator[Iterator[str]]:
+        """The data of the events of a completion, as they come."""
+        with httpx.stream(
+            "POST",
+            f"{self.url}/v1/completions",
+            json={**_COMPLETION, "max_tokens": max_tokens, "stream": True},
+            headers=self.headers,
+            timeout=REQUEST_TIMEOUT_SECS,
+            trust_env=False,
+        ) as answer:
+            answer.raise_for_status()
+            yield (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+
+    def ask_prometheus(self, path: str, **parameters: str) -> dict[str, Any]:
+        """What its API answers. Raises httpx.HTTPError."""
+        url = f"http://127.0.0.1:{self.prometheus_port}/api/v1/{path}"
+        answer = httpx.get(url, params=parameters, timeout=REQUEST_TIMEOUT_SECS, trust_env=False)
+        data = answer.raise_for_status().json()["data"]
+        assert isinstance(data, dict)
+        return data
 
     def is_serving(self) -> bool:
         try:
@@ -228,34 +255,27 @@ def deployed(engine: Engine, directory: Path, project: str) -> Iterator[Deployme
     base = base_image(engine, directory, f"{project}-base:latest")
     has_wheels = collect_wheels(REPO, tree / "deploy/wheels")
     deployment = Deployment(engine, tree, project, free_port(), free_port())
-    values = {
-        "BASE_IMAGE": base,
-        "IMAGE": project,
-        "PIP_NO_INDEX": "1" if has_wheels else "",
-        "ROUTER_PORT": f"127.0.0.1:{deployment.router_port}",
-        "PROMETHEUS_PORT": f"127.0.0.1:{deployment.prometheus_port}",
-        "PROMETHEUS_IMAGE": f"{project}-prometheus:latest",
-        "DEVICE_BUFFER_SIZE": str(2 * _index_topk(tree / "model/retrieval")),
-        "NUM_THREADS": "1",
-        "DRAIN_TIMEOUT_SECS": "280",  # however slow this machine is
-        "STOP_GRACE_PERIOD": "300s",
-    }
-    deployment.configure(values)
-    environment = {**engine.environment, "HISPARSE_PD": str(REPO / ".venv/bin/hisparse-pd")}
-    run(["sh", "setup.sh"], environment, directory=deployment.deploy)
+    prometheus_image = f"{project}-prometheus:latest"
+    deployment.configure(
+        BASE_IMAGE=base,
+        IMAGE=project,
+        PIP_NO_INDEX="1" if has_wheels else "",
+        ROUTER_PORT=f"127.0.0.1:{deployment.router_port}",
+        PROMETHEUS_PORT=f"127.0.0.1:{deployment.prometheus_port}",
+        PROMETHEUS_IMAGE=prometheus_image,
+        DEVICE_BUFFER_SIZE=str(2 * _index_topk(tree / "model/retrieval")),
+        NUM_THREADS="1",
+        **UNHURRIED,
+    )
     try:
+        # On a machine with nothing but Docker, setup.sh builds the image for the sake of the keys.
+        run(["sh", "setup.sh"], engine.environment, BUILD_TIMEOUT_SECS, deployment.deploy)
         deployment.compose("build", "prefill", timeout_secs=BUILD_TIMEOUT_SECS)
         if not _may_filter_sockets(engine, f"{project}:cpu"):
-            deployment.configure({**values, "NODE_GUARD": ""})
+            deployment.configure(NODE_GUARD="")
         engine.docker(
-            *("build", "-q", "-f", str(deployment.deploy / "prometheus.Dockerfile")),
-            *(
-                "-t",
-                values["PROMETHEUS_IMAGE"],
-                "--build-arg",
-                f"BASE_IMAGE={base}",
-                str(deployment.deploy / "targets"),
-            ),
+            *("build", "-q", "-f", str(deployment.deploy / "prometheus.Dockerfile"), "-t", prometheus_image),
+            *("--build-arg", f"BASE_IMAGE={base}", str(deployment.deploy / "targets")),
             timeout_secs=BUILD_TIMEOUT_SECS,
         )
         deployment.up("prefill", "decode", "router", "prometheus")

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
-from typing import Any
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from tests.compose.deployment import HEALTHY_TIMEOUT_SECS, PROMPT, Deployment, Load, wait_until
+from tests.compose.deployment import (
+    HEALTHY_TIMEOUT_SECS,
+    PROMPT,
+    UNHURRIED,
+    Deployment,
+    Load,
+    wait_until,
+)
+from tests.monitoring_files import alert_rules, dashboard_queries
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
 
 SERVICES = ("prefill", "decode", "router")
 LONG = 600
 """Tokens of an answer that is still being streamed when its node is told to stop."""
+
+ENDLESS = 6000
+"""Tokens of an answer that takes longer than a drain of one second."""
+
+DONE = "[DONE]"
 
 
 def test_only_the_routers_port_is_published(deployment: Deployment) -> None:
@@ -83,28 +97,42 @@ def test_a_chat_is_streamed(deployment: Deployment) -> None:
     assert events[-1] == "data: [DONE]"
 
 
-def test_prometheus_has_all_services_and_the_rules(deployment: Deployment) -> None:
-    url = f"http://127.0.0.1:{deployment.prometheus_port}/api/v1"
-
-    def ask(path: str) -> Any:
-        return httpx.get(url + path, timeout=10, trust_env=False).json()["data"]
-
-    def targets() -> dict[str, str]:
-        return {target["labels"]["instance"]: target["health"] for target in ask("/targets")["activeTargets"]}
-
+def test_prometheus_has_every_target_up(deployment: Deployment) -> None:
     expected = {"prefill:30000": "up", "decode:30000": "up", "router:8000": "up"}
 
     def are_up() -> bool:
-        try:
-            return targets() == expected
-        except httpx.TransportError:
-            return False
+        targets = deployment.ask_prometheus("targets")["activeTargets"]
+        return {target["labels"]["instance"]: target["health"] for target in targets} == expected
 
     wait_until(are_up, "all targets are up", HEALTHY_TIMEOUT_SECS)
-    assert any(group["rules"] for group in ask("/rules")["groups"])
-    assert deployment.complete(1).is_success
-    query = "/query?query=sum(hisparse_pd:generation_tokens_total)"
-    wait_until(lambda: bool(ask(query)["result"]), "a metric of the nodes", HEALTHY_TIMEOUT_SECS)
+
+
+def test_prometheus_evaluates_every_rule(deployment: Deployment) -> None:
+    def states() -> dict[str, str]:
+        groups = deployment.ask_prometheus("rules")["groups"]
+        return {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
+
+    assert set(states()) == {rule["alert"] for rule in alert_rules()}
+    wait_until(lambda: set(states().values()) == {"ok"}, "all rules are evaluated", HEALTHY_TIMEOUT_SECS)
+
+
+def test_every_query_of_the_dashboard_returns_data(deployment: Deployment) -> None:
+    """As Grafana asks them. What is drawn only above 0 is asked without that condition."""
+    queries = {query.expression.removesuffix(" > 0"): query.where for query in dashboard_queries()}
+    without_data = dict(queries)
+
+    def have_data() -> bool:
+        for expression in tuple(without_data):
+            series = deployment.ask_prometheus("query", query=expression)["result"]
+            if any(not math.isnan(float(each["value"][1])) for each in series):
+                del without_data[expression]
+        return not without_data
+
+    with Load(deployment).running():
+        try:
+            wait_until(have_data, "every query has data", HEALTHY_TIMEOUT_SECS)
+        except TimeoutError as error:
+            raise AssertionError(f"no data under load: {without_data}") from error
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -129,31 +157,49 @@ def test_a_service_that_dies_under_load_comes_back(deployment: Deployment, servi
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_service_that_is_stopped_finishes_its_requests(deployment: Deployment, service: str) -> None:
-    body = {"model": "retrieval", "prompt": PROMPT, "max_tokens": LONG, "temperature": 0, "ignore_eos": True}
     stopping = threading.Thread(target=deployment.compose, args=("stop", service))
-    with httpx.stream(
-        "POST",
-        deployment.url + "/v1/completions",
-        json={**body, "stream": True},
-        headers=deployment.headers,
-        timeout=120,
-        trust_env=False,
-    ) as answer:
-        lines = (line for line in answer.iter_lines() if line)
-        assert answer.status_code == 200
-        first = next(lines)
+    with deployment.stream(max_tokens=LONG) as events:
+        first = next(events)
         stopping.start()
         refused = _first_refusal(deployment)
-        rest = list(lines)
+        (*_, last) = events
     stopping.join()
     assert refused is None or refused in (502, 503)
-    assert "error" not in json.loads(first.removeprefix("data: "))
-    assert rest[-1] == "data: [DONE]"
+    assert not is_error(first)
+    assert last == DONE
     assert deployment.state(service)["ExitCode"] == 0
     assert not deployment.state(service)["OOMKilled"]
     deployment.compose("start", service)
     deployment.wait_healthy(service, "router")
     wait_until(deployment.is_serving, "requests are answered again", HEALTHY_TIMEOUT_SECS)
+
+
+@pytest.mark.parametrize("service", ["decode", "router"])
+def test_a_drain_is_bounded(hurried: Deployment, service: str) -> None:
+    """The request takes longer than the drain may: it ends with an error, and the service ends by itself."""
+    with hurried.stream(max_tokens=ENDLESS) as events:
+        assert not is_error(next(events))
+        hurried.compose("stop", service)
+        (*_, last) = events
+    assert is_error(last)
+    assert hurried.state(service)["ExitCode"] == 0  # Docker's SIGKILL would make it 137
+    hurried.compose("start", service)
+    wait_until(hurried.is_serving, "requests are answered again", HEALTHY_TIMEOUT_SECS)
+
+
+@pytest.fixture(scope="module")
+def hurried(deployment: Deployment) -> Iterator[Deployment]:
+    """The deployment with a drain of one second."""
+    deployment.configure(DRAIN_TIMEOUT_SECS="1", STOP_GRACE_PERIOD="21s")
+    deployment.up(*SERVICES)
+    wait_until(deployment.is_serving, "requests are answered", HEALTHY_TIMEOUT_SECS)
+    yield deployment
+    deployment.configure(**UNHURRIED)
+    deployment.up(*SERVICES)
+
+
+def is_error(event: str) -> bool:
+    return event != DONE and "error" in json.loads(event)
 
 
 def _first_refusal(deployment: Deployment) -> int | None:

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,42 @@ def test_only_the_router_and_monitoring_are_published() -> None:
 def test_docker_waits_longer_than_a_drain() -> None:
     values = explained()
     assert float(values["STOP_GRACE_PERIOD"].removesuffix("s")) >= float(values["DRAIN_TIMEOUT_SECS"]) + 20
+
+
+KEYGEN = """#!/bin/sh
+set -eu -o noclobber
+test "$1" = keygen
+echo "key ${3:---control}" > "$2"
+"""
+
+
+def test_setup_asks_for_each_key_that_is_not_there(tmp_path: Path) -> None:
+    for name in ("setup.sh", ".env.example"):
+        shutil.copy(DEPLOY / name, tmp_path)
+    (tmp_path / "keygen").write_text(KEYGEN)
+    (tmp_path / "keygen").chmod(0o755)
+    environment = {**os.environ, "HISPARSE_PD": str(tmp_path / "keygen")}
+    directory = tmp_path / "secrets"
+
+    def set_up() -> dict[str, str]:
+        subprocess.run(["sh", "setup.sh"], cwd=tmp_path, env=environment, check=True, timeout=60)
+        return {path.name: path.read_text() for path in directory.iterdir()}
+
+    written = set_up()
+    mounted = re.findall(r"file: \./secrets/([\w.]+)", "".join(path.read_text() for path in COMPOSE_FILES))
+    assert set(written) == set(mounted)
+    assert {name for name, text in written.items() if text != "key --api\n"} == {"control.key"}
+    assert (tmp_path / ".env").read_text() == (tmp_path / ".env.example").read_text()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {
+        0o444
+    }  # for the containers' user
+    (tmp_path / ".env").write_text("IMAGE=mine\n")
+    (directory / "control.key").unlink()
+    (directory / "api.key").chmod(0o644)
+    (directory / "api.key").write_text("mine")
+    assert set_up() == {**written, "api.key": "mine"}
+    assert (tmp_path / ".env").read_text() == "IMAGE=mine\n"
 
 
 def test_what_the_gpu_image_adds_is_pinned_and_no_pin_is_stated_twice() -> None:
