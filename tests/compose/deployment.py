@@ -111,8 +111,16 @@ class Deployment:
 
     def container(self, service: str) -> str:
         """The id of a service's container, whatever state it is in."""
-        labels = {"com.docker.compose.project": self.project, "com.docker.compose.service": service}
-        filters = [word for name, value in labels.items() for word in ("--filter", f"label={name}={value}")]
+        labels = {
+            "project": self.project,
+            "service": service,
+            "oneoff": "False",
+        }  # not those of `compose run`
+        filters = [
+            word
+            for name, value in labels.items()
+            for word in ("--filter", f"label=com.docker.compose.{name}={value}")
+        ]
         identifier = self.engine.docker("ps", "-aq", *filters).strip()
         assert len(identifier.split()) == 1, f"{service}: {identifier!r}"
         return identifier
@@ -188,6 +196,14 @@ class Deployment:
         data = answer.raise_for_status().json()["data"]
         assert isinstance(data, dict)
         return data
+
+    def targets(self) -> dict[str, str]:
+        """The health of Prometheus's targets, by instance; none while it starts."""
+        try:
+            targets = self.ask_prometheus("targets")["activeTargets"]
+        except httpx.TransportError:
+            return {}
+        return {target["labels"]["instance"]: target["health"] for target in targets}
 
     def is_serving(self) -> bool:
         try:

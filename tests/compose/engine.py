@@ -1,7 +1,8 @@
 """A Docker engine for the tests: the one that runs, else one of their own that leaves nothing behind.
 
-An own engine has a private socket and a private data directory. What it changes outside of them (its bridge,
-packet filter rules, forwarding, control groups) is put back when it ends.
+The one that runs is what the docker command finds, so ``DOCKER_HOST`` names another. An own engine has a
+private socket and a private data directory. What it changes outside of them (``Surroundings``) is put back
+when it ends.
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ from pathlib import Path
 
 START_TIMEOUT_SECS = 60.0
 STOP_TIMEOUT_SECS = 60.0
-_IP_FORWARD = Path("/proc/sys/net/ipv4/ip_forward")
-_BRIDGE = Path("/sys/class/net/docker0")
+ROOT_PREFIX = "hisparse-pd-docker-"
+_FORWARDING = tuple(Path("/proc/sys/net", name) for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"))
+_INTERFACES = Path("/sys/class/net")
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_DIRECTORIES = tuple(map(Path, ("/etc/docker", "/opt/containerd", "/run/containerd", "/run/docker")))
+"""Where dockerd and its containerd put a key, sockets and empty directories, whatever their own are."""
+
+_PACKET_FILTERS = ("iptables", "ip6tables")
 _PASSED = re.compile(r"(?i)(https?|no)_proxy|PATH|HOME|LANG|DOCKER_.*")
 
 
@@ -88,12 +95,16 @@ def docker_engine() -> Iterator[Engine]:
     else:
         yield running
         return
-    root = Path(tempfile.mkdtemp(prefix="hisparse-pd-docker-"))
+    before = Surroundings.now()
+    root = Path(tempfile.mkdtemp(prefix=ROOT_PREFIX))
     try:
-        with _surroundings_restored(), _dockerd(root) as host:
+        with _dockerd(root) as host:
             yield Engine({**environment, "DOCKER_HOST": host}, is_own=True)
     finally:
+        before.restore()
         _remove(root)
+        left = Surroundings.now().differences(before)
+        assert not left, f"the engine left {left}"
 
 
 @contextlib.contextmanager
@@ -126,35 +137,76 @@ def _dockerd(root: Path) -> Iterator[str]:
             process.wait()
 
 
-@contextlib.contextmanager
-def _surroundings_restored() -> Iterator[None]:
-    """Forwarding, the packet filter and the bridge are afterwards as they were."""
-    had_bridge, forwarding, rules = _BRIDGE.exists(), _IP_FORWARD.read_text(), _packet_filter()
-    try:
-        yield
-    finally:
-        new = [_built_in_chains(text) for table, text in _packet_filter().items() if table not in rules]
-        for text in (*rules.values(), *new):
-            subprocess.run(["iptables-restore"], input=text, text=True, check=True)
-        if not had_bridge and _BRIDGE.exists():
-            subprocess.run(["ip", "link", "delete", "docker0"], check=True)
-        _IP_FORWARD.write_text(forwarding)
-        for group in Path("/sys/fs/cgroup").glob("*/docker"):
-            with contextlib.suppress(OSError):
-                group.rmdir()
+@dataclass(frozen=True)
+class Surroundings:
+    """What an engine changes outside of its own directory."""
+
+    mounts: frozenset[str]
+    interfaces: frozenset[str]
+    directories: frozenset[Path]
+    control_groups: frozenset[Path]
+    forwarding: dict[Path, str]
+    rules: dict[tuple[str, str], str]
+    """By packet filter and table, as its ``-restore`` takes them, without counters."""
+
+    @classmethod
+    def now(cls) -> Surroundings:
+        return cls(
+            mounts=frozenset(line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()),
+            interfaces=frozenset(path.name for path in _INTERFACES.iterdir()),
+            directories=frozenset(path for path in _DIRECTORIES if path.exists()),
+            control_groups=frozenset((*_CONTROL_GROUPS.glob("docker"), *_CONTROL_GROUPS.glob("*/docker"))),
+            forwarding={path: path.read_text() for path in _FORWARDING if path.exists()},
+            rules=_packet_filter_rules(),
+        )
+
+    def differences(self, before: Surroundings) -> list[str]:
+        """What is here and was not, or is not as it was."""
+        new = (self.mounts - before.mounts, self.interfaces - before.interfaces)
+        paths = (self.directories - before.directories, self.control_groups - before.control_groups)
+        changed = [path for path in self.forwarding if self.forwarding[path] != before.forwarding.get(path)]
+        return [
+            *(f"{each}" for kind in (*new, *paths) for each in sorted(kind)),
+            *map(str, changed),
+            *(
+                rules
+                for table, rules in self.rules.items()
+                if rules != before.rules.get(table, _empty(rules))
+            ),
+        ]
+
+    def restore(self) -> None:
+        """Raises CalledProcessError, OSError."""
+        now = Surroundings.now()
+        for filter_and_table, rules in now.rules.items():
+            text = self.rules.get(filter_and_table, _empty(rules))
+            if text != rules:
+                command = [f"{filter_and_table[0]}-restore"]
+                subprocess.run(command, input=text, text=True, check=True)
+        for name in now.interfaces - self.interfaces:
+            if name == "docker0":
+                subprocess.run(["ip", "link", "delete", name], check=True)
+        for path, text in self.forwarding.items():
+            path.write_text(text)
+        for path in now.directories - self.directories:
+            shutil.rmtree(path)
+        for path in now.control_groups - self.control_groups:
+            path.rmdir()
 
 
-def _packet_filter() -> dict[str, str]:
-    """The rules as `iptables-restore` takes them, by table."""
-    text = subprocess.run(["iptables-save"], capture_output=True, text=True, check=True).stdout
-    tables = re.findall(r"(?ms)^(\*(\w+)\n.*?^COMMIT\n)", text)
-    return {name: rules for rules, name in tables}
+def _packet_filter_rules() -> dict[tuple[str, str], str]:
+    found: dict[tuple[str, str], str] = {}
+    for name in filter(shutil.which, _PACKET_FILTERS):
+        text = subprocess.run([f"{name}-save"], capture_output=True, text=True, check=True).stdout
+        text = re.sub(r"\[\d+:\d+\]", "[0:0]", text)
+        found |= {(name, table): rules for rules, table in re.findall(r"(?ms)^(\*(\w+)\n.*?^COMMIT\n)", text)}
+    return found
 
 
-def _built_in_chains(table: str) -> str:
+def _empty(rules: str) -> str:
     """The table without rules and chains of its own, which accepts everything."""
-    chains = re.findall(r"(?m)^:(\S+) (?:ACCEPT|DROP) ", table)
-    return "\n".join([table.splitlines()[0], *(f":{chain} ACCEPT [0:0]" for chain in chains), "COMMIT\n"])
+    chains = re.findall(r"(?m)^:(\S+) (?:ACCEPT|DROP) ", rules)
+    return "\n".join([rules.splitlines()[0], *(f":{chain} ACCEPT [0:0]" for chain in chains), "COMMIT\n"])
 
 
 def _remove(root: Path) -> None:

@@ -17,7 +17,7 @@ from tests.compose.engine import CommandFailed, Engine, EngineMissing, run
 
 PUBLIC_BASE = "python:3.11-slim"
 PULL_TIMEOUT_SECS = 300.0
-BUILD_TIMEOUT_SECS = 1500.0
+BUILD_TIMEOUT_SECS = 3600.0
 _SUITE = "bookworm"
 _SUITE_PYTHON = (3, 11)
 _CERTIFICATES = Path("etc/ssl/certs/ca-certificates.crt")

@@ -7,7 +7,7 @@ import pytest
 from tests.compose.deployment import BASE, HEALTHY_TIMEOUT_SECS, Deployment, wait_until
 from tests.compose.images import BUILD_TIMEOUT_SECS
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(7200)]
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,9 @@ def test_files_that_need_other_hardware_are_valid(deployment: Deployment, files:
 
 def test_two_nodes_of_each_kind(deployment: Deployment) -> None:
     deployment.files = (*BASE, "compose.scale.yml")
+    deployment.configure(PROMETHEUS_TARGETS="./targets")
     nodes = ("prefill", "decode", "prefill-2", "decode-2")
-    deployment.up(*nodes, "router")
+    deployment.up(*nodes, "router", "prometheus")
     used: set[str] = set()
 
     def all_are_used() -> bool:
@@ -42,9 +43,12 @@ def test_two_nodes_of_each_kind(deployment: Deployment) -> None:
         return len(used) == len(nodes)
 
     wait_until(all_are_used, "every node has had a request", HEALTHY_TIMEOUT_SECS)
+    expected = {**dict.fromkeys((f"{node}:30000" for node in nodes), "up"), "router:8000": "up"}
+    wait_until(lambda: deployment.targets() == expected, "all targets are up", HEALTHY_TIMEOUT_SECS)
     deployment.crash("decode-2")
     for _ in range(6):  # a 502 at most once for each request that the node had: none is in flight
         assert deployment.complete(4).status_code == 200
+    deployment.configure(PROMETHEUS_TARGETS="./monitoring/targets")
     deployment.files = BASE
     deployment.compose("up", "-d", "--remove-orphans", "prefill", "decode", "router", "prometheus")
     deployment.wait_healthy("prefill", "decode", "router")
