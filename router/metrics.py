@@ -12,8 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from router.errors import NodeUnreachable, RouterError
-from router.nodes import NodePool
+from router.nodes import Node, NodePool
 
 CLIENT_GONE = 499
 """Status under which a request is counted whose client left before its answer was complete."""
@@ -35,7 +34,7 @@ class RouterMetrics:
         )
         self.retries = Counter(
             "hisparse_pd:router_retries_total",
-            "Requests sent to another pair: a node could not be reached, or the prefill node failed",
+            "Requests sent to another pair: a node could not be reached, was not ready, or failed",
             registry=self._registry,
         )
         self.prefill_retries = Counter(
@@ -68,10 +67,10 @@ class RouterMetrics:
             registry=self._registry,
         )
 
-    def count_retry(self, error: RouterError) -> None:
-        """A request that failed with ``error`` goes to another pair."""
+    def count_retry(self, blamed: Node | None) -> None:
+        """A request that ``blamed`` failed with, or a node that nobody reached, goes to another pair."""
         self.retries.inc()
-        if not isinstance(error, NodeUnreachable):
+        if blamed is not None and blamed.kind == "prefill":
             self.prefill_retries.inc()
 
     def expose(self) -> bytes:

@@ -67,8 +67,9 @@ class Answer:
 
 
 class Relay:
-    """Sends requests to pairs, up to ``max_retries`` times again. ``on_retry`` is told why, each time.
+    """Sends requests to pairs, up to ``max_retries`` times again.
 
+    ``on_retry`` is told each time which node failed with the request; None: one could not be reached.
     ``passes_authorization``: the client's Authorization is for the nodes, not for the router.
     """
 
@@ -76,7 +77,7 @@ class Relay:
         self,
         pool: NodePool,
         client: httpx.AsyncClient,
-        on_retry: Callable[[RouterError], None] = lambda error: None,
+        on_retry: Callable[[Node | None], None] = lambda blamed: None,
         *,
         max_retries: int = 1,
         passes_authorization: bool = True,
@@ -93,8 +94,8 @@ class Relay:
         """Choose a pair and wait for the first bytes of the answer.
 
         What is open then belongs to ``stack``: closing it closes both legs. A node that cannot be reached is
-        marked unhealthy. Its request, or one that its prefill node failed with, goes to another pair under a
-        new room. Raises RouterError.
+        marked unhealthy. Its request goes to another pair under a new room, as does one that its prefill node
+        failed with or its decode node is not ready for. Raises RouterError.
         """
         headers = _headers_to_node(client_headers, self._passed_headers)
         excluded: set[Node] = set()
@@ -110,14 +111,14 @@ class Relay:
                 for node, trouble in exchange.unreachable.items():
                     self._pool.mark_unhealthy(node, trouble)
                     excluded.add(node)
-                if error is exchange.prefill_failure:  # of this request; its health check judges the node
-                    excluded.add(pair.prefill)
+                if (blamed := exchange.blamed.get(error)) is not None:
+                    excluded.add(blamed)  # for this request; its health check judges the node
                 elif not isinstance(error, NodeUnreachable):
                     raise
                 if num_retries == self._max_retries or not self._pool.has_pair(excluded):
                     raise
                 log.warning("%s: %s; trying another pair", endpoint, error)
-                self._on_retry(error)
+                self._on_retry(blamed)
             except BaseException:
                 await exchange.close()
                 raise
@@ -138,8 +139,8 @@ class _Exchange:
         self._decode: asyncio.Task[Answer] | None = None
         self._decode_stack = AsyncExitStack()
         self.unreachable: dict[Node, str] = {}
-        self.prefill_failure: RouterError | None = None
-        """What says that the prefill node failed with this request, and another one may not."""
+        self.blamed: dict[RouterError, Node] = {}
+        """Errors that say that a node failed with this request, and another one may not."""
 
     async def start(self, endpoint: Endpoint, content: bytes, headers: dict[str, str]) -> Answer:
         """The decode node's answer, as soon as its first bytes are here. Raises RouterError."""
@@ -166,7 +167,7 @@ class _Exchange:
             raise
         except RouterError as error:
             if error.status in _PREFILL_FAILED:
-                self.prefill_failure = error
+                self.blamed[error] = self._pair.prefill
             raise
 
     async def _deliver(self, endpoint: Endpoint, content: bytes, headers: dict[str, str]) -> None:
@@ -187,7 +188,9 @@ class _Exchange:
         if not response.is_success:
             refusal = await self._refusal(node, response)
             if isinstance(refusal, NodeRefused) and refusal.status == _BAD_GATEWAY:  # the transfer to it
-                self.prefill_failure = refusal
+                self.blamed[refusal] = self._pair.prefill
+            elif isinstance(refusal, NodeRefused) and refusal.status == _UNAVAILABLE:
+                self.blamed[refusal] = node  # not ready yet, or no longer
             raise refusal
         chunks = self._raw_chunks(node, response)
         first_chunk = await anext(chunks, b"")

@@ -50,7 +50,7 @@ def test_two_nodes_of_each_kind(deployment: Deployment) -> None:
     answers = [deployment.complete(4) for _ in range(6)]
     refusals = [answer for answer in answers if answer.status_code != 200]
     assert len(refusals) < len(answers)
-    # Once it is back, its front may say 503 while it starts; that is passed on until the router looks again.
+    # Once it is back, its front may say 503 while it starts; the router then asks one other pair.
     assert {answer.status_code for answer in refusals} <= {503}, [answer.text for answer in refusals]
     wait_until(
         lambda: deployment.inspect("decode-2")["RestartCount"] > num_restarts,

@@ -587,6 +587,24 @@ async def test_a_decode_node_that_lost_the_prefill_node_gets_another_one() -> No
         await asyncio.wait_for(pair.prefill[0].client_left.wait(), WAIT_SECS)
 
 
+async def test_a_decode_node_that_is_not_ready_is_passed_over() -> None:
+    async with cluster(delivers, [says(b"starting", 503), says(b"{}")]) as pair:
+        response = await pair.client.post("/generate", json={"text": "a"})
+        assert (response.status_code, response.content) == (200, b"{}")
+        assert response.headers["x-hisparse-pd-decode"] == pair.decode[1].url
+        rooms = [body["bootstrap_room"] for body in (pair.decode[0].body(), pair.decode[1].body())]
+        assert rooms[0] != rooms[1]
+        metrics = await pair.metrics()
+        assert "router_retries_total 1.0" in metrics
+        assert "router_prefill_retries_total 0.0" in metrics
+
+
+async def test_without_another_decode_node_the_one_that_is_not_ready_says_so() -> None:
+    async with cluster(never, says(BROKEN_TRANSFER, 503)) as pair:
+        response = await pair.client.post("/generate", json={})
+        assert (response.status_code, response.content) == (503, BROKEN_TRANSFER)
+
+
 @pytest.mark.parametrize(("max_retries", "num_asked"), [(0, 1), (1, 2), (2, 3)])
 async def test_retries_are_bounded(max_retries: int, num_asked: int) -> None:
     async with cluster([says(BROKEN_TRANSFER, 502)] * 4, never, max_retries=max_retries) as pair:
