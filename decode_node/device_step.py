@@ -96,13 +96,12 @@ class DeviceStep:
         self.positions = seq_lens - 1
         """int64 [num_reqs] of the new tokens."""
         num_reqs = seq_lens.shape[0]
-        self.is_real = torch.arange(num_reqs, device=seq_lens.device) < num_real_reqs
-        """bool [num_reqs]"""
+        is_real = torch.arange(num_reqs, device=seq_lens.device) < num_real_reqs
         new_slots = newest_slots(seq_lens, req_rows, num_real_reqs, self._state).long()
         self._new_slots = torch.where(new_slots < 0, self._memory.scratch_device_slot, new_slots)
         page_ids = self._index_page_table[req_rows, self.positions // self._page_size].long()
         index_slots = page_ids * self._page_size + self.positions % self._page_size
-        self._new_index_slots = torch.where(self.is_real, index_slots, self._memory.scratch_index_slot)
+        self._new_index_slots = torch.where(is_real, index_slots, self._memory.scratch_index_slot)
         self._device_slots: Tensor | None = None
 
     def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:

@@ -168,9 +168,8 @@ class GraphRunner:
                 )
                 for own_kernels in kernels.split(NUM_MICRO_BATCHES)
             ]
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, _Outputs]] = {}
-        """By batch size and whether it runs as micro-batches."""
-        self._sizes: list[int] = []
+        self._graphs: dict[bool, dict[int, tuple[torch.cuda.CUDAGraph, _Outputs]]] = {False: {}, True: {}}
+        """By whether a batch runs as micro-batches, then by its size, smallest first."""
         if max_graph_reqs > 0 and device.type == "cuda":
             self._capture(graph_sizes(min(max_graph_reqs, max_reqs)))
 
@@ -182,13 +181,13 @@ class GraphRunner:
         turn.fill(batch, self._max_reqs)
         self._inputs.copy_(turn.inputs, non_blocking=True)
         is_split = sum(request.mode is Mode.HISPARSE for request in batch) >= self._min_split_reqs
-        size = next((size for size in self._sizes if size >= len(batch)), None)
-        if size is None:
-            outputs = self._forward(len(batch), is_split)
-        else:
-            graph, outputs = self._graphs[size, is_split]
-            graph.replay()
         num_reqs = len(batch)
+        size = next((size for size in self._graphs[is_split] if size >= num_reqs), None)
+        if size is None:
+            outputs = self._forward(num_reqs, is_split)
+        else:
+            graph, outputs = self._graphs[is_split][size]
+            graph.replay()
         sampled = self._sample(batch, outputs)
         turn.results[:num_reqs].copy_(outputs.results[:num_reqs], non_blocking=True)
         turn.record()
@@ -240,7 +239,7 @@ class GraphRunner:
         """float32 [num_reqs, vocab_size]. Requests go to the micro-batches in turn, and so does padding."""
         num_parts = len(self._micro_batches)
         turns = MicroBatchTurns(token_ids.device, COPY_BLOCKS)
-        steps, forwards = [], []
+        forwards = []
         for number, part in enumerate(self._micro_batches):
             with part.after_current_stream():
                 of_part = slice(number, None, num_parts)
@@ -255,7 +254,6 @@ class GraphRunner:
                     turns=turns,
                 )
                 rows = torch.arange(step.positions.shape[0], device=token_ids.device)
-                steps.append(step)
                 forwards.append(self._model.forward_by_layer(token_ids[of_part], step.positions, step, rows))
         logits = token_ids.new_empty((len(token_ids), self._model.spec.vocab_size), dtype=torch.float32)
         running = list(range(num_parts))
@@ -267,9 +265,9 @@ class GraphRunner:
                     except StopIteration as end:
                         logits[number::num_parts] = end.value
                         running.remove(number)
-        for part, step in zip(self._micro_batches, steps, strict=True):
+        for part in self._micro_batches:
             part.join_current_stream()
-            step.finish()
+        step.finish()  # of any: their backups share a stream
         return logits
 
     @torch.inference_mode()
@@ -284,8 +282,12 @@ class GraphRunner:
         self._inputs.copy_(self._turns[0].inputs)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        kinds = [(size, is_split) for size in sizes for is_split in (False, True)]
-        kinds = [kind for kind in kinds if kind[0] >= self._min_split_reqs or not kind[1]]
+        kinds = [
+            (size, is_split)
+            for size in sizes
+            for is_split in (False, True)
+            if size >= self._min_split_reqs or not is_split
+        ]
         with torch.cuda.stream(stream):
             for size, is_split in kinds:
                 self._forward(size, is_split)
@@ -296,11 +298,11 @@ class GraphRunner:
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 outputs = self._forward(size, is_split)
             pool = graph.pool()
-            self._graphs[size, is_split] = graph, outputs
-        self._sizes = sorted(sizes)
+            self._graphs[is_split][size] = graph, outputs
+        self._graphs = {is_split: dict(sorted(graphs.items())) for is_split, graphs in self._graphs.items()}
         log.info(
             "captured CUDA graphs of %s requests, as micro-batches from %d hisparse ones on, in %.1f s",
-            self._sizes,
+            list(self._graphs[False]),
             self._min_split_reqs,
             time.monotonic() - started,
         )
@@ -402,7 +404,7 @@ class _OnDevice:
 def _step_result(
     token_ids: list[int], logprobs: list[TokenLogprob | None], row_results: list[list[int]]
 ) -> StepResult:
-    """``row_results``: as ``DeviceStep.row_results``."""
+    """``row_results``: as ``HotBuffers.row_results``."""
     return StepResult(
         token_ids,
         logprobs,
@@ -414,7 +416,7 @@ def _step_result(
 def _check_device_slots(batch: Sequence[Request]) -> None:
     """Raises RuntimeError when the newest token of a dense request has no page."""
     for request in batch:
-        if request.mode is Mode.DENSE and request.next_seq_len > request.num_device_slots:
+        if not request.has_page_for_next:
             raise RuntimeError(
                 f"room {request.room}: no device slot for position {request.next_seq_len - 1}, it has "
                 f"{request.num_device_slots}"

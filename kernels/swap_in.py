@@ -108,9 +108,7 @@ def swap_in(
     """
     pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
     check_range("layer", layer, 0, k_dev.shape[0])
-    return _resolve(
-        selected, seq_lens, req_rows, num_real_reqs, state, group, layer, pools, out, miss_plan
-    )  # fmt: skip
+    return _resolve(selected, seq_lens, req_rows, num_real_reqs, state, group, layer, pools, out, miss_plan)
 
 
 def plan_misses(

@@ -272,8 +272,8 @@ class RouterSettings(_Settings):
         1,
         ge=0,
         le=8,
-        description="times that a request goes to another pair when a node cannot be reached, or its prefill "
-        "node fails before its client has a byte",
+        description="times that a request goes to another pair when a node cannot be reached, is not ready, "
+        "or, the prefill node, fails before its client has a byte",
     )
     drain_timeout_secs: DrainSecs = Field(15.0, description=DRAIN_TIMEOUT)
     max_body_bytes: int = Field(16 << 20, ge=1024, description="HTTP request body at most, in bytes")

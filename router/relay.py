@@ -4,8 +4,8 @@ Both nodes get the same body at once. The decode node's answer goes to the clien
 matters only while the client has nothing: an error of it ends the room, because the decode node would wait
 for it in vain. Once the first byte is out, the decode node speaks for the room.
 
-A request whose client has nothing yet goes to another pair when a node cannot be reached, or when its prefill
-node failed with it: a prompt that is computed twice does no harm.
+A request whose client has nothing yet goes to another pair when a node cannot be reached, when its prefill
+node failed with it, or when its decode node is not ready: a prompt that is computed twice does no harm.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ INIT = """\
 #!/bin/busybox sh
 # Makes the host's files, read-only, with what is written on top of them in memory, the root of the agent.
 export PATH=/bin
-/bin/busybox mkdir -p /proc /sys /dev /host /memory /root
+/bin/busybox mkdir -p /proc /sys /dev /host /memory /sysroot
 /bin/busybox --install -s /bin
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
@@ -42,11 +42,11 @@ while read -r module; do insmod "/modules/$module" || echo "cannot load $module"
 mount -t 9p -o trans=virtio,version=9p2000.L,msize=1048576,cache=loose,ro host /host
 mount -t tmpfs -o size=60% memory /memory
 mkdir /memory/upper /memory/work
-mount -t overlay -o lowerdir=/host,upperdir=/memory/upper,workdir=/memory/work overlay /root
-for name in proc sys dev; do mount --bind "/$name" "/root/$name"; done
-mkdir -p /root/dev/shm
-mount -t tmpfs shm /root/dev/shm
-mount -t tmpfs tmp /root/run
+mount -t overlay -o lowerdir=/host,upperdir=/memory/upper,workdir=/memory/work overlay /sysroot
+for name in proc sys dev; do mount --bind "/$name" "/sysroot/$name"; done
+mkdir -p /sysroot/dev/shm
+mount -t tmpfs shm /sysroot/dev/shm
+mount -t tmpfs tmp /sysroot/run
 address=$(sed -n 's/.*machine_address=\\([^ ]*\\).*/\\1/p' /proc/cmdline)
 ip link set lo up
 ip addr add "$address/24" dev eth0
@@ -56,7 +56,7 @@ ip link set eth1 up
 ip route add default via 10.0.2.2
 echo "the machine is up"
 # The last step is the host's own: a script, because its paths are not known here.
-chroot /root /bin/sh "$(sed -n 's/.*machine_start=\\([^ ]*\\).*/\\1/p' /proc/cmdline)"
+chroot /sysroot /bin/sh "$(sed -n 's/.*machine_start=\\([^ ]*\\).*/\\1/p' /proc/cmdline)"
 echo "the agent ended"
 poweroff -f
 """

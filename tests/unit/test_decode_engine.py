@@ -209,6 +209,22 @@ def test_mixed_modes_share_a_batch_under_pressure(
         assert node.stats.counters["retractions_total"] > 0
 
 
+@contextmanager
+def _room_for_one_and_a_half(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> Iterator[tuple[PrefillDouble, EngineHarness]]:
+    """A node for two dense requests of 200 tokens.
+
+    The first one gets its 219 tokens in whole pages, which leaves the second its prompt, one page beyond it,
+    and one page to grow into.
+    """
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=220 + 208 + 4) as node,
+    ):
+        yield double, node
+
+
 def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
     checkpoint: Checkpoint,
     expected: dict[Prompt, list[int]],
@@ -216,12 +232,7 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt = PROMPTS[LENGTHS.index(200)]
-    # The first one gets its 219 tokens in whole pages, which leaves the second its prompt, one page beyond
-    # it, and one page to grow into.
-    with (
-        closing(PrefillDouble(checkpoint, page_size=4)) as double,
-        harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=220 + 208 + 4) as node,
-    ):
+    with _room_for_one_and_a_half(checkpoint, tmp_path) as (double, node):
         hot_buffers = node.engine.hot_buffers
         memory, retract = hot_buffers.memory, hot_buffers.retract
 
@@ -252,10 +263,7 @@ def test_a_growing_dense_request_waits_where_a_repeated_batch_may_land(
 ) -> None:
     """It cannot be retracted, for its pages may be written once more; and what it computed stays right."""
     prompt = PROMPTS[LENGTHS.index(200)]
-    with (
-        closing(PrefillDouble(checkpoint, page_size=4)) as double,
-        harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=220 + 208 + 4) as node,
-    ):
+    with _room_for_one_and_a_half(checkpoint, tmp_path) as (double, node):
         rooms = node.engine.rooms
         monkeypatch.setattr(rooms.quarantine, "_quarantine_secs", 1e6)
         double.batch_failed = True
