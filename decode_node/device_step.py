@@ -50,14 +50,26 @@ class Turn:
 class MicroBatchTurns:
     """What the micro-batches of one step, each in its own stream, do not do at the same time.
 
-    ``planning``: launches of the swap-in share a workspace. ``copying``: PCIe is one's alone, which so has
-    its misses soonest, while the others compute. ``copy_blocks``: multiprocessors that copying takes.
+    ``planning``: launches of the swap-in share a workspace. Copies go to a stream of their own, one after the
+    other: PCIe is one micro-batch's alone, which so has its misses soonest, while the others compute.
+    ``copy_blocks``: multiprocessors that copying takes.
     """
 
-    def __init__(self, device: torch.device, copy_blocks: int) -> None:
+    def __init__(self, device: torch.device, copy_blocks: int, copy_stream: torch.cuda.Stream | None) -> None:
         self.planning = Turn(device)
-        self.copying = Turn(device)
         self.copy_blocks = copy_blocks
+        self._copy_stream = copy_stream
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Around a copy, between what the current stream has and what it gets."""
+        if self._copy_stream is None:
+            yield
+            return
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._copy_stream)
 
 
 class DeviceStep:
@@ -173,7 +185,7 @@ class DeviceStep:
                     group=group,
                     miss_plan=self._miss_plan,
                 )
-        with turns.copying.take():
+        with turns.copying():
             replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev, max_blocks=turns.copy_blocks)
 
     def finish(self) -> None:

@@ -37,6 +37,7 @@ FROM_DEVICE = -1
 """In place of an input token: the one that the row's last step sampled."""
 
 NUM_MICRO_BATCHES = 2
+COPY_PRIORITY = -1
 COPY_BLOCKS = 16
 """Multiprocessors that the copies of a micro-batch take from the computing of the others."""
 
@@ -150,6 +151,10 @@ class GraphRunner:
         self._max_reqs = max_reqs
         device = hot_buffers.device
         self._backup_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # Copies come first: one that waits for a multiprocessor leaves PCIe idle.
+        self._copy_stream = (
+            torch.cuda.Stream(device, priority=COPY_PRIORITY) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        )
         self._inputs = torch.zeros(3 * max_reqs + 1, dtype=torch.int64, device=device)
         """Tokens, lengths and rows, each [max_reqs], and the number of requests that are real."""
         self._last_tokens = torch.zeros(hot_buffers.state.num_rows + 1, dtype=torch.int64, device=device)
@@ -238,7 +243,7 @@ class GraphRunner:
     ) -> Tensor:
         """float32 [num_reqs, vocab_size]. Requests go to the micro-batches in turn, and so does padding."""
         num_parts = len(self._micro_batches)
-        turns = MicroBatchTurns(token_ids.device, COPY_BLOCKS)
+        turns = MicroBatchTurns(token_ids.device, COPY_BLOCKS, self._copy_stream)
         forwards = []
         for number, part in enumerate(self._micro_batches):
             with part.after_current_stream():
