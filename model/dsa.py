@@ -9,13 +9,14 @@ model keeps no per-request state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kernels.rope import rotate
 from model.spec import CheckpointError, ModelSpec
 
 
@@ -83,7 +84,7 @@ class DsaModel:
         self.spec = spec
         self._embed = hf_model.model.embed_tokens
         self._rotary = hf_model.model.rotary_emb
-        self._norm = hf_model.model.norm
+        self._norm = _RmsNorm(hf_model.model.norm)
         self._lm_head = hf_model.lm_head
         self._layers = [
             _Layer(spec, number, module)
@@ -122,7 +123,7 @@ class DsaModel:
         hidden = self._embed(token_ids)
         cos, sin = self._rotary(hidden, positions[None])
         half = cos.shape[-1] // 2
-        rotation = (cos[0, :, None, :half], sin[0, :, None, :half])
+        rotation = (cos[0, :, :half], sin[0, :, :half])
         selected: Tensor | None = None
         for layer in self._layers:
             hidden, selected = layer.forward(hidden, rotation, kv, selected)
@@ -132,16 +133,27 @@ class DsaModel:
 
 
 Rotation = tuple[Tensor, Tensor]
-"""cos and sin, each [num_tokens, 1, qk_rope_head_dim / 2]."""
+"""cos and sin, each [num_tokens, qk_rope_head_dim / 2]."""
+
+
+class _RmsNorm:
+    """A norm of transformers' by torch's own function: one kernel on a GPU, where the module is eight."""
+
+    def __init__(self, module: Any) -> None:
+        self._weight: Tensor = module.weight
+        self._eps: float = module.variance_epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, self._weight.shape, self._weight, self._eps)
 
 
 class _Layer:
     """One decoder layer: our attention, then transformers' MLP or MoE block."""
 
     def __init__(self, spec: ModelSpec, number: int, module: Any) -> None:
-        self._input_norm = module.input_layernorm
+        self._input_norm = _RmsNorm(module.input_layernorm)
         self._attention = _Attention(spec, number, module.self_attn)
-        self._post_attention_norm = module.post_attention_layernorm
+        self._post_attention_norm = _RmsNorm(module.post_attention_layernorm)
         self._mlp = module.mlp
 
     @property
@@ -167,10 +179,10 @@ class _Attention:
         self._latent_dims: list[int] = [module.kv_lora_rank, module.qk_rope_head_dim]
         self._scale: float = module.scaling
         self._q_a_proj = module.q_a_proj
-        self._q_a_norm = module.q_a_layernorm
+        self._q_a_norm = _RmsNorm(module.q_a_layernorm)
         self._q_b_proj = module.q_b_proj
         self._kv_a_proj = module.kv_a_proj_with_mqa
-        self._kv_a_norm = module.kv_a_layernorm
+        self._kv_a_norm = _RmsNorm(module.kv_a_layernorm)
         self._o_proj = module.o_proj
         up = module.kv_b_proj.weight.view(self.num_heads, -1, module.kv_lora_rank)
         # [num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, kv_lora_rank, v_head_dim]
@@ -187,7 +199,7 @@ class _Attention:
         q = self._q_b_proj(q_resid).view(num_tokens, self.num_heads, -1)
         q_nope, q_rope = torch.split(q, self._head_dims, dim=-1)
         latent, k_rope = torch.split(self._kv_a_proj(x), self._latent_dims, dim=-1)
-        k_rope = rotate_interleaved(k_rope[:, None, :], rotation)[:, 0]
+        k_rope = rotate(k_rope[:, None], *rotation, is_interleaved=True)[:, 0]
         item = torch.cat((self._kv_a_norm(latent), k_rope), dim=-1)
         if self._indexer is None:
             kv.write(self._number, item, None)
@@ -199,11 +211,14 @@ class _Attention:
             raise CheckpointError(
                 f"layer {self._number} shares an index, but no layer before it has an indexer"
             )
-        q_latent = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)
-        q = torch.cat((q_latent, rotate_interleaved(q_rope, rotation)), dim=-1)
+        # As long as an item; both parts are written in place.
+        q = x.new_empty((num_tokens, self.num_heads, item.shape[1]))
+        torch.bmm(q_nope.transpose(0, 1), self._key_up, out=q[..., : latent.shape[1]].transpose(0, 1))
+        rotate(q_rope, *rotation, is_interleaved=True, out=q[..., latent.shape[1] :])
         attended = kv.attend(self._number, q, selected, self._scale)
-        values = torch.bmm(attended.transpose(0, 1), self._value_up).transpose(0, 1)
-        output: Tensor = self._o_proj(values.reshape(num_tokens, -1))
+        values = x.new_empty((num_tokens, self.num_heads, self._value_up.shape[2]))
+        torch.bmm(attended.transpose(0, 1), self._value_up, out=values.transpose(0, 1))
+        output: Tensor = self._o_proj(values.flatten(1))
         return output, selected
 
 
@@ -212,45 +227,20 @@ class _Indexer:
 
     def __init__(self, spec: ModelSpec, module: Any) -> None:
         self._num_heads: int = module.n_heads
-        self._rope_dims: list[int] = [spec.qk_rope_head_dim, spec.index_head_dim - spec.qk_rope_head_dim]
         self._wq_b = module.wq_b
         self._wk = module.wk
         self._k_norm = module.k_norm
         self._weights_proj = module.weights_proj
-        self._rotate = _INDEXER_ROTATIONS[spec.model_type]
+        self._is_interleaved = spec.model_type == "glm_moe_dsa"
 
     def project(self, x: Tensor, q_resid: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [num_tokens, heads, dim], keys [num_tokens, dim] and float32 head weights [num_tokens,
         heads].
         """
         num_tokens = x.shape[0]
-        queries = self._rotated(self._wq_b(q_resid).view(num_tokens, self._num_heads, -1), rotation)
-        keys = self._rotated(self._k_norm(self._wk(x))[:, None, :], rotation)[:, 0]
+        queries = self._wq_b(q_resid).view(num_tokens, self._num_heads, -1)
+        queries = rotate(queries, *rotation, is_interleaved=self._is_interleaved)
+        keys = self._k_norm(self._wk(x))[:, None]
+        keys = rotate(keys, *rotation, is_interleaved=self._is_interleaved)[:, 0]
         weights = self._weights_proj(x.to(self._weights_proj.weight.dtype)).float() * self._num_heads**-0.5
         return queries, keys, weights
-
-    def _rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
-        rope, rest = torch.split(x, self._rope_dims, dim=-1)
-        return torch.cat((self._rotate(rope, rotation), rest), dim=-1)
-
-
-def rotate_interleaved(x: Tensor, rotation: Rotation) -> Tensor:
-    """RoPE over neighbouring pairs of ``x`` [num_tokens, heads, dim]; first members come out in the first
-    half.
-    """
-    cos, sin = rotation
-    first, second = x[..., 0::2], x[..., 1::2]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def rotate_halves(x: Tensor, rotation: Rotation) -> Tensor:
-    """RoPE that pairs element ``i`` of ``x`` [num_tokens, heads, dim] with element ``i + dim / 2``."""
-    cos, sin = rotation
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-_INDEXER_ROTATIONS: dict[str, Callable[[Tensor, Rotation], Tensor]] = {
-    "deepseek_v32": rotate_halves,
-    "glm_moe_dsa": rotate_interleaved,
-}

@@ -1,0 +1,89 @@
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
+# mypy: disallow_untyped_calls=False
+"""``kernels.rope.rotate`` on a GPU in one launch, in place of ten that are too small to fill it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS_PER_PROGRAM = 16
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, out: Tensor) -> None:
+    """Arguments as of ``kernels.rope.rotate``, which has checked them."""
+    num_tokens, num_heads, dim = x.shape
+    if num_tokens == 0 or num_heads == 0:
+        return
+    half = cos.shape[1]
+    heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
+    with torch.cuda.device_of(x):
+        rotate_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
+            x,
+            cos,
+            sin,
+            out,
+            x.stride(0),
+            x.stride(1),
+            cos.stride(0),
+            sin.stride(0),
+            out.stride(0),
+            out.stride(1),
+            num_heads,
+            HALF=half,
+            REST=dim - 2 * half,
+            IS_INTERLEAVED=is_interleaved,
+            BLOCK_HEADS=heads,
+            BLOCK_HALF=triton.next_power_of_2(half),
+            BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * half)),
+        )
+
+
+@triton.jit
+def rotate_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    x_token_stride,
+    x_head_stride,
+    cos_stride,
+    sin_stride,
+    out_token_stride,
+    out_head_stride,
+    num_heads,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """A token's next BLOCK_HEADS heads."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    is_head = heads < num_heads
+    x_heads = x_ptr + token * x_token_stride + heads.to(tl.int64) * x_head_stride
+    out_heads = out_ptr + token * out_token_stride + heads.to(tl.int64) * out_head_stride
+
+    pairs = tl.arange(0, BLOCK_HALF)[None, :]
+    is_pair = pairs < HALF
+    cos = tl.load(cos_ptr + token * cos_stride + pairs, mask=is_pair, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * sin_stride + pairs, mask=is_pair, other=0.0).to(tl.float32)
+    is_here = is_head & is_pair
+    if IS_INTERLEAVED:
+        first_at, second_at = 2 * pairs, 2 * pairs + 1
+    else:
+        first_at, second_at = pairs, HALF + pairs
+    first = tl.load(x_heads + first_at, mask=is_here, other=0.0).to(tl.float32)
+    second = tl.load(x_heads + second_at, mask=is_here, other=0.0).to(tl.float32)
+    tl.store(out_heads + pairs, first * cos - second * sin, mask=is_here)
+    tl.store(out_heads + HALF + pairs, second * cos + first * sin, mask=is_here)
+
+    if REST > 0:
+        rest = tl.arange(0, BLOCK_REST)[None, :]
+        is_rest = is_head & (rest < REST)
+        values = tl.load(x_heads + 2 * HALF + rest, mask=is_rest)
+        tl.store(out_heads + 2 * HALF + rest, values, mask=is_rest)
