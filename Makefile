@@ -54,9 +54,9 @@ test: $(READY) ## run the tests
 test-full: $(READY) ## the full product of modes, batches and caches against the oracle; some 15 minutes
 	$(BIN)/python -m pytest -m slow $(TEST_ARGS)
 
-test-gpu: $(READY) ## the tests that need an NVIDIA GPU: kernels, and tokens of a pair on it beside transformers
+test-gpu: $(READY) ## the tests that need an NVIDIA GPU: its kernels, and the pair's own tests with both nodes on it
 	$(BIN)/python -m pytest -o addopts="-ra" tests/gpu
-	HISPARSE_PD_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/integration/test_oracle.py
+	HISPARSE_PD_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/integration
 
 test-compose: $(READY) ## the two-node deployment in containers; needs Docker, or root and its packages
 	$(BIN)/python -m pytest -m compose tests/compose $(TEST_ARGS)

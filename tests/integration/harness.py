@@ -20,6 +20,9 @@ import httpx
 START_TIMEOUT_SECS = 90.0
 STOP_TIMEOUT_SECS = 20.0
 REPO = Path(__file__).resolve().parents[2]
+DEVICE = os.environ.get("HISPARSE_PD_TEST_DEVICE", "cpu")
+"""Of every node, unless its own options name one; what they are compared with stays on the CPU."""
+NODE_OPTIONS = ("--num-threads", "1", "--debug-checks", "--device", DEVICE, "--dtype", "float32")
 
 
 def free_port() -> int:
@@ -157,14 +160,14 @@ class Deployment:
 def prefill_service(checkpoint: Path, log_dir: Path, name: str, options: Sequence[str] = ()) -> Service:
     port, bootstrap_port = free_port(), free_port()
     arguments = ["prefill", "--model-path", str(checkpoint), "--port", str(port)]
-    arguments += ["--bootstrap-port", str(bootstrap_port), "--num-threads", "1", "--debug-checks", *options]
+    arguments += ["--bootstrap-port", str(bootstrap_port), *NODE_OPTIONS, *options]
     return Service(name, arguments, port, log_dir / f"{name}.log", bootstrap_port)
 
 
 def decode_service(checkpoint: Path, log_dir: Path, name: str, options: Sequence[str] = ()) -> Service:
     port = free_port()
     arguments = ["decode", "--model-path", str(checkpoint), "--port", str(port)]
-    arguments += ["--num-threads", "1", "--debug-checks", *options]
+    arguments += [*NODE_OPTIONS, *options]
     return Service(name, arguments, port, log_dir / f"{name}.log")
 
 

@@ -10,7 +10,6 @@ alone; the full product of modes, batches and caches over all prompts is marked 
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +31,6 @@ PAGE_SIZE = 32
 HOT_BUFFER = 160
 INDEX_TOPK = 64
 BATCH = 16
-DEVICE = os.environ.get("HISPARSE_PD_TEST_DEVICE", "cpu")
-"""Of both nodes; the oracle is transformers on the CPU."""
 REQUEST_TIMEOUT_SECS = 200.0
 FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 
@@ -84,7 +81,7 @@ def subject(
     prompts = make_prompts(seed=7)
     oracle = Oracle(checkpoint, prompts, NUM_NEW_TOKENS)
     log_dir = tmp_path_factory.mktemp(f"oracle-{request.param}")
-    common = ["--page-size", str(PAGE_SIZE), "--device", DEVICE, "--dtype", "float32"]
+    common = ["--page-size", str(PAGE_SIZE)]
     with (
         closing(oracle),
         deployment(
