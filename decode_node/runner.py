@@ -38,7 +38,7 @@ FROM_DEVICE = -1
 
 NUM_MICRO_BATCHES = 2
 COPY_PRIORITY = -1
-COPY_BLOCKS = 16
+COPY_BLOCKS = 12
 """Multiprocessors that the copies of a micro-batch take from the computing of the others."""
 
 
