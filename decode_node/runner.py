@@ -37,8 +37,7 @@ FROM_DEVICE = -1
 """In place of an input token: the one that the row's last step sampled."""
 
 NUM_MICRO_BATCHES = 2
-COPY_PRIORITY = -1
-COPY_BLOCKS = 12
+COPY_BLOCKS = 16
 """Multiprocessors that the copies of a micro-batch take from the computing of the others."""
 
 
@@ -153,7 +152,7 @@ class GraphRunner:
         self._backup_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         # Copies come first: one that waits for a multiprocessor leaves PCIe idle.
         self._copy_stream = (
-            torch.cuda.Stream(device, priority=COPY_PRIORITY) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         )
         self._inputs = torch.zeros(3 * max_reqs + 1, dtype=torch.int64, device=device)
         """Tokens, lengths and rows, each [max_reqs], and the number of requests that are real."""
