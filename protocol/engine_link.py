@@ -78,13 +78,16 @@ class EngineLink:
         ipc_path: str,
         health_timeout_secs: float,
         on_stats: Callable[[EngineStats], None] = lambda stats: None,
+        on_connected: Callable[[], None] = lambda: None,
     ) -> None:
+        """``on_connected``: called once the engine is ready, and so connected."""
         self.health_timeout_secs = health_timeout_secs
         self.state = LinkState.LOADING
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
         self._ipc_path = ipc_path
         self._on_stats = on_stats
+        self._on_connected = on_connected
         self._groups: dict[str, SampleGroup] = {}
         self._outbox: asyncio.Queue[ToEngine] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -201,6 +204,7 @@ class EngineLink:
                 if self.state is LinkState.LOADING:
                     self.state = LinkState.SERVING
                 self._last_stats_at = self._last_progress_at = time.monotonic()
+                self._on_connected()
                 log.info("the engine is ready: context of %d tokens", message.context_length)
             case EngineStats():
                 self._note(message)

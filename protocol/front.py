@@ -1,8 +1,8 @@
 """The life of a node's front process: it starts the engine, serves HTTP, and ends both together.
 
 ``run_front`` is all that a node calls. The engine runs in a spawned child; their ipc socket is in a private
-directory that goes with the front. When the engine dies, the requests in flight fail and the front exits with
-status 1, for a supervisor to start both again.
+directory until the two are connected. When the engine dies, the requests in flight fail and the front exits
+with status 1, for a supervisor to start both again.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ class EngineProcess:
         """From the main thread: the kernel ends the child when the thread that started it ends."""
         self._process.start()
 
+    def remove_directory(self) -> None:
+        """Once nobody connects any more, so that a kill leaves nothing behind. May be called again."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
     @property
     def sentinel(self) -> int:
         """A file descriptor that becomes readable when the engine has exited."""
@@ -67,7 +71,7 @@ class EngineProcess:
         return self._process.exitcode
 
     def stop(self, *, graceful: bool) -> None:
-        """End the engine, remove the directory. ``graceful``: it was told to shut down, so wait for that."""
+        """End the engine. ``graceful``: it was told to shut down, so wait for that."""
         try:
             if self._process.pid is not None:
                 self._process.join(_ENGINE_EXIT_SECS if graceful else 0)
@@ -77,7 +81,7 @@ class EngineProcess:
                         end()
                         self._process.join(_ENGINE_EXIT_SECS)
         finally:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self.remove_directory()
 
 
 class Listener:
@@ -143,7 +147,9 @@ def run_front(
         log.warning("%s", settings.exposure)
     metrics = FrontMetrics()
     process = EngineProcess(engine, settings, f"{role}-engine")
-    link = EngineLink(process.ipc_path, settings.health_timeout_secs, metrics.update)
+    link = EngineLink(
+        process.ipc_path, settings.health_timeout_secs, metrics.update, process.remove_directory
+    )
     for number in (signal.SIGTERM, signal.SIGINT):  # while the tokenizer loads; serve() takes them over
         signal.signal(number, _exit)
     try:

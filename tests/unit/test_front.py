@@ -23,6 +23,7 @@ import pytest
 
 from decode_node.server import create_decode_app
 from prefill_node.server import create_bootstrap_app, create_prefill_app
+from protocol import front as front_module
 from protocol.api_keys import load_api_keys
 from protocol.bootstrap import BootstrapInfo, look_up
 from protocol.channels import load_control_keys
@@ -797,8 +798,7 @@ def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FrontProce
 
 def test_sigterm_lets_requests_finish_and_leaves_nothing(fronts: list[FrontProcess]) -> None:
     front = fronts[0]
-    (ipc_dir,) = front.ipc_dirs()
-    assert ipc_dir.stat().st_mode & 0o777 == 0o700
+    assert front.ipc_dirs() == [], "front and engine are connected, and a kill would leave it"
     engine_pid = front.engine_pid()
     body = {**BODY, "max_tokens": 8, "stream": True}
     with httpx.stream(
@@ -832,18 +832,24 @@ def test_the_engines_death_ends_the_front(fronts: list[FrontProcess]) -> None:
 def test_a_front_that_cannot_start_says_why(
     tmp_path: Path, trouble: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from protocol import front
-
-    monkeypatch.setattr(front, "setup_logging", lambda level, name: None)
+    monkeypatch.setattr(front_module, "setup_logging", lambda level, name: None)
     with Listener("127.0.0.1", 0).socket as taken:
         port = taken.getsockname()[1]
         model_path = tmp_path if trouble == "port in use" else tmp_path / "missing"
         settings = DecodeSettings(model_path=model_path, port=port)
-        status = front.run_front(
+        status = front_module.run_front(
             settings, role="decode", engine=_never, holds_output=True, ports=(port,), apps=lambda _: ()
         )
     assert status == 1
     assert (f"127.0.0.1:{port}" if trouble == "port in use" else "missing: no such directory") in caplog.text
+
+
+def test_nobody_else_reaches_the_socket_of_an_engine(tmp_path: Path) -> None:
+    process = front_module.EngineProcess(_never, DecodeSettings(model_path=tmp_path), "engine")
+    directory = Path(process.ipc_path).parent
+    assert directory.stat().st_mode & 0o777 == 0o700
+    process.stop(graceful=False)
+    assert not directory.exists()
 
 
 def _never(settings: DecodeSettings, ipc_path: str) -> None:
