@@ -282,7 +282,7 @@ def make_settings(arguments: argparse.Namespace, batch: int) -> DecodeSettings:
         attention_backend=arguments.attention_backend,
         device_buffer_size=arguments.buffer,
         max_running_requests=batch,
-        cuda_graph_max_bs=0 if arguments.no_graphs else batch,
+        **({"cuda_graph_max_bs": 0} if arguments.no_graphs else {"cuda_graph_bs": (batch,)}),
         micro_batch_min_bs=arguments.micro_batch_min_bs,
         page_size=PAGE_SIZE,
     )

@@ -123,13 +123,13 @@ def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffe
         hot_buffers,
         kernels,
         max_reqs=max_reqs,
-        max_graph_reqs=settings.max_graph_batch,
+        graph_batches=settings.graph_batches,
         min_split_reqs=settings.micro_batch_min_bs,
     )
 
 
 class GraphRunner:
-    """Steps on a GPU, in CUDA graphs of up to ``max_graph_reqs`` requests; larger ones go without.
+    """Steps on a GPU, in CUDA graphs of ``graph_batches`` requests; larger batches go without.
 
     A batch with at least ``min_split_reqs`` hisparse requests runs as micro-batches; 0: none does.
     """
@@ -141,7 +141,7 @@ class GraphRunner:
         kernels: AttentionKernels,
         *,
         max_reqs: int,
-        max_graph_reqs: int,
+        graph_batches: Sequence[int],
         min_split_reqs: int,
     ) -> None:
         self._model = model
@@ -174,8 +174,8 @@ class GraphRunner:
             ]
         self._graphs: dict[bool, dict[int, tuple[torch.cuda.CUDAGraph, _Outputs]]] = {False: {}, True: {}}
         """By whether a batch runs as micro-batches, then by its size, smallest first."""
-        if max_graph_reqs > 0 and device.type == "cuda":
-            self._capture(graph_sizes(min(max_graph_reqs, max_reqs)))
+        if graph_batches and device.type == "cuda":
+            self._capture(sorted(graph_batches, reverse=True))
 
     @torch.inference_mode()  # as the capture, whose results are written to
     def launch(self, batch: Sequence[Request]) -> Launched:
@@ -310,12 +310,6 @@ class GraphRunner:
             self._min_split_reqs,
             time.monotonic() - started,
         )
-
-
-def graph_sizes(most: int) -> list[int]:
-    """Batch sizes that graphs are captured of, largest first: 1, 2, 4, then every 8, 16 and 32."""
-    sizes = {1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, most + 1, 32), most}
-    return sorted((size for size in sizes if size <= most), reverse=True)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from protocol.access import PeerList, exposure
 Port = Annotated[int, Field(ge=0, le=65535)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
 TokensOrFree = Annotated[int, Field(ge=0, le=1 << 40)]
+GraphBatch = Annotated[int, Field(ge=1, le=65536)]
 Secs = Annotated[float, Field(gt=0, le=86400)]
 DrainSecs = Annotated[float, Field(ge=0, le=86400)]
 TransferProtocol = Literal["tcp", "rdma", "auto"]
@@ -226,6 +227,12 @@ class DecodeSettings(NodeSettings):
         description="largest batch that a captured CUDA graph runs; default: --max-running-requests; "
         "0: no graphs",
     )
+    cuda_graph_bs: tuple[GraphBatch, ...] = Field(
+        (),
+        description="batch sizes to capture CUDA graphs of, where fewer make the start quicker; a batch runs "
+        "in the graph of the next larger one, or without; default: 1, 2, 4, then every 8, 16 and 32",
+        title="INT",
+    )
     micro_batch_min_bs: int = Field(
         64,
         ge=0,
@@ -239,11 +246,24 @@ class DecodeSettings(NodeSettings):
         self._check_free_memory_is_known("device_pool_tokens", self.device_pool_tokens)
         return self
 
+    @model_validator(mode="after")
+    def _graphs_are_of_batches(self) -> Self:
+        if self.cuda_graph_bs and self.cuda_graph_max_bs is not None:
+            raise ValueError("cuda_graph_bs and cuda_graph_max_bs exclude each other; give one of them")
+        if self.cuda_graph_bs and (largest := max(self.cuda_graph_bs)) > self.max_running_requests:
+            raise ValueError(
+                f"cuda_graph_bs {largest} must be at most max_running_requests {self.max_running_requests}"
+            )
+        return self
+
     @property
-    def max_graph_batch(self) -> int:
-        """Requests in a batch at most that a CUDA graph runs; 0: no graphs."""
-        asked = self.cuda_graph_max_bs
-        return self.max_running_requests if asked is None else min(asked, self.max_running_requests)
+    def graph_batches(self) -> list[int]:
+        """Batch sizes that CUDA graphs are captured of, smallest first; none: no graphs."""
+        most = self.max_running_requests
+        if self.cuda_graph_max_bs is not None:
+            most = min(self.cuda_graph_max_bs, most)
+        ours = {1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, most + 1, 32), most}
+        return sorted(set(self.cuda_graph_bs) or {size for size in ours if 0 < size <= most})
 
 
 class RouterSettings(_Settings):

@@ -14,7 +14,7 @@ import pytest
 import decode_node.engine
 from decode_node.hot_buffers import HotBuffers
 from decode_node.request import RequestState
-from decode_node.runner import GraphRunner, Runner, graph_sizes
+from decode_node.runner import GraphRunner, Runner
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.oracle import greedy_tokens
@@ -41,7 +41,7 @@ def overlapping_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: H
     kernels = AttentionKernels.reference(model.spec)
     max_reqs = settings.max_running_requests
     return GraphRunner(
-        model, hot_buffers, kernels, max_reqs=max_reqs, max_graph_reqs=0, min_split_reqs=MIN_SPLIT_REQS
+        model, hot_buffers, kernels, max_reqs=max_reqs, graph_batches=(), min_split_reqs=MIN_SPLIT_REQS
     )
 
 
@@ -176,11 +176,3 @@ def test_a_row_that_is_being_filled_is_in_no_step_and_is_waited_for_before_it_is
     finish(node, [staying], double)
     assert staying.token_ids == expected[PROMPTS[8]]
     assert (stays.num_waits, leaves.num_waits) == (0, 1)
-
-
-def test_graph_sizes_hold_every_batch() -> None:
-    for most in (1, 3, 7, 64, 100, 256, 300):
-        sizes = graph_sizes(most)
-        assert sizes[0] == most
-        assert sizes == sorted(set(sizes), reverse=True)
-        assert sizes[-1] == 1

@@ -114,11 +114,25 @@ def test_a_pool_may_take_what_a_gpu_has_free(model: type[BaseModel], name: str) 
         load_settings(model, {**MODEL, name: "-1", "device": "cuda"})
 
 
-@pytest.mark.parametrize(("given_batch", "expected"), [(None, 9), ("0", 0), ("4", 4), ("10", 9)])
-def test_graphs_are_as_large_as_batches_unless_told(given_batch: str | None, expected: int) -> None:
-    given_options = {} if given_batch is None else {"cuda_graph_max_bs": given_batch}
-    loaded = load_settings(DecodeSettings, {**MODEL, "max_running_requests": "9", **given_options})
-    assert loaded.max_graph_batch == expected
+@pytest.mark.parametrize("most", [1, 3, 7, 64, 100, 256, 300])
+def test_graphs_hold_every_batch_unless_told(most: int) -> None:
+    options = {**MODEL, "max_running_requests": most}
+    sizes = load_settings(DecodeSettings, options).graph_batches
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (1, most)
+    assert load_settings(DecodeSettings, {**options, "cuda_graph_max_bs": "1000"}).graph_batches == sizes
+    assert load_settings(DecodeSettings, {**options, "cuda_graph_max_bs": "2"}).graph_batches == sizes[:2]
+    assert load_settings(DecodeSettings, {**options, "cuda_graph_max_bs": "0"}).graph_batches == []
+    assert load_settings(DecodeSettings, {**options, "cuda_graph_bs": [most, "1"]}).graph_batches == sorted(
+        {1, most}
+    )
+
+
+def test_graphs_that_no_batch_could_use_are_refused() -> None:
+    with pytest.raises(SettingsError, match="cuda_graph_bs 65 must be at most max_running_requests 64"):
+        load_settings(DecodeSettings, {**MODEL, "cuda_graph_bs": ["65", "2"]})
+    with pytest.raises(SettingsError, match="cuda_graph_bs and cuda_graph_max_bs exclude each other"):
+        load_settings(DecodeSettings, {**MODEL, "cuda_graph_bs": ["2"], "cuda_graph_max_bs": "2"})
 
 
 @pytest.mark.parametrize(
@@ -181,7 +195,7 @@ _PATHS = st.sampled_from([Path("/m"), Path("a b"), Path("-odd")])
         served_model_name=st.text("ab =é", max_size=5),
         auto_dense_margin=st.floats(0, 1),
         dtype=st.sampled_from(["auto", "bfloat16"]),
-        cuda_graph_max_bs=st.none() | st.integers(0, 65536),
+        cuda_graph_bs=st.lists(st.integers(1, 64), max_size=3).map(tuple),
         mem_fraction_static=st.floats(0, 1, exclude_min=True, exclude_max=True),
     )
 )
