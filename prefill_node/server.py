@@ -63,6 +63,8 @@ def create_bootstrap_app(settings: PrefillSettings, front: Front) -> Starlette:
     Decode nodes take its answer for a sign of life while the engine is too busy to answer heartbeats.
     """
     gate = BootstrapGate(front.control_keys, PeerList.parse(settings.allowed_peers))
+    for reason in BootstrapGate.REASONS:  # from 0: an alert must see the first one too
+        front.metrics.bootstrap_refusals.labels(reason)
 
     async def bootstrap(request: Request) -> Response:
         address = request.client.host if request.client is not None else ""

@@ -19,6 +19,9 @@ MAX_NETWORKS = 256
 
 MAX_HOST_CHARS = 253
 
+WILDCARD_HOSTS = ("", "0.0.0.0", "::", "*")
+"""Every address of a machine: right to bind, and none that a peer could connect to."""
+
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?\.?")
 _LOOPBACK = (ip_network("127.0.0.0/8"), ip_network("::1/128"))
 

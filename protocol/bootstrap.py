@@ -15,7 +15,7 @@ import socket
 import ssl
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import httpx
 import msgspec
@@ -85,6 +85,9 @@ class BootstrapLookupError(Exception):
 @dataclass(frozen=True)
 class BootstrapGate:
     """Who may ask, and the proof that goes with an answer."""
+
+    REASONS: ClassVar = ("address_not_allowed", "wrong_key")
+    """The codes with which ``check`` refuses."""
 
     keys: ControlKeys | None
     allowed: PeerList

@@ -68,6 +68,8 @@ class EngineProcess:
 
     @property
     def exit_status(self) -> int | None:
+        """Of an engine that has exited; its sentinel says so a moment before its status can be read."""
+        self._process.join(_ENGINE_EXIT_SECS)
         return self._process.exitcode
 
     def stop(self, *, graceful: bool) -> None:

@@ -43,6 +43,7 @@ _HELP = {
     "kv_transfer_bytes_total": "KV bytes moved",
     "kv_transfer_seconds_total": "seconds in KV transfers",
     "kv_transfer_failures_total": "KV transfers that failed",
+    "kv_transfer_retries_total": "write batches that failed once and were written again",
     "transfer_info": "1; the labels say what the KV transport runs on, and why",
     "swap_in_hits_total": "selected entries found in the hot buffer",
     "swap_in_misses_total": "selected entries paged in from the host pool",

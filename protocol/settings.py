@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from protocol.access import PeerList, exposure
+from protocol.access import WILDCARD_HOSTS, PeerList, exposure
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
@@ -41,7 +41,7 @@ _OPEN_KV = "the KV ports, which know no keys, take connections from anywhere (--
 
 
 class HisparsePolicy(StrEnum):
-    """What a request without the flag gets; a request's own flag always wins under ``AUTO``."""
+    """What a request without the flag gets; a request's own flag always wins."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -134,6 +134,16 @@ class NodeSettings(_Settings):
     num_threads: int = Field(0, ge=0, description="torch CPU threads of the engine; 0: torch's own choice")
     debug_checks: bool = Field(False, description="check the integrity of all pools after every step")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
+
+    @model_validator(mode="after")
+    def _peers_have_an_address(self) -> Self:
+        # The engine would notice, but only once the model is loaded.
+        if self.reachable_host in WILDCARD_HOSTS:
+            raise ValueError(
+                f"host {self.reachable_host!r} is every address of this machine, and peers need one; give "
+                "--advertise-host"
+            )
+        return self
 
     @property
     def model_name(self) -> str:

@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import ArrayLike
 
+from protocol.access import WILDCARD_HOSTS
 from transfer.errors import TransferError as TransferError
 from transfer.errors import TransferSetupError as TransferSetupError
 from transfer.extents import SlotArray, as_slots
@@ -27,8 +28,6 @@ from transfer.machine import Machine
 from transfer.transport import TCP, Transport, address_fault, environment_fault
 
 log = logging.getLogger(__name__)
-
-_WILDCARD_HOSTS = ("", "0.0.0.0", "::", "*")
 
 MAX_BATCH_DESCRIPTORS = 512
 """Descriptors in one call of Mooncake.
@@ -260,7 +259,7 @@ def _resolve(memory: HasMemory | int, num_bytes: int | None) -> tuple[int, int, 
 
 def _checked_host(host: str) -> str:
     """``host`` without the brackets of an IPv6 address. Raises TransferSetupError."""
-    if host in _WILDCARD_HOSTS:
+    if host in WILDCARD_HOSTS:
         raise TransferSetupError(f"host {host!r}: peers need an address to reach; set advertise_host")
     bare = host.removeprefix("[").removesuffix("]")
     if bare.count(":") == 1 or "]" in bare:

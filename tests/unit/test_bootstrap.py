@@ -77,6 +77,9 @@ def test_holders_of_one_key_understand_each_other_and_nobody_else_is_answered(tm
             assert not caught.value.refused
             assert info.instance_id not in str(caught.value)
         assert refusals(node, "wrong_key") == 2
+        # The other reason is there from the start, or the first refusal would be no growth.
+        text = CLIENT.get(f"http://127.0.0.1:{node.port}/metrics").text
+        assert 'hisparse_pd:bootstrap_refusals_total{reason="address_not_allowed"} 0.0' in text.splitlines()
 
     on_prefill_node(tmp_path, check, control_key_file=path)
 

@@ -828,6 +828,23 @@ def test_the_engines_death_ends_the_front(fronts: list[FrontProcess]) -> None:
     assert front.ipc_dirs() == []
 
 
+def test_the_engines_status_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from protocol.front import EngineProcess
+
+    class NotReaped:
+        """A process whose sentinel is closed, and whose status the kernel does not tell yet."""
+
+        exitcode: int | None = None
+
+        def join(self, timeout: float) -> None:
+            self.exitcode = 1
+
+    engine = EngineProcess(_never, DecodeSettings(model_path=Path("/m")), "decode-engine")
+    engine.stop(graceful=False)
+    monkeypatch.setattr(engine, "_process", NotReaped())
+    assert engine.exit_status == 1
+
+
 @pytest.mark.parametrize("trouble", ["no checkpoint", "port in use"])
 def test_a_front_that_cannot_start_says_why(
     tmp_path: Path, trouble: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -149,6 +149,17 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         load_settings(DecodeSettings, MODEL, tmp_path / "gone.toml")
 
 
+@pytest.mark.parametrize("model", [PrefillSettings, DecodeSettings])
+def test_a_node_that_binds_every_address_names_the_one_for_its_peers(model: type[BaseModel]) -> None:
+    for host in ("0.0.0.0", "::", "*", ""):
+        with pytest.raises(SettingsError, match="--advertise-host") as caught:
+            load_settings(model, {**MODEL, "host": host})
+        assert repr(host) in str(caught.value)
+        with pytest.raises(SettingsError, match="--advertise-host"):
+            load_settings(model, {**MODEL, "advertise_host": host, "host": host})
+        assert load_settings(model, {**MODEL, "host": host, "advertise_host": "10.0.0.1"})
+
+
 def test_settings_are_frozen() -> None:
     loaded = load_settings(PrefillSettings, MODEL)
     with pytest.raises(ValidationError):
