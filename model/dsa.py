@@ -1,6 +1,6 @@
 """The DSA model's forward: transformers' modules around our own attention.
 
-transformers supplies the configuration, the weights, embeddings, norms, MLP and MoE blocks and the LM head.
+transformers supplies the configuration, the weights, embeddings, MLP and MoE blocks and the LM head.
 Attention is multi-head latent attention in its absorbed form, in prefill as in decode: queries are moved
 into the latent space, so that the KV of a token is one item ``[latent, rotated key]`` that all heads share.
 Where items and indexer keys live, and which slots a position has, is the business of a ``KvAccess``; the

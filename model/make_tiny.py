@@ -1,4 +1,4 @@
-"""Write the tiny checkpoints: whole DSA models of about half a million weights, for the demo and the tests.
+"""Write the tiny checkpoints: whole DSA models of about half a million weights, for tests and benchmarks.
 
     python -m model.make_tiny OUT_DIR [--variant v32|glm]
 
