@@ -5,6 +5,7 @@
 #   BENCH_ARGS=...   further options of `hisparse-pd bench serve` for `make bench-serve`
 #   TEST_ARGS=...    further arguments of pytest for `make test`
 #   FUZZ_INPUTS=n    inputs to each decoder for `make fuzz`; default: 100000
+#   ROOM_EXAMPLES=n  histories of the room protocol for `make rooms`; default: 10000
 #   SOAK_SECS=n      how long `make soak` goes on; default: 120
 #   PYTHON=python3   the interpreter (3.11 or later) that makes .venv
 #   TORCH_PIP_ARGS=  further arguments of the `pip install` of torch, such as the index with its CPU build
