@@ -25,16 +25,18 @@ from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.rooms import Landing, Rooms
 from decode_node.runner import Launched, make_runner
 from decode_node.scheduler import StepPlan, plan_step
-from decode_node.sizing import make_limits, size_device_pool
-from kernels.device_memory import DeviceMemory
+from decode_node.sizing import DecodeSettingsError, make_limits, size_device_pool
+from kernels.attention import AttentionBackendError
+from kernels.device_memory import DeviceMemory, DeviceMemoryError
+from kernels.host_memory import HostMemoryError
 from model.dsa import DsaModel, load_model
-from model.spec import ModelSpec, load_spec
+from model.spec import CheckpointError, ModelSpec, load_spec
 from protocol.access import PeerList
 from protocol.channels import EngineSocket, Poller, load_control_keys
 from protocol.engine_messages import Abort, EngineReady, FlushCache, Generate, Shutdown
-from protocol.process import die_with_parent, parent_is_alive, setup_logging
+from protocol.process import die_with_parent, parent_is_alive, setup_logging, start_errors
 from protocol.settings import DecodeSettings
-from transfer.engine import TransferEngine, quiet_mooncake_logs
+from transfer.engine import TransferEngine, TransferSetupError, quiet_mooncake_logs
 from transfer.listeners import guarded_listeners
 from transfer.transport import Transport, choose_transport
 
@@ -43,6 +45,14 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_SECS = 0.05
 STATS_INTERVAL_SECS = 0.4
 IDLE_CHECK_INTERVAL_SECS = 5.0
+START_ERRORS = (
+    AttentionBackendError,
+    CheckpointError,
+    DecodeSettingsError,
+    DeviceMemoryError,
+    HostMemoryError,
+    TransferSetupError,
+)
 
 
 def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
@@ -54,17 +64,18 @@ def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
         torch.set_num_threads(settings.num_threads)
     front = EngineSocket(ipc_path)
     try:
-        spec = load_spec(
-            settings.model_path,
-            settings.dtype,
-            settings.kv_cache_dtype,
-            settings.context_length,
-            device=settings.device,
-            indexer_cache_dtype=settings.indexer_cache_dtype,
-        )
-        transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
-        model = load_model(settings.model_path, spec, settings.device)
-        engine = DecodeEngine(settings, spec, model, front, transport)
+        with start_errors(*START_ERRORS):
+            spec = load_spec(
+                settings.model_path,
+                settings.dtype,
+                settings.kv_cache_dtype,
+                settings.context_length,
+                device=settings.device,
+                indexer_cache_dtype=settings.indexer_cache_dtype,
+            )
+            transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
+            model = load_model(settings.model_path, spec, settings.device)
+            engine = DecodeEngine(settings, spec, model, front, transport)
         try:
             engine.run()
         finally:

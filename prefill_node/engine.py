@@ -19,9 +19,11 @@ from typing import assert_never
 import msgspec
 import torch
 
-from kernels.device_memory import DeviceMemory
+from kernels.attention import AttentionBackendError
+from kernels.device_memory import DeviceMemory, DeviceMemoryError
+from kernels.host_memory import HostMemoryError
 from model.dsa import DsaModel, load_model
-from model.spec import ModelSpec, load_spec
+from model.spec import CheckpointError, ModelSpec, load_spec
 from prefill_node.compute import PromptRunner
 from prefill_node.kv_pool import PagePool
 from prefill_node.lifecycle import MAX_ERROR_CHARS, Lifecycle, RequestLimits
@@ -32,7 +34,7 @@ from prefill_node.probes import Probes
 from prefill_node.push import Pusher
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk, StepLimits, plan_step
-from prefill_node.sizing import size_kv_pool
+from prefill_node.sizing import PrefillSettingsError, size_kv_pool
 from protocol import process
 from protocol.access import PeerList
 from protocol.channels import ControlServer, EngineSocket, Poller, Wakeup, load_control_keys
@@ -59,7 +61,7 @@ from protocol.messages import (
     ToPrefill,
 )
 from protocol.settings import PrefillSettings
-from transfer.engine import TransferEngine, quiet_mooncake_logs
+from transfer.engine import TransferEngine, TransferSetupError, quiet_mooncake_logs
 from transfer.listeners import guarded_listeners
 from transfer.sender import Sender
 from transfer.transport import Transport, choose_transport
@@ -75,6 +77,15 @@ CLOSE_TIMEOUT_SECS = 5.0
 AUX_SLOTS_PER_REQUEST = 2
 """Aux slots for each running request: rooms that send or drain keep theirs while others compute."""
 
+START_ERRORS = (
+    AttentionBackendError,
+    CheckpointError,
+    DeviceMemoryError,
+    HostMemoryError,
+    PrefillSettingsError,
+    TransferSetupError,
+)
+
 
 def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
     """The engine process: serve until the front says Shutdown or is gone."""
@@ -83,17 +94,18 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
     quiet_mooncake_logs()
     if settings.num_threads > 0:
         torch.set_num_threads(settings.num_threads)
-    spec = load_spec(
-        settings.model_path,
-        settings.dtype,
-        settings.kv_cache_dtype,
-        settings.context_length,
-        device=settings.device,
-        indexer_cache_dtype=settings.indexer_cache_dtype,
-    )
-    transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
-    model = load_model(settings.model_path, spec, settings.device)
-    engine = PrefillEngine(settings, spec, model, ipc_path, transport)
+    with process.start_errors(*START_ERRORS):
+        spec = load_spec(
+            settings.model_path,
+            settings.dtype,
+            settings.kv_cache_dtype,
+            settings.context_length,
+            device=settings.device,
+            indexer_cache_dtype=settings.indexer_cache_dtype,
+        )
+        transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
+        model = load_model(settings.model_path, spec, settings.device)
+        engine = PrefillEngine(settings, spec, model, ipc_path, transport)
     try:
         engine.run()
     finally:

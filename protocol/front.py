@@ -29,7 +29,7 @@ from protocol.detokenizer import TokenizerUnsupported
 from protocol.engine_link import EngineLink
 from protocol.http_app import Front
 from protocol.metrics import FrontMetrics
-from protocol.process import die_with_parent, setup_logging
+from protocol.process import StartError, die_with_parent, setup_logging
 from protocol.settings import NodeSettings
 from protocol.text_codec import CheckpointError, TextCodec
 
@@ -245,6 +245,9 @@ def _run_engine(target: Callable[[S, str], None], settings: S, ipc_path: str, na
     setup_logging(settings.log_level, name)
     try:
         target(settings, ipc_path)
+    except StartError as error:
+        log.error("cannot start: %s", error)
+        raise SystemExit(1) from None
     except Exception:
         log.exception("the engine failed")
         raise SystemExit(1) from None

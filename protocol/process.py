@@ -1,4 +1,6 @@
-"""What every process of a node does first: log in one format, and not outlive the process that started it."""
+"""What every process of a node does first: log in one format, not outlive the process that started it, and
+say in one line why it cannot start.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,24 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
 _LOG_FORMAT = "%(asctime)s %(levelname)-7s {name} %(name)s: %(message)s"
+
+
+class StartError(Exception):
+    """What was configured cannot work here, and the message says what to do; a traceback would bury it."""
+
+
+@contextmanager
+def start_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Around a start: errors of these ``kinds`` become StartError, with their message."""
+    try:
+        yield
+    except kinds as error:
+        raise StartError(str(error)) from error
 
 
 def setup_logging(level: str, name: str) -> None:
