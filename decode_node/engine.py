@@ -202,7 +202,7 @@ class DecodeEngine:
                     self.lifecycle.generate(message, now)
                 case Abort():
                     self._settle()  # what it ends may be in a step
-                    self.lifecycle.abort(message.request_id, now)
+                    self.lifecycle.abort(message.request_id, now, has_finished=message.has_finished)
                 case FlushCache():
                     pass  # There is no cache on this side.
                 case Shutdown():

@@ -107,11 +107,12 @@ class Lifecycle:
             return
         self.peers.use(request.peer, now)
 
-    def abort(self, request_id: str, now: float) -> None:
-        """The client is gone: no answer. Unknown ids are of requests that ended meanwhile."""
+    def abort(self, request_id: str, now: float, *, has_finished: bool = False) -> None:
+        """The client is gone, or has all it asked for: no answer. Unknown ids are of requests that ended."""
         request = self.rooms.get_by_id(request_id)
         if request is not None:
-            self.metrics.add("aborted_requests_total")
+            if not has_finished:
+                self.metrics.add("aborted_requests_total")
             self._tell_peer(request, "the client is gone")
             self._end(request, Landing.IN_FLIGHT, now)
 

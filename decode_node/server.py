@@ -90,7 +90,7 @@ async def _deltas(front: Front, work: Work, outputs: Sequence[SampleOutput]) -> 
             clock.note(output.index, delta.last_token - delta.first_token)
             if delta.finish is not None:
                 num_live -= 1
-                group.abort(tokens.request_id)  # a stop string is news to the engine
+                group.finish(tokens.request_id)  # a stop string is news to the engine
             yield delta
 
 

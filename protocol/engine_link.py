@@ -65,9 +65,9 @@ class SampleGroup:
             if (stall := self._link.stall()) is not None:
                 raise NodeUnavailable(stall)
 
-    def abort(self, request_id: str) -> None:
-        """Stop one sample early; no event of it follows."""
-        self._link.forget(self, request_id)
+    def finish(self, request_id: str) -> None:
+        """One sample is complete; no event of it follows. The engine is told unless it said so itself."""
+        self._link.forget(self, request_id, has_finished=True)
 
 
 class EngineLink:
@@ -139,11 +139,11 @@ class EngineLink:
             raise NodeUnavailable(str(self.state))
         return self.ready
 
-    def forget(self, group: SampleGroup, request_id: str) -> None:
+    def forget(self, group: SampleGroup, request_id: str, *, has_finished: bool = False) -> None:
         if request_id in group.live:
             group.live.discard(request_id)
             del self._groups[request_id]
-            self._outbox.put_nowait(Abort(request_id))
+            self._outbox.put_nowait(Abort(request_id, has_finished))
 
     def flush_cache(self) -> None:
         self.require_serving()

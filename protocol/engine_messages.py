@@ -83,6 +83,8 @@ class Abort(Struct, frozen=True, tag="abort"):
     """The client is gone, or a stop string was met. No answer follows; unknown ids are ignored."""
 
     request_id: str
+    has_finished: bool = False
+    """A stop string was met: the client has its answer."""
 
 
 class FlushCache(Struct, frozen=True, tag="flush_cache"):

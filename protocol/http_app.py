@@ -207,6 +207,9 @@ class _Reply:
             await self._piece(answer.body)
             async for piece in pieces:
                 await self._piece(piece)
+                # Neither a backlog nor a connection that is gone ever waits: without this, a long one would
+                # let nothing else run, not even the watch for the client's leaving.
+                await asyncio.sleep(0)
         await self._piece(b"", last=True)
 
     async def fail(self, error: ApiError) -> None:

@@ -128,15 +128,27 @@ def test_drawn_and_logged_requests_overlap_their_steps_as_greedy_ones_do(
     assert logged.token_ids == expected[PROMPTS[7]]
 
 
+def num_aborted(node: EngineHarness, double: PrefillDouble) -> float:
+    node.stats = None
+    node.turn_until(lambda: node.stats, double)
+    assert node.stats is not None
+    return node.stats.counters["aborted_requests_total"]
+
+
+@pytest.mark.parametrize("has_finished", [False, True])
 def test_an_abort_between_steps_leaves_the_others_and_the_pools_whole(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, has_finished: bool
 ) -> None:
+    """A request that ends at a stop string goes the same way, and counts as none that its client gave up."""
+    num_aborted_before = num_aborted(node, double)
     staying = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
     leaving = node.generate(double, PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
     node.turn_until(lambda: len(leaving.token_ids) > 3, double)
-    node.send(Abort(next(name for name, answer in node.answers.items() if answer is leaving)))
+    request_id = next(name for name, answer in node.answers.items() if answer is leaving)
+    node.send(Abort(request_id, has_finished))
     finish(node, [staying], double)
     assert staying.token_ids == expected[PROMPTS[8]]
+    assert num_aborted(node, double) == num_aborted_before + (not has_finished)
 
 
 class Filling:

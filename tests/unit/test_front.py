@@ -13,13 +13,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from decode_node.server import create_decode_app
 from prefill_node.server import create_bootstrap_app, create_prefill_app
@@ -27,8 +28,9 @@ from protocol import front as front_module
 from protocol.api_keys import load_api_keys
 from protocol.bootstrap import BootstrapInfo, look_up
 from protocol.channels import load_control_keys
-from protocol.engine_link import EngineLink
+from protocol.engine_link import EngineLink, LinkState
 from protocol.engine_messages import (
+    Abort,
     FinishReason,
     FlushCache,
     Generate,
@@ -39,11 +41,11 @@ from protocol.engine_messages import (
     Tokens,
 )
 from protocol.front import Listener
-from protocol.http_app import Front
+from protocol.http_app import Answer, Front, Work, create_app
 from protocol.metrics import FrontMetrics
 from protocol.settings import DecodeSettings, NodeSettings, PrefillSettings
 from protocol.text_codec import TextCodec
-from tests.unit.scripted_engine import Script, ScriptedEngine, deliver, say, stats
+from tests.unit.scripted_engine import Script, ScriptedEngine, deliver, ready, say, stats
 from tests.unit.tiny_tokenizer import EOS, make_tokenizer, write_checkpoint
 
 ROOM: dict[str, Any] = {"bootstrap_host": "10.0.0.1", "bootstrap_port": None, "bootstrap_room": 7}
@@ -292,6 +294,7 @@ def test_stop_strings(on_node: OnNode, per_message: int) -> None:
         if per_message < 8:  # the engine was still at work
             aborted = [generate.request_id for generate in node.engine.generates]
             await until(lambda: node.engine.aborts == aborted, "the engine was told")
+            assert all(m.has_finished for m in node.engine.received if isinstance(m, Abort))
         assert node.link.num_in_flight == 0
 
     # Slowly: an engine that is through before it hears of the stop is not told.
@@ -564,12 +567,50 @@ def test_a_client_that_leaves_aborts_its_samples(on_node: OnNode, role: str, str
                     break
         await until(lambda: len(node.engine.aborts) == 2, "both samples were aborted")
         assert set(node.engine.aborts) == {generate.request_id for generate in node.engine.generates}
+        assert not any(m.has_finished for m in node.engine.received if isinstance(m, Abort))
         assert node.link.num_in_flight == 0
         name = 'hisparse_pd:num_requests_total{endpoint="/v1/completions",status="499"}'
         while await node.metric(name) != 1:
             await asyncio.sleep(0.01)
 
     on_node(script, check, role=role)
+
+
+def test_a_backlog_is_not_worked_off_for_a_client_that_left(tmp_path: Path) -> None:
+    """Nothing in such a stream ever waits: neither the tokens, nor writing to a connection that is gone."""
+    num_pieces = 10_000
+    num_sent = 0
+
+    async def backlog() -> AsyncGenerator[bytes, None]:
+        for _ in range(num_pieces):
+            yield b"data: {}\n\n"
+
+    async def answer(work: Work) -> Answer:
+        return Answer(b"data: {}\n\n", "text/event-stream", backlog())
+
+    async def send(message: Message) -> None:
+        nonlocal num_sent
+        num_sent += 1
+
+    async def main() -> None:
+        messages = [
+            {"type": "http.request", "body": json.dumps(BODY).encode()},
+            {"type": "http.disconnect"},
+        ]
+
+        async def receive() -> Message:
+            return messages.pop(0)
+
+        settings = DecodeSettings(model_path=tmp_path, served_model_name="tiny")
+        metrics = FrontMetrics()
+        link = EngineLink(str(tmp_path / "unused.ipc"), 5.0)
+        link.ready, link.state = ready(), LinkState.SERVING
+        app = create_app(Front("decode", settings, CODEC, link, metrics, holds_output=True), answer)
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await app(scope, receive, send)
+
+    asyncio.run(main())
+    assert num_sent < 100
 
 
 def test_an_engine_that_dies_fails_what_is_in_flight(on_node: OnNode) -> None:
