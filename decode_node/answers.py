@@ -10,13 +10,13 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, assert_never
 
 from decode_node.output import Delta, Finish, SampleOutput
 from protocol.detokenizer import TokenBytes
 from protocol.engine_messages import TokenLogprob
 from protocol.http_app import Work, sse
-from protocol.http_schemas import Endpoint
+from protocol.http_schemas import Endpoint, StreamedUsage
 
 _MIN_LOGPROB = -9999.0
 """In place of minus infinity, which JSON has not."""
@@ -58,7 +58,7 @@ class _OpenAi(ABC):
     chunk_object: str
 
     def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes) -> None:
-        self._include_usage = work.request.include_usage
+        self._usage = work.request.usage
         self._token_bytes = token_bytes
         self._model_name = model_name
         self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
@@ -71,15 +71,23 @@ class _OpenAi(ABC):
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
         wants_logprobs = output.sample.options.num_logprobs is not None
         if delta.text or delta.finish or (wants_logprobs and delta.last_token > delta.first_token):
-            yield self._chunk([self._chunk_choice(output, delta)])
+            yield self._chunk(output, self._chunk_choice(output, delta))
 
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
-        if self._include_usage:
+        if self._usage is not StreamedUsage.NONE:
             yield sse(self._envelope(self.chunk_object, []) | {"usage": usage(outputs)})
 
-    def _chunk(self, choices: list[Json]) -> bytes:
-        envelope = self._envelope(self.chunk_object, choices)
-        return sse(envelope | {"usage": None} if self._include_usage else envelope)
+    def _chunk(self, output: SampleOutput, choice: Json) -> bytes:
+        envelope = self._envelope(self.chunk_object, [choice])
+        match self._usage:
+            case StreamedUsage.NONE:
+                return sse(envelope)
+            case StreamedUsage.LAST:
+                return sse(envelope | {"usage": None})
+            case StreamedUsage.EVERY:
+                return sse(envelope | {"usage": usage([output])})
+            case _:
+                assert_never(self._usage)
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
         return {
@@ -156,7 +164,7 @@ class Chat(_OpenAi):
         if delta.first_token == 0:
             role: Json = {"role": "assistant", "content": ""}
             yield self._chunk(
-                [{"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}]
+                output, {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
             )
         yield from super().pieces(output, delta)
 
@@ -232,14 +240,18 @@ class Generate:
         if (num_logprobs := output.sample.options.num_logprobs) is not None:
             meta["input_token_logprobs"] = []
             meta["output_token_logprobs"] = [
-                [_finite(entry.logprob), entry.token_id, None] for entry in output.logprobs
+                self._token(output, entry.token_id, entry.logprob) for entry in output.logprobs
             ]
             if num_logprobs:
                 meta["output_top_logprobs"] = [
-                    [[_finite(logprob), token_id, None] for token_id, logprob in entry.top]
+                    [self._token(output, token_id, logprob) for token_id, logprob in entry.top]
                     for entry in output.logprobs
                 ]
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+
+    def _token(self, output: SampleOutput, token_id: int, logprob: float) -> list[object]:
+        text = self._token_bytes.text(token_id) if output.sample.options.text_in_logprobs else None
+        return [_finite(logprob), token_id, text]
 
     def _request_id(self, output: SampleOutput) -> str:
         given = self._work.request.request_ids

@@ -43,7 +43,8 @@ BODY_TIMEOUT_SECS = 30.0
 """A client that has not sent its whole body by then is answered 408."""
 
 _JSON = "application/json"
-_EVENT_STREAM = "text/event-stream"
+_EVENT_STREAM = "text/event-stream; charset=utf-8"
+"""With its charset: some clients take text without one for ISO-8859-1."""
 _CLIENT_LEFT = 499
 _PRIVATE_SETTINGS = {"model_path", "control_key_file", "api_key_file", "allowed_peers"}
 """Not in /server_info: a router loads the tokenizer of a model_path that is reported to it."""

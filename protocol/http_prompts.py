@@ -11,6 +11,7 @@ from protocol.json_fields import JsonFields, checked_integers
 MAX_PROMPTS = 4096
 MAX_MESSAGES = 4096
 MAX_TOKEN_ID = 2**31 - 1
+MAX_EFFORT_CHARS = 64
 
 _ROLES = ("system", "developer", "user", "assistant")
 
@@ -116,9 +117,14 @@ def parse_chat_prompt(fields: JsonFields) -> ChatPrompt:
     template_arguments = arguments.to_dict() if arguments else {}
     if reserved := sorted(_TEMPLATE_ARGUMENTS & template_arguments.keys()):
         raise fields.invalid("chat_template_kwargs", f"must not set {', '.join(reserved)}")
+    effort = fields.text("reasoning_effort", MAX_EFFORT_CHARS)
+    if effort is not None:
+        template_arguments.setdefault("reasoning_effort", effort)
     continue_final = fields.flag("continue_final_message")
     if continue_final and messages[-1]["role"] != "assistant":
         raise fields.invalid("continue_final_message", "needs a last message of the assistant")
+    fields.require_unset("add_special_tokens", False)  # the template writes them
+    fields.require_unset("add_generation_prompt", not continue_final)
     return ChatPrompt(messages, template_arguments, continue_final)
 
 

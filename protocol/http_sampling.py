@@ -23,31 +23,50 @@ GENERATE_DEFAULT_TOKENS = 128
 _SEED_MASK = 2**63 - 1
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {  # known field: the values that ask for nothing
+    "allowed_token_ids": ([],),
     "audio": (),
+    "audio_data": ([],),
+    "bad_words": ([],),
+    "chat_template": (),
+    "custom_logit_processor": (),
+    "documents": ([],),
     "ebnf": (),
     "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "guided_choice": ([],),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
     "image_data": ([],),
-    "audio_data": ([],),
-    "video_data": ([],),
     "input_embeds": ([],),
     "json_schema": (),
     "logit_bias": ({},),
+    "logits_processors": ([],),
     "lora_path": ([],),
     "min_p": (0,),
     "modalities": (["text"],),
     "prediction": (),
     "presence_penalty": (0,),
+    "prompt_embeds": ([],),
+    "prompt_logprobs": (),
     "regex": (),
     "repetition_penalty": (1,),
     "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "stop_regex": ([], ""),
     "structural_tag": (),
+    "structured_outputs": ({},),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "video_data": ([],),
     "web_search_options": (),
 }
 
@@ -74,6 +93,8 @@ class SampleOptions:
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     num_logprobs: int | None = None
+    text_in_logprobs: bool = False
+    """``/generate`` shows the text of each token beside its logprob."""
 
     def sampling_params(self, max_new_tokens: int, sample_index: int) -> SamplingParams:
         """For the engine. The samples of one prompt have successive seeds, wrapped to 63 bits."""
@@ -114,19 +135,20 @@ def parse_generate_options(fields: JsonFields, num_prompts: int) -> tuple[Sample
     """One a prompt: the same for all, or from a list."""
     num_top = fields.integer("top_logprobs_num", 0, MAX_LOGPROBS) or 0
     num_logprobs = num_top if fields.flag("return_logprob") else None
+    with_text = fields.flag("return_text_in_logprobs")
     if num_logprobs is not None:
         fields.require_unset("logprob_start_len", -1)  # the prompt's own logprobs are not kept
         fields.require_unset("token_ids_logprob", [])
     given = fields.raw("sampling_params")
     match given:
         case None | dict():
-            options = _sglang_options(JsonFields(given or {}, "sampling_params"), num_logprobs)
+            options = _sglang_options(JsonFields(given or {}, "sampling_params"), num_logprobs, with_text)
             return (options,) * num_prompts
         case [*items]:
             if len(items) != num_prompts:
                 raise fields.invalid("sampling_params", f"must have one entry a prompt, {num_prompts}")
             return tuple(
-                _sglang_options(_entry(f"sampling_params[{index}]", item), num_logprobs)
+                _sglang_options(_entry(f"sampling_params[{index}]", item), num_logprobs, with_text)
                 for index, item in enumerate(items)
             )
         case _:
@@ -139,12 +161,17 @@ def _entry(name: str, item: object) -> JsonFields:
     return JsonFields(item, name)
 
 
-def _sglang_options(fields: JsonFields, num_logprobs: int | None) -> SampleOptions:
+def _sglang_options(fields: JsonFields, num_logprobs: int | None, with_text: bool) -> SampleOptions:
     refuse_unsupported(fields)
     options = _common_options(
         fields, "max_new_tokens", "min_new_tokens", "sampling_seed", GENERATE_MAX_TEMPERATURE
     )
-    return replace(options, num_logprobs=num_logprobs, default_new_tokens=GENERATE_DEFAULT_TOKENS)
+    return replace(
+        options,
+        num_logprobs=num_logprobs,
+        text_in_logprobs=with_text,
+        default_new_tokens=GENERATE_DEFAULT_TOKENS,
+    )
 
 
 def _common_options(
@@ -171,7 +198,7 @@ def _common_options(
         stop=_stop_strings(fields),
         stop_token_ids=fields.integers("stop_token_ids", MAX_STOP_TOKEN_IDS, 0, MAX_TOKEN_ID),
         skip_special_tokens=fields.flag("skip_special_tokens", default=True),
-        no_stop_trim=fields.flag("no_stop_trim"),
+        no_stop_trim=fields.flag("no_stop_trim") or fields.flag("include_stop_str_in_output"),
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 
 from protocol.access import is_host
 from protocol.engine_messages import HisparseFlag
@@ -41,7 +41,7 @@ MAX_SAMPLES = 4096
 MAX_ROOM = 2**63 - 1
 MAX_NAME_CHARS = 1024
 
-_NO_MODEL = ("unknown", "default")
+_NO_MODEL = ("", "unknown", "default")
 """What public routers and clients fill in when the client named no model."""
 
 
@@ -51,6 +51,16 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
     GENERATE = "/generate"
+
+
+class StreamedUsage(Enum):
+    """Which chunks of an OpenAI stream carry usage."""
+
+    NONE = auto()
+    LAST = auto()
+    """One more chunk at the end, for the whole request."""
+    EVERY = auto()
+    """That, and each chunk what its sample has used so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,7 @@ class ApiRequest:
     options: tuple[SampleOptions, ...]
     rendezvous: tuple[Rendezvous, ...]
     stream: bool
-    include_usage: bool
+    usage: StreamedUsage
     hisparse: HisparseFlag | None
     request_ids: tuple[str, ...]
     """``rid`` of ``/generate``: one a prompt, or ()."""
@@ -91,6 +101,7 @@ def parse_request(endpoint: Endpoint, body: bytes, model_name: str) -> ApiReques
         case Endpoint.COMPLETIONS:
             prompt_field = "prompt"
             is_batch, prompts = parse_prompts(fields, prompt_field)
+            fields.require_unset("add_special_tokens", True)
             shared = parse_openai_options(fields, completion_logprobs(fields), COMPLETIONS_DEFAULT_TOKENS)
             options = (shared,) * len(prompts)
         case Endpoint.CHAT:
@@ -117,7 +128,7 @@ def parse_request(endpoint: Endpoint, body: bytes, model_name: str) -> ApiReques
         options=options,
         rendezvous=_rendezvous(fields, [option.n for option in options]),
         stream=stream,
-        include_usage=_include_usage(fields, endpoint, stream),
+        usage=_streamed_usage(fields, endpoint, stream),
         hisparse=_hisparse(fields, endpoint),
         request_ids=_request_ids(fields, endpoint, len(prompts)),
     )
@@ -204,13 +215,16 @@ def _bootstrap_host(value: object) -> str:
     return host
 
 
-def _include_usage(fields: JsonFields, endpoint: Endpoint, stream: bool) -> bool:
+def _streamed_usage(fields: JsonFields, endpoint: Endpoint, stream: bool) -> StreamedUsage:
     options = fields.nested("stream_options")
     if options is None or endpoint is Endpoint.GENERATE:
-        return False
+        return StreamedUsage.NONE
     if not stream:
         raise fields.invalid("stream_options", "needs stream: true")
-    return options.flag("include_usage")
+    is_continuous = options.flag("continuous_usage_stats")
+    if not options.flag("include_usage"):
+        return StreamedUsage.NONE
+    return StreamedUsage.EVERY if is_continuous else StreamedUsage.LAST
 
 
 def _hisparse(fields: JsonFields, endpoint: Endpoint) -> HisparseFlag | None:

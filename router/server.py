@@ -57,6 +57,7 @@ def create_app(settings: RouterSettings, drain: Drain | None = None) -> Starlett
         routes=[
             *(Route(endpoint, _RelayEndpoint(router, endpoint), methods=["POST"]) for endpoint in Endpoint),
             Route("/v1/models", router.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", router.models, methods=["GET"]),
             Route("/health", router.health, methods=["GET"]),
             Route("/readiness", router.health, methods=["GET"]),
             Route("/metrics", router.expose_metrics, methods=["GET"]),
@@ -181,14 +182,21 @@ class _Router:
         return Response(self.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, request: Request) -> Response:
-        """The models of all healthy decode nodes, each once."""
+        """The models of all healthy decode nodes, each once; or the one that the path names."""
         nodes = self.pool.healthy(NodeKind.DECODE)
         lists = await asyncio.gather(*(self._models_of(node.url) for node in nodes))
         if not any(models is not None for models in lists):
             states = "; ".join(f"{node.url}: {node.trouble}" for node in self.pool.of_kind(NodeKind.DECODE))
             return _error(503, f"no decode node told its models ({states})")
         by_id = {model["id"]: model for models in lists for model in models or ()}
-        body = msgspec.json.encode({"object": "list", "data": list(by_id.values())})
+        name = request.path_params.get("model")
+        if name is None:
+            body = msgspec.json.encode({"object": "list", "data": list(by_id.values())})
+        elif name in by_id:
+            body = msgspec.json.encode(by_id[name])
+        else:
+            served = ", ".join(repr(model) for model in by_id)
+            return _error(404, f"model: {name!r} does not exist here; served are {served}")
         return Response(body, media_type=_JSON)
 
     async def _models_of(self, url: str) -> list[dict[str, object]] | None:

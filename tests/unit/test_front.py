@@ -206,6 +206,29 @@ def test_streamed_completion(on_node: OnNode) -> None:
     on_node(say("a€bc"), check)
 
 
+def test_usage_in_every_chunk(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = await node.events("/v1/completions", **BODY, n=2, stream_options=options)
+        for index in (0, 1):
+            mine = [chunk["usage"] for chunk in chunks[:-1] if chunk["choices"][0]["index"] == index]
+            assert [usage["completion_tokens"] for usage in mine] == [1, 2, 3, 4, 5]
+            assert [usage["total_tokens"] for usage in mine] == [6, 7, 8, 9, 10]
+        assert chunks[-1]["usage"]["completion_tokens"] == 10
+
+    on_node(say("abcde"), check)
+
+
+def test_an_event_stream_names_its_charset(on_node: OnNode) -> None:
+    """Clients after the letter of HTTP take text without one for ISO-8859-1."""
+
+    async def check(node: Node) -> None:
+        answer = await node.post("/v1/completions", **BODY, stream=True)
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+
+    on_node(say("a€bc"), check)
+
+
 def test_completion_logprobs(on_node: OnNode) -> None:
     async def check(node: Node) -> None:
         whole = (await node.post("/v1/completions", **BODY, logprobs=2)).json()["choices"][0]["logprobs"]
@@ -287,6 +310,8 @@ def test_stop_strings(on_node: OnNode, per_message: int) -> None:
         chunks = await node.events("/v1/completions", **body)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abc"
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        vllms = (await node.post("/v1/completions", **body, include_stop_str_in_output=True)).json()
+        assert vllms["choices"][0]["text"] == "abcde"
         kept = (await node.post("/v1/completions", **body, no_stop_trim=True)).json()
         assert kept["choices"][0]["text"] == "abcde"
         assert kept["usage"]["completion_tokens"] == 5
@@ -366,6 +391,16 @@ def test_generate_streams_cumulative_text(on_node: OnNode) -> None:
         assert "index" not in events[0]
 
     on_node(say("a€bc"), check)
+
+
+def test_generate_shows_the_text_of_logprobs_on_request(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        body = {**NATIVE, "return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
+        meta = (await node.post("/generate", **body)).json()["meta_info"]
+        assert meta["output_token_logprobs"] == [[-0.5, 97, "a"], [-0.5, 98, "b"]]
+        assert meta["output_top_logprobs"][0] == [[-0.5, 97, "a"], [-1.5, 98, "b"]]
+
+    on_node(say("ab"), check)
 
 
 def test_generate_answers_a_list_with_a_list(on_node: OnNode) -> None:

@@ -107,6 +107,23 @@ def test_a_continued_message_gets_no_generation_prompt() -> None:
     assert make_tokenizer().decode(sample.generate.prompt_token_ids) == "[user]hi[assistant]so"
 
 
+def test_a_continued_message_may_say_so_twice() -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "so"}]
+    chat(messages=messages, continue_final_message=True, add_generation_prompt=False)
+    chat(add_generation_prompt=True, add_special_tokens=False)
+    completion(add_special_tokens=True)
+
+
+def test_the_template_hears_of_the_reasoning_effort() -> None:
+    (prompt,) = chat(reasoning_effort="low").prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.template_arguments == {"reasoning_effort": "low"}
+    arguments = {"reasoning_effort": "high", "thinking": True}
+    (prompt,) = chat(reasoning_effort="low", chat_template_kwargs=arguments).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.template_arguments == arguments
+
+
 # --- sampling --------------------------------------------------------------------------------------
 
 
@@ -265,6 +282,20 @@ EVERYWHERE = [
     ({"tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
     ({"lora_path": "x"}, "lora_path", "not supported"),
+    ({"allowed_token_ids": [5]}, "allowed_token_ids", "not supported"),
+    ({"bad_words": ["x"]}, "bad_words", "not supported"),
+    ({"custom_logit_processor": "x"}, "custom_logit_processor", "not supported"),
+    ({"guided_choice": ["a", "b"]}, "guided_choice", "not supported"),
+    ({"guided_json": {"type": "object"}}, "guided_json", "not supported"),
+    ({"guided_regex": "a*"}, "guided_regex", "not supported"),
+    ({"logits_processors": ["x"]}, "logits_processors", "not supported"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs", "0 is not supported"),
+    ({"return_token_ids": True}, "return_token_ids", "not supported"),
+    ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids", "not supported"),
+    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "not supported"),
+    ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
+    ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "not supported"),
+    ({"use_beam_search": True}, "use_beam_search", "not supported"),
 ]
 OPENAI = [
     ({"max_tokens": -1}, "max_tokens", "-1 must be at least 1"),
@@ -299,6 +330,11 @@ OPENAI = [
         "stream_options.include_usage",
         "true or false",
     ),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": 1}},
+        "stream_options.continuous_usage_stats",
+        "true or false",
+    ),
     ({"model": 5}, "model", "5 must be a string"),
 ]
 COMPLETIONS = [
@@ -318,6 +354,8 @@ COMPLETIONS = [
     ({"prompt": ["a"] * 100, "n": 128}, "prompt", "12800 samples"),
     ({"echo": True}, "echo", "true is not supported"),
     ({"suffix": "x"}, "suffix", "not supported"),
+    ({"add_special_tokens": False}, "add_special_tokens", "not supported"),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds", "not supported"),
     ({"logprobs": 21}, "logprobs", "21 must be at most 20"),
     ({"logprobs": -1}, "logprobs", "-1 must be at least 0"),
     ({"logprobs": True}, "logprobs", "true must be an integer"),
@@ -344,6 +382,11 @@ CHAT = [
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "must not set"),
     ({"continue_final_message": True}, "continue_final_message", "last message of the assistant"),
     ({"modalities": ["audio"]}, "modalities", "not supported"),
+    ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
+    ({"add_special_tokens": True}, "add_special_tokens", "not supported"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+    ({"documents": [{"text": "x"}]}, "documents", "not supported"),
+    ({"reasoning_effort": 3}, "reasoning_effort", "must be a string"),
 ]
 GENERATE = [
     ({"text": None}, "text", "exactly one of text and input_ids"),
@@ -396,7 +439,7 @@ def test_another_model_is_404(endpoint: Endpoint) -> None:
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize("model", [None, MODEL, "unknown", "default"])
+@pytest.mark.parametrize("model", [None, MODEL, "", "unknown", "default"])
 def test_naming_no_model_is_fine(model: str | None) -> None:
     chat(model=model)
 
@@ -429,7 +472,8 @@ def test_unknown_and_harmless_fields_are_ignored() -> None:
         "separate_reasoning": True, "stream_reasoning": True, "return_hidden_states": False, "tools": None,
         "tool_choice": "auto", "log_metrics": True, "user": "me", "echo": False, "logit_bias": {},
         "session_params": {"id": 1}, "something": [{"new": 1}], "repetition_penalty": 1.0, "min_p": 0.0,
-        "response_format": {"type": "text"}, "best_of": 1,
+        "response_format": {"type": "text"}, "best_of": 1, "bad_words": [], "use_beam_search": False,
+        "guided_json": None, "return_token_ids": False, "spaces_between_special_tokens": True, "priority": 0,
     }  # fmt: skip
     for endpoint in Endpoint:
         parse(endpoint, **extras)

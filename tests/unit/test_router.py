@@ -800,6 +800,22 @@ async def test_models_of_all_decode_nodes_are_listed_once() -> None:
         assert [model["id"] for model in listing["data"]] == ["tiny", "other"]
 
 
+async def test_a_model_can_be_asked_for_by_name() -> None:
+    async with cluster(decode=[streams, streams]) as pair:
+        pair.decode[1].models = ("tiny", "group/other")
+        listing = (await pair.client.get("/v1/models")).json()
+        for name in ("tiny", "group/other"):
+            answer = await pair.client.get(f"/v1/models/{name}")
+            assert answer.json() in listing["data"]
+            assert answer.json()["id"] == name
+        missing = await pair.client.get("/v1/models/third")
+        assert missing.status_code == 404
+        assert (
+            "'third' does not exist here; served are 'tiny', 'group/other'"
+            in missing.json()["error"]["message"]
+        )
+
+
 async def test_metrics_count_requests_and_the_time_to_the_first_byte() -> None:
     async with cluster(decode=says(b"{}")) as pair:
         await pair.client.post("/generate", json={})
