@@ -30,6 +30,9 @@ def complete(client: openai.OpenAI, **options: Any) -> openai.types.Completion:
 
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="another"):
+        client.models.retrieve("another")
 
 
 def test_completion_usage_says_what_happened(client: openai.OpenAI) -> None:
