@@ -209,7 +209,10 @@ class Chat(_OpenAi):
 
 
 class Generate:
-    """``/generate``. Streamed text, ids and logprobs are cumulative, as SGLang's are."""
+    """``/generate``. Streamed text, ids and logprobs are cumulative, as SGLang's are.
+
+    So an event that the next one repeats is left out: a stream's bytes grow with the square of its length.
+    """
 
     def __init__(self, work: Work, token_bytes: TokenBytes) -> None:
         self._work = work
@@ -221,7 +224,7 @@ class Generate:
         return shown if self._is_list else shown[0]
 
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
-        if delta.last_token > delta.first_token or delta.finish:
+        if delta.finish or (delta.last_token > delta.first_token and not output.is_behind):
             yield sse(self._show(output) | ({"index": output.index} if self._is_list else {}))
 
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:

@@ -40,6 +40,8 @@ class SampleOutput:
         self.logprobs: list[TokenLogprob] = []
         self.finish: Finish | None = None
         self.stats: RequestStats | None = None
+        self.is_behind = False
+        """More of this sample has come already: the client or the node is slower than the engine."""
         self._pieces: list[str] = []
         self._trims_stop_token = not options.no_stop_trim
         self._detokenizer = Detokenizer(

@@ -87,6 +87,7 @@ async def _deltas(front: Front, work: Work, outputs: Sequence[SampleOutput]) -> 
         while num_live:
             output, tokens = await _next_tokens(group, by_request_id)
             delta = output.feed(tokens)
+            output.is_behind = group.has_more_tokens(tokens.request_id)
             clock.note(output.index, delta.last_token - delta.first_token)
             if delta.finish is not None:
                 num_live -= 1

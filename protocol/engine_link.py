@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import assert_never
@@ -50,7 +51,13 @@ class SampleGroup:
     def __init__(self, link: EngineLink, request_ids: Sequence[str]) -> None:
         self._link = link
         self.live = set(request_ids)
-        self.events: asyncio.Queue[SampleEvent] = asyncio.Queue()
+        self._events: asyncio.Queue[SampleEvent] = asyncio.Queue()
+        self._num_waiting_tokens: Counter[str] = Counter()
+        """``Tokens`` in the queue, by request id."""
+
+    def put(self, event: SampleEvent) -> None:
+        self._num_waiting_tokens[event.request_id] += isinstance(event, Tokens)
+        self._events.put_nowait(event)
 
     async def next_event(self) -> SampleEvent:
         """The next event of any live sample.
@@ -61,9 +68,15 @@ class SampleGroup:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._link.health_timeout_secs):
-                    return await self.events.get()
+                    event = await self._events.get()
+                    self._num_waiting_tokens[event.request_id] -= isinstance(event, Tokens)
+                    return event
             if (stall := self._link.stall()) is not None:
                 raise NodeUnavailable(stall)
+
+    def has_more_tokens(self, request_id: str) -> bool:
+        """More output of the sample has come already."""
+        return self._num_waiting_tokens[request_id] > 0
 
     def finish(self, request_id: str) -> None:
         """One sample is complete; no event of it follows. The engine is told unless it said so itself."""
@@ -229,4 +242,4 @@ class EngineLink:
         if not isinstance(event, Tokens) or event.finish_reason is not None:
             group.live.discard(event.request_id)
             del self._groups[event.request_id]
-        group.events.put_nowait(event)
+        group.put(event)
