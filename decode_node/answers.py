@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol, assert_never
 
@@ -113,6 +114,11 @@ class Completions(_OpenAi):
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes) -> None:
+        super().__init__(work, model_name, token_bytes)
+        self._num_chars: Counter[int] = Counter()
+        """Of the tokens shown so far, by sample: with logprobs each of them is shown once, in order."""
+
     def _choice(self, output: SampleOutput) -> Json:
         return self._show(output, output.text, 0, len(output.token_ids), output.finish)
 
@@ -131,14 +137,12 @@ class Completions(_OpenAi):
     def _logprobs(self, output: SampleOutput, first: int, last: int) -> Json | None:
         if output.sample.options.num_logprobs is None:
             return None
-        text = self._token_bytes.text
         entries = output.logprobs[first:last]
-        tokens = [text(entry.token_id) for entry in entries]
-        offset = sum(len(text(token_id)) for token_id in output.token_ids[:first])
+        tokens = [self._token_bytes.text(entry.token_id) for entry in entries]
         offsets = []
         for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
+            offsets.append(self._num_chars[output.index])
+            self._num_chars[output.index] += len(token)
         return {
             "tokens": tokens,
             "token_logprobs": [_finite(entry.logprob) for entry in entries],

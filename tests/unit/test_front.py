@@ -255,6 +255,26 @@ def test_an_event_stream_names_its_charset(on_node: OnNode) -> None:
     on_node(say("a€bc"), check)
 
 
+def test_streamed_logprobs_cost_the_same_for_every_token(
+    on_node: OnNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: list[int] = []
+    text_of = CODEC.token_bytes.text
+
+    def counted(token_id: int) -> str:
+        looked_up.append(token_id)
+        return text_of(token_id)
+
+    async def check(node: Node) -> None:
+        chunks = await node.events("/v1/completions", **{**BODY, "max_tokens": 60}, logprobs=0)
+        offsets = [offset for chunk in chunks for offset in chunk["choices"][0]["logprobs"]["text_offset"]]
+        assert offsets == list(range(60))
+
+    monkeypatch.setattr(CODEC.token_bytes, "text", counted)
+    on_node(say("x" * 60), check)
+    assert len(looked_up) <= 2 * 60
+
+
 def test_completion_logprobs(on_node: OnNode) -> None:
     async def check(node: Node) -> None:
         whole = (await node.post("/v1/completions", **BODY, logprobs=2)).json()["choices"][0]["logprobs"]
