@@ -164,6 +164,8 @@ class _Planner:
             num_missing = request.next_seq_len - request.num_device_slots
             if request.mode is not Mode.DENSE or num_missing <= 0 or request in self.retractions:
                 continue
+            if not request.has_next_step:  # its last token is in flight, and may fill its last page
+                continue
             num_slots = round_up(num_missing, self.limits.page_size)
             while self.available.device < num_slots and request not in self.retractions:
                 victim = next((victim for victim in victims if victim not in self.retractions), None)

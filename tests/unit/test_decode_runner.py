@@ -7,6 +7,8 @@ step has been launched, and input tokens come from the step before without the h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,36 @@ def test_tokens_equal_the_oracle_when_steps_overlap(
         if flag is HisparseFlag.TRUE and len(prompt) > HOT_BUFFER:
             assert answer.last.stats.misses > 0
             assert answer.last.stats.mode is Mode.HISPARSE
+
+
+def test_a_dense_request_never_gets_a_page_past_its_last_token(
+    expected: dict[Prompt, list[int]],
+    double: PrefillDouble,
+    node: EngineHarness,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its life fills its pages exactly: while its last token is in flight there is no next one to place."""
+    prompt, num_new = PROMPTS[1], 2  # 63 + 2 - 1 tokens of KV
+    growths: list[int] = []
+    monkeypatch.setattr(node.engine.rooms, "grow", lambda growth: growths.append(growth.num_slots))
+    answer = node.generate(double, prompt, num_new, HisparseFlag.FALSE)
+    finish(node, [answer], double)
+    assert answer.token_ids == expected[prompt][:num_new]
+    assert growths == []
+
+
+def test_the_context_can_be_filled_when_steps_overlap(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """To its last page exactly: there is no table entry for one more."""
+    prompt, num_new = PROMPTS[8], 57
+    small = replace(checkpoint, spec=replace(checkpoint.spec, context_length=len(prompt) + num_new - 1))
+    assert small.spec.context_length % 64 == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_node.engine, "make_runner", overlapping_runner)
+        harness = EngineHarness(small, tmp_path, device_buffer_size=HOT_BUFFER)
+    with closing(PrefillDouble(checkpoint)) as double, closing(harness):
+        answers = [harness.generate(double, prompt, num_new, flag) for flag in HisparseFlag]
+        finish(harness, answers, double)
+    assert [len(answer.token_ids) for answer in answers] == [num_new] * len(answers)
 
 
 def test_a_stop_token_ends_a_request_that_is_in_the_next_step_already(
