@@ -275,15 +275,16 @@ class Lifecycle:
 
     def carry_out(self, plan: StepPlan, now: float) -> None:
         for request in plan.retractions:
-            self.hot_buffers.retract(request)
-            self.rooms.retract(request, now + self.room_timeout_secs)
-            self.metrics.add("retractions_total")
+            if self._on_device(self.hot_buffers.retract, request, "retracted", now):
+                self.rooms.retract(request, now + self.room_timeout_secs)
+                self.metrics.add("retractions_total")
         for growth in plan.growths:
             self.rooms.grow(growth)
-            self.hot_buffers.grow(growth.request)
+            self._on_device(self.hot_buffers.grow, growth.request, "given more pages", now)
         for resumption in plan.resumptions:
-            self.rooms.resume(resumption)
-            self._fill_row(resumption.request, now)
+            if resumption.request.state is RequestState.RETRACTED:  # whoever could not be has ended
+                self.rooms.resume(resumption)
+                self._fill_row(resumption.request, now)
         for admission in plan.admissions:
             self._admit(admission, now)
 
@@ -297,12 +298,23 @@ class Lifecycle:
             self.fail(request, 503, error, Landing.QUIET, now)
 
     def _fill_row(self, request: Request, now: float) -> None:
+        self._on_device(self.hot_buffers.start, request, "started", now)
+
+    def _on_device(
+        self, action: Callable[[Request], None], request: Request, participle: str, now: float
+    ) -> bool:
+        """Do to a running request's memory and tables what its move needs. False when it failed and ended.
+
+        A hint that does not fit, or no memory, is one request's affair: its slots are free for the others, as
+        the plan wants them.
+        """
         try:
-            self.hot_buffers.start(request)
+            action(request)
         except Exception as error:
-            # A hint that does not fit, or no memory: one request's affair.
-            log.exception("room %d cannot start", request.room)
-            self.fail(request, 500, f"the request cannot be started: {error}", Landing.QUIET, now)
+            log.exception("room %d cannot be %s", request.room, participle)
+            self.fail(request, 500, f"the request cannot be {participle}: {error}", Landing.QUIET, now)
+            return False
+        return True
 
     # --- the ways out -----------------------------------------------------------------------------
 

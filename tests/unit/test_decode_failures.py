@@ -13,7 +13,8 @@ import torch
 
 from decode_node.peers import PeerLost, RoomMessage
 from decode_node.pools import PoolKind, Stage
-from decode_node.request import PeerAddress, RequestState
+from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.scheduler import Growth, Resumption, StepPlan
 from kernels.hot_state import HotBufferError
 from protocol.engine_messages import Abort, FinishReason, HisparseFlag, Mode
 from protocol.messages import Refused, Room, RoomDone, RoomFailed, RoomQuiet
@@ -497,6 +498,56 @@ def test_a_hint_that_does_not_fit_ends_its_request_only(
     assert answer.failure is not None
     assert answer.failure.status == 500
     assert "cannot be started" in answer.failure.error
+    _completes(node, double)
+
+
+@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+def test_a_retraction_that_fails_ends_its_request_only(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag
+) -> None:
+    doomed = node.generate(double, PROMPT, 40, flag)
+    spared = node.generate(double, PROMPT[:100], 40, HisparseFlag.TRUE)
+    node.turn_until(lambda: doomed.token_ids and spared.token_ids, double)
+    running = {request.num_prompt_tokens: request for request in node.engine.rooms.all()}
+    plan = StepPlan(
+        retractions=(running[300], running[100]),
+        resumptions=(Resumption(running[300], 128), Resumption(running[100], 128)),
+    )
+    retract = node.engine.hot_buffers.retract
+
+    def out_of_memory(request: Request) -> None:
+        if request is running[300]:
+            raise torch.OutOfMemoryError("150 MiB wanted")
+        retract(request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.engine.hot_buffers, "retract", out_of_memory)
+        node.engine.lifecycle.carry_out(plan, 0.0)
+    node.engine.rooms.check_integrity()
+    node.turn_until(lambda: doomed.is_over and spared.is_over, double)
+    assert doomed.failure is not None
+    assert doomed.failure.status == 500
+    assert "cannot be retracted: 150 MiB wanted" in doomed.failure.error
+    assert spared.failure is None
+    assert len(spared.token_ids) == 40
+
+
+def test_pages_that_cannot_be_entered_end_their_request_only(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = node.generate(double, PROMPT, 40, HisparseFlag.FALSE)
+    node.turn_until(lambda: answer.token_ids, double)
+    (request,) = node.engine.rooms.all()
+
+    def out_of_memory(_: Request) -> None:
+        raise torch.OutOfMemoryError("2 MiB wanted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.engine.hot_buffers, "grow", out_of_memory)
+        node.engine.lifecycle.carry_out(StepPlan(growths=(Growth(request, 64),)), 0.0)
+    node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is not None
+    assert "cannot be given more pages: 2 MiB wanted" in answer.failure.error
     _completes(node, double)
 
 
