@@ -215,19 +215,20 @@ class DecodeEngine:
         self.lifecycle.refresh_queue(now)
 
     def _plan(self, now: float) -> None:
-        plan = self._next_plan()
+        plan = self._next_plan(now)
         if plan.retractions and self._in_flight is not None:
             self._settle()  # whoever is retracted may be in a step, or may be at its end
-            plan = self._next_plan()
+            plan = self._next_plan(now)
         self.lifecycle.carry_out(plan, now)
 
-    def _next_plan(self) -> StepPlan:
+    def _next_plan(self, now: float) -> StepPlan:
         return plan_step(
             self.limits,
             self.rooms.pools.free,
             self.rooms.select(RequestState.RUNNING),
             self.rooms.select(RequestState.RETRACTED),
             self.rooms.select(RequestState.WAITING),
+            self.rooms.stuck(now),
         )
 
     def _next_batch(self) -> list[Request]:

@@ -111,7 +111,15 @@ class Pools:
 
     def used(self, stage: Stage) -> SlotCounts:
         """What all holdings of ``stage`` own together."""
-        return self._sum(holding for holding in self._holdings if holding.stage is stage)
+        return self.held_by(holding for holding in self._holdings if holding.stage is stage)
+
+    def held_by(self, holdings: Iterable[Holding]) -> SlotCounts:
+        """What ``holdings`` own together."""
+        counts = dict.fromkeys(PoolKind, 0)
+        for holding in holdings:
+            for kind, extents in holding.extents.items():
+                counts[kind] += total_length(extents)
+        return SlotCounts(*counts.values())
 
     def can_reserve(self, need: SlotCounts) -> bool:
         return self.rounded(need).fits_in(self.free)
@@ -174,13 +182,6 @@ class Pools:
             if wrong := {stage for stage in Stage if found[stage] != expected.get(stage, 0)}:
                 detail = ", ".join(f"{s}: {found[s]} held, {expected.get(s, 0)} known" for s in sorted(wrong))
                 raise PoolIntegrityError(f"holdings and requests disagree: {detail}")
-
-    def _sum(self, holdings: Iterable[Holding]) -> SlotCounts:
-        counts = dict.fromkeys(PoolKind, 0)
-        for holding in holdings:
-            for kind, extents in holding.extents.items():
-                counts[kind] += total_length(extents)
-        return SlotCounts(*counts.values())
 
     def _check_known(self, holding: Holding) -> None:
         if holding not in self._holdings:

@@ -36,6 +36,7 @@ class Quarantined:
     peer: PeerAddress
     instance_id: str
     batch_failed: bool
+    since: float
     free_at: float = _NEVER
 
     @property
@@ -67,6 +68,11 @@ class Quarantine:
     def free_at(self, now: float) -> float:
         """When nothing lands any more of what failed until ``now``."""
         return now + self._quarantine_secs
+
+    def stuck(self, now: float) -> list[Quarantined]:
+        """Rooms that are unresolved for longer than any live prefill node takes to say that one is quiet."""
+        latest = now - self._quarantine_secs
+        return [entry for entry in self._entries.values() if entry.is_unresolved and entry.since <= latest]
 
     def add(self, entry: Quarantined) -> None:
         """Keep the slots of a room that ended. Raises ValueError when the room is here already."""

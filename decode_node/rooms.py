@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from enum import Enum, auto
 
-from decode_node.pools import PoolKind, Pools, Stage
+from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission, Growth, Resumption
@@ -172,7 +172,9 @@ class Rooms:
             return
         self.pools.give_up(holding, set(PoolKind) - _REMOTELY_WRITTEN[request.mode])
         self.pools.move(holding, Stage.QUARANTINED)
-        entry = Quarantined(request.room, holding, request.peer, request.instance_id, batch_failed=False)
+        entry = Quarantined(
+            request.room, holding, request.peer, request.instance_id, batch_failed=False, since=now
+        )
         self.quarantine.add(entry)
         if not was_landing:
             entry.batch_failed, entry.free_at = True, request.lands_until
@@ -180,6 +182,10 @@ class Rooms:
         entry.batch_failed = landing in (Landing.QUIET_AFTER_FAILURE, Landing.IN_FLIGHT_AFTER_FAILURE)
         if landing is Landing.QUIET_AFTER_FAILURE:
             self.quarantine.quiet(request.room, True, now)
+
+    def stuck(self, now: float) -> SlotCounts:
+        """Slots in quarantine that may never be free again: their prefill node gives no sign of life."""
+        return self.pools.held_by(entry.holding for entry in self.quarantine.stuck(now))
 
     # --- what the node holds ----------------------------------------------------------------------
 

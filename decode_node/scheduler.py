@@ -3,7 +3,10 @@
 ``plan_step`` looks at counts of free slots and at requests, and changes nothing. Its rules:
 
 - Admission is in order of arrival and strict: when the first in the queue does not fit, nobody overtakes it.
-  Whoever runs ends within its max_new_tokens, so the first in the queue always gets its turn.
+  Whoever runs ends within its max_new_tokens, so the first in the queue always gets its turn. Slots of an
+  unresolved quarantine may never come back: whoever does not fit beside them holds nobody up until they do.
+- ``auto`` is dense while that is comfortable, hisparse otherwise, and dense again when hisparse lacks host
+  slots and the device pool has pages for its whole life: they would serve nobody while the queue stands.
 - A request is admitted with everything that its whole life needs, or not at all. The one exception is a
   request that insists on dense while the device pool is short: it starts with the pages of its prompt and
   grows page by page, and has host slots for its whole life reserved, so that it can always be retracted.
@@ -19,7 +22,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from decode_node.pools import SlotCounts, round_up
@@ -28,6 +31,8 @@ from protocol.engine_messages import HisparseFlag, Mode
 
 _HEADROOM_PAGES = 1
 """Pages beyond its prompt that a growing dense request starts with."""
+
+_NONE = SlotCounts()
 
 
 @dataclass(frozen=True)
@@ -133,9 +138,13 @@ def plan_step(
     running: Sequence[Request],
     retracted: Sequence[Request],
     waiting: Iterable[Request],
+    stuck: SlotCounts = _NONE,
 ) -> StepPlan:
-    """What to do before the next forward. ``waiting``: in order of arrival, every one of them admissible."""
-    planner = _Planner(limits, free, running)
+    """What to do before the next forward. ``waiting``: in order of arrival, every one of them admissible.
+
+    ``stuck``: slots that may never be free again.
+    """
+    planner = _Planner(limits, free, running, stuck)
     planner.grow()
     if planner.resume(retracted):
         planner.admit(waiting)
@@ -147,10 +156,18 @@ class _Planner:
     limits: Limits
     available: SlotCounts
     running: Sequence[Request]
-    retractions: list[Request] = field(default_factory=list)
+    stuck: SlotCounts
+    retractions: dict[Request, None] = field(default_factory=dict)
+    """In order; a dict, because it is asked for membership."""
     growths: list[Growth] = field(default_factory=list)
     resumptions: list[Resumption] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.usable = replace(self.limits, totals=self.limits.totals - self.stuck)
+        """The limits without the slots that may never be free again."""
+        self._num_growing = sum(request.may_grow for request in self.running)
+        """Requests for each of which a page is kept."""
 
     def plan(self) -> StepPlan:
         return StepPlan(
@@ -159,28 +176,33 @@ class _Planner:
 
     def grow(self) -> None:
         """Pages for the newest tokens of dense requests that have none left, oldest request first."""
-        victims = sorted((r for r in self.running if r.is_retractable), key=_admitted, reverse=True)
-        for request in sorted(self.running, key=_admitted):
+        # Whose last token is in flight needs no page, and may have none left: its life can fill its pages.
+        short = sorted(
+            (r for r in self.running if r.has_next_step and not r.has_page_for_next), key=_admitted
+        )
+        if not short:
+            return
+        victims = sorted((r for r in self.running if r.is_retractable), key=_admitted)
+        grown: set[Request] = set()
+        for request in short:
             num_missing = request.next_seq_len - request.num_device_slots
-            if request.mode is not Mode.DENSE or num_missing <= 0 or request in self.retractions:
-                continue
-            if not request.has_next_step:  # its last token is in flight, and may fill its last page
-                continue
             num_slots = round_up(num_missing, self.limits.page_size)
-            while self.available.device < num_slots and request not in self.retractions:
-                victim = next((victim for victim in victims if victim not in self.retractions), None)
-                if victim is None:
-                    break
-                self._retract(victim)
+            while victims and self.available.device < num_slots and request not in self.retractions:
+                victim = victims.pop()
+                if victim not in grown:  # an older one, where this one cannot be retracted itself
+                    self._retract(victim)
             if request not in self.retractions and self.available.device >= num_slots:
+                grown.add(request)
                 self.growths.append(Growth(request, num_slots))
                 self._take(SlotCounts(device=num_slots))
 
     def resume(self, retracted: Sequence[Request]) -> bool:
-        """Whether everybody who was retracted comes back."""
+        """Whether everybody who was retracted comes back, except who does not fit beside stuck slots."""
         for request in sorted([*retracted, *self.retractions], key=_admitted):
             capacity = self._hot_capacity(request)
             if not capacity:
+                if self._in_pages(self.limits.min_capacity(request)) > self.usable.totals.device:
+                    continue
                 return False
             self.resumptions.append(Resumption(request, capacity))
             self._take(SlotCounts(device=round_up(capacity, self.limits.page_size)))
@@ -188,11 +210,14 @@ class _Planner:
 
     def admit(self, waiting: Iterable[Request]) -> None:
         for request in waiting:
+            if refusal(self.usable, request):
+                continue  # it fits when the stuck slots are free again, which may be never
             admission = self._place(request)
             if admission is None:
                 return
             self.admissions.append(admission)
             self._take(admission.need)
+            self._num_growing += admission.mode is Mode.DENSE and admission.need.host > 0
 
     def _place(self, request: Request) -> Admission | None:
         match request.flag:
@@ -201,11 +226,12 @@ class _Planner:
             case HisparseFlag.FALSE:
                 return self._place_dense(request)
             case HisparseFlag.AUTO:
-                if not request.dense_refusal and self._is_comfortable(request):
-                    return self._place_dense(request)
-                if request.life_tokens <= self.limits.max_life_hisparse:
+                if request.dense_refusal:
                     return self._place_hisparse(request)
-                return self._place_dense(request)
+                # Without host slots it is dense with all its pages or not at all.
+                if self._is_comfortable(request) or request.life_tokens > self.available.host:
+                    return self._place_dense(request)
+                return self._place_hisparse(request)
             case _:
                 assert_never(request.flag)
 
@@ -250,21 +276,29 @@ class _Planner:
         """Retract and resume with the minimum, until ``num_needed`` device slots are spare; or nothing."""
         gains: list[tuple[Request, int]] = []
         spare = self._spare_device()
-        busy = {*self.retractions, *(resumption.request for resumption in self.resumptions)}
-        for request in sorted(self.running, key=_admitted, reverse=True):
+        for request in self._with_large_hot_buffers():
             gain = request.num_device_slots - self._in_pages(self.limits.min_capacity(request))
-            if spare < num_needed and request.mode is Mode.HISPARSE and request not in busy and gain > 0:
+            if gain > 0:
                 gains.append((request, gain))
                 spare += gain
+            if spare >= num_needed:
+                break
         if spare < num_needed:
             return
         for request, gain in gains:
-            self.retractions.append(request)
+            self.retractions[request] = None
             self.resumptions.append(Resumption(request, self.limits.min_capacity(request)))
             self.available += SlotCounts(device=gain)
 
+    def _with_large_hot_buffers(self) -> list[Request]:
+        """Running requests that may have more than the minimum and stay as they are so far, latest first."""
+        smallest = self.limits.index_topk + 1
+        large = [r for r in self.running if r.hot_capacity > smallest and r not in self.retractions]
+        return sorted(large, key=_admitted, reverse=True)
+
     def _retract(self, victim: Request) -> None:
-        self.retractions.append(victim)
+        self.retractions[victim] = None
+        self._num_growing -= victim.may_grow
         self.available += SlotCounts(device=victim.num_device_slots)
 
     def _take(self, need: SlotCounts) -> None:
@@ -272,9 +306,7 @@ class _Planner:
 
     def _spare_device(self) -> int:
         """Free device slots beyond the page that is kept for each request that may grow."""
-        num_growing = sum(r.may_grow and r not in self.retractions for r in self.running)
-        num_growing += sum(a.mode is Mode.DENSE and a.need.host > 0 for a in self.admissions)
-        return max(0, self.available.device - num_growing * self.limits.page_size)
+        return max(0, self.available.device - self._num_growing * self.limits.page_size)
 
     def _in_pages(self, num_tokens: int) -> int:
         return round_up(num_tokens, self.limits.page_size)

@@ -125,6 +125,23 @@ def test_slots_of_an_aborted_room_wait_until_the_room_is_quiet(
     assert not aborted.is_over, "an aborted request gets no answer"
 
 
+def test_slots_that_nobody_acknowledges_do_not_hold_up_the_queue(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    double.answers_aborts = False
+    _abort(node, _land(node, double))
+    node.turn_until(lambda: double.aborts, double)
+    double.delivers = True
+    large = node.generate(double, PROMPT, 4, HisparseFlag.TRUE)
+    small = node.generate(double, PROMPT[:100], 4, HisparseFlag.TRUE)
+    node.turn_until(lambda: small.is_over, double)
+    assert small.failure is None
+    assert not large.is_over
+    double.say(RoomQuiet(double.aborts[0].room, False))
+    node.turn_until(lambda: large.is_over, double)
+    assert large.failure is None
+
+
 def test_slots_of_a_failed_batch_wait_longer_than_quiet(node: EngineHarness, double: PrefillDouble) -> None:
     failed = _land(node, double)
     room = double.bootstraps[0].room

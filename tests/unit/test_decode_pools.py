@@ -179,7 +179,7 @@ def quarantine_with_one() -> tuple[Quarantine, list[Holding]]:
     freed: list[Holding] = []
     quarantine = Quarantine(10.0, freed.append)
     holding = Holding(Room(1), Stage.QUARANTINED, {PoolKind.HOST: (Extent(0, 4),)})
-    quarantine.add(Quarantined(Room(1), holding, PEER, "first", batch_failed=False))
+    quarantine.add(Quarantined(Room(1), holding, PEER, "first", batch_failed=False, since=0.0))
     return quarantine, freed
 
 

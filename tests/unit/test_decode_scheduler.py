@@ -9,7 +9,7 @@ import pytest
 from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.rooms import Landing, Rooms
-from decode_node.scheduler import Limits, StepPlan, plan_step, refusal
+from decode_node.scheduler import Admission, Limits, StepPlan, plan_step, refusal
 from protocol.engine_messages import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room
 
@@ -48,17 +48,18 @@ class Node:
         self.rooms.queue(request, 9.0)
         return request
 
-    def plan(self) -> StepPlan:
+    def plan(self, now: float = 0.0) -> StepPlan:
         return plan_step(
             self.limits,
             self.rooms.pools.free,
             self.rooms.select(RequestState.RUNNING),
             self.rooms.select(RequestState.RETRACTED),
             self.rooms.select(RequestState.WAITING),
+            self.rooms.stuck(now),
         )
 
-    def step(self) -> StepPlan:
-        plan = self.plan()
+    def step(self, now: float = 0.0) -> StepPlan:
+        plan = self.plan(now)
         for request in plan.retractions:
             self.rooms.retract(request, 9.0)
         for growth in plan.growths:
@@ -150,6 +151,83 @@ def test_nobody_overtakes_the_first_in_the_queue() -> None:
     assert [first.state, second.state] == [RequestState.WAITING] * 2
 
 
+def _lose(node: Node, flag: HisparseFlag, num_prompt_tokens: int) -> Request:
+    """A request that ends at time 0 while its prefill node may write, which says nothing any more."""
+    lost = node.arrive(flag, num_prompt_tokens)
+    (admission,) = node.plan().admissions
+    node.rooms.admit(admission, "lost", 9.0)
+    node.rooms.end(lost, Landing.IN_FLIGHT, 0.0)
+    return lost
+
+
+@pytest.mark.parametrize(("flag", "num_lost", "num_large"), [(TRUE, 150, 300), (FALSE, 100, 60)])
+def test_slots_that_may_never_be_free_again_hold_up_only_who_needs_them(
+    flag: HisparseFlag, num_lost: int, num_large: int
+) -> None:
+    node = Node()
+    lost = _lose(node, flag, num_lost)
+    large, small = node.arrive(flag, num_large), node.arrive(TRUE, 9)
+    node.step(now=0.5)
+    assert small.state is RequestState.WAITING, "the prefill node may still say that the room is quiet"
+    node.step(now=1.0)
+    assert [large.state, small.state] == [RequestState.WAITING, RequestState.RUNNING]
+    node.rooms.quarantine.quiet(lost.room, False, now=2.0)
+    node.rooms.end(small, Landing.QUIET, now=2.0)
+    late = node.arrive(TRUE, 9)
+    node.step(now=2.0)
+    assert large.state is RequestState.RUNNING, "it has kept its place"
+    node.rooms.end(large, Landing.QUIET, now=2.0)
+    node.step(now=2.0)
+    assert late.state is RequestState.RUNNING
+
+
+def test_who_fits_beside_stuck_slots_is_not_overtaken() -> None:
+    node = Node()
+    _lose(node, TRUE, 150)
+    node.arrive(TRUE, 200)
+    node.step(now=1.0)
+    first, second = node.arrive(TRUE, 60), node.arrive(TRUE, 10)
+    node.step(now=1.0)
+    assert [first.state, second.state] == [RequestState.WAITING] * 2
+
+
+def test_a_retracted_request_that_stuck_pages_keep_away_holds_up_nobody() -> None:
+    node = Node()
+    retracted = node.arrive(TRUE, 100)
+    node.step()
+    node.rooms.retract(retracted, 9.0)
+    _lose_pages(node, num_pages=9)
+    short = node.arrive(TRUE, 9)
+    node.step(now=0.5)
+    assert short.state is RequestState.WAITING
+    node.step(now=1.0)
+    assert [retracted.state, short.state] == [RequestState.RETRACTED, RequestState.RUNNING]
+
+
+def _lose_pages(node: Node, num_pages: int) -> None:
+    """The same with dense pages, whatever the planner would admit first."""
+    num_tokens = num_pages * node.limits.page_size
+    lost = node.arrive(FALSE, num_tokens)
+    need = SlotCounts(device=num_tokens, index=num_tokens, aux=1, req_row=1)
+    node.rooms.admit(Admission(lost, Mode.DENSE, need, 0), "lost", 9.0)
+    node.rooms.end(lost, Landing.IN_FLIGHT, 0.0)
+
+
+def test_auto_is_dense_beyond_its_margin_rather_than_waiting_for_the_host() -> None:
+    node = Node()
+    hisparse = node.arrive(TRUE, 390)
+    node.step()
+    (admission,) = (node.arrive(AUTO, 80), node.plan().admissions)[1]
+    assert (admission.mode, admission.need.device) == (Mode.DENSE, 80)
+    # Growing needs host slots, and who cannot be dense waits for them.
+    node.step()
+    growing, unequal = node.arrive(AUTO, 15, max_new_tokens=40), node.arrive(AUTO, 15)
+    unequal.dense_refusal = "page sizes differ"
+    assert node.plan().admissions == ()
+    node.rooms.end(hisparse, Landing.QUIET, 0.0)
+    assert [admission.request for admission in node.plan().admissions] == [growing, unequal]
+
+
 def test_hot_buffers_shrink_before_anybody_waits_for_one() -> None:
     """160 device slots are 64 + 64 + 32; the fourth needs 32 more, which the latest large buffer gives up."""
     node = Node()
@@ -216,6 +294,22 @@ def test_where_a_repeated_batch_may_land_nobody_is_retracted_and_who_must_grow_w
     node.rooms.expire(5.0)
     assert node.step().retractions == (grower,)
     assert grower.has_page_for_next
+
+
+def test_whoever_was_just_given_a_page_does_not_give_it_up_in_the_same_step() -> None:
+    node = Node()
+    node.arrive(FALSE, 80)
+    node.step()
+    older, younger = node.arrive(FALSE, 14, max_new_tokens=90), node.arrive(FALSE, 14, max_new_tokens=90)
+    node.step()
+    younger.lands_until = 9.0  # so it cannot be retracted itself, and asks for the pages of older ones
+    for request in (older, younger):
+        node.run(request, 18)
+        assert not request.has_page_for_next
+    plan = node.step()
+    assert plan.retractions == ()
+    assert [growth.request for growth in plan.growths] == [older]
+    assert not younger.has_page_for_next
 
 
 def test_the_growing_request_itself_goes_when_nobody_else_can() -> None:
