@@ -309,10 +309,13 @@ class Wakeup:
         return self._receiver.fileno()
 
     def set(self) -> None:
-        """From any thread. A full pipe is fine: the waiter is awake already."""
+        """From any thread. A full pipe is fine: the waiter is awake already. Closed: nobody waits any more.
+
+        A thread that is left behind at a shutdown calls it when its write or look-up comes back.
+        """
         try:
             self._sender.send(b"\0")
-        except BlockingIOError:
+        except OSError:
             return
 
     def clear(self) -> None:

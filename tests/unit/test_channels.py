@@ -298,3 +298,9 @@ def test_a_wakeup_ends_a_wait_and_is_cleared() -> None:
         assert not poller.wait(0)
     finally:
         wakeup.close()
+
+
+def test_a_thread_that_is_late_for_a_shutdown_wakes_nobody() -> None:
+    wakeup = Wakeup()
+    wakeup.close()
+    wakeup.set()
