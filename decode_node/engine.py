@@ -281,6 +281,8 @@ class DecodeEngine:
         except torch.AcceleratorError:
             raise
         except Exception as error:
+            if self._in_flight is not None:
+                self._in_flight.wait()
             self._fail_step(launched.batch, error)
             return
         now = time.monotonic()

@@ -280,7 +280,7 @@ class Lifecycle:
                 self.metrics.add("retractions_total")
         for growth in plan.growths:
             self.rooms.grow(growth)
-            self._on_device(self.hot_buffers.grow, growth.request, "given more pages", now)
+            self.hot_buffers.grow(growth.request)
         for resumption in plan.resumptions:
             if resumption.request.state is RequestState.RETRACTED:  # whoever could not be has ended
                 self.rooms.resume(resumption)
@@ -305,8 +305,8 @@ class Lifecycle:
     ) -> bool:
         """Do to a running request's memory and tables what its move needs. False when it failed and ended.
 
-        A hint that does not fit, or no memory, is one request's affair: its slots are free for the others, as
-        the plan wants them.
+        The request must be in no step, for its slots are given up. A hint that does not fit, or no memory, is
+        one request's affair; the others find those slots free, as their plan wants them.
         """
         try:
             action(request)

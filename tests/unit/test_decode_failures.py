@@ -14,7 +14,7 @@ import torch
 from decode_node.peers import PeerLost, RoomMessage
 from decode_node.pools import PoolKind, Stage
 from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.scheduler import Growth, Resumption, StepPlan
+from decode_node.scheduler import Resumption, StepPlan
 from kernels.hot_state import HotBufferError
 from protocol.engine_messages import Abort, FinishReason, HisparseFlag, Mode
 from protocol.messages import Refused, Room, RoomDone, RoomFailed, RoomQuiet
@@ -547,25 +547,6 @@ def test_a_retraction_that_fails_ends_its_request_only(
     assert "cannot be retracted: 150 MiB wanted" in doomed.failure.error
     assert spared.failure is None
     assert len(spared.token_ids) == 40
-
-
-def test_pages_that_cannot_be_entered_end_their_request_only(
-    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = node.generate(double, PROMPT, 40, HisparseFlag.FALSE)
-    node.turn_until(lambda: answer.token_ids, double)
-    (request,) = node.engine.rooms.all()
-
-    def out_of_memory(_: Request) -> None:
-        raise torch.OutOfMemoryError("2 MiB wanted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(node.engine.hot_buffers, "grow", out_of_memory)
-        node.engine.lifecycle.carry_out(StepPlan(growths=(Growth(request, 64),)), 0.0)
-    node.turn_until(lambda: answer.is_over, double)
-    assert answer.failure is not None
-    assert "cannot be given more pages: 2 MiB wanted" in answer.failure.error
-    _completes(node, double)
 
 
 def test_a_wrong_hot_buffer_ends_its_request_only(node: EngineHarness, double: PrefillDouble) -> None:

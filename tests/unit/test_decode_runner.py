@@ -15,8 +15,8 @@ import pytest
 
 import decode_node.engine
 from decode_node.hot_buffers import HotBuffers
-from decode_node.request import RequestState
-from decode_node.runner import GraphRunner, Runner
+from decode_node.request import Request, RequestState
+from decode_node.runner import GraphRunner, Launched, Runner, StepResult
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.oracle import greedy_tokens
@@ -158,6 +158,38 @@ def test_drawn_and_logged_requests_overlap_their_steps_as_greedy_ones_do(
     assert all(logprob.token_id == logprob.top[0][0] for logprob in logged.logprobs)
     assert drawn[0].token_ids == drawn[1].token_ids
     assert logged.token_ids == expected[PROMPTS[7]]
+
+
+def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
+    expected: dict[Prompt, list[int]],
+    double: PrefillDouble,
+    node: EngineHarness,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    doomed = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
+    node.turn_until(lambda: len(doomed.token_ids) > 3, double)
+    engine = node.engine
+    waited: list[object] = []
+
+    def unreadable(launched: Launched) -> StepResult:
+        assert engine._in_flight is not launched
+        raise RuntimeError("no such token")
+
+    def release(request: Request) -> None:
+        assert waited == [engine._in_flight], "the next step still uses its slots"
+        hot_buffers_release(request)
+
+    hot_buffers_release = engine.hot_buffers.release
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine._in_flight), "result", unreadable)
+        patch.setattr(type(engine._in_flight), "wait", lambda launched: waited.append(launched))
+        patch.setattr(engine.hot_buffers, "release", release)
+        node.turn_until(lambda: doomed.is_over, double)
+    assert doomed.failure is not None
+    assert "no such token" in doomed.failure.error
+    spared = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
+    finish(node, [spared], double)
+    assert spared.token_ids == expected[PROMPTS[8]]
 
 
 def num_aborted(node: EngineHarness, double: PrefillDouble) -> float:
