@@ -48,6 +48,7 @@ REGISTER_TIMEOUT_SECS = 5.0
 REGISTER_REPEAT_SECS = 1.0
 IDLE_CLOSE_SECS = 300.0
 _MAX_LOOKUP_THREADS = 16
+"""Of each kind. A host that drops packets holds one for seconds, again and again while it is wanted."""
 _SUSPECT_AFTER_HEARTBEATS = 1.25
 """Silence, in heartbeat intervals, after which no room is entrusted to a peer until it is heard of again.
 
@@ -160,6 +161,8 @@ class Peers:
         self._peers: dict[PeerAddress, _Peer] = {}
         self._num_peers_ever = 0
         self._threads = ThreadPoolExecutor(_MAX_LOOKUP_THREADS, thread_name_prefix="bootstrap-lookup")
+        self._confirming = ThreadPoolExecutor(_MAX_LOOKUP_THREADS, thread_name_prefix="bootstrap-confirm")
+        """For registered peers: whether a busy one is lost must not hang on how many others are gone."""
         self._wakeup = Wakeup()
         self.poller.register(self._wakeup)
 
@@ -209,7 +212,8 @@ class Peers:
         for peer in self._peers.values():
             self._disconnect(peer)
         self._peers.clear()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._confirming):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._wakeup.close()
 
     # --- the loop's part --------------------------------------------------------------------------
@@ -356,9 +360,11 @@ class Peers:
                 self._beat(peer, now, events)
             case _:
                 assert_never(peer.phase)
-        is_idle = not is_wanted and now - peer.last_used_at >= IDLE_CLOSE_SECS
-        if is_idle and peer.lookup is None:
-            log.info("closing the connection to prefill node %s: not used lately", peer.address)
+        was_found = peer.client is not None or peer.instance_id != ""
+        keep_secs = IDLE_CLOSE_SECS if was_found else LOOKUP_RETRY_SECS
+        if not is_wanted and now - peer.last_used_at >= keep_secs and peer.lookup is None:
+            if was_found:
+                log.info("closing the connection to prefill node %s: not used lately", peer.address)
             self._disconnect(peer)
             del self._peers[peer.address]
 
@@ -383,7 +389,8 @@ class Peers:
     def _start_lookup(self, peer: _Peer) -> None:
         if peer.lookup is None:
             peer.looked_up_for = peer.instance_id
-            peer.lookup = self._threads.submit(look_up, *peer.address, self.keys, self.allowed)
+            threads = self._threads if peer.phase is PeerPhase.AWAY else self._confirming
+            peer.lookup = threads.submit(look_up, *peer.address, self.keys, self.allowed)
             peer.lookup.add_done_callback(lambda _: self._wakeup.set())
 
     def _give_up(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:

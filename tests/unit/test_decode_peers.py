@@ -16,7 +16,13 @@ from decode_node import peers as peers_module
 from decode_node.peers import InstanceGone, PeerEvent, PeerLost, PeerReady, PeerRefused, Peers
 from decode_node.request import PeerAddress
 from protocol.access import PeerList
-from protocol.bootstrap import CODE_HEADER, NONCE_HEADER, BootstrapGate, BootstrapInfo
+from protocol.bootstrap import (
+    CODE_HEADER,
+    NONCE_HEADER,
+    BootstrapGate,
+    BootstrapInfo,
+    BootstrapLookupError,
+)
 from protocol.channels import ControlAddressError, ControlKeys, ControlServer, Poller
 from protocol.http_errors import ApiError
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Register, Registered
@@ -194,3 +200,54 @@ def test_a_control_address_that_zmq_refuses_ends_no_loop(
             assert "cannot connect" in event.error
         ready = PeerReady(prefill.address, "first")
         poll_until(peers, prefill.address, lambda events: ready in events, prefill.answer)
+
+
+def _until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {WAIT_SECS} s"
+        time.sleep(0.005)
+
+
+def test_a_busy_peer_is_confirmed_however_many_others_are_gone(
+    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is registered and falls silent; what the others are asked does not come back."""
+    is_over = threading.Event()
+    asked: set[str] = set()
+
+    def black_hole(host: str, *_: object) -> BootstrapInfo:
+        asked.add(host)
+        is_over.wait()
+        raise BootstrapLookupError("no route")
+
+    with closing(make_peers(keys)) as peers:
+        poll_until(peers, prefill.address, bool, prefill.answer)
+        monkeypatch.setattr(peers_module, "look_up", black_hole)
+        gone = {PeerAddress(f"gone-{number}", 1) for number in range(64)}
+        try:
+            for address in gone:
+                peers.use(address, time.monotonic())
+            peers.poll(time.monotonic(), gone)
+            _until(lambda: len(asked) >= 16)
+            _until(lambda: peers.poll(time.monotonic(), gone) or prefill.address.host in asked)
+            assert prefill.address.host in asked
+        finally:
+            is_over.set()
+
+
+def test_an_address_at_which_nobody_was_found_is_forgotten_with_its_last_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nobody(*_: object) -> BootstrapInfo:
+        raise BootstrapLookupError("no route")
+
+    monkeypatch.setattr(peers_module, "look_up", nobody)
+    address = PeerAddress("nowhere", 1)
+    with closing(make_peers(None)) as peers:
+        now = time.monotonic()
+        peers.use(address, now)
+        _until(lambda: not peers.poll(now, {address}) and peers.last_error(address) == "no route")
+        peers.poll(now + 1.0, {address})
+        assert peers.last_error(address) == "no route", "somebody waits"
+        _until(lambda: not peers.poll(now + 1.0, ()) and peers.last_error(address) == "no answer yet")
