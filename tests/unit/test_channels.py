@@ -1,13 +1,15 @@
 """The control and ipc channels over real ZMQ sockets."""
 
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
-from protocol import messages
+from protocol import engine_messages, messages
 from protocol.access import PeerList
 from protocol.channels import (
     ControlAddressError,
@@ -20,6 +22,7 @@ from protocol.channels import (
     Poller,
     Wakeup,
 )
+from protocol.decoding import TypedDecoder
 from protocol.engine_messages import Abort, RequestFailed
 from protocol.messages import Bootstrap, Extent, Heartbeat, HeartbeatAck, ToDecode, ToPrefill
 from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
@@ -283,6 +286,35 @@ def test_the_ipc_channel_carries_both_directions(tmp_path: Path) -> None:
             front.close()
 
     asyncio.run(talk())
+
+
+class _Exploit:
+    """What runs where its pickle is loaded."""
+
+    ran = False
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[object, ...]]:
+        return setattr, (_Exploit, "ran", True)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        messages.to_prefill_decoder,
+        messages.to_decode_decoder,
+        engine_messages.to_engine_decoder,
+        engine_messages.from_engine_decoder,
+    ],
+)
+def test_a_pickle_is_a_malformed_message_and_is_never_loaded(decoder: TypedDecoder[object]) -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        frame = pickle.dumps(_Exploit(), protocol)
+        with pytest.raises(msgspec.MsgspecError):
+            decoder.decode(frame)
+    assert not _Exploit.ran
+    pickle.loads(frame)
+    assert _Exploit.ran, "the pickle would have shown"
+    _Exploit.ran = False
 
 
 def test_a_wakeup_ends_a_wait_and_is_cleared() -> None:

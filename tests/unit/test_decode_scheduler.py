@@ -312,6 +312,17 @@ def test_whoever_was_just_given_a_page_does_not_give_it_up_in_the_same_step() ->
     assert not younger.has_page_for_next
 
 
+def test_whoever_is_admitted_to_grow_keeps_a_page_from_those_behind_it() -> None:
+    node = Node()
+    node.arrive(FALSE, 64)
+    node.step()
+    growing = [node.arrive(FALSE, 14, max_new_tokens=90) for _ in range(2)]
+    node.arrive(TRUE, 9)
+    plan = node.step()
+    assert [admission.request for admission in plan.admissions] == growing
+    assert node.rooms.pools.free.device == 2 * node.limits.page_size
+
+
 def test_the_growing_request_itself_goes_when_nobody_else_can() -> None:
     node = Node(replace(LIMITS, totals=replace(LIMITS.totals, device=96)))
     node.arrive(FALSE, 47, max_new_tokens=2)

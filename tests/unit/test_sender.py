@@ -227,6 +227,8 @@ def test_a_batch_submitted_before_the_failure_was_seen_is_not_sent(
     assert [completion.ok for completion in collect(sender, 2)] == [False, False]
     assert not writer.started.acquire(blocking=False)
     assert writer.written == []
+    sender.submit(PEER, batch(2, 3))
+    assert collect(sender, 1)[0].ok, "of another room to the same peer"
 
 
 def test_a_failed_room_does_not_condemn_its_session_or_its_number(
