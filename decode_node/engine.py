@@ -43,6 +43,8 @@ from transfer.transport import Transport, choose_transport
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_SECS = 0.05
+MAX_TURN_SECS = 1.0
+"""Of a turn that took longer, the rest counts for no quarantine: the process may have been stopped."""
 STATS_INTERVAL_SECS = 0.4
 IDLE_CHECK_INTERVAL_SECS = 5.0
 START_ERRORS = (
@@ -146,6 +148,7 @@ class DecodeEngine:
         self._in_flight: Launched | None = None
         self._step = 0
         self._is_stopping = False
+        self._last_turn_at = float("inf")
         self._next_stats_at = 0.0
         self._next_check_at = 0.0
 
@@ -172,6 +175,9 @@ class DecodeEngine:
         )
         self._poller.wait(0.0 if has_work else max_wait_secs)
         now = time.monotonic()
+        if (pause_secs := now - self._last_turn_at - MAX_TURN_SECS) > 0:
+            self.rooms.postpone(pause_secs)
+        self._last_turn_at = now
         self._receive(now)
         self._plan(now)
         launched = self._launch(self._next_batch())

@@ -13,6 +13,8 @@ the room was delivered, a batch of it was repeated     ``quarantine_secs`` after
                                                        reason; a request that runs for longer is not here
 nothing                                                never; ``quarantined_tokens`` shows them
 =====================================================  ================================================
+
+All of these are times in which this node runs (``postpone``).
 """
 
 from __future__ import annotations
@@ -101,6 +103,12 @@ class Quarantine:
         for entry in self._entries.values():
             if entry.instance_id == instance_id:
                 entry.free_at = min(entry.free_at, self.free_at(now))
+
+    def postpone(self, secs: float) -> None:
+        """This node stood still for ``secs``: what its sockets took in meanwhile has yet to land."""
+        for entry in self._entries.values():
+            entry.free_at += secs
+            entry.since += secs
 
     def expire(self, now: float) -> None:
         """Release what is safe to reuse by now."""

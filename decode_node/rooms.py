@@ -121,6 +121,13 @@ class Rooms:
             self.pools.give_up(request.owned, [PoolKind.AUX])
         self.pools.move(request.owned, Stage.RUNNING)
 
+    def postpone(self, secs: float) -> None:
+        """This node stood still for ``secs``, in which nothing could land."""
+        self.quarantine.postpone(secs)
+        for request in self._by_room.values():
+            if request.lands_until:
+                request.lands_until += secs
+
     def expire(self, now: float) -> None:
         """Free what nothing can land in any more."""
         self.quarantine.expire(now)

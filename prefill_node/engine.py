@@ -71,6 +71,10 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_SECS = 0.05
 PROBE_AFTER_HEARTBEATS = 1.25
 """Silence of a decode node, in heartbeat intervals, after which its transport is asked if it is alive."""
+MAX_TURN_SECS = 5.0
+"""Of a turn that took longer, the rest counts for no quarantine: the process may have been stopped.
+
+More than most forwards take."""
 STATS_INTERVAL_SECS = 0.25
 CLOSE_TIMEOUT_SECS = 5.0
 
@@ -193,6 +197,7 @@ class PrefillEngine:
         self._is_stopping = False
         self._num_steps = 0
         self._last_stats_secs = 0.0
+        self._last_turn_secs = float("inf")
 
     def run(self) -> None:
         """Turn the loop until Shutdown comes or the front is gone."""
@@ -249,6 +254,9 @@ class PrefillEngine:
 
     def _receive(self) -> None:
         now_secs = time.monotonic()
+        if (pause_secs := now_secs - self._last_turn_secs - MAX_TURN_SECS) > 0:
+            self._life.quarantine.postpone(pause_secs)
+        self._last_turn_secs = now_secs
         self._wakeup.clear()
         self._life.fail_overdue(self._sender.overdue(), self._settings.transfer_timeout_secs, now_secs)
         for completion in self._sender.poll():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefill_node.kv_pool import PageId
 from prefill_node.prefix_cache import Lease
@@ -51,6 +51,12 @@ class SourceQuarantine:
     ) -> None:
         """Keep what ``room`` sent from, from now on and for ``quarantine_secs``."""
         self._sources.append(Source(room, page_ids, lease, aux_slot, now_secs + self.quarantine_secs))
+
+    def postpone(self, secs: float) -> None:
+        """This node stood still for ``secs``: its transport goes on with what it was at."""
+        self._sources = deque(
+            replace(source, free_at_secs=source.free_at_secs + secs) for source in self._sources
+        )
 
     def take_free(self, now_secs: float) -> list[Source]:
         """Those that are free by now; they are no longer here."""

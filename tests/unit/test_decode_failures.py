@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import decode_node.engine
 from decode_node.peers import PeerLost, RoomMessage
 from decode_node.pools import PoolKind, Stage
 from decode_node.request import PeerAddress, Request, RequestState
@@ -516,6 +518,27 @@ def test_a_hint_that_does_not_fit_ends_its_request_only(
     assert answer.failure.status == 500
     assert "cannot be started" in answer.failure.error
     _completes(node, double)
+
+
+def test_a_pause_of_this_node_ends_no_quarantine(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its sockets took in while it was stopped lands when it goes on."""
+    jump_secs = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jump_secs)
+    harness = EngineHarness(
+        checkpoint, tmp_path, host_pool_tokens=HOST_TOKENS, max_running_requests=4, quarantine_secs=2.0
+    )
+    with closing(harness), closing(PrefillDouble(checkpoint)) as double:
+        monkeypatch.setattr(decode_node.engine, "time", clock)
+        answer = _land(harness, double)
+        double.say(RoomFailed(double.bootstraps[0].room, 502, "reset", quiet=True, batch_failed=True))
+        harness.turn_until(lambda: answer.failure, double)
+        assert _quarantined(harness)
+        jump_secs = 100.0
+        harness.turn(double)
+        assert _quarantined(harness)
+        harness.turn_until(lambda: not _quarantined(harness), double)
 
 
 @pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])

@@ -201,6 +201,29 @@ def test_a_failed_batch_is_not_forgotten_when_the_room_goes_quiet() -> None:
     assert len(quarantine) == 0
 
 
+def test_a_pause_of_this_node_counts_for_no_quarantine() -> None:
+    pools = Pools(SlotCounts(host=8, device=16, index=16, aux=2, req_row=1), 16)
+    rooms = Rooms(pools, quarantine_secs=60.0)
+    request = Request(
+        "1", Room(1), 4, SamplingParams(max_new_tokens=1), HisparseFlag.TRUE, PEER, arrived_at=0.0
+    )
+    rooms.open(request)
+    rooms.queue(request, 9.0)
+    rooms.admit(Admission(request, Mode.HISPARSE, SlotCounts(host=4, aux=1), 0), "first", 9.0)
+    rooms.start(request, lands_until=60.0)
+    rooms.postpone(100.0)
+    rooms.expire(159.0)
+    assert pools.free.aux == 1, "delivered after a repeated batch"
+    rooms.end(request, Landing.QUIET, 159.0)
+    rooms.expire(159.5)
+    assert pools.free.host == 4
+    rooms.postpone(100.0)
+    rooms.expire(259.0)
+    assert pools.free.host == 4
+    rooms.expire(260.0)
+    assert pools.free == pools.totals
+
+
 def test_a_run_that_is_gone_frees_its_own_rooms_only_and_later() -> None:
     quarantine, freed = quarantine_with_one()
     quarantine.instance_gone("second", now=0.0)

@@ -331,7 +331,14 @@ def test_after_a_repeated_batch_the_source_stands_for_a_while(
     assert second.num_cached_tokens == 32, "pages that may still be read were evicted"
     assert not second.batch_failed
     (kept,) = engine.engine._life.quarantine
-    engine.engine._life.quarantine._sources[0] = replace(kept, free_at_secs=0.0)
+
+    def has_paused() -> bool:
+        engine.engine._last_turn_secs -= 100.0
+        (source,) = engine.engine._life.quarantine
+        return source.free_at_secs > kept.free_at_secs + 90.0
+
+    wait_for(has_paused, "a pause of this node to be left out")
+    engine.engine._life.quarantine._sources[0] = replace(kept, free_at_secs=-1e9)
     wait_for(lambda: engine.next_stats().gauges["quarantined_tokens"] == 0, "the source to be free")
     engine.send(FlushCache())
     assert not deliver(engine, peer, next(_rooms), prompt(14, 40)).num_cached_tokens
