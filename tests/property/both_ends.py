@@ -144,12 +144,13 @@ class World:
         replaced: dict[str, dict[str, Any]] = {
             "decode_node.peers": {
                 "ControlClient": lambda endpoint, keys: SimClient(self.network, endpoint),
-                "ThreadPoolExecutor": Lookups,
+                "ThreadPoolExecutor": lambda *_, **__: self._lookups,
                 "Wakeup": NoWakeup,
                 "look_up": look_up,
             },
             "decode_node.engine": {
                 "time": clock,
+                "MAX_TURN_SECS": float("inf"),  # the turns in the time that passes at once are left out
                 "Poller": NoPoller,
                 "HotBuffers": lambda spec, memory, **_: SimHotBuffers(spec, memory, self.prompts),
                 "make_runner": lambda settings, model, hot_buffers: SimDecodeRunner(hot_buffers),
@@ -158,6 +159,7 @@ class World:
             },
             "prefill_node.engine": {
                 "time": clock,
+                "MAX_TURN_SECS": float("inf"),
                 "Poller": NoPoller,
                 "PromptRunner": lambda model, memory, *_: SimPromptRunner(
                     memory, lambda: self.forward_fails_at
@@ -203,9 +205,9 @@ class World:
 
     def _start_decode(self) -> DecodeNode:
         front = SimFront()
+        self._lookups = Lookups()
         engine = DecodeEngine(DECODE, SPEC, None, front, TCP)  # type: ignore[arg-type]
-        lookups: Any = engine.peers._threads
-        return DecodeNode(engine, front, engine.peers.session, lookups, engine._memory)
+        return DecodeNode(engine, front, engine.peers.session, self._lookups, engine._memory)
 
     def restart_decode(self) -> None:
         for client in list(self.network.clients):
