@@ -297,6 +297,10 @@ def test_every_running_request_survives_a_retraction_in_every_step(
         # The device slots are somebody else's now.
         roomy.engine.hot_buffers.memory.k_dev.fill_(0xFF)
         lifecycle.carry_out(StepPlan(resumptions=back), 0.0)
-    for prompt, answer in zip(prompts, answers, strict=True):
+    undisturbed = [roomy.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+    roomy.turn_until(lambda: all(answer.is_over for answer in undisturbed), double)
+    for prompt, answer, other in zip(prompts, answers, undisturbed, strict=True):
         assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
         assert _stats(answer).num_retractions > NUM_NEW // 2
+        num_selected = [_stats(each).hits + _stats(each).misses for each in (answer, other)]
+        assert num_selected[0] == num_selected[1], "counts of rows that were given up"

@@ -299,6 +299,26 @@ def test_a_silent_peer_is_lost_and_found_again(node: EngineHarness, double: Pref
     _completes(node, double)
 
 
+def test_an_engine_goes_on_reporting_when_its_only_peer_is_gone(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """The front takes an engine that sends no statistics for a hung one, and /health says so."""
+    with closing(EngineHarness(checkpoint, tmp_path)) as node:
+        with closing(PrefillDouble(checkpoint)) as double:
+            answer = _land(node, double)
+        node.turn_until(lambda: answer.failure)
+        assert answer.failure is not None
+        assert answer.failure.status == 502
+        waiting = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+        node.turn_until(lambda: len(node.engine.rooms))
+        for _ in range(2):
+            node.stats = None
+            node.turn_until(lambda: node.stats is not None)
+            assert node.stats is not None
+            assert node.stats.gauges["num_registered_peers"] == 0
+        assert not waiting.is_over, "somebody looks for the peer all the time"
+
+
 def test_a_peer_that_computes_for_long_is_not_lost(node: EngineHarness, double: PrefillDouble) -> None:
     """Its engine answers nothing for twice the limit, and its front says that it is alive."""
     late = _land(node, double)
