@@ -181,7 +181,11 @@ class _WorkEndpoint:
         front = self._front
         body = await _read_body(request, receive, front.settings.max_body_bytes)
         parsed = parse_request(self._endpoint, body, front.settings.model_name)
-        limits = Limits.of(front.link.require_serving(), holds_output=front.holds_output)
+        limits = Limits.of(
+            front.link.require_serving(),
+            holds_output=front.holds_output,
+            default_max_tokens=front.settings.default_max_tokens,
+        )
         return Work(parsed, await plan_samples(parsed, front.codec, limits), arrived_at)
 
     async def _work(self, work: Work, reply: _Reply) -> None:

@@ -79,7 +79,7 @@ class SampleOptions:
     max_new_tokens: int | None = None
     """None: ``default_new_tokens``, or fewer when less room is left."""
     default_new_tokens: int | None = None
-    """None: whatever room is left."""
+    """None: the node's own default, or whatever room is left."""
     max_new_tokens_field: str = "max_tokens"
     min_new_tokens: int = 0
     min_new_tokens_field: str = "min_tokens"

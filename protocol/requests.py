@@ -18,17 +18,25 @@ from protocol.text_codec import TextCodec
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine can hold, in tokens. ``holds_output`` is false for a prefill node: prompts only."""
+    """What an engine can hold, in tokens. ``holds_output`` is false for a prefill node: prompts only.
+
+    ``default_max_tokens``: of an answer for which nobody names a number; 0: all that there is room for.
+    """
 
     context_length: int
     max_total_tokens_hisparse: int
     max_total_tokens_dense: int
     holds_output: bool
+    default_max_tokens: int = 0
 
     @classmethod
-    def of(cls, ready: EngineReady, *, holds_output: bool) -> Limits:
+    def of(cls, ready: EngineReady, *, holds_output: bool, default_max_tokens: int) -> Limits:
         return cls(
-            ready.context_length, ready.max_total_tokens_hisparse, ready.max_total_tokens_dense, holds_output
+            ready.context_length,
+            ready.max_total_tokens_hisparse,
+            ready.max_total_tokens_dense,
+            holds_output,
+            default_max_tokens,
         )
 
     def pool_tokens(self, hisparse: HisparseFlag | None) -> int:
@@ -102,7 +110,7 @@ def _max_new_tokens(
     room = limits.context_length + 1 - num_prompt_tokens
     if limits.holds_output:
         room = min(room, pool_tokens + 1 - num_prompt_tokens)
-    max_new_tokens = asked or min(options.default_new_tokens or room, room)
+    max_new_tokens = asked or min(options.default_new_tokens or limits.default_max_tokens or room, room)
     if options.min_new_tokens > max_new_tokens:
         field = options.min_new_tokens_field
         raise ApiError(

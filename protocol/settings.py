@@ -67,6 +67,12 @@ class NodeSettings(_Settings):
     context_length: int = Field(
         0, ge=0, description="prompt plus output of a request at most, in tokens; 0: the model's own"
     )
+    default_max_tokens: int = Field(
+        0,
+        ge=0,
+        description="tokens of a chat's answer at most whose request has no max_tokens, the same on all "
+        "nodes; 0: all that context and pools leave, which is reserved for it",
+    )
     kv_cache_dtype: CacheDtype = Field(
         "auto", description="format of the KV items, the same on all nodes; auto: --dtype"
     )

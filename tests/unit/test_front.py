@@ -291,6 +291,14 @@ def test_completion_logprobs(on_node: OnNode) -> None:
     on_node(say("abc"), check)
 
 
+def test_a_chat_without_a_number_asks_the_engine_for_the_nodes_default(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        await node.post("/v1/chat/completions", messages=MESSAGES, **ROOM)
+        assert node.engine.generates[0].sampling.max_new_tokens == 7
+
+    on_node(say("abc"), check, default_max_tokens=7)
+
+
 def test_chat(on_node: OnNode) -> None:
     async def check(node: Node) -> None:
         body: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 3, **ROOM}

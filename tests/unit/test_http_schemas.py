@@ -7,6 +7,7 @@ import contextlib
 import json
 import struct
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,6 +141,16 @@ def test_defaults() -> None:
 def test_a_default_gives_way_where_little_room_is_left() -> None:
     (sample,) = plan(completion(prompt="x" * 195))
     assert sample.generate.sampling.max_new_tokens == 6
+
+
+def test_a_chat_without_a_number_gets_the_nodes_default() -> None:
+    limits = replace(DECODE_LIMITS, default_max_tokens=20)
+    assert plan(chat(), limits)[0].generate.sampling.max_new_tokens == 20
+    assert plan(chat(max_tokens=30), limits)[0].generate.sampling.max_new_tokens == 30
+    assert plan(completion(), limits)[0].generate.sampling.max_new_tokens == 16
+    room = 201 - len(plan(chat())[0].generate.prompt_token_ids)
+    large = replace(limits, default_max_tokens=1000)
+    assert plan(chat(), large)[0].generate.sampling.max_new_tokens == room
 
 
 def test_openai_sampling() -> None:
