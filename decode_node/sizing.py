@@ -7,6 +7,7 @@ the device pool's may come from what the model leaves of the GPU.
 from __future__ import annotations
 
 from decode_node.pools import SlotCounts, round_up
+from decode_node.runner import NUM_MICRO_BATCHES
 from decode_node.scheduler import Limits
 from kernels.device_memory import DeviceMemory, PoolDemand
 from model.spec import ModelSpec
@@ -107,7 +108,7 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
 
 
 def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Of ``HotBufferState``, ``MissPlan`` and the page table of the indexer keys."""
+    """Of ``HotBufferState``, the miss plans and the page table of the indexer keys."""
     num_groups, num_rows = spec.num_index_layers, settings.max_running_requests
     context, max_pages = spec.context_length, -(-spec.context_length // settings.page_size)
     capacity = min(settings.device_buffer_size, context)
@@ -116,8 +117,7 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     host_slots, hot_slots = 8 * context, 4 * capacity
     two_page_tables = 2 * 4 * max_pages
     counters, capacity_and_flags, step = 3 * 8, 2 * 4, 4 * num_groups
-    miss_plan = 2 * 8 * spec.index_topk
-    return num_rows * (
+    tables = num_rows * (
         position_to_hot
         + hot_to_position_and_stamps
         + host_slots
@@ -126,8 +126,11 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
         + counters
         + capacity_and_flags
         + step
-        + miss_plan
     )
+    plans = [num_rows]
+    if 0 < settings.micro_batch_min_bs <= num_rows:
+        plans += [-(-num_rows // NUM_MICRO_BATCHES)] * NUM_MICRO_BATCHES
+    return tables + sum(4 + 2 * 8 * spec.index_topk * room for room in plans)
 
 
 def reserve_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:

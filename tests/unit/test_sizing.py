@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -51,10 +51,14 @@ def num_device_bytes(settings: DecodeSettings, spec: ModelSpec, totals: SlotCoun
         settings.page_size,
         GPU,
     )
-    miss_plan = MissPlan.create(settings.max_running_requests, spec.index_topk, GPU)
+    num_rows = settings.max_running_requests
+    rooms = [num_rows]
+    if 0 < settings.micro_batch_min_bs <= num_rows:
+        rooms += [-(-num_rows // 2)] * 2  # as GraphRunner makes them
+    miss_plans = [MissPlan.create(room, spec.index_topk, GPU) for room in rooms]
     tables = [
         value
-        for owner in (state, miss_plan)
+        for owner in (state, *miss_plans)
         for field in dataclasses.fields(owner)
         if isinstance(value := getattr(owner, field.name), Tensor)
     ]
@@ -93,8 +97,10 @@ def test_items_of_every_format(
     page_size=st.sampled_from([1, 16, 64]),
     host=st.integers(1, 10_000),
     index=st.sampled_from([0, 64, 1000]),
+    min_split=st.sampled_from([0, 2, 64]),
     num_gib=st.floats(1.3, 200),
 )
+@example(1, 1, 785, 785, 1, 785, 0, 64, 71.15137075404881)  # four bytes that were not counted
 def test_what_is_allocated_is_what_was_counted(
     num_layers: int,
     num_rows: int,
@@ -103,6 +109,7 @@ def test_what_is_allocated_is_what_was_counted(
     page_size: int,
     host: int,
     index: int,
+    min_split: int,
     num_gib: float,
 ) -> None:
     spec = make_spec(
@@ -118,6 +125,7 @@ def test_what_is_allocated_is_what_was_counted(
         page_size=page_size,
         host_pool_tokens=host,
         index_pool_tokens=index,
+        micro_batch_min_bs=min_split,
         mem_fraction_static=0.5,
     )
     memory = DeviceMemory(int(2 * num_gib * GIB), GIB // 10)
