@@ -27,30 +27,55 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool, out: Te
     On a GPU it is enqueued on the current stream and rounded once; nothing synchronises. Raises
     KernelArgumentError.
     """
-    check_tensor("x", x, dtypes=DTYPES, shape=(None, None, None), contiguous=False)
-    num_tokens, num_heads, dim = x.shape
-    half = cos.shape[-1]
-    if not 0 < 2 * half <= dim:
-        raise KernelArgumentError(f"cos: expected at most {dim // 2} pairs of a head of {dim}, got {half}")
-    for name, angle in (("cos", cos), ("sin", sin)):
-        check_tensor(
-            name, angle, dtypes=(x.dtype,), shape=(num_tokens, half), device=x.device, contiguous=False
-        )
+    num_pairs = cos.shape[-1]
     if out is None:
-        out = torch.empty((num_tokens, num_heads, dim), dtype=x.dtype, device=x.device)
-    check_tensor("out", out, dtypes=(x.dtype,), shape=tuple(x.shape), device=x.device, contiguous=False)
-    for name, tensor in (("x", x), ("cos", cos), ("sin", sin), ("out", out)):
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise KernelArgumentError(f"{name}: expected a last stride of 1, got {tensor.stride()}")
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not _fits(x, cos, sin, out):
+        _refuse(x, cos, sin, out)
     if x.device.type == "cuda" and (kernel := _kernel()) is not None:
         kernel(x, cos, sin, is_interleaved, out)
         return out
     cos, sin = cos[:, None, :], sin[:, None, :]
-    rope, out_rope = x[..., : 2 * half], out[..., : 2 * half]
+    rope_dim = 2 * num_pairs
+    rope, rest = x[..., :rope_dim], x[..., rope_dim:]
     first, second = (rope[..., 0::2], rope[..., 1::2]) if is_interleaved else rope.chunk(2, dim=-1)
-    torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1, out=out_rope)
-    out[..., 2 * half :] = x[..., 2 * half :]
+    torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1, out=out)
     return out
+
+
+def _fits(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> bool:
+    """Whether ``_refuse`` would find nothing, for less: a small batch on a CPU pays it four times a layer."""
+    num_pairs = cos.shape[-1]
+    return (
+        x.dim() == 3
+        and x.dtype in DTYPES
+        and cos.shape == sin.shape == (x.shape[0], num_pairs)
+        and 0 < 2 * num_pairs <= x.shape[2]
+        and out.shape == x.shape
+        and x.dtype == cos.dtype == sin.dtype == out.dtype
+        and x.device == cos.device == sin.device == out.device
+        and x.stride(-1) == cos.stride(-1) == sin.stride(-1) == out.stride(-1) == 1
+    )
+
+
+def _refuse(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """Raise KernelArgumentError for what does not fit."""
+    check_tensor("x", x, dtypes=DTYPES, shape=(None, None, None), contiguous=False)
+    num_tokens, _, dim = x.shape
+    num_pairs = cos.shape[-1]
+    if not 0 < 2 * num_pairs <= dim:
+        raise KernelArgumentError(
+            f"cos: expected at most {dim // 2} pairs of a head of {dim}, got {num_pairs}"
+        )
+    for name, tensor, shape in (
+        ("cos", cos, (num_tokens, num_pairs)),
+        ("sin", sin, (num_tokens, num_pairs)),
+        ("out", out, tuple(x.shape)),
+    ):
+        check_tensor(name, tensor, dtypes=(x.dtype,), shape=shape, device=x.device, contiguous=False)
+    for name, tensor in (("x", x), ("cos", cos), ("sin", sin), ("out", out)):
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise KernelArgumentError(f"{name}: expected a last stride of 1, got {tensor.stride()}")
 
 
 @functools.cache
