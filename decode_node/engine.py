@@ -30,7 +30,7 @@ from kernels.attention import AttentionBackendError
 from kernels.device_memory import DeviceMemory, DeviceMemoryError
 from kernels.host_memory import HostMemoryError
 from model.dsa import DsaModel, load_model
-from model.spec import CheckpointError, ModelSpec, load_spec
+from model.spec import CheckpointError, ModelSpec, spec_of
 from protocol.access import PeerList
 from protocol.channels import EngineSocket, Poller, load_control_keys
 from protocol.engine_messages import Abort, EngineReady, FlushCache, Generate, Shutdown
@@ -67,14 +67,7 @@ def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
     front = EngineSocket(ipc_path)
     try:
         with start_errors(*START_ERRORS):
-            spec = load_spec(
-                settings.model_path,
-                settings.dtype,
-                settings.kv_cache_dtype,
-                settings.context_length,
-                device=settings.device,
-                indexer_cache_dtype=settings.indexer_cache_dtype,
-            )
+            spec = spec_of(settings)
             transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
             model = load_model(settings.model_path, spec, settings.device)
             engine = DecodeEngine(settings, spec, model, front, transport)

@@ -13,6 +13,7 @@ import torch
 
 from kernels.kv_format import FORMAT_NAMES, IndexKeyFormat, KvFormat
 from protocol.messages import Geometry
+from protocol.settings import NodeSettings
 
 SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 
@@ -103,6 +104,18 @@ class ModelSpec:
             index_topk=self.index_topk,
             page_size=page_size,
         )
+
+
+def spec_of(settings: NodeSettings) -> ModelSpec:
+    """What a node of these settings serves. Raises CheckpointError."""
+    return load_spec(
+        settings.model_path,
+        settings.dtype,
+        settings.kv_cache_dtype,
+        settings.context_length,
+        device=settings.device,
+        indexer_cache_dtype=settings.indexer_cache_dtype,
+    )
 
 
 def load_spec(

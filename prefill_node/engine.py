@@ -23,7 +23,7 @@ from kernels.attention import AttentionBackendError
 from kernels.device_memory import DeviceMemory, DeviceMemoryError
 from kernels.host_memory import HostMemoryError
 from model.dsa import DsaModel, load_model
-from model.spec import CheckpointError, ModelSpec, load_spec
+from model.spec import CheckpointError, ModelSpec, spec_of
 from prefill_node.compute import PromptRunner
 from prefill_node.kv_pool import PagePool
 from prefill_node.lifecycle import MAX_ERROR_CHARS, Lifecycle, RequestLimits
@@ -99,14 +99,7 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
     if settings.num_threads > 0:
         torch.set_num_threads(settings.num_threads)
     with process.start_errors(*START_ERRORS):
-        spec = load_spec(
-            settings.model_path,
-            settings.dtype,
-            settings.kv_cache_dtype,
-            settings.context_length,
-            device=settings.device,
-            indexer_cache_dtype=settings.indexer_cache_dtype,
-        )
+        spec = spec_of(settings)
         transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
         model = load_model(settings.model_path, spec, settings.device)
         engine = PrefillEngine(settings, spec, model, ipc_path, transport)
