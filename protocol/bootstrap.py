@@ -26,6 +26,7 @@ from protocol.channels import ControlKeys
 from protocol.decoding import TypedDecoder
 from protocol.http_errors import ApiError
 from protocol.messages import PROTOCOL_VERSION, Geometry, Name
+from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
 
 BOOTSTRAP_PATH = "/bootstrap"
 LOOKUP_TIMEOUT_SECS = 5.0
@@ -86,7 +87,7 @@ class BootstrapLookupError(Exception):
 class BootstrapGate:
     """Who may ask, and the proof that goes with an answer."""
 
-    REASONS: ClassVar = ("address_not_allowed", "wrong_key")
+    REASONS: ClassVar = (FOREIGN_ADDRESS, FOREIGN_KEY)
     """The codes with which ``check`` refuses."""
 
     keys: ControlKeys | None
@@ -96,7 +97,7 @@ class BootstrapGate:
         """Raises ApiError 403 for a caller's address and 401 for a caller without the key."""
         why = self.allowed.why_refused(address)
         if why is not None:
-            raise ApiError(403, f"the caller's {why} of this prefill node", code="address_not_allowed")
+            raise ApiError(403, f"the caller's {why} of this prefill node", code=FOREIGN_ADDRESS)
         if self.keys is None:
             return
         if not self.keys.has_signed(code, _ASKING, nonce.encode()):
@@ -104,7 +105,7 @@ class BootstrapGate:
                 401,
                 "this prefill node answers holders of its control key only; set the same control_key_file "
                 "on both nodes",
-                code="wrong_key",
+                code=FOREIGN_KEY,
             )
 
     def proof(self, nonce: str, body: bytes) -> dict[str, str]:

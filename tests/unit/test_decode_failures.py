@@ -561,6 +561,18 @@ def test_a_pause_of_this_node_ends_no_quarantine(
         harness.turn_until(lambda: not _quarantined(harness), double)
 
 
+def check_one_fails(
+    node: EngineHarness, double: PrefillDouble, doomed: Answer, spared: Answer, error: str
+) -> None:
+    """``doomed`` ends with that ``error``, and ``spared`` with its 40 tokens."""
+    node.turn_until(lambda: doomed.is_over and spared.is_over, double)
+    assert doomed.failure is not None
+    assert doomed.failure.status == 500
+    assert error in doomed.failure.error
+    assert spared.failure is None
+    assert len(spared.token_ids) == 40
+
+
 @pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
 def test_a_retraction_that_fails_ends_its_request_only(
     node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag
@@ -584,12 +596,7 @@ def test_a_retraction_that_fails_ends_its_request_only(
         patch.setattr(node.engine.hot_buffers, "retract", out_of_memory)
         node.engine.lifecycle.carry_out(plan, 0.0)
     node.engine.rooms.check_integrity()
-    node.turn_until(lambda: doomed.is_over and spared.is_over, double)
-    assert doomed.failure is not None
-    assert doomed.failure.status == 500
-    assert "cannot be retracted: 150 MiB wanted" in doomed.failure.error
-    assert spared.failure is None
-    assert len(spared.token_ids) == 40
+    check_one_fails(node, double, doomed, spared, "cannot be retracted: 150 MiB wanted")
 
 
 def test_a_wrong_hot_buffer_ends_its_request_only(node: EngineHarness, double: PrefillDouble) -> None:
@@ -598,12 +605,7 @@ def test_a_wrong_hot_buffer_ends_its_request_only(node: EngineHarness, double: P
     (request,) = (r for r in node.engine.rooms.all() if r.num_prompt_tokens == 100)
     flags = node.engine.hot_buffers.state.error_flags
     flags[request.req_row] = int(HotBufferError.TOO_MANY_MISSES)
-    node.turn_until(lambda: doomed.is_over and spared.is_over, double)
-    assert doomed.failure is not None
-    assert doomed.failure.status == 500
-    assert "TOO_MANY_MISSES" in doomed.failure.error
-    assert spared.failure is None
-    assert len(spared.token_ids) == 40
+    check_one_fails(node, double, doomed, spared, "TOO_MANY_MISSES")
 
 
 def test_a_room_without_its_aux_record_fails(node: EngineHarness, double: PrefillDouble) -> None:

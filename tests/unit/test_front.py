@@ -969,8 +969,6 @@ def test_the_engines_death_ends_the_front(fronts: list[FrontProcess]) -> None:
 
 
 def test_the_engines_status_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from protocol.front import EngineProcess
-
     class NotReaped:
         """A process whose sentinel is closed, and whose status the kernel does not tell yet."""
 
@@ -979,7 +977,7 @@ def test_the_engines_status_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
         def join(self, timeout: float) -> None:
             self.exitcode = 1
 
-    engine = EngineProcess(_never, DecodeSettings(model_path=Path("/m")), "decode-engine")
+    engine = front_module.EngineProcess(_never, DecodeSettings(model_path=Path("/m")), "decode-engine")
     engine.stop(graceful=False)
     monkeypatch.setattr(engine, "_process", NotReaped())
     assert engine.exit_status == 1
