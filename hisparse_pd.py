@@ -13,7 +13,7 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,6 +35,8 @@ from protocol.settings_sources import (
 )
 
 USAGE_ERROR = 2
+
+S = TypeVar("S", PrefillSettings, DecodeSettings, RouterSettings)
 
 
 class PairSettings(BaseModel):
@@ -139,16 +141,14 @@ def pair_settings(
         options[name] = _shared(name, given)
     prefill = validate(PrefillSettings, merged["prefill"], f"{config} [prefill]", options["prefill"])
     decode = validate(DecodeSettings, merged["decode"], f"{config} [decode]", options["decode"])
-    free_ports = iter(_free_ports(4))
-    for_prefill = {name: getattr(prefill, name) or next(free_ports) for name in ("port", "bootstrap_port")}
-    prefill = prefill.model_copy(update=for_prefill)
-    decode = decode.model_copy(update={"port": decode.port or next(free_ports)})
+    prefill = _with_ports(prefill, "port", "bootstrap_port")
+    decode = _with_ports(decode, "port")
     merged["router"]["prefill"] = [(_node_url(prefill), prefill.bootstrap_port)]
     merged["router"]["decode"] = [_node_url(decode)]
     if node_keys := decode.api_key_file or prefill.api_key_file:
         merged["router"].setdefault("node_api_key_file", node_keys)
     router = validate(RouterSettings, merged["router"], f"{config} [router]", options["router"])
-    return pair, prefill, decode, router.model_copy(update={"port": router.port or next(free_ports)})
+    return pair, prefill, decode, _with_ports(router, "port")
 
 
 def _pair_fields() -> dict[str, FieldInfo]:
@@ -338,14 +338,11 @@ def _keygen(path: Path, *, for_api: bool) -> int:
     return 0
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports of loopback that are free now, all different."""
-    import socket
-    from contextlib import ExitStack
+def _with_ports(settings: S, *names: str) -> S:
+    """With a free port in place of each of these that is 0, which the others of a pair could not know."""
+    from protocol.listening import free_port
 
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in sockets]
+    return settings.model_copy(update={name: getattr(settings, name) or free_port() for name in names})
 
 
 def _node_url(settings: PrefillSettings | DecodeSettings | RouterSettings) -> str:

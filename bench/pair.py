@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from bench.facts import ROOT
+from protocol.listening import free_port
 
 START_TIMEOUT_SECS = 180.0
 STOP_TIMEOUT_SECS = 90.0
@@ -48,13 +48,7 @@ def running_pair(model_path: Path, pair_options: Mapping[str, object], console: 
 
     Raises PairError.
     """
-    router, prefill, decode, bootstrap = _free_ports(4)
-    ports = {
-        "--port": router,
-        "--prefill-port": prefill,
-        "--decode-port": decode,
-        "--bootstrap-port": bootstrap,
-    }
+    ports = {name: free_port() for name in ("--port", "--prefill-port", "--decode-port", "--bootstrap-port")}
     options = [
         str(word)
         for name, value in {**pair_options, **ports}.items()
@@ -72,7 +66,8 @@ def running_pair(model_path: Path, pair_options: Mapping[str, object], console: 
                 process_group=0,  # Ctrl-C reaches the caller, which stops the pair
             )
         try:
-            pair = Pair(*(f"http://127.0.0.1:{port}" for port in (router, prefill, decode)))
+            urls = (ports[name] for name in ("--port", "--prefill-port", "--decode-port"))
+            pair = Pair(*(f"http://127.0.0.1:{port}" for port in urls))
             _wait_healthy(process, pair, console)
             yield pair
         except PairError:
@@ -113,9 +108,3 @@ def _stop(process: subprocess.Popen[bytes]) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in sockets]

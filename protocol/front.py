@@ -8,18 +8,15 @@ with status 1, for a supervisor to start both again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import multiprocessing
 import shutil
 import signal
-import socket
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from protocol.access import KeyFileError
@@ -28,6 +25,7 @@ from protocol.channels import load_control_keys
 from protocol.detokenizer import TokenizerUnsupported
 from protocol.engine_link import EngineLink
 from protocol.http_app import Front
+from protocol.listening import Listener
 from protocol.metrics import FrontMetrics
 from protocol.process import StartError, die_with_parent, setup_logging
 from protocol.settings import NodeSettings
@@ -37,9 +35,7 @@ log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=NodeSettings)
 
-_LAST_ANSWERS_SECS = 2
 _ENGINE_EXIT_SECS = 5.0
-_BACKLOG = 2048
 
 
 class EngineProcess:
@@ -84,42 +80,6 @@ class EngineProcess:
                         self._process.join(_ENGINE_EXIT_SECS)
         finally:
             self.remove_directory()
-
-
-class Listener:
-    """A socket that listens, for one HTTP server."""
-
-    def __init__(self, host: str, port: int) -> None:
-        """``port`` 0 takes any free one. Raises OSError when the address cannot be bound."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self.socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
-        self.port: int = self.socket.getsockname()[1]
-
-    def server(self, app: ASGIApp) -> _Server:
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="error",  # its warnings are about clients that speak no HTTP/1.1, such as h2c probes
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            proxy_headers=False,  # a caller's address is that of its connection, whatever it says
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=_LAST_ANSWERS_SECS,
-        )
-        return _Server(config)
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the front, which has more than one server to end."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def run_front(

@@ -6,13 +6,12 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Generator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Generator
+from contextlib import AsyncExitStack, asynccontextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 import msgspec
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,6 +25,7 @@ from protocol.access import KeyFileError
 from protocol.api_keys import ApiKeys, RequireKey, load_api_keys
 from protocol.decoding import TypedDecoder
 from protocol.http_errors import ApiError
+from protocol.listening import HttpServer, Listener
 from protocol.process import setup_logging
 from protocol.settings import RouterSettings
 from router.body import Endpoint, RequestBody
@@ -41,7 +41,6 @@ from router.status import StatusBoard
 log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_SECS = 5.0
-_LAST_ANSWERS_SECS = 2
 _JSON = "application/json"
 _MODELS_DECODER: TypedDecoder[dict[str, object]] = TypedDecoder.json(dict[str, object])
 
@@ -79,34 +78,28 @@ def run(settings: RouterSettings) -> int:
     except (NodeUrlError, KeyFileError) as error:
         log.error("%s", error)
         return 2
+    try:
+        listener = Listener(settings.host, settings.port)
+    except OSError as error:
+        log.error("%s", error)
+        return 1
     if settings.exposure is not None:
         log.warning("%s", settings.exposure)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            host=settings.host,
-            port=settings.port,
-            log_config=None,
-            log_level=settings.log_level,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=_LAST_ANSWERS_SECS,
-        )
-    )
+    server = listener.server(app, lifespan="on")
     try:
-        asyncio.run(_serve(server, drain, settings.drain_timeout_secs))
+        asyncio.run(_serve(server, listener, drain, settings.drain_timeout_secs))
     except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
         return 1
     return 0 if server.started else 1
 
 
-async def _serve(server: _Server, drain: Drain, drain_timeout_secs: float) -> None:
+async def _serve(server: HttpServer, listener: Listener, drain: Drain, drain_timeout_secs: float) -> None:
     """Until a signal; then requests in flight may finish. A second signal ends the wait."""
     signals: asyncio.Queue[str] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number.name)
-    serving = asyncio.create_task(server.serve())
+    log.info("serving on http://%s:%d", *listener.socket.getsockname()[:2])
+    serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
     stop = asyncio.create_task(signals.get())
     await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
     if stop.done():
@@ -115,14 +108,6 @@ async def _serve(server: _Server, drain: Drain, drain_timeout_secs: float) -> No
         server.should_exit = True
     stop.cancel()
     await serving
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to us, who let requests finish before it stops listening."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _Router:

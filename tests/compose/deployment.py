@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import threading
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from protocol.listening import free_port
 from tests.compose.engine import CommandFailed, Engine, run
 from tests.compose.images import BUILD_TIMEOUT_SECS, base_image, collect_wheels
 
@@ -41,11 +41,6 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_secs: float) ->
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {timeout_secs:g} s")
         time.sleep(0.2)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def copy_tree(directory: Path) -> None:

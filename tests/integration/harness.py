@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,18 +16,14 @@ from typing import Any
 
 import httpx
 
+from protocol.listening import free_port
+
 START_TIMEOUT_SECS = 90.0
 STOP_TIMEOUT_SECS = 20.0
 REPO = Path(__file__).resolve().parents[2]
 DEVICE = os.environ.get("HISPARSE_PD_TEST_DEVICE", "cpu")
 """Of every node, unless its own options name one; what they are compared with stays on the CPU."""
 NODE_OPTIONS = ("--num-threads", "1", "--debug-checks", "--device", DEVICE, "--dtype", "float32")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def wait_until(condition: Any, timeout_secs: float, what: str) -> None:

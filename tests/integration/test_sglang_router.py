@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.harness import Deployment, Service, free_port, running
+from protocol.listening import free_port
+from tests.integration.harness import Deployment, Service, running
 
 PROMPT = "Extents, not one integer a token, say where the bytes of a room are to land. " * 4
 

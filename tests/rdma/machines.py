@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocol.listening import free_port
 from tests.rdma.command import TIMEOUT_SECS, Command, CommandError, start_command
 from tests.rdma.image import REPO, BootImage, boot_image
 
@@ -173,7 +174,7 @@ def _boot(image: BootImage, directory: Path, number: int, wire: socket.socket) -
     start.write_text(_start_script(key))
     start.chmod(0o600)
     console.touch()
-    forwarded = {port: _free_port() for port in (AGENT_PORT, NODE_PORT, ROUTER_PORT)}
+    forwarded = {port: free_port() for port in (AGENT_PORT, NODE_PORT, ROUTER_PORT)}
     forwards = "".join(f",hostfwd=tcp:127.0.0.1:{ours}-:{theirs}" for theirs, ours in forwarded.items())
     arguments = [
         *_processor(),
@@ -217,8 +218,3 @@ def _start_script(key: str) -> str:
 def _end(machine: Machine) -> None:
     machine.process.kill()
     machine.process.wait()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])

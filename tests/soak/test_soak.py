@@ -28,11 +28,11 @@ from typing import Any
 import httpx
 import pytest
 
+from protocol.listening import free_port
 from tests.faults.transport import FaultRates
 from tests.integration.harness import (
     Deployment,
     decode_service,
-    free_port,
     is_empty,
     prefill_service,
     router_service,

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from starlette.types import Send
 
 from protocol.engine_link import EngineLink, LinkState
 from protocol.engine_messages import Generate
+from protocol.listening import free_port
 from router import supervisor
 from router.supervisor import Child, Supervisor
 from tests.unit.scripted_engine import say
@@ -35,11 +35,6 @@ __all__ = ["on_node"]  # a fixture
 
 REPO = Path(__file__).resolve().parents[2]
 WAIT_SECS = 60.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 # --- the router ----------------------------------------------------------------------------------------
