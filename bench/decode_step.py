@@ -36,7 +36,8 @@ from decode_node.memory import DecodeMemory, slots_tensor
 from decode_node.pools import PoolKind, Pools, SlotCounts, round_up
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.runner import Runner, make_runner
-from model.dsa import DsaModel, load_model
+from model.dsa import DsaModel
+from model.loader import load_model
 from model.paged_kv import PagedKv, PagedRequest
 from model.spec import ModelSpec, load_spec
 from prefill_node.compute import PromptRunner
@@ -359,6 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--expert-devices", nargs="+", default=[], help="as a node's")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--indexer-cache-dtype", default="auto")
@@ -376,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device=arguments.device,
         indexer_cache_dtype=arguments.indexer_cache_dtype,
     )
-    model = load_model(arguments.model_path, spec, arguments.device)
+    model = load_model(arguments.model_path, spec, arguments.device, arguments.expert_devices)
     prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, arguments.context)
     report: dict[str, Any] = {
         "facts": run_facts(),
@@ -388,6 +390,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "num_layers": spec.num_layers,
         "context": arguments.context,
         "buffer": arguments.buffer,
+        "weights_are_fp8": spec.weights_are_fp8,
+        "expert_devices": arguments.expert_devices,
         "prefill_tokens_a_second": prompt.tokens_a_second,
         "rows": [],
     }

@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.facts import OUT, ROOT
 from bench.traces import Trace
 from kernels.indexer import gather_pages, index_topk
-from model.dsa import DsaModel, load_model
+from model.dsa import DsaModel
+from model.loader import load_model
 from model.paged_kv import PagedKv, PagedRequest
 from model.spec import ModelSpec, load_spec
 from model.training.task import ANSWER_WIDTH, Shape, TaskGenerator

@@ -29,7 +29,8 @@ from decode_node.sizing import DecodeSettingsError, make_limits, size_device_poo
 from kernels.attention import AttentionBackendError
 from kernels.device_memory import DeviceMemory, DeviceMemoryError
 from kernels.host_memory import HostMemoryError
-from model.dsa import DsaModel, load_model
+from model.dsa import DsaModel
+from model.loader import load_model
 from model.spec import CheckpointError, ModelSpec, spec_of
 from protocol.access import PeerList
 from protocol.channels import EngineSocket, Poller, load_control_keys
@@ -69,7 +70,7 @@ def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
         with start_errors(*START_ERRORS):
             spec = spec_of(settings)
             transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
-            model = load_model(settings.model_path, spec, settings.device)
+            model = load_model(settings.model_path, spec, settings.device, settings.expert_devices)
             engine = DecodeEngine(settings, spec, model, front, transport)
         try:
             engine.run()

@@ -1,6 +1,6 @@
 """The DSA model's forward: transformers' modules around our own attention.
 
-transformers supplies the configuration, the weights, embeddings, MLP and MoE blocks and the LM head.
+transformers supplies the configuration, embeddings, MLP and MoE blocks and the LM head (``model.loader``).
 Attention is multi-head latent attention in its absorbed form, in prefill as in decode: queries are moved
 into the latent space, so that the KV of a token is one item ``[latent, rotated key]`` that all heads share.
 Where items and indexer keys live, and which slots a position has, is the business of a ``KvAccess``; the
@@ -10,7 +10,6 @@ model keeps no per-request state.
 from __future__ import annotations
 
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -40,41 +39,6 @@ class KvAccess(Protocol):
 
         Returns [num_tokens, num_heads, kv_lora_rank].
         """
-
-
-def load_model(model_path: Path | str, spec: ModelSpec, device: torch.device | str = "cpu") -> DsaModel:
-    """Load the weights in ``spec.dtype`` onto ``device``. Raises CheckpointError when some are missing."""
-    from transformers import AutoModelForCausalLM
-
-    target = torch.device(device)
-    placement: dict[str, Any] = {} if target.type == "cpu" else {"device_map": str(target)}
-    try:
-        hf_model, report = AutoModelForCausalLM.from_pretrained(
-            model_path,
-            dtype=spec.dtype,
-            attn_implementation="eager",
-            experts_implementation=_experts_implementation(target, spec.dtype),
-            local_files_only=True,
-            output_loading_info=True,
-            **placement,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"model_path {model_path}: the weights cannot be loaded: {error}") from error
-    if missing := sorted(report["missing_keys"]):
-        raise CheckpointError(
-            f"model_path {model_path}: {len(missing)} weights are missing, first {missing[0]}"
-        )
-    return DsaModel(spec, hf_model.eval())
-
-
-def _experts_implementation(device: torch.device, dtype: torch.dtype) -> str:
-    """Which of transformers' implementations of the routed experts to use.
-
-    ``grouped_mm`` is the fastest at every batch size, by a factor of 2 at 16 tokens on the CPU. Its kernel on
-    a GPU is of bfloat16 alone; in its place comes a loop that asks the GPU for lengths, which no CUDA graph
-    can hold.
-    """
-    return "batched_mm" if device.type == "cuda" and dtype != torch.bfloat16 else "grouped_mm"
 
 
 class DsaModel:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kernels.block_fp8 import BLOCK
 from kernels.kv_format import FORMAT_NAMES, IndexKeyFormat, KvFormat
 from protocol.messages import Geometry
 from protocol.settings import NodeSettings
@@ -51,6 +52,8 @@ class ModelSpec:
     """Of KV items in the pools: a name of ``kernels.kv_format``."""
     index_format: str
     """Of indexer keys in the pools: a name of ``kernels.kv_format``."""
+    weights_are_fp8: bool
+    """Whether the checkpoint's matrices are in fp8 with scales of blocks (``kernels.block_fp8``)."""
     fingerprint: str
     """Identity of configuration and weights: equal on two nodes exactly when they run the same model."""
 
@@ -135,7 +138,7 @@ def load_spec(
     """
     path = Path(model_path)
     config = _read_config(path)
-    weight_files = _weight_files(path)
+    files = weight_files(path)
     num_layers = _integer(config, path, "num_hidden_layers")
     model_context = _integer(config, path, "max_position_embeddings")
     if context_length > model_context:
@@ -158,7 +161,8 @@ def load_spec(
         dtype=compute_dtype,
         kv_format=kv_format,
         index_format=_cache_format("indexer_cache_dtype", indexer_cache_dtype, kv_format),
-        fingerprint=_fingerprint(config, weight_files),
+        weights_are_fp8=bool(config.get("quantization_config")),
+        fingerprint=_fingerprint(config, files),
     )
 
 
@@ -178,15 +182,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if model_type not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
         raise CheckpointError(f"{config_file}: model_type is {model_type!r}; supported are {supported}")
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = (
-            quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        )
-        raise CheckpointError(
-            f"{config_file}: the weights are quantized ({method}), which is not supported; "
-            "convert the checkpoint to bfloat16 first"
-        )
+    _check_quantization(config, config_file)
     # The defaults of the configuration class count too: a checkpoint may leave them out.
     from transformers import AutoConfig
 
@@ -197,7 +193,28 @@ def _read_config(path: Path) -> dict[str, Any]:
     return resolved
 
 
-def _weight_files(path: Path) -> list[Path]:
+def _check_quantization(config: dict[str, Any], config_file: Path) -> None:
+    """Raises CheckpointError for weights in other formats than the model's dtype and fp8 in blocks."""
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{config_file}: quantization_config is {quantization!r}; expected an object")
+    expected: dict[str, tuple[object, ...]] = {
+        "quant_method": ("fp8",),
+        "fmt": ("e4m3", None),
+        "weight_block_size": ([BLOCK, BLOCK],),
+    }
+    for key, allowed in expected.items():
+        if quantization.get(key) not in allowed:
+            raise CheckpointError(
+                f"{config_file}: quantization_config: {key} is {quantization.get(key)!r}; supported is "
+                f"{allowed[0]!r}; convert the checkpoint to bfloat16"
+            )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of a checkpoint's weights. Raises CheckpointError when some are missing."""
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"model_path {path}: there is no *.safetensors file in it")

@@ -22,7 +22,8 @@ import torch
 from kernels.attention import AttentionBackendError
 from kernels.device_memory import DeviceMemory, DeviceMemoryError
 from kernels.host_memory import HostMemoryError
-from model.dsa import DsaModel, load_model
+from model.dsa import DsaModel
+from model.loader import load_model
 from model.spec import CheckpointError, ModelSpec, spec_of
 from prefill_node.compute import PromptRunner
 from prefill_node.kv_pool import PagePool
@@ -101,7 +102,7 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
     with process.start_errors(*START_ERRORS):
         spec = spec_of(settings)
         transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
-        model = load_model(settings.model_path, spec, settings.device)
+        model = load_model(settings.model_path, spec, settings.device, settings.expert_devices)
         engine = PrefillEngine(settings, spec, model, ipc_path, transport)
     try:
         engine.run()

@@ -83,6 +83,12 @@ class NodeSettings(_Settings):
         "auto", description="what computes the sparse attention; auto: the fastest that runs here"
     )
     device: str = Field("cpu", description="torch device of the model and the device pool")
+    expert_devices: tuple[str, ...] = Field(
+        (),
+        description="torch devices that the routed experts are spread over, such as cuda:1 cuda:2, for a "
+        "model larger than one GPU; default: --device",
+        title="DEVICE",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="dtype of weights and activations; auto: float32 on cpu, else the checkpoint's"
     )
@@ -148,6 +154,15 @@ class NodeSettings(_Settings):
             raise ValueError(
                 f"host {self.reachable_host!r} is every address of this machine, and peers need one; give "
                 "--advertise-host"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_are_beside_the_model(self) -> Self:
+        kind = self.device.partition(":")[0]
+        if others := [device for device in self.expert_devices if device.partition(":")[0] != kind]:
+            raise ValueError(
+                f"expert_devices {others[0]!r}: device is {self.device!r}; expected {kind} devices"
             )
         return self
 

@@ -22,7 +22,8 @@ import torch
 import zmq
 
 from decode_node.engine import DecodeEngine
-from model.dsa import DsaModel, load_model
+from model.dsa import DsaModel
+from model.loader import load_model
 from model.paged_kv import PagedKv, PagedRequest
 from model.sampling import sample
 from model.spec import ModelSpec, load_spec

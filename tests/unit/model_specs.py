@@ -25,6 +25,7 @@ def make_spec(**changes: Any) -> ModelSpec:
         "dtype": torch.bfloat16,
         "kv_format": "bfloat16",
         "index_format": "bfloat16",
+        "weights_are_fp8": False,
         "fingerprint": "abc",
         **changes,
     }

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 import zmq
 
-from model.dsa import DsaModel, load_model
+from model.dsa import DsaModel
+from model.loader import load_model
 from model.paged_kv import PagedKv, PagedRequest
 from model.spec import ModelSpec, load_spec
 from prefill_node.compute import LayerWritten

@@ -16,7 +16,7 @@ from bench.record_trace import record, seeded_text
 from bench.swap_in_report import MAX_KEPT_BYTES, PEER_US, judge, keep, print_report
 from bench.swap_in_workload import CONTEXT, FRESH, MISS_PERCENTS, NUM_STEPS, TOP_K, Cell, selections
 from bench.traces import Trace, kernel_hit_rate, load_trace, lru_counts, lru_hit_rate, synthetic_trace
-from model.dsa import load_model
+from model.loader import load_model
 from model.spec import load_spec
 
 # --- workload ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from kernels.indexer import index_topk
-from model.dsa import load_model
+from model.loader import load_model
 from model.make_synthetic import NUM_BYTES, SyntheticShape, main, write_synthetic
 from model.make_tiny import SPECIAL_TOKENS
 from model.spec import load_spec

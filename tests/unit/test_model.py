@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention import TorchAttention
-from model.dsa import DsaModel, load_model
+from model.dsa import DsaModel
+from model.loader import load_model
 from model.make_tiny import CONTEXT_LENGTH, EOS_ID, INDEX_TOPK, VOCAB_SIZE, write_checkpoint
 from model.oracle import greedy_tokens
 from model.paged_kv import PagedKv, PagedRequest
@@ -267,7 +268,6 @@ def edit_config(path: Path, **changes: object) -> None:
     ("changes", "message"),
     [
         ({"model_type": "llama"}, "model_type is 'llama'; supported are deepseek_v32, glm_moe_dsa"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\), which is not supported"),
         ({"indexer_types": ["shared", "full", "full", "full"]}, "the first layer is 'shared'"),
         ({"indexer_types": ["full"]}, "has 1 entries; expected one of each of 4 layers"),
         ({"kv_lora_rank": 0}, "kv_lora_rank is 0; expected a positive integer"),

@@ -1,0 +1,50 @@
+"""Weights in fp8 with a float32 scale for each block, as in the checkpoints of DeepSeek-V3.2 and GLM-5.
+
+A matrix ``name`` of such a checkpoint is float8_e4m3fn [rows, columns]; beside it ``name_scale_inv`` holds
+what its elements are to be multiplied by, one number for every 128 x 128 of them. Blocks at the lower and the
+right edge may be smaller.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+BLOCK: Final = 128
+DTYPE: Final = torch.float8_e4m3fn
+_LARGEST: Final = 448.0
+
+
+def scales_shape(rows: int, columns: int) -> tuple[int, int]:
+    """Blocks of a matrix, downwards and across."""
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values`` times their scales, rounded once to ``dtype``.
+
+    ``values``: float8_e4m3fn [..., rows, columns]; ``scales``: [..., blocks down, blocks across]. Raises
+    ValueError when the shapes do not go together.
+    """
+    rows, columns = values.shape[-2:]
+    expected = (*values.shape[:-2], *scales_shape(rows, columns))
+    if tuple(scales.shape) != expected:
+        raise ValueError(
+            f"scales of {list(values.shape)}: expected {list(expected)}, got {list(scales.shape)}"
+        )
+    spread = scales.float().repeat_interleave(BLOCK, -2)[..., :rows, :]
+    return (values.float() * spread.repeat_interleave(BLOCK, -1)[..., :columns]).to(dtype)
+
+
+def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The fp8 values of ``matrix`` [rows, columns] and their scales: the largest of a block becomes 448."""
+    rows, columns = matrix.shape
+    down, across = scales_shape(rows, columns)
+    padded = matrix.new_zeros((down * BLOCK, across * BLOCK), dtype=torch.float32)
+    padded[:rows, :columns] = matrix
+    blocks = padded.view(down, BLOCK, across, BLOCK)
+    scales = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / _LARGEST
+    values = (blocks / scales[:, None, :, None]).view_as(padded)[:rows, :columns]
+    return values.to(DTYPE), scales

@@ -1,0 +1,150 @@
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
+# mypy: disallow_untyped_calls=False
+"""Routed experts in Triton: two grouped products, of weights in fp8 or in the model's dtype.
+
+A program takes one tile of ``Routing`` and some rows of its expert's matrix. Fp8 weights become the dtype of
+the activations, which holds them exactly, and a block's scale is applied to its float32 product: nothing is
+rounded that a bfloat16 copy of the weights would not round more. Grids are bounds that follow from shapes
+alone, and tiles beyond the last return, so that a CUDA graph can hold the launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import silu
+
+from kernels.block_fp8 import BLOCK
+from kernels.experts import ExpertMatrices, Routing, most_tiles
+
+
+@dataclass(frozen=True)
+class Tiling:
+    block_rows: int
+    """Of the matrix: it divides ``BLOCK``, so that a product has one scale."""
+    block_columns: int
+    num_warps: int
+    num_stages: int
+
+
+BFLOAT16_TILING: Final = Tiling(64, 128, 4, 4)
+FLOAT32_TILING: Final = Tiling(32, 32, 4, 2)
+"""Float32 products do without tensor cores."""
+
+
+def run_experts_triton(
+    hidden: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, first_expert: int
+) -> Tensor:
+    """See ``kernels.experts.run_experts``."""
+    hidden = hidden.contiguous()
+    num_rows = len(routing.order)
+    both = hidden.new_empty((num_rows, 2 * gate_up.values.shape[2]))
+    results = hidden.new_zeros((num_rows, hidden.shape[1]))  # of the other devices' experts, too
+    with torch.cuda.device_of(hidden):
+        _launch(hidden, gate_up, both, routing, first_expert, is_first=True)
+        gate, up = both.chunk(2, dim=-1)
+        _launch(silu(gate) * up, down, results, routing, first_expert, is_first=False)
+    return results.view(len(hidden), routing.top_k, -1).sum(dim=1)
+
+
+def _launch(
+    x: Tensor, matrices: ExpertMatrices, out: Tensor, routing: Routing, first_expert: int, *, is_first: bool
+) -> None:
+    num_experts, num_matrices, rows, columns = matrices.values.shape
+    tiling = FLOAT32_TILING if x.dtype == torch.float32 else BFLOAT16_TILING
+    num_tiles = most_tiles(len(routing.order), num_experts, routing.tile_rows)
+    grid = (num_tiles, triton.cdiv(rows, tiling.block_rows), num_matrices)
+    scales: Any = matrices.scales
+    _product_kernel[grid](
+        x,
+        matrices.values,
+        scales,
+        out,
+        routing.order,
+        routing.starts,
+        routing.tile_starts,
+        routing.tile_experts,
+        routing.weights,
+        first_expert,
+        num_experts,
+        routing.top_k,
+        NUM_MATRICES=num_matrices,
+        ROWS=rows,
+        COLUMNS=columns,
+        IS_FIRST=is_first,
+        HAS_SCALES=scales is not None,
+        SCALE_BLOCK=BLOCK,
+        TILE_ROWS=routing.tile_rows,
+        BLOCK_ROWS=tiling.block_rows,
+        BLOCK_COLUMNS=tiling.block_columns,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+
+
+@triton.jit
+def _product_kernel(
+    x,
+    values,
+    scales,
+    out,
+    order,
+    starts,
+    tile_starts,
+    tile_experts,
+    weights,
+    first_expert,
+    num_experts,
+    top_k,
+    NUM_MATRICES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """``out[tile] = x[tile] @ matrix.T``, side by side for several matrices of an expert.
+
+    The first product reads tokens and writes rows in the order of experts; the second reads those, weighs
+    its result and writes it to the row's own place.
+    """
+    tile = tl.load(tile_starts + first_expert) + tl.program_id(0)
+    if tile >= tl.load(tile_starts + first_expert + num_experts):
+        return
+    expert = tl.load(tile_experts + tile)
+    first = tl.load(starts + expert) + (tile - tl.load(tile_starts + expert)) * TILE_ROWS
+    places = first + tl.arange(0, TILE_ROWS)
+    is_row = places < tl.load(starts + expert + 1)
+    row = tl.load(order + places, mask=is_row, other=0)
+    source = row // top_k if IS_FIRST else places
+    target = places if IS_FIRST else row
+
+    n = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    matrix = (expert - first_expert).to(tl.int64) * NUM_MATRICES + tl.program_id(2)
+    blocks_across: tl.constexpr = tl.cdiv(COLUMNS, SCALE_BLOCK)
+    block_row = matrix * tl.cdiv(ROWS, SCALE_BLOCK) + tl.program_id(1) * BLOCK_ROWS // SCALE_BLOCK
+    total = tl.zeros((TILE_ROWS, BLOCK_ROWS), dtype=tl.float32)
+    for start in range(0, COLUMNS, BLOCK_COLUMNS):
+        k = start + tl.arange(0, BLOCK_COLUMNS)
+        x_mask = is_row[:, None] & (k < COLUMNS)[None, :]
+        a = tl.load(x + source.to(tl.int64)[:, None] * COLUMNS + k[None, :], mask=x_mask, other=0.0)
+        w_mask = (k < COLUMNS)[:, None] & (n < ROWS)[None, :]
+        place = (matrix * ROWS + n)[None, :] * COLUMNS + k[:, None]
+        b = tl.load(values + place, mask=w_mask, other=0.0).to(a.dtype)
+        product = tl.dot(a, b, input_precision="ieee")
+        if HAS_SCALES:
+            product *= tl.load(scales + block_row * blocks_across + start // SCALE_BLOCK)
+        total += product
+    if not IS_FIRST:
+        total *= tl.load(weights + row, mask=is_row, other=0.0)[:, None]
+    mask = is_row[:, None] & (n < ROWS)[None, :]
+    out += target.to(tl.int64)[:, None] * (NUM_MATRICES * ROWS) + tl.program_id(2) * ROWS
+    tl.store(out + n[None, :], total, mask=mask)
