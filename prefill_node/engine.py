@@ -133,7 +133,11 @@ class PrefillEngine:
         num_pages = size_kv_pool(settings, spec, gpu_memory) // settings.page_size
         num_aux_slots = _num_aux_slots(settings)
         self._limits = StepLimits(
-            settings.chunked_prefill_size, settings.max_running_requests, settings.page_size, num_pages
+            chunk_tokens=settings.chunked_prefill_size,
+            short_tokens=settings.short_prompt_tokens,
+            max_requests=settings.max_running_requests,
+            page_size=settings.page_size,
+            num_pages=num_pages,
         )
 
         allowed = PeerList.parse(settings.allowed_peers)

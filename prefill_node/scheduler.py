@@ -5,18 +5,28 @@ admitted in order of arrival while tokens, requests, pages and aux slots last. A
 the prompt or nothing. The first waiting room that does not fit holds back those behind it, so that pages
 which become free reach it and a long prompt is never starved by short ones.
 
-One exception: a room whose prompt begins like that of an earlier room still computing waits for it, and then
+Two exceptions. A room whose prompt begins like that of an earlier room still computing waits for it, and then
 finds the common pages in the prefix cache instead of computing them too. The rooms behind it go ahead. It
 waits for earlier rooms only, so its wait is bounded by theirs.
+
+And the long prompt that fills up a forward without ending in it gives up to ``short_tokens`` of its tokens to
+rooms behind it that end in this forward with them. It becomes later by that share at most, and they need not
+wait for all of it. A room that is passed by keeps its claim on pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Final
 
 from prefill_node.prefix_cache import PageKey, PrefixMatch
 from protocol.messages import Room
+
+MAX_LOOKED_AT: Final = 128
+"""Waiting rooms that are considered for one forward: each costs a look into the prefix cache, and those that
+wait for another's pages, or are passed by, may be a thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +35,8 @@ class StepLimits:
 
     chunk_tokens: int
     """Tokens computed in one forward at most, all requests together."""
+    short_tokens: int
+    """Of these, what a prompt that does not end in the forward leaves at most to later ones that do."""
     max_requests: int
     """Requests in one forward, and rooms that compute, at most."""
     page_size: int
@@ -90,40 +102,67 @@ def plan_step(
     ``waiting`` is consumed only as far as rooms are looked at. ``num_available_pages``: free ones and those
     that the prefix cache would give up. A match on pages that nobody leases takes them out of that number.
     """
-    chunks: list[Chunk] = []
+    forward = _Forward(limits)
     leaders = _Leaders()
-    budget = limits.chunk_tokens
     num_running = 0
     for room in running:
         num_running += 1
         leaders.add(room.keys)
-        if budget > 0 and len(chunks) < limits.max_requests:
-            stop = min(room.num_prompt_tokens, room.num_computed_tokens + budget)
-            chunks.append(Chunk(room.room, room.num_computed_tokens, stop, admits=False))
-            budget -= stop - room.num_computed_tokens
-    if budget <= 0 or num_running >= limits.max_requests or num_aux_slots <= 0:
-        return tuple(chunks)
-    for candidate in waiting:
+        forward.add(room.room, room.num_computed_tokens, room.num_prompt_tokens, admits=False)
+    for candidate in islice(waiting, MAX_LOOKED_AT):
+        if forward.is_full or num_running >= limits.max_requests or num_aux_slots <= 0:
+            break
         if leaders.share_more(candidate.keys, candidate.match.num_pages):
-            leaders.add(
-                candidate.keys
-            )  # what is behind it in the queue and shares more with it waits as well
+            # What is behind it in the queue and shares more with it waits as well.
+            leaders.add(candidate.keys)
             continue
         num_new_pages = limits.pages_for(candidate.num_prompt_tokens) - candidate.match.num_pages
         num_pages = num_new_pages + candidate.match.num_unleased
         if num_pages > num_available_pages:
             break
-        start = candidate.match.num_pages * limits.page_size
-        stop = min(candidate.num_prompt_tokens, start + budget)
-        chunks.append(Chunk(candidate.room, start, stop, admits=True))
-        leaders.add(candidate.keys)
         num_available_pages -= num_pages
-        budget -= stop - start
-        num_running += 1
-        num_aux_slots -= 1
-        if budget <= 0 or num_running >= limits.max_requests or num_aux_slots <= 0:
-            break
-    return tuple(chunks)
+        start = candidate.match.num_pages * limits.page_size
+        if forward.add(candidate.room, start, candidate.num_prompt_tokens, admits=True):
+            leaders.add(candidate.keys)
+            num_running += 1
+            num_aux_slots -= 1
+    return tuple(forward.chunks)
+
+
+class _Forward:
+    """The chunks of one forward, and who gets its tokens."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self.chunks: list[Chunk] = []
+        self._limits = limits
+        self._left = limits.chunk_tokens
+        """For those before the long prompt and for itself; then what it may still give away."""
+        self._long: int | None = None
+        """Place in ``chunks`` of the prompt that does not end in this forward; at most one does not."""
+
+    @property
+    def is_full(self) -> bool:
+        return self._left <= 0 or len(self.chunks) >= self._limits.max_requests
+
+    def add(self, room: Room, start: int, end: int, *, admits: bool) -> bool:
+        """Take a room whose prompt is computed from ``start`` to ``end``, or leave it to a later forward."""
+        if self.is_full:
+            return False
+        if self._long is None:
+            stop = min(end, start + self._left)
+            self.chunks.append(Chunk(room, start, stop, admits))
+            self._left -= stop - start
+            if stop < end:
+                self._long = len(self.chunks) - 1
+                self._left = min(self._limits.short_tokens, stop - start - 1)
+            return True
+        if end - start > self._left:
+            return False
+        giving = self.chunks[self._long]
+        self.chunks[self._long] = replace(giving, stop=giving.stop - (end - start))
+        self.chunks.append(Chunk(room, start, end, admits))
+        self._left -= end - start
+        return True
 
 
 class _Leaders:

@@ -204,6 +204,12 @@ class PrefillSettings(NodeSettings):
     bootstrap_port: Port = Field(8998, description="port of the bootstrap endpoint")
     control_port: Port = Field(0, description="port of the control socket; 0: any free one")
     chunked_prefill_size: Tokens = Field(2048, description="tokens computed in one step at most")
+    short_prefill_size: int | None = Field(
+        None,
+        ge=0,
+        description="tokens of a step that a longer prompt leaves at most to prompts behind it that end in "
+        "the step with them; default: a quarter of --chunked-prefill-size; 0: strictly in order of arrival",
+    )
     push_layers: int = Field(
         1,
         ge=0,
@@ -215,6 +221,11 @@ class PrefillSettings(NodeSettings):
         description="token slots in the KV pool, prefix cache included; 0: as many as free GPU memory holds",
     )
     disable_prefix_cache: bool = Field(False, description="compute every prompt in full")
+
+    @property
+    def short_prompt_tokens(self) -> int:
+        """``short_prefill_size``, or its default."""
+        return self.chunked_prefill_size // 4 if self.short_prefill_size is None else self.short_prefill_size
 
     @model_validator(mode="after")
     def _pool_holds_a_page(self) -> Self:
