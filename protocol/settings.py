@@ -324,8 +324,10 @@ class RouterSettings(_Settings):
         None,
         description="file whose first key goes to the nodes; unset: the client's, if it is not needed here",
     )
-    policy: Literal["round_robin", "least_loaded"] = Field(
-        "round_robin", description="how a pair of nodes is picked for a request"
+    policy: Literal["round_robin", "least_loaded", "cache_aware"] = Field(
+        "round_robin",
+        description="how a pair of nodes is picked for a request; cache_aware: by load, but prompts that "
+        "begin alike go to the same prefill node while it has little more to do than the others",
     )
     health_interval_secs: Secs = Field(5.0, description="between health checks of a node, in seconds")
     connect_timeout_secs: Secs = Field(5.0, description="connecting to a node at most, in seconds")

@@ -34,7 +34,7 @@ class Endpoint(StrEnum):
 
 _PROMPT_FIELDS = {
     Endpoint.COMPLETIONS: ("prompt",),
-    Endpoint.CHAT_COMPLETIONS: (),
+    Endpoint.CHAT_COMPLETIONS: ("messages",),
     Endpoint.GENERATE: ("text", "input_ids"),
 }
 
@@ -49,6 +49,8 @@ class RequestBody:
 
     fields: dict[str, Raw]
     num_prompts: int | None
+    prompt: bytes
+    """The value of the field that has the prompt, as JSON; empty without one."""
 
     @classmethod
     def parse(cls, content: bytes, endpoint: Endpoint) -> RequestBody:
@@ -64,7 +66,9 @@ class RequestBody:
             raise RouterError(400, f"the body must be a JSON object: {error}") from error
         except (msgspec.DecodeError, RecursionError) as error:
             raise RouterError(400, f"the body is not valid JSON: {error}") from error
-        return cls(fields, _count_prompts(fields, endpoint))
+        present = [name for name in _PROMPT_FIELDS[endpoint] if name in fields]
+        prompt = bytes(fields[present[0]]) if present else b""
+        return cls(fields, _count_prompts(fields, endpoint), prompt)
 
     def with_bootstrap(self, bootstrap_host: str, bootstrap_port: int | None) -> bytes:
         """The body for both nodes, as JSON, with fresh rooms. Bootstrap fields of the client are replaced."""
@@ -81,6 +85,8 @@ class RequestBody:
 
 
 def _count_prompts(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
+    if endpoint is Endpoint.CHAT_COMPLETIONS:
+        return None
     for name in _PROMPT_FIELDS[endpoint]:
         value = bytes(fields.get(name, b"")).lstrip(_JSON_SPACE)
         is_list_of_prompts = value.startswith(b"[") and value[1:].lstrip(_JSON_SPACE)[:1] in (b'"', b"[")

@@ -17,10 +17,18 @@ from urllib.parse import urlsplit
 
 from protocol.settings import RouterSettings
 from router.errors import RouterError
+from router.prefixes import PrefixIndex, block_keys
 
 log = logging.getLogger(__name__)
 
-Policy = Literal["round_robin", "least_loaded"]
+Policy = Literal["round_robin", "least_loaded", "cache_aware"]
+
+LOAD_BOUND = 1.25
+"""Of the mean load, what a prefill node may have for the sake of its prefix cache: as in consistent hashing
+with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016).
+"""
+LOAD_SLACK = 2
+"""Requests beyond that: where there are few, a short wait costs less than computing a long prompt again."""
 
 
 class NodeKind(StrEnum):
@@ -84,6 +92,7 @@ class NodePool:
         self.nodes = [*prefill, *decode]
         self._policy = policy
         self._pick_number = itertools.count()
+        self._prefixes: PrefixIndex[Node] = PrefixIndex()
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> NodePool:
@@ -104,9 +113,18 @@ class NodePool:
     def ready(self) -> bool:
         return all(self.healthy(kind) for kind in NodeKind)
 
-    def pick(self, excluded: Collection[Node] = ()) -> Pair:
-        """The pair for the next request. Raises RouterError 503 when a kind has no healthy node left."""
-        return Pair(self._pick(NodeKind.PREFILL, excluded), self._pick(NodeKind.DECODE, excluded))
+    def pick(self, excluded: Collection[Node] = (), prompt: bytes = b"") -> Pair:
+        """The pair for the next request, ``prompt`` in any spelling that begins alike for like beginnings.
+
+        Raises RouterError 503 when a kind has no healthy node left.
+        """
+        if self._policy != "cache_aware":
+            return Pair(self._pick(NodeKind.PREFILL, excluded), self._pick(NodeKind.DECODE, excluded))
+        keys = block_keys(prompt)
+        prefill = self._pick(NodeKind.PREFILL, excluded, self._prefixes.find(keys))
+        decode = self._pick(NodeKind.DECODE, excluded)
+        self._prefixes.note(keys, prefill)
+        return Pair(prefill, decode)
 
     def has_pair(self, excluded: Collection[Node] = ()) -> bool:
         """Whether ``pick`` would succeed."""
@@ -129,6 +147,8 @@ class NodePool:
     def mark_unhealthy(self, node: Node, trouble: str) -> None:
         if node.healthy or node.trouble != trouble:
             log.warning("%s is unhealthy: %s", node.name, trouble)
+        if node.healthy:
+            self._prefixes.forget(node)
         node.healthy, node.trouble = False, trouble
 
     def report_load(self, node: Node, num_requests: int) -> None:
@@ -138,15 +158,19 @@ class NodePool:
     def _candidates(self, kind: NodeKind, excluded: Collection[Node]) -> list[Node]:
         return [node for node in self.healthy(kind) if node not in excluded]
 
-    def _pick(self, kind: NodeKind, excluded: Collection[Node]) -> Node:
+    def _pick(self, kind: NodeKind, excluded: Collection[Node], preferred: Node | None = None) -> Node:
         candidates = self._candidates(kind, excluded)
         if not candidates:
             states = "; ".join(f"{node.url}: {node.trouble or 'just failed'}" for node in self.of_kind(kind))
             raise RouterError(503, f"no healthy {kind} node ({states}); try again later")
         # Least recently picked is round-robin that survives nodes coming and going; it also breaks ties.
         node = min(candidates, key=lambda node: (self._load(node), node.last_picked))
+        if preferred in candidates:
+            mean = (sum(map(self._load, candidates)) + 1) / len(candidates)
+            if self._load(preferred) < LOAD_BOUND * mean + LOAD_SLACK:
+                node = preferred
         node.last_picked = next(self._pick_number)
         return node
 
     def _load(self, node: Node) -> int:
-        return node.num_in_flight + node.num_foreign if self._policy == "least_loaded" else 0
+        return 0 if self._policy == "round_robin" else node.num_in_flight + node.num_foreign

@@ -7,7 +7,7 @@ import functools
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -759,8 +759,26 @@ async def test_least_loaded_looks_at_own_requests_and_at_what_nodes_tell() -> No
         assert [len(node.requests) for node in pair.decode] == [0, 4]
 
 
-def _pool(policy: Any, num_decode: int) -> NodePool:
-    prefill = [Node.from_url(NodeKind.PREFILL, "http://p:1")]
+async def test_cache_aware_keeps_a_conversation_at_its_prefill_node() -> None:
+    """Each turn has the ones before it; two conversations share a system prompt of less than a block."""
+    async with cluster([delivers] * 2, [says(b"{}")] * 2, policy="cache_aware") as pair:
+        talks = [[{"role": "system", "content": "Be kind."}] for _ in range(2)]
+        for turn in range(4):
+            for number, talk in enumerate(talks):
+                talk.append({"role": "user", "content": f"{number} asks {turn}: " + "please " * 100})
+                body = {"messages": talk, "model": "tiny"}
+                answer = await pair.client.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 200
+        heard = [
+            {json.loads(body)["messages"][1]["content"] for _, _, body in node.requests}
+            for node in pair.prefill
+        ]
+        assert [len(first_questions) for first_questions in heard] == [1, 1]
+        assert [len(node.requests) for node in pair.prefill] == [4, 4]
+
+
+def _pool(policy: Any, num_decode: int, num_prefill: int = 1) -> NodePool:
+    prefill = [Node.from_url(NodeKind.PREFILL, f"http://p:{i}") for i in range(1, num_prefill + 1)]
     decode = [Node.from_url(NodeKind.DECODE, f"http://d:{i}") for i in range(1, num_decode + 1)]
     pool = NodePool(prefill, decode, policy)
     for node in pool.nodes:
@@ -782,6 +800,49 @@ def test_an_unhealthy_node_does_not_disturb_the_turns_of_the_others() -> None:
     pool = _pool("round_robin", 3)
     pool.mark_unhealthy(pool.nodes[2], "gone")
     assert [pool.pick().decode.url for _ in range(4)] == ["http://d:1", "http://d:3"] * 2
+
+
+PROMPT = bytes(range(256)) * 8
+
+
+def test_a_busy_node_gives_up_what_it_has_cached() -> None:
+    pool = _pool("cache_aware", 1, num_prefill=3)
+    first = pool.pick(prompt=PROMPT).prefill
+    with ExitStack() as stack:
+        for _ in range(5):
+            assert pool.pick(prompt=PROMPT).prefill is first
+            stack.enter_context(pool.working(first))
+        other = pool.pick(prompt=PROMPT).prefill  # 5 are 2.5 more than 1.25 times the mean of 6 on 3 nodes
+        assert other is not first
+    assert pool.pick(prompt=PROMPT).prefill is other
+
+
+def test_what_no_node_has_goes_by_load() -> None:
+    pool = _pool("cache_aware", 1, num_prefill=2)
+    first = pool.pick(prompt=PROMPT).prefill
+    with pool.working(first):
+        assert pool.pick(prompt=PROMPT[::-1]).prefill is not first
+        assert pool.pick(prompt=b"short").prefill is not first
+        assert pool.pick().prefill is not first
+
+
+def test_a_node_that_failed_is_not_preferred() -> None:
+    pool = _pool("cache_aware", 1, num_prefill=2)
+    first = pool.pick(prompt=PROMPT).prefill
+    assert pool.pick(excluded={first}, prompt=PROMPT).prefill is not first
+    second = pool.pick(prompt=PROMPT).prefill
+    assert second is not first, "it was tried there last"
+    pool.mark_unhealthy(second, "gone")
+    assert pool.pick(prompt=PROMPT).prefill is first
+
+
+def test_a_node_that_was_gone_has_nothing_cached() -> None:
+    pool = _pool("cache_aware", 1, num_prefill=2)
+    first = pool.pick(prompt=PROMPT).prefill
+    pool.mark_unhealthy(first, "gone")
+    pool.mark_healthy(first)
+    with pool.working(first):
+        assert pool.pick(prompt=PROMPT).prefill is not first
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""Which prefill node had a prompt with the same beginning last, and so has its pages in its prefix cache.
+
+A prompt's bytes, as its client sent them, are cut into blocks; a block's key is a hash of all bytes up to its
+end. So the longest beginning that two prompts have in common is the last key that they share, whatever they
+consist of: a system prompt, a document, the turns of a conversation. What nodes drop from their caches is not
+known here; the index forgets what has not been asked for the longest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, Generic, TypeVar
+
+BLOCK_BYTES: Final = 512
+"""Some 128 tokens of English: two pages."""
+MAX_BLOCKS: Final = 512
+"""Of a prompt that are told apart: 64k tokens."""
+MAX_KEYS: Final = 1 << 18
+"""In an index: 32 million tokens, 50 MB."""
+
+N = TypeVar("N")
+
+
+def block_keys(prompt: bytes) -> list[bytes]:
+    """The keys of ``prompt``'s whole blocks, from its beginning."""
+    so_far = hashlib.blake2b(digest_size=16)
+    keys = []
+    for end in range(BLOCK_BYTES, min(len(prompt), MAX_BLOCKS * BLOCK_BYTES) + 1, BLOCK_BYTES):
+        so_far.update(prompt[end - BLOCK_BYTES : end])
+        keys.append(so_far.digest())
+    return keys
+
+
+class PrefixIndex(Generic[N]):
+    """The node that each block went to last."""
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._node_of: OrderedDict[bytes, N] = OrderedDict()
+        self._max_keys = max_keys
+
+    def find(self, keys: Sequence[bytes]) -> N | None:
+        """The node with the longest beginning of a prompt; None when none has its first block."""
+        found: N | None = None
+        for key in keys:
+            if (node := self._node_of.get(key)) is None:
+                break
+            found = node
+        return found
+
+    def note(self, keys: Sequence[bytes], node: N) -> None:
+        """A prompt goes to ``node``."""
+        for key in reversed(keys):  # a beginning is used last, and so forgotten last
+            self._node_of[key] = node
+            self._node_of.move_to_end(key)
+        while len(self._node_of) > self._max_keys:
+            self._node_of.popitem(last=False)
+
+    def forget(self, node: N) -> None:
+        """``node`` may have lost its cache."""
+        for key in [key for key, of in self._node_of.items() if of is node]:
+            del self._node_of[key]
