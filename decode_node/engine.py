@@ -27,7 +27,7 @@ from decode_node.runner import Launched, make_runner
 from decode_node.scheduler import StepPlan, plan_step
 from decode_node.sizing import DecodeSettingsError, make_limits, size_device_pool
 from kernels.attention import AttentionBackendError
-from kernels.device_memory import DeviceMemory, DeviceMemoryError
+from kernels.device_memory import DeviceMemory, DeviceMemoryError, DeviceMissingError, check_devices
 from kernels.host_memory import HostMemoryError
 from model.dsa import DsaModel
 from model.loader import load_model
@@ -53,6 +53,7 @@ START_ERRORS = (
     CheckpointError,
     DecodeSettingsError,
     DeviceMemoryError,
+    DeviceMissingError,
     HostMemoryError,
     TransferSetupError,
 )
@@ -68,6 +69,7 @@ def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
     front = EngineSocket(ipc_path)
     try:
         with start_errors(*START_ERRORS):
+            check_devices((settings.device, *settings.expert_devices))
             spec = spec_of(settings)
             transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
             model = load_model(settings.model_path, spec, settings.device, settings.expert_devices)

@@ -1,13 +1,36 @@
-"""What of a GPU's memory is there for pools: a look at the device, and arithmetic that needs none."""
+"""Which devices there are, and what of a GPU's memory is there for pools."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 _GIB = 1 << 30
+
+
+class DeviceMissingError(RuntimeError):
+    """A device that this machine or this build of torch has not got."""
+
+
+def check_devices(names: Iterable[str]) -> None:
+    """Raise DeviceMissingError unless all devices, such as ``cpu``, ``cuda`` and ``cuda:1``, are there."""
+    for name in names:
+        device = torch.device(name)
+        if device.type != "cuda":
+            continue
+        if torch.version.cuda is None:
+            raise DeviceMissingError(
+                f"device {name}: torch {torch.__version__} is built without CUDA; install another build, or "
+                "give --device cpu"
+            )
+        num_devices = torch.cuda.device_count()
+        if num_devices <= (device.index or 0):
+            raise DeviceMissingError(
+                f"device {name}: this process sees {num_devices} CUDA devices; check nvidia-smi and "
+                "CUDA_VISIBLE_DEVICES"
+            )
 
 
 class DeviceMemoryError(RuntimeError):

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from kernels.attention import AttentionBackendError
-from kernels.device_memory import DeviceMemory, DeviceMemoryError
+from kernels.device_memory import DeviceMemory, DeviceMemoryError, DeviceMissingError, check_devices
 from kernels.host_memory import HostMemoryError
 from model.dsa import DsaModel
 from model.loader import load_model
@@ -86,6 +86,7 @@ START_ERRORS = (
     AttentionBackendError,
     CheckpointError,
     DeviceMemoryError,
+    DeviceMissingError,
     HostMemoryError,
     PrefillSettingsError,
     TransferSetupError,
@@ -100,6 +101,7 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
     if settings.num_threads > 0:
         torch.set_num_threads(settings.num_threads)
     with process.start_errors(*START_ERRORS):
+        check_devices((settings.device, *settings.expert_devices))
         spec = spec_of(settings)
         transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
         model = load_model(settings.model_path, spec, settings.device, settings.expert_devices)

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from protocol.settings import Networks, Port, Secs, TransferProtocol
+from protocol.settings import Device, Networks, Port, Secs, TransferProtocol
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -25,7 +25,7 @@ class DoctorSettings(BaseModel):
     ib_device: str = Field(
         "", description="RDMA devices that must all be usable, such as mlx5_0,mlx5_1; default: at least one"
     )
-    device: str = Field("cpu", description="torch device that the node is to compute on")
+    device: Device = Field("cpu", description="cpu, cuda or cuda:N: that the node is to compute on")
     host: str = Field("127.0.0.1", description="address that --serve listens on")
     advertise_host: str = Field(
         "", description="address that peers are to reach this machine at; default: --host"

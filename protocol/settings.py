@@ -18,6 +18,7 @@ from protocol.access import WILDCARD_HOSTS, PeerList, exposure
 Port = Annotated[int, Field(ge=0, le=65535)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
 TokensOrFree = Annotated[int, Field(ge=0, le=1 << 40)]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
 GraphBatch = Annotated[int, Field(ge=1, le=65536)]
 Secs = Annotated[float, Field(gt=0, le=86400)]
 DrainSecs = Annotated[float, Field(ge=0, le=86400)]
@@ -82,11 +83,11 @@ class NodeSettings(_Settings):
     attention_backend: AttentionBackend = Field(
         "auto", description="what computes the sparse attention; auto: the fastest that runs here"
     )
-    device: str = Field("cpu", description="torch device of the model and the device pool")
-    expert_devices: tuple[str, ...] = Field(
+    device: Device = Field("cpu", description="cpu, cuda or cuda:N: of the model and the device pool")
+    expert_devices: tuple[Device, ...] = Field(
         (),
-        description="torch devices that the routed experts are spread over, such as cuda:1 cuda:2, for a "
-        "model larger than one GPU; default: --device",
+        description="devices that the routed experts are spread over, such as cuda:1 cuda:2, for a model "
+        "larger than one GPU; default: --device",
         title="DEVICE",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
 from decode_node import sizing
@@ -18,7 +19,7 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, num_host_bytes
 from decode_node.pools import SlotCounts
 from decode_node.sizing import DecodeSettingsError, device_demand, make_limits, size_device_pool, table_bytes
-from kernels.device_memory import DeviceMemory, DeviceMemoryError
+from kernels.device_memory import DeviceMemory, DeviceMemoryError, DeviceMissingError, check_devices
 from kernels.hot_state import HotBufferState
 from kernels.swap_in import MissPlan
 from model.spec import CheckpointError, ModelSpec, load_spec
@@ -283,3 +284,36 @@ def test_an_unknown_format_is_named_with_those_there_are(
 ) -> None:
     with pytest.raises(CheckpointError, match=f"{name} is 'int4'; supported are auto, .*fp8_e4m3"):
         load_spec(tiny_checkpoint("v32"), **{name: "int4"})  # type: ignore[arg-type]
+
+
+# --- devices ---------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_devices(("cpu", "cuda", "cuda:0", "cuda:1"))
+    with pytest.raises(
+        DeviceMissingError, match="device cuda:2: this process sees 2 CUDA devices; check nvidia"
+    ):
+        check_devices(("cuda:0", "cuda:2"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(DeviceMissingError, match="device cuda: this process sees 0 CUDA devices"):
+        check_devices(("cuda",))
+
+
+def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    check_devices(("cpu",))
+    with pytest.raises(
+        DeviceMissingError, match=r"device cuda:1: torch .* is built without CUDA; .* --device cpu"
+    ):
+        check_devices(("cuda:1",))
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:x", "cpu:1", "cuda:1 "])
+def test_a_device_is_cpu_or_cuda(name: str) -> None:
+    with pytest.raises(ValidationError, match="device"):
+        decode(device=name)
+    with pytest.raises(ValidationError, match="expert_devices"):
+        decode(expert_devices=(name,))
