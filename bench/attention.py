@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.facts import OUT, run_facts, spread
+from bench.gpu_timing import graph_us
 from kernels.attention import BACKEND_NAMES, TRITON, AttentionBackend, AttentionBackendError, choose_backend
 from kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, KvFormat
 
 RANK, ROPE, TOP_K = 512, 64, 2048
 NUM_SLOTS = 1 << 20
 NUM_CALLS = 8
-NUM_REPLAYS = 11
 SKIPPED = ("torch",)
 """Backends that are too slow to be of interest here."""
 
@@ -127,31 +128,12 @@ def measure(
         backend._tilings[(q.device, num_heads, False)] = tiling  # type: ignore[attr-defined]
         triton_attention.num_splits_for = lambda *sizes: num_splits  # type: ignore[assignment]
     try:
-        for call_slots in slots:
-            backend.attend(q, pool, call_slots, 0.04)
+        return graph_us([partial(backend.attend, q, pool, call_slots, 0.04) for call_slots in slots])
     except Exception as error:
         if setting is None:
             raise
         print(f"{type(error).__name__}: {error}"[:100])
         return spread([float("nan")])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call_slots in slots:
-            backend.attend(q, pool, call_slots, 0.04)
-    timed_us(graph)
-    return spread([timed_us(graph) / NUM_CALLS for _ in range(NUM_REPLAYS)])
-
-
-def timed_us(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000)  # the GPU waits while the host launches
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
 
 
 if __name__ == "__main__":

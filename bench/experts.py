@@ -17,6 +17,7 @@ import argparse
 import itertools
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.attention import NUM_REPLAYS, timed_us
 from bench.facts import OUT, run_facts, spread
+from bench.gpu_timing import graph_us
 from kernels.block_fp8 import DTYPE as FP8
 from model.experts import DeviceQueue, ExpertShard, RoutedExperts, split_evenly
 
@@ -124,20 +125,12 @@ def measure(
 
         triton_experts.BFLOAT16_TILING = tiling  # type: ignore[misc]
     try:
-        for call in inputs:
-            experts(*call)
+        return graph_us([partial(experts, *call) for call in inputs])
     except Exception as error:
         if tiling is None:
             raise
         print(f"{type(error).__name__}: {error}"[:100])
         return spread([float("nan")])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in inputs:
-            experts(*call)
-    timed_us(graph)
-    return spread([timed_us(graph) / NUM_CALLS for _ in range(NUM_REPLAYS)])
 
 
 if __name__ == "__main__":

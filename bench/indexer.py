@@ -19,7 +19,6 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.facts import OUT, run_facts, spread
+from bench.gpu_timing import graph_us, timed_us
 from kernels.paged_indexer import IndexerScratch, index_item_bytes, select_topk
 
 NUM_HEADS, HEAD_DIM, TOP_K, PAGE_SIZE = 64, 128, 2048, 64
 FLUSH_BYTES = 256 << 20
 """Keys that a graph goes through before it comes back to the first: several times an L2 cache."""
-NUM_REPLAYS = 11
 SETTINGS = [
     (tile, num_warps, num_stages, programs_per_sm)
     for tile, num_warps in ((64, 4), (64, 8), (128, 8))
@@ -92,33 +91,6 @@ def print_cell(cell: dict[str, Any]) -> None:
         f"{top_k_us:>8.1f} {logits_us + top_k_us:>8.1f}  {cell['setting'] or ''}",
         flush=True,
     )
-
-
-# --- the clock --------------------------------------------------------------------------------------------
-
-
-def timed_us(run: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000)  # the GPU waits while the host launches
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
-
-
-def graph_us(calls: list[Callable[[], object]]) -> dict[str, Any]:
-    """us of one of ``calls``, captured in one graph that is replayed; each was made once before."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    timed_us(graph.replay)
-    return spread([timed_us(graph.replay) / len(calls) for _ in range(NUM_REPLAYS)])
 
 
 def memory_rates() -> dict[str, Any]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.facts import OUT, run_facts, spread
+from bench.gpu_timing import timed_us
 from bench.swap_in_report import judge, plot, print_report
 from bench.swap_in_workload import (
     CAPACITY,
@@ -91,17 +91,6 @@ def main() -> None:
 
 
 # --- the clock --------------------------------------------------------------------------------------------
-
-
-def timed_us(run: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(1_000_000)  # the GPU waits while the host launches
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
 
 
 def copy_peak(pool: Tensor) -> dict[str, Any]:
