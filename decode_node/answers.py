@@ -13,14 +13,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol, assert_never
 
+from decode_node.chat_message import MARKUPS, THINK, Markup, MessageParser, Parts, Schemas
 from decode_node.output import Delta, Finish, SampleOutput
 from protocol.detokenizer import TokenBytes
-from protocol.engine_messages import TokenLogprob
+from protocol.engine_messages import FinishReason, TokenLogprob
 from protocol.http_app import Work, sse
+from protocol.http_prompts import ChatPrompt
 from protocol.http_schemas import Endpoint, StreamedUsage
+from protocol.text_codec import TextCodec
 
 _MIN_LOGPROB = -9999.0
 """In place of minus infinity, which JSON has not."""
+
+_THINK_TOKENS = 16
+"""Of the end of a prompt: enough for THINK a byte a token, and white space behind it."""
 
 Json = dict[str, object]
 
@@ -38,14 +44,14 @@ class Dialect(Protocol):
         """The events after the last delta of all samples, short of ``[DONE]``."""
 
 
-def dialect_of(work: Work, model_name: str, token_bytes: TokenBytes) -> Dialect:
+def dialect_of(work: Work, model_name: str, codec: TextCodec) -> Dialect:
     match work.request.endpoint:
         case Endpoint.COMPLETIONS:
-            return Completions(work, model_name, token_bytes)
+            return Completions(work, model_name, codec.token_bytes)
         case Endpoint.CHAT:
-            return Chat(work, model_name, token_bytes)
+            return Chat(work, model_name, codec.token_bytes, MARKUPS.get(codec.model_type))
         case Endpoint.GENERATE:
-            return Generate(work, token_bytes)
+            return Generate(work, codec.token_bytes)
 
 
 # --- OpenAI --------------------------------------------------------------------------------------------
@@ -69,10 +75,9 @@ class _OpenAi(ABC):
         choices = [self._choice(output) for output in outputs]
         return self._envelope(self.whole_object, choices) | {"usage": usage(outputs)}
 
+    @abstractmethod
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
-        wants_logprobs = output.sample.options.num_logprobs is not None
-        if delta.text or delta.finish or (wants_logprobs and delta.last_token > delta.first_token):
-            yield self._chunk(output, self._chunk_choice(output, delta))
+        """As of ``Dialect``."""
 
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         if self._usage is not StreamedUsage.NONE:
@@ -103,10 +108,6 @@ class _OpenAi(ABC):
     def _choice(self, output: SampleOutput) -> Json:
         """A finished sample in a whole answer."""
 
-    @abstractmethod
-    def _chunk_choice(self, output: SampleOutput, delta: Delta) -> Json:
-        """One delta of a sample in a chunk."""
-
 
 class Completions(_OpenAi):
     """``/v1/completions``."""
@@ -122,8 +123,10 @@ class Completions(_OpenAi):
     def _choice(self, output: SampleOutput) -> Json:
         return self._show(output, output.text, 0, len(output.token_ids), output.finish)
 
-    def _chunk_choice(self, output: SampleOutput, delta: Delta) -> Json:
-        return self._show(output, delta.text, delta.first_token, delta.last_token, delta.finish)
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        if delta.text or delta.finish or _has_new_logprobs(output, delta):
+            choice = self._show(output, delta.text, delta.first_token, delta.last_token, delta.finish)
+            yield self._chunk(output, choice)
 
     def _show(self, output: SampleOutput, text: str, first: int, last: int, finish: Finish | None) -> Json:
         return {
@@ -164,31 +167,59 @@ class Chat(_OpenAi):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
+        """``markup``: how the model writes tool calls; None where that is not known, and they stay text."""
+        super().__init__(work, model_name, token_bytes)
+        (prompt,) = work.request.prompts
+        assert isinstance(prompt, ChatPrompt)
+        last_tokens = work.samples[0].generate.prompt_token_ids[-_THINK_TOKENS:]
+        end_of_prompt = b"".join(map(token_bytes.of, last_tokens)).rstrip()
+        self._separates_reasoning = prompt.separate_reasoning
+        self._in_reasoning = end_of_prompt.endswith(THINK.encode())
+        self._markup = markup if prompt.tools else None
+        self._schemas = _schemas(prompt.tools)
+        self._parsers: dict[int, MessageParser] = {}
+        """Of the samples that are streamed."""
+
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        parser = self._parsers.get(output.index)
+        if parser is None:
+            parser = self._parsers[output.index] = self._parser()
         if delta.first_token == 0:
             role: Json = {"role": "assistant", "content": ""}
             yield self._chunk(
                 output, {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
             )
-        yield from super().pieces(output, delta)
+        parts = parser.feed(delta.text, is_last=delta.finish is not None)
+        if parts or delta.finish or _has_new_logprobs(output, delta):
+            choice: Json = {
+                "index": output.index,
+                "delta": _shown_parts(parts),
+                "logprobs": self._logprobs(output, delta.first_token, delta.last_token),
+                "finish_reason": delta.finish and _finish_reason(delta.finish, parser),
+                "matched_stop": delta.finish and delta.finish.matched,
+            }
+            yield self._chunk(output, choice)
 
     def _choice(self, output: SampleOutput) -> Json:
+        parser = self._parser()
+        parts = parser.feed(output.text, is_last=True)
+        content = None if parts.calls and not parts.content else parts.content
         return {
             "index": output.index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "message": {"role": "assistant"} | _shown_parts(parts) | {"content": content, "refusal": None},
             "logprobs": self._logprobs(output, 0, len(output.token_ids)),
-            "finish_reason": output.finish and output.finish.reason,
+            "finish_reason": output.finish and _finish_reason(output.finish, parser),
             "matched_stop": output.finish and output.finish.matched,
         }
 
-    def _chunk_choice(self, output: SampleOutput, delta: Delta) -> Json:
-        return {
-            "index": output.index,
-            "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._logprobs(output, delta.first_token, delta.last_token),
-            "finish_reason": delta.finish and delta.finish.reason,
-            "matched_stop": delta.finish and delta.finish.matched,
-        }
+    def _parser(self) -> MessageParser:
+        return MessageParser(
+            in_reasoning=self._in_reasoning,
+            separates_reasoning=self._separates_reasoning,
+            markup=self._markup,
+            schemas=self._schemas,
+        )
 
     def _logprobs(self, output: SampleOutput, first: int, last: int) -> Json | None:
         if output.sample.options.num_logprobs is None:
@@ -207,6 +238,40 @@ class Chat(_OpenAi):
             "logprob": _finite(logprob),
             "bytes": list(token),
         }
+
+
+def _shown_parts(parts: Parts) -> Json:
+    """Those fields of a message, or of a delta of one, that have something."""
+    shown: Json = {}
+    if parts.reasoning:
+        shown["reasoning_content"] = parts.reasoning
+    if parts.content:
+        shown["content"] = parts.content
+    if parts.calls:
+        shown["tool_calls"] = [
+            {
+                "index": call.index,  # by which clients join deltas; in a whole message it is one field more
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in parts.calls
+        ]
+    return shown
+
+
+def _finish_reason(finish: Finish, parser: MessageParser) -> str:
+    return "tool_calls" if parser.has_calls and finish.reason is FinishReason.STOP else finish.reason
+
+
+def _schemas(tools: Sequence[dict[str, object]]) -> Schemas:
+    """Of the parameters that each tool describes."""
+    schemas: dict[str, dict[str, object]] = {}
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str(name), "parameters": {"properties": dict(properties)}}}:
+                schemas[name] = properties
+    return schemas
 
 
 # --- SGLang --------------------------------------------------------------------------------------------
@@ -307,6 +372,10 @@ def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
         "misses": sum(entry.misses for entry in stats),
     }
     return shown if len(set(modes)) == 1 else shown | {"modes": modes}
+
+
+def _has_new_logprobs(output: SampleOutput, delta: Delta) -> bool:
+    return output.sample.options.num_logprobs is not None and delta.last_token > delta.first_token
 
 
 def _finite(logprob: float) -> float:

@@ -55,12 +55,12 @@ async def _whole(front: Front, work: Work) -> Answer:
     async with aclosing(_deltas(front, work, outputs)) as deltas:
         async for _ in deltas:
             continue
-    return Answer.json(dialect_of(work, front.settings.model_name, front.codec.token_bytes).whole(outputs))
+    return Answer.json(dialect_of(work, front.settings.model_name, front.codec).whole(outputs))
 
 
 async def _stream(front: Front, work: Work) -> AsyncGenerator[bytes, None]:
     outputs = _outputs(front, work)
-    dialect = dialect_of(work, front.settings.model_name, front.codec.token_bytes)
+    dialect = dialect_of(work, front.settings.model_name, front.codec)
     async with aclosing(_deltas(front, work, outputs)) as deltas:
         async for delta in deltas:
             for piece in dialect.pieces(outputs[delta.index], delta):

@@ -120,7 +120,7 @@ class StopStrings:
         if matches:
             end, start, self.matched = min(matches)
             return text[:end] if self._keep_match else text[:start]
-        num_held = max(_overlap(text, stop) for stop in self._stop)
+        num_held = max(overlap(text, stop) for stop in self._stop)
         if num_held:
             text, self._held = text[:-num_held], text[-num_held:]
         return text
@@ -131,7 +131,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that ``stop`` begins with, short of all of ``stop``."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

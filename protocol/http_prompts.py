@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,13 @@ MAX_PROMPTS = 4096
 MAX_MESSAGES = 4096
 MAX_TOKEN_ID = 2**31 - 1
 MAX_EFFORT_CHARS = 64
+MAX_TOOLS = 256
+MAX_TOOL_NAME_CHARS = 256
+MAX_CALLS = 256
+MAX_CALL_ID_CHARS = 256
+MAX_ARGUMENTS_CHARS = 1 << 24
 
-_ROLES = ("system", "developer", "user", "assistant")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _TEMPLATE_ARGUMENTS = {  # of apply_chat_template itself: not the client's to set
     "add_generation_prompt",
@@ -37,11 +43,17 @@ _TEMPLATE_ARGUMENTS = {  # of apply_chat_template itself: not the client's to se
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation for the model's chat template."""
+    """A conversation for the model's chat template.
 
-    messages: tuple[dict[str, str], ...]
+    ``tools``: those that the model may call, as the client describes them; () also where it may call none.
+    ``separate_reasoning``: show the answer's reasoning beside its content, and not as the beginning of it.
+    """
+
+    messages: tuple[dict[str, object], ...]
     template_arguments: dict[str, object]
     continue_final_message: bool
+    tools: tuple[dict[str, object], ...]
+    separate_reasoning: bool
 
 
 Prompt = str | tuple[int, ...] | ChatPrompt
@@ -125,19 +137,80 @@ def parse_chat_prompt(fields: JsonFields) -> ChatPrompt:
         raise fields.invalid("continue_final_message", "needs a last message of the assistant")
     fields.require_unset("add_special_tokens", False)  # the template writes them
     fields.require_unset("add_generation_prompt", not continue_final)
-    return ChatPrompt(messages, template_arguments, continue_final)
+    return ChatPrompt(
+        messages,
+        template_arguments,
+        continue_final,
+        _tools(fields),
+        fields.flag("separate_reasoning", default=True),
+    )
 
 
-def _chat_message(name: str, item: object) -> dict[str, str]:
+def _tools(fields: JsonFields) -> tuple[dict[str, object], ...]:
+    """Descriptions of functions. What the model calls is its own choice: nothing here can force it."""
+    fields.require_unset("tool_choice", "auto", "none")
+    fields.require_unset("parallel_tool_calls", True)
+    tools = []
+    for index, item in enumerate(fields.items("tools", MAX_TOOLS) or ()):
+        tool = _object(f"tools[{index}]", item)
+        if tool.raw("type") != "function":
+            raise tool.invalid("type", 'must be "function"; other tools are not supported')
+        function = tool.nested("function")
+        if function is None or not function.text("name", MAX_TOOL_NAME_CHARS):
+            raise tool.invalid("function", "must be an object with a name")
+        if not isinstance(function.raw("parameters"), dict | None):
+            raise function.invalid("parameters", "must be a JSON schema, an object")
+        tools.append(tool.to_dict())
+    return () if fields.raw("tool_choice") == "none" else tuple(tools)
+
+
+def _object(name: str, item: object) -> JsonFields:
     if not isinstance(item, dict):
-        raise InvalidField(name, item, "must be an object with role and content")
-    message = JsonFields(item, name)
+        raise InvalidField(name, item, "must be an object")
+    return JsonFields(item, name)
+
+
+def _chat_message(name: str, item: object) -> dict[str, object]:
+    message = _object(name, item)
     role = message.raw("role")
     if role not in _ROLES:
         raise message.invalid("role", f"must be one of {', '.join(_ROLES)}")
-    for field in ("tool_calls", "function_call", "tool_call_id"):
-        message.require_unset(field, [])
-    return {"role": str(role), "content": _message_content(message)}
+    message.require_unset("function_call")
+    shown: dict[str, object] = {"role": role}
+    calls = message.items("tool_calls", MAX_CALLS)
+    if calls and role != "assistant":
+        raise message.invalid("tool_calls", "belong to a message of the assistant")
+    if calls:
+        shown["content"] = _message_content(message) if message.present("content") else ""
+        shown["tool_calls"] = [
+            _tool_call(_object(f"{message.name('tool_calls')}[{index}]", call))
+            for index, call in enumerate(calls)
+        ]
+    else:
+        shown["content"] = _message_content(message)
+    if role == "tool" and (call_id := message.text("tool_call_id", MAX_CALL_ID_CHARS)) is not None:
+        shown["tool_call_id"] = call_id
+    if role == "assistant" and isinstance(reasoning := message.raw("reasoning_content"), str):
+        shown["reasoning_content"] = reasoning
+    return shown
+
+
+def _tool_call(call: JsonFields) -> dict[str, object]:
+    """A call of an earlier answer, its arguments as the object that templates expect."""
+    function = call.nested("function")
+    if function is None or not (name := function.text("name", MAX_TOOL_NAME_CHARS)):
+        raise call.invalid("function", "must be an object with name and arguments")
+    text = function.text("arguments", MAX_ARGUMENTS_CHARS) or "{}"
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise function.invalid("arguments", "must be a JSON object, as text")
+    shown: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    if (call_id := call.text("id", MAX_CALL_ID_CHARS)) is not None:
+        shown["id"] = call_id
+    return shown
 
 
 def _message_content(message: JsonFields) -> str:

@@ -62,8 +62,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {  # known field: the values that 
     "structured_outputs": ({},),
     "suffix": ("",),
     "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "video_data": ([],),

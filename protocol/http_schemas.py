@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
 from protocol.access import is_host
@@ -95,6 +95,8 @@ def parse_request(endpoint: Endpoint, body: bytes, model_name: str) -> ApiReques
     fields = JsonFields.of_body(body)
     _check_model(fields, model_name)
     refuse_unsupported(fields)
+    if endpoint is not Endpoint.CHAT:
+        fields.require_unset("tools", [])
     stream = fields.flag("stream")
     options: tuple[SampleOptions, ...]
     match endpoint:
@@ -106,8 +108,11 @@ def parse_request(endpoint: Endpoint, body: bytes, model_name: str) -> ApiReques
             options = (shared,) * len(prompts)
         case Endpoint.CHAT:
             prompt_field = "messages"
-            is_batch, prompts = False, (parse_chat_prompt(fields),)
-            options = (parse_openai_options(fields, chat_logprobs(fields), None),)
+            chat = parse_chat_prompt(fields)
+            is_batch, prompts = False, (chat,)
+            shared = parse_openai_options(fields, chat_logprobs(fields), None)
+            # Tokenizers may call the markup of a tool call special.
+            options = (replace(shared, skip_special_tokens=shared.skip_special_tokens and not chat.tools),)
         case Endpoint.GENERATE:
             prompt_field = generate_prompt_field(fields)
             is_batch, prompts = parse_prompts(fields, prompt_field)

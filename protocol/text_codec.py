@@ -24,8 +24,11 @@ class CheckpointError(ValueError):
 class TextCodec:
     """Encodes prompts. ``token_bytes`` decodes."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        """``tokenizer``: a fast tokenizer of transformers; ``vocab_size``: rows of the model's embedding."""
+    def __init__(self, tokenizer: Any, vocab_size: int, model_type: str = "") -> None:
+        """``tokenizer``: a fast tokenizer of transformers; ``vocab_size``: rows of the model's embedding;
+        ``model_type``: of config.json, the family of models that it belongs to.
+        """
+        self.model_type = model_type
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
@@ -51,7 +54,8 @@ class TextCodec:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise CheckpointError(f"{model_path}: the tokenizer has no tokenizer.json")
         vocab_size = config.get("vocab_size")
-        return cls(tokenizer, vocab_size if isinstance(vocab_size, int) else len(tokenizer))
+        vocab_size = vocab_size if isinstance(vocab_size, int) else len(tokenizer)
+        return cls(tokenizer, vocab_size, str(config.get("model_type", "")))
 
     async def encode(self, prompt: Prompt, name: str, max_tokens: int) -> tuple[int, ...]:
         """Token ids of ``prompt``, which errors call ``name``.
@@ -104,6 +108,12 @@ class TextCodec:
             )
 
     def _render(self, prompt: ChatPrompt) -> str:
+        tools: dict[str, object] = {}
+        if prompt.tools:
+            template = self._tokenizer.chat_template
+            if isinstance(template, str) and "tools" not in template:
+                raise ApiError(400, "tools: the model's chat template takes none", param="tools")
+            tools["tools"] = list(prompt.tools)
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -111,6 +121,7 @@ class TextCodec:
                     tokenize=False,
                     add_generation_prompt=not prompt.continue_final_message,
                     continue_final_message=prompt.continue_final_message,
+                    **tools,
                     **prompt.template_arguments,
                 )
             )

@@ -88,7 +88,9 @@ def test_chat_joins_text_parts_and_uses_the_template() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "system", "content": "s"}, {"role": "user", "content": parts}])
     assert request.prompts == (
-        ChatPrompt(({"role": "system", "content": "s"}, {"role": "user", "content": "ab"}), {}, False),
+        ChatPrompt(
+            ({"role": "system", "content": "s"}, {"role": "user", "content": "ab"}), {}, False, (), True
+        ),
     )
     (sample,) = plan(request)
     tokenizer = make_tokenizer()
@@ -290,7 +292,6 @@ EVERYWHERE = [
     ({"bootstrap_host": "user@127.0.0.1"}, "bootstrap_host", "must be a host name"),
     ({"bootstrap_host": "a\nb"}, "bootstrap_host", "must be a host name"),
     ({"bootstrap_port": 70000}, "bootstrap_port", "70000 must be at most 65535"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
     ({"lora_path": "x"}, "lora_path", "not supported"),
     ({"allowed_token_ids": [5]}, "allowed_token_ids", "not supported"),
@@ -398,6 +399,41 @@ CHAT = [
     ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
     ({"documents": [{"text": "x"}]}, "documents", "not supported"),
     ({"reasoning_effort": 3}, "reasoning_effort", "must be a string"),
+    ({"separate_reasoning": 1}, "separate_reasoning", "must be true or false"),
+    ({"tools": {}}, "tools", "must be a list"),
+    ({"tools": ["x"]}, "tools[0]", "must be an object"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", 'must be "function"'),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "an object with a name"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function", "an object with a name"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+        "tools[0].function.parameters",
+        "must be a JSON schema",
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "not supported"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not supported"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls", "not supported"),
+    (
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
+        "messages[0].tool_calls",
+        "belong to a message of the assistant",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        "messages[0].tool_calls[0].function",
+        "an object with name and arguments",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        "must be a JSON object",
+    ),
+    ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content", "must be a string"),
+    (
+        {"messages": [{"role": "assistant", "function_call": {}}]},
+        "messages[0].function_call",
+        "not supported",
+    ),
 ]
 GENERATE = [
     ({"text": None}, "text", "exactly one of text and input_ids"),
@@ -423,6 +459,10 @@ CASES = (
     + [(Endpoint.COMPLETIONS, *case) for case in COMPLETIONS]
     + [(Endpoint.CHAT, *case) for case in CHAT]
     + [(Endpoint.GENERATE, *case) for case in GENERATE]
+    + [
+        (endpoint, {"tools": [{}]}, "tools", "not supported")
+        for endpoint in (Endpoint.COMPLETIONS, Endpoint.GENERATE)
+    ]
 )
 
 

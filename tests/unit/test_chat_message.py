@@ -1,0 +1,149 @@
+"""Reasoning, content and tool calls out of the text of a chat answer, however it is cut."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_node.chat_message import MARKUPS, Markup, MessageParser, Parts
+
+BAR = "\N{FULLWIDTH VERTICAL LINE}"
+GLM, DSML = MARKUPS["glm_moe_dsa"], MARKUPS["deepseek_v32"]
+SCHEMAS = {"weather": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+
+GLM_CALL = (
+    "<tool_call>weather<arg_key>city</arg_key><arg_value>42</arg_value>"
+    "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
+)
+GLM_LINES = '<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bern\n"x"</arg_value>\n</tool_call>'
+DSML_CALLS = (
+    "<|DSML|function_calls>\n"
+    '<|DSML|invoke name="weather">\n'
+    '<|DSML|parameter name="city" string="true">杭州</|DSML|parameter>\n'
+    '<|DSML|parameter name="days" string="false">[1, 2]</|DSML|parameter>\n'
+    "</|DSML|invoke>\n"
+    '<|DSML|invoke name="now">\n</|DSML|invoke>\n'
+    "</|DSML|function_calls>"
+).replace("|", BAR)
+ODD_CALLS = "<|DSML|function_calls>odd</|DSML|function_calls>".replace("|", BAR)
+
+
+def parse(
+    pieces: list[str], markup: Markup | None = None, *, in_reasoning: bool = False
+) -> tuple[str, str, list[tuple[str, object]]]:
+    """Reasoning, content, and name and arguments of the calls."""
+    parser = MessageParser(in_reasoning=in_reasoning, markup=markup, schemas=SCHEMAS)
+    total = Parts()
+    for parts in [*map(parser.feed, pieces[:-1]), parser.feed(pieces[-1], is_last=True)]:
+        total.reasoning += parts.reasoning
+        total.content += parts.content
+        total.calls += parts.calls
+    assert [call.index for call in total.calls] == list(range(len(total.calls)))
+    assert parser.has_calls == bool(total.calls)
+    calls = [(call.name, json.loads(call.arguments)) for call in total.calls]
+    return total.reasoning, total.content, calls
+
+
+@pytest.mark.parametrize(
+    ("text", "markup", "in_reasoning", "expected"),
+    [
+        ("  plain <b> text\n", None, False, ("", "  plain <b> text\n", [])),
+        ("<think>\nhm\n</think>\n\nYes.", None, False, ("hm\n", "Yes.", [])),
+        (" \n<think>hm</think>Yes.", None, False, ("hm", "Yes.", [])),
+        ("\nhm</think>Yes.", None, True, ("hm", "Yes.", [])),
+        ("hm, and no end", None, True, ("hm, and no end", "", [])),
+        ("He said <think> and </think>.", None, False, ("", "He said <think> and </think>.", [])),
+        (GLM_CALL, None, False, ("", GLM_CALL, [])),
+        (GLM_CALL, GLM, False, ("", "", [("weather", {"city": "42", "days": 3})])),
+        (f"Look: {GLM_LINES}\n", GLM, False, ("", "Look: ", [("weather", {"city": 'Bern\n"x"'})])),
+        (f"{GLM_CALL}</tool_call>", GLM, False, ("", "", [("weather", {"city": "42", "days": 3})])),
+        ("<tool_call>now</tool_call>", GLM, False, ("", "", [("now", {})])),
+        ("hm</think><tool_call>now</tool_call>Done.", GLM, True, ("hm", "Done.", [("now", {})])),
+        ("hm <tool_call>now</tool_call>", GLM, True, ("hm <tool_call>now</tool_call>", "", [])),
+        ("<tool_call>now<arg_key>a", GLM, False, ("", "<tool_call>now<arg_key>a", [])),
+        ("<tool_call> x", GLM, False, ("", "<tool_call> x", [])),
+        ("a < b", GLM, False, ("", "a < b", [])),
+        ("a <tool_", GLM, False, ("", "a <tool_", [])),
+        ("a </tool_call> b", GLM, False, ("", "a </tool_call> b", [])),
+        (
+            f"Two:\n\n{DSML_CALLS}",
+            DSML,
+            False,
+            ("", "Two:\n\n", [("weather", {"city": "杭州", "days": [1, 2]}), ("now", {})]),
+        ),
+        (
+            DSML_CALLS.replace(f"</{BAR}DSML{BAR}function_calls>", ""),
+            DSML,
+            False,
+            ("", "", [("weather", {"city": "杭州", "days": [1, 2]}), ("now", {})]),
+        ),
+        (
+            ODD_CALLS + " and on",
+            DSML,
+            False,
+            ("", ODD_CALLS + "and on", []),
+        ),
+    ],
+)
+def test_parts_of_an_answer(
+    text: str,
+    markup: Markup | None,
+    in_reasoning: bool,
+    expected: tuple[str, str, list[tuple[str, object]]],
+) -> None:
+    assert parse([text], markup, in_reasoning=in_reasoning) == expected
+    assert parse(list(text), markup, in_reasoning=in_reasoning) == expected
+
+
+TOKENS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<arg_key>",
+    "a",
+    " ",
+    "\n",
+    "<",
+    "tool",
+    "now",
+]
+DSML_TOKENS = [*DSML_CALLS.split("\n"), "</think>", "<", f"{BAR}DSML{BAR}", " ", "x"]
+
+
+@given(
+    st.one_of(
+        st.tuples(st.just(GLM), st.lists(st.sampled_from(TOKENS), max_size=12)),
+        st.tuples(st.just(DSML), st.lists(st.sampled_from(DSML_TOKENS), max_size=12)),
+    ),
+    st.booleans(),
+    st.data(),
+)
+def test_how_an_answer_is_cut_changes_nothing(
+    case: tuple[Markup, list[str]], in_reasoning: bool, data: st.DataObject
+) -> None:
+    markup, tokens = case
+    text = "".join(tokens)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = parse([text], markup, in_reasoning=in_reasoning)
+    assert parse(pieces, markup, in_reasoning=in_reasoning) == whole
+
+
+def test_reasoning_stays_content_for_who_asks_for_that() -> None:
+    text = "<think>hm</think>Yes."
+    for in_reasoning in (False, True):
+        parser = MessageParser(in_reasoning=in_reasoning, separates_reasoning=False, markup=GLM, schemas={})
+        assert parser.feed(text, is_last=True) == Parts(content=text)
+
+
+def test_text_is_shown_as_soon_as_it_can_be_no_markup() -> None:
+    parser = MessageParser(in_reasoning=False, markup=GLM, schemas={})
+    assert parser.feed("one <to").content == "one "
+    assert parser.feed("ol_").content == ""
+    assert parser.feed("x").content == "<tool_x"
+    assert parser.feed("<tool_call>now").content == ""
+    assert [call.name for call in parser.feed("</tool_call>").calls] == ["now"]

@@ -1,0 +1,178 @@
+"""Tools and reasoning through the API of a decode node, read by the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from protocol.engine_messages import FinishReason, FromEngine, Generate, Tokens
+from protocol.text_codec import TextCodec
+from tests.unit import test_front
+from tests.unit.scripted_engine import Script
+from tests.unit.test_front import ROOM, Node, serving
+from tests.unit.tiny_tokenizer import make_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}[tools]{{ tools | map(attribute='function.name') | join(',') }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}"
+    "{% for call in m.tool_calls %}"
+    "<{{ call.function.name }} {% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}"
+    "{% endfor %}>{% endfor %}{% endfor %}[assistant]{% if thinking %}<think>\n{% endif %}"
+)
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    }
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+CALL = (
+    "<tool_call>weather<arg_key>city</arg_key><arg_value>7</arg_value>"
+    "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
+)
+
+
+def stops_after(text: str, per_message: int = 3) -> Script:
+    def script(generate: Generate) -> Iterable[FromEngine | float]:
+        token_ids = list(text.encode())
+        for start in range(0, len(token_ids), per_message):
+            part = tuple(token_ids[start : start + per_message])
+            is_last = start + per_message >= len(token_ids)
+            yield Tokens(generate.request_id, part, (), FinishReason.STOP if is_last else None)
+
+    return script
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Answer a request with the scripted text; returns what the check returns, and the prompt as text."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    monkeypatch.setattr(test_front, "CODEC", TextCodec(tokenizer, len(tokenizer), "glm_moe_dsa"))
+
+    def run(text: str, check: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> tuple[Any, str]:
+        async def main() -> tuple[Any, str]:
+            async with serving(stops_after(text), tmp_path) as node:
+                url = f"http://127.0.0.1:{node.port}/v1"
+                async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=10) as client:
+                    result = await check(client)
+                return result, prompt_of(node)
+
+        return asyncio.run(main())
+
+    def prompt_of(node: Node) -> str:
+        (generate,) = node.engine.generates
+        return str(tokenizer.decode(generate.prompt_token_ids))
+
+    return run
+
+
+async def whole(client: openai.AsyncOpenAI, **options: Any) -> Any:
+    extra = {**ROOM, **options.pop("extra_body", {})}
+    return (
+        await client.chat.completions.create(
+            **{"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "extra_body": extra, **options}
+        )
+    ).choices[0]
+
+
+async def streamed(client: openai.AsyncOpenAI, **options: Any) -> list[Any]:
+    extra = {**ROOM, **options.pop("extra_body", {})}
+    stream = await client.chat.completions.create(
+        **{"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "extra_body": extra, **options}, stream=True
+    )
+    return [chunk.choices[0] async for chunk in stream]
+
+
+def test_a_call_in_a_whole_answer(ask: Callable[..., Any]) -> None:
+    choice, prompt = ask(CALL, whole)
+    assert prompt == "[tools]weather[user]hi[assistant]"
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments) == {"city": "7", "days": 3}
+
+
+def test_calls_in_a_stream(ask: Callable[..., Any]) -> None:
+    choices, _ = ask(f"Look:\n{CALL}\n{CALL}", streamed)
+    assert "".join(choice.delta.content or "" for choice in choices) == "Look:\n"
+    calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
+    assert [call.index for call in calls] == [0, 1]
+    assert len({call.id for call in calls}) == 2
+    assert {call.function.name for call in calls} == {"weather"}
+    assert [choice.finish_reason for choice in choices][-1] == "tool_calls"
+
+
+def test_reasoning_is_shown_beside_the_content(ask: Callable[..., Any]) -> None:
+    text = "Hm.\n</think>\n\nYes."
+    options = {"tools": openai.NOT_GIVEN, "extra_body": {"chat_template_kwargs": {"thinking": True}}}
+    choice, prompt = ask(text, lambda client: whole(client, **options))
+    assert prompt.endswith("<think>\n")
+    assert (choice.message.reasoning_content, choice.message.content) == ("Hm.\n", "Yes.")
+    assert choice.finish_reason == "stop"
+    choices, _ = ask(text, lambda client: streamed(client, **options))
+    assert "".join(getattr(choice.delta, "reasoning_content", None) or "" for choice in choices) == "Hm.\n"
+    assert "".join(choice.delta.content or "" for choice in choices) == "Yes."
+
+
+def test_reasoning_stays_where_it_is_for_who_wants_that(ask: Callable[..., Any]) -> None:
+    text = "Hm.</think>Yes."
+    extra = {"chat_template_kwargs": {"thinking": True}, "separate_reasoning": False}
+    choice, _ = ask(text, lambda client: whole(client, extra_body=extra))
+    assert choice.message.content == text
+
+
+@pytest.mark.parametrize("options", [{"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}])
+def test_without_tools_a_call_is_text(ask: Callable[..., Any], options: dict[str, Any]) -> None:
+    choice, prompt = ask(CALL, lambda client: whole(client, **options))
+    assert prompt == "[user]hi[assistant]"
+    assert choice.message.content == CALL
+    assert choice.message.tool_calls is None
+    assert choice.finish_reason == "stop"
+
+
+def test_earlier_calls_and_their_results_reach_the_template(ask: Callable[..., Any]) -> None:
+    messages = [
+        *MESSAGES,
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "(hm)",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"days": 2}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    _, prompt = ask("Rain.", lambda client: whole(client, messages=messages))
+    assert prompt == "[tools]weather[user]hi[assistant](hm)<weather days=2>[tool]rain[assistant]"
+
+
+def test_tools_that_the_template_does_not_show_are_refused(
+    ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make_tokenizer()
+    monkeypatch.setattr(test_front, "CODEC", TextCodec(tokenizer, len(tokenizer), "glm_moe_dsa"))
+
+    async def refused(client: openai.AsyncOpenAI) -> str:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await whole(client)
+        await whole(client, tools=openai.NOT_GIVEN)
+        return str(caught.value)
+
+    said, _ = ask("x", refused)
+    assert "tools: the model's chat template takes none" in said
