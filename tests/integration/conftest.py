@@ -8,7 +8,7 @@ import pytest
 from tests.integration.harness import Deployment, deployment
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # it would take time from the tests that come after these, and memory
 def pair(
     tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:

@@ -23,6 +23,7 @@ STOP_TIMEOUT_SECS = 20.0
 REPO = Path(__file__).resolve().parents[2]
 DEVICE = os.environ.get("HISPARSE_PD_TEST_DEVICE", "cpu")
 """Of every node, unless its own options name one; what they are compared with stays on the CPU."""
+PROMPT = "Nodes come and go without a restart of the rest. " * 8
 NODE_OPTIONS = ("--num-threads", "1", "--debug-checks", "--device", DEVICE, "--dtype", "float32")
 
 
@@ -129,6 +130,38 @@ def is_empty(node: Service) -> bool:
     return not any(
         value for name, value in node.metrics().items() if name.split("{")[0].rpartition(":")[2] in held
     )
+
+
+def is_idle(node: Service) -> bool:
+    """No request runs or waits."""
+    samples = node.metrics()
+    return samples["hisparse_pd:num_running_reqs"] == 0 and samples["hisparse_pd:num_queue_reqs"] == 0
+
+
+def pool_usage(node: Service) -> float:
+    """Tokens in use or in quarantine over all pools, the prefix cache aside."""
+    return sum(
+        value
+        for name, value in node.metrics().items()
+        if name.startswith("hisparse_pd:pool_used_tokens") or name == "hisparse_pd:quarantined_tokens"
+    )
+
+
+def engine_pid(node: Service) -> int:
+    """The child of the front that is the engine: the one with the most memory."""
+    children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
+
+    def resident_pages(pid: str) -> int:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+
+    return int(max(children, key=resident_pages))
+
+
+def generate(url: str, *, timeout_secs: float = 60, **change: Any) -> httpx.Response:
+    """16 greedy tokens after PROMPT; ``change``: other fields of the body, and ``params`` of its sampling."""
+    params = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, **change.pop("params", {})}
+    body = {"text": PROMPT, "sampling_params": params, **change}
+    return httpx.post(f"{url}/generate", json=body, timeout=timeout_secs)
 
 
 @dataclass

@@ -1,0 +1,195 @@
+"""Clients that leave, garbage, peers that do not fit, full pools, engines that hang: who else is concerned.
+
+Nobody is, and the pools are whole again. Invariants I2, I5 and I7.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from protocol import bootstrap, messages
+from protocol.channels import ControlClient
+from tests.integration.harness import (
+    PROMPT,
+    Deployment,
+    Service,
+    decode_service,
+    deployment,
+    engine_pid,
+    generate,
+    is_idle,
+    pool_usage,
+    router_service,
+    running,
+    wait_until,
+)
+
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def cramped(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A pair with half the page size of ``pair`` and a small device pool."""
+    common = ["--page-size", "32", "--served-model-name", "tiny"]
+    with deployment(
+        tiny_checkpoint("v32"),
+        tmp_path_factory.mktemp("cramped"),
+        prefill_options=common,
+        # Two dense requests of 11 pages fit for their whole life. A third is let in with two pages, and is
+        # at the end of the pool with three, some 250 steps before the others end.
+        decode_options=[*common, "--device-pool-tokens", "800", "--device-buffer-size", "96"],
+    ) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def stranger(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A decode node of another model than that of ``pair``; the last of its tests ends it."""
+    options = ["--served-model-name", "tiny", "--health-timeout-secs", "2"]
+    decode = decode_service(tiny_checkpoint("glm"), tmp_path_factory.mktemp("stranger"), "decode", options)
+    with running([decode]):
+        yield decode
+
+
+def test_a_client_that_leaves_frees_everything(pair: Deployment) -> None:
+    decode = pair.decode[0]
+    aborted = "hisparse_pd:aborted_requests_total"
+    body = {
+        "text": PROMPT,
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True, "temperature": 0},
+    }
+    for hisparse in (True, False):
+        num_aborted = decode.metrics()[aborted]
+        with httpx.stream(
+            "POST", f"{pair.url}/generate", json={**body, "hisparse": hisparse}, timeout=60
+        ) as answer:
+            lines = answer.iter_lines()  # kept: closing it would close the answer
+            next(lines)
+            wait_until(lambda: decode.metrics()["hisparse_pd:num_running_reqs"] == 1, 30, "the request runs")
+            assert pool_usage(decode) > 0
+        wait_until(
+            lambda before=num_aborted: decode.metrics()[aborted] == before + 1,  # type: ignore[misc]
+            30,
+            "the abort",
+        )
+        wait_until(lambda: is_idle(decode) and pool_usage(decode) == 0, 30, "pools whole after the abort")
+
+
+def test_garbage_at_the_control_socket_is_counted_and_harmless(pair: Deployment) -> None:
+    prefill = pair.prefill[0]
+    info = bootstrap.look_up("127.0.0.1", prefill.bootstrap_port)
+    client = ControlClient(info.control_endpoint("127.0.0.1"))
+    dropped = 'hisparse_pd:control_messages_dropped_total{reason="malformed"}'
+    before = prefill.metrics().get(dropped, 0)
+    try:
+        no_text = b"\x93\x04\x03\xa2\xff\xfe"  # an abort whose reason is no UTF-8
+        too_deep = b"\x93\x02\x09" + b"\x91" * 100_000 + b"\xc0"  # a heartbeat with a nested further field
+        for frame in (b"", b"\xff" * 100, b"\x91\x63", b"\x80", messages.encoder.encode([3, 1])):
+            client.socket.send(frame)
+        client.socket.send(no_text)
+        client.socket.send(too_deep)
+        client.send(messages.Bootstrap(1, 1, (messages.Extent(0, 1),), (messages.Extent(0, 1),), 0))
+        wait_until(lambda: prefill.metrics().get(dropped, 0) >= before + 7, 10, "garbage counted")
+    finally:
+        client.close()
+    assert generate(pair.url).status_code == 200
+
+
+def test_retraction_under_pressure_keeps_the_tokens(pair: Deployment, cramped: Deployment) -> None:
+    """Dense requests that outgrow the device pool push others out; every answer is as with room for all."""
+    decode = cramped.decode[0]
+    prompts = [f"{number} {PROMPT[:24]}" for number in range(8)]
+    params = {"max_new_tokens": 320}
+    flags = [False, False, False, True, False, False, True, False]
+    first, others = range(3), range(3, len(prompts))
+
+    def num_retractions(node: Service) -> float:
+        return node.metrics()["hisparse_pd:retractions_total"]
+
+    def answer(url: str, number: int) -> httpx.Response:
+        return generate(url, text=prompts[number], params=params, hisparse=flags[number], timeout_secs=120)
+
+    before = num_retractions(pair.decode[0])
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        pending = [threads.submit(answer, pair.url, number) for number in range(len(prompts))]
+        expected = [future.result().json()["output_ids"] for future in pending]
+        assert num_retractions(pair.decode[0]) == before
+        assert num_retractions(decode) == 0
+        pending = [threads.submit(answer, cramped.url, number) for number in first]
+        wait_until(lambda: num_retractions(decode) > 0, 60, "the third is pushed out")
+        pending += [threads.submit(answer, cramped.url, number) for number in others]
+        answers = [future.result() for future in pending]
+    assert [answer.status_code for answer in answers] == [200] * len(prompts), answers[0].text
+    assert [answer.json()["output_ids"] for answer in answers] == expected
+    wait_until(lambda: pool_usage(decode) == 0, 30, "pools whole")
+
+
+def test_page_sizes_may_differ_for_hisparse_only(
+    pair: Deployment, cramped: Deployment, tmp_path: Path
+) -> None:
+    router = router_service(cramped.prefill, pair.decode, tmp_path)
+    with running([router]):
+        assert generate(router.url, hisparse=True).status_code == 200
+        answers: list[httpx.Response] = []
+
+        def is_refused() -> bool:
+            """Whatever a node that misses its health checks under load answers first."""
+            answers.append(generate(router.url, hisparse=False))
+            return answers[-1].status_code == 400
+
+        wait_until(is_refused, 30, "the refusal")
+    message = answers[-1].json()["error"]["message"]
+    assert "32" in message
+    assert "64" in message
+
+
+def test_a_node_of_another_model_is_refused_with_both_values(
+    pair: Deployment, stranger: Service, tmp_path: Path
+) -> None:
+    router = router_service(pair.prefill, [stranger], tmp_path)
+    with running([router]):
+        answer = generate(router.url)
+        assert answer.status_code >= 400
+        assert "fingerprint" in answer.json()["error"]["message"]
+        assert all(node.is_healthy() for node in (*pair.prefill, stranger, router))
+
+
+def test_health_does_not_depend_on_the_peer(stranger: Service) -> None:
+    answer = httpx.post(
+        f"{stranger.url}/generate",
+        json={
+            "text": "x",
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": 1,
+            "bootstrap_room": 5,
+            "sampling_params": {"max_new_tokens": 2},
+        },
+        timeout=60,
+    )
+    assert answer.status_code in (502, 503)
+    assert "127.0.0.1:1" in json.dumps(answer.json())
+    assert stranger.is_healthy()
+    assert pool_usage(stranger) == 0
+
+
+def test_an_engine_that_hangs_fails_health_and_one_that_dies_ends_the_node(stranger: Service) -> None:
+    """The last test of this node."""
+    engine = engine_pid(stranger)
+    os.kill(engine, signal.SIGSTOP)
+    wait_until(
+        lambda: httpx.get(stranger.url + "/health", timeout=5).status_code == 503, 20, "/health at 503"
+    )
+    os.kill(engine, signal.SIGCONT)
+    wait_until(stranger.is_healthy, 20, "/health at 200 again")
+    os.kill(engine, signal.SIGKILL)
+    assert stranger.process is not None
+    assert stranger.process.wait(20) != 0
