@@ -95,17 +95,22 @@ class Prefilled:
     hint: np.ndarray[Any, Any]
 
 
+@lru_cache
+def _prefill_model(path: Path) -> DsaModel:
+    """The prefill side's own: a test may break the decode engine's before the first prompt is computed."""
+    return load_model(path, load_checkpoint(path).spec)
+
+
 @lru_cache(maxsize=256)
 def _prefill(path: Path, prompt: Prompt, page_size: int) -> Prefilled:
-    checkpoint = load_checkpoint(path)
-    spec = checkpoint.spec
+    spec = load_checkpoint(path).spec
     num_pages = -(-len(prompt) // page_size)
     num_slots = num_pages * page_size
     kv = torch.zeros((spec.num_layers, num_slots, spec.item_bytes), dtype=torch.uint8)
     index = torch.zeros((spec.num_index_layers, num_slots, spec.index_item_bytes), dtype=torch.uint8)
     request = PagedRequest(torch.arange(num_pages), 0, len(prompt), want_hint=True)
     access = PagedKv(spec, kv, index, page_size, [request])
-    logits = checkpoint.model.forward(torch.tensor(prompt), access.positions, access, access.last_rows)
+    logits = _prefill_model(path).forward(torch.tensor(prompt), access.positions, access, access.last_rows)
     greedy = SamplingParams(max_new_tokens=1, temperature=0.0, num_logprobs=2)
     token_ids, logprobs = sample(logits, [greedy], [0], ())
     hint = access.hints[0]
