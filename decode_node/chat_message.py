@@ -7,12 +7,13 @@ complete; one that never is, or that cannot be read, stays content: nothing that
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
+
+import msgspec
 
 from protocol.detokenizer import overlap
 
@@ -102,8 +103,8 @@ def _read_dsml(text: str, schemas: Schemas) -> tuple[str, dict[str, object]] | N
 def _from_json(text: str) -> object:
     """The value, or the text itself where it is no JSON."""
     try:
-        return json.loads(text)
-    except ValueError:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
         return text
 
 
@@ -233,7 +234,7 @@ class MessageParser:
         read = markup.read(before, self._schemas) if marker == markup.call_end else None
         if read is not None:
             name, arguments = read
-            parts.calls.append(ToolCall(self._num_calls, name, json.dumps(arguments, ensure_ascii=False)))
+            parts.calls.append(ToolCall(self._num_calls, name, msgspec.json.encode(arguments).decode()))
             self._num_calls += 1
         elif before.strip():
             self._skips_space = False

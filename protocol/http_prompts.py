@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from protocol.http_errors import ApiError, InvalidField
 from protocol.json_fields import JsonFields, checked_integers
@@ -202,8 +203,8 @@ def _tool_call(call: JsonFields) -> dict[str, object]:
         raise call.invalid("function", "must be an object with name and arguments")
     text = function.text("arguments", MAX_ARGUMENTS_CHARS) or "{}"
     try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
+        arguments = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise function.invalid("arguments", "must be a JSON object, as text")

@@ -31,6 +31,10 @@ DSML_CALLS = (
 ODD_CALLS = "<|DSML|function_calls>odd</|DSML|function_calls>".replace("|", BAR)
 
 
+def glm_call(key: str, value: str) -> str:
+    return f"<tool_call>f<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
+
+
 def parse(
     pieces: list[str], markup: Markup | None = None, *, in_reasoning: bool = False
 ) -> tuple[str, str, list[tuple[str, object]]]:
@@ -61,6 +65,10 @@ def parse(
         (f"Look: {GLM_LINES}\n", GLM, False, ("", "Look: ", [("weather", {"city": 'Bern\n"x"'})])),
         (f"{GLM_CALL}</tool_call>", GLM, False, ("", "", [("weather", {"city": "42", "days": 3})])),
         ("<tool_call>now</tool_call>", GLM, False, ("", "", [("now", {})])),
+        (glm_call("a", "NaN"), GLM, False, ("", "", [("f", {"a": "NaN"})])),
+        (glm_call("a", "1e999"), GLM, False, ("", "", [("f", {"a": "1e999"})])),
+        (glm_call("a", "[" * 100_000), GLM, False, ("", "", [("f", {"a": "[" * 100_000})])),
+        (glm_call("a", '{"b": [true, null]}'), GLM, False, ("", "", [("f", {"a": {"b": [True, None]}})])),
         ("hm</think><tool_call>now</tool_call>Done.", GLM, True, ("hm", "Done.", [("now", {})])),
         ("hm <tool_call>now</tool_call>", GLM, True, ("hm <tool_call>now</tool_call>", "", [])),
         ("<tool_call>now<arg_key>a", GLM, False, ("", "<tool_call>now<arg_key>a", [])),
@@ -95,7 +103,10 @@ def test_parts_of_an_answer(
     expected: tuple[str, str, list[tuple[str, object]]],
 ) -> None:
     assert parse([text], markup, in_reasoning=in_reasoning) == expected
-    assert parse(list(text), markup, in_reasoning=in_reasoning) == expected
+    assert (
+        parse([text[i : i + 3] for i in range(0, len(text), 3)], markup, in_reasoning=in_reasoning)
+        == expected
+    )
 
 
 TOKENS = [
