@@ -1,6 +1,6 @@
-"""Nodes that are killed, start again, stand still or are told to stop. Invariants I1, I2 and I7.
+"""Two nodes of each kind: who gets what, and nodes that are killed, start again, stand still or stop.
 
-The tests share two prefill and two decode nodes, and leave them healthy; the last one stops some.
+Invariants I1, I2 and I7. The tests share the nodes and leave them healthy; the last one stops some.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tests.integration.harness import (
     wait_until,
 )
 
+PAGE_SIZE = 64
 HEARTBEATS = ["--heartbeat-interval-secs", "1", "--heartbeat-max-failures", "5"]
 
 
@@ -88,6 +89,33 @@ def nodes(
         router_options=["--health-interval-secs", "0.5"],
     ) as started:
         yield started
+
+
+def test_every_turn_of_a_conversation_finds_the_ones_before_it(nodes: Deployment, tmp_path: Path) -> None:
+    """In the prefix cache of the prefill node that had them, with a router that looks for it."""
+    router = router_service(nodes.prefill, nodes.decode, tmp_path, ["--policy", "cache_aware"])
+    talks: list[list[dict[str, str]]] = [[] for _ in range(3)]
+    seen = [0] * len(talks)
+    used = set()
+    with running([router]):
+        for turn in range(3):
+            for number, talk in enumerate(talks):
+                question = f"Talk {number}, turn {turn}. " + "Tell me more. " * 40
+                talk.append({"role": "user", "content": question})
+                answer = httpx.post(
+                    f"{router.url}/v1/chat/completions",
+                    json={"messages": talk, "max_tokens": 8, "temperature": 0},
+                    timeout=60,
+                )
+                assert answer.status_code == 200, answer.text
+                used.add(answer.headers["x-hisparse-pd-prefill"])
+                usage = answer.json()["usage"]
+                assert usage["prompt_tokens_details"]["cached_tokens"] >= seen[number]
+                seen[number] = usage["prompt_tokens"] // PAGE_SIZE * PAGE_SIZE
+                content = answer.json()["choices"][0]["message"]["content"]
+                talk.append({"role": "assistant", "content": content})
+    assert min(seen) > 3 * 500
+    assert used == {node.url for node in nodes.prefill}
 
 
 def test_two_by_two_under_load_while_nodes_stop_and_start(nodes: Deployment) -> None:
