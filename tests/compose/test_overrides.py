@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.compose.deployment import BASE, HEALTHY_TIMEOUT_SECS, Deployment, wait_until
@@ -35,9 +37,11 @@ def test_two_nodes_of_each_kind(deployment: Deployment) -> None:
     nodes = ("prefill", "decode", "prefill-2", "decode-2")
     deployment.up(*nodes, "router", "prometheus")
     used: set[str] = set()
+    numbers = itertools.count()
 
     def all_are_used() -> bool:
-        answer = deployment.complete(4, hisparse=True)
+        # Each another prompt: what begins alike stays with one prefill node.
+        answer = deployment.complete(4, prompt=f"Request {next(numbers)}.", hisparse=True)
         assert answer.status_code == 200, answer.text
         used.update(answer.headers[f"x-hisparse-pd-{kind}"] for kind in ("prefill", "decode"))
         return len(used) == len(nodes)
