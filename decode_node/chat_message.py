@@ -7,7 +7,6 @@ complete; one that never is, or that cannot be read, stays content: nothing that
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -59,45 +58,62 @@ class Markup:
 
 # --- GLM --------------------------------------------------------------------------------------------------
 
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-
 
 def _read_glm(text: str, schemas: Schemas) -> tuple[str, dict[str, object]] | None:
     """``name<arg_key>key</arg_key><arg_value>value</arg_value>...``, with line breaks between or without.
 
     Strings are written bare, everything else as JSON, and the tool's schema tells them apart.
     """
-    name = text.partition("<arg_key>")[0].strip()
-    if not name:
-        return None
-    of_parameters = schemas.get(name, {})
+    name, *_ = text.partition("<arg_key>")
+    of_parameters = schemas.get(name.strip(), {})
     arguments: dict[str, object] = {}
-    for key, value in _GLM_ARGUMENT.findall(text):
-        schema = of_parameters.get(key.strip())
+    at = len(name)
+    while (found := _between(text, at, "<arg_key>", "</arg_key>")) is not None:
+        key, at = found[0].strip(), found[1]
+        found = _between(text, at, "<arg_value>", "</arg_value>")
+        if found is None:
+            return None
+        value, at = found
+        schema = of_parameters.get(key)
         is_text = isinstance(schema, dict) and schema.get("type") == "string"
-        arguments[key.strip()] = value if is_text else _from_json(value)
-    return name, arguments
+        arguments[key] = value if is_text else _from_json(value)
+    return (name.strip(), arguments) if name.strip() and not text[at:].strip() else None
 
 
 # --- DeepSeek-V3.2 ----------------------------------------------------------------------------------------
 
 _DSML = "\N{FULLWIDTH VERTICAL LINE}DSML\N{FULLWIDTH VERTICAL LINE}"
-_DSML_CALL = re.compile(rf'<{_DSML}invoke name="([^"]+)">(.*)\Z', re.DOTALL)
-_DSML_ARGUMENT = re.compile(
-    rf'<{_DSML}parameter name="([^"]+)"(?: string="(true|false)")?>(.*?)</{_DSML}parameter>', re.DOTALL
-)
 
 
 def _read_dsml(text: str, schemas: Schemas) -> tuple[str, dict[str, object]] | None:
     """``<invoke name="..."><parameter name="..." string="true|false">value</parameter>``, with prefixes."""
-    call = _DSML_CALL.search(text)
+    call = _between(text, 0, f'<{_DSML}invoke name="', '">')
     if call is None:
         return None
-    arguments = {
-        key: value if is_text == "true" else _from_json(value)
-        for key, is_text, value in _DSML_ARGUMENT.findall(call[2])
-    }
-    return call[1], arguments
+    name, at = call
+    arguments: dict[str, object] = {}
+    while (found := _between(text, at, f'<{_DSML}parameter name="', ">")) is not None:
+        (key, _, attributes), at = found[0].partition('"'), found[1]
+        end = text.find(f"</{_DSML}parameter>", at)
+        if end < 0:
+            return None
+        value = text[at:end]
+        arguments[key] = value if 'string="true"' in attributes else _from_json(value)
+        at = end + len(f"</{_DSML}parameter>")
+    return (name, arguments) if name and not text[at:].strip() else None
+
+
+def _between(text: str, at: int, opening: str, closing: str) -> tuple[str, int] | None:
+    """What is between the two that stand next behind ``at``, and where they end. White space may precede.
+
+    By searching, not by regular expressions: a model can be made to write a megabyte of openings.
+    """
+    start = text.find(opening, at)
+    if start < 0 or text[at:start].strip():
+        return None
+    start += len(opening)
+    end = text.find(closing, start)
+    return None if end < 0 else (text[start:end], end + len(closing))
 
 
 def _from_json(text: str) -> object:
@@ -147,14 +163,16 @@ class MessageParser:
         self._schemas = schemas
         self._text = ""
         """Not shown yet."""
-        self._num_searched = 0
-        """Characters of it in which no marker begins."""
+        self._searched: list[str] = []
+        """What precedes it of the calls that are being read: no marker begins in it."""
         self._at_start = separates_reasoning and not in_reasoning
         """Nothing but white space has come: reasoning may still begin."""
         self._skips_space = in_reasoning
         """White space beside markup is part of it."""
         self._opening = ""
         """What the calls that are being read began with, until the first of them is complete."""
+        self._is_broken = False
+        """One of them is shown as text; so is their end."""
         self._num_calls = 0
 
     @property
@@ -170,7 +188,6 @@ class MessageParser:
             num_shown = len(self._text) - max((overlap(self._text, m) for m in self._markers()), default=0)
             if not (self._at_start and self._text[:num_shown].isspace()):
                 shown, self._text = self._text[:num_shown], self._text[num_shown:]
-                self._num_searched = 0
                 self._show(shown, parts)
         if is_last:
             self._show_held(parts)
@@ -180,7 +197,7 @@ class MessageParser:
         """What was held back: it is no markup after all, or a call without its end."""
         if self._state is _State.CALLS:
             self._state, self._skips_space = _State.CONTENT, not self._opening
-            self._text = self._opening + self._text
+            self._text = self._opening + "".join((*self._searched, self._text))
         self._show(self._text, parts)
         self._text = ""
 
@@ -199,17 +216,17 @@ class MessageParser:
     def _next_marker(self) -> tuple[str, str] | None:
         """The text before the first marker, and the marker; both are taken from the text."""
         markers = self._markers()
-        found = [
-            (at, marker) for marker in markers if (at := self._text.find(marker, self._num_searched)) >= 0
-        ]
+        found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
         found = [(at, marker) for at, marker in found if marker != THINK or not self._text[:at].strip()]
         if not found:
-            longest = max(map(len, markers), default=1)
-            self._num_searched = max(0, len(self._text) - longest + 1)
+            if self._state is _State.CALLS:  # long ones come in many pieces: none is looked at twice
+                num_kept = max(map(len, markers)) - 1
+                self._searched.append(self._text[:-num_kept])
+                self._text = self._text[-num_kept:]
             return None
         at, marker = min(found)
-        before, self._text = self._text[:at], self._text[at + len(marker) :]
-        self._num_searched = 0
+        before, self._text = "".join((*self._searched, self._text[:at])), self._text[at + len(marker) :]
+        self._searched.clear()
         return before, marker
 
     def _take(self, before: str, marker: str, parts: Parts) -> None:
@@ -225,7 +242,7 @@ class MessageParser:
             case _State.CONTENT:
                 self._show(before, parts)
                 if self._markup is not None and marker == self._markup.opening:
-                    self._state, self._opening = _State.CALLS, marker
+                    self._state, self._opening, self._is_broken = _State.CALLS, marker, False
         self._at_start, self._skips_space = False, True
 
     def _end_call(self, before: str, marker: str, parts: Parts) -> None:
@@ -236,8 +253,8 @@ class MessageParser:
             name, arguments = read
             parts.calls.append(ToolCall(self._num_calls, name, msgspec.json.encode(arguments).decode()))
             self._num_calls += 1
-        elif before.strip():
-            self._skips_space = False
+        elif before.strip() or self._is_broken:
+            self._is_broken = True
             parts.content += self._opening + before + marker
         self._opening = ""
         if marker == markup.closing:

@@ -35,6 +35,16 @@ def glm_call(key: str, value: str) -> str:
     return f"<tool_call>f<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
 
 
+def dsml_call(parameters: str) -> str:
+    text = f'<|DSML|function_calls><|DSML|invoke name="f">{parameters}</|DSML|invoke>'
+    return f"{text}</|DSML|function_calls>".replace("|", BAR)
+
+
+BROKEN_GLM = "f" + "<arg_key>" * 30_000
+BROKEN_DSML = '<|DSML|parameter name="a">'.replace("|", BAR) * 30_000
+"""Calls that hurt whoever searches for the end of each beginning."""
+
+
 def parse(
     pieces: list[str], markup: Markup | None = None, *, in_reasoning: bool = False
 ) -> tuple[str, str, list[tuple[str, object]]]:
@@ -73,6 +83,20 @@ def parse(
         ("hm <tool_call>now</tool_call>", GLM, True, ("hm <tool_call>now</tool_call>", "", [])),
         ("<tool_call>now<arg_key>a", GLM, False, ("", "<tool_call>now<arg_key>a", [])),
         ("<tool_call> x", GLM, False, ("", "<tool_call> x", [])),
+        (
+            f"<tool_call>{BROKEN_GLM}</tool_call>",
+            GLM,
+            False,
+            ("", f"<tool_call>{BROKEN_GLM}</tool_call>", []),
+        ),
+        (dsml_call(BROKEN_DSML), DSML, False, ("", dsml_call(BROKEN_DSML), [])),
+        (glm_call("a", "<arg_key>"), GLM, False, ("", "", [("f", {"a": "<arg_key>"})])),
+        (
+            "<tool_call>f and more<arg_key>a</arg_key></tool_call>",
+            GLM,
+            False,
+            ("", "<tool_call>f and more<arg_key>a</arg_key></tool_call>", []),
+        ),
         ("a < b", GLM, False, ("", "a < b", [])),
         ("a <tool_", GLM, False, ("", "a <tool_", [])),
         ("a </tool_call> b", GLM, False, ("", "a </tool_call> b", [])),
