@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from protocol.doctor_settings import DoctorSettings
+from protocol.ports import free_port
 from protocol.settings import DecodeSettings, Port, PrefillSettings, RouterSettings, Secs
 from protocol.settings_sources import (
     SettingsError,
@@ -340,8 +341,6 @@ def _keygen(path: Path, *, for_api: bool) -> int:
 
 def _with_ports(settings: S, *names: str) -> S:
     """With a free port in place of each of these that is 0, which the others of a pair could not know."""
-    from protocol.listening import free_port
-
     return settings.model_copy(update={name: getattr(settings, name) or free_port() for name in names})
 
 

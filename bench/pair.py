@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from bench.facts import ROOT
-from protocol.listening import free_port
+from protocol.ports import free_port
 
 START_TIMEOUT_SECS = 180.0
 STOP_TIMEOUT_SECS = 90.0

@@ -20,6 +20,8 @@ from kernels.checks import KernelArgumentError, check_at_least, check_tensor
 FLOAT32: Final = "float32"
 BFLOAT16: Final = "bfloat16"
 FP8_E4M3: Final = "fp8_e4m3"
+FP8_CAPABILITY: Final = (8, 9)
+"""The first architecture of GPUs that converts fp8_e4m3."""
 FORMAT_NAMES: Final = (FLOAT32, BFLOAT16, FP8_E4M3)
 
 SCALE_TILE: Final = 128

@@ -22,13 +22,11 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from kernels.attention import TRITON, check_attend
-from kernels.kv_format import FLOAT32, FP8_E4M3, SCALE_TILE, KvFormat
+from kernels.kv_format import FLOAT32, FP8_CAPABILITY, FP8_E4M3, SCALE_TILE, KvFormat
 
 LOG2_E: Final = 1.4426950408889634
 SMALLEST_DOT: Final = 16
 """Of each side of a product of tiles."""
-FP8_CAPABILITY: Final = (8, 9)
-"""The first architecture that converts fp8_e4m3."""
 
 WARPS_PER_SM: Final = 8
 """That run at a time: what their registers and items leave room for."""

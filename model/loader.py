@@ -20,14 +20,13 @@ from torch import Tensor
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import dequantize, scales_shape
 from kernels.experts import ExpertMatrices
+from kernels.kv_format import FP8_CAPABILITY
 from model.dsa import DsaModel
 from model.experts import DeviceQueue, ExpertShard, RoutedExperts, split_evenly
 from model.spec import CheckpointError, ModelSpec, weight_files
 
 log = logging.getLogger(__name__)
 
-FP8_CAPABILITY = (8, 9)
-"""The first architecture that converts fp8_e4m3."""
 SCALES = "_scale_inv"
 """Behind the name of a matrix in fp8: the name of its scales."""
 REPORT_INTERVAL_SECS = 10.0

@@ -109,8 +109,9 @@ def plan_step(
         num_running += 1
         leaders.add(room.keys)
         forward.add(room.room, room.num_computed_tokens, room.num_prompt_tokens, admits=False)
-    for candidate in islice(waiting, MAX_LOOKED_AT):
-        if forward.is_full or num_running >= limits.max_requests or num_aux_slots <= 0:
+    candidates = islice(waiting, MAX_LOOKED_AT)
+    while not forward.is_full and num_running < limits.max_requests and num_aux_slots > 0:
+        if (candidate := next(candidates, None)) is None:
             break
         if leaders.share_more(candidate.keys, candidate.match.num_pages):
             # What is behind it in the queue and shares more with it waits as well.

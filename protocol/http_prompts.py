@@ -153,7 +153,7 @@ def _tools(fields: JsonFields) -> tuple[dict[str, object], ...]:
     fields.require_unset("parallel_tool_calls", True)
     tools = []
     for index, item in enumerate(fields.items("tools", MAX_TOOLS) or ()):
-        tool = _object(f"tools[{index}]", item)
+        tool = JsonFields.of_item(f"tools[{index}]", item)
         if tool.raw("type") != "function":
             raise tool.invalid("type", 'must be "function"; other tools are not supported')
         function = tool.nested("function")
@@ -165,14 +165,8 @@ def _tools(fields: JsonFields) -> tuple[dict[str, object], ...]:
     return () if fields.raw("tool_choice") == "none" else tuple(tools)
 
 
-def _object(name: str, item: object) -> JsonFields:
-    if not isinstance(item, dict):
-        raise InvalidField(name, item, "must be an object")
-    return JsonFields(item, name)
-
-
 def _chat_message(name: str, item: object) -> dict[str, object]:
-    message = _object(name, item)
+    message = JsonFields.of_item(name, item)
     role = message.raw("role")
     if role not in _ROLES:
         raise message.invalid("role", f"must be one of {', '.join(_ROLES)}")
@@ -184,7 +178,7 @@ def _chat_message(name: str, item: object) -> dict[str, object]:
     if calls:
         shown["content"] = _message_content(message) if message.present("content") else ""
         shown["tool_calls"] = [
-            _tool_call(_object(f"{message.name('tool_calls')}[{index}]", call))
+            _tool_call(JsonFields.of_item(f"{message.name('tool_calls')}[{index}]", call))
             for index, call in enumerate(calls)
         ]
     else:

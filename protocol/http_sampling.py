@@ -146,17 +146,13 @@ def parse_generate_options(fields: JsonFields, num_prompts: int) -> tuple[Sample
             if len(items) != num_prompts:
                 raise fields.invalid("sampling_params", f"must have one entry a prompt, {num_prompts}")
             return tuple(
-                _sglang_options(_entry(f"sampling_params[{index}]", item), num_logprobs, with_text)
+                _sglang_options(
+                    JsonFields.of_item(f"sampling_params[{index}]", item), num_logprobs, with_text
+                )
                 for index, item in enumerate(items)
             )
         case _:
             raise fields.invalid("sampling_params", "must be an object or a list of objects")
-
-
-def _entry(name: str, item: object) -> JsonFields:
-    if not isinstance(item, dict):
-        raise InvalidField(name, item, "must be an object")
-    return JsonFields(item, name)
 
 
 def _sglang_options(fields: JsonFields, num_logprobs: int | None, with_text: bool) -> SampleOptions:

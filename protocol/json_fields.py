@@ -41,6 +41,13 @@ class JsonFields:
             raise ApiError(400, f"the body must be a JSON object, not {_kind(value)}", code="invalid_json")
         return cls(value)
 
+    @classmethod
+    def of_item(cls, name: str, item: object) -> JsonFields:
+        """Of ``item``, the entry of a list that errors call ``name``. Raises InvalidField for no object."""
+        if not isinstance(item, dict):
+            raise InvalidField(name, item, "must be an object")
+        return cls(item, name)
+
     def name(self, field: str) -> str:
         """The field as errors call it: with the path to it."""
         return f"{self._path}.{field}" if self._path else field

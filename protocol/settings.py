@@ -18,6 +18,7 @@ from protocol.access import WILDCARD_HOSTS, PeerList, exposure
 Port = Annotated[int, Field(ge=0, le=65535)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
 TokensOrFree = Annotated[int, Field(ge=0, le=1 << 40)]
+RouterPolicy = Literal["round_robin", "least_loaded", "cache_aware"]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
 GraphBatch = Annotated[int, Field(ge=1, le=65536)]
 Secs = Annotated[float, Field(gt=0, le=86400)]
@@ -325,7 +326,7 @@ class RouterSettings(_Settings):
         None,
         description="file whose first key goes to the nodes; unset: the client's, if it is not needed here",
     )
-    policy: Literal["round_robin", "least_loaded", "cache_aware"] = Field(
+    policy: RouterPolicy = Field(
         "round_robin",
         description="how a pair of nodes is picked for a request; cache_aware: by load, but prompts that "
         "begin alike go to the same prefill node while it has little more to do than the others",

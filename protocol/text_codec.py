@@ -108,20 +108,17 @@ class TextCodec:
             )
 
     def _render(self, prompt: ChatPrompt) -> str:
-        tools: dict[str, object] = {}
-        if prompt.tools:
-            template = self._tokenizer.chat_template
-            if isinstance(template, str) and "tools" not in template:
-                raise ApiError(400, "tools: the model's chat template takes none", param="tools")
-            tools["tools"] = list(prompt.tools)
+        template = self._tokenizer.chat_template
+        if prompt.tools and isinstance(template, str) and "tools" not in template:
+            raise ApiError(400, "tools: the model's chat template takes none", param="tools")
         try:
             return str(
                 self._tokenizer.apply_chat_template(
                     list(prompt.messages),
+                    tools=list(prompt.tools) or None,
                     tokenize=False,
                     add_generation_prompt=not prompt.continue_final_message,
                     continue_final_message=prompt.continue_final_message,
-                    **tools,
                     **prompt.template_arguments,
                 )
             )

@@ -49,7 +49,7 @@ class RequestBody:
 
     fields: dict[str, Raw]
     num_prompts: int | None
-    prompt: bytes
+    prompt: memoryview
     """The value of the field that has the prompt, as JSON; empty without one."""
 
     @classmethod
@@ -66,8 +66,10 @@ class RequestBody:
             raise RouterError(400, f"the body must be a JSON object: {error}") from error
         except (msgspec.DecodeError, RecursionError) as error:
             raise RouterError(400, f"the body is not valid JSON: {error}") from error
-        present = [name for name in _PROMPT_FIELDS[endpoint] if name in fields]
-        prompt = bytes(fields[present[0]]) if present else b""
+        values = [memoryview(fields[name]) for name in _PROMPT_FIELDS[endpoint] if name in fields]
+        prompt = max(
+            values, key=len, default=memoryview(b"")
+        )  # the others are null, or the node refuses both
         return cls(fields, _count_prompts(fields, endpoint), prompt)
 
     def with_bootstrap(self, bootstrap_host: str, bootstrap_port: int | None) -> bytes:

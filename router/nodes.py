@@ -12,16 +12,13 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
 from urllib.parse import urlsplit
 
-from protocol.settings import RouterSettings
+from protocol.settings import RouterPolicy, RouterSettings
 from router.errors import RouterError
 from router.prefixes import PrefixIndex, block_keys
 
 log = logging.getLogger(__name__)
-
-Policy = Literal["round_robin", "least_loaded", "cache_aware"]
 
 LOAD_BOUND = 1.25
 """Of the mean load, what a prefill node may have for the sake of its prefix cache: as in consistent hashing
@@ -88,7 +85,7 @@ class Pair:
 class NodePool:
     """All nodes of one router."""
 
-    def __init__(self, prefill: list[Node], decode: list[Node], policy: Policy) -> None:
+    def __init__(self, prefill: list[Node], decode: list[Node], policy: RouterPolicy) -> None:
         self.nodes = [*prefill, *decode]
         self._policy = policy
         self._pick_number = itertools.count()
@@ -113,7 +110,7 @@ class NodePool:
     def ready(self) -> bool:
         return all(self.healthy(kind) for kind in NodeKind)
 
-    def pick(self, excluded: Collection[Node] = (), prompt: bytes = b"") -> Pair:
+    def pick(self, excluded: Collection[Node] = (), prompt: bytes | memoryview = b"") -> Pair:
         """The pair for the next request, ``prompt`` in any spelling that begins alike for like beginnings.
 
         Raises RouterError 503 when a kind has no healthy node left.

@@ -23,7 +23,7 @@ MAX_KEYS: Final = 1 << 18
 N = TypeVar("N")
 
 
-def block_keys(prompt: bytes) -> list[bytes]:
+def block_keys(prompt: bytes | memoryview) -> list[bytes]:
     """The keys of ``prompt``'s whole blocks, from its beginning."""
     so_far = hashlib.blake2b(digest_size=16)
     keys = []

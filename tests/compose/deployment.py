@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from protocol.listening import free_port
+from protocol.ports import free_port
 from tests.compose.engine import CommandFailed, Engine, run
 from tests.compose.images import BUILD_TIMEOUT_SECS, base_image, collect_wheels
 

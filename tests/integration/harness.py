@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from protocol.listening import free_port
+from protocol.ports import free_port
 
 START_TIMEOUT_SECS = 90.0
 STOP_TIMEOUT_SECS = 20.0

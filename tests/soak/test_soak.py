@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.listening import free_port
+from protocol.ports import free_port
 from tests.faults.transport import FaultRates
 from tests.integration.harness import (
     Deployment,

@@ -17,7 +17,7 @@ import pytest
 import hisparse_pd
 from protocol.channels import ControlKeys
 from protocol.doctor_settings import DoctorSettings
-from protocol.listening import free_port
+from protocol.ports import free_port
 from protocol.settings import DecodeSettings, PrefillSettings, RouterSettings
 from router import supervisor
 from router.supervisor import Child, Supervisor

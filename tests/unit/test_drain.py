@@ -23,7 +23,7 @@ from starlette.types import Send
 
 from protocol.engine_link import EngineLink, LinkState
 from protocol.engine_messages import Generate
-from protocol.listening import free_port
+from protocol.ports import free_port
 from router import supervisor
 from router.supervisor import Child, Supervisor
 from tests.unit.scripted_engine import say

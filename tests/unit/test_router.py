@@ -802,6 +802,12 @@ def test_an_unhealthy_node_does_not_disturb_the_turns_of_the_others() -> None:
     assert [pool.pick().decode.url for _ in range(4)] == ["http://d:1", "http://d:3"] * 2
 
 
+def test_a_field_that_is_null_is_no_prompt() -> None:
+    body = RequestBody.parse(b'{"text": null, "input_ids": [1, 2, 3]}', Endpoint.GENERATE)
+    assert bytes(body.prompt) == b"[1, 2, 3]"
+    assert bytes(RequestBody.parse(b'{"model": "tiny"}', Endpoint.COMPLETIONS).prompt) == b""
+
+
 PROMPT = bytes(range(256)) * 8
 
 
