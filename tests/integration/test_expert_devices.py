@@ -14,6 +14,8 @@ from model.oracle import Oracle
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.integration.harness import DEVICE, Deployment, deployment
 
+pytestmark = pytest.mark.slow
+
 NUM_NEW_TOKENS = 24
 LENGTHS = (1, 31, 64, 65, 200, 700)
 

@@ -118,6 +118,7 @@ def test_every_turn_of_a_conversation_finds_the_ones_before_it(nodes: Deployment
     assert used == {node.url for node in nodes.prefill}
 
 
+@pytest.mark.slow
 def test_two_by_two_under_load_while_nodes_stop_and_start(nodes: Deployment) -> None:
     """Only requests that a stopped node held fail, with an error that names it; afterwards all is served."""
     reference = generate(nodes.url, params={"max_new_tokens": 24}).json()["output_ids"]
