@@ -7,7 +7,8 @@ in fp8 for one (``python -m model.quantize_fp8 DIR OUT``).
 
     python bench/load_time.py --model-path DIR [--device cuda] [--expert-devices cuda:1 ...] [--threads 1 8]
 
-Prints what it measures, and writes JSON to --out.
+With ``--device meta`` it reads and throws away, which is the rate of files and page cache alone. Prints what
+it measures, and writes JSON to --out.
 """
 
 from __future__ import annotations
