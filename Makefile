@@ -34,9 +34,15 @@ SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so
 # Debian packages that the machines of test-rdma need. Their kernel is unpacked by the tests, not installed.
 RDMA_PACKAGES := qemu-system-x86 ibverbs-providers iproute2
 
+# Command that test-compose needs where no engine answers, and the Debian or Ubuntu package that has it. From Debian
+# 13 on the client is a package of its own.
+COMPOSE_COMMANDS = dockerd:docker.io docker:$(DOCKER_CLIENT) docker-compose:docker-compose debootstrap:debootstrap
+DOCKER_CLIENT = $(shell . /etc/os-release 2>/dev/null; \
+    [ "$$ID" = debian ] && [ "$${VERSION_ID:-13}" -ge 13 ] && echo docker-cli || echo docker.io)
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup system-libraries rdma-packages demo test test-full test-gpu test-compose test-rdma fuzz rooms soak serve lint format bench bench-layer-push bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
+.PHONY: help setup system-libraries rdma-packages compose-packages demo test test-full test-gpu test-compose test-rdma fuzz rooms soak serve lint format bench bench-layer-push bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
 
 help:
 	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -59,7 +65,7 @@ test-gpu: $(READY) ## the tests that need an NVIDIA GPU: its kernels, and the pa
 	$(BIN)/python -m pytest -o addopts="-ra" tests/gpu
 	HISPARSE_PD_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/integration
 
-test-compose: $(READY) ## the two-node deployment in containers; needs Docker, or root and its packages
+test-compose: $(READY) | compose-packages ## the two-node deployment in containers; Docker, or Debian and root
 	$(BIN)/python -m pytest -m compose tests/compose $(TEST_ARGS)
 
 test-rdma: $(READY) | rdma-packages ## the pair over RDMA verbs, in two machines with Soft-RoCE that QEMU runs; Debian
@@ -132,6 +138,18 @@ rdma-packages:
 	    dpkg-query -W -f '$${Status}' $$package 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$package"; \
 	done; \
 	$(call install-missing,test-rdma)
+
+compose-packages:
+	@PATH="$$PATH:/usr/sbin:/sbin"; missing=''; \
+	if ! docker info >/dev/null 2>&1 || ! { docker compose version >/dev/null 2>&1 || command -v docker-compose >/dev/null; }; then \
+	    for entry in $(COMPOSE_COMMANDS); do \
+	        command -v $${entry%%:*} >/dev/null || case "$$missing " in \
+	            *" $${entry##*:} "*) ;; \
+	            *) missing="$$missing $${entry##*:}" ;; \
+	        esac; \
+	    done; \
+	fi; \
+	$(call install-missing,test-compose)
 
 # A change of either file installs again; without one, make starts in no time.
 $(READY): pyproject.toml constraints.txt

@@ -47,7 +47,10 @@ class PairSettings(BaseModel):
 
     prefill_port: Port = Field(30000, description="port of the prefill node; 0: any free one")
     decode_port: Port = Field(30001, description="port of the decode node; 0: any free one")
-    startup_timeout_secs: Secs = Field(300.0, description="wait until all three are healthy, in seconds")
+    startup_timeout_secs: Secs = Field(
+        300.0,
+        description="wait for services that do not get further, in seconds; loading that does has no limit",
+    )
 
 
 SECTIONS: dict[str, type[BaseModel]] = {

@@ -34,7 +34,14 @@ from model.loader import load_model
 from model.spec import CheckpointError, ModelSpec, spec_of
 from protocol.access import PeerList
 from protocol.channels import EngineSocket, Poller, load_control_keys
-from protocol.engine_messages import Abort, EngineReady, FlushCache, Generate, Shutdown
+from protocol.engine_messages import (
+    Abort,
+    EngineLoading,
+    EngineReady,
+    FlushCache,
+    Generate,
+    Shutdown,
+)
 from protocol.process import die_with_parent, parent_is_alive, setup_logging, start_errors
 from protocol.settings import DecodeSettings
 from transfer.engine import TransferEngine, TransferSetupError, quiet_mooncake_logs
@@ -72,7 +79,13 @@ def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
             check_devices((settings.device, *settings.expert_devices))
             spec = spec_of(settings)
             transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
-            model = load_model(settings.model_path, spec, settings.device, settings.expert_devices)
+            model = load_model(
+                settings.model_path,
+                spec,
+                settings.device,
+                settings.expert_devices,
+                lambda done, total: front.send(EngineLoading("weights", done, total)),
+            )
             engine = DecodeEngine(settings, spec, model, front, transport)
         try:
             engine.run()
@@ -106,6 +119,7 @@ class DecodeEngine:
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         self.limits = make_limits(settings, spec, size_device_pool(settings, spec, gpu_memory))
         self.rooms = Rooms(Pools(self.limits.totals, settings.page_size), settings.quarantine_secs)
+        front.send(EngineLoading("pools"))
         self._memory = DecodeMemory(spec, self.rooms.pools.totals, settings.page_size, device)
         self.hot_buffers = HotBuffers(
             spec,
@@ -140,6 +154,7 @@ class DecodeEngine:
             send=front.send,
             stream_interval=settings.stream_interval,
         )
+        front.send(EngineLoading("kernels and CUDA graphs"))
         self._runner = make_runner(settings, model, self.hot_buffers)
         self._in_flight: Launched | None = None
         self._step = 0

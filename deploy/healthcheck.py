@@ -1,25 +1,47 @@
 #!/usr/bin/env python3
-"""Exits with 0 when the service answers 2xx at the URL: the argument, else HEALTH_URL. For HEALTHCHECK."""
+"""Exits with 0 when the service answers 2xx at the URL: the argument, else HEALTH_URL. For HEALTHCHECK.
 
+While a node loads its model, and gets further, this waits: the container stays "starting".
+A node whose loading stands still says so itself, after its --startup-timeout-secs. So the container engine
+must not end this command; each of its questions has TIMEOUT_SECS.
+"""
+
+import json
 import os
 import sys
+import time
 import urllib.error
 import urllib.request
 
 TIMEOUT_SECS = 4.0
+INTERVAL_SECS = 2.0
+MAX_BODY_BYTES = 1 << 20
 
 
 def main() -> int:
     url = sys.argv[1] if len(sys.argv) > 1 else os.environ["HEALTH_URL"]
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while True:
+        try:
+            with opener.open(url, timeout=TIMEOUT_SECS):
+                return 0
+        except urllib.error.HTTPError as error:
+            code, body = error.code, error.read(MAX_BODY_BYTES)
+        except OSError as error:
+            print(f"{url}: {error}")
+            return 1
+        if not is_loading(body):  # the body says what is wrong; `docker inspect` shows it
+            print(f"{url}: {code} {body[:2000].decode(errors='replace')}")
+            return 1
+        time.sleep(INTERVAL_SECS)
+
+
+def is_loading(body: bytes) -> bool:
     try:
-        with opener.open(url, timeout=TIMEOUT_SECS):
-            return 0
-    except urllib.error.HTTPError as error:  # its body says what is wrong; `docker inspect` shows it
-        print(f"{url}: {error.code} {error.read(2000).decode(errors='replace')}")
-    except OSError as error:
-        print(f"{url}: {error}")
-    return 1
+        answer = json.loads(body)
+    except ValueError:
+        return False
+    return isinstance(answer, dict) and answer.get("status") == "loading"
 
 
 if __name__ == "__main__":

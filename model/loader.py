@@ -1,16 +1,15 @@
 """Loads a checkpoint's weights onto one device, or its routed experts onto others.
 
-transformers loads what fits on one device in the model's dtype. A checkpoint in fp8, or one whose experts are
-to be spread, is read here, tensor by tensor: the routed experts keep the checkpoint's fp8, all other weights
-are converted to the model's dtype. Nothing is ever whole in main memory.
+transformers gives the modules, without memory; what they need is allocated here, on the devices that it is
+for, and read straight into it (``model.weight_reader``), converted to the model's dtype on the way. Nothing
+is ever whole in main memory on its way to a GPU. Routed experts that are in fp8, or are to be spread, are
+modules of ours, and keep the checkpoint's fp8.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,25 @@ import torch
 from torch import Tensor
 
 from kernels.block_fp8 import DTYPE as FP8
-from kernels.block_fp8 import dequantize, scales_shape
+from kernels.block_fp8 import scales_shape
 from kernels.experts import ExpertMatrices
 from kernels.kv_format import FP8_CAPABILITY
 from model.dsa import DsaModel
 from model.experts import DeviceQueue, ExpertShard, RoutedExperts, split_evenly
 from model.spec import CheckpointError, ModelSpec, weight_files
+from model.weight_reader import (
+    NUM_THREADS,
+    Placement,
+    Progress,
+    StoredTensor,
+    WeightFiles,
+    read_weights,
+)
 
 log = logging.getLogger(__name__)
 
 SCALES = "_scale_inv"
 """Behind the name of a matrix in fp8: the name of its scales."""
-REPORT_INTERVAL_SECS = 10.0
 
 
 def load_model(
@@ -37,19 +43,21 @@ def load_model(
     spec: ModelSpec,
     device: torch.device | str = "cpu",
     expert_devices: Sequence[torch.device | str] = (),
+    on_progress: Progress = lambda done, total: None,
+    num_threads: int = NUM_THREADS,
 ) -> DsaModel:
     """Load the weights in ``spec.dtype`` onto ``device``, the routed experts onto ``expert_devices``.
 
-    Without ``expert_devices`` all are on ``device``. Raises CheckpointError when some are missing, or cannot
-    be used there.
+    Without ``expert_devices`` all are on ``device``. ``num_threads`` read at once, and ``on_progress`` is
+    called by the calling thread. Raises CheckpointError when weights are missing, or cannot be used there.
     """
     path, home = Path(model_path), _with_index(device)
-    if not spec.weights_are_fp8 and not expert_devices:
-        return DsaModel(spec, _load_by_transformers(path, spec, home))
-    of_experts = [_with_index(name) for name in expert_devices] or [home]
+    of_experts = [_with_index(name) for name in expert_devices]
+    if spec.weights_are_fp8:
+        of_experts = of_experts or [home]
     _check_devices(spec, of_experts)
     _warn_of_detours(home, of_experts)
-    return DsaModel(spec, _Loader(path, spec, home, of_experts).load())
+    return DsaModel(spec, _Loader(path, spec, home, of_experts).load(on_progress, num_threads))
 
 
 def _with_index(device: torch.device | str) -> torch.device:
@@ -58,27 +66,6 @@ def _with_index(device: torch.device | str) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _load_by_transformers(path: Path, spec: ModelSpec, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    placement: dict[str, Any] = {} if device.type == "cpu" else {"device_map": str(device)}
-    try:
-        hf_model, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=spec.dtype,
-            attn_implementation="eager",
-            experts_implementation=_experts_implementation(device, spec.dtype),
-            local_files_only=True,
-            output_loading_info=True,
-            **placement,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _not_loaded(path, error) from error
-    if missing := sorted(report["missing_keys"]):
-        raise CheckpointError(f"model_path {path}: {len(missing)} weights are missing, first {missing[0]}")
-    return hf_model.eval()
 
 
 def _not_loaded(path: Path, error: Exception) -> CheckpointError:
@@ -123,63 +110,72 @@ def _warn_of_detours(home: torch.device, devices: Sequence[torch.device]) -> Non
 
 
 class _Loader:
-    """One reading of a checkpoint."""
+    """One loading of a checkpoint. First everything is given its place, then all is read at once."""
 
     def __init__(
         self, path: Path, spec: ModelSpec, device: torch.device, expert_devices: Sequence[torch.device]
     ) -> None:
+        """``expert_devices``: of experts in modules of ours; none: they stay in transformers'."""
         self._path = path
         self._spec = spec
         self._device = device
         self._expert_queues = [DeviceQueue(of_experts, device) for of_experts in expert_devices]
-        self._file_of: dict[str, Any] = {}
-        """The open file that has a tensor, by the tensor's name."""
-        self._num_bytes = 0
-        self._next_report_at = time.monotonic() + REPORT_INTERVAL_SECS
+        self._placements: list[Placement] = []
 
-    def load(self) -> Any:
-        from safetensors import SafetensorError, safe_open
+    def load(self, on_progress: Progress = lambda done, total: None, num_threads: int = NUM_THREADS) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(self._path, local_files_only=True)
-        if config.hidden_act != "silu":
+        if self._expert_queues and config.hidden_act != "silu":
             raise CheckpointError(
                 f"{self._path / 'config.json'}: hidden_act is {config.hidden_act!r}; with fp8 weights or "
                 "--expert-devices only 'silu' is supported"
             )
         with torch.device("meta"):  # shapes, and no memory
             hf_model = AutoModelForCausalLM.from_config(
-                config, dtype=self._spec.dtype, attn_implementation="eager"
+                config,
+                dtype=self._spec.dtype,
+                attn_implementation="eager",
+                experts_implementation=_experts_implementation(self._device, self._spec.dtype),
             )
         try:
-            with ExitStack() as stack:
-                for path in weight_files(self._path):
-                    file = stack.enter_context(safe_open(path, framework="pt"))
-                    self._file_of |= dict.fromkeys(file.keys(), file)
-                for layer, module in enumerate(hf_model.model.layers):
-                    if (experts := getattr(module.mlp, "experts", None)) is not None:
-                        module.mlp.experts = self._routed_experts(layer, experts)
-                state = {name: self._weight(name, hf_model) for name in hf_model.state_dict()}
-                hf_model.load_state_dict(state, assign=True)
-        except (OSError, RuntimeError, SafetensorError) as error:
+            with WeightFiles(weight_files(self._path)) as files:
+                if self._expert_queues:
+                    for layer, module in enumerate(hf_model.model.layers):
+                        if (experts := getattr(module.mlp, "experts", None)) is not None:
+                            module.mlp.experts = self._routed_experts(files, layer, experts)
+                state = self._state(files, hf_model)
+                read_weights(self._placements, self._device, on_progress, num_threads)
+        except (OSError, RuntimeError) as error:
             raise _not_loaded(self._path, error) from error
+        hf_model.load_state_dict(state, assign=True)
         rotary = hf_model.model.rotary_emb  # made of the configuration, and in no checkpoint
         hf_model.model.rotary_emb = type(rotary)(config=config).to(self._device)
         return hf_model.eval()
 
-    def _weight(self, name: str, hf_model: Any) -> Tensor:
-        """A tensor of any module but the experts, as the model computes with it."""
-        if name not in self._file_of and hf_model.config.tie_word_embeddings and name == "lm_head.weight":
-            name = "model.embed_tokens.weight"
-        values = self._read(name)
-        in_float32 = any(part in name for part in hf_model._keep_in_fp32_modules_strict)
-        dtype = torch.float32 if in_float32 else self._spec.dtype
-        if values.dtype != FP8:
-            return values.to(self._device, dtype)
-        scales = self._read(name + SCALES, scales_shape(*values.shape))
-        return dequantize(values.to(self._device), scales.to(self._device), dtype)
+    def _state(self, files: WeightFiles, hf_model: Any) -> dict[str, Tensor]:
+        """A tensor for each of the modules', in the dtype that the model computes with."""
+        state: dict[str, Tensor] = {}
+        for name, shape in ((name, weight.shape) for name, weight in hf_model.state_dict().items()):
+            if name == "lm_head.weight" and hf_model.config.tie_word_embeddings and files.get(name) is None:
+                state[name] = state["model.embed_tokens.weight"]
+                continue
+            in_float32 = any(part in name for part in hf_model._keep_in_fp32_modules_strict)
+            dtype = torch.float32 if in_float32 else self._spec.dtype
+            state[name] = torch.empty(shape, dtype=dtype, device=self._device)
+            for stored_name, target in _stored_parts(name, state[name]):
+                self._place(files, stored_name, target)
+        return state
 
-    def _routed_experts(self, layer: int, module: Any) -> RoutedExperts:
+    def _place(self, files: WeightFiles, name: str, target: Tensor) -> None:
+        """``target`` is to get the tensor, as the model computes with it."""
+        stored = self._find(files, name, target.shape)
+        scales = None
+        if stored.dtype == FP8:
+            scales = self._find(files, name + SCALES, scales_shape(*target.shape))
+        self._placements.append(Placement(stored, target, scales))
+
+    def _routed_experts(self, files: WeightFiles, layer: int, module: Any) -> RoutedExperts:
         num_experts, hidden_size, inner_size = module.down_proj.shape
         dtype = FP8 if self._spec.weights_are_fp8 else self._spec.dtype
         shards = []
@@ -189,38 +185,49 @@ class _Loader:
             shard = ExpertShard(experts, hidden_size, inner_size, dtype, queue)
             for place, expert in enumerate(experts):
                 prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-                self._fill(f"{prefix}.gate_proj.weight", shard.gate_up, place, 0)
-                self._fill(f"{prefix}.up_proj.weight", shard.gate_up, place, 1)
-                self._fill(f"{prefix}.down_proj.weight", shard.down, place, 0)
+                self._fill(files, f"{prefix}.gate_proj.weight", shard.gate_up, place, 0)
+                self._fill(files, f"{prefix}.up_proj.weight", shard.gate_up, place, 1)
+                self._fill(files, f"{prefix}.down_proj.weight", shard.down, place, 0)
             shards.append(shard)
         return RoutedExperts(shards)
 
-    def _fill(self, name: str, matrices: ExpertMatrices, expert: int, number: int) -> None:
-        """Copy a matrix to where it belongs, with its scales."""
+    def _fill(
+        self, files: WeightFiles, name: str, matrices: ExpertMatrices, expert: int, number: int
+    ) -> None:
+        """A matrix is to come to where it belongs as it is, with its scales."""
         target = matrices.values[expert, number]
-        values = self._read(name, target.shape)
-        if values.dtype != target.dtype and FP8 in (values.dtype, target.dtype):
+        stored = self._find(files, name, target.shape)
+        if stored.dtype != target.dtype and FP8 in (stored.dtype, target.dtype):
             raise CheckpointError(
-                f"model_path {self._path}: {name} is in {values.dtype}; with the quantization_config of "
+                f"model_path {self._path}: {name} is in {stored.dtype}; with the quantization_config of "
                 f"config.json all experts are expected in {target.dtype}"
             )
-        target.copy_(values)
+        self._placements.append(Placement(stored, target))
         if matrices.scales is not None:
             scales = matrices.scales[expert, number]
-            scales.copy_(self._read(name + SCALES, scales.shape))
+            self._placements.append(Placement(self._find(files, name + SCALES, scales.shape), scales))
 
-    def _read(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """On the CPU. ``shape``: checked where given."""
-        file = self._file_of.get(name)
-        if file is None:
+    def _find(self, files: WeightFiles, name: str, shape: Sequence[int]) -> StoredTensor:
+        stored = files.get(name)
+        if stored is None:
             raise CheckpointError(f"model_path {self._path}: {name} is missing")
-        tensor: Tensor = file.get_tensor(name)
-        if shape is not None and tensor.shape != tuple(shape):
+        if stored.shape != tuple(shape):
             raise CheckpointError(
-                f"model_path {self._path}: {name} is {list(tensor.shape)}; expected {list(shape)}"
+                f"model_path {self._path}: {name} is {list(stored.shape)}; expected {list(shape)}"
             )
-        self._num_bytes += tensor.nbytes
-        if (now := time.monotonic()) >= self._next_report_at:
-            self._next_report_at = now + REPORT_INTERVAL_SECS
-            log.info("read %.0f GB of weights, now %s", self._num_bytes / 1e9, name)
-        return tensor
+        return stored
+
+
+def _stored_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What a tensor of transformers' modules is in a checkpoint: itself, or a matrix for each expert."""
+    prefix, _, last = name.rpartition(".")
+    if last == "gate_up_proj":
+        for expert, matrices in enumerate(tensor):
+            gate, up = matrices.chunk(2)
+            yield f"{prefix}.{expert}.gate_proj.weight", gate
+            yield f"{prefix}.{expert}.up_proj.weight", up
+    elif last == "down_proj":
+        for expert, down in enumerate(tensor):
+            yield f"{prefix}.{expert}.down_proj.weight", down
+    else:
+        yield name, tensor

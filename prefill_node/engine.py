@@ -41,6 +41,7 @@ from protocol.access import PeerList
 from protocol.channels import ControlServer, EngineSocket, Poller, Wakeup, load_control_keys
 from protocol.engine_messages import (
     Abort,
+    EngineLoading,
     EngineReady,
     EngineStats,
     FlushCache,
@@ -100,12 +101,20 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
     quiet_mooncake_logs()
     if settings.num_threads > 0:
         torch.set_num_threads(settings.num_threads)
+    front = EngineSocket(ipc_path)
     with process.start_errors(*START_ERRORS):
         check_devices((settings.device, *settings.expert_devices))
         spec = spec_of(settings)
         transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
-        model = load_model(settings.model_path, spec, settings.device, settings.expert_devices)
-        engine = PrefillEngine(settings, spec, model, ipc_path, transport)
+        model = load_model(
+            settings.model_path,
+            spec,
+            settings.device,
+            settings.expert_devices,
+            lambda done, total: front.send(EngineLoading("weights", done, total)),
+        )
+        front.send(EngineLoading("pools and kernels"))
+        engine = PrefillEngine(settings, spec, model, front, transport)
     try:
         engine.run()
     finally:
@@ -123,7 +132,7 @@ class PrefillEngine:
         settings: PrefillSettings,
         spec: ModelSpec,
         model: DsaModel,
-        ipc_path: str,
+        front: EngineSocket,
         transport: Transport,
     ) -> None:
         self._settings = settings
@@ -162,7 +171,7 @@ class PrefillEngine:
             settings.chunked_prefill_size,
         )
 
-        self._front = EngineSocket(ipc_path)
+        self._front = front
         keys = load_control_keys(settings.control_key_file)
         self._control = ControlServer(settings.host, settings.control_port, keys, allowed)
         self._poller = Poller()

@@ -18,6 +18,7 @@ from typing import assert_never
 from protocol.channels import FrontSocket
 from protocol.engine_messages import (
     Abort,
+    EngineLoading,
     EngineReady,
     EngineStats,
     FlushCache,
@@ -92,10 +93,17 @@ class EngineLink:
         health_timeout_secs: float,
         on_stats: Callable[[EngineStats], None] = lambda stats: None,
         on_connected: Callable[[], None] = lambda: None,
+        startup_timeout_secs: float = 300.0,
     ) -> None:
-        """``on_connected``: called once the engine is ready, and so connected."""
+        """``on_connected``: called once the engine is ready, and so connected.
+
+        ``startup_timeout_secs``: how long loading may stand still.
+        """
         self.health_timeout_secs = health_timeout_secs
+        self._startup_timeout_secs = startup_timeout_secs
         self.state = LinkState.LOADING
+        self.loading: EngineLoading | None = None
+        """How far it was when it last said so, until it is ready."""
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
         self._ipc_path = ipc_path
@@ -118,6 +126,10 @@ class EngineLink:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._socket is not None:
             self._socket.close()
+
+    @property
+    def is_loading(self) -> bool:
+        return self.state is LinkState.LOADING
 
     @property
     def num_in_flight(self) -> int:
@@ -185,13 +197,20 @@ class EngineLink:
 
     def trouble(self) -> str | None:
         """Why this node cannot serve, or None while the engine makes progress. Looks at no peer."""
+        if self.is_loading:
+            return self.stall() or (f"{self.state}: {self.loading}" if self.loading else str(self.state))
         return str(self.state) if self.state is not LinkState.SERVING else self.stall()
 
     def stall(self) -> str | None:
-        """Why requests in flight get nowhere, or None while the engine makes progress."""
+        """Why the engine gets nowhere, or None while it makes progress, loading included."""
         if self.state is LinkState.GONE:
             return str(self.state)
         now = time.monotonic()
+        if self.ready is None:
+            still_secs = now - self._last_progress_at
+            if still_secs <= self._startup_timeout_secs:
+                return None
+            return f"loading has stood still for {still_secs:.0f} s, at: {self.loading or 'the beginning'}"
         if now - self._last_stats_at > self.health_timeout_secs:
             return f"the engine has been silent for {now - self._last_stats_at:.0f} s"
         if now - self._last_progress_at > self.health_timeout_secs:
@@ -212,8 +231,13 @@ class EngineLink:
 
     def _handle(self, message: FromEngine) -> None:
         match message:
+            case EngineLoading():
+                if message != self.loading:
+                    self._last_progress_at = time.monotonic()
+                self.loading = message
             case EngineReady():
                 self.ready = message
+                self.loading = None
                 if self.state is LinkState.LOADING:
                     self.state = LinkState.SERVING
                 self._last_stats_at = self._last_progress_at = time.monotonic()

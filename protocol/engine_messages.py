@@ -101,6 +101,22 @@ ToEngine = Generate | Abort | FlushCache | Shutdown
 # --- engine to front -------------------------------------------------------------------------------
 
 
+class EngineLoading(Struct, frozen=True, tag="loading"):
+    """The engine is not ready yet. Sent twice a second while weights are read, and when a stage begins.
+
+    ``num_done`` of ``num_bytes`` of the stage are done; 0 of 0 in a stage that does not count.
+    """
+
+    stage: str
+    num_done: int = 0
+    num_bytes: int = 0
+
+    def __str__(self) -> str:
+        if not self.num_bytes:
+            return self.stage
+        return f"{self.stage}, {self.num_done / 1e9:.1f} of {self.num_bytes / 1e9:.1f} GB"
+
+
 class EngineReady(Struct, frozen=True, tag="ready"):
     """The engine serves. The front refuses prompts and lives longer than these bounds.
 
@@ -182,7 +198,7 @@ class EngineStats(Struct, frozen=True, tag="stats"):
     """Loop iterations that did work; a front whose engine has running requests expects it to advance."""
 
 
-FromEngine = EngineReady | Tokens | PrefillFinished | RequestFailed | EngineStats
+FromEngine = EngineLoading | EngineReady | Tokens | PrefillFinished | RequestFailed | EngineStats
 
 encoder = Encoder()
 to_engine_decoder: TypedDecoder[ToEngine] = TypedDecoder(ToEngine)

@@ -110,7 +110,11 @@ def run_front(
     metrics = FrontMetrics()
     process = EngineProcess(engine, settings, f"{role}-engine")
     link = EngineLink(
-        process.ipc_path, settings.health_timeout_secs, metrics.update, process.remove_directory
+        process.ipc_path,
+        settings.health_timeout_secs,
+        metrics.update,
+        process.remove_directory,
+        settings.startup_timeout_secs,
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # while the tokenizer loads; serve() takes them over
         signal.signal(number, _exit)

@@ -49,7 +49,7 @@ _CLIENT_LEFT = 499
 _PRIVATE_SETTINGS = {"model_path", "control_key_file", "api_key_file", "allowed_peers"}
 """Not in /server_info: a router loads the tokenizer of a model_path that is reported to it."""
 
-_OPEN_PATHS = frozenset(("/health", "/health_generate", "/metrics"))
+_OPEN_PATHS = frozenset(("/health", "/health_generate", "/liveness", "/metrics"))
 """Answered without an API key: probes and monitoring have none."""
 
 
@@ -119,6 +119,7 @@ def create_app(front: Front, handler: Handler) -> Starlette:
     information: dict[str, Callable[[Front], Response]] = {
         "/health": _health,
         "/health_generate": _health,
+        "/liveness": _liveness,
         "/server_info": _server_info,
         "/get_server_info": _server_info,
         "/model_info": _model_info,
@@ -306,7 +307,20 @@ def _health(front: Front) -> Response:
     trouble = front.link.trouble()
     if trouble is None:
         return json_response({"status": "ok"})
-    return json_response({"status": "unavailable", "reason": trouble}, 503)
+    body: dict[str, object] = {"status": "unavailable", "reason": trouble}
+    loading = front.link.loading
+    if front.link.is_loading and front.link.stall() is None:
+        progress = msgspec.structs.asdict(loading) if loading is not None else None
+        body = {"status": "loading", "reason": trouble, "loading": progress}
+    return json_response(body, 503)
+
+
+def _liveness(front: Front) -> Response:
+    """Whether a restart is the remedy: 503 once the engine, loading or serving, makes no progress."""
+    stall = front.link.stall()
+    if stall is None:
+        return json_response({"status": "ok"})
+    return json_response({"status": "unavailable", "reason": stall}, 503)
 
 
 def _server_info(front: Front) -> Response:

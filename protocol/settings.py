@@ -144,6 +144,9 @@ class NodeSettings(_Settings):
         "peer is lost",
     )
     health_timeout_secs: Secs = Field(30.0, description="engine silence that fails /health, in seconds")
+    startup_timeout_secs: Secs = Field(
+        300.0, description="loading without progress that fails /liveness, in seconds"
+    )
     drain_timeout_secs: DrainSecs = Field(15.0, description=DRAIN_TIMEOUT)
     max_body_bytes: int = Field(16 << 20, ge=1024, description="HTTP request body at most, in bytes")
     num_threads: int = Field(0, ge=0, description="torch CPU threads of the engine; 0: torch's own choice")

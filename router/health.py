@@ -20,12 +20,20 @@ RECOVERY_INTERVAL_SECS = 1.0
 TIMEOUTS_BEFORE_UNHEALTHY = 2
 """One slow answer on a busy machine must not take the only node of its kind out."""
 
+LOADING = "it loads its model"
+"""The trouble of a node that will be healthy by itself."""
+
+
+class _Health(msgspec.Struct):
+    status: str
+
 
 class _Load(msgspec.Struct):
     num_reqs: int
 
 
 _LOAD_DECODER: TypedDecoder[list[_Load] | _Load] = TypedDecoder.json(list[_Load] | _Load)
+_HEALTH_DECODER: TypedDecoder[_Health] = TypedDecoder.json(_Health)
 
 
 class HealthWatch:
@@ -70,7 +78,8 @@ class HealthWatch:
             return
         self._num_timeouts[node] = 0
         if not answer.is_success:
-            self._pool.mark_unhealthy(node, f"/health answered {answer.status_code}")
+            trouble = LOADING if _is_loading(answer) else f"/health answered {answer.status_code}"
+            self._pool.mark_unhealthy(node, trouble)
             return
         self._pool.mark_healthy(node)
         if self._with_load:
@@ -91,3 +100,10 @@ class HealthWatch:
             recovery_secs = min(self._interval_secs, RECOVERY_INTERVAL_SECS)
             await asyncio.sleep(self._interval_secs if node.healthy else recovery_secs)
             await self.check(node)
+
+
+def _is_loading(answer: httpx.Response) -> bool:
+    try:
+        return _HEALTH_DECODER.decode(answer.content).status == "loading"
+    except msgspec.MsgspecError:
+        return False

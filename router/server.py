@@ -32,7 +32,7 @@ from protocol.settings import RouterSettings
 from router.body import Endpoint, RequestBody
 from router.drain import Drain, ShuttingDown
 from router.errors import NodeFailed, RouterError
-from router.health import HealthWatch
+from router.health import LOADING, HealthWatch
 from router.live_page import PAGE_PATHS, page_routes
 from router.metrics import CLIENT_GONE, RouterMetrics
 from router.nodes import NodeKind, NodePool, NodeUrlError
@@ -175,7 +175,9 @@ class _Router:
             | ({"trouble": node.trouble} if node.trouble else {})
             for node in self.pool.nodes
         ]
-        status = "draining" if self.drain.is_draining else "ok" if is_ready else "unavailable"
+        is_loading = any(node.trouble == LOADING for node in self.pool.nodes)
+        trouble = "draining" if self.drain.is_draining else "loading" if is_loading else "unavailable"
+        status = "ok" if is_ready else trouble
         body = msgspec.json.encode({"status": status, "nodes": nodes})
         return Response(body, 200 if is_ready else 503, media_type=_JSON)
 

@@ -1,5 +1,6 @@
 """Runs services as child processes: starts them, waits until they are healthy, and stops them together.
 
+A node that loads says how far it is, and is waited for as long as it gets further (``Patience``).
 ``Supervisor`` owns the child processes. When one dies, all go; a signal to the parent stops all in order; and
 should the parent itself be killed, the kernel ends the children.
 """
@@ -41,6 +42,25 @@ class Child:
     health_url: str
     drain_timeout_secs: float = 0.0
     """What it takes at most to finish its requests, before STOP_TIMEOUT_SECS begins."""
+
+
+class Patience:
+    """A time-out that begins again with every progress."""
+
+    def __init__(self, timeout_secs: float) -> None:
+        self._timeout_secs = timeout_secs
+        self._progress: dict[str, object] = {}
+        self._renewed_at = time.monotonic()
+
+    def note(self, name: str, progress: object) -> None:
+        """How far ``name`` is. None: it does not say, which is no progress."""
+        if progress is not None and progress != self._progress.get(name):
+            self._progress[name] = progress
+            self._renewed_at = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() - self._renewed_at > self._timeout_secs
 
 
 class Supervisor:
@@ -86,18 +106,21 @@ class Supervisor:
 
     def _wait_healthy(self) -> bool:
         """True once all children are healthy, False when a signal came first. Raises ServiceError."""
-        deadline = time.monotonic() + self._startup_timeout_secs
+        patience = Patience(self._startup_timeout_secs)
         waiting = list(self._children)
         with httpx.Client(timeout=PROBE_TIMEOUT_SECS, trust_env=False) as client:
             while waiting:
                 if self._stopping.wait(POLL_INTERVAL_SECS):
                     return False
                 self._check_alive()
-                waiting = [child for child in waiting if not _is_healthy(client, child)]
-                if waiting and time.monotonic() > deadline:
+                answers = {child.name: probe(client, child.health_url) for child in waiting}
+                waiting = [child for child in waiting if not answers[child.name].is_healthy]
+                for name, answer in answers.items():
+                    patience.note(name, answer.loading)
+                if waiting and patience.is_over:
                     names = ", ".join(child.name for child in waiting)
                     raise ServiceError(
-                        f"not healthy after {self._startup_timeout_secs:g} s: {names}; "
+                        f"not healthy, and no progress for {self._startup_timeout_secs:g} s: {names}; "
                         "see the log above, or raise --startup-timeout-secs"
                     )
         return True
@@ -130,11 +153,21 @@ class Supervisor:
         return all_stopped
 
 
-def _is_healthy(client: httpx.Client, child: Child) -> bool:
+@dataclass(frozen=True)
+class Health:
+    """What a service answered. ``loading``: how far a node is that loads, None for any other."""
+
+    is_healthy: bool = False
+    loading: object = None
+
+
+def probe(client: httpx.Client, health_url: str) -> Health:
+    """One look at ``/health``. A service that does not answer is not healthy."""
     try:
-        return client.get(child.health_url).is_success
-    except httpx.HTTPError:
-        return False
+        answer = client.get(health_url)
+        return Health(answer.is_success, None if answer.is_success else answer.json().get("loading"))
+    except (httpx.HTTPError, ValueError, AttributeError):  # no answer, no JSON, no object
+        return Health()
 
 
 def _end_with_parent() -> Callable[[], None] | None:

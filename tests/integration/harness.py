@@ -17,8 +17,10 @@ from typing import Any
 import httpx
 
 from protocol.ports import free_port
+from router.supervisor import Health, Patience, probe
 
 START_TIMEOUT_SECS = 90.0
+"""Without progress of a node that loads."""
 STOP_TIMEOUT_SECS = 20.0
 REPO = Path(__file__).resolve().parents[2]
 DEVICE = os.environ.get("HISPARSE_PD_TEST_DEVICE", "cpu")
@@ -71,19 +73,25 @@ class Service:
             )
 
     def is_healthy(self) -> bool:
+        return self._health().is_healthy
+
+    def wait_healthy(self) -> None:
+        """For as long as it gets further."""
+        patience = Patience(START_TIMEOUT_SECS)
+        while not (health := self._health()).is_healthy:
+            patience.note(self.name, health.loading)
+            if patience.is_over:
+                raise TimeoutError(
+                    f"{self.name} healthy: no progress for {START_TIMEOUT_SECS} s\n{self.log_tail()}"
+                )
+            time.sleep(0.05)
+
+    def _health(self) -> Health:
         assert self.process is not None
         if self.process.poll() is not None:
             raise RuntimeError(f"{self.name} exited with {self.process.returncode}\n{self.log_tail()}")
-        try:
-            return httpx.get(self.url + self.health_path, timeout=5).is_success
-        except httpx.TransportError:
-            return False
-
-    def wait_healthy(self) -> None:
-        try:
-            wait_until(self.is_healthy, START_TIMEOUT_SECS, f"{self.name} healthy")
-        except TimeoutError as error:
-            raise TimeoutError(f"{error}\n{self.log_tail()}") from error
+        with httpx.Client(timeout=5) as client:
+            return probe(client, self.url + self.health_path)
 
     def signal_group(self, signal_number: int) -> None:
         """To the service's processes: front and engine."""

@@ -166,7 +166,6 @@ class World:
                 ),
                 "TransferEngine": self._new_transfer,
                 "guarded_listeners": lambda *_: nullcontext(),
-                "EngineSocket": lambda path: SimFront(),
                 "Wakeup": NoWakeup,
                 "Probes": NoProbes,
                 "Sender": lambda *_: SimSender(lambda: self.now),
@@ -187,7 +186,7 @@ class World:
 
     def start_prefill(self, address: PeerAddress, control_port: int = 0) -> None:
         settings = PREFILL.model_copy(update={"control_port": control_port})
-        engine = PrefillEngine(settings, SPEC, None, "", TCP)  # type: ignore[arg-type]
+        engine = PrefillEngine(settings, SPEC, None, SimFront(), TCP)  # type: ignore[arg-type]
         engine._life._pusher._min_batch_bytes = 0  # so that layers of short prompts leave one by one
         parts: Any = engine  # of which some are stand-ins
         self.prefill[address] = PrefillNode(

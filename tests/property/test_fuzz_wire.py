@@ -20,6 +20,7 @@ from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from protocol.decoding import TypedDecoder
 from protocol.engine_messages import (
     Abort,
+    EngineLoading,
     EngineReady,
     EngineStats,
     FinishReason,
@@ -61,6 +62,7 @@ TO_ENGINE = (
     Shutdown(),
 )
 FROM_ENGINE = (
+    EngineLoading("weights", 7, 9),
     EngineReady(100, 100, 50, "10.0.0.1:7", "inst", msgspec.msgpack.encode(GEOMETRY)),
     Tokens("r", (1,), (TokenLogprob(1, -0.5, ((1, -0.5), (2, -2.0))),), FinishReason.STOP, 2, _STATS),
     PrefillFinished("r", 10, 4, 1000, 0.5),

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,12 +14,20 @@ from pathlib import Path
 
 from tests.integration.harness import Service
 
+SPARED_AFTER_SECS = 240.0
+"""The survivors are back, and warm, five minutes after the start."""
+
 
 @dataclass
 class Chaos:
-    """One event after the other, in the thread that calls ``run``, until ``over`` is set."""
+    """One event after the other, in the thread that calls ``run``, until ``over`` is set.
+
+    After ``SPARED_AFTER_SECS`` the ``survivors`` among the nodes are only stopped and woken: whoever lives on
+    among dying peers is watched for what it does not give back.
+    """
 
     nodes: Sequence[Service]
+    survivors: Sequence[Service]
     random: random.Random
     over: threading.Event
     events: Counter[str] = field(default_factory=Counter)
@@ -26,12 +35,14 @@ class Chaos:
 
     def run(self) -> None:
         self.process_groups |= {node.pid for node in self.nodes}
+        spared_at = time.monotonic() + SPARED_AFTER_SECS
         while not self.over.wait(self.random.uniform(2.0, 8.0)):
             (event,) = self.random.choices(
                 (self._kill, self._kill_engine, self._kill_two, self._stop_and_wake, self._restart),
                 (4, 1, 1, 2, 1),
             )
-            event(self.random.choice(self.nodes))
+            spared = self.survivors if time.monotonic() > spared_at and event != self._stop_and_wake else ()
+            event(self.random.choice([node for node in self.nodes if node not in spared]))
 
     def _kill(self, node: Service) -> None:
         self._note("kill -9", node)
@@ -48,7 +59,8 @@ class Chaos:
         self._start(node)
 
     def _kill_two(self, node: Service) -> None:
-        other = self.random.choice([other for other in self.nodes if other is not node])
+        others = [other for other in self.nodes if other is not node and other not in self.survivors]
+        other = self.random.choice(others)
         for victim in (node, other):
             self._note("kill -9", victim)
             victim.kill()

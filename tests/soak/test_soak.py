@@ -4,10 +4,13 @@ Two prefill nodes, whose transport also fails by itself, two decode nodes with c
 a router, and clients that leave in storms, while nodes are killed, stopped and started again. Prefill node 0
 comes back on the same control port, prefill node 1 on another, and all of them in new sessions. Every request
 ends in the right tokens or in a clear error; in the end every pool is whole, every canary lives, and no
-process is left.
+process, shared memory, temporary file or listening socket is left.
+
+Every process's memory, descriptors and threads are recorded. From the fifth minute on one node of each kind
+is spared what kills, so that it is there for long enough to show that it stays flat.
 
 SOAK_SECS, SOAK_CLIENTS and SOAK_SEED in the environment; the summary goes to standard output and, as JSON, to
-SOAK_REPORT.
+SOAK_REPORT, with the series and their picture beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -41,6 +45,7 @@ from tests.integration.harness import (
 )
 from tests.soak.chaos import Chaos, living
 from tests.soak.load import Load, Prompt, body_of
+from tests.soak.resources import Recorder, listening, plot, shared_memory
 
 SECS = float(os.environ.get("SOAK_SECS", "120"))
 NUM_CLIENTS = int(os.environ.get("SOAK_CLIENTS", "24"))
@@ -49,6 +54,8 @@ REPORT = Path(os.environ.get("SOAK_REPORT", "bench/out/soak.json"))
 LENGTHS = (1, 2, 63, 64, 65, 100, 128, 200, 333, 600)
 MAX_NEW_TOKENS = 40
 SETTLE_SECS = 90.0
+NUM_SAMPLES = 360
+"""Of a process that lives throughout, at most one a second."""
 
 NODE_OPTIONS = [
     *("--heartbeat-interval-secs", "3", "--room-timeout-secs", "30"),
@@ -66,17 +73,34 @@ def test_soak(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     seed = int(os.environ.get("SOAK_SEED") or time.time_ns() % 1_000_000)
     nodes = services(tiny_checkpoint("v32"), tmp_path)
     over = threading.Event()
-    chaos = Chaos([*nodes.prefill, *nodes.decode], random.Random(seed), over)
+    survivors = [nodes.prefill[0], nodes.decode[0]]
+    chaos = Chaos([*nodes.prefill, *nodes.decode], survivors, random.Random(seed), over)
+    recorder = Recorder(nodes.services, max(1.0, SECS / NUM_SAMPLES))
     started = time.monotonic()
-    try:
-        with running(nodes.services):
-            expected = answers_before(nodes)
-            load = asyncio.run(soak(nodes, expected, chaos, random.Random(seed + 1)))
-            serves_again(nodes, expected)
-            settle(nodes)
-    finally:
-        over.set()
-    left = processes_left(chaos.process_groups)
+    shared_before = shared_memory()
+    with tempfile.TemporaryDirectory(prefix="soak-") as scratch:  # short: of an ipc socket's path
+        for service in nodes.services:
+            service.env["TMPDIR"] = scratch
+            service.env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # made by importing torch, and to stay
+        try:
+            with running(nodes.services), recorder.running():
+                expected = answers_before(nodes)
+                load = asyncio.run(soak(nodes, expected, chaos, random.Random(seed + 1)))
+                recorder.load_ends()
+                serves_again(nodes, expected)
+                settle(nodes)
+                chaos.process_groups.add(nodes.router.pid)
+                stop_all(nodes)
+        finally:
+            over.set()
+        left = {
+            "processes": processes_left(chaos.process_groups),
+            "files": sorted(str(path.relative_to(scratch)) for path in Path(scratch).rglob("*")),
+            "shared_memory": sorted(shared_memory() - shared_before),
+            "ports": listening(
+                [port for node in nodes.services for port in (node.port, node.bootstrap_port)]
+            ),
+        }
     canaries = canary_counts(tmp_path)
     summary: dict[str, Any] = {
         "seed": seed,
@@ -90,15 +114,21 @@ def test_soak(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
         "transport_faults": dict(sorted(Counter((tmp_path / "faults").read_text().splitlines()).items())),
         "canaries": canaries,
         "violations": load.violations[:20],
-        "processes_left": left,
+        "left": left,
+        "resources": recorder.summary(),
+        "not_flat": recorder.too_much(),
     }
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     REPORT.write_text(json.dumps(summary, indent=1) + "\n")
+    series = recorder.series()
+    REPORT.with_suffix(".resources.json").write_text(json.dumps(series) + "\n")
+    plot(series, REPORT.with_suffix(".resources.png"))
     print(json.dumps(summary, indent=1))
     assert load.violations == []
     assert canaries["findings"] == []
     assert canaries["bytes_checked"] > 0
-    assert left == []
+    assert not any(left.values()), left
+    assert summary["not_flat"] == []
     assert load.outcomes["right"] > load.outcomes["client left"] / 4, load.outcomes
 
 
@@ -193,6 +223,12 @@ def settle(nodes: Deployment) -> None:
         return all(is_empty(node) for node in nodes.prefill)
 
     wait_until(flush_and_look, SETTLE_SECS, "the prefill nodes hold nothing")
+
+
+def stop_all(nodes: Deployment) -> None:
+    """As an operator does it, so that whatever stays was left by a kill before, or is a leak."""
+    for service in reversed(nodes.services):
+        assert service.stop() == 0
 
 
 def processes_left(process_groups: set[int]) -> list[str]:

@@ -31,6 +31,7 @@ from protocol import engine_messages
 from protocol.bootstrap import BootstrapInfo
 from protocol.channels import ControlServer, EngineSocket
 from protocol.engine_messages import (
+    EngineLoading,
     EngineStats,
     FromEngine,
     Generate,
@@ -407,6 +408,8 @@ class EngineHarness:
                 answer = self.answers[message.request_id]
                 assert not answer.is_over
                 answer.failure = message
+            case EngineLoading():
+                pass
             case EngineStats():
                 self.stats = message
             case _:

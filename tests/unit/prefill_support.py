@@ -31,7 +31,7 @@ from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord
 from prefill_node.scheduler import Chunk
 from protocol import engine_messages
-from protocol.channels import ControlClient, Poller
+from protocol.channels import ControlClient, EngineSocket, Poller
 from protocol.engine_messages import (
     EngineReady,
     EngineStats,
@@ -138,7 +138,9 @@ class EngineThread:
 
     def _serve(self) -> None:
         try:
-            self.engine = PrefillEngine(self.settings, self.spec, self.model, self._ipc_path, TCP)
+            self.engine = PrefillEngine(
+                self.settings, self.spec, self.model, EngineSocket(self._ipc_path), TCP
+            )
             run, submit = self.engine._runner.run, self.engine._sender.submit
 
             def observed(batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten) -> Any:

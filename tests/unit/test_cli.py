@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 
 import hisparse_pd
@@ -20,7 +22,7 @@ from protocol.doctor_settings import DoctorSettings
 from protocol.ports import free_port
 from protocol.settings import DecodeSettings, PrefillSettings, RouterSettings
 from router import supervisor
-from router.supervisor import Child, Supervisor
+from router.supervisor import Child, Health, Supervisor, probe
 
 REPO = Path(__file__).resolve().parents[2]
 SERVICE = """
@@ -254,7 +256,51 @@ def test_a_child_that_does_not_become_healthy_is_named(
 ) -> None:
     parent = Supervisor([service("prefill"), service("decode", "sick")], 1.0)
     assert parent.run(lambda: pytest.fail("it never was healthy")) == 1
-    assert "not healthy after 1 s: decode;" in caplog.text
+    assert "not healthy, and no progress for 1 s: decode;" in caplog.text
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("gets_further", [True, False])
+def test_a_child_that_loads_has_all_the_time_that_it_gets_further_in(
+    service: Callable[..., Child],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    gets_further: bool,
+) -> None:
+    """Ten answers, 200 s between any two, with a patience of 300 s."""
+    now = 0.0
+
+    def answer(client: object, url: str) -> Health:
+        nonlocal now
+        now += 200.0
+        if now > 2000.0:
+            return Health(is_healthy=True)
+        return Health(loading={"stage": "weights", "num_done": int(now) if gets_further else 1})
+
+    monkeypatch.setattr(supervisor, "probe", answer)
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(supervisor, "POLL_INTERVAL_SECS", 0.01)
+    parent = Supervisor([service("decode", "sick")], 300.0)
+    status = parent.run(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert (status, now) == ((0, 2200.0) if gets_further else (1, 600.0))
+    assert ("no progress for 300 s: decode" in caplog.text) is not gets_further
+
+
+def test_a_probe_takes_any_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {
+        "/ok": httpx.Response(200),
+        "/loading": httpx.Response(503, json={"status": "loading", "loading": {"num_done": 7}}),
+        "/text": httpx.Response(503, text="not JSON"),
+        "/list": httpx.Response(503, json=[]),
+    }
+    with httpx.Client(transport=httpx.MockTransport(lambda request: answers[request.url.path])) as client:
+        found = {path: probe(client, f"http://node{path}") for path in answers}
+    assert found == {
+        "/ok": Health(is_healthy=True),
+        "/loading": Health(loading={"num_done": 7}),
+        "/text": Health(),
+        "/list": Health(),
+    }
 
 
 @pytest.mark.usefixtures("signals")

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -25,6 +26,7 @@ from starlette.types import Message
 
 from decode_node.server import create_decode_app
 from prefill_node.server import create_bootstrap_app, create_prefill_app
+from protocol import engine_link
 from protocol import front as front_module
 from protocol.api_keys import load_api_keys
 from protocol.bootstrap import BootstrapInfo, look_up
@@ -32,6 +34,7 @@ from protocol.channels import load_control_keys
 from protocol.engine_link import EngineLink, LinkState, SampleGroup
 from protocol.engine_messages import (
     Abort,
+    EngineLoading,
     FinishReason,
     FlushCache,
     Generate,
@@ -764,6 +767,7 @@ def test_health_follows_the_engine(on_node: OnNode) -> None:
         assert await status(node) == (503, "the engine is loading")
         assert (await node.post("/v1/completions", **BODY)).status_code == 503
         assert (await node.client.get("/server_info")).status_code == 200
+        assert (await node.client.get("/liveness")).status_code == 200
         node.engine.is_ready = True
         await until(lambda: node.link.ready is not None, "the engine is ready")
         assert (await status(node))[0] == 200
@@ -781,12 +785,47 @@ def test_health_follows_the_engine(on_node: OnNode) -> None:
         code, reason = await status(node)
         assert code == 503
         assert "silent" in reason
+        assert (await node.client.get("/liveness")).status_code == 503
         node.engine.is_silent = False
         node.engine.num_running = 0
         await until(lambda: node.link.trouble() is None, "it talks again")
         assert (await status(node))[0] == 200
 
     on_node(say("x"), check, is_ready=False, health_timeout_secs=0.4)
+
+
+def test_loading_shows_how_far_it_is_and_that_it_stands_still(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        now = time.monotonic()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_link, "time", SimpleNamespace(monotonic=lambda: now))
+            weights = EngineLoading("weights", 250_000_000, 1_000_000_000)
+            node.link._handle(weights)
+            answer = await node.client.get("/health")
+            assert answer.status_code == 503
+            assert answer.json() == {
+                "status": "loading",
+                "reason": "the engine is loading: weights, 0.2 of 1.0 GB",
+                "loading": {"stage": "weights", "num_done": 250_000_000, "num_bytes": 1_000_000_000},
+            }
+            now += 299
+            node.link._handle(EngineLoading("weights", 250_000_001, 1_000_000_000))
+            now += 299  # 598 since the first, 299 since the last progress
+            assert (await node.client.get("/liveness")).status_code == 200
+            assert (await node.client.get("/health")).json()["status"] == "loading"
+            node.link._handle(EngineLoading("weights", 250_000_001, 1_000_000_000))  # the same again
+            now += 2
+            answer = await node.client.get("/liveness")
+            assert answer.status_code == 503
+            assert answer.json()["reason"] == (
+                "loading has stood still for 301 s, at: weights, 0.3 of 1.0 GB"
+            )
+            assert (await node.client.get("/health")).json() == answer.json()
+            node.link._handle(EngineLoading("pools"))
+            assert (await node.client.get("/liveness")).status_code == 200
+            assert (await node.client.get("/health")).json()["reason"] == "the engine is loading: pools"
+
+    on_node(say("x"), check, is_ready=False)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -34,7 +34,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "router": RouterSettings,
 }
 ROUTER_PATHS = {"/health", "/readiness", "/metrics", *PAGE_PATHS}
-NODE_PATHS = {"/health", "/metrics"}
+NODE_PATHS = {"/health", "/liveness", "/metrics"}
 """What a probe may ask for: no API key is needed there."""
 
 END_SECS = 20.0

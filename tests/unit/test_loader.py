@@ -35,6 +35,14 @@ def load_ours(path: Path, spec: ModelSpec, num_devices: int) -> Any:
     return loader._Loader(path, spec, CPU, [CPU] * num_devices).load()
 
 
+def load_theirs(path: Path, spec: ModelSpec) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=spec.dtype, attn_implementation="eager", experts_implementation="grouped_mm"
+    ).eval()
+
+
 def assert_same_model(ours: Any, expected: Any) -> None:
     """Weights and buffers bit for bit, and of the experts, which are kept otherwise, what they compute."""
     wanted = dict(expected.state_dict()) | dict(expected.named_buffers())
@@ -61,7 +69,7 @@ def assert_same_model(ours: Any, expected: Any) -> None:
 def test_weights_are_those_that_transformers_loads(checkpoints: tuple[Path, Path], dtype: str) -> None:
     _, path = checkpoints
     spec = load_spec(path, dtype)
-    assert_same_model(load_ours(path, spec, 3), loader._load_by_transformers(path, spec, CPU))
+    assert_same_model(load_ours(path, spec, 3), load_theirs(path, spec))
 
 
 @pytest.mark.parametrize("num_devices", [1, 3])
@@ -71,7 +79,7 @@ def test_fp8_weights_are_what_their_scales_make_of_them(
     in_fp8, in_float32 = checkpoints
     spec = load_spec(in_fp8)
     assert spec.weights_are_fp8
-    expected = loader._load_by_transformers(in_float32, load_spec(in_float32), CPU)
+    expected = load_theirs(in_float32, load_spec(in_float32))
     assert_same_model(load_ours(in_fp8, spec, num_devices), expected)
 
 
@@ -101,7 +109,7 @@ def test_scales_may_be_in_another_file_than_their_matrix(
     split = tmp_path / "split"
     shutil.copytree(in_fp8, split)
     in_two_files(split)
-    expected = loader._load_by_transformers(in_float32, load_spec(in_float32), CPU)
+    expected = load_theirs(in_float32, load_spec(in_float32))
     assert_same_model(load_ours(split, load_spec(split), 2), expected)
 
 
@@ -190,14 +198,11 @@ def test_gpus_that_do_not_reach_each_other_are_named(
 def test_weights_larger_than_the_device_get_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expert_devices: list[str]
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     def no_room(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     write_checkpoint(tmp_path, "v32")
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_room)
-    monkeypatch.setattr(loader, "ExpertShard", no_room)
+    monkeypatch.setattr(loader, "read_weights", no_room)
     with pytest.raises(CheckpointError, match=r"CUDA out of memory; spread .* --expert-devices"):
         load_model(tmp_path, load_spec(tmp_path), "cpu", expert_devices)
 

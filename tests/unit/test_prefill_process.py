@@ -12,7 +12,7 @@ import zmq
 
 from prefill_node.engine import run_engine
 from protocol import engine_messages
-from protocol.engine_messages import EngineReady, EngineStats, Shutdown
+from protocol.engine_messages import EngineLoading, EngineReady, EngineStats, Shutdown
 from protocol.settings import PrefillSettings
 
 START_TIMEOUT_SECS = 60
@@ -31,7 +31,12 @@ def test_serves_says_so_and_stops(tiny_checkpoint: Callable[[str], Path], tmp_pa
     engine.start()
     try:
         assert front.poll(START_TIMEOUT_SECS * 1000), "the engine did not start"
-        ready = engine_messages.from_engine_decoder.decode(front.recv())
+        stages = []
+        while isinstance(said := engine_messages.from_engine_decoder.decode(front.recv()), EngineLoading):
+            stages.append((said.stage, said.num_done == said.num_bytes))
+            assert front.poll(START_TIMEOUT_SECS * 1000), f"the engine got no further than {said}"
+        assert stages[-2:] == [("weights", True), ("pools and kernels", True)]
+        ready = said
         assert isinstance(ready, EngineReady)
         assert ready.context_length == 8192
         assert ready.control_endpoint.startswith("127.0.0.1:")

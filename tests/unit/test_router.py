@@ -81,6 +81,8 @@ class FakeNode:
     models: tuple[str, ...] = ("tiny",)
     load: int = 0
     healthy: bool = True
+    trouble: bytes = b""
+    """Body of its /health while it is not healthy."""
     requests: list[tuple[str, httpx.Headers, bytes]] = field(default_factory=list)
     says: bytes | None = None
     """Of its load and its models, instead of what they are."""
@@ -98,7 +100,7 @@ class FakeNode:
             self.asked.append((scope["path"], Request(scope).headers.get("authorization")))
         match scope["path"]:
             case "/health":
-                await answer(send, b"", 200 if self.healthy else 503)
+                await (answer(send, b"", 200) if self.healthy else answer(send, self.trouble, 503))
             case "/get_load" | "/v1/models" if self.says is not None:
                 await answer(send, self.says)
             case "/get_load":
@@ -660,6 +662,25 @@ async def test_nodes_that_come_back_are_used_again() -> None:
         pair.decode[0].healthy = True
         await eventually(lambda: _status_is(pair.client, "/readiness", 200))
         assert (await pair.client.post("/generate", json={})).status_code == 200
+
+
+async def test_a_router_says_that_its_nodes_are_loading() -> None:
+    async with cluster(decode=says(b"{}"), health_interval_secs=0.05) as pair:
+        node = pair.decode[0]
+        node.trouble = b'{"status": "loading", "reason": "the engine is loading: weights, 1 of 9 GB"}'
+        node.healthy = False
+        await eventually(lambda: _status_is(pair.client, "/health", 503))
+        body = (await pair.client.get("/health")).json()
+        assert body["status"] == "loading"
+        (said,) = [entry for entry in body["nodes"] if entry["url"] == node.url]
+        assert said["trouble"] == "it loads its model"
+        node.trouble = b'{"status": "unavailable"}'
+        await eventually(lambda: _says(pair.client, "unavailable"))
+
+
+async def _says(client: httpx.AsyncClient, status: str) -> bool:
+    says: str = (await client.get("/health")).json()["status"]
+    return says == status
 
 
 async def _status_is(client: httpx.AsyncClient, path: str, status: int) -> bool:

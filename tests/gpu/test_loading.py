@@ -1,0 +1,51 @@
+"""Weights on a GPU are those that a CPU gets: through pinned buffers, in pieces, converted on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model import loader, weight_reader
+from model.spec import load_spec
+from tests.fp8_checkpoints import write_fp8_checkpoint
+from tests.gpu.support import needs_gpu
+
+pytestmark = needs_gpu
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+
+
+def weights(hf_model: Any) -> dict[str, Tensor]:
+    """Of transformers' modules and of ours, on the CPU."""
+    found = dict(hf_model.state_dict())
+    for number, layer in enumerate(hf_model.model.layers):
+        for place, shard in enumerate(getattr(getattr(layer.mlp, "experts", None), "shards", ())):
+            for name in ("gate_up", "down"):
+                matrices = getattr(shard, name)
+                found[f"{number}.{place}.{name}"] = matrices.values
+                if matrices.scales is not None:
+                    found[f"{number}.{place}.{name}.scales"] = matrices.scales
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "num_shards"),
+    [("fp8", "bfloat16", 1), ("fp8", "float32", 2), ("float32", "bfloat16", 0), ("float32", "float32", 2)],
+)
+def test_a_gpu_gets_the_weights_that_a_cpu_gets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str, num_shards: int
+) -> None:
+    monkeypatch.setattr(weight_reader, "PIECE_BYTES", 4096)
+    in_fp8, in_float32 = write_fp8_checkpoint(tmp_path, "v32")
+    path = in_fp8 if kind == "fp8" else in_float32
+    spec = load_spec(path, dtype)
+    expected = weights(loader._Loader(path, spec, CPU, [CPU] * num_shards).load())
+    found = weights(loader._Loader(path, spec, GPU, [GPU] * num_shards).load())
+    assert set(found) == set(expected)
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor.view(-1).view(torch.uint8), expected[name].view(-1).view(torch.uint8)), name

@@ -1,0 +1,242 @@
+"""What every process of the system under test has, over time: resident memory, descriptors, threads.
+
+A process has its service's name, its part in it and a number, since most are killed and started again:
+``decode-0 engine #3``. One that lived long enough must have become flat (``growth``): the median of what it
+had in the last fifth of the time that counts is compared with that in the first.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.integration.harness import Service
+
+WARM_SECS = 300.0
+"""Of a process's life: caches fill, and the allocators have seen every size."""
+WATCHED_SECS = 300.0
+"""After that, at least, or nothing is asserted: a short soak reports only."""
+MAX_GROWTH = {"resident_mib": 16.0, "descriptors": 8, "threads": 4}
+"""From the first fifth of the time after ``WARM_SECS`` to the last. Memory: 1 KiB a request, of 16,000.
+Descriptors and threads vary with the clients that are there."""
+
+_PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one process at one moment."""
+
+    resident_mib: float
+    descriptors: int
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.resident_mib:.0f} MiB, {self.descriptors} descriptors, {self.threads} threads"
+
+
+@dataclass
+class History:
+    """Of one process."""
+
+    name: str
+    pid: int
+    at_secs: list[float] = field(default_factory=list)
+    """Since the recorder's start."""
+    usages: list[Usage] = field(default_factory=list)
+
+    def growth(self, until_secs: float) -> dict[str, float] | None:
+        """How much more it had in the end than once it was warm, or None when it did not live long enough."""
+        warm_at = self.at_secs[0] + WARM_SECS
+        usages = [
+            usage
+            for at_secs, usage in zip(self.at_secs, self.usages, strict=True)
+            if warm_at <= at_secs <= until_secs
+        ]
+        if min(until_secs, self.at_secs[-1]) - warm_at < WATCHED_SECS or len(usages) < 5:
+            return None
+        fifth = len(usages) // 5
+        return {
+            name: round(_median(usages[-fifth:], name) - _median(usages[:fifth], name), 1)
+            for name in MAX_GROWTH
+        }
+
+
+class Recorder:
+    """Looks at all processes of ``services`` every ``interval_secs``, in a thread of its own."""
+
+    def __init__(self, services: Sequence[Service], interval_secs: float) -> None:
+        self.histories: list[History] = []
+        self.load_ended_at: float | None = None
+        self._services = services
+        self._interval_secs = interval_secs
+        self._by_process: dict[tuple[int, int], History] = {}
+        self._names: Counter[str] = Counter()
+        self._started_at = time.monotonic()
+        self._over = threading.Event()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._run, name="resources")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def load_ends(self) -> None:
+        self.load_ended_at = time.monotonic() - self._started_at
+
+    def too_much(self) -> list[str]:
+        """Which processes grew, and by how much, while there was load."""
+        return [
+            f"{history.name}: {name} grew by {grown[name]:g}, at most {most:g} are accepted"
+            for history in self.histories
+            if (grown := history.growth(self._until_secs)) is not None
+            for name, most in MAX_GROWTH.items()
+            if grown[name] > most
+        ]
+
+    def summary(self) -> dict[str, Any]:
+        """Of each part of a service: its processes, what one had at most, and how the longest-lived grew."""
+        found: dict[str, Any] = {}
+        for name in sorted({history.name.partition(" #")[0] for history in self.histories}):
+            histories = [history for history in self.histories if history.name.partition(" #")[0] == name]
+            usages = [usage for history in histories for usage in history.usages]
+            longest = max(histories, key=lambda history: history.at_secs[-1] - history.at_secs[0])
+            found[name] = {
+                "processes": len(histories),
+                "at_most": str(Usage(*(max(values) for values in zip(*map(astuple, usages), strict=True)))),
+                "longest": f"{longest.name}, {longest.at_secs[-1] - longest.at_secs[0]:.0f} s, from "
+                f"{longest.usages[0]} to {longest.usages[-1]}",
+                "growth": longest.growth(self._until_secs),
+            }
+        return found
+
+    def series(self) -> dict[str, Any]:
+        """Everything, by process: seconds, MiB, descriptors, threads."""
+        return {
+            history.name: {
+                "at_secs": history.at_secs,
+                **{kind: [getattr(usage, kind) for usage in history.usages] for kind in MAX_GROWTH},
+            }
+            for history in self.histories
+        }
+
+    @property
+    def _until_secs(self) -> float:
+        return self.load_ended_at if self.load_ended_at is not None else time.monotonic() - self._started_at
+
+    def _run(self) -> None:
+        while not self._over.wait(self._interval_secs):
+            self.look()
+
+    def look(self) -> None:
+        """Once at every process."""
+        names = {service.pid: service.name for service in self._services if service.process is not None}
+        at_secs = round(time.monotonic() - self._started_at, 1)
+        for pid, group, started_at in processes_of(names):
+            try:
+                usage, part = _usage(pid), _part(pid, group, names[group])
+            except (OSError, ValueError):  # it ended meanwhile
+                continue
+            history = self._by_process.get((pid, started_at))
+            if history is None:
+                if part is None:  # between fork and exec it looks like its parent
+                    continue
+                self._names[f"{names[group]} {part}"] += 1
+                name = f"{names[group]} {part} #{self._names[f'{names[group]} {part}']}"
+                history = self._by_process[pid, started_at] = History(name, pid)
+                self.histories.append(history)
+            history.at_secs.append(at_secs)
+            history.usages.append(usage)
+
+
+def processes_of(groups: Collection[int]) -> Iterator[tuple[int, int, int]]:
+    """Process id, process group and start time of the living processes in these groups."""
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (directory / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        if int(fields[2]) in groups and fields[0] != "Z":
+            yield int(directory.name), int(fields[2]), int(fields[19])
+
+
+def _usage(pid: int) -> Usage:
+    directory = Path(f"/proc/{pid}")
+    resident = int((directory / "statm").read_text().split()[1])
+    threads = int((directory / "stat").read_text().rpartition(")")[2].split()[17])
+    return Usage(round(resident * _PAGE_MIB, 1), len(os.listdir(directory / "fd")), threads)
+
+
+def _part(pid: int, group: int, service: str) -> str | None:
+    """What the process is in its service; None: nothing that is known."""
+    if pid == group:
+        return "process" if service == "router" else "front"
+    words = Path(f"/proc/{pid}/cmdline").read_text()
+    if "resource_tracker" in words:
+        return "tracker"
+    return "engine" if "spawn_main" in words else None
+
+
+def _median(usages: Sequence[Usage], name: str) -> float:
+    return statistics.median(getattr(usage, name) for usage in usages)
+
+
+# --- what is left when all is over -----------------------------------------------------------------------
+
+
+def shared_memory() -> set[str]:
+    """Segments and semaphores of the machine, POSIX's by name and System V's by id."""
+    system_v = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
+    return {str(path) for path in Path("/dev/shm").iterdir()} | {
+        f"shmid {line.split()[1]}" for line in system_v
+    }
+
+
+def listening(ports: Collection[int]) -> list[int]:
+    """Those of the ports that somebody still listens on."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                found.add(int(fields[1].rpartition(":")[2], 16))
+    return sorted(found & set(ports))
+
+
+def plot(series: dict[str, Any], path: Path) -> None:
+    """Three pictures over one time: a line for each process, a colour for each part of a service."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    parts = sorted({name.partition(" #")[0] for name in series})
+    colors = {part: plt.get_cmap("tab20")(number % 20) for number, part in enumerate(parts)}
+    figure, axes = plt.subplots(len(MAX_GROWTH), 1, figsize=(11, 10), sharex=True)
+    labels = ("resident memory, MiB", "descriptors", "threads")
+    for axis, kind, label in zip(axes, MAX_GROWTH, labels, strict=True):
+        for name, values in series.items():
+            color = colors[name.partition(" #")[0]]
+            axis.plot(values["at_secs"], values[kind], color=color, linewidth=0.9, marker=".", markersize=2)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[-1].set_xlabel("seconds")
+    for part in parts:
+        axes[0].plot([], [], color=colors[part], label=part)
+    axes[0].legend(fontsize=7, ncols=4)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
