@@ -44,6 +44,7 @@ from protocol.engine_messages import (
 from protocol.front import Listener
 from protocol.http_app import Answer, Front, Work, create_app
 from protocol.metrics import FrontMetrics
+from protocol.sampling_defaults import SamplingDefaults
 from protocol.settings import DecodeSettings, NodeSettings, PrefillSettings
 from protocol.text_codec import TextCodec
 from tests.unit.scripted_engine import Script, ScriptedEngine, deliver, ready, say, stats
@@ -104,6 +105,7 @@ async def serving(
         holds_output=role == "decode",
         api_keys=load_api_keys(settings.api_key_file),
         control_keys=load_control_keys(settings.control_key_file),
+        sampling_defaults=SamplingDefaults.of(settings),
     )
     engine = ScriptedEngine(ipc_path, script, is_ready=is_ready)
     listeners = [Listener("127.0.0.1", 0), Listener("127.0.0.1", 0)]
