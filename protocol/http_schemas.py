@@ -96,7 +96,10 @@ class ApiRequest:
 def parse_request(
     endpoint: Endpoint, body: bytes, model_name: str, defaults: SamplingDefaults = OPENAI_DEFAULTS
 ) -> ApiRequest:
-    """Check ``body``; ``defaults``: what it does not say. Raises ApiError: 400 for a field, 404 for another model than ``model_name``."""
+    """Check ``body``; what it does not say of drawing tokens is of ``defaults``.
+
+    Raises ApiError: 400 for a field, 404 for another model than ``model_name``.
+    """
     fields = JsonFields.of_body(body)
     _check_model(fields, model_name)
     refuse_unsupported(fields)
@@ -118,7 +121,9 @@ def parse_request(
             is_batch, prompts = False, (chat,)
             shared = parse_openai_options(fields, chat_logprobs(fields), None, defaults)
             # Tokenizers may call the markup of a tool call special.
-            options = (replace(shared, skip_special_tokens=shared.skip_special_tokens and not chat.tools),)
+            options = (
+                replace(shared, skip_special_tokens=shared.skip_special_tokens and not chat.all_tools),
+            )
         case Endpoint.GENERATE:
             prompt_field = generate_prompt_field(fields)
             is_batch, prompts = parse_prompts(fields, prompt_field)

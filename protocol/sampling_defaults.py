@@ -1,4 +1,4 @@
-"""What temperature, top_p and top_k are for a request that does not say: the checkpoint's own, or OpenAI's."""
+"""What temperature, top_p and top_k are of a request that does not say: the checkpoint's, or OpenAI's."""
 
 from __future__ import annotations
 
