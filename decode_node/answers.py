@@ -13,8 +13,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol, assert_never
 
-from decode_node.chat_message import MARKUPS, THINK, Markup, MessageParser, Parts, Schemas
+from decode_node.chat_message import MessageParser, Parts
 from decode_node.output import Delta, Finish, SampleOutput
+from decode_node.tool_markup import MARKUPS, Markup
+from decode_node.tool_schemas import ToolSchemas
+from protocol.chat_format import THINK
 from protocol.detokenizer import TokenBytes
 from protocol.engine_messages import FinishReason, TokenLogprob
 from protocol.http_app import Work, sse
@@ -49,7 +52,8 @@ def dialect_of(work: Work, model_name: str, codec: TextCodec) -> Dialect:
         case Endpoint.COMPLETIONS:
             return Completions(work, model_name, codec.token_bytes)
         case Endpoint.CHAT:
-            return Chat(work, model_name, codec.token_bytes, MARKUPS.get(codec.model_type))
+            markup = None if codec.tool_markup is None else MARKUPS[codec.tool_markup]
+            return Chat(work, model_name, codec.token_bytes, markup)
         case Endpoint.GENERATE:
             return Generate(work, codec.token_bytes)
 
@@ -176,8 +180,9 @@ class Chat(_OpenAi):
         end_of_prompt = b"".join(map(token_bytes.of, last_tokens)).rstrip()
         self._separates_reasoning = prompt.separate_reasoning
         self._in_reasoning = end_of_prompt.endswith(THINK.encode())
-        self._markup = markup if prompt.tools else None
-        self._schemas = _schemas(prompt.tools)
+        tools = prompt.all_tools
+        self._markup = markup if tools else None
+        self._schemas = ToolSchemas(tools)
         self._parsers: dict[int, MessageParser] = {}
         """Of the samples that are streamed."""
 
@@ -262,16 +267,6 @@ def _shown_parts(parts: Parts) -> Json:
 
 def _finish_reason(finish: Finish, parser: MessageParser) -> str:
     return "tool_calls" if parser.has_calls and finish.reason is FinishReason.STOP else finish.reason
-
-
-def _schemas(tools: Sequence[dict[str, object]]) -> Schemas:
-    """Of the parameters that each tool describes."""
-    schemas: dict[str, dict[str, object]] = {}
-    for tool in tools:
-        match tool:
-            case {"function": {"name": str(name), "parameters": {"properties": dict(properties)}}}:
-                schemas[name] = properties
-    return schemas
 
 
 # --- SGLang --------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from protocol.engine_messages import (
     Shutdown,
 )
 from protocol.process import die_with_parent, parent_is_alive, setup_logging, start_errors
+from protocol.sampling_defaults import SamplingDefaults
 from protocol.settings import DecodeSettings
 from transfer.engine import TransferEngine, TransferSetupError, quiet_mooncake_logs
 from transfer.listeners import guarded_listeners
@@ -135,7 +136,7 @@ class DecodeEngine:
             node_id=f"decode-{uuid.uuid4().hex}",
             session=self._transfer.session,
             transfer_protocol=transport.protocol,
-            geometry=spec.geometry(settings.page_size),
+            geometry=spec.geometry(settings.page_size, str(SamplingDefaults.of(settings))),
             regions=self._memory.register(self._transfer),
             heartbeat_interval_secs=settings.heartbeat_interval_secs,
             heartbeat_timeout_secs=settings.heartbeat_timeout_secs,

@@ -95,7 +95,7 @@ class ModelSpec:
         """Of one token's indexer key in one index layer."""
         return self.index_key_format.item_bytes
 
-    def geometry(self, page_size: int) -> Geometry:
+    def geometry(self, page_size: int, sampling_defaults: str = "") -> Geometry:
         """What a peer must agree on. Formats of indexer keys differ in their ``index_item_bytes``."""
         return Geometry(
             model_fingerprint=self.fingerprint,
@@ -106,6 +106,7 @@ class ModelSpec:
             index_item_bytes=self.index_item_bytes,
             index_topk=self.index_topk,
             page_size=page_size,
+            sampling_defaults=sampling_defaults,
         )
 
 

@@ -62,6 +62,7 @@ from protocol.messages import (
     ToDecode,
     ToPrefill,
 )
+from protocol.sampling_defaults import SamplingDefaults
 from protocol.settings import PrefillSettings
 from transfer.engine import TransferEngine, TransferSetupError, quiet_mooncake_logs
 from transfer.listeners import guarded_listeners
@@ -138,7 +139,7 @@ class PrefillEngine:
         self._settings = settings
         self._spec = spec
         self._instance_id = secrets.token_hex(8)
-        self._geometry = spec.geometry(settings.page_size)
+        self._geometry = spec.geometry(settings.page_size, str(SamplingDefaults.of(settings)))
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         num_pages = size_kv_pool(settings, spec, gpu_memory) // settings.page_size

@@ -28,6 +28,7 @@ from protocol.http_app import Front
 from protocol.listening import Listener
 from protocol.metrics import FrontMetrics
 from protocol.process import StartError, die_with_parent, setup_logging
+from protocol.sampling_defaults import SamplingDefaults
 from protocol.settings import NodeSettings
 from protocol.text_codec import CheckpointError, TextCodec
 
@@ -99,6 +100,7 @@ def run_front(
     try:
         if not settings.model_path.is_dir():
             raise CheckpointError(f"model_path {settings.model_path}: no such directory")
+        sampling_defaults = SamplingDefaults.of(settings)
         api_keys = load_api_keys(settings.api_key_file)
         control_keys = load_control_keys(settings.control_key_file)
         listeners = [Listener(settings.host, port) for port in ports]
@@ -121,7 +123,9 @@ def run_front(
     try:
         process.start()
         codec = TextCodec.load(settings.model_path)
-        front = Front(role, settings, codec, link, metrics, holds_output, api_keys, control_keys)
+        front = Front(
+            role, settings, codec, link, metrics, holds_output, api_keys, control_keys, sampling_defaults
+        )
         addresses = ", ".join(f"http://{settings.host}:{listener.port}" for listener in listeners)
         log.info("serving %s on %s", settings.model_name, addresses)
         return asyncio.run(serve(link, process, listeners, apps(front), settings.drain_timeout_secs))

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,6 +30,7 @@ from protocol.http_errors import ApiError
 from protocol.http_schemas import ApiRequest, Endpoint, parse_request
 from protocol.metrics import CONTENT_TYPE, FrontMetrics
 from protocol.requests import Limits, SampleRequest, plan_samples
+from protocol.sampling_defaults import SamplingDefaults
 from protocol.settings import NodeSettings
 from protocol.text_codec import TextCodec
 
@@ -70,6 +71,7 @@ class Front:
     api_keys: ApiKeys | None = None
     """What a request must have one of; None: nothing."""
     control_keys: ControlKeys | None = None
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     started_at: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -181,7 +183,7 @@ class _WorkEndpoint:
         arrived_at = time.monotonic()
         front = self._front
         body = await _read_body(request, receive, front.settings.max_body_bytes)
-        parsed = parse_request(self._endpoint, body, front.settings.model_name)
+        parsed = parse_request(self._endpoint, body, front.settings.model_name, front.sampling_defaults)
         limits = Limits.of(
             front.link.require_serving(),
             holds_output=front.holds_output,
@@ -348,6 +350,7 @@ def _model_info(front: Front) -> Response:
         "served_model_name": front.settings.model_name,
         "is_generation": True,
         "vocab_size": front.codec.vocab_size,
+        "default_sampling_params": asdict(front.sampling_defaults),
     }
     if front.link.ready is not None:
         info["context_length"] = front.link.ready.context_length

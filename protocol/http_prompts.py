@@ -21,6 +21,7 @@ MAX_CALL_ID_CHARS = 256
 MAX_ARGUMENTS_CHARS = 1 << 24
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_DESCRIBING_ROLES = ("system", "developer")
 
 _TEMPLATE_ARGUMENTS = {  # of apply_chat_template itself: not the client's to set
     "add_generation_prompt",
@@ -47,6 +48,7 @@ class ChatPrompt:
     """A conversation for the model's chat template.
 
     ``tools``: those that the model may call, as the client describes them; () also where it may call none.
+    A system's or developer's message may bring tools of its own: ``tools`` of the message.
     ``separate_reasoning``: show the answer's reasoning beside its content, and not as the beginning of it.
     """
 
@@ -55,6 +57,15 @@ class ChatPrompt:
     continue_final_message: bool
     tools: tuple[dict[str, object], ...]
     separate_reasoning: bool
+
+    @property
+    def all_tools(self) -> list[dict[str, object]]:
+        """Those of messages too."""
+        found = list(self.tools)
+        for message in self.messages:
+            tools = message.get("tools")
+            found += tools if isinstance(tools, list) else ()
+        return found
 
 
 Prompt = str | tuple[int, ...] | ChatPrompt
@@ -125,7 +136,8 @@ def parse_chat_prompt(fields: JsonFields) -> ChatPrompt:
     items = fields.items("messages", MAX_MESSAGES)
     if not items:
         raise fields.invalid("messages", "must be a list with at least one message")
-    messages = tuple(_chat_message(f"messages[{index}]", item) for index, item in enumerate(items))
+    may_call = fields.raw("tool_choice") != "none"
+    messages = tuple(_chat_message(f"messages[{index}]", item, may_call) for index, item in enumerate(items))
     arguments = fields.nested("chat_template_kwargs")
     template_arguments = arguments.to_dict() if arguments else {}
     if reserved := sorted(_TEMPLATE_ARGUMENTS & template_arguments.keys()):
@@ -142,18 +154,24 @@ def parse_chat_prompt(fields: JsonFields) -> ChatPrompt:
         messages,
         template_arguments,
         continue_final,
-        _tools(fields),
+        _tools(fields, may_call),
         fields.flag("separate_reasoning", default=True),
     )
 
 
-def _tools(fields: JsonFields) -> tuple[dict[str, object], ...]:
-    """Descriptions of functions. What the model calls is its own choice: nothing here can force it."""
+def _tools(fields: JsonFields, may_call: bool) -> tuple[dict[str, object], ...]:
+    """Those of the request. What the model calls is its own choice: nothing here can force it."""
     fields.require_unset("tool_choice", "auto", "none")
     fields.require_unset("parallel_tool_calls", True)
+    described = _described_tools(fields)
+    return tuple(described) if may_call else ()
+
+
+def _described_tools(fields: JsonFields) -> list[dict[str, object]]:
+    """Descriptions of functions."""
     tools = []
     for index, item in enumerate(fields.items("tools", MAX_TOOLS) or ()):
-        tool = JsonFields.of_item(f"tools[{index}]", item)
+        tool = JsonFields.of_item(f"{fields.name('tools')}[{index}]", item)
         if tool.raw("type") != "function":
             raise tool.invalid("type", 'must be "function"; other tools are not supported')
         function = tool.nested("function")
@@ -162,15 +180,16 @@ def _tools(fields: JsonFields) -> tuple[dict[str, object], ...]:
         if not isinstance(function.raw("parameters"), dict | None):
             raise function.invalid("parameters", "must be a JSON schema, an object")
         tools.append(tool.to_dict())
-    return () if fields.raw("tool_choice") == "none" else tuple(tools)
+    return tools
 
 
-def _chat_message(name: str, item: object) -> dict[str, object]:
+def _chat_message(name: str, item: object, may_call: bool) -> dict[str, object]:
     message = JsonFields.of_item(name, item)
     role = message.raw("role")
     if role not in _ROLES:
         raise message.invalid("role", f"must be one of {', '.join(_ROLES)}")
     message.require_unset("function_call")
+    message.require_unset("response_format")
     shown: dict[str, object] = {"role": role}
     calls = message.items("tool_calls", MAX_CALLS)
     if calls and role != "assistant":
@@ -185,6 +204,8 @@ def _chat_message(name: str, item: object) -> dict[str, object]:
         shown["content"] = _message_content(message)
     if role == "tool" and (call_id := message.text("tool_call_id", MAX_CALL_ID_CHARS)) is not None:
         shown["tool_call_id"] = call_id
+    if role in _DESCRIBING_ROLES and (tools := _described_tools(message)) and may_call:
+        shown["tools"] = tools
     if role == "assistant" and isinstance(reasoning := message.raw("reasoning_content"), str):
         shown["reasoning_content"] = reasoning
     return shown

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from protocol.engine_messages import SamplingParams
 from protocol.http_errors import InvalidField
 from protocol.json_fields import JsonFields
+from protocol.sampling_defaults import SamplingDefaults
 
 MAX_SAMPLES_PER_PROMPT = 128
 MAX_LOGPROBS = 20
@@ -116,20 +117,25 @@ def refuse_unsupported(fields: JsonFields) -> None:
 
 
 def parse_openai_options(
-    fields: JsonFields, num_logprobs: int | None, default_new_tokens: int | None
+    fields: JsonFields,
+    num_logprobs: int | None,
+    default_new_tokens: int | None,
+    defaults: SamplingDefaults,
 ) -> SampleOptions:
     limit_field = "max_completion_tokens" if fields.present("max_completion_tokens") else "max_tokens"
     response_format = fields.nested("response_format")
     if response_format is not None and response_format.raw("type") != "text":
         raise response_format.invalid("type", 'must be "text"; other formats are not supported')
-    options = _common_options(fields, limit_field, "min_tokens", "seed", OPENAI_MAX_TEMPERATURE)
+    options = _common_options(fields, limit_field, "min_tokens", "seed", OPENAI_MAX_TEMPERATURE, defaults)
     best_of = fields.integer("best_of", 1, MAX_SAMPLES_PER_PROMPT)
     if best_of is not None and best_of != options.n:
         raise fields.invalid("best_of", f"must equal n, which is {options.n}; leave the field out")
     return replace(options, num_logprobs=num_logprobs, default_new_tokens=default_new_tokens)
 
 
-def parse_generate_options(fields: JsonFields, num_prompts: int) -> tuple[SampleOptions, ...]:
+def parse_generate_options(
+    fields: JsonFields, num_prompts: int, defaults: SamplingDefaults
+) -> tuple[SampleOptions, ...]:
     """One a prompt: the same for all, or from a list."""
     num_top = fields.integer("top_logprobs_num", 0, MAX_LOGPROBS) or 0
     num_logprobs = num_top if fields.flag("return_logprob") else None
@@ -140,14 +146,15 @@ def parse_generate_options(fields: JsonFields, num_prompts: int) -> tuple[Sample
     given = fields.raw("sampling_params")
     match given:
         case None | dict():
-            options = _sglang_options(JsonFields(given or {}, "sampling_params"), num_logprobs, with_text)
+            shared = JsonFields(given or {}, "sampling_params")
+            options = _sglang_options(shared, num_logprobs, with_text, defaults)
             return (options,) * num_prompts
         case [*items]:
             if len(items) != num_prompts:
                 raise fields.invalid("sampling_params", f"must have one entry a prompt, {num_prompts}")
             return tuple(
                 _sglang_options(
-                    JsonFields.of_item(f"sampling_params[{index}]", item), num_logprobs, with_text
+                    JsonFields.of_item(f"sampling_params[{index}]", item), num_logprobs, with_text, defaults
                 )
                 for index, item in enumerate(items)
             )
@@ -155,10 +162,12 @@ def parse_generate_options(fields: JsonFields, num_prompts: int) -> tuple[Sample
             raise fields.invalid("sampling_params", "must be an object or a list of objects")
 
 
-def _sglang_options(fields: JsonFields, num_logprobs: int | None, with_text: bool) -> SampleOptions:
+def _sglang_options(
+    fields: JsonFields, num_logprobs: int | None, with_text: bool, defaults: SamplingDefaults
+) -> SampleOptions:
     refuse_unsupported(fields)
     options = _common_options(
-        fields, "max_new_tokens", "min_new_tokens", "sampling_seed", GENERATE_MAX_TEMPERATURE
+        fields, "max_new_tokens", "min_new_tokens", "sampling_seed", GENERATE_MAX_TEMPERATURE, defaults
     )
     return replace(
         options,
@@ -169,7 +178,12 @@ def _sglang_options(fields: JsonFields, num_logprobs: int | None, with_text: boo
 
 
 def _common_options(
-    fields: JsonFields, limit_field: str, minimum_field: str, seed_field: str, max_temperature: float
+    fields: JsonFields,
+    limit_field: str,
+    minimum_field: str,
+    seed_field: str,
+    max_temperature: float,
+    defaults: SamplingDefaults,
 ) -> SampleOptions:
     limit = fields.integer(limit_field, 1, MAX_TOKENS)
     minimum = fields.integer(minimum_field, 0, MAX_TOKENS) or 0
@@ -184,9 +198,9 @@ def _common_options(
         max_new_tokens_field=fields.name(limit_field),
         min_new_tokens=minimum,
         min_new_tokens_field=fields.name(minimum_field),
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
-        top_k=max(top_k or 0, 0),
+        temperature=defaults.temperature if temperature is None else temperature,
+        top_p=defaults.top_p if top_p is None else top_p,
+        top_k=defaults.top_k if top_k is None else max(top_k, 0),
         seed=fields.integer(seed_field, -(2**63), 2**63 - 1),
         ignore_eos=fields.flag("ignore_eos"),
         stop=_stop_strings(fields),

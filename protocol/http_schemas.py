@@ -30,6 +30,7 @@ from protocol.http_sampling import (
     refuse_unsupported,
 )
 from protocol.json_fields import JsonFields, is_integer, within
+from protocol.sampling_defaults import SamplingDefaults
 from protocol.settings import PrefillSettings
 
 DEFAULT_BOOTSTRAP_PORT: int = PrefillSettings.model_fields["bootstrap_port"].default
@@ -40,6 +41,8 @@ MAX_SAMPLES = 4096
 
 MAX_ROOM = 2**63 - 1
 MAX_NAME_CHARS = 1024
+
+OPENAI_DEFAULTS = SamplingDefaults()
 
 _NO_MODEL = ("", "unknown", "default")
 """What public routers and clients fill in when the client named no model."""
@@ -90,8 +93,13 @@ class ApiRequest:
     """``rid`` of ``/generate``: one a prompt, or ()."""
 
 
-def parse_request(endpoint: Endpoint, body: bytes, model_name: str) -> ApiRequest:
-    """Check ``body``. Raises ApiError: 400 for a field, 404 for another model than ``model_name``."""
+def parse_request(
+    endpoint: Endpoint, body: bytes, model_name: str, defaults: SamplingDefaults = OPENAI_DEFAULTS
+) -> ApiRequest:
+    """Check ``body``; what it does not say of drawing tokens is of ``defaults``.
+
+    Raises ApiError: 400 for a field, 404 for another model than ``model_name``.
+    """
     fields = JsonFields.of_body(body)
     _check_model(fields, model_name)
     refuse_unsupported(fields)
@@ -104,19 +112,22 @@ def parse_request(endpoint: Endpoint, body: bytes, model_name: str) -> ApiReques
             prompt_field = "prompt"
             is_batch, prompts = parse_prompts(fields, prompt_field)
             fields.require_unset("add_special_tokens", True)
-            shared = parse_openai_options(fields, completion_logprobs(fields), COMPLETIONS_DEFAULT_TOKENS)
+            num_logprobs = completion_logprobs(fields)
+            shared = parse_openai_options(fields, num_logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
             options = (shared,) * len(prompts)
         case Endpoint.CHAT:
             prompt_field = "messages"
             chat = parse_chat_prompt(fields)
             is_batch, prompts = False, (chat,)
-            shared = parse_openai_options(fields, chat_logprobs(fields), None)
+            shared = parse_openai_options(fields, chat_logprobs(fields), None, defaults)
             # Tokenizers may call the markup of a tool call special.
-            options = (replace(shared, skip_special_tokens=shared.skip_special_tokens and not chat.tools),)
+            options = (
+                replace(shared, skip_special_tokens=shared.skip_special_tokens and not chat.all_tools),
+            )
         case Endpoint.GENERATE:
             prompt_field = generate_prompt_field(fields)
             is_batch, prompts = parse_prompts(fields, prompt_field)
-            options = parse_generate_options(fields, len(prompts))
+            options = parse_generate_options(fields, len(prompts), defaults)
     num_samples = sum(option.n for option in options)
     if num_samples > MAX_SAMPLES:
         raise ApiError(

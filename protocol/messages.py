@@ -81,7 +81,10 @@ Extents = Annotated[tuple[Extent, ...], Meta(max_length=MAX_EXTENTS)]
 
 
 class Geometry(Struct, frozen=True, array_like=True):
-    """What both nodes must agree on. ``page_size`` alone may differ, and then only for hisparse rooms."""
+    """What both nodes must agree on. ``page_size`` alone may differ, and then only for hisparse rooms.
+
+    ``sampling_defaults``: as SamplingDefaults writes them. The prefill node draws an answer's first token.
+    """
 
     model_fingerprint: Name
     dtype: Name
@@ -91,6 +94,7 @@ class Geometry(Struct, frozen=True, array_like=True):
     index_item_bytes: Annotated[int, Meta(ge=1, le=1 << 20)]
     index_topk: Annotated[int, Meta(ge=1, le=1 << 20)]
     page_size: Annotated[int, Meta(ge=1, le=1 << 16)]
+    sampling_defaults: Name = ""
 
 
 class RegionKind(StrEnum):

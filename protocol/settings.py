@@ -76,6 +76,11 @@ class NodeSettings(_Settings):
         description="tokens of a chat's answer at most whose request has no max_tokens, the same on all "
         "nodes; 0: all that context and pools leave, which is reserved for it",
     )
+    sampling_defaults: Literal["model", "openai"] = Field(
+        "model",
+        description="what temperature, top_p and top_k are for a request that does not say, the same on all "
+        "nodes; model: what generation_config.json of the checkpoint names; openai: 1, 1 and no top_k",
+    )
     kv_cache_dtype: CacheDtype = Field(
         "auto", description="format of the KV items, the same on all nodes; auto: --dtype"
     )

@@ -9,15 +9,14 @@ from typing import Any
 
 import jinja2
 
+from protocol.chat_format import ToolMarkup, tool_markup, writes_own_chat
+from protocol.deepseek_chat import encode_chat
 from protocol.detokenizer import TokenBytes
 from protocol.http_errors import ApiError, InvalidField
 from protocol.http_prompts import ChatPrompt, Prompt
 
 _INLINE_CHARS = 4096
 """Up to this length, encoding takes well under a millisecond and is done at once."""
-
-_OWN_TEMPLATES = {"deepseek_v32": "deepseek_v32.jinja"}
-"""Of model families that are published without a chat template."""
 
 
 class CheckpointError(ValueError):
@@ -31,8 +30,12 @@ class TextCodec:
         """``tokenizer``: a fast tokenizer of transformers; ``vocab_size``: rows of the model's embedding;
         ``model_type``: of config.json, the family of models that it belongs to.
         """
-        self.model_type = model_type
         self._tokenizer = tokenizer
+        template = _template_text(tokenizer)
+        self.tool_markup = tool_markup(template, model_type)
+        """How answers call tools; None: in a way that is not known, and calls stay text."""
+        self._writes_own_chat = writes_own_chat(template, model_type)
+        self._takes_tools = template is None or "tools" in template
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -56,13 +59,9 @@ class TextCodec:
             raise CheckpointError(f"{model_path}: no usable tokenizer ({error})") from error
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise CheckpointError(f"{model_path}: the tokenizer has no tokenizer.json")
-        model_type = str(config.get("model_type", ""))
-        if tokenizer.chat_template is None and model_type in _OWN_TEMPLATES:
-            path = Path(__file__).parent / _OWN_TEMPLATES[model_type]
-            tokenizer.chat_template = path.read_text(encoding="utf-8")
         vocab_size = config.get("vocab_size")
         vocab_size = vocab_size if isinstance(vocab_size, int) else len(tokenizer)
-        return cls(tokenizer, vocab_size, model_type)
+        return cls(tokenizer, vocab_size, str(config.get("model_type", "")))
 
     async def encode(self, prompt: Prompt, name: str, max_tokens: int) -> tuple[int, ...]:
         """Token ids of ``prompt``, which errors call ``name``.
@@ -115,13 +114,18 @@ class TextCodec:
             )
 
     def _render(self, prompt: ChatPrompt) -> str:
-        template = self._tokenizer.chat_template
-        if prompt.tools and isinstance(template, str) and "tools" not in template:
+        tokenizer = self._tokenizer
+        if self._writes_own_chat:
+            return encode_chat(prompt, tokenizer.bos_token or "", tokenizer.eos_token or "")
+        if prompt.tools and not self._takes_tools:
             raise ApiError(400, "tools: the model's chat template takes none", param="tools")
+        messages = prompt.messages
+        if self.tool_markup is ToolMarkup.DEEPSEEK_V31:
+            messages = tuple(map(_with_written_arguments, messages))
         try:
             return str(
-                self._tokenizer.apply_chat_template(
-                    list(prompt.messages),
+                tokenizer.apply_chat_template(
+                    list(messages),
                     tools=list(prompt.tools) or None,
                     tokenize=False,
                     add_generation_prompt=not prompt.continue_final_message,
@@ -133,3 +137,25 @@ class TextCodec:
             raise ApiError(
                 400, f"messages: the model's chat template refuses them: {error}", param="messages"
             ) from error
+
+
+def _template_text(tokenizer: Any) -> str | None:
+    """All that a checkpoint's templates say; some have one for each use."""
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else template
+
+
+def _with_written_arguments(message: dict[str, object]) -> dict[str, object]:
+    """The arguments of its calls as JSON text, which DeepSeek-V3.1's template puts between marks as it is."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    written = [
+        call | {"function": call["function"] | {"arguments": _json(call["function"]["arguments"])}}
+        for call in calls
+    ]
+    return message | {"tool_calls": written}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TypeVar
@@ -30,7 +30,14 @@ T = TypeVar("T")
 
 MAX_ERROR_BODY_BYTES = 1 << 20
 
-_PASSED_HEADERS = ("x-request-id", "x-correlation-id", "traceparent", "tracestate")
+RawHeaders = list[tuple[bytes, bytes]]
+
+_HEADERS_TO_NODE = (
+    (b"content-type", b"application/json"),
+    (b"accept", b"*/*"),
+    (b"accept-encoding", b"identity"),
+)
+_PASSED_HEADERS = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate")
 _HOP_BY_HOP_HEADERS = frozenset(
     (
         "connection",
@@ -55,7 +62,7 @@ class Answer:
     """The decode node's answer from its first byte on. ``chunks`` raises NodeFailed when it breaks off."""
 
     status: int
-    headers: list[tuple[bytes, bytes]]
+    headers: RawHeaders
     chunks: AsyncIterator[bytes]
 
     @property
@@ -86,7 +93,7 @@ class Relay:
         self._client = client
         self._on_retry = on_retry
         self._max_retries = max_retries
-        self._passed_headers = (*_PASSED_HEADERS, *(("authorization",) if passes_authorization else ()))
+        self._passed_headers = (*_PASSED_HEADERS, *((b"authorization",) if passes_authorization else ()))
 
     async def open(
         self, endpoint: Endpoint, body: RequestBody, client_headers: httpx.Headers, stack: AsyncExitStack
@@ -142,7 +149,7 @@ class _Exchange:
         self.blamed: dict[RouterError, Node] = {}
         """Errors that say that a node failed with this request, and another one may not."""
 
-    async def start(self, endpoint: Endpoint, content: bytes, headers: dict[str, str]) -> Answer:
+    async def start(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> Answer:
         """The decode node's answer, as soon as its first bytes are here. Raises RouterError."""
         self._prefill = asyncio.create_task(self._run_prefill(endpoint, content, headers))
         self._decode = asyncio.create_task(self._open_decode(endpoint, content, headers))
@@ -159,7 +166,7 @@ class _Exchange:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._decode_stack.aclose()
 
-    async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: dict[str, str]) -> None:
+    async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> None:
         """Send the prefill leg and read its answer to the end. Raises RouterError unless it is a success."""
         try:
             await self._deliver(endpoint, content, headers)
@@ -170,7 +177,7 @@ class _Exchange:
                 self.blamed[error] = self._pair.prefill
             raise
 
-    async def _deliver(self, endpoint: Endpoint, content: bytes, headers: dict[str, str]) -> None:
+    async def _deliver(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> None:
         node = self._pair.prefill
         async with AsyncExitStack() as stack:
             stack.enter_context(self._pool.working(node))
@@ -180,7 +187,7 @@ class _Exchange:
             async for _ in self._raw_chunks(node, response):
                 pass  # the room is delivered when the body ends
 
-    async def _open_decode(self, endpoint: Endpoint, content: bytes, to_node: dict[str, str]) -> Answer:
+    async def _open_decode(self, endpoint: Endpoint, content: bytes, to_node: RawHeaders) -> Answer:
         """Send the decode leg and wait for the first bytes of its body; ``_decode_stack`` keeps it open."""
         node = self._pair.decode
         self._decode_stack.enter_context(self._pool.working(node))
@@ -199,7 +206,7 @@ class _Exchange:
         return Answer(response.status_code, headers, _prepend(first_chunk, chunks))
 
     async def _send(
-        self, node: Node, endpoint: Endpoint, content: bytes, headers: dict[str, str], stack: AsyncExitStack
+        self, node: Node, endpoint: Endpoint, content: bytes, headers: RawHeaders, stack: AsyncExitStack
     ) -> httpx.Response:
         request = self._client.build_request("POST", node.url + endpoint, content=content, headers=headers)
         try:
@@ -253,12 +260,13 @@ async def _prepend(first_chunk: bytes, chunks: AsyncIterator[bytes]) -> AsyncIte
         yield chunk
 
 
-def _headers_to_node(client_headers: httpx.Headers, names: Sequence[str]) -> dict[str, str]:
-    passed = {name: client_headers[name] for name in names if name in client_headers}
-    return {"content-type": "application/json", "accept": "*/*", "accept-encoding": "identity", **passed}
+def _headers_to_node(client_headers: httpx.Headers, names: Collection[bytes]) -> RawHeaders:
+    """As bytes: what clients send need not be text in any encoding."""
+    passed = [(name.lower(), value) for name, value in client_headers.raw if name.lower() in names]
+    return [*_HEADERS_TO_NODE, *passed]
 
 
-def _headers_to_client(response: httpx.Response) -> list[tuple[bytes, bytes]]:
+def _headers_to_client(response: httpx.Response) -> RawHeaders:
     named_in_connection = {name.strip().lower() for name in response.headers.get("connection", "").split(",")}
     dropped = _HOP_BY_HOP_HEADERS | _OWN_HEADERS | named_in_connection
     raw_headers = ((name.lower(), value) for name, value in response.headers.raw)

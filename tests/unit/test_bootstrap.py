@@ -113,6 +113,9 @@ def test_a_recorded_request_gets_nothing_but_the_same_information(tmp_path: Path
         ]
         assert [answer.status_code for answer in answers] == [200, 200, 401, 401, 401]
         assert answers[0].content == answers[1].content
+        no_text = [(NONCE_HEADER.encode(), b"caf\xe9"), (CODE_HEADER.encode(), b"\xff\xfe")]
+        refused = CLIENT.get(url, headers=no_text)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "wrong_key")
 
     on_prefill_node(tmp_path, check, control_key_file=path)
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.chat_message import MARKUPS, Markup, MessageParser, Parts
+from decode_node import chat_message
+from decode_node.chat_message import MessageParser, Parts
+from decode_node.tool_markup import MARKUPS, Markup
+from decode_node.tool_schemas import ToolSchemas
+from protocol.chat_format import ToolMarkup
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
-GLM, DSML = MARKUPS["glm_moe_dsa"], MARKUPS["deepseek_v32"]
-SCHEMAS = {"weather": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+GLM, DSML, V31 = (MARKUPS[kind] for kind in (ToolMarkup.GLM, ToolMarkup.DSML, ToolMarkup.DEEPSEEK_V31))
+PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
+SCHEMAS = ToolSchemas([{"function": {"name": "weather", "parameters": {"properties": PROPERTIES}}}])
 
 GLM_CALL = (
     "<tool_call>weather<arg_key>city</arg_key><arg_value>42</arg_value>"
@@ -40,6 +47,19 @@ def dsml_call(parameters: str) -> str:
     return f"{text}</|DSML|function_calls>".replace("|", BAR)
 
 
+def parameter(name: str, value: str, is_string: str) -> str:
+    return f'<|DSML|parameter name="{name}" string="{is_string}">{value}</|DSML|parameter>\n'
+
+
+MARKED = f"</{BAR}DSML{BAR}invoke></{BAR}DSML{BAR}function_calls>"
+DSML_READ = [("weather", {"city": "杭州", "days": [1, 2]}), ("now", {})]
+V31_CALLS = (
+    '<|tool▁calls▁begin|><|tool▁call▁begin|>weather<|tool▁sep|>{"city": "杭州"}<|tool▁call▁end|>'
+    "<|tool▁call▁begin|>now<|tool▁sep|>{}<|tool▁call▁end|><|tool▁calls▁end|>"
+).replace("|", BAR)
+V31_ODD = (
+    "<|tool▁calls▁begin|><|tool▁call▁begin|>weather<|tool▁sep|>[1]<|tool▁call▁end|><|tool▁calls▁end|>"
+).replace("|", BAR)
 BROKEN_GLM = "f" + "<arg_key>" * 30_000
 BROKEN_DSML = '<|DSML|parameter name="a">'.replace("|", BAR) * 30_000
 """Calls that hurt whoever searches for the end of each beginning."""
@@ -104,7 +124,7 @@ def parse(
             f"Two:\n\n{DSML_CALLS}",
             DSML,
             False,
-            ("", "Two:\n\n", [("weather", {"city": "杭州", "days": [1, 2]}), ("now", {})]),
+            ("", "Two:", [("weather", {"city": "杭州", "days": [1, 2]}), ("now", {})]),
         ),
         (
             DSML_CALLS.replace(f"</{BAR}DSML{BAR}function_calls>", ""),
@@ -112,6 +132,29 @@ def parse(
             False,
             ("", "", [("weather", {"city": "杭州", "days": [1, 2]}), ("now", {})]),
         ),
+        (
+            dsml_call(
+                parameter("a", "1.0", "false") + parameter("b", " 1 ", "true") + parameter("c", "x", "false")
+            ),
+            DSML,
+            False,
+            ("", "", [("f", {"a": 1.0, "b": " 1 ", "c": "x"})]),
+        ),
+        (dsml_call(parameter("a", MARKED, "true")), DSML, False, ("", "", [("f", {"a": MARKED})])),
+        (dsml_call(parameter("a>b", "x", "true")), DSML, False, ("", "", [("f", {"a>b": "x"})])),
+        (
+            dsml_call(parameter("a", "1", "false") * 2),
+            DSML,
+            False,
+            ("", dsml_call(parameter("a", "1", "false") * 2), []),
+        ),
+        (f"\n\n\n{DSML_CALLS} \n", DSML, False, ("", "\n", DSML_READ)),
+        (f"hm</think>\n\n{DSML_CALLS}", DSML, True, ("hm", "", DSML_READ)),
+        (f"a\n\n<{BAR}DSML", DSML, False, ("", f"a\n\n<{BAR}DSML", [])),
+        (V31_CALLS, V31, False, ("", "", [("weather", {"city": "杭州"}), ("now", {})])),
+        (f"Two: {V31_CALLS}", V31, False, ("", "Two: ", [("weather", {"city": "杭州"}), ("now", {})])),
+        (V31_ODD, V31, False, ("", V31_ODD, [])),
+        (V31_CALLS, DSML, False, ("", V31_CALLS, [])),
         (
             ODD_CALLS + " and on",
             DSML,
@@ -146,13 +189,15 @@ TOKENS = [
     "tool",
     "now",
 ]
-DSML_TOKENS = [*DSML_CALLS.split("\n"), "</think>", "<", f"{BAR}DSML{BAR}", " ", "x"]
+V31_TOKENS = [*re.findall(rf"<{BAR}[^>]*>|[^<]+", V31_CALLS), "</think>", "<", " ", "x"]
+DSML_TOKENS = ["\n\n", *DSML_CALLS.split("\n"), "</think>", "<", f"{BAR}DSML{BAR}", " ", "x"]
 
 
 @given(
     st.one_of(
         st.tuples(st.just(GLM), st.lists(st.sampled_from(TOKENS), max_size=12)),
         st.tuples(st.just(DSML), st.lists(st.sampled_from(DSML_TOKENS), max_size=12)),
+        st.tuples(st.just(V31), st.lists(st.sampled_from(V31_TOKENS), max_size=12)),
     ),
     st.booleans(),
     st.data(),
@@ -171,14 +216,72 @@ def test_how_an_answer_is_cut_changes_nothing(
 def test_reasoning_stays_content_for_who_asks_for_that() -> None:
     text = "<think>hm</think>Yes."
     for in_reasoning in (False, True):
-        parser = MessageParser(in_reasoning=in_reasoning, separates_reasoning=False, markup=GLM, schemas={})
+        parser = MessageParser(
+            in_reasoning=in_reasoning, separates_reasoning=False, markup=GLM, schemas=SCHEMAS
+        )
         assert parser.feed(text, is_last=True) == Parts(content=text)
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_markup() -> None:
-    parser = MessageParser(in_reasoning=False, markup=GLM, schemas={})
+    parser = MessageParser(in_reasoning=False, markup=GLM, schemas=SCHEMAS)
     assert parser.feed("one <to").content == "one "
     assert parser.feed("ol_").content == ""
     assert parser.feed("x").content == "<tool_x"
     assert parser.feed("<tool_call>now").content == ""
     assert [call.name for call in parser.feed("</tool_call>").calls] == ["now"]
+
+
+# --- work -------------------------------------------------------------------------------------------
+
+
+def glm_calls(num_calls: int) -> str:
+    return "<tool_call>now</tool_call>" * num_calls
+
+
+@pytest.mark.parametrize("piece_chars", [1, 7, 1 << 20])
+@pytest.mark.parametrize(
+    ("text", "markup"),
+    [
+        pytest.param(" \n" * 20_000, GLM, id="white space that reasoning may follow"),
+        pytest.param("a < b </thin " * 4_000, GLM, id="content"),
+        pytest.param(glm_calls(2_000), GLM, id="many calls"),
+        pytest.param(glm_calls(1) + " x" * 20_000, GLM, id="content behind a call"),
+        pytest.param("<tool_call>" + "x<" * 20_000, GLM, id="a call without its end"),
+        pytest.param(f"<tool_call>{BROKEN_GLM[:9_000]}</tool_call>" * 5, GLM, id="broken calls"),
+        pytest.param("</tool_call>" * 4_000, GLM, id="ends without calls"),
+        pytest.param(dsml_call(parameter("a", "\n" * 40_000, "true")), DSML, id="a long value"),
+    ],
+)
+def test_each_character_is_searched_once(
+    text: str, markup: Markup, piece_chars: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted: what searching for markers goes over, what is read as a call, what is looked at as a start."""
+    num_searched = 0
+    search = chat_message._search
+
+    def counting_search(marks: tuple[str, ...], text: str, at: int) -> re.Match[str] | None:
+        nonlocal num_searched
+        found = search(marks, text, at)
+        num_searched += (len(text) if found is None else found.end()) - at
+        return found
+
+    def counting_read(text: str, schemas: ToolSchemas) -> tuple[str, str] | None:
+        nonlocal num_searched
+        num_searched += len(text)
+        return markup.read(text, schemas)
+
+    class CountingParser(MessageParser):
+        def _begin(self, text: str) -> int | None:
+            nonlocal num_searched
+            num_searched += len(text)
+            return super()._begin(text)
+
+    monkeypatch.setattr(chat_message, "_search", counting_search)
+    counted = replace(markup, read=counting_read)
+    parser = CountingParser(in_reasoning=False, markup=counted, schemas=SCHEMAS)
+    pieces = [text[at : at + piece_chars] for at in range(0, len(text), piece_chars)]
+    for piece in pieces:
+        parser.feed(piece)
+    parser.feed("", is_last=True)
+    longest = max(map(len, (*markup.openings, markup.call_end, markup.closing, *(markup.value or ()))))
+    assert num_searched <= 3 * len(text) + longest * (len(pieces) + 1)

@@ -13,7 +13,7 @@ import pytest
 
 from protocol.engine_messages import FinishReason, FromEngine, Generate, Tokens
 from protocol.text_codec import TextCodec
-from tests.unit import test_front
+from tests.unit import scripted_engine, test_front
 from tests.unit.scripted_engine import Script
 from tests.unit.test_front import ROOM, Node, serving
 from tests.unit.tiny_tokenizer import make_tokenizer
@@ -176,3 +176,73 @@ def test_tools_that_the_template_does_not_show_are_refused(
 
     said, _ = ask("x", refused)
     assert "tools: the model's chat template takes none" in said
+
+
+# --- DeepSeek-V3.2, which has no template -----------------------------------------------------------
+
+DSML_CALL = (
+    "\n\n<|DSML|function_calls>\n"
+    '<|DSML|invoke name="weather">\n'
+    '<|DSML|parameter name="city" string="true">7</|DSML|parameter>\n'
+    '<|DSML|parameter name="days" string="false">3</|DSML|parameter>\n'
+    "</|DSML|invoke>\n"
+    "</|DSML|function_calls>"
+).replace("|", "\N{FULLWIDTH VERTICAL LINE}")
+
+
+@pytest.fixture
+def ask_deepseek(ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    monkeypatch.setattr(test_front, "CODEC", TextCodec(tokenizer, len(tokenizer), "deepseek_v32"))
+    for limit in ("CONTEXT_LENGTH", "POOL_HISPARSE", "POOL_DENSE"):
+        monkeypatch.setattr(scripted_engine, limit, 4096)
+    return ask
+
+
+def test_deepseek_calls_tools_without_a_template(ask_deepseek: Callable[..., Any]) -> None:
+    thinking = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+    choice, prompt = ask_deepseek(
+        f"Where?</think>I look.{DSML_CALL}", lambda client: whole(client, **thinking)
+    )
+    assert '<functions>\n{"name": "weather"' in prompt
+    assert prompt.endswith("<think>")
+    assert choice.finish_reason == "tool_calls"
+    assert (choice.message.reasoning_content, choice.message.content) == ("Where?", "I look.")
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "7", "days": 3})
+    # What was answered goes back as it is, and the model reads what it wrote.
+    answer = choice.message.model_dump(exclude_none=True)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    _, prompt = ask_deepseek(
+        "Rain.", lambda client: whole(client, messages=[*MESSAGES, answer, result], **thinking)
+    )
+    assert f"<think>Where?</think>I look.{DSML_CALL}" in prompt
+    assert prompt.endswith("<function_results>\n<result>rain</result>\n</function_results>\n\n<think>")
+
+
+def test_a_deepseek_stream_shows_calls_of_a_developers_own_tools(ask_deepseek: Callable[..., Any]) -> None:
+    messages = [{"role": "developer", "content": "hi", "tools": TOOLS}]
+    options = {"tools": openai.NOT_GIVEN, "messages": messages}
+    choices, prompt = ask_deepseek(f"Look:{DSML_CALL}", lambda client: streamed(client, **options))
+    assert '<functions>\n{"name": "weather"' in prompt
+    assert "".join(choice.delta.content or "" for choice in choices) == "Look:"
+    (call,) = (call for choice in choices for call in choice.delta.tool_calls or ())
+    assert json.loads(call.function.arguments) == {"city": "7", "days": 3}
+    choice, prompt = ask_deepseek(DSML_CALL, lambda client: whole(client, tool_choice="none", **options))
+    assert "<functions>" not in prompt
+    assert choice.message.content == DSML_CALL
+    assert choice.message.tool_calls is None
+
+
+def test_a_format_for_the_answer_is_refused_in_messages_too(ask_deepseek: Callable[..., Any]) -> None:
+    message = {"role": "system", "content": "hi", "response_format": {"type": "json_object"}}
+
+    async def refused(client: openai.AsyncOpenAI) -> str:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await whole(client, messages=[message])
+        await whole(client)
+        return str(caught.value)
+
+    said, _ = ask_deepseek("x", refused)
+    assert "messages[0].response_format" in said

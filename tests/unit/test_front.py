@@ -47,6 +47,7 @@ from protocol.engine_messages import (
 from protocol.front import Listener
 from protocol.http_app import Answer, Front, Work, create_app
 from protocol.metrics import FrontMetrics
+from protocol.sampling_defaults import SamplingDefaults
 from protocol.settings import DecodeSettings, NodeSettings, PrefillSettings
 from protocol.text_codec import TextCodec
 from tests.unit.scripted_engine import Script, ScriptedEngine, deliver, ready, say, stats
@@ -107,6 +108,7 @@ async def serving(
         holds_output=role == "decode",
         api_keys=load_api_keys(settings.api_key_file),
         control_keys=load_control_keys(settings.control_key_file),
+        sampling_defaults=SamplingDefaults.of(settings),
     )
     engine = ScriptedEngine(ipc_path, script, is_ready=is_ready)
     listeners = [Listener("127.0.0.1", 0), Listener("127.0.0.1", 0)]
@@ -591,6 +593,29 @@ def test_without_a_key_only_probes_and_metrics_are_answered(
 
     script = deliver if role == "prefill" else say("hello")
     on_node(script, check, role=role, api_key_file=path)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_headers_that_are_no_text_do_no_harm(role: str, on_node: OnNode, tmp_path: Path) -> None:
+    names = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"origin", b"content-type")
+    key = "k" * 32
+    (tmp_path / "keys").write_text(key)
+
+    async def check(node: Node) -> None:
+        for value in (b"caf\xe9", b"\xff\xfe", b"a\x01b"):
+            given = [(name, value) for name in names]
+            keyed = [*given, (b"authorization", b"Bearer " + key.encode())]
+            body = json.dumps(BODY).encode()
+            response = await node.client.post("/v1/completions", content=body, headers=keyed)
+            assert response.status_code == 200
+            response.json()
+            wrong = [*given, (b"authorization", b"Bearer " + value)]
+            response = await node.client.post("/v1/completions", content=body, headers=wrong)
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+            response = await node.client.get("/nowhere", headers=keyed)
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+
+    on_node(deliver if role == "prefill" else say("hello"), check, role=role, api_key_file=tmp_path / "keys")
 
 
 # --- failures ----------------------------------------------------------------------------------------

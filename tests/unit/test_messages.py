@@ -34,6 +34,7 @@ GEOMETRY = Geometry(
     index_item_bytes=128,
     index_topk=64,
     page_size=64,
+    sampling_defaults="top_p 0.9",
 )
 BOOTSTRAP = Bootstrap(
     room=2**63 - 1,
@@ -49,8 +50,9 @@ TO_PREFILL = [
         Register(1, "node", "10.0.0.2:15001", GEOMETRY, (Region(RegionKind.KV_HOST, 4096, 768, 1),), "rdma"),
         "9701"
         "01a46e6f6465ae31302e302e302e323a3135303031"
-        "98a26670a7666c6f6174333204"
+        "99a26670a7666c6f6174333204"
         "03ccc0cc804040"
+        "a9746f705f7020302e39"
         "9194a76b765f686f7374cd1000cd030001"
         "a472646d61",
     ),
@@ -59,7 +61,10 @@ TO_PREFILL = [
     (AbortRoom(3, "gone"), "930403a4676f6e65"),
 ]
 TO_DECODE = [
-    (Registered(1, "inst", GEOMETRY), "940101a4696e737498a26670a7666c6f617433320403ccc0cc804040"),
+    (
+        Registered(1, "inst", GEOMETRY),
+        "940101a4696e737499a26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e39",
+    ),
     (Refused("no", True), "9302a26e6fc3"),
     (HeartbeatAck(9, "inst"), "930309a4696e7374"),
     (RoomDone(3, 4096, 64, 0.5, True), "960403cd100040cb3fe0000000000000c3"),

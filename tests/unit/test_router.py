@@ -352,6 +352,32 @@ async def test_headers_that_matter_are_passed_and_no_others() -> None:
             assert "x-other" not in headers
 
 
+NO_TEXT = [b"caf\xe9", "ca\N{LATIN SMALL LETTER E WITH ACUTE}".encode(), b"\xff\xfe", b"a\x01b", b""]
+
+
+@pytest.mark.parametrize("value", NO_TEXT)
+async def test_headers_that_are_no_text_are_passed_as_they_are(value: bytes) -> None:
+    names = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"authorization")
+    given = [(name, value) for name in (*names, b"origin", b"user-agent")]
+    async with cluster(decode=says(b"{}"), cors_allow_origins=("https://chat.example.com",)) as pair:
+        assert (await pair.client.post("/generate", json={}, headers=given)).status_code == 200
+        for node in (*pair.prefill, *pair.decode):
+            (request,) = node.requests
+            passed = dict(request[1].raw)
+            assert {name: passed[name] for name in names} == dict.fromkeys(names, value)
+        unknown = await pair.client.post("/nowhere", json={}, headers=given)
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_a_key_that_is_no_text_is_refused_as_any_wrong_one(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("x" * 32)
+    async with cluster(decode=says(b"{}"), api_key_file=tmp_path / "keys") as pair:
+        for value in filter(None, NO_TEXT):
+            given = [(b"authorization", b"Bearer " + value)]
+            response = await pair.client.post("/generate", json={}, headers=given)
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
 # --- answers -----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,48 @@
+# ruff: noqa: RUF001 -- the marks of the models are written with wide bars
+"""How a checkpoint writes chats: by its template or as DeepSeek-V3.2's authors do, and with which tool calls.
+
+The template decides, not the family: DeepSeek-V3.2-Exp has DeepSeek-V3.2's ``model_type``, and a template
+that writes calls as DeepSeek-V3.1 does; DeepSeek-V3.2 itself is published without one.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+DSML = "｜DSML｜"
+"""Begins the marks of DeepSeek-V3.2's calls."""
+
+THINK, END_OF_THINK = "<think>", "</think>"
+
+
+class ToolMarkup(StrEnum):
+    """The ways of writing tool calls that are known here."""
+
+    GLM = "glm"
+    DSML = "dsml"
+    DEEPSEEK_V31 = "deepseek_v31"
+
+
+class V31:
+    """The marks of DeepSeek-V3.1's calls, which DeepSeek-V3.2-Exp writes too."""
+
+    CALLS, END_OF_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    CALL, END_OF_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    SEPARATOR = "<｜tool▁sep｜>"
+
+
+_MARKS = {ToolMarkup.DSML: DSML, ToolMarkup.DEEPSEEK_V31: V31.SEPARATOR, ToolMarkup.GLM: "<arg_key>"}
+_OF_FAMILY = {"glm_moe_dsa": ToolMarkup.GLM, "deepseek_v32": ToolMarkup.DSML}
+
+
+def tool_markup(template: str | None, model_type: str) -> ToolMarkup | None:
+    """What the template's earlier calls look like; of one that shows none, what the family has."""
+    for markup, mark in _MARKS.items():
+        if template is not None and mark in template:
+            return markup
+    return _OF_FAMILY.get(model_type)
+
+
+def writes_own_chat(template: str | None, model_type: str) -> bool:
+    """Whether chats are written by ``deepseek_chat`` for want of a template."""
+    return template is None and model_type == "deepseek_v32"
