@@ -3,7 +3,7 @@
 A connection costs descriptors, and a client that says nothing keeps them for as long as it likes. So whoever
 makes the server wait has a time limit: for the head of a request, for a body that does not come on, for an
 answer that is not read. And a server has no more connections than its descriptors allow for. One more takes
-the place of one that makes the server wait: of the address that has most of these, the one that waits longest.
+the place of one that makes the server wait: of the address that has most of these, the one that began first.
 So silent connections cost their owner's own, never those of others. When all of them have a request that is
 being answered, the new one's is answered with a 503.
 """
@@ -26,7 +26,7 @@ from protocol.http_errors import ApiError
 log = logging.getLogger(__name__)
 
 HEAD_SECS = 10.0
-"""For the whole head of a request, from the connection on, or from its first byte where requests came before."""
+"""For the head of a request: from the connection on, or from its first byte where requests came before."""
 BODY_WINDOW_SECS = 10.0
 BODY_WINDOW_BYTES = 16 << 10
 """What must have come of a body in each window, unless it is complete: 1.6 kB/s."""

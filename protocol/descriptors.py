@@ -1,4 +1,4 @@
-"""File descriptors of a process that serves: how many it may have, and how many connections they allow for."""
+"""Descriptors of a process that serves: how many it may have, and how many connections they allow for."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Listener:
         num_descriptors_each: int = 1,
         num_servers: int = 1,
     ) -> HttpServer:
-        """``num_descriptors_each``: what a request takes; ``num_servers``: of this process, this one included."""
+        """``num_descriptors_each``: of a request; ``num_servers``: of this process, this one included."""
         limit = descriptors.limit()
         connections = Connections(descriptors.max_connections(limit, num_descriptors_each, num_servers))
         log.info("port %d: at most %d connections (%d descriptors)", self.port, connections.limit, limit)

@@ -206,7 +206,7 @@ class _Router:
         try:
             answer = await self._client.get(f"{url}/v1/models", timeout=HEALTH_TIMEOUT_SECS)
             listing = _MODELS_DECODER.decode(answer.content)
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+        except (httpx.HTTPError, OSError, msgspec.MsgspecError) as error:
             log.warning("%s/v1/models: %s", url, error or type(error).__name__)
             return None
         models = listing.get("data")
