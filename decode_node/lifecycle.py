@@ -32,6 +32,7 @@ from protocol.engine_messages import (
     TokenLogprob,
     Tokens,
 )
+from protocol.http_errors import PREFILL_NODE_FAILED
 from protocol.messages import (
     MAX_TEXT_CHARS,
     AbortRoom,
@@ -125,7 +126,7 @@ class Lifecycle:
             case PeerRefused():
                 for request in self.rooms.of_peer(event.address):
                     if request.state in (RequestState.CONNECTING, RequestState.WAITING):
-                        self.fail(request, 502, event.error, Landing.QUIET, now)
+                        self.fail(request, 502, event.error, Landing.QUIET, now, PREFILL_NODE_FAILED)
             case PeerLost():
                 self._peer_lost(event, now)
             case InstanceGone():
@@ -151,10 +152,10 @@ class Lifecycle:
                 case RequestState.LANDING:
                     if request.instance_id == event.instance_id:
                         self.metrics.add("kv_transfer_failures_total")
-                        self.fail(request, 502, event.error, Landing.IN_FLIGHT, now)
+                        self.fail(request, 502, event.error, Landing.IN_FLIGHT, now, PREFILL_NODE_FAILED)
                 case RequestState.CONNECTING | RequestState.WAITING:
                     if request.arrived_at <= event.last_heard_at:
-                        self.fail(request, 502, event.error, Landing.QUIET, now)
+                        self.fail(request, 502, event.error, Landing.QUIET, now, PREFILL_NODE_FAILED)
                 case RequestState.RUNNING | RequestState.RETRACTED | RequestState.ENDED:
                     pass
                 case _:
@@ -177,7 +178,8 @@ class Lifecycle:
                     self._landed(request, message, now)
                 case RoomFailed():
                     self.metrics.add("kv_transfer_failures_total")
-                    self.fail(request, message.status, message.error, _landing(message), now)
+                    code = PREFILL_NODE_FAILED if message.status in (502, 503) else ""
+                    self.fail(request, message.status, message.error, _landing(message), now, code)
                 case RoomQuiet():
                     self.metrics.drop("late")
                 case _:
@@ -252,11 +254,12 @@ class Lifecycle:
         """End what has taken too long, and free what has been quarantined for long enough."""
         self.rooms.expire(now)
         for request in self.rooms.expired(now):
-            secs = self.room_timeout_secs
+            secs, code = self.room_timeout_secs, ""
             match request.state:
                 case RequestState.CONNECTING:
                     status, error = 503, f"no contact with prefill node {request.peer}: "
                     error += self.peers.last_error(request.peer)
+                    code = PREFILL_NODE_FAILED
                 case RequestState.WAITING:
                     status, error = 503, f"the pools had no room for this request within {secs:g} s"
                 case RequestState.LANDING:
@@ -269,7 +272,7 @@ class Lifecycle:
                 case _:
                     assert_never(request.state)
             self._tell_peer(request, error)
-            self.fail(request, status, error, Landing.IN_FLIGHT, now)
+            self.fail(request, status, error, Landing.IN_FLIGHT, now, code)
 
     # --- from the scheduler -----------------------------------------------------------------------
 
@@ -295,7 +298,7 @@ class Lifecycle:
         self.metrics.add("requests_total", mode=admission.mode)
         if not self.peers.send(request.peer, _bootstrap(request)):
             error = f"prefill node {request.peer} takes no messages; try again"
-            self.fail(request, 503, error, Landing.QUIET, now)
+            self.fail(request, 503, error, Landing.QUIET, now, PREFILL_NODE_FAILED)
 
     def _fill_row(self, request: Request, now: float) -> None:
         self._on_device(self.hot_buffers.start, request, "started", now)
@@ -357,14 +360,16 @@ class Lifecycle:
         request.unsent_token_ids.clear()
         request.unsent_logprobs.clear()
 
-    def fail(self, request: Request, status: int, error: str, landing: Landing, now: float) -> None:
-        """End the request with an error for its client."""
+    def fail(
+        self, request: Request, status: int, error: str, landing: Landing, now: float, code: str = ""
+    ) -> None:
+        """End the request with an error for its client; ``code``: see ``RequestFailed``."""
         log.warning("room %d (%s) failed with %d: %s", request.room, request.state, status, error)
         self.metrics.add("failed_requests_total")
         if request.unsent_token_ids:
             self._send_tokens(request, None, None)
         self._end(request, landing, now)
-        self.send(RequestFailed(request.request_id, status, error))
+        self.send(RequestFailed(request.request_id, status, error, code))
 
     def _end(self, request: Request, landing: Landing, now: float) -> None:
         if request.state is RequestState.RUNNING:

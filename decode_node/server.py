@@ -108,7 +108,7 @@ async def _next_tokens(
             case Tokens():
                 return output, event
             case RequestFailed():
-                raise RequestFailedError(event.status, event.error)
+                raise RequestFailedError(event.status, event.error, code=event.code or None)
             case PrefillFinished():
                 raise RequestFailedError(500, "the decode engine reported a prefill")
             case _:

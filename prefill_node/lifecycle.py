@@ -23,6 +23,7 @@ from prefill_node.quarantine import SourceQuarantine
 from prefill_node.rooms import EndedRoom, RoomRecord, RoomState, RoomTable
 from prefill_node.scheduler import Running, StepLimits, Waiting, why_never
 from protocol.engine_messages import FromEngine, Generate, PrefillFinished, RequestFailed
+from protocol.http_errors import DECODE_NODE_FAILED
 from protocol.messages import AbortRoom, Bootstrap, Room, RoomDone, RoomFailed, RoomQuiet, ToDecode
 from transfer.sender import Completion, Ready
 
@@ -332,8 +333,11 @@ class Lifecycle:
         *,
         tell_front: bool = True,
         tell_peer: bool = True,
+        code: str = "",
     ) -> None:
         """End a room early and say so to both sides. With writes in flight it drains, then the peer hears.
+
+        ``code``: see ``RequestFailed``.
 
         A room that drains already was reported before: nothing happens.
         """
@@ -345,7 +349,7 @@ class Lifecycle:
         is_quiet = record.num_writes_pending == 0
         if record.request is not None and tell_front:
             self.counters["failed_requests_total"] += 1
-            self._tell_front(RequestFailed(record.request.request_id, status, error))
+            self._tell_front(RequestFailed(record.request.request_id, status, error, code))
         if record.peer is not None and tell_peer:
             self._tell_peer(
                 record.peer, _room_failed(record.room, status, error, is_quiet, record.batch_failed)
@@ -383,7 +387,7 @@ class Lifecycle:
             return
         self.counters["aborted_requests_total"] += 1
         error = f"room {room}: decode node {peer.node_id} gave it up: {message.reason}"
-        self.fail(record, 503, error, now_secs, tell_peer=False)
+        self.fail(record, 503, error, now_secs, tell_peer=False, code=DECODE_NODE_FAILED)
         if not record.is_draining:
             self._tell_peer(peer, RoomQuiet(room, record.batch_failed))
 
@@ -393,7 +397,8 @@ class Lifecycle:
     def fail_rooms_of(self, peer: Peer, error: str, now_secs: float) -> None:
         """A decode node is lost: its rooms end, and what is in flight to it drains."""
         for record in [record for record in self.rooms if record.peer is peer]:
-            self.fail(record, 502, f"room {record.room}: decode node {peer.node_id} {error}", now_secs)
+            reason = f"room {record.room}: decode node {peer.node_id} {error}"
+            self.fail(record, 502, reason, now_secs, code=DECODE_NODE_FAILED)
 
     def fail_overdue(self, rooms: Sequence[Room], timeout_secs: float, now_secs: float) -> None:
         """Writes of these rooms are in flight past the transfer timeout."""

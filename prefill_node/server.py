@@ -109,7 +109,7 @@ async def _prefill(front: Front, work: Work) -> Answer:
                 case PrefillFinished():
                     finished[event.request_id] = event
                 case RequestFailed():
-                    raise RequestFailedError(event.status, event.error)
+                    raise RequestFailedError(event.status, event.error, code=event.code or None)
                 case Tokens():  # only decode engines send them
                     raise RequestFailedError(500, "the prefill engine sent tokens")
                 case _:

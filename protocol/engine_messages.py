@@ -175,11 +175,15 @@ class PrefillFinished(Struct, frozen=True, tag="prefill_finished"):
 
 
 class RequestFailed(Struct, frozen=True, tag="request_failed"):
-    """The request ended in an error with this HTTP ``status``; no further message follows."""
+    """The request ended in an error with this HTTP ``status``; no further message follows.
+
+    ``code``: which node failed, one of those of ``http_errors``; empty when the status says all.
+    """
 
     request_id: str
     status: int
     error: str
+    code: str = ""
 
 
 class EngineStats(Struct, frozen=True, tag="stats"):

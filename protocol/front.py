@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from protocol.access import KeyFileError
 from protocol.api_keys import load_api_keys
 from protocol.channels import load_control_keys
+from protocol.descriptors import raise_limit
 from protocol.detokenizer import TokenizerUnsupported
 from protocol.engine_link import EngineLink
 from protocol.http_app import Front
@@ -97,6 +98,7 @@ def run_front(
     ``holds_output``: the node's pools hold what is generated as well, not only prompts.
     """
     setup_logging(settings.log_level, role)
+    raise_limit()
     try:
         if not settings.model_path.is_dir():
             raise CheckpointError(f"model_path {settings.model_path}: no such directory")
@@ -157,7 +159,10 @@ async def serve(
         loop.add_signal_handler(number, signals.put_nowait, number.name)
     loop.add_reader(engine.sentinel, _note_exit, loop, engine.sentinel, engine_exited)
     link.start()
-    servers = [listener.server(app) for listener, app in zip(listeners, apps, strict=True)]
+    servers = [
+        listener.server(app, num_servers=len(listeners))
+        for listener, app in zip(listeners, apps, strict=True)
+    ]
     running = [
         asyncio.create_task(server.serve(sockets=[listener.socket]))
         for server, listener in zip(servers, listeners, strict=True)

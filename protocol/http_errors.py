@@ -15,6 +15,14 @@ from http import HTTPStatus
 
 import msgspec
 
+PREFILL_NODE_FAILED = "prefill_node_failed"
+DECODE_NODE_FAILED = "decode_node_failed"
+"""Codes of an error that is about the other node, or about the one that answers when it is of that kind.
+
+Another node of the named kind may do better. Without one of them a 502 or 503 is about the node that answers,
+except a decode node's 502, which is about the transfer to it.
+"""
+
 _MAX_SHOWN_CHARS = 80
 
 

@@ -7,6 +7,7 @@ Exception tree::
         +-- NodeUnreachable     no connection to a node: the request goes to another pair
         +-- NodeFailed          a node broke off, timed out or answered nonsense
         +-- NodeRefused         a node answered with an HTTP error
+        +-- LocalFault          this machine could not even try; nothing is known of the node
 """
 
 from __future__ import annotations
@@ -36,20 +37,32 @@ class NodeFailed(RouterError):
     """A node closed the connection early, fell silent, or answered with something that is no HTTP answer."""
 
 
+class LocalFault(RouterError):
+    """This machine lacks what a connection takes: descriptors, ports, memory."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(503, f"{fault}; send the request again later")
+
+
 class NodeRefused(RouterError):
     """A node answered with an error status; what it said is passed on as it is when it has OpenAI's shape."""
 
     def __init__(self, status: int, message: str, node_body: bytes) -> None:
         super().__init__(status, message)
         self._node_body = node_body
+        error = _openai_error(node_body)
+        self._is_openai_error = error is not None
+        self.node_code = error.get("code") if error else None
+        """What the node calls its error."""
 
     def body(self) -> bytes:
-        return self._node_body if _is_openai_error(self._node_body) else super().body()
+        return self._node_body if self._is_openai_error else super().body()
 
 
-def _is_openai_error(body: bytes) -> bool:
+def _openai_error(body: bytes) -> dict[str, object] | None:
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return False
-    return isinstance(decoded, dict) and isinstance(decoded.get("error"), dict)
+        return None
+    error = decoded.get("error") if isinstance(decoded, dict) else None
+    return error if isinstance(error, dict) else None

@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from protocol.decoding import TypedDecoder
+from router.local_faults import local_fault
 from router.nodes import Node, NodePool
 
 log = logging.getLogger(__name__)
@@ -73,8 +74,11 @@ class HealthWatch:
             if self._num_timeouts[node] >= TIMEOUTS_BEFORE_UNHEALTHY or not node.healthy:
                 self._pool.mark_unhealthy(node, f"no answer to /health in {self._timeout_secs:g} s")
             return
-        except httpx.HTTPError as error:
-            self._pool.mark_unhealthy(node, f"/health: {error or type(error).__name__}")
+        except (httpx.HTTPError, OSError) as error:
+            if (fault := local_fault(error)) is not None:
+                log.warning("%s was not asked for its health: %s", node.name, fault)
+            else:
+                self._pool.mark_unhealthy(node, f"/health: {error or type(error).__name__}")
             return
         self._num_timeouts[node] = 0
         if not answer.is_success:
@@ -89,7 +93,7 @@ class HealthWatch:
         try:
             answer = await self._client.get(f"{node.url}/get_load", timeout=self._timeout_secs)
             load = _LOAD_DECODER.decode(answer.content)
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+        except (httpx.HTTPError, OSError, msgspec.MsgspecError) as error:
             log.debug("%s told no load: %s", node.name, error)
             return
         ranks = load if isinstance(load, list) else [load]

@@ -20,8 +20,10 @@ from typing import TypeVar
 
 import httpx
 
+from protocol.http_errors import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
 from router.body import Endpoint, RequestBody
-from router.errors import NodeFailed, NodeRefused, NodeUnreachable, RouterError
+from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
+from router.local_faults import local_fault
 from router.nodes import Node, NodePool, Pair
 
 log = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_ERROR_BODY_BYTES = 1 << 20
+DECODE_SAYS_WHY_SECS = 1.0
+"""For a decode node's own answer, once the prefill node has said that it gave the room up."""
 
 RawHeaders = list[tuple[bytes, bytes]]
 
@@ -173,9 +177,17 @@ class _Exchange:
         except NodeUnreachable:
             raise
         except RouterError as error:
-            if error.status in _PREFILL_FAILED:
+            if isinstance(error, NodeRefused) and error.node_code == DECODE_NODE_FAILED:
+                await self._wait_for_decode()
+                self.blamed[error] = self._pair.decode
+            elif error.status in _PREFILL_FAILED:
                 self.blamed[error] = self._pair.prefill
             raise
+
+    async def _wait_for_decode(self) -> None:
+        """A decode node that gave the room up tells both sides, and says best itself why."""
+        if self._decode is not None:
+            await asyncio.wait((self._decode,), timeout=DECODE_SAYS_WHY_SECS)
 
     async def _deliver(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> None:
         node = self._pair.prefill
@@ -194,7 +206,7 @@ class _Exchange:
         response = await self._send(node, endpoint, content, to_node, self._decode_stack)
         if not response.is_success:
             refusal = await self._refusal(node, response)
-            if isinstance(refusal, NodeRefused) and refusal.status == _BAD_GATEWAY:  # the transfer to it
+            if isinstance(refusal, NodeRefused) and _is_about_prefill(refusal):
                 self.blamed[refusal] = self._pair.prefill
             elif isinstance(refusal, NodeRefused) and refusal.status == _UNAVAILABLE:
                 self.blamed[refusal] = node  # not ready yet, or no longer
@@ -242,15 +254,23 @@ class _Exchange:
         """The boundary where httpx's errors become ours, with the node's name."""
         try:
             return await call()
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        except (httpx.HTTPError, OSError) as error:
+            raise self._error_of(node, error) from error
+
+    def _error_of(self, node: Node, error: httpx.HTTPError | OSError) -> RouterError:
+        if (fault := local_fault(error)) is not None:
+            return LocalFault(fault)
+        if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
             what = "timed out" if isinstance(error, httpx.ConnectTimeout) else str(error)
-            raise NodeUnreachable(502, f"{node.name} cannot be reached: {what}") from error
-        except httpx.TimeoutException as error:
-            silence_secs = self._client.timeout.read
-            raise NodeFailed(504, f"{node.name} did not answer within {silence_secs:g} s") from error
-        except httpx.HTTPError as error:
-            what = str(error) or type(error).__name__
-            raise NodeFailed(502, f"{node.name} broke off its answer: {what}") from error
+            return NodeUnreachable(502, f"{node.name} cannot be reached: {what}")
+        if isinstance(error, httpx.TimeoutException):
+            return NodeFailed(504, f"{node.name} did not answer within {self._client.timeout.read:g} s")
+        return NodeFailed(502, f"{node.name} broke off its answer: {str(error) or type(error).__name__}")
+
+
+def _is_about_prefill(refusal: NodeRefused) -> bool:
+    """Of a decode node's refusal; its 502 is about the transfer to it."""
+    return refusal.node_code == PREFILL_NODE_FAILED or refusal.status == _BAD_GATEWAY
 
 
 async def _prepend(first_chunk: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from protocol import descriptors
 from protocol.access import KeyFileError
 from protocol.api_keys import ApiKeys, RequireKey, load_api_keys
 from protocol.decoding import TypedDecoder
@@ -88,6 +89,7 @@ def _cors(origins: Sequence[str]) -> Middleware:
 def run(settings: RouterSettings) -> int:
     """Serve until SIGTERM or SIGINT; the process exit status."""
     setup_logging(settings.log_level, "router")
+    descriptors.raise_limit()
     drain = Drain()
     try:
         app = create_app(settings, drain)
@@ -101,7 +103,7 @@ def run(settings: RouterSettings) -> int:
         return 1
     if settings.exposure is not None:
         log.warning("%s", settings.exposure)
-    server = listener.server(app, lifespan="on")
+    server = listener.server(app, lifespan="on", num_descriptors_each=descriptors.OF_ROUTER)
     try:
         asyncio.run(_serve(server, listener, drain, settings.drain_timeout_secs))
     except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
@@ -206,7 +208,7 @@ class _Router:
         try:
             answer = await self._client.get(f"{url}/v1/models", timeout=HEALTH_TIMEOUT_SECS)
             listing = _MODELS_DECODER.decode(answer.content)
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+        except (httpx.HTTPError, OSError, msgspec.MsgspecError) as error:
             log.warning("%s/v1/models: %s", url, error or type(error).__name__)
             return None
         models = listing.get("data")

@@ -152,7 +152,7 @@ class StatusBoard:
                 load = parse_load(await self._read_metrics(node), node.kind)
         except TimeoutError:
             load_trouble = f"no answer to /metrics in {NODE_TIMEOUT_SECS:g} s"
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, OSError) as error:
             load_trouble = f"/metrics: {error or type(error).__name__}"
         except MetricsError as error:
             load_trouble = f"/metrics: {error}"

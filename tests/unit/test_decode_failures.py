@@ -19,6 +19,7 @@ from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Resumption, StepPlan
 from kernels.hot_state import HotBufferError
 from protocol.engine_messages import Abort, FinishReason, HisparseFlag, Mode
+from protocol.http_errors import PREFILL_NODE_FAILED
 from protocol.messages import Refused, Room, RoomDone, RoomFailed, RoomQuiet
 from tests.unit.decode_support import (
     Answer,
@@ -389,8 +390,20 @@ def test_a_peer_that_is_not_there_fails_in_time(node: EngineHarness, double: Pre
     answer = node.generate(double, PROMPT, 8)
     node.turn_until(lambda: answer.failure, timeout_secs=3)
     assert answer.failure is not None
-    assert answer.failure.status == 503
+    assert (answer.failure.status, answer.failure.code) == (503, PREFILL_NODE_FAILED)
     assert double.name in answer.failure.error
+
+
+@pytest.mark.parametrize("status", [400, 502, 503])
+def test_an_error_of_the_prefill_node_is_passed_on_as_one(
+    node: EngineHarness, double: PrefillDouble, status: int
+) -> None:
+    failed = _land(node, double)
+    double.say(RoomFailed(double.bootstraps[0].room, status, "no", quiet=True, batch_failed=False))
+    node.turn_until(lambda: failed.failure, double)
+    assert failed.failure is not None
+    assert failed.failure.status == status
+    assert failed.failure.code == ("" if status == 400 else PREFILL_NODE_FAILED)
 
 
 def test_a_refusal_reaches_the_client_once(node: EngineHarness, double: PrefillDouble) -> None:

@@ -46,6 +46,7 @@ from protocol.engine_messages import (
 )
 from protocol.front import Listener
 from protocol.http_app import Answer, Front, Work, create_app
+from protocol.http_errors import PREFILL_NODE_FAILED
 from protocol.metrics import FrontMetrics
 from protocol.sampling_defaults import SamplingDefaults
 from protocol.settings import DecodeSettings, NodeSettings, PrefillSettings
@@ -623,14 +624,15 @@ def test_headers_that_are_no_text_do_no_harm(role: str, on_node: OnNode, tmp_pat
 
 def test_a_failure_before_the_first_token_has_a_status(on_node: OnNode) -> None:
     def script(generate: Generate) -> Iterable[RequestFailed]:
-        yield RequestFailed(generate.request_id, 503, "room 7: no prefill node at 10.0.0.1:8998")
+        what = "room 7: no prefill node at 10.0.0.1:8998"
+        yield RequestFailed(generate.request_id, 503, what, PREFILL_NODE_FAILED)
 
     async def check(node: Node) -> None:
         for stream in (False, True):
             response = await node.post("/v1/completions", **BODY, stream=stream)
             assert response.status_code == 503
             error = response.json()["error"]
-            assert error["type"] == "server_error"
+            assert (error["type"], error["code"]) == ("server_error", PREFILL_NODE_FAILED)
             assert "10.0.0.1:8998" in error["message"]
         assert (
             await node.metric('hisparse_pd:num_requests_total{endpoint="/v1/completions",status="503"}') == 2

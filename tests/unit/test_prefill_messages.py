@@ -15,6 +15,7 @@ from prefill_node.kv_pool import PageState
 from prefill_node.peers import PeerTable
 from protocol.access import PeerList
 from protocol.engine_messages import PrefillFinished, RequestFailed, Shutdown
+from protocol.http_errors import DECODE_NODE_FAILED
 from protocol.messages import (
     PROTOCOL_VERSION,
     AbortRoom,
@@ -293,6 +294,19 @@ def test_an_abort_of_an_unknown_room_is_answered_quiet(engine: EngineThread, pee
     peer.client.send(AbortRoom(room, "never heard of it"))
     assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
     assert engine.num_dropped("unknown_room") == before + 1
+
+
+def test_a_room_that_the_decode_node_gave_up_is_not_this_nodes_failure(
+    engine: EngineThread, peer: DecodePeer
+) -> None:
+    peer.register()
+    room = next(_rooms)
+    request_id = engine.generate(room, range(5, 25))
+    peer.heartbeat()
+    peer.client.send(AbortRoom(room, "no room in the pools"))
+    peer.expect(RoomQuiet)
+    failed = engine.expect(RequestFailed)
+    assert (failed.request_id, failed.code) == (request_id, DECODE_NODE_FAILED)
 
 
 def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: DecodePeer) -> None:

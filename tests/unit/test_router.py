@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import json
 import socket
@@ -20,6 +21,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from protocol.access import KeyFileError
+from protocol.http_errors import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
 from protocol.settings import RouterSettings
 from router.body import MAX_PROMPTS, Endpoint, RequestBody
 from router.drain import Drain
@@ -524,6 +526,48 @@ async def test_a_silent_node_is_a_gateway_timeout() -> None:
         assert "0.2 s" in error_of(response)
 
 
+# --- faults of this machine --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "named"),
+    [
+        (errno.EMFILE, "ulimit"),
+        (errno.ENFILE, "fs.file-max"),
+        (errno.EADDRNOTAVAIL, "ip_local_port_range"),
+        (errno.ENOBUFS, "memory"),
+        (errno.ENOMEM, "memory"),
+    ],
+    ids=errno.errorcode.get,
+)
+async def test_what_this_machine_lacks_is_no_nodes_fault(
+    number: int, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster([delivers] * 2, decode=says(b"{}"), health_interval_secs=0.05) as pair:
+        nodes = {httpx.URL(node.url).port for node in (*pair.prefill, *pair.decode)}
+        connect, num_tries = asyncio.BaseEventLoop.create_connection, 0
+
+        async def fails(loop: Any, factory: Any, host: Any = None, port: Any = None, **given: Any) -> Any:
+            nonlocal num_tries
+            if port in nodes:
+                num_tries += 1
+                raise OSError(number, "as the system says")
+            return await connect(loop, factory, host, port, **given)
+
+        async def checked_again() -> bool:
+            return num_tries >= 10
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.BaseEventLoop, "create_connection", fails)
+            response = await pair.client.post("/generate", json={"text": "a"})
+            assert response.status_code == 503
+            assert named in error_of(response)
+            await eventually(checked_again)
+            assert (await pair.client.get("/health")).status_code == 200
+        assert "router_retries_total 0.0" in await pair.metrics()
+        assert (await pair.client.post("/generate", json={"text": "a"})).status_code == 200
+
+
 # --- failover ----------------------------------------------------------------------------------------
 
 
@@ -613,6 +657,47 @@ async def test_a_decode_node_that_lost_the_prefill_node_gets_another_one() -> No
         assert response.status_code == 200
         assert pair.prefill[0].body()["bootstrap_room"] != pair.prefill[1].body()["bootstrap_room"]
         await asyncio.wait_for(pair.prefill[0].client_left.wait(), WAIT_SECS)
+
+
+def about(code: str, status: int = 503) -> Behaviour:
+    return says(json.dumps({"error": {"message": "no contact", "type": "x", "code": code}}).encode(), status)
+
+
+async def test_a_decode_node_that_cannot_contact_the_prefill_node_is_not_to_blame() -> None:
+    async def no_contact_at_first(node: FakeNode, send: Send) -> None:
+        await (about(PREFILL_NODE_FAILED) if len(node.requests) == 1 else says(b"{}"))(node, send)
+
+    async with cluster(prefill=[never, delivers], decode=no_contact_at_first) as pair:
+        response = await pair.client.post("/generate", json={"text": "a"})
+        assert (response.status_code, response.content) == (200, b"{}")
+        assert response.headers["x-hisparse-pd-prefill"] == pair.prefill[1].url
+        assert "router_prefill_retries_total 1.0" in await pair.metrics()
+
+
+@pytest.mark.parametrize("says_why", [True, False])
+async def test_a_prefill_node_whose_decode_node_gave_up_is_not_to_blame(
+    says_why: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode node's own answer counts, if it comes; the prefill node's word of it may be faster."""
+    monkeypatch.setattr("router.relay.DECODE_SAYS_WHY_SECS", WAIT_SECS if says_why else 0.0)
+
+    async def gives_up(node: FakeNode, send: Send) -> None:
+        await node.release.wait()
+        await about("unavailable")(node, send)
+
+    async def hears_of_it(node: FakeNode, send: Send) -> None:
+        if len(node.requests) > 1:
+            await delivers(node, send)
+            return
+        await about(DECODE_NODE_FAILED)(node, send)
+        if says_why:
+            pair.decode[0].release.set()
+
+    async with cluster(prefill=hears_of_it, decode=[gives_up, says(b"{}")]) as pair:
+        response = await pair.client.post("/generate", json={"text": "a"})
+        assert (response.status_code, response.content) == (200, b"{}")
+        assert response.headers["x-hisparse-pd-decode"] == pair.decode[1].url
+        assert "router_prefill_retries_total 0.0" in await pair.metrics()
 
 
 async def test_a_decode_node_that_is_not_ready_is_passed_over() -> None:
