@@ -41,7 +41,14 @@ from protocol.messages import MAX_EXTENTS, Room
 from transfer.allocator import ExtentAllocator
 from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, quiet_mooncake_logs
 from transfer.extents import SlotArray, expand_pages, extents_to_slots, slots_to_extents
-from transfer.plan import Descriptors, RegionView, descriptors, plan_writes
+from transfer.plan import (
+    Descriptors,
+    LayerWrites,
+    RegionView,
+    SlicedWrites,
+    descriptors,
+    plan_writes,
+)
 from transfer.sender import Sender, WriteBatch
 
 PAGE_SIZE = 64
@@ -186,10 +193,12 @@ class Link:
 
     def send(self, zone: Zone, src: RegionView, dst: RegionView) -> None:
         """The product path: plan, descriptors, queue, write, completion."""
-        writes = plan_zone(zone, src, dst)
+        runs = plan_writes(zone.src_slots(), zone.dst_slots)
+        writes = SlicedWrites([LayerWrites(runs, src, dst, 0, src.num_layers)])
         self._num_rooms += 1
         self._done.clear()
-        self._sender.submit(self.session, WriteBatch(Room(self._num_rooms), "bench", *writes))
+        batch = WriteBatch(Room(self._num_rooms), "bench", writes, writes.num_bytes)
+        self._sender.submit(self.session, batch)
         if not self._done.wait(WAIT_SECS):
             raise TimeoutError(f"no completion within {WAIT_SECS} s")
         (completion,) = self._sender.poll()

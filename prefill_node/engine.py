@@ -203,6 +203,9 @@ class PrefillEngine:
             tell_front=self._front.send,
             tell_peer=self._tell_peer,
             quarantine_secs=settings.quarantine_secs,
+            room_timeout_secs=settings.room_timeout_secs,
+            # By then a decode node that has not said a word is lost anyway.
+            grace_secs=settings.heartbeat_timeout_secs,
         )
         self._is_stopping = False
         self._num_steps = 0
@@ -338,7 +341,7 @@ class PrefillEngine:
             error = f"was silent for more than {settings.heartbeat_timeout_secs:g} s"
             log.warning("lost decode node %s: it %s", peer.node_id, error)
             self._life.fail_rooms_of(peer, error, now_secs)
-        self._life.fail_unpaired(now_secs, settings.room_timeout_secs)
+        self._life.fail_unpaired(now_secs)
         self._life.release_sources(now_secs)
 
     # --- plan, forward, commit -----------------------------------------------------------------------
@@ -348,7 +351,7 @@ class PrefillEngine:
         life = self._life
         chunks = plan_step(
             life.running(),
-            (life.look_up(record) for record in life.waiting()),
+            life.candidates(),
             self._limits,
             num_available_pages=life.num_available_pages,
             num_aux_slots=life.num_free_aux_slots,

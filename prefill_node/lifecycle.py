@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
 from prefill_node.kv_pool import IntegrityError, PagePool
 from prefill_node.peers import Peer, why_not_landing
-from prefill_node.prefix_cache import PrefixCache, page_keys
+from prefill_node.prefix_cache import PageKey, PrefixCache, page_keys
 from prefill_node.push import ChunkPush, Pusher, landing_of
 from prefill_node.quarantine import SourceQuarantine
 from prefill_node.rooms import EndedRoom, RoomRecord, RoomState, RoomTable
@@ -73,7 +74,11 @@ class Lifecycle:
         tell_front: Callable[[FromEngine], None],
         tell_peer: Callable[[Peer, ToDecode], None],
         quarantine_secs: float = 60.0,
+        room_timeout_secs: float = 300.0,
+        grace_secs: float = 10.0,
     ) -> None:
+        """``room_timeout_secs``: how long a decode node waits for anything about a room; this node waits for
+        ``grace_secs`` more, so that the decode node's error is what clients get."""
         self.rooms = RoomTable()
         self.quarantine = SourceQuarantine(quarantine_secs)
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
@@ -88,6 +93,8 @@ class Lifecycle:
         self._num_aux_slots = num_aux_slots
         self._free_aux_slots = list(range(num_aux_slots))
         self._use_prefix_cache = use_prefix_cache
+        self._room_timeout_secs = room_timeout_secs
+        self._grace_secs = grace_secs
         self._tell_front = tell_front
         self._tell_peer = tell_peer
 
@@ -104,7 +111,7 @@ class Lifecycle:
             return
         ended = self.rooms.ended(room)
         if ended is not None:
-            self._refuse_request(request, ended.status, ended.error)
+            self._refuse_request(request, ended.status, ended.error, was_aborted=ended.was_aborted)
             return
         error = self._why_refused(request)
         if error is not None:
@@ -138,6 +145,7 @@ class Lifecycle:
         if record is None:
             record = self.rooms.open(room, RoomState.WAITING_REQUEST, now_secs)
         record.peer, record.bootstrap = peer, message
+        record.deadline_secs = now_secs + self._room_timeout_secs + self._grace_secs
         error = why_not_landing(message, peer, self._limits.page_size)
         if error is not None:
             self.fail(record, 400, f"room {room}: {error}", now_secs)
@@ -176,9 +184,15 @@ class Lifecycle:
             )
         return why_never(num_tokens, self._limits)
 
-    def _refuse_request(self, request: Generate, status: int, error: str) -> None:
-        self.counters["failed_requests_total"] += 1
+    def _refuse_request(
+        self, request: Generate, status: int, error: str, *, was_aborted: bool = False
+    ) -> None:
+        self._count_end(was_aborted)
         self._tell_front(RequestFailed(request.request_id, status, error))
+
+    def _count_end(self, was_aborted: bool) -> None:
+        """Of a request that is not delivered: each is counted here, once."""
+        self.counters["aborted_requests_total" if was_aborted else "failed_requests_total"] += 1
 
     # --- computing -----------------------------------------------------------------------------------
 
@@ -193,10 +207,32 @@ class Lifecycle:
         """The rooms that could be admitted, in order of arrival."""
         return list(self.rooms.in_state(RoomState.QUEUED))
 
+    def candidates(self) -> Iterator[Waiting]:
+        """The waiting rooms, in order of arrival, without those whose decode node has too much pending.
+
+        What the rooms before have in the prefix cache counts as pending: it is sent when they are admitted.
+        """
+        num_bytes_pending: dict[str, int] = {}
+        for record in self.waiting():
+            peer, _ = landing_of(record)
+            session = peer.session
+            if session not in num_bytes_pending:
+                num_bytes_pending[session] = self._pusher.num_bytes_pending(peer)
+            if not self._pusher.has_place(record, num_bytes_pending[session]):
+                continue
+            waiting = self.look_up(record)
+            num_cached_tokens = waiting.match.num_pages * self._limits.page_size
+            num_bytes_pending[session] += self._pusher.num_bytes(num_cached_tokens)
+            yield waiting
+
     def look_up(self, record: RoomRecord) -> Waiting:
-        """A waiting room with what the prefix cache has of it. The last prompt token is always computed."""
-        keys = record.keys[: (record.num_prompt_tokens - 1) // self._limits.page_size]
+        """A waiting room with what the prefix cache has of it."""
+        keys = self._reusable_keys(record)
         return Waiting(record.room, record.num_prompt_tokens, keys, self.cache.match(keys))
+
+    def _reusable_keys(self, record: RoomRecord) -> tuple[PageKey, ...]:
+        """Of the pages that may come from the cache. The last prompt token is always computed."""
+        return record.keys[: (record.num_prompt_tokens - 1) // self._limits.page_size]
 
     @property
     def num_available_pages(self) -> int:
@@ -216,12 +252,15 @@ class Lifecycle:
 
         All leases are taken before the first page is: making room for one must not evict another's prefix.
         """
+        num_pages = 0
         for record in records:
-            record.lease = self.cache.acquire(self.look_up(record).keys)
+            record.lease = self.cache.acquire(self._reusable_keys(record))
+            num_pages += self._limits.pages_for(record.num_prompt_tokens) - len(record.lease.page_ids)
+        if num_pages > self.pool.num_free:
+            self.cache.evict(num_pages - self.pool.num_free)  # once: it walks the whole tree
         for record in records:
             cached = list(record.lease.page_ids) if record.lease is not None else []
             num_new_pages = self._limits.pages_for(record.num_prompt_tokens) - len(cached)
-            self.cache.evict(max(0, num_new_pages - self.pool.num_free))
             record.owned_page_ids = self.pool.allocate(num_new_pages)
             record.page_ids = cached + record.owned_page_ids
             record.aux_slot_src = self._free_aux_slots.pop()
@@ -333,22 +372,23 @@ class Lifecycle:
         *,
         tell_front: bool = True,
         tell_peer: bool = True,
+        is_abort: bool = False,
         code: str = "",
     ) -> None:
         """End a room early and say so to both sides. With writes in flight it drains, then the peer hears.
 
-        ``code``: see ``RequestFailed``.
-
-        A room that drains already was reported before: nothing happens.
+        ``is_abort``: nobody wants it any more, which is no failure. ``code``: see ``RequestFailed``. A room that
+        drains already was reported before: nothing happens.
         """
         if record.is_draining:
             return
         log.info("room %d failed in %s: %d %s", record.room, record.state.name, status, error)
-        record.end_status, record.end_error = status, error
+        record.end_status, record.end_error, record.was_aborted = status, error, is_abort
         self._pusher.cancel(record)
         is_quiet = record.num_writes_pending == 0
+        if record.request is not None:
+            self._count_end(is_abort)
         if record.request is not None and tell_front:
-            self.counters["failed_requests_total"] += 1
             self._tell_front(RequestFailed(record.request.request_id, status, error, code))
         if record.peer is not None and tell_peer:
             self._tell_peer(
@@ -366,9 +406,8 @@ class Lifecycle:
         record = self.rooms.of_request(request_id)
         if record is None or record.is_draining:
             return
-        self.counters["aborted_requests_total"] += 1
         error = f"room {record.room}: the client of the prefill node closed the request"
-        self.fail(record, CLIENT_CLOSED_REQUEST, error, now_secs, tell_front=False)
+        self.fail(record, CLIENT_CLOSED_REQUEST, error, now_secs, tell_front=False, is_abort=True)
 
     def abort_room(self, peer: Peer, message: AbortRoom, now_secs: float) -> None:
         """The decode node gave a room up: RoomQuiet is the answer, now or when the last write came back.
@@ -385,9 +424,8 @@ class Lifecycle:
             return
         if record.is_draining:
             return
-        self.counters["aborted_requests_total"] += 1
         error = f"room {room}: decode node {peer.node_id} gave it up: {message.reason}"
-        self.fail(record, 503, error, now_secs, tell_peer=False, code=DECODE_NODE_FAILED)
+        self.fail(record, 503, error, now_secs, tell_peer=False, is_abort=True, code=DECODE_NODE_FAILED)
         if not record.is_draining:
             self._tell_peer(peer, RoomQuiet(room, record.batch_failed))
 
@@ -409,16 +447,19 @@ class Lifecycle:
                 error = f"room {room}: a write to the decode node took longer than {timeout_secs:g} s"
                 self.fail(record, 504, error, now_secs)
 
-    def fail_unpaired(self, now_secs: float, timeout_secs: float) -> None:
-        """End the rooms whose other half did not come in time."""
+    def fail_unpaired(self, now_secs: float) -> None:
+        """End the rooms whose other half did not come in time, when the decode node has given them up."""
+        timeout_secs = self._room_timeout_secs + self._grace_secs
         halves = ((RoomState.WAITING_BOOTSTRAP, "decode"), (RoomState.WAITING_REQUEST, "prefill"))
         for state, missing in halves:
-            for record in list(self.rooms.in_state(state)):
-                if now_secs - record.since_secs <= timeout_secs:
-                    break
+            waiting = self.rooms.in_state(state)
+            late = takewhile(lambda record: now_secs - record.since_secs > timeout_secs, waiting)
+            for record in list(late):
                 error = (
                     f"room {record.room}: the request did not reach the {missing} node within "
-                    f"{timeout_secs:g} s; send it through the router, which sends it to both"
+                    f"{timeout_secs:g} s (room_timeout_secs {self._room_timeout_secs:g}, and "
+                    f"{self._grace_secs:g} s in which the decode node would have said why); send it through "
+                    "the router, which sends it to both"
                 )
                 self.fail(record, 504, error, now_secs)
 

@@ -1,8 +1,9 @@
 """Pushes a room's bytes to its landing zone: owns nothing but the plans of the chunks in the forward.
 
-Page ids become token slots, token slots and extents become runs that are contiguous on both sides, runs
-become addresses in every layer. That is planned once a chunk. Batches then carry whole layers of it, KV and
-indexer keys together, each as soon as the forward has written it: a layer leaves while the next one computes.
+Page ids become token slots, token slots and extents become runs that are contiguous on both sides. That is
+planned once a chunk. Batches then carry whole layers of it, KV and indexer keys together, each as soon as the
+forward has written it: a layer leaves while the next one computes. Runs become addresses only when the sender
+writes them, slice by slice: a cached prefix is one batch of gigabytes, and costs no more than its runs.
 The aux record is a batch of its own, submitted last: the sender keeps a room's batches in order and starts
 none behind a failed one.
 
@@ -11,11 +12,14 @@ A layer waits while what is there makes no batch of ``MIN_BATCH_BYTES``, and whi
 So the forward's thread works in proportion to the bytes, however short the prompts are; a room has no more
 batches pending than that and one for each of its chunks, the cached prefix and the aux record; and a
 transport that is slower than the model gets fewer and larger batches by itself.
+
+A decode node that takes its bytes more slowly than they come keeps pages here that other nodes' prompts need.
+So ``has_place`` says no to a further long prompt while much is pending for that node. Short ones pass: they
+wait for a slice of each other room, not for all.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,7 +30,7 @@ from prefill_node.peers import Peer, kv_region_of
 from prefill_node.rooms import RoomRecord
 from protocol.messages import Bootstrap, RegionKind, Room
 from transfer.extents import expand_pages, extents_to_slots, slice_extents
-from transfer.plan import Descriptors, RegionView, descriptors, join_descriptors, plan_writes, take_layers
+from transfer.plan import SLICE_BYTES, LayerWrites, RegionView, SlicedWrites, plan_writes
 from transfer.sender import Completion, Ready, WriteBatch
 
 MIN_BATCH_BYTES = 256 << 10
@@ -35,6 +39,10 @@ MIN_BATCH_BYTES = 256 << 10
 MAX_PENDING_BATCHES = 2
 """One in the transport and one behind it: the transport need not wait for the forward's next layer."""
 
+MAX_PENDING_SHARE = 4
+"""Long prompts wait for a node that has more than one in so many of the pool's bytes pending. They keep its
+link busy all the same: a quarter of a pool of 40 GB takes a second at 10 GB/s."""
+
 
 class BatchSender(Protocol):
     """What the node needs of a ``transfer.sender.Sender``."""
@@ -42,6 +50,8 @@ class BatchSender(Protocol):
     def submit(self, session: str, batch: WriteBatch) -> None: ...
 
     def num_pending(self, room: Room) -> int: ...
+
+    def num_bytes_pending(self, session: str) -> int: ...
 
     def cancel(self, room: Room) -> bool: ...
 
@@ -75,8 +85,8 @@ class ChunkPush:
     record: RoomRecord
     start: int
     stop: int
-    kv: Descriptors
-    index: Descriptors
+    kv: LayerWrites
+    index: LayerWrites
     layer_bytes: int
     """Of KV in one layer."""
     num_layers_written: int = 0
@@ -105,24 +115,43 @@ class Pusher:
         self._transfer_timeout_secs = transfer_timeout_secs
         self._layers_per_batch = layers_per_batch
         self._min_batch_bytes = min_batch_bytes
+        self._slice_bytes = SLICE_BYTES
+        self._token_bytes = sum(region.num_layers * region.item_bytes for region in (source.kv, source.index))
+        self._max_pending_bytes = source.kv.num_slots * self._token_bytes // MAX_PENDING_SHARE
 
     def plan(self, record: RoomRecord, start: int, stop: int) -> ChunkPush:
         """The push of positions ``[start, stop)``, of which nothing is submitted yet."""
         peer, bootstrap = landing_of(record)
         src_slots = expand_pages(np.asarray(record.page_ids, np.int64), self._page_size, start, stop)
         kv, index = (
-            descriptors(
+            LayerWrites(
                 plan_writes(src_slots, extents_to_slots(slice_extents(extents, start, stop))),
                 source,
                 peer.regions[kind],
-                range(source.num_layers),
+                0,
+                source.num_layers,
             )
             for source, kind, extents in (
                 (self._source.kv, kv_region_of(bootstrap), bootstrap.kv_extents),
                 (self._source.index, RegionKind.INDEX, bootstrap.index_extents),
             )
         )
+        kv.check()
+        index.check()
         return ChunkPush(record, start, stop, kv, index, (stop - start) * self._source.kv.item_bytes)
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """KV and indexer keys of so many positions."""
+        return num_tokens * self._token_bytes
+
+    def num_bytes_pending(self, peer: Peer) -> int:
+        """Submitted for a decode node and not written."""
+        return self._sender.num_bytes_pending(peer.session)
+
+    def has_place(self, record: RoomRecord, num_bytes_pending: int) -> bool:
+        """Whether the room may start to send to a decode node for which so many bytes are pending."""
+        is_short = self.num_bytes(record.num_prompt_tokens) <= SLICE_BYTES
+        return is_short or num_bytes_pending <= self._max_pending_bytes
 
     def layer_written(self, pushes: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
         """The forward has written ``layer`` of these chunks: submit what is due.
@@ -158,8 +187,9 @@ class Pusher:
             raise ValueError(f"room {record.room} has no aux slot to send its aux record from")
         peer, bootstrap = landing_of(record)
         runs = plan_writes([record.aux_slot_src], [bootstrap.aux_slot])
-        writes = descriptors(runs, self._source.aux, peer.regions[RegionKind.AUX], range(1))
-        self._submit(record, "aux record", writes, None)
+        writes = LayerWrites(runs, self._source.aux, peer.regions[RegionKind.AUX], 0, 1)
+        writes.check()
+        self._submit(record, "aux record", (writes,), None)
 
     def cancel(self, record: RoomRecord) -> None:
         """Start none of the room's waiting batches; every batch still has its completion."""
@@ -180,22 +210,28 @@ class Pusher:
             return
         source = self._source
         parts = (
-            take_layers(push.kv, source.kv.num_layers, first, stop),
-            take_layers(
-                push.index,
-                source.index.num_layers,
-                source.num_index_layers(first),
-                source.num_index_layers(stop),
-            ),
+            push.kv.of_layers(first, stop),
+            push.index.of_layers(source.num_index_layers(first), source.num_index_layers(stop)),
         )
         tag = f"positions [{push.start}, {push.stop}) of layers [{first}, {stop})"
-        self._submit(push.record, tag, join_descriptors(parts), ready)
+        self._submit(push.record, tag, parts, ready)
         push.num_layers_submitted = stop
 
-    def _submit(self, record: RoomRecord, tag: str, writes: Descriptors, ready: Ready | None) -> None:
+    def _submit(
+        self, record: RoomRecord, tag: str, parts: Sequence[LayerWrites], ready: Ready | None
+    ) -> None:
         peer, _ = landing_of(record)
-        deadline = time.monotonic() + self._transfer_timeout_secs
-        self._sender.submit(peer.session, WriteBatch(record.room, tag, *writes, deadline, ready))
+        writes = SlicedWrites(parts, self._slice_bytes)
+        batch = WriteBatch(
+            record.room,
+            tag,
+            writes,
+            writes.num_bytes,
+            record.deadline_secs,
+            self._transfer_timeout_secs,
+            ready,
+        )
+        self._sender.submit(peer.session, batch)
         record.num_writes_pending += 1
 
 

@@ -75,6 +75,8 @@ class RoomRecord:
     peer: Peer | None = None
     """The decode node that bootstrapped it; set together with ``bootstrap``."""
     bootstrap: Bootstrap | None = None
+    deadline_secs: float = float("inf")
+    """From when on nothing of it is sent any more: the decode node has given it up by then."""
 
     # The prompt, set when the request is accepted.
     token_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -103,6 +105,8 @@ class RoomRecord:
     end_status: int = 400
     """The HTTP status, and below the error, that answer messages about the room once it has ended."""
     end_error: str = "this room was served before; choose a new one"
+    was_aborted: bool = False
+    """It ended because somebody did not want it any more."""
 
     @property
     def is_draining(self) -> bool:
@@ -121,6 +125,7 @@ class EndedRoom:
     status: int
     error: str
     batch_failed: bool
+    was_aborted: bool = False
 
 
 class RoomTable:
@@ -165,7 +170,8 @@ class RoomTable:
         del self._by_state[state][record.room], self._live[record.room]
         if record.request is not None:
             self._by_request.pop(record.request.request_id, None)
-        self.remember(record.room, EndedRoom(state, record.end_status, record.end_error, record.batch_failed))
+        ended = EndedRoom(state, record.end_status, record.end_error, record.batch_failed, record.was_aborted)
+        self.remember(record.room, ended)
 
     def remember(self, room: Room, ended: EndedRoom) -> None:
         """Keep what became of a room that is not live, also of one that was refused before it could open."""

@@ -43,7 +43,7 @@ _HELP = {
     "kv_transfer_bytes_total": "KV bytes moved",
     "kv_transfer_seconds_total": "seconds in KV transfers",
     "kv_transfer_failures_total": "KV transfers that failed",
-    "kv_transfer_retries_total": "write batches that failed once and were written again",
+    "kv_transfer_retries_total": "writes that failed once and were written again",
     "transfer_info": "1; the labels say what the KV transport runs on, and why",
     "swap_in_hits_total": "selected entries found in the hot buffer",
     "swap_in_misses_total": "selected entries paged in from the host pool",
@@ -53,7 +53,7 @@ _HELP = {
     "cached_tokens_total": "prompt tokens found in the prefix cache",
     "generation_tokens_total": "generated tokens",
     "control_messages_dropped_total": "control messages dropped, by reason",
-    "aborted_requests_total": "requests aborted by their client",
+    "aborted_requests_total": "requests aborted by their client, or given up by the decode node",
     "failed_requests_total": "requests that ended in an error",
 }
 

@@ -129,9 +129,13 @@ class NodeSettings(_Settings):
     api_key_file: Path | None = Field(
         None, description="file with the keys that HTTP requests need one of, one a line; unset: none needed"
     )
-    room_timeout_secs: Secs = Field(300.0, description="a room's wait for its other half at most, in seconds")
+    room_timeout_secs: Secs = Field(
+        300.0,
+        description="a room's wait for its other half, or for its KV, at most, in seconds; a prefill node "
+        "waits for the heartbeat limit longer",
+    )
     transfer_timeout_secs: Secs = Field(
-        60.0, description="one write batch at most, repeated or not, in seconds"
+        60.0, description="one write of up to 32 MiB at most, repeated or not, from its start, in seconds"
     )
     quarantine_secs: Secs = Field(
         60.0,

@@ -25,6 +25,7 @@ from transfer.errors import TransferError as TransferError
 from transfer.errors import TransferSetupError as TransferSetupError
 from transfer.extents import SlotArray, as_slots
 from transfer.machine import Machine
+from transfer.plan import MAX_DESCRIPTOR_BYTES, cut_long
 from transfer.transport import TCP, Transport, address_fault, environment_fault
 
 log = logging.getLogger(__name__)
@@ -34,12 +35,6 @@ MAX_BATCH_DESCRIPTORS = 512
 
 Over TCP it queues 1024 for each peer. Past that it fails the batch and, seen with 0.3.13, the connections to
 the peer for good. Half leaves room for what a failed batch left queued; larger batches are not faster.
-"""
-
-MAX_DESCRIPTOR_BYTES = 4 << 20
-"""Longer byte ranges are cut: Mooncake spreads descriptors, not bytes, over its connections to a peer.
-
-Smaller pieces cost more where cores are busy: of the rate at 4 MiB, 512 KiB gets 0.87 on a loaded machine.
 """
 
 
@@ -223,22 +218,6 @@ class TransferEngine:
                 f"source of {num_bytes[worst]} bytes at {src[worst]:#x} (descriptor {worst} of {src.size}) "
                 "is not in registered memory; nothing was sent"
             )
-
-
-def cut_long(
-    src_addrs: SlotArray, dst_addrs: SlotArray, lengths: SlotArray, max_bytes: int
-) -> tuple[SlotArray, SlotArray, SlotArray]:
-    """The same byte ranges with none longer than ``max_bytes``, in order."""
-    if lengths.max(initial=0) <= max_bytes:
-        return src_addrs, dst_addrs, lengths
-    num_pieces = -(-lengths // max_bytes)
-    first_piece = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    offset = (np.arange(first_piece.size, dtype=np.int64) - first_piece) * max_bytes
-    return (
-        np.repeat(src_addrs, num_pieces) + offset,
-        np.repeat(dst_addrs, num_pieces) + offset,
-        np.minimum(np.repeat(lengths, num_pieces) - offset, max_bytes),
-    )
 
 
 def _resolve(memory: HasMemory | int, num_bytes: int | None) -> tuple[int, int, HasMemory | None]:

@@ -1,21 +1,41 @@
 """Write plans: from token slots on both sides to byte ranges, as few as possible. Pure functions over numpy.
 
-Two steps, because the first is the same for every layer: ``plan_writes`` coalesces the tokens to runs that
-are contiguous in the source and in the destination pool; ``descriptors`` turns the runs into addresses for
-a number of layers and refuses whatever lies outside the registered memory. ``take_layers`` then is a slice,
-so that layers can be written one by one at no further cost.
+Three steps. ``plan_writes`` coalesces the tokens to runs that are contiguous in the source and in the
+destination pool, which is the same for every layer. ``descriptors`` turns the runs into addresses for a
+number of layers and refuses whatever lies outside the registered memory. ``SlicedWrites`` does that only as
+the writes are carried out, slice by slice: all addresses of a long prompt are never there at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from transfer.extents import SlotArray, as_slots
+
+MAX_DESCRIPTOR_BYTES: Final = 4 << 20
+"""Longer byte ranges are cut: Mooncake spreads descriptors, not bytes, over its connections to a peer.
+
+Smaller pieces cost more where cores are busy: of the rate at 4 MiB, 512 KiB gets 0.87 on a loaded machine.
+"""
+
+SLICE_BYTES: Final = 32 << 20
+"""What one slice costs at most, and so what a room writes in a turn: see ``transfer.send_queue``.
+
+The other rooms of the peer wait for it: 67 ms at 0.5 GB/s. Smaller ones cost a fast link more: a slice ends
+with a wait for its last byte.
+"""
+
+DESCRIPTOR_COST_BYTES: Final = 16 << 10
+"""A shorter byte range costs as much as this one: TCP takes 35 us for any, in which it moves as many."""
+
+_BLOCK_DESCRIPTORS: Final = SLICE_BYTES // DESCRIPTOR_COST_BYTES
+"""Descriptors that are made at a time at most."""
 
 
 class PlanError(ValueError):
@@ -37,6 +57,10 @@ class RunPlan:
     @property
     def num_tokens(self) -> int:
         return int(self.length.sum())
+
+    def part(self, first: int, stop: int) -> RunPlan:
+        """The runs ``[first, stop)``, as views."""
+        return RunPlan(self.src_start[first:stop], self.dst_start[first:stop], self.length[first:stop])
 
 
 @dataclass(frozen=True)
@@ -104,11 +128,8 @@ def descriptors(runs: RunPlan, src: RegionView, dst: RegionView, layers: Sequenc
     A layer has the same number on both sides. Raises PlanError, before anything could be sent, for an item
     size that differs and for a slot or layer outside either region.
     """
-    if src.item_bytes != dst.item_bytes:
-        raise PlanError(f"source items have {src.item_bytes} bytes, destination items {dst.item_bytes}")
     layer_array = as_slots(layers)
-    for side, region, starts in (("source", src, runs.src_start), ("destination", dst, runs.dst_start)):
-        _check_bounds(side, region, starts, runs.length, layer_array)
+    _check(runs, src, dst, layer_array)
     return Descriptors(
         _addresses(src, runs.src_start, layer_array),
         _addresses(dst, runs.dst_start, layer_array),
@@ -116,22 +137,112 @@ def descriptors(runs: RunPlan, src: RegionView, dst: RegionView, layers: Sequenc
     )
 
 
-def take_layers(writes: Descriptors, num_layers: int, first: int, stop: int) -> Descriptors:
-    """Those of ``writes`` that are in the layers ``[first, stop)``, as views.
-
-    ``writes``: what ``descriptors`` made for ``num_layers`` layers. Raises PlanError for layers outside them.
-    """
-    if not 0 <= first <= stop <= num_layers:
-        raise PlanError(f"layers [{first}, {stop}) are not a range in [0, {num_layers})")
-    num_runs = writes.lengths.size // num_layers
-    return Descriptors(*(column[first * num_runs : stop * num_runs] for column in writes))
-
-
 def join_descriptors(parts: Sequence[Descriptors]) -> Descriptors:
     """All ``parts`` (KV and indexer keys of one chunk, say) as one batch, in order."""
     if not parts:
         return Descriptors(*(np.empty(0, np.int64) for _ in range(3)))
     return Descriptors(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True)
+class LayerWrites:
+    """``runs`` in the layers ``[first, stop)`` of both regions, of which no address is computed yet."""
+
+    runs: RunPlan
+    src: RegionView
+    dst: RegionView
+    first: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.stop - self.first) * self.runs.num_tokens * self.src.item_bytes
+
+    def check(self) -> None:
+        """Raises PlanError when ``descriptors`` would, for any of the layers."""
+        _check(self.runs, self.src, self.dst, np.arange(self.first, self.stop))
+
+    def of_layers(self, first: int, stop: int) -> LayerWrites:
+        """The same in other layers."""
+        return replace(self, first=first, stop=stop)
+
+    def blocks(self) -> Iterator[Descriptors]:
+        """The descriptors, layer after layer, in blocks that are made when asked for."""
+        num_runs = self.runs.num_runs
+        num_layers = max(1, _BLOCK_DESCRIPTORS // max(1, num_runs))
+        for first in range(self.first, self.stop, num_layers):
+            layers = range(first, min(first + num_layers, self.stop))
+            for run in range(0, num_runs, _BLOCK_DESCRIPTORS):
+                runs = self.runs.part(run, run + _BLOCK_DESCRIPTORS)
+                yield descriptors(runs, self.src, self.dst, layers)
+
+
+@dataclass(frozen=True)
+class SlicedWrites:
+    """Writes to carry out in slices: iterating makes them one by one, and every time anew."""
+
+    parts: Sequence[LayerWrites]
+    slice_bytes: int = SLICE_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def __iter__(self) -> Iterator[Descriptors]:
+        return slices(chain.from_iterable(part.blocks() for part in self.parts), self.slice_bytes)
+
+
+def cost(writes: Descriptors) -> int:
+    """Of a slice, in bytes that the transport could have moved in its time."""
+    return int(np.maximum(writes.lengths, DESCRIPTOR_COST_BYTES).sum())
+
+
+def slices(blocks: Iterable[Descriptors], max_cost: int) -> Iterator[Descriptors]:
+    """``blocks`` in order, in pieces that cost ``max_cost`` at most, or are one of at most 4 MiB.
+
+    The next block is asked for when all before it are given out.
+    """
+    parts: list[Descriptors] = []
+    left = max_cost
+    for block in blocks:
+        columns = cut_long(*block, MAX_DESCRIPTOR_BYTES)
+        ends = np.cumsum(np.maximum(columns[2], DESCRIPTOR_COST_BYTES))
+        first = taken = 0
+        while first < ends.size:
+            stop = int(np.searchsorted(ends, taken + left, side="right"))
+            stop = max(stop, first if parts else first + 1)
+            if stop > first:
+                parts.append(Descriptors(*(column[first:stop] for column in columns)))
+                left -= int(ends[stop - 1]) - taken
+                first, taken = stop, int(ends[stop - 1])
+            if first < ends.size or left < DESCRIPTOR_COST_BYTES:
+                yield join_descriptors(parts)
+                parts, left = [], max_cost
+    if parts:
+        yield join_descriptors(parts)
+
+
+def cut_long(
+    src_addrs: SlotArray, dst_addrs: SlotArray, lengths: SlotArray, max_bytes: int
+) -> tuple[SlotArray, SlotArray, SlotArray]:
+    """The same byte ranges with none longer than ``max_bytes``, in order."""
+    if lengths.max(initial=0) <= max_bytes:
+        return src_addrs, dst_addrs, lengths
+    num_pieces = -(-lengths // max_bytes)
+    first_piece = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    offset = (np.arange(first_piece.size, dtype=np.int64) - first_piece) * max_bytes
+    return (
+        np.repeat(src_addrs, num_pieces) + offset,
+        np.repeat(dst_addrs, num_pieces) + offset,
+        np.minimum(np.repeat(lengths, num_pieces) - offset, max_bytes),
+    )
+
+
+def _check(runs: RunPlan, src: RegionView, dst: RegionView, layers: SlotArray) -> None:
+    if src.item_bytes != dst.item_bytes:
+        raise PlanError(f"source items have {src.item_bytes} bytes, destination items {dst.item_bytes}")
+    for side, region, starts in (("source", src, runs.src_start), ("destination", dst, runs.dst_start)):
+        _check_bounds(side, region, starts, runs.length, layers)
 
 
 def _check_bounds(

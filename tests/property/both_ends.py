@@ -41,7 +41,14 @@ from tests.property.sim_nodes import (
     SimHotBuffers,
     SimPromptRunner,
 )
-from tests.property.sim_transport import Piece, SafetyViolation, SimSender, SimTransfer, WriteFate
+from tests.property.sim_transport import (
+    SLICE_COST,
+    Piece,
+    SafetyViolation,
+    SimSender,
+    SimTransfer,
+    WriteFate,
+)
 from transfer.extents import extents_to_slots
 from transfer.transport import TCP
 
@@ -49,6 +56,8 @@ QUARANTINE_SECS = 15.0
 LATE_SECS = 12.0
 """How long bytes of a failed write may sit in the transport: less than the quarantine, as in the product."""
 ROOM_TIMEOUT_SECS = 20.0
+SLICES_A_TURN = 4
+"""A batch of these worlds has up to six."""
 _SHARED: dict[str, Any] = {
     "model_path": Path("none"),
     "page_size": PAGE_SIZE,
@@ -171,7 +180,6 @@ class World:
                 "Sender": lambda *_: SimSender(lambda: self.now),
                 "ControlServer": lambda host, port, *_: SimServer(self.network, port or self._next_port()),
             },
-            "prefill_node.push": {"time": clock},
         }
         for module, names in replaced.items():
             self._patches.enter_context(patch.multiple(module, **names))
@@ -188,6 +196,7 @@ class World:
         settings = PREFILL.model_copy(update={"control_port": control_port})
         engine = PrefillEngine(settings, SPEC, None, SimFront(), TCP)  # type: ignore[arg-type]
         engine._life._pusher._min_batch_bytes = 0  # so that layers of short prompts leave one by one
+        engine._life._pusher._slice_bytes = SLICE_COST
         parts: Any = engine  # of which some are stand-ins
         self.prefill[address] = PrefillNode(
             engine, parts._front, address, parts._sender, parts._control, parts._instance_id
@@ -251,11 +260,19 @@ class World:
         for node in self.prefill.values():
             self.turn_prefill(node)
             if not node.is_stopped:
-                for room in list(node.sender.in_flight):
-                    self.finish_write(node, room, next(fates))
+                self._write(node, fates)
         if not decode_first:
             self.network.deliver_all()
             self.turn_decode()
+
+    def _write(self, node: PrefillNode, fates: Iterator[WriteFate]) -> None:
+        """What the transport gets done in a turn: some slices, or as far as a slow one."""
+        for _ in range(SLICES_A_TURN):
+            for room in list(node.sender.in_flight):
+                fate = next(fates)
+                self.finish_write(node, room, fate)
+                if fate is WriteFate.SLOW:
+                    return
 
     def finish_write(self, node: PrefillNode, room: Room, fate: WriteFate) -> None:
         """Of a write that fails, descriptors that have not landed may land late."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-import numpy as np
 import torch
 
 from protocol.messages import Room
-from transfer.sender import Completion, WriteBatch
+from transfer.plan import DESCRIPTOR_COST_BYTES, Descriptors
+from transfer.send_queue import Completion, Outcome, SendQueue, Slice, WriteBatch
 from transfer.transport import TCP
+
+SLICE_COST = 2 * DESCRIPTOR_COST_BYTES
+"""Two ranges, so that most batches are several slices."""
 
 
 class SafetyViolation(AssertionError):
@@ -73,90 +75,98 @@ class SimTransfer:
 
 
 class SimSender:
-    """In place of a ``Sender``: its promises about order, refusals and completions, without threads.
+    """In place of a ``Sender``: its queue, with slices and turns of a few ranges, and no threads.
 
-    A write is in flight from ``start`` to ``finish``, which only the test calls.
+    A slice is in flight from ``start`` to ``finish``, which only the test calls.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.waiting: dict[Room, deque[tuple[str, WriteBatch, list[bytes]]]] = {}
-        self.in_flight: dict[Room, tuple[str, WriteBatch, list[bytes]]] = {}
-        self._completions: list[Completion] = []
-        self._refused: set[Room] = set()
-        self._reported: set[Room] = set()
+        self._queue = SendQueue(turn_bytes=SLICE_COST)
+        self._by_session: dict[str, Slice | None] = {}
+        self._as_submitted: dict[tuple[Room, int], bytes] = {}
+        """What each source address of a room held when it was submitted."""
+        self._over: set[Room] = set()
+        """Rooms of which nothing may start any more."""
+
+    @property
+    def in_flight(self) -> dict[Room, Slice]:
+        return {taken.batch.room: taken for taken in self._by_session.values() if taken is not None}
+
+    @property
+    def between_slices(self) -> list[Room]:
+        """Rooms that have written a part of a batch, and wait for their next turn."""
+        rooms = self._queue._rooms.items()
+        return [room for room, queue in rooms if queue.waiting and queue.waiting[0].is_started]
 
     def submit(self, session: str, batch: WriteBatch) -> None:
-        self.waiting.setdefault(batch.room, deque()).append((session, batch, _read(batch)))
-        if batch.room in self._refused:
-            self._refuse(batch.room)
+        self._by_session.setdefault(session, None)
+        for writes in batch.slices:
+            for src_addr, content in _read(writes):
+                self._as_submitted[batch.room, src_addr] = content
+        self._queue.submit(session, batch)
 
     def cancel(self, room: Room) -> bool:
-        if self.num_pending(room):
-            self._refuse(room)
-        return room in self.in_flight
+        self._over.add(room)
+        is_in_flight = self._queue.cancel(room)
+        assert is_in_flight == (room in self.in_flight)
+        assert self._queue.num_pending(room) == is_in_flight, "what is not in flight is held by an abort"
+        return is_in_flight
 
     def num_pending(self, room: Room) -> int:
-        return len(self.waiting.get(room, ())) + (room in self.in_flight)
+        return self._queue.num_pending(room)
+
+    def num_bytes_pending(self, session: str) -> int:
+        return self._queue.num_bytes_pending(session)
 
     def poll(self) -> list[Completion]:
-        now = self._clock()
-        for room, batches in list(self.waiting.items()):
-            if batches[0][1].deadline < now:
-                self._refuse(room)
-        completions, self._completions = self._completions, []
-        self._refused = {room for room in self._refused if self.num_pending(room)}
-        return completions
+        return self._queue.take_completions(self._clock())
 
     def overdue(self) -> list[Room]:
-        now = self._clock()
-        overdue = [room for room, (_, batch, _) in self.in_flight.items() if batch.deadline < now]
-        news = [room for room in overdue if room not in self._reported]
-        for room in news:
-            self._reported.add(room)
-            self._refuse(room)
-        return news
+        overdue = self._queue.overdue(self._clock())
+        self._over.update(overdue)
+        return overdue
 
     def close(self, timeout_secs: float) -> bool:
-        for room in list(self.waiting):
-            self._refuse(room)
+        self._queue.refuse_all("closed")
         return not self.in_flight
 
     def start(self) -> None:
-        for room in [room for room in self.waiting if room not in self.in_flight]:
-            self.in_flight[room] = self.waiting[room].popleft()
-            if not self.waiting[room]:
-                del self.waiting[room]
+        for session, taken in self._by_session.items():
+            if taken is None:
+                started = self._queue.next(session, self._clock())
+                self._by_session[session] = started
+                if started is not None and started.batch.room in self._over:
+                    raise SafetyViolation(f"room {started.batch.room}: a slice starts behind its end")
 
     def pieces(self, room: Room) -> list[Piece]:
-        """Of the write in flight."""
-        session, batch, as_submitted = self.in_flight[room]
-        now_read = _read(batch)
-        if now_read != as_submitted:
-            raise SafetyViolation(f"room {room}: source of {batch.tag} was changed under the transport")
-        addrs = (np.asarray(addrs).tolist() for addrs in (batch.src_addrs, batch.dst_addrs))
-        return [
-            Piece(self, room, session, src_addr, dst_addr, content)
-            for src_addr, dst_addr, content in zip(*addrs, now_read, strict=True)
-        ]
+        """Of the slice in flight."""
+        taken = self.in_flight[room]
+        (session,) = (session for session, other in self._by_session.items() if other is taken)
+        pieces = []
+        for dst_addr, (src_addr, content) in zip(
+            taken.writes.dst_addrs.tolist(), _read(taken.writes), strict=True
+        ):
+            if content != self._as_submitted[room, src_addr]:
+                raise SafetyViolation(
+                    f"room {room}: source of {taken.batch.tag} was changed under the transport"
+                )
+            pieces.append(Piece(self, room, session, src_addr, dst_addr, content))
+        return pieces
 
     def finish(self, room: Room, *, ok: bool, was_repeated: bool = False) -> None:
-        _, batch, _ = self.in_flight.pop(room)
-        self._reported.discard(room)
-        num_bytes = int(np.sum(batch.lengths)) if ok else 0
-        error = "" if ok else "the transport failed"
-        self._completions.append(
-            Completion(room, batch.tag, ok, error, num_bytes, 0.0, may_still_land=not ok or was_repeated)
-        )
+        taken = self.in_flight[room]
+        (session,) = (session for session, other in self._by_session.items() if other is taken)
+        self._by_session[session] = None
         if not ok:
-            self._refuse(room)
-
-    def _refuse(self, room: Room) -> None:
-        self._refused.add(room)
-        for _, batch, _ in self.waiting.pop(room, ()):
-            self._completions.append(Completion(room, batch.tag, False, "an earlier one failed", 0, 0.0))
+            self._over.add(room)
+        error = "" if ok else "the transport failed"
+        self._queue.finish(taken, Outcome(error, 0.0, not ok or was_repeated, int(was_repeated)))
 
 
-def _read(batch: WriteBatch) -> list[bytes]:
-    lists = (np.asarray(values).tolist() for values in (batch.src_addrs, batch.lengths))
-    return [ctypes.string_at(addr, length) for addr, length in zip(*lists, strict=True)]
+def _read(writes: Descriptors) -> list[tuple[int, bytes]]:
+    """Each source address and what it holds."""
+    return [
+        (addr, ctypes.string_at(addr, length))
+        for addr, length in zip(writes.src_addrs.tolist(), writes.lengths.tolist(), strict=True)
+    ]

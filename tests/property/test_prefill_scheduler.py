@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -39,7 +38,7 @@ from protocol.messages import (
     ToDecode,
 )
 from transfer.extents import expand_pages
-from transfer.plan import RegionView
+from transfer.plan import Descriptors, RegionView, join_descriptors
 from transfer.sender import Completion, WriteBatch
 
 PAGE_SIZE = 4
@@ -215,6 +214,10 @@ def test_only_a_prompt_beyond_the_whole_pool_can_never_run() -> None:
 # --- the life of rooms ------------------------------------------------------------------------------------
 
 
+def whole(batch: WriteBatch) -> Descriptors:
+    return join_descriptors(list(batch.slices))
+
+
 @dataclass
 class StubSender:
     """A transport in the hand of the test. One batch of a room is in flight at a time, as in the real one."""
@@ -230,7 +233,8 @@ class StubSender:
     def submit(self, session: str, batch: WriteBatch) -> None:
         assert session
         if self.unwritten:
-            for address, length in zip(batch.src_addrs, batch.lengths, strict=True):
+            writes = whole(batch)
+            for address, length in zip(writes.src_addrs.tolist(), writes.lengths.tolist(), strict=True):
                 early = self.unwritten & set(range(address, address + length, ITEM_BYTES))
                 assert not early, f"{batch.tag} left before {len(early)} of its items were written"
         self.waiting.setdefault(batch.room, deque()).append(batch)
@@ -244,6 +248,9 @@ class StubSender:
 
     def num_pending(self, room: Room) -> int:
         return len(self.waiting.get(room, ())) + (room in self.in_flight)
+
+    def num_bytes_pending(self, session: str) -> int:
+        return 0
 
     def poll(self) -> list[Completion]:
         completions, self.completions = self.completions, []
@@ -262,7 +269,7 @@ class StubSender:
         batch = self.in_flight.pop(room)
         if is_repeated:
             self.repeated.setdefault(room, []).append(batch)
-        num_bytes = int(np.sum(batch.lengths)) if ok else 0
+        num_bytes = batch.num_bytes if ok else 0
         error = "" if ok else "peer gone"
         may_still_land = is_repeated or not ok
         self.completions.append(
@@ -277,6 +284,7 @@ NUM_PAGES = 12
 NUM_SLOTS = NUM_PAGES * PAGE_SIZE
 NUM_AUX_SLOTS = 3
 QUARANTINE_SECS = 60.0
+ROOM_TIMEOUT_SECS, GRACE_SECS = 300.0, 10.0
 NUM_LAYERS = 3
 SOURCE = SourceRegions(
     kv=RegionView(0x10000, NUM_LAYERS * NUM_SLOTS * ITEM_BYTES, NUM_LAYERS, NUM_SLOTS, ITEM_BYTES),
@@ -307,6 +315,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.limits = StepLimits(10, 4, 3, PAGE_SIZE, NUM_PAGES)
         self.peers = [peer(0), peer(1)]
         self.front_ends: Counter[str] = Counter()
+        self.num_finished = 0
         self.told_done: set[Room] = set()
         self.promised_quiet: set[Room] = set()
         self.quiet: set[Room] = set()
@@ -329,6 +338,8 @@ class LifecycleMachine(RuleBasedStateMachine):
             tell_front=self.on_front,
             tell_peer=self.on_peer,
             quarantine_secs=QUARANTINE_SECS,
+            room_timeout_secs=ROOM_TIMEOUT_SECS,
+            grace_secs=GRACE_SECS,
         )
 
     @initialize(
@@ -343,6 +354,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     def on_front(self, message: FromEngine) -> None:
         assert isinstance(message, PrefillFinished | RequestFailed)
         self.front_ends[message.request_id] += 1
+        self.num_finished += isinstance(message, PrefillFinished)
         assert self.front_ends[message.request_id] == 1, f"{message.request_id} ended twice"
         assert message.request_id not in self.aborted_requests
 
@@ -354,7 +366,7 @@ class LifecycleMachine(RuleBasedStateMachine):
                 self.told_done.add(room)
                 assert message.batch_failed == (room in self.failed_batches)
                 for batch in self.sender.repeated.get(room, ()):
-                    addresses = set(np.asarray(batch.src_addrs).tolist())
+                    addresses = set(whole(batch).src_addrs.tolist())
                     self.late_reads.append((self.now + QUARANTINE_SECS, addresses))
             case RoomFailed(quiet=True) | RoomQuiet():
                 room = Room(message.room)
@@ -434,10 +446,9 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     def turn(self, fails_at: int | None = None, acts: Sequence[str] = ("none",) * NUM_LAYERS) -> bool:
         life = self.life
-        queue = life.waiting()
         chunks = plan_step(
             life.running(),
-            (life.look_up(record) for record in queue),
+            life.candidates(),
             self.limits,
             num_available_pages=life.num_available_pages,
             num_aux_slots=life.num_free_aux_slots,
@@ -538,9 +549,9 @@ class LifecycleMachine(RuleBasedStateMachine):
     def pass_time(self, secs: int) -> None:
         self.now += secs
         self.release_sources()
-        self.life.fail_unpaired(self.now, timeout_secs=300.0)
+        self.life.fail_unpaired(self.now)
         for record in self.life.rooms.in_state(RoomState.WAITING_BOOTSTRAP, RoomState.WAITING_REQUEST):
-            assert self.now - record.since_secs <= 300.0
+            assert self.now - record.since_secs <= ROOM_TIMEOUT_SECS + GRACE_SECS
 
     def release_sources(self) -> int:
         """The transport reads nothing late any more. Returns how many rooms kept their source until then."""
@@ -580,7 +591,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             assert record is not None, f"room {room} was forgotten with a write in the sender"
             num_tokens = len(record.page_ids) * PAGE_SIZE
             held = set(expand_pages(record.page_ids, PAGE_SIZE, 0, num_tokens).tolist())
-            for address in np.asarray(batch.src_addrs).tolist():
+            for address in whole(batch).src_addrs.tolist():
                 if address >= SOURCE.aux.base_addr:
                     assert (address - SOURCE.aux.base_addr) // 64 == record.aux_slot_src
                     continue
@@ -624,7 +635,7 @@ class LifecycleMachine(RuleBasedStateMachine):
                 break
         self.now += 1000.0
         self.release_sources()
-        self.life.fail_unpaired(self.now, timeout_secs=300.0)
+        self.life.fail_unpaired(self.now)
         assert len(self.life.rooms) == 0
         assert not self.promised_quiet
         self.life.check_integrity()
@@ -632,6 +643,10 @@ class LifecycleMachine(RuleBasedStateMachine):
         assert self.pool.num_free == NUM_PAGES
         for request_id in self.accepted - self.aborted_requests:
             assert self.front_ends[request_id] == 1, f"{request_id} never ended"
+        num_ended = self.num_finished + sum(
+            self.life.counters[f"{end}_requests_total"] for end in ("aborted", "failed")
+        )
+        assert num_ended == len(self.accepted), "a request is counted twice or not at all"
 
 
 LifecycleMachine.TestCase.settings = settings(

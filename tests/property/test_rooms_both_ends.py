@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -149,6 +150,22 @@ class BothEndsMachine(RuleBasedStateMachine):
             if front is not None:
                 front.inbox.append(Abort(request_id))
                 front.aborted.add(request_id)
+
+    def between_slices(self) -> list[tuple[PrefillNode, Room]]:
+        nodes = [node for node in self.world.prefill.values() if not node.is_stopped]
+        return [(node, room) for node in nodes for room in node.sender.between_slices]
+
+    @precondition(lambda self: self.between_slices())
+    @rule(data=st.data(), legs=ABORTED, fates=st.lists(FATES, max_size=2))
+    def abort_between_slices(
+        self, data: st.DataObject, legs: tuple[str, ...], fates: list[WriteFate]
+    ) -> None:
+        """While another room of the peer has its turn, with which nothing happens to it."""
+        node, room = data.draw(st.sampled_from(self.between_slices()))
+        request = node.engine._life.rooms.live(room).request
+        assert request is not None
+        self.leave(request.request_id, legs)
+        self.world.work(itertools.chain(fates, itertools.repeat(WriteFate.SLOW)), decode_first=True)
 
     @rule(num_aborted=st.integers(2, 5), num_turns=st.integers(0, 2))
     def abort_storm(self, num_aborted: int, num_turns: int) -> None:
@@ -324,6 +341,13 @@ class BothEndsMachine(RuleBasedStateMachine):
             left += [f"prefill: {source} is quarantined" for source in life.quarantine]
         return left + [f"bytes of room {piece.room} are in the transport" for piece in world.late]
 
+    def check_counted(self, leg: str, front: SimFront, counters: Mapping[str, float]) -> None:
+        """Each request that has ended is counted once: as finished, aborted or failed."""
+        num_taken = sum(taken is front for taken in self.taken[leg].values())
+        num_finished = sum(front.num_ends.values()) - len(front.errors)
+        num_others = sum(counters[f"{end}_requests_total"] for end in ("aborted", "failed"))
+        assert num_finished + num_others == num_taken, f"the {leg} node counts an end twice or not at all"
+
     def check_answers(self) -> None:
         living = {
             "decode": [self.world.decode.front],
@@ -333,6 +357,10 @@ class BothEndsMachine(RuleBasedStateMachine):
             for request_id, front in self.taken[leg].items():
                 if any(front is other for other in living[leg]) and request_id not in front.aborted:
                     assert front.num_ends[request_id] == 1, f"{request_id} did not end on the {leg} node"
+        for node in self.world.prefill.values():
+            self.check_counted("prefill", node.front, node.engine._life.counters)
+        decode = self.world.decode
+        self.check_counted("decode", decode.front, decode.engine._metrics._totals)
         for request_id, front in self.taken["decode"].items():
             tokens = front.tokens.get(request_id, [])
             num_asked = self.requests[request_id].sampling.max_new_tokens

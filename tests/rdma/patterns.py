@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer.engine import MAX_BATCH_DESCRIPTORS, MAX_DESCRIPTOR_BYTES
+from transfer.engine import MAX_BATCH_DESCRIPTORS
 from transfer.extents import SlotArray, expand_pages
-from transfer.plan import Descriptors, RegionView, descriptors, plan_writes
+from transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, RegionView, descriptors, plan_writes
 
 MEMORY_BYTES = 24 << 20
 """Of the memory that both sides register; every pattern's pools fit in it."""

@@ -95,8 +95,11 @@ class Submission:
     @staticmethod
     def bytes_of(batch: WriteBatch) -> bytes:
         """What the source addresses hold now; its memory must be there."""
-        lists = (np.asarray(values).tolist() for values in (batch.src_addrs, batch.lengths))
-        return b"".join(ctypes.string_at(addr, length) for addr, length in zip(*lists, strict=True))
+        return b"".join(
+            ctypes.string_at(addr, length)
+            for writes in batch.slices
+            for addr, length in zip(writes.src_addrs.tolist(), writes.lengths.tolist(), strict=True)
+        )
 
 
 class EngineThread:

@@ -1,15 +1,25 @@
 """Write plans: exactly the right bytes, in few descriptors, and never outside the registered memory."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transfer import plan as plan_module
 from transfer.plan import (
+    DESCRIPTOR_COST_BYTES,
+    MAX_DESCRIPTOR_BYTES,
+    SLICE_BYTES,
     Descriptors,
+    LayerWrites,
     PlanError,
     RegionView,
     RunPlan,
+    SlicedWrites,
+    cost,
+    cut_long,
     descriptors,
     join_descriptors,
     plan_writes,
@@ -147,3 +157,80 @@ def test_joined_descriptors_keep_their_order() -> None:
     joined = join_descriptors([first, second])
     assert joined.src_addrs.tolist() == [SRC_BASE, SRC_BASE + 64]
     assert joined.num_bytes == first.num_bytes + second.num_bytes
+
+
+# --- slices -----------------------------------------------------------------------------------------------
+
+
+def test_long_ranges_are_cut_in_order() -> None:
+    src, dst, lengths = cut_long(np.array([100, 0]), np.array([1000, 5]), np.array([10, 3]), 4)
+    assert src.tolist() == [100, 104, 108, 0]
+    assert dst.tolist() == [1000, 1004, 1008, 5]
+    assert lengths.tolist() == [4, 4, 2, 3]
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(st.data())
+def test_slices_are_the_writes_in_order_and_none_is_long(data: st.DataObject) -> None:
+    """Whatever the blocks are cut into, and however much longer than a slice a range is."""
+    slice_bytes = data.draw(st.sampled_from([1, 3, 40])) * DESCRIPTOR_COST_BYTES
+    parts, expected = [], []
+    for item_bytes in data.draw(st.lists(st.sampled_from([7, 1 << 14, 3 << 20]), max_size=3)):
+        view = region(SRC_BASE, 4, 64, item_bytes), region(DST_BASE, 4, 64, item_bytes)
+        slots = data.draw(st.permutations(range(64)))[: data.draw(st.integers(0, 64))]
+        if data.draw(st.booleans()):
+            slots = sorted(slots)
+        first, stop = sorted(data.draw(st.tuples(st.integers(0, 4), st.integers(0, 4))))
+        part = LayerWrites(plan_writes(slots, slots), *view, first, stop)
+        part.check()
+        parts.append(part)
+        whole = descriptors(part.runs, *view, range(first, stop))
+        expected.append(Descriptors(*cut_long(*whole, MAX_DESCRIPTOR_BYTES)))
+    writes = SlicedWrites(parts, slice_bytes)
+    for _ in range(2):
+        slices = list(writes)
+        for ours, theirs in zip(join_descriptors(slices), join_descriptors(expected), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        for piece in slices:
+            assert piece.lengths.size
+            assert cost(piece) <= slice_bytes or piece.lengths.size == 1
+    for piece, following in pairwise(slices):
+        next_cost = cost(Descriptors(*(column[:1] for column in following)))
+        assert cost(piece) + next_cost > slice_bytes, "a slice is shorter than need be"
+    assert writes.num_bytes == sum(piece.num_bytes for piece in slices)
+
+
+def test_of_a_long_prompt_only_one_slice_is_planned_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 GB in the worst case for planning, rows that lie apart: the addresses of all would be 150 MB."""
+    num_tokens, num_layers, item_bytes = 104_000, 61, 656
+    slots = 2 * np.arange(num_tokens)
+    both = (
+        region(1 << 20, num_layers, 2 * num_tokens, item_bytes),
+        region(1 << 40, num_layers, 2 * num_tokens, item_bytes),
+    )
+    num_made = 0
+    make = plan_module.descriptors
+
+    def counted(*args: object) -> Descriptors:
+        nonlocal num_made
+        made = make(*args)  # type: ignore[arg-type]
+        num_made += made.lengths.size
+        return made
+
+    monkeypatch.setattr(plan_module, "descriptors", counted)
+    part = LayerWrites(plan_writes(slots, slots), *both, 0, num_layers)
+    part.check()
+    writes = SlicedWrites([part])
+    slices = iter(writes)
+    assert num_made == 0
+    assert next(slices).lengths.size == num_made == SLICE_BYTES // DESCRIPTOR_COST_BYTES
+    assert writes.num_bytes == num_layers * num_tokens * item_bytes
+
+
+def test_writes_that_leave_the_memory_are_refused_before_any_is_made() -> None:
+    three, two = region(SRC_BASE, 3, 8, 16), region(DST_BASE, 2, 8, 16)
+    LayerWrites(run(0, 0, 1), three, two, 0, 2).check()
+    with pytest.raises(PlanError, match=r"destination layers .* are not all in \[0, 2\)"):
+        LayerWrites(run(0, 0, 1), three, two, 0, 3).check()
+    with pytest.raises(PlanError, match="source run"):
+        LayerWrites(run(7, 0, 2), three, two, 0, 2).check()

@@ -211,6 +211,8 @@ class Gate:
 
 def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, room: int) -> None:
     gate = Gate(engine, chunk_start=48)
+    counters = engine.engine._life.counters
+    before = dict(counters)
     peer.bootstrap(room, 200)
     request_id = engine.generate(room, prompt(8, 200))
     assert gate.reached.wait(10)
@@ -220,6 +222,8 @@ def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, r
     failed = engine.expect(RequestFailed)
     assert (failed.request_id, failed.status) == (request_id, 503)
     assert "client gone" in failed.error
+    assert counters["aborted_requests_total"] == before["aborted_requests_total"] + 1
+    assert counters["failed_requests_total"] == before["failed_requests_total"], "counted as both"
     assert len(engine.computed[room]) < 5, "the room was computed to its end"
     peer.assert_nothing_more()
     peer.bootstrap(room, 200)

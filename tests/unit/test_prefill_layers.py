@@ -28,7 +28,8 @@ from tests.unit.prefill_support import (
     prompt,
     wait_for,
 )
-from transfer.sender import MAX_ATTEMPTS, WriteBatch
+from transfer.send_queue import Outcome, Slice
+from transfer.sender import MAX_ATTEMPTS
 
 _rooms = iter(range(1000, 1_000_000))
 AUX = "aux record"
@@ -286,13 +287,13 @@ def test_a_batch_that_fails_midway_stops_the_layers_behind_it(
     transport.release.set()
     peer.register(session="127.0.0.1:9")  # nobody listens there
     has_failed = threading.Event()
-    complete = engine.engine._sender._complete
+    finish = engine.engine._sender._queue.finish
 
-    def completed(batch: WriteBatch, *args: Any) -> None:
-        complete(batch, *args)
+    def finished(written: Slice, outcome: Outcome) -> None:
+        finish(written, outcome)
         has_failed.set()
 
-    monkeypatch.setattr(engine.engine._sender, "_complete", completed)
+    monkeypatch.setattr(engine.engine._sender._queue, "finish", finished)
     if engine.settings.push_layers == 1:
         engine.after_layer = lambda layer: (
             None if has_failed.wait(TIMEOUT_SECS) else pytest.fail("no failure")

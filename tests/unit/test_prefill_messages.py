@@ -411,10 +411,11 @@ def test_rooms_without_their_other_half_and_silent_peers_end(
         other.bootstrap(other_half, 20)
         failed = impatient.expect(RequestFailed)
         assert (failed.request_id, failed.status) == (request_id, 504)
-        assert "did not reach the decode node within 0.3 s" in failed.error
+        margin = "within 1.3 s (room_timeout_secs 0.3, and 1 s in which the decode node would have said why)"
+        assert f"did not reach the decode node {margin}" in failed.error
         told = other.expect(RoomFailed)
         assert (told.room, told.status, told.quiet) == (other_half, 504, True)
-        assert "did not reach the prefill node within 0.3 s" in told.error
+        assert f"did not reach the prefill node {margin}" in told.error
         wait_for(lambda: len(impatient.engine._peers) == 0, "the silent peer to be lost")
         other.client.send(Heartbeat(2))
         assert not other.expect(Refused).permanent

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegi
 from prefill_node.rooms import RoomRecord, RoomState
 from protocol.messages import Bootstrap, Extent, RegionKind, Room
 from transfer.extents import expand_pages, extents_to_slots
-from transfer.plan import PlanError, RegionView, RunPlan, descriptors, take_layers
+from transfer.plan import Descriptors, RegionView, RunPlan, join_descriptors
 from transfer.sender import Completion, Ready, WriteBatch
 
 PAGE_SIZE = 4
@@ -36,18 +37,21 @@ class CopyingSender:
     def __init__(self) -> None:
         self.batches: list[WriteBatch] = []
         self.num_waiting = 0
+        self.num_waiting_bytes = 0
 
     def submit(self, session: str, batch: WriteBatch) -> None:
         assert session == "host:1"
         self.batches.append(batch)
-        columns = (
-            np.asarray(column).tolist() for column in (batch.src_addrs, batch.dst_addrs, batch.lengths)
-        )
-        for src, dst, length in zip(*columns, strict=True):
+        writes = whole(batch)
+        assert batch.num_bytes == writes.num_bytes
+        for src, dst, length in zip(*(column.tolist() for column in writes), strict=True):
             ctypes.memmove(dst, src, length)
 
     def num_pending(self, room: Room) -> int:
         return self.num_waiting
+
+    def num_bytes_pending(self, session: str) -> int:
+        return self.num_waiting_bytes
 
     def cancel(self, room: Room) -> bool:
         raise AssertionError("nothing is cancelled here")
@@ -61,6 +65,10 @@ class CopyingSender:
     @property
     def tags(self) -> list[str]:
         return [batch.tag for batch in self.batches]
+
+
+def whole(batch: WriteBatch) -> Descriptors:
+    return join_descriptors(list(batch.slices))
 
 
 def poisoned(num_layers: int, item_bytes: int) -> np.ndarray:
@@ -152,7 +160,7 @@ def test_layers_leave_once_and_only_when_written(layers_per_batch: int, layers: 
     assert world.sender.tags[0].startswith("positions [2, 11) ")
     world.assert_landed(push)
     assert world.record.num_writes_pending == len(layers)
-    num_bytes = sum(int(np.sum(batch.lengths)) for batch in world.sender.batches)
+    num_bytes = sum(batch.num_bytes for batch in world.sender.batches)
     assert num_bytes == 9 * (NUM_LAYERS * ITEM_BYTES + NUM_INDEX_LAYERS * INDEX_BYTES), "something left twice"
 
 
@@ -172,7 +180,7 @@ def test_index_keys_leave_with_the_first_layer_of_their_group() -> None:
         {
             layer
             for layer in range(NUM_INDEX_LAYERS)
-            for addr in np.asarray(batch.dst_addrs).tolist()
+            for addr in whole(batch).dst_addrs.tolist()
             if 0 <= addr - world.index_dst[layer].ctypes.data < world.index_dst[layer].nbytes
         }
         for batch in world.sender.batches
@@ -182,22 +190,18 @@ def test_index_keys_leave_with_the_first_layer_of_their_group() -> None:
 
 @pytest.mark.parametrize("layers_per_batch", [0, 1, 3])
 def test_a_chunk_is_planned_once(monkeypatch: pytest.MonkeyPatch, layers_per_batch: int) -> None:
-    num_plans = {"plan_writes": 0, "descriptors": 0}
+    num_plans = 0
+    plan_writes = push_module.plan_writes
 
-    def counted(name: str) -> None:
-        original = getattr(push_module, name)
+    def counted(*args: Any) -> RunPlan:
+        nonlocal num_plans
+        num_plans += 1
+        return plan_writes(*args)
 
-        def count(*args: object) -> object:
-            num_plans[name] += 1
-            return original(*args)
-
-        monkeypatch.setattr(push_module, name, count)
-
-    counted("plan_writes")
-    counted("descriptors")
+    monkeypatch.setattr(push_module, "plan_writes", counted)
     world = World(layers_per_batch)
     world.forward(world.pusher.plan(world.record, 0, 9))
-    assert num_plans == {"plan_writes": 2, "descriptors": 2}, "KV and indexer keys, each once"
+    assert num_plans == 2, "KV and indexer keys, each once"
 
 
 def test_layers_wait_for_a_slow_transport_and_then_leave_together() -> None:
@@ -282,6 +286,9 @@ def test_layers_out_of_order_are_refused_before_anything_wrong_leaves() -> None:
 
 def test_what_to_wait_for_goes_with_the_batch_that_reads_it() -> None:
     class Event:
+        def query(self) -> bool:
+            raise AssertionError("the pusher does not ask")
+
         def synchronize(self) -> None:
             raise AssertionError("the pusher does not wait")
 
@@ -292,18 +299,3 @@ def test_what_to_wait_for_goes_with_the_batch_that_reads_it() -> None:
         world.write(pushes, layer, event)
     world.pusher.push_aux(world.record)
     assert [batch.ready for batch in world.sender.batches] == [events[1], events[3], events[4], None]
-
-
-def test_a_part_of_the_layers_is_a_slice() -> None:
-    region = RegionView(1 << 20, 5 * 100 * 4, 5, 100, 4)
-    runs = RunPlan(np.array([0, 50]), np.array([7, 20]), np.array([3, 9]))
-    whole = descriptors(runs, region, region, range(5))
-    for first, stop in ((0, 5), (0, 1), (2, 4), (4, 5), (3, 3)):
-        part = take_layers(whole, 5, first, stop)
-        expected = descriptors(runs, region, region, range(first, stop))
-        for ours, theirs in zip(part, expected, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-        assert not part.lengths.size or np.shares_memory(part.lengths, whole.lengths)
-    for first, stop in ((-1, 2), (3, 2), (0, 6)):
-        with pytest.raises(PlanError, match=r"layers \[.* are not a range in \[0, 5\)"):
-            take_layers(whole, 5, first, stop)

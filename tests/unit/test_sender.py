@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 from protocol.messages import Room
 from tests.unit.transfer_peer import peer_process
 from transfer.engine import TransferEngine, TransferError
+from transfer.plan import SLICE_BYTES, Descriptors
 from transfer.sender import MAX_ATTEMPTS, Completion, Sender, WriteBatch
 
 PEER, OTHER_PEER = "10.0.0.1:1", "10.0.0.2:2"
@@ -52,9 +53,10 @@ class ScriptedWriter:
     ) -> None:
         addr = int(np.asarray(src_addrs)[0])
         self.num_attempts[addr] += 1
+        gate = self.stuck.get(session)
         self.started.release()
-        if session in self.stuck:
-            assert self.stuck[session].wait(PATIENCE_SECS)
+        if gate is not None:
+            assert gate.wait(PATIENCE_SECS)
         if addr in self.bad or (addr in self.flaky and self.num_attempts[addr] == 1):
             self.after_failure()
             raise TransferError(f"cannot write {addr}", may_still_land=addr not in self.refused)
@@ -85,8 +87,26 @@ def sender(writer: ScriptedWriter) -> Iterator[Sender]:
     assert sender.close(PATIENCE_SECS)
 
 
+def ranges(addrs: Sequence[int], lengths: Sequence[int]) -> Descriptors:
+    return Descriptors(np.array(addrs), np.array(addrs), np.array(lengths))
+
+
 def batch(room: int, addr: int, timeout_secs: float = 60.0) -> WriteBatch:
-    return WriteBatch(Room(room), f"tag {addr}", [addr], [addr], [100], time.monotonic() + timeout_secs)
+    deadline = time.monotonic() + timeout_secs
+    return WriteBatch(Room(room), f"tag {addr}", [ranges([addr], [100])], 100, deadline)
+
+
+def long_batch(room: int, *addrs: int) -> WriteBatch:
+    """A slice at each of ``addrs``, each of which takes a whole turn."""
+    slices = [ranges([addr], [SLICE_BYTES]) for addr in addrs]
+    return WriteBatch(Room(room), f"tag {addrs[0]}", slices, len(addrs) * SLICE_BYTES)
+
+
+def let_time_pass(sender: Sender, room: int) -> None:
+    """Past the deadline of what the room has in flight."""
+    in_flight = sender._queue._rooms[Room(room)].slice
+    assert in_flight is not None
+    in_flight.deadline = time.monotonic() - 1.0
 
 
 def collect(sender: Sender, num_completions: int) -> list[Completion]:
@@ -100,7 +120,8 @@ def collect(sender: Sender, num_completions: int) -> list[Completion]:
 
 
 def test_a_completion_says_what_was_written(sender: Sender) -> None:
-    sender.submit(PEER, WriteBatch(Room(7), ("kv", 3), [1, 2], [3, 4], [10, 20]))
+    slices = [ranges([1, 2], [10, 15]), ranges([3], [5])]
+    sender.submit(PEER, WriteBatch(Room(7), ("kv", 3), slices, 30))
     (completion,) = collect(sender, 1)
     assert (completion.room, completion.tag) == (7, ("kv", 3))
     assert (completion.ok, completion.error, completion.may_still_land) == (True, "", False)
@@ -119,14 +140,44 @@ def test_batches_of_a_room_go_out_in_order(sender: Sender, writer: ScriptedWrite
 def test_rooms_of_a_peer_take_turns(sender: Sender, writer: ScriptedWriter) -> None:
     """A short prompt does not wait until a long one has been sent whole."""
     gate = writer.block(PEER)
-    for addr in (1, 2, 3, 4):
-        sender.submit(PEER, batch(1, addr))
+    sender.submit(PEER, long_batch(1, 1, 2, 3))
+    sender.submit(PEER, batch(1, 4))
     writer.wait_for_start()
     for addr in (10, 11):
         sender.submit(PEER, batch(2, addr))
     gate.set()
-    collect(sender, 6)
-    assert [addr for _, addr in writer.written] == [1, 10, 2, 11, 3, 4]
+    assert [completion.tag for completion in collect(sender, 4)] == ["tag 10", "tag 11", "tag 1", "tag 4"]
+    assert [addr for _, addr in writer.written] == [1, 10, 11, 2, 3, 4]
+
+
+def test_a_slice_is_written_again_and_not_the_batch(sender: Sender, writer: ScriptedWriter) -> None:
+    writer.flaky.add(2)
+    sender.submit(PEER, long_batch(1, 1, 2, 3))
+    (completion,) = collect(sender, 1)
+    assert (completion.ok, completion.num_bytes) == (True, 3 * SLICE_BYTES)
+    assert (completion.num_retries, completion.may_still_land) == (1, True)
+    assert writer.num_attempts == {1: 1, 2: 2, 3: 1}
+
+
+def test_an_abort_waits_for_one_slice_at_most(sender: Sender, writer: ScriptedWriter) -> None:
+    """Of a room in mid-batch: none when another has its turn, else the one in flight."""
+    gate = writer.block(PEER)
+    sender.submit(PEER, long_batch(1, 1, 2, 3))
+    sender.submit(PEER, long_batch(2, 11, 12, 13))
+    writer.wait_for_start()
+    next_gate = writer.block(PEER)
+    gate.set()
+    writer.wait_for_start()
+    assert writer.written == [(PEER, 1)]
+    assert not sender.cancel(Room(1))
+    assert sender.num_pending(Room(1)) == 0
+    assert [completion.tag for completion in sender.poll()] == ["tag 1"]
+    assert sender.cancel(Room(2))
+    assert sender.poll() == []
+    next_gate.set()
+    (in_flight,) = collect(sender, 1)
+    assert (in_flight.tag, in_flight.ok, in_flight.may_still_land) == ("tag 11", False, False)
+    assert writer.written == [(PEER, 1)]
 
 
 def test_a_stuck_peer_does_not_delay_another(sender: Sender, writer: ScriptedWriter) -> None:
@@ -183,7 +234,6 @@ def test_what_cannot_get_better_is_not_written_again(
     sender: Sender, writer: ScriptedWriter, why: str
 ) -> None:
     """The transport refuses it, nobody wants it any more, its time is up."""
-    late = batch(1, 1)
     writer.flaky.add(1)
     match why:
         case "refused":
@@ -191,8 +241,8 @@ def test_what_cannot_get_better_is_not_written_again(
         case "cancelled":
             writer.after_failure = lambda: sender.cancel(Room(1))
         case "late":
-            writer.after_failure = lambda: object.__setattr__(late, "deadline", time.monotonic() - 1.0)
-    sender.submit(PEER, late)
+            writer.after_failure = lambda: let_time_pass(sender, 1)
+    sender.submit(PEER, batch(1, 1))
     (failed,) = collect(sender, 1)
     assert (failed.ok, failed.error, failed.num_retries) == (False, "cannot write 1", 0)
     assert failed.may_still_land == (why != "refused")
@@ -246,7 +296,7 @@ def test_a_failed_room_does_not_condemn_its_session_or_its_number(
 def test_an_unexpected_exception_ends_the_batch_and_not_the_thread(
     sender: Sender, writer: ScriptedWriter
 ) -> None:
-    sender.submit(PEER, WriteBatch(Room(1), "bad", [], [], []))  # the scripted writer wants an address
+    sender.submit(PEER, WriteBatch(Room(1), "bad", [ranges([], [])], 0))  # the writer wants an address
     (completion,) = collect(sender, 1)
     assert not completion.ok
     assert completion.may_still_land
@@ -285,7 +335,7 @@ def test_a_batch_whose_peer_was_busy_past_its_deadline_is_not_sent(
     sender.submit(PEER, batch(2, 3))
     expired = collect(sender, 2)  # reported while the peer is still busy
     assert {completion.room for completion in expired} == {2}
-    assert "passed its deadline before the peer was free" in expired[0].error
+    assert "time was up before the peer was free" in expired[0].error
     gate.set()
     assert collect(sender, 1)[0].ok
     assert writer.written == [(PEER, 1)]
@@ -295,12 +345,11 @@ def test_an_overdue_batch_is_reported_once_and_still_completes(
     sender: Sender, writer: ScriptedWriter
 ) -> None:
     gate = writer.block(PEER)
-    slow = batch(1, 1)
-    sender.submit(PEER, slow)
+    sender.submit(PEER, batch(1, 1))
     sender.submit(PEER, batch(1, 2))
     writer.wait_for_start()
     assert sender.overdue() == []
-    object.__setattr__(slow, "deadline", time.monotonic() - 1.0)  # the time passes
+    let_time_pass(sender, 1)
     assert sender.overdue() == [1]
     assert sender.overdue() == []
     assert collect(sender, 1)[0].tag == "tag 2"
@@ -315,6 +364,9 @@ def test_a_batch_waits_for_its_source_bytes(sender: Sender, writer: ScriptedWrit
     is_asked = threading.Event()
 
     class Event:
+        def query(self) -> bool:
+            return is_there.is_set()
+
         def synchronize(self) -> None:
             is_asked.set()
             assert is_there.wait(PATIENCE_SECS)
@@ -332,6 +384,9 @@ def test_a_batch_waits_for_its_source_bytes(sender: Sender, writer: ScriptedWrit
 
 def test_source_bytes_that_never_come_fail_the_batch(sender: Sender, writer: ScriptedWriter) -> None:
     class Event:
+        def query(self) -> bool:
+            return False
+
         def synchronize(self) -> None:
             raise RuntimeError("the device is lost")
 
@@ -395,7 +450,8 @@ def test_nothing_is_remembered_of_rooms_that_are_over(sender: Sender, writer: Sc
     for room in range(1, 6):
         sender.submit(PEER, batch(room, room))
     collect(sender, 5)
-    assert sender._rooms == {}
+    assert sender._queue._rooms == {}
+    assert sender._queue._peers == {}
 
 
 # --- with the real transport --------------------------------------------------------------------------
@@ -417,12 +473,15 @@ def test_a_stopped_peer_fails_alone_and_is_served_again(engine: TransferEngine) 
     src_addr = engine.register(memory)
     sender = Sender(engine)
 
+    def copy(src: int, dst: int) -> Descriptors:
+        return Descriptors(np.array([src]), np.array([dst]), np.array([1000]))
+
     def submit(peer_session: str, base_addr: int, room: int, num_batches: int = 1) -> None:
         for number in range(num_batches):
             start = number * 1000
             sender.submit(
                 peer_session,
-                WriteBatch(Room(room), number, [src_addr + start], [base_addr + start], [1000]),
+                WriteBatch(Room(room), number, [copy(src_addr + start, base_addr + start)], 1000),
             )
 
     with peer_process(1 << 16) as stopped, peer_process(1 << 16) as healthy:

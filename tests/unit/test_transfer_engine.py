@@ -17,13 +17,12 @@ from tests.unit.transfer_peer import Peer, peer_process
 from transfer import engine as engine_module
 from transfer.engine import (
     MAX_BATCH_DESCRIPTORS,
-    MAX_DESCRIPTOR_BYTES,
     TransferEngine,
     TransferError,
     TransferSetupError,
-    cut_long,
     quiet_mooncake_logs,
 )
+from transfer.plan import MAX_DESCRIPTOR_BYTES
 from transfer.transport import TCP, Transport
 
 PEER_BYTES = 12 << 20
@@ -324,13 +323,3 @@ def test_quieting_keeps_a_level_that_the_operator_chose(monkeypatch: pytest.Monk
     monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
     quiet_mooncake_logs()
     assert engine_module.os.environ["MC_LOG_LEVEL"] == "INFO"
-
-
-# --- cutting --------------------------------------------------------------------------------------------
-
-
-def test_long_ranges_are_cut_in_order() -> None:
-    src, dst, lengths = cut_long(np.array([100, 0]), np.array([1000, 5]), np.array([10, 3]), 4)
-    assert src.tolist() == [100, 104, 108, 0]
-    assert dst.tolist() == [1000, 1004, 1008, 5]
-    assert lengths.tolist() == [4, 4, 2, 3]
