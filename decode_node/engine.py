@@ -34,7 +34,7 @@ from model.loader import load_model
 from model.spec import CheckpointError, ModelSpec, spec_of
 from protocol.access import PeerList
 from protocol.channels import EngineSocket, Poller, load_control_keys
-from protocol.engine_messages import Abort, EngineReady, FlushCache, Generate, Shutdown
+from protocol.engine_messages import Abort, EngineReady, FlushCache, GenerateGroup, Shutdown
 from protocol.process import die_with_parent, parent_is_alive, setup_logging, start_errors
 from protocol.settings import DecodeSettings
 from transfer.engine import TransferEngine, TransferSetupError, quiet_mooncake_logs
@@ -200,8 +200,9 @@ class DecodeEngine:
     def _receive(self, now: float) -> None:
         for message in self._front.receive():
             match message:
-                case Generate():
-                    self.lifecycle.generate(message, now)
+                case GenerateGroup():
+                    for sample in message.samples:
+                        self.lifecycle.generate(sample, now)
                 case Abort():
                     self._settle()  # what it ends may be in a step
                     self.lifecycle.abort(message.request_id, now, has_finished=message.has_finished)

@@ -23,7 +23,7 @@ from protocol.access import KeyFileError
 from protocol.api_keys import load_api_keys
 from protocol.channels import load_control_keys
 from protocol.detokenizer import TokenizerUnsupported
-from protocol.engine_link import EngineLink
+from protocol.engine_link import EngineLink, QueueLimits
 from protocol.http_app import Front
 from protocol.listening import Listener
 from protocol.metrics import FrontMetrics
@@ -110,7 +110,11 @@ def run_front(
     metrics = FrontMetrics()
     process = EngineProcess(engine, settings, f"{role}-engine")
     link = EngineLink(
-        process.ipc_path, settings.health_timeout_secs, metrics.update, process.remove_directory
+        process.ipc_path,
+        settings.health_timeout_secs,
+        metrics.update,
+        process.remove_directory,
+        QueueLimits.of(settings),
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # while the tokenizer loads; serve() takes them over
         signal.signal(number, _exit)

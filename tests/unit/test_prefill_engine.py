@@ -17,9 +17,11 @@ from protocol.engine_messages import (
     Abort,
     FlushCache,
     Generate,
+    GenerateGroup,
     PrefillFinished,
     RequestFailed,
     SamplingParams,
+    pack_token_ids,
 )
 from protocol.messages import AbortRoom, Extent, RoomDone, RoomFailed, RoomQuiet
 from tests.unit.prefill_support import (
@@ -385,7 +387,8 @@ def test_a_prompt_may_fill_the_context(
 
 def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: int) -> None:
     engine.generate(room, [5, 6, 7])
-    engine.send(Generate("another", room, (5, 6, 7), GREEDY, "127.0.0.1", 1))
+    another = Generate("another", room, 3, GREEDY, "127.0.0.1", 1)
+    engine.send(GenerateGroup((another,), pack_token_ids((5, 6, 7))))
     failed = engine.expect(RequestFailed)
     assert (failed.request_id, failed.status) == ("another", 400)
     assert "in use" in failed.error
