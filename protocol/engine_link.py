@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 SampleEvent = Tokens | PrefillFinished | RequestFailed
 
-_MESSAGES_BETWEEN_YIELDS = 32
+_MESSAGES_BETWEEN_YIELDS = 8
 """ZMQ's sockets do not let other tasks run as long as they need not wait."""
 
 
@@ -130,7 +130,7 @@ class EngineLink:
         self._on_stats = on_stats
         self._on_connected = on_connected
         self._groups: dict[str, SampleGroup] = {}
-        self._num_prompt_tokens = 0
+        self._num_prompt_tokens = self._num_unsent_aborts = 0
         self._outbox: asyncio.Queue[ToEngine | _Closed] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._socket: FrontSocket | None = None
@@ -177,7 +177,7 @@ class EngineLink:
     def require_place(self, num_samples: int, num_prompt_tokens: int = 0) -> None:
         """Raises QueueFull when so much does not fit beside what is in flight, ApiError when it never does.
 
-        What the engine has not yet taken off the front's hands is in flight, also when its client has left.
+        A request whose client left is in flight until its abort, and so all of it, has gone to the engine.
         """
         for num, most, name in (
             (num_samples, self.limits.max_requests, "samples"),
@@ -185,7 +185,7 @@ class EngineLink:
         ):
             if num > most:
                 raise ApiError(400, f"{num} {name} are in this request, {most} fit in this node; split it")
-        num_in_flight = len(self._groups) + self._outbox.qsize()
+        num_in_flight = len(self._groups) + self._num_unsent_aborts
         if num_in_flight + num_samples > self.limits.max_requests:
             raise QueueFull(
                 f"{num_in_flight} requests run or wait here, and {num_samples} more would exceed "
@@ -213,7 +213,7 @@ class EngineLink:
         if request_id in group.live:
             group.live.discard(request_id)
             del self._groups[request_id]
-            self._outbox.put_nowait(Abort(request_id, has_finished))
+            self._abort(Abort(request_id, has_finished))
 
     def flush_cache(self) -> None:
         self.require_serving()
@@ -238,7 +238,7 @@ class EngineLink:
         """End every request in flight with an error."""
         for request_id in list(self._groups):
             self._dispatch(RequestFailed(request_id, status, error))
-            self._outbox.put_nowait(Abort(request_id))
+            self._abort(Abort(request_id))
 
     def trouble(self) -> str | None:
         """Why this node cannot serve, or None while the engine makes progress. Looks at no peer."""
@@ -263,6 +263,7 @@ class EngineLink:
                 self._num_prompt_tokens -= message.num_prompt_tokens
             else:
                 await self._socket.send(message)
+                self._num_unsent_aborts -= isinstance(message, Abort)
             self._outbox.task_done()
             if num_sent % _MESSAGES_BETWEEN_YIELDS == 0:
                 await asyncio.sleep(0)
@@ -273,6 +274,10 @@ class EngineLink:
             self._handle(await self._socket.receive())
             if num_received % _MESSAGES_BETWEEN_YIELDS == 0:
                 await asyncio.sleep(0)
+
+    def _abort(self, abort: Abort) -> None:
+        self._num_unsent_aborts += 1
+        self._outbox.put_nowait(abort)
 
     def _handle(self, message: FromEngine) -> None:
         match message:

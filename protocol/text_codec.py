@@ -79,13 +79,12 @@ class TextCodec:
         conversation, or a text that is longer than ``max_tokens`` whatever its tokens are. A prompt of which
         only its tokens show that it is too long is returned.
         """
+        if sum(map(_num_chars, prompts)) <= _INLINE_CHARS:
+            return tuple(self._encode(prompts, names, max_tokens))
         packed: list[bytes] = []
         for batch in _batches(prompts):
             of_batch = names[len(packed) : len(packed) + len(batch)]
-            if sum(map(_num_chars, batch)) <= _INLINE_CHARS:
-                packed += self._encode(batch, of_batch, max_tokens)
-            else:
-                packed += await off_loop(self._encode, batch, of_batch, max_tokens)
+            packed += await off_loop(self._encode, batch, of_batch, max_tokens)
         return tuple(packed)
 
     def _encode(self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int) -> list[bytes]:
@@ -171,7 +170,7 @@ def _num_chars(prompt: Prompt) -> int:
     """Of the text that is to be encoded; for a conversation more than that, for what the template costs."""
     match prompt:
         case bytes():
-            return len(prompt) // 64  # a look at each id is all
+            return len(prompt) // 64 + 1  # a look at each id is all
         case str():
             return len(prompt)
         case ChatPrompt():
