@@ -8,6 +8,7 @@ with status 1, for a supervisor to start both again.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import shutil
@@ -121,6 +122,7 @@ def run_front(
     try:
         process.start()
         codec = TextCodec.load(settings.model_path)
+        gc.freeze()  # else each full collection looks at all of transformers, 30 ms in which nobody is served
         front = Front(role, settings, codec, link, metrics, holds_output, api_keys, control_keys)
         addresses = ", ".join(f"http://{settings.host}:{listener.port}" for listener in listeners)
         log.info("serving %s on %s", settings.model_name, addresses)
