@@ -42,7 +42,7 @@ _BURST_MESSAGES = 256
 _BURST_BYTES = messages.MAX_MESSAGE_BYTES
 """What a channel takes in between two turns of its owner's loop, in messages and in bytes; the rest waits.
 
-One message more than the bytes may come. At the bounds it costs about 10 ms.
+One message more than the bytes may come. 256 samples take an engine 2 ms, 4 MiB of extents 10.
 """
 _IPC_HWM = 64
 """Messages that ZMQ keeps a direction and a side; a prompt of a million tokens has 4 MB."""
