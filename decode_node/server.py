@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -100,7 +99,6 @@ async def _deltas(front: Front, work: Work, outputs: Sequence[SampleOutput]) -> 
                 num_live -= 1
                 group.finish(tokens.request_id)  # a stop string is news to the engine
             yield delta
-            await asyncio.sleep(0)  # what has come already is not waited for, and others want their turn
 
 
 async def _next_tokens(

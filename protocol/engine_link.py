@@ -91,6 +91,7 @@ class SampleGroup:
         Waits as long as the engine makes progress: its own timeouts end requests. Raises NodeUnavailable when
         it makes none.
         """
+        await asyncio.sleep(0)  # what has come already is not waited for, and others want their turn
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._link.health_timeout_secs):

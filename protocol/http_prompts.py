@@ -10,7 +10,7 @@ from msgspec import Meta, Raw
 
 from protocol.engine_messages import pack_token_ids
 from protocol.http_errors import ApiError, InvalidField
-from protocol.json_fields import JsonFields, checked_integers, decode_item, first_chars
+from protocol.json_fields import MAX_FIELD_BYTES, JsonFields, checked_integers, decode_item, first_chars
 
 MAX_PROMPTS = 4096
 MAX_MESSAGES = 4096
@@ -20,7 +20,7 @@ MAX_TOOLS = 256
 MAX_TOOL_NAME_CHARS = 256
 MAX_CALLS = 256
 MAX_CALL_ID_CHARS = 256
-MAX_ARGUMENTS_CHARS = 1 << 24
+MAX_ARGUMENTS_CHARS = MAX_FIELD_BYTES
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 

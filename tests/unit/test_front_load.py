@@ -361,6 +361,24 @@ def test_a_backlog_on_the_link_lets_others_have_their_turns(direction: str) -> N
     assert asyncio.run(main()) >= 1000 // 8 - 1
 
 
+def test_a_backlog_of_one_request_lets_others_have_their_turns() -> None:
+    async def main() -> tuple[int, int]:
+        link = connectionless_link(QueueLimits(10, 10))
+        with link.open([group_of(1, 1)]) as group:
+            for _ in range(500):
+                group.put(Tokens("r-0", (97,)))
+            turns = Turns()
+            await asyncio.sleep(0)
+            before = turns.count
+            for _ in range(500):
+                await group.next_event()
+            turns.stop()
+            return before, turns.count
+
+    before, after = asyncio.run(main())
+    assert after - before >= 500
+
+
 class Backlogged(EngineLink):
     """All of an answer has come before its first token is looked at."""
 

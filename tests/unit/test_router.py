@@ -26,6 +26,7 @@ from router.drain import Drain
 from router.errors import RouterError
 from router.nodes import Node, NodeKind, NodePool, NodeUrlError
 from router.server import create_app
+from tests.property.fuzzing import peak_bytes
 
 pytestmark = pytest.mark.anyio
 
@@ -331,11 +332,17 @@ async def test_a_list_of_prompts_gets_lists_of_bootstrap_fields(
     assert {name: sent[name] for name in body} == body
 
 
-async def test_too_many_prompts_are_refused() -> None:
-    body = json.dumps({"prompt": ["a"] * (MAX_PROMPTS + 1)}).encode()
-    with pytest.raises(RouterError, match=f"{MAX_PROMPTS}") as caught:
-        RequestBody.parse(body, Endpoint.COMPLETIONS)
-    assert caught.value.status == 400
+@pytest.mark.parametrize("prompt", ["a", [0]], ids=str)
+@pytest.mark.parametrize("num_prompts", [MAX_PROMPTS + 1, 1 << 20])
+async def test_too_many_prompts_are_refused(prompt: object, num_prompts: int) -> None:
+    body = json.dumps({"prompt": [prompt] * num_prompts}).encode()
+
+    def refuse() -> None:
+        with pytest.raises(RouterError, match=f"at most {MAX_PROMPTS}") as caught:
+            RequestBody.parse(body, Endpoint.COMPLETIONS)
+        assert caught.value.status == 400
+
+    assert peak_bytes(refuse) < len(body) + (4 << 20), "no object for each"
 
 
 async def test_headers_that_matter_are_passed_and_no_others() -> None:
