@@ -1,7 +1,9 @@
 """Answers in the three dialects: OpenAI completions, OpenAI chat, SGLang's native ``/generate``.
 
-A dialect shows finished samples as one body (``whole``) or each engine message as events (``pieces``, then
-``last_pieces``). It only formats: what happened stands in ``SampleOutput``.
+A dialect shows finished samples as one body (``keep`` with each engine message, ``choice`` with each sample's
+last one, then ``whole``) or each engine message as events (``pieces``, then ``last_pieces``). It only
+formats: what happened stands in ``SampleOutput``. A call encodes what one engine message brought, and copies
+the bytes of what came before at most: the logprobs of a long answer would hold the event loop up.
 """
 
 from __future__ import annotations
@@ -9,9 +11,12 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, assert_never
+
+import msgspec
+from msgspec import Raw
 
 from decode_node.chat_message import MessageParser, Parts
 from decode_node.output import Delta, Finish, SampleOutput
@@ -19,7 +24,7 @@ from decode_node.tool_markup import MARKUPS, Markup
 from decode_node.tool_schemas import ToolSchemas
 from protocol.chat_format import THINK
 from protocol.detokenizer import TokenBytes
-from protocol.engine_messages import FinishReason, TokenLogprob
+from protocol.engine_messages import FinishReason, TokenLogprob, unpack_token_ids
 from protocol.http_app import Work, sse
 from protocol.http_prompts import ChatPrompt
 from protocol.http_schemas import Endpoint, StreamedUsage
@@ -37,8 +42,14 @@ Json = dict[str, object]
 class Dialect(Protocol):
     """How one endpoint shows the samples of one request."""
 
-    def whole(self, outputs: Sequence[SampleOutput]) -> object:
-        """The body of a non-streaming answer."""
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        """Take in one delta of a sample that is to be shown whole."""
+
+    def choice(self, output: SampleOutput) -> Raw:
+        """A finished sample in the body of a non-streaming answer."""
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
+        """That body."""
 
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
         """The events for one delta; none when it shows nothing new."""
@@ -58,6 +69,25 @@ def dialect_of(work: Work, model_name: str, codec: TextCodec) -> Dialect:
             return Generate(work, codec.token_bytes)
 
 
+class _Kept:
+    """Logprobs of the samples so far, as lists of JSON by name: encoded once, and smaller than objects."""
+
+    def __init__(self) -> None:
+        self._pieces: defaultdict[int, defaultdict[str, list[bytes]]] = defaultdict(lambda: defaultdict(list))
+        """By sample and name, without brackets."""
+
+    def extend(self, output: SampleOutput, lists: Mapping[str, Sequence[object]]) -> None:
+        pieces = self._pieces[output.index]
+        for name, values in lists.items():
+            pieces[name] += [msgspec.json.encode(values)[1:-1]] if values else []
+
+    def show(self, output: SampleOutput) -> dict[str, object]:
+        pieces = self._pieces[output.index]
+        for name in pieces:
+            pieces[name] = [b",".join(pieces[name])] if pieces[name] else []
+        return {name: Raw(b"[" + b"".join(joined) + b"]") for name, joined in pieces.items()}
+
+
 # --- OpenAI --------------------------------------------------------------------------------------------
 
 
@@ -74,9 +104,18 @@ class _OpenAi(ABC):
         self._model_name = model_name
         self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
+        self._kept = _Kept()
 
-    def whole(self, outputs: Sequence[SampleOutput]) -> Json:
-        choices = [self._choice(output) for output in outputs]
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        if output.sample.options.num_logprobs is not None:
+            self._kept.extend(output, self._logprobs(output, delta))
+
+    def choice(self, output: SampleOutput) -> Raw:
+        shows_logprobs = output.sample.options.num_logprobs is not None
+        logprobs = self._shown_logprobs(self._kept.show(output)) if shows_logprobs else None
+        return Raw(msgspec.json.encode(self._choice(output, logprobs)))
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
         return self._envelope(self.whole_object, choices) | {"usage": usage(outputs)}
 
     @abstractmethod
@@ -99,7 +138,12 @@ class _OpenAi(ABC):
             case _:
                 assert_never(self._usage)
 
-    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+    def _new_logprobs(self, output: SampleOutput, delta: Delta) -> Json | None:
+        if output.sample.options.num_logprobs is None:
+            return None
+        return self._shown_logprobs(self._logprobs(output, delta))
+
+    def _envelope(self, kind: str, choices: Sequence[Json | Raw]) -> Json:
         return {
             "id": self._id,
             "object": kind,
@@ -109,8 +153,15 @@ class _OpenAi(ABC):
         }
 
     @abstractmethod
-    def _choice(self, output: SampleOutput) -> Json:
+    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
         """A finished sample in a whole answer."""
+
+    @abstractmethod
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
+        """Of the tokens of a delta, by field: lists that those of the next one go on."""
+
+    def _shown_logprobs(self, lists: Mapping[str, object]) -> Json:
+        return dict(lists)
 
 
 class Completions(_OpenAi):
@@ -124,37 +175,34 @@ class Completions(_OpenAi):
         self._num_chars: Counter[int] = Counter()
         """Of the tokens shown so far, by sample: with logprobs each of them is shown once, in order."""
 
-    def _choice(self, output: SampleOutput) -> Json:
-        return self._show(output, output.text, 0, len(output.token_ids), output.finish)
+    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
+        return self._show(output, output.text, logprobs, output.finish)
 
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
         if delta.text or delta.finish or _has_new_logprobs(output, delta):
-            choice = self._show(output, delta.text, delta.first_token, delta.last_token, delta.finish)
+            choice = self._show(output, delta.text, self._new_logprobs(output, delta), delta.finish)
             yield self._chunk(output, choice)
 
-    def _show(self, output: SampleOutput, text: str, first: int, last: int, finish: Finish | None) -> Json:
+    def _show(self, output: SampleOutput, text: str, logprobs: Json | None, finish: Finish | None) -> Json:
         return {
             "index": output.index,
             "text": text,
-            "logprobs": self._logprobs(output, first, last),
+            "logprobs": logprobs,
             "finish_reason": finish and finish.reason,
             "matched_stop": finish and finish.matched,
         }
 
-    def _logprobs(self, output: SampleOutput, first: int, last: int) -> Json | None:
-        if output.sample.options.num_logprobs is None:
-            return None
-        entries = output.logprobs[first:last]
-        tokens = [self._token_bytes.text(entry.token_id) for entry in entries]
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
+        tokens = [self._token_bytes.text(entry.token_id) for entry in delta.logprobs]
         offsets = []
         for token in tokens:
             offsets.append(self._num_chars[output.index])
             self._num_chars[output.index] += len(token)
         return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [self._top(entry) for entry in entries],
-            "text_offset": offsets,
+            "tokens": [*tokens],
+            "token_logprobs": [_finite(entry.logprob) for entry in delta.logprobs],
+            "top_logprobs": [self._top(entry) for entry in delta.logprobs],
+            "text_offset": [*offsets],
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
@@ -176,7 +224,7 @@ class Chat(_OpenAi):
         super().__init__(work, model_name, token_bytes)
         (prompt,) = work.request.prompts
         assert isinstance(prompt, ChatPrompt)
-        last_tokens = work.samples[0].generate.prompt_token_ids[-_THINK_TOKENS:]
+        last_tokens = unpack_token_ids(work.samples[0].prompt)[-_THINK_TOKENS:].tolist()
         end_of_prompt = b"".join(map(token_bytes.of, last_tokens)).rstrip()
         self._separates_reasoning = prompt.separate_reasoning
         self._in_reasoning = end_of_prompt.endswith(THINK.encode())
@@ -200,20 +248,20 @@ class Chat(_OpenAi):
             choice: Json = {
                 "index": output.index,
                 "delta": _shown_parts(parts),
-                "logprobs": self._logprobs(output, delta.first_token, delta.last_token),
+                "logprobs": self._new_logprobs(output, delta),
                 "finish_reason": delta.finish and _finish_reason(delta.finish, parser),
                 "matched_stop": delta.finish and delta.finish.matched,
             }
             yield self._chunk(output, choice)
 
-    def _choice(self, output: SampleOutput) -> Json:
+    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
         parser = self._parser()
         parts = parser.feed(output.text, is_last=True)
         content = None if parts.calls and not parts.content else parts.content
         return {
             "index": output.index,
             "message": {"role": "assistant"} | _shown_parts(parts) | {"content": content, "refusal": None},
-            "logprobs": self._logprobs(output, 0, len(output.token_ids)),
+            "logprobs": logprobs,
             "finish_reason": output.finish and _finish_reason(output.finish, parser),
             "matched_stop": output.finish and output.finish.matched,
         }
@@ -226,15 +274,17 @@ class Chat(_OpenAi):
             schemas=self._schemas,
         )
 
-    def _logprobs(self, output: SampleOutput, first: int, last: int) -> Json | None:
-        if output.sample.options.num_logprobs is None:
-            return None
-        content = [
-            self._token(entry.token_id, entry.logprob)
-            | {"top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top]}
-            for entry in output.logprobs[first:last]
-        ]
-        return {"content": content, "refusal": None}
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
+        return {
+            "content": [
+                self._token(entry.token_id, entry.logprob)
+                | {"top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top]}
+                for entry in delta.logprobs
+            ]
+        }
+
+    def _shown_logprobs(self, lists: Mapping[str, object]) -> Json:
+        return {**lists, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> Json:
         token = self._token_bytes.of(token_id)
@@ -282,12 +332,31 @@ class Generate:
         self._work = work
         self._token_bytes = token_bytes
         self._is_list = work.request.is_batch or len(work.samples) > 1
+        self._kept = _Kept()
 
-    def whole(self, outputs: Sequence[SampleOutput]) -> object:
-        shown = [self._show(output) for output in outputs]
-        return shown if self._is_list else shown[0]
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        if (num_logprobs := output.sample.options.num_logprobs) is None:
+            return
+        lists = {
+            "output_token_logprobs": [
+                self._token(output, entry.token_id, entry.logprob) for entry in delta.logprobs
+            ]
+        }
+        if num_logprobs:
+            lists["output_top_logprobs"] = [
+                [self._token(output, token_id, logprob) for token_id, logprob in entry.top]
+                for entry in delta.logprobs
+            ]
+        self._kept.extend(output, lists)
+
+    def choice(self, output: SampleOutput) -> Raw:
+        return Raw(msgspec.json.encode(self._show(output)))
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
+        return choices if self._is_list else choices[0]
 
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        self.keep(output, delta)
         if delta.finish or (delta.last_token > delta.first_token and not output.is_behind):
             yield sse(self._show(output) | ({"index": output.index} if self._is_list else {}))
 
@@ -304,16 +373,9 @@ class Generate:
             "e2e_latency": time.monotonic() - self._work.arrived_at,
             "hisparse": hisparse_usage([output]),
         }
-        if (num_logprobs := output.sample.options.num_logprobs) is not None:
+        if output.sample.options.num_logprobs is not None:
             meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = [
-                self._token(output, entry.token_id, entry.logprob) for entry in output.logprobs
-            ]
-            if num_logprobs:
-                meta["output_top_logprobs"] = [
-                    [self._token(output, token_id, logprob) for token_id, logprob in entry.top]
-                    for entry in output.logprobs
-                ]
+            meta |= self._kept.show(output)
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
 
     def _token(self, output: SampleOutput, token_id: int, logprob: float) -> list[object]:

@@ -39,7 +39,7 @@ from protocol.engine_messages import (
     EngineLoading,
     EngineReady,
     FlushCache,
-    Generate,
+    GenerateGroup,
     Shutdown,
 )
 from protocol.process import die_with_parent, parent_is_alive, setup_logging, start_errors
@@ -216,8 +216,9 @@ class DecodeEngine:
     def _receive(self, now: float) -> None:
         for message in self._front.receive():
             match message:
-                case Generate():
-                    self.lifecycle.generate(message, now)
+                case GenerateGroup():
+                    for sample in message.samples:
+                        self.lifecycle.generate(sample, now)
                 case Abort():
                     self._settle()  # what it ends may be in a step
                     self.lifecycle.abort(message.request_id, now, has_finished=message.has_finished)

@@ -78,7 +78,7 @@ class Lifecycle:
 
     def generate(self, message: Generate, now: float) -> None:
         """Take a request in, or answer at once why not."""
-        num_prompt_tokens = len(message.prompt_token_ids)
+        num_prompt_tokens = message.num_prompt_tokens
         # The last output token may be the one past the context's end: its KV is never computed.
         max_new_tokens = min(message.sampling.max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens)
         request = Request(

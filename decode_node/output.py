@@ -26,6 +26,8 @@ class Delta:
     first_token: int
     last_token: int
     finish: Finish | None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One a token, when they were asked for. They are not kept: a dialect shows or encodes them at once."""
 
 
 class SampleOutput:
@@ -37,7 +39,6 @@ class SampleOutput:
         self.index = index
         self.sample = sample
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
         self.finish: Finish | None = None
         self.stats: RequestStats | None = None
         self.is_behind = False
@@ -58,7 +59,7 @@ class SampleOutput:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.sample.generate.prompt_token_ids)
+        return self.sample.generate.num_prompt_tokens
 
     def feed(self, message: Tokens) -> Delta:
         """Take in one engine message of a sample that has not finished.
@@ -72,8 +73,6 @@ class SampleOutput:
         for offset, token_id in enumerate(message.token_ids):
             is_last = offset == len(message.token_ids) - 1
             self.token_ids.append(token_id)
-            if offset < len(message.logprobs):
-                self.logprobs.append(message.logprobs[offset])
             if is_last and self._trims_stop_token and token_id == message.matched_stop_token:
                 break
             text += self._detokenizer.feed((token_id,))
@@ -88,4 +87,6 @@ class SampleOutput:
             else:
                 self.finish = Finish(message.finish_reason, message.matched_stop_token)
         self._pieces.append(text)
-        return Delta(self.index, text, first_token, len(self.token_ids), self.finish)
+        last_token = len(self.token_ids)
+        logprobs = message.logprobs[: last_token - first_token]
+        return Delta(self.index, text, first_token, last_token, self.finish, logprobs)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import assert_never
 
+from msgspec import Raw
 from starlette.applications import Starlette
 
 from decode_node.answers import dialect_of
@@ -17,6 +18,7 @@ from protocol.engine_messages import PrefillFinished, RequestFailed, Tokens
 from protocol.front import run_front
 from protocol.http_app import SSE_DONE, Answer, Front, Work, create_app
 from protocol.http_errors import RequestFailedError
+from protocol.requests import grouped
 from protocol.settings import DecodeSettings
 
 log = logging.getLogger(__name__)
@@ -52,10 +54,14 @@ def create_decode_app(front: Front) -> Starlette:
 
 async def _whole(front: Front, work: Work) -> Answer:
     outputs = _outputs(front, work)
+    dialect = dialect_of(work, front.settings.model_name, front.codec)
+    choices: dict[int, Raw] = {}
     async with aclosing(_deltas(front, work, outputs)) as deltas:
-        async for _ in deltas:
-            continue
-    return Answer.json(dialect_of(work, front.settings.model_name, front.codec).whole(outputs))
+        async for delta in deltas:
+            dialect.keep(outputs[delta.index], delta)
+            if delta.finish is not None:
+                choices[delta.index] = dialect.choice(outputs[delta.index])
+    return Answer.json(dialect.whole(outputs, [choices[output.index] for output in outputs]))
 
 
 async def _stream(front: Front, work: Work) -> AsyncGenerator[bytes, None]:
@@ -83,7 +89,7 @@ async def _deltas(front: Front, work: Work, outputs: Sequence[SampleOutput]) -> 
     clock = _TokenClock(front, work)
     by_request_id = {output.sample.generate.request_id: output for output in outputs}
     num_live = len(outputs)
-    with front.link.open([output.sample.generate for output in outputs]) as group:
+    with front.link.open(grouped(work.samples, with_prompts=False)) as group:
         while num_live:
             output, tokens = await _next_tokens(group, by_request_id)
             delta = output.feed(tokens)

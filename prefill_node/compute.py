@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +79,10 @@ class PromptRunner:
             self.kernels,
         )
         token_ids = torch.cat(
-            [torch.from_numpy(record.token_ids[chunk.start : chunk.stop]) for record, chunk in batch]
+            [
+                torch.from_numpy(record.token_ids[chunk.start : chunk.stop].astype(np.int64))
+                for record, chunk in batch
+            ]
         )
         logit_rows = kv.last_rows[torch.tensor(is_whole, device=kv.last_rows.device)]
         logits = self._model.forward(token_ids.to(self._model.device), kv.positions, kv, logit_rows)

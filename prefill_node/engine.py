@@ -45,7 +45,7 @@ from protocol.engine_messages import (
     EngineReady,
     EngineStats,
     FlushCache,
-    Generate,
+    GenerateGroup,
     Shutdown,
     ToEngine,
 )
@@ -281,7 +281,7 @@ class PrefillEngine:
 
     def _on_front(self, message: ToEngine, now_secs: float) -> None:
         match message:
-            case Generate():
+            case GenerateGroup():
                 self._life.accept(message, now_secs)
             case Abort():
                 self._life.abort_request(message.request_id, now_secs)

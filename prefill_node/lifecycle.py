@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
+import numpy.typing as npt
 
 from prefill_node.kv_pool import IntegrityError, PagePool
 from prefill_node.peers import Peer, why_not_landing
@@ -23,7 +24,14 @@ from prefill_node.push import ChunkPush, Pusher, landing_of
 from prefill_node.quarantine import SourceQuarantine
 from prefill_node.rooms import EndedRoom, RoomRecord, RoomState, RoomTable
 from prefill_node.scheduler import Running, StepLimits, Waiting, why_never
-from protocol.engine_messages import FromEngine, Generate, PrefillFinished, RequestFailed
+from protocol.engine_messages import (
+    FromEngine,
+    Generate,
+    GenerateGroup,
+    PrefillFinished,
+    RequestFailed,
+    unpack_token_ids,
+)
 from protocol.http_errors import DECODE_NODE_FAILED
 from protocol.messages import AbortRoom, Bootstrap, Room, RoomDone, RoomFailed, RoomQuiet, ToDecode
 from transfer.sender import Completion, Ready
@@ -100,8 +108,25 @@ class Lifecycle:
 
     # --- the halves of a room ------------------------------------------------------------------------
 
-    def accept(self, request: Generate, now_secs: float) -> None:
-        """The front's half. A prompt that can never be computed, or a used room, is refused at once."""
+    def accept(self, group: GenerateGroup, now_secs: float) -> None:
+        """The front's halves of all rooms of a prompt, which share its ids and keys."""
+        token_ids = unpack_token_ids(group.prompt)
+        error = self._why_refused(token_ids)
+        keys: tuple[PageKey, ...] = ()
+        if error is None and self._use_prefix_cache:
+            keys = page_keys(group.prompt, self._limits.page_size)
+        for request in group.samples:
+            self._accept(request, token_ids, keys, error or self._why_unsampled(request), now_secs)
+
+    def _accept(
+        self,
+        request: Generate,
+        token_ids: npt.NDArray[np.int32],
+        keys: tuple[PageKey, ...],
+        error: str | None,
+        now_secs: float,
+    ) -> None:
+        """A prompt that can never be computed, which has an ``error``, or a used room is refused at once."""
         room = Room(request.room)
         record = self.rooms.get(room)
         if record is not None and record.request is not None:
@@ -113,7 +138,6 @@ class Lifecycle:
         if ended is not None:
             self._refuse_request(request, ended.status, ended.error, was_aborted=ended.was_aborted)
             return
-        error = self._why_refused(request)
         if error is not None:
             self._refuse_request(request, 400, error)
             if record is None:
@@ -124,9 +148,7 @@ class Lifecycle:
         if record is None:
             record = self.rooms.open(room, RoomState.WAITING_BOOTSTRAP, now_secs)
         self.rooms.set_request(record, request)
-        record.token_ids = np.asarray(request.prompt_token_ids, np.int64)
-        if self._use_prefix_cache:
-            record.keys = page_keys(record.token_ids, self._limits.page_size)
+        record.token_ids, record.keys = token_ids, keys
         self._join(record, now_secs)
 
     def bootstrap(self, peer: Peer, message: Bootstrap, now_secs: float) -> None:
@@ -164,8 +186,8 @@ class Lifecycle:
         else:
             self.rooms.move(record, RoomState.QUEUED, now_secs)
 
-    def _why_refused(self, request: Generate) -> str | None:
-        num_tokens = len(request.prompt_token_ids)
+    def _why_refused(self, token_ids: npt.NDArray[np.int32]) -> str | None:
+        num_tokens = len(token_ids)
         bounds = self._request_limits
         if num_tokens == 0:
             return "the prompt is empty; it needs at least one token"
@@ -174,15 +196,15 @@ class Lifecycle:
                 f"prompt of {num_tokens} tokens is longer than the context of "
                 f"{bounds.context_length} tokens; shorten it"
             )
-        lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
         if lowest < 0 or highest >= bounds.vocab_size:
             outside = lowest if lowest < 0 else highest
             return f"prompt token id {outside} is not in [0, {bounds.vocab_size}), the model's vocabulary"
-        if (request.sampling.num_logprobs or 0) > bounds.max_logprobs:
-            return (
-                f"{request.sampling.num_logprobs} logprobs a token asked for, at most {bounds.max_logprobs}"
-            )
         return why_never(num_tokens, self._limits)
+
+    def _why_unsampled(self, request: Generate) -> str | None:
+        num_logprobs, most = request.sampling.num_logprobs or 0, self._request_limits.max_logprobs
+        return None if num_logprobs <= most else f"{num_logprobs} logprobs a token asked for, at most {most}"
 
     def _refuse_request(
         self, request: Generate, status: int, error: str, *, was_aborted: bool = False
@@ -377,8 +399,9 @@ class Lifecycle:
     ) -> None:
         """End a room early and say so to both sides. With writes in flight it drains, then the peer hears.
 
-        ``is_abort``: nobody wants it any more, which is no failure. ``code``: see ``RequestFailed``. A room that
-        drains already was reported before: nothing happens.
+        ``is_abort``: nobody wants it any more, which is no failure. ``code``: see ``RequestFailed``.
+
+        A room that drains already was reported before: nothing happens.
         """
         if record.is_draining:
             return

@@ -11,22 +11,18 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from prefill_node.kv_pool import IntegrityError, PageId, PagePool
 
 PageKey = bytes
-"""The token ids of one whole page, 8 bytes each: equal keys at equal paths mean equal KV."""
+"""The token ids of one whole page, 4 bytes each: equal keys at equal paths mean equal KV."""
 
 
-def page_keys(token_ids: npt.NDArray[np.int64], page_size: int) -> tuple[PageKey, ...]:
-    """The keys of the whole pages of a prompt ``[num_tokens]``; a partial last page has none."""
-    num_pages = len(token_ids) // page_size
-    pages = np.ascontiguousarray(token_ids[: num_pages * page_size], dtype=np.int64).reshape(
-        num_pages, page_size
+def page_keys(prompt: bytes, page_size: int) -> tuple[PageKey, ...]:
+    """The keys of the whole pages of a packed prompt; a partial last page has none."""
+    num_bytes = page_size * 4
+    return tuple(
+        prompt[start : start + num_bytes] for start in range(0, len(prompt) - num_bytes + 1, num_bytes)
     )
-    return tuple(page.tobytes() for page in pages)
 
 
 @dataclass(eq=False, slots=True)

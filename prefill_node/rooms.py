@@ -79,9 +79,9 @@ class RoomRecord:
     """From when on nothing of it is sent any more: the decode node has given it up by then."""
 
     # The prompt, set when the request is accepted.
-    token_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     keys: tuple[PageKey, ...] = ()
-    """Of all whole pages of the prompt; empty when the prefix cache is off."""
+    """Of all whole pages of the prompt; empty when the prefix cache is off. Shared in a group."""
 
     # What it owns from COMPUTING on.
     page_ids: list[PageId] = field(default_factory=list)

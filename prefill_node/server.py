@@ -24,6 +24,7 @@ from protocol.http_app import SSE_DONE, Answer, Front, Work, create_app, json_re
 from protocol.http_errors import ApiError, NodeUnavailable, RequestFailedError
 from protocol.http_schemas import ApiRequest, Endpoint
 from protocol.messages import PROTOCOL_VERSION, Geometry
+from protocol.requests import grouped
 from protocol.settings import PrefillSettings
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def bootstrap_info(settings: PrefillSettings, ready: EngineReady) -> BootstrapIn
 async def _prefill(front: Front, work: Work) -> Answer:
     """Wait until every room is delivered. Raises RequestFailedError for the first that is not."""
     finished: dict[str, PrefillFinished] = {}
-    with front.link.open([sample.generate for sample in work.samples]) as group:
+    with front.link.open(grouped(work.samples, with_prompts=True)) as group:
         while len(finished) < len(work.samples):
             event = await group.next_event()
             match event:

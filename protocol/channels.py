@@ -15,7 +15,7 @@ import hmac
 import logging
 import re
 import socket
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ import zmq.asyncio
 from protocol import engine_messages, messages
 from protocol.access import KeyFileError, PeerList
 from protocol.decoding import TypedDecoder
-from protocol.engine_messages import FromEngine, ToEngine
+from protocol.engine_messages import EngineStats, FromEngine, GenerateGroup, ToEngine
 from protocol.messages import ToDecode, ToPrefill
 from protocol.zap import DOMAIN, ZapHandler
 
@@ -38,7 +38,14 @@ T = TypeVar("T")
 
 _Z85_KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _SEND_HWM = 10_000
-_RECEIVE_BURST = 1_000
+_BURST_MESSAGES = 256
+_BURST_BYTES = messages.MAX_MESSAGE_BYTES
+"""What a channel takes in between two turns of its owner's loop, in messages and in bytes; the rest waits.
+
+One message more than the bytes may come. 256 samples take an engine 2 ms, 4 MiB of extents 10.
+"""
+_IPC_HWM = 64
+"""Messages that ZMQ keeps a direction and a side; a prompt of a million tokens has 4 MB."""
 _FAREWELL_MILLISECS = 1_000
 """The last answers, which say that the node is shutting down, may still leave."""
 
@@ -124,6 +131,20 @@ class _Inbox(Generic[T]):
         return None
 
 
+def _burst(sock: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    """The frames of the messages that have arrived, without waiting, a bounded number of them."""
+    num_bytes = 0
+    for _ in range(_BURST_MESSAGES):
+        try:
+            frames = sock.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield frames
+        num_bytes += sum(map(len, frames))
+        if num_bytes > _BURST_BYTES:
+            return
+
+
 def _limit(sock: zmq.Socket[bytes]) -> None:
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
@@ -166,11 +187,7 @@ class ControlServer:
 
     def receive(self) -> Iterator[tuple[bytes, ToPrefill]]:
         """What has arrived, without waiting, at most a burst: ``(peer identity, message)``."""
-        for _ in range(_RECEIVE_BURST):
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for frames in _burst(self.socket):
             if len(frames) != 2:
                 self.dropped["malformed"] += 1
                 continue
@@ -226,12 +243,11 @@ class ControlClient:
 
     def receive(self) -> Iterator[ToDecode]:
         """What has arrived, without waiting, at most a burst."""
-        for _ in range(_RECEIVE_BURST):
-            try:
-                frame = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            message = self._inbox.decode(frame, self._endpoint)
+        for frames in _burst(self.socket):
+            if len(frames) != 1:
+                self.dropped["malformed"] += 1
+                continue
+            message = self._inbox.decode(frames[0], self._endpoint)
             if message is not None:
                 yield message
 
@@ -252,29 +268,49 @@ class ControlClient:
 
 
 class EngineSocket:
-    """The engine's end of the ipc channel to its front."""
+    """The engine's end of the ipc channel to its front.
+
+    What the front is too slow to take waits in ``backlog``, in order: no more than the requests in flight
+    may still bring forth, for the engine's statistics do not wait, newer ones follow.
+    """
 
     def __init__(self, ipc_path: str) -> None:
+        self.backlog: deque[bytes] = deque()
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 2000)  # the last answers still leave at shutdown
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
+        self.socket.setsockopt(zmq.RCVHWM, _IPC_HWM)
         self.socket.connect(f"ipc://{ipc_path}")
 
     def receive(self) -> Iterator[ToEngine]:
-        """What has arrived, without waiting."""
-        while True:
-            try:
-                frame = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+        """What has arrived, without waiting, at most a burst; a group counts with each of its samples."""
+        self._flush()
+        num_samples = 0
+        for (frame,) in _burst(self.socket):
+            message = engine_messages.to_engine_decoder.decode(frame)
+            yield message
+            num_samples += len(message.samples) if isinstance(message, GenerateGroup) else 1
+            if num_samples >= _BURST_MESSAGES:
                 return
-            yield engine_messages.to_engine_decoder.decode(frame)
 
     def send(self, message: FromEngine) -> None:
-        self.socket.send(engine_messages.encoder.encode(message))
+        """Never waits. Statistics for which there is no room are dropped."""
+        self._flush()
+        if not (self.backlog and isinstance(message, EngineStats)):
+            self.backlog.append(engine_messages.encoder.encode(message))
+            self._flush()
 
     def close(self) -> None:
+        self._flush()
         self.socket.close()
+
+    def _flush(self) -> None:
+        try:
+            while self.backlog:
+                self.socket.send(self.backlog[0], zmq.NOBLOCK)
+                self.backlog.popleft()
+        except zmq.Again:
+            return
 
 
 class FrontSocket:
@@ -283,8 +319,8 @@ class FrontSocket:
     def __init__(self, ipc_path: str) -> None:
         self.socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.SNDHWM, _IPC_HWM)
+        self.socket.setsockopt(zmq.RCVHWM, _SEND_HWM)
         self.socket.bind(f"ipc://{ipc_path}")
 
     async def receive(self) -> FromEngine:

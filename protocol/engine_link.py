@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import assert_never
 
@@ -23,18 +26,41 @@ from protocol.engine_messages import (
     EngineStats,
     FlushCache,
     FromEngine,
-    Generate,
+    GenerateGroup,
     PrefillFinished,
     RequestFailed,
     Shutdown,
     ToEngine,
     Tokens,
 )
-from protocol.http_errors import NodeUnavailable
+from protocol.http_errors import ApiError, NodeUnavailable, QueueFull
+from protocol.settings import NodeSettings
 
 log = logging.getLogger(__name__)
 
 SampleEvent = Tokens | PrefillFinished | RequestFailed
+
+_MESSAGES_BETWEEN_YIELDS = 8
+"""ZMQ's sockets do not let other tasks run as long as they need not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """What may be in flight. A prompt's tokens count once, for all of its samples."""
+
+    max_requests: int
+    max_prompt_tokens: int
+
+    @classmethod
+    def of(cls, settings: NodeSettings) -> QueueLimits:
+        return cls(settings.max_running_requests + settings.max_queued_requests, settings.max_queued_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """Behind the last word about a group in the outbox: its prompts are no longer held here."""
+
+    num_prompt_tokens: int
 
 
 class LinkState(StrEnum):
@@ -66,6 +92,7 @@ class SampleGroup:
         Waits as long as the engine makes progress: its own timeouts end requests. Raises NodeUnavailable when
         it makes none.
         """
+        await asyncio.sleep(0)  # what has come already is not waited for, and others want their turn
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._link.health_timeout_secs):
@@ -94,11 +121,13 @@ class EngineLink:
         on_stats: Callable[[EngineStats], None] = lambda stats: None,
         on_connected: Callable[[], None] = lambda: None,
         startup_timeout_secs: float = 300.0,
+        limits: QueueLimits = QueueLimits(sys.maxsize, sys.maxsize),
     ) -> None:
         """``on_connected``: called once the engine is ready, and so connected.
 
         ``startup_timeout_secs``: how long loading may stand still.
         """
+        self.limits = limits
         self.health_timeout_secs = health_timeout_secs
         self._startup_timeout_secs = startup_timeout_secs
         self.state = LinkState.LOADING
@@ -110,7 +139,8 @@ class EngineLink:
         self._on_stats = on_stats
         self._on_connected = on_connected
         self._groups: dict[str, SampleGroup] = {}
-        self._outbox: asyncio.Queue[ToEngine] = asyncio.Queue()
+        self._num_prompt_tokens = self._num_unsent_aborts = 0
+        self._outbox: asyncio.Queue[ToEngine | _Closed] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._socket: FrontSocket | None = None
         self._last_stats_at = self._last_progress_at = time.monotonic()
@@ -136,21 +166,49 @@ class EngineLink:
         return len(self._groups)
 
     @contextlib.contextmanager
-    def open(self, generates: Sequence[Generate]) -> Iterator[SampleGroup]:
+    def open(self, prompts: Sequence[GenerateGroup]) -> Iterator[SampleGroup]:
         """Send the samples of one HTTP request. On leaving, whatever has not ended is aborted.
 
-        Raises NodeUnavailable unless the engine serves.
+        Raises NodeUnavailable unless the engine serves, and QueueFull.
         """
         self.require_serving()
-        group = SampleGroup(self, [generate.request_id for generate in generates])
+        request_ids = [sample.request_id for prompt in prompts for sample in prompt.samples]
+        num_prompt_tokens = sum(prompt.samples[0].num_prompt_tokens for prompt in prompts)
+        self.require_place(len(request_ids), num_prompt_tokens)
+        group = SampleGroup(self, request_ids)
+        self._num_prompt_tokens += num_prompt_tokens
         try:
-            for generate in generates:
-                self._groups[generate.request_id] = group
-                self._outbox.put_nowait(generate)
+            self._groups.update(dict.fromkeys(request_ids, group))
+            for prompt in prompts:
+                self._outbox.put_nowait(prompt)
             yield group
         finally:
             for request_id in list(group.live):
                 self.forget(group, request_id)
+            self._outbox.put_nowait(_Closed(num_prompt_tokens))
+
+    def require_place(self, num_samples: int, num_prompt_tokens: int = 0) -> None:
+        """Raises QueueFull when so much does not fit beside what is in flight, ApiError when it never does.
+
+        A request whose client left is in flight until its abort, and so all of it, has gone to the engine.
+        """
+        for num, most, name in (
+            (num_samples, self.limits.max_requests, "samples"),
+            (num_prompt_tokens, self.limits.max_prompt_tokens, "prompt tokens"),
+        ):
+            if num > most:
+                raise ApiError(400, f"{num} {name} are in this request, {most} fit in this node; split it")
+        num_in_flight = len(self._groups) + self._num_unsent_aborts
+        if num_in_flight + num_samples > self.limits.max_requests:
+            raise QueueFull(
+                f"{num_in_flight} requests run or wait here, and {num_samples} more would exceed "
+                f"{self.limits.max_requests} (max_running_requests + max_queued_requests); try again later"
+            )
+        if self._num_prompt_tokens + num_prompt_tokens > self.limits.max_prompt_tokens:
+            raise QueueFull(
+                f"prompts of {self._num_prompt_tokens} tokens run or wait here, and {num_prompt_tokens} more "
+                f"would exceed {self.limits.max_prompt_tokens} (max_queued_tokens); try again later"
+            )
 
     def require_serving(self) -> EngineReady:
         """What the ready engine said. Raises NodeUnavailable."""
@@ -168,7 +226,7 @@ class EngineLink:
         if request_id in group.live:
             group.live.discard(request_id)
             del self._groups[request_id]
-            self._outbox.put_nowait(Abort(request_id, has_finished))
+            self._abort(Abort(request_id, has_finished))
 
     def flush_cache(self) -> None:
         self.require_serving()
@@ -193,7 +251,7 @@ class EngineLink:
         """End every request in flight with an error."""
         for request_id in list(self._groups):
             self._dispatch(RequestFailed(request_id, status, error))
-            self._outbox.put_nowait(Abort(request_id))
+            self._abort(Abort(request_id))
 
     def trouble(self) -> str | None:
         """Why this node cannot serve, or None while the engine makes progress. Looks at no peer."""
@@ -219,15 +277,27 @@ class EngineLink:
 
     async def _send(self) -> None:
         assert self._socket is not None
-        while True:
+        for num_sent in itertools.count(1):
             message = await self._outbox.get()
-            await self._socket.send(message)
+            if isinstance(message, _Closed):
+                self._num_prompt_tokens -= message.num_prompt_tokens
+            else:
+                await self._socket.send(message)
+                self._num_unsent_aborts -= isinstance(message, Abort)
             self._outbox.task_done()
+            if num_sent % _MESSAGES_BETWEEN_YIELDS == 0:
+                await asyncio.sleep(0)
 
     async def _receive(self) -> None:
         assert self._socket is not None
-        while True:
+        for num_received in itertools.count(1):
             self._handle(await self._socket.receive())
+            if num_received % _MESSAGES_BETWEEN_YIELDS == 0:
+                await asyncio.sleep(0)
+
+    def _abort(self, abort: Abort) -> None:
+        self._num_unsent_aborts += 1
+        self._outbox.put_nowait(abort)
 
     def _handle(self, message: FromEngine) -> None:
         match message:

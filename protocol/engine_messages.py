@@ -6,8 +6,11 @@ msgpack like the control messages, decoded by one typed decoder a direction.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 from msgspec.msgpack import Encoder
 
@@ -63,7 +66,7 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 # --- front to engine -------------------------------------------------------------------------------
 
 
-class Generate(Struct, frozen=True, tag="generate"):
+class Generate(Struct, frozen=True):
     """One sample of one prompt. ``request_id`` is the front's own; ``room`` is shared with the other node.
 
     ``bootstrap_host`` and ``bootstrap_port`` name the prefill node; the prefill node itself ignores them.
@@ -72,11 +75,19 @@ class Generate(Struct, frozen=True, tag="generate"):
 
     request_id: str
     room: int
-    prompt_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
     sampling: SamplingParams
     bootstrap_host: str
     bootstrap_port: int
     hisparse: HisparseFlag | None = None
+
+
+class GenerateGroup(Struct, frozen=True, tag="generate"):
+    """All samples of one prompt, which goes with them once."""
+
+    samples: tuple[Generate, ...]
+    prompt: bytes = b""
+    """As of ``pack_token_ids``; empty for a decode engine, to which only its length matters."""
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -95,7 +106,21 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     """Leave the loop, release everything and exit with status 0."""
 
 
-ToEngine = Generate | Abort | FlushCache | Shutdown
+ToEngine = GenerateGroup | Abort | FlushCache | Shutdown
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """A prompt as it is kept and sent: int32, little endian. A list of msgpack has an object for each id."""
+    return np.asarray(token_ids, "<i4").tobytes()
+
+
+def unpack_token_ids(prompt: bytes) -> npt.NDArray[np.int32]:
+    """The ids ``[num_tokens]`` of a packed prompt, without a copy; read-only."""
+    return np.frombuffer(prompt, "<i4")
+
+
+def num_packed_tokens(prompt: bytes) -> int:
+    return len(prompt) // 4
 
 
 # --- engine to front -------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ with status 1, for a supervisor to start both again.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import shutil
@@ -24,7 +25,7 @@ from protocol.api_keys import load_api_keys
 from protocol.channels import load_control_keys
 from protocol.descriptors import raise_limit
 from protocol.detokenizer import TokenizerUnsupported
-from protocol.engine_link import EngineLink
+from protocol.engine_link import EngineLink, QueueLimits
 from protocol.http_app import Front
 from protocol.listening import Listener
 from protocol.metrics import FrontMetrics
@@ -119,12 +120,14 @@ def run_front(
         metrics.update,
         process.remove_directory,
         settings.startup_timeout_secs,
+        QueueLimits.of(settings),
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # while the tokenizer loads; serve() takes them over
         signal.signal(number, _exit)
     try:
         process.start()
         codec = TextCodec.load(settings.model_path)
+        gc.freeze()  # else each full collection looks at all of transformers, 30 ms in which nobody is served
         front = Front(
             role, settings, codec, link, metrics, holds_output, api_keys, control_keys, sampling_defaults
         )

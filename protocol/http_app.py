@@ -29,6 +29,7 @@ from protocol.engine_link import EngineLink
 from protocol.http_errors import ApiError
 from protocol.http_schemas import ApiRequest, Endpoint, parse_request
 from protocol.metrics import CONTENT_TYPE, FrontMetrics
+from protocol.off_loop import off_loop
 from protocol.requests import Limits, SampleRequest, plan_samples
 from protocol.sampling_defaults import SamplingDefaults
 from protocol.settings import NodeSettings
@@ -42,6 +43,9 @@ VERSION = "0.1.0"
 
 BODY_TIMEOUT_SECS = 30.0
 """A client that has not sent its whole body by then is answered 408."""
+
+_INLINE_BODY_BYTES = 1 << 16
+"""Up to this size, a body is parsed at once: in a millisecond."""
 
 _JSON = "application/json"
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -183,13 +187,21 @@ class _WorkEndpoint:
         arrived_at = time.monotonic()
         front = self._front
         body = await _read_body(request, receive, front.settings.max_body_bytes)
-        parsed = parse_request(self._endpoint, body, front.settings.model_name, front.sampling_defaults)
+        parsed = await self._parse(body)
+        front.link.require_place(sum(options.n for options in parsed.options))
         limits = Limits.of(
             front.link.require_serving(),
             holds_output=front.holds_output,
             default_max_tokens=front.settings.default_max_tokens,
+            max_request_tokens=front.settings.max_request_tokens,
         )
         return Work(parsed, await plan_samples(parsed, front.codec, limits), arrived_at)
+
+    async def _parse(self, body: bytes) -> ApiRequest:
+        arguments = (self._endpoint, body, self._front.settings.model_name, self._front.sampling_defaults)
+        if len(body) <= _INLINE_BODY_BYTES:
+            return parse_request(*arguments)
+        return await off_loop(parse_request, *arguments)
 
     async def _work(self, work: Work, reply: _Reply) -> None:
         await reply.send_answer(await self._handler(work))

@@ -5,6 +5,7 @@ Exception tree::
     ApiError                    an HTTP status, a message for the client, the field and a code
     +-- InvalidField            400: one field of the body; names the field, its value and the bound
     +-- NodeUnavailable         503: the engine is not ready, not healthy or gone
+    +-- QueueFull               429: as much is in flight as this node takes
     +-- RequestFailedError      the status that the engine gave, for a request that it ended
 """
 
@@ -60,6 +61,13 @@ class NodeUnavailable(ApiError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(503, reason)
+
+
+class QueueFull(ApiError):
+    """This node has as much to do as it takes; later, or on another one, there is a place."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(429, reason)
 
 
 class RequestFailedError(ApiError):

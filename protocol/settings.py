@@ -158,6 +158,23 @@ class NodeSettings(_Settings):
     )
     drain_timeout_secs: DrainSecs = Field(15.0, description=DRAIN_TIMEOUT)
     max_body_bytes: int = Field(16 << 20, ge=1024, description="HTTP request body at most, in bytes")
+    max_queued_requests: int = Field(
+        4096,
+        ge=0,
+        description="requests, each sample for one, that wait beside --max-running-requests; more are "
+        "answered 429",
+    )
+    max_queued_tokens: Tokens = Field(
+        64 << 20,
+        description="prompt tokens, once for all samples of a prompt, of what runs and waits; more are "
+        "answered 429, for a prefill node holds 8 bytes of each",
+    )
+    max_request_tokens: int = Field(
+        0,
+        ge=0,
+        description="prompt tokens times samples of one HTTP request at most, the same on all nodes; 0: 128 "
+        "prompts of the whole context",
+    )
     num_threads: int = Field(0, ge=0, description="torch CPU threads of the engine; 0: torch's own choice")
     debug_checks: bool = Field(False, description="check the integrity of all pools after every step")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,17 @@ import jinja2
 from protocol.chat_format import ToolMarkup, tool_markup, writes_own_chat
 from protocol.deepseek_chat import encode_chat
 from protocol.detokenizer import TokenBytes
+from protocol.engine_messages import pack_token_ids, unpack_token_ids
 from protocol.http_errors import ApiError, InvalidField
 from protocol.http_prompts import ChatPrompt, Prompt
+from protocol.off_loop import off_loop
 
 _INLINE_CHARS = 4096
 """Up to this length, encoding takes well under a millisecond and is done at once."""
+
+_BATCH_CHARS = 1 << 18
+_BATCH_PROMPTS = 64
+"""Prompts are encoded in batches of no more than these; a longer one is a batch of its own."""
 
 
 class CheckpointError(ValueError):
@@ -63,39 +69,52 @@ class TextCodec:
         vocab_size = vocab_size if isinstance(vocab_size, int) else len(tokenizer)
         return cls(tokenizer, vocab_size, str(config.get("model_type", "")))
 
-    async def encode(self, prompt: Prompt, name: str, max_tokens: int) -> tuple[int, ...]:
-        """Token ids of ``prompt``, which errors call ``name``.
+    async def encode(
+        self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int
+    ) -> tuple[bytes, ...]:
+        """Token ids of each prompt, packed (``pack_token_ids``); errors call them by their ``names``.
 
         Raises ApiError 400: nothing to encode, an id outside the vocabulary, a template that refuses the
         conversation, or a text that is longer than ``max_tokens`` whatever its tokens are. A prompt of which
         only its tokens show that it is too long is returned.
         """
-        match prompt:
-            case tuple():
-                self._check_ids(prompt, name)
-                return prompt
-            case str() as text:
-                add_special = True
-            case ChatPrompt():
-                text, add_special = self._render(prompt), False
-        self._check_length(text, name, max_tokens)
-        if len(text) <= _INLINE_CHARS:
-            token_ids = self._encode(text, add_special)
-        else:
-            token_ids = await asyncio.to_thread(self._encode, text, add_special)
-        if not token_ids:
-            raise ApiError(400, f"{name}: the prompt has no tokens", param=name)
-        return token_ids
+        if sum(map(_num_chars, prompts)) <= _INLINE_CHARS:
+            return tuple(self._encode(prompts, names, max_tokens))
+        packed: list[bytes] = []
+        for batch in _batches(prompts):
+            of_batch = names[len(packed) : len(packed) + len(batch)]
+            packed += await off_loop(self._encode, batch, of_batch, max_tokens)
+        return tuple(packed)
 
-    def _encode(self, text: str, add_special: bool) -> tuple[int, ...]:
+    def _encode(self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int) -> list[bytes]:
+        """Of prompts of one kind."""
+        texts: list[str] = []
+        add_special = True
+        for prompt, name in zip(prompts, names, strict=True):
+            match prompt:
+                case bytes():
+                    self._check_ids(prompt, name)
+                    continue
+                case str() as text:
+                    pass
+                case ChatPrompt():
+                    text, add_special = self._render(prompt), False
+            self._check_length(text, name, max_tokens)
+            texts.append(text)
+        if not texts:
+            return [prompt for prompt in prompts if isinstance(prompt, bytes)]
         # Unlike ``encode``, the batch call lets other threads run: streams go on meanwhile.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
-        return tuple(encoding.ids)
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special)
+        packed = [pack_token_ids(encoding.ids) for encoding in encodings]
+        for prompt_ids, name in zip(packed, names, strict=True):
+            if not prompt_ids:
+                raise ApiError(400, f"{name}: the prompt has no tokens", param=name)
+        return packed
 
-    def _check_ids(self, token_ids: tuple[int, ...], name: str) -> None:
-        largest = max(token_ids)
-        if largest >= self.vocab_size:
-            index = token_ids.index(largest)
+    def _check_ids(self, prompt: bytes, name: str) -> None:
+        token_ids = unpack_token_ids(prompt)
+        index = int(token_ids.argmax())
+        if (largest := int(token_ids[index])) >= self.vocab_size:
             raise InvalidField(
                 f"{name}[{index}]", largest, f"is no token id: the vocabulary has {self.vocab_size}"
             )
@@ -159,3 +178,27 @@ def _with_written_arguments(message: dict[str, object]) -> dict[str, object]:
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def _batches(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
+    """The prompts in order, cut before one with which a batch would be too large."""
+    start = num_chars = 0
+    for index, prompt in enumerate(prompts):
+        of_prompt = _num_chars(prompt)
+        if index > start and (index - start == _BATCH_PROMPTS or num_chars + of_prompt > _BATCH_CHARS):
+            yield prompts[start:index]
+            start, num_chars = index, 0
+        num_chars += of_prompt
+    yield prompts[start:]
+
+
+def _num_chars(prompt: Prompt) -> int:
+    """Of the text that is to be encoded; for a conversation more than that, for what the template costs."""
+    match prompt:
+        case bytes():
+            return len(prompt) // 64 + 1  # a look at each id is all
+        case str():
+            return len(prompt)
+        case ChatPrompt():
+            texts = (value for message in prompt.messages for value in message.values())
+            return 64 * len(prompt.messages) + sum(len(text) for text in texts if isinstance(text, str))

@@ -13,6 +13,7 @@ from enum import StrEnum
 import msgspec
 from msgspec import Raw
 
+from protocol.json_fields import first_chars, split_list
 from router.errors import RouterError
 
 MAX_PROMPTS = 4096
@@ -20,8 +21,6 @@ MAX_PROMPTS = 4096
 
 _ROOM_BITS = 63
 _OBJECT_DECODER = msgspec.json.Decoder(dict[str, Raw])
-_ARRAY_DECODER = msgspec.json.Decoder(list[Raw])
-_JSON_SPACE = b" \t\r\n"
 
 
 class Endpoint(StrEnum):
@@ -70,7 +69,11 @@ class RequestBody:
         prompt = max(
             values, key=len, default=memoryview(b"")
         )  # the others are null, or the node refuses both
-        return cls(fields, _count_prompts(fields, endpoint), prompt)
+        try:
+            num_prompts = _count_prompts(fields, endpoint)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise RouterError(400, f"the prompts are not valid JSON: {error}") from error
+        return cls(fields, num_prompts, prompt)
 
     def with_bootstrap(self, bootstrap_host: str, bootstrap_port: int | None) -> bytes:
         """The body for both nodes, as JSON, with fresh rooms. Bootstrap fields of the client are replaced."""
@@ -90,14 +93,10 @@ def _count_prompts(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
     if endpoint is Endpoint.CHAT_COMPLETIONS:
         return None
     for name in _PROMPT_FIELDS[endpoint]:
-        value = bytes(fields.get(name, b"")).lstrip(_JSON_SPACE)
-        is_list_of_prompts = value.startswith(b"[") and value[1:].lstrip(_JSON_SPACE)[:1] in (b'"', b"[")
-        if not is_list_of_prompts:
+        if name not in fields or first_chars(fields[name]) not in ((b"[", b'"'), (b"[", b"[")):
             continue  # a string, one list of token ids, or something that the nodes will refuse
-        num_prompts = len(_ARRAY_DECODER.decode(value))
-        if num_prompts > MAX_PROMPTS:
-            raise RouterError(
-                400, f"{name}: {num_prompts} prompts in one request, {MAX_PROMPTS} at most; split it"
-            )
-        return num_prompts
+        prompts = split_list(fields[name], MAX_PROMPTS)
+        if prompts is None:
+            raise RouterError(400, f"{name}: must have at most {MAX_PROMPTS} prompts; split the request")
+        return len(prompts)
     return None

@@ -5,7 +5,8 @@ matters only while the client has nothing: an error of it ends the room, because
 for it in vain. Once the first byte is out, the decode node speaks for the room.
 
 A request whose client has nothing yet goes to another pair when a node cannot be reached, when its prefill
-node failed with it, or when its decode node is not ready: a prompt that is computed twice does no harm.
+node failed with it, or when one is not ready or has a full queue: a prompt that is computed twice does no
+harm.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ _HOP_BY_HOP_HEADERS = frozenset(
     )
 )
 _BAD_GATEWAY, _UNAVAILABLE = 502, 503
-_PREFILL_FAILED = frozenset((_BAD_GATEWAY, _UNAVAILABLE))
-"""Status of a prefill leg that another prefill node may do better: died, cut off, shutting down."""
+_QUEUE_FULL = 429
+_PREFILL_FAILED = frozenset((_BAD_GATEWAY, _UNAVAILABLE, _QUEUE_FULL))
+"""Status of a prefill leg that another prefill node may do better: died, cut off, shutting down, full."""
 _OWN_HEADERS = frozenset(("date", "server"))  # uvicorn writes ours
 
 
@@ -208,8 +210,8 @@ class _Exchange:
             refusal = await self._refusal(node, response)
             if isinstance(refusal, NodeRefused) and _is_about_prefill(refusal):
                 self.blamed[refusal] = self._pair.prefill
-            elif isinstance(refusal, NodeRefused) and refusal.status == _UNAVAILABLE:
-                self.blamed[refusal] = node  # not ready yet, or no longer
+            elif isinstance(refusal, NodeRefused) and refusal.status in (_UNAVAILABLE, _QUEUE_FULL):
+                self.blamed[refusal] = node  # not ready yet, or no longer, or full
             raise refusal
         chunks = self._raw_chunks(node, response)
         first_chunk = await anext(chunks, b"")

@@ -4,9 +4,9 @@
 through router, prefill node and decode node; the passes differ in the flag, in how many requests share a
 batch, and in whether the prefix cache is warm. Invariant I5.
 
-The default run has 24 prompts a model, each in every mode in a batch, with a cold and with a warm cache, and in
-one mode alone, in short contexts, because most of the oracle's time is in the longest prompts. The full product
-of modes, batches and caches over 60 prompts, in longer contexts, is marked slow.
+The default run has 24 prompts a model, each in every mode in a batch, with a cold and with a warm cache, and
+in one mode alone, in short contexts, because most of the oracle's time is in the longest prompts. The full
+product of modes, batches and caches over 60 prompts, in longer contexts, is marked slow.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ from prefill_node.engine import PrefillEngine
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from protocol.engine_messages import (
     Generate,
+    GenerateGroup,
+    pack_token_ids,
 )
 from protocol.messages import PROTOCOL_VERSION, RegionKind, Room
 from protocol.settings import DecodeSettings, PrefillSettings
@@ -342,5 +344,7 @@ class World:
         ctypes.memmove(piece.dst_addr, content, len(content))
         self.num_landed += 1
 
-    def generate(self, request: Generate) -> None:
-        self.prompts[request.request_id] = request.prompt_token_ids
+    def generate(self, request: Generate, prompt: tuple[int, ...]) -> GenerateGroup:
+        """What the fronts send for ``request``."""
+        self.prompts[request.request_id] = prompt
+        return GenerateGroup((request,), pack_token_ids(prompt))

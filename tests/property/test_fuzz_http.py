@@ -17,9 +17,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from protocol import engine_messages
 from protocol.api_keys import ApiKeys, RequireKey
+from protocol.engine_messages import unpack_token_ids
 from protocol.http_errors import ApiError
 from protocol.http_schemas import MAX_ROOM, Endpoint, parse_request
-from protocol.requests import Limits, plan_samples
+from protocol.requests import Limits, grouped, plan_samples
 from protocol.text_codec import TextCodec
 from router import body as router_body
 from router.body import RequestBody
@@ -217,12 +218,14 @@ def check_body(endpoint: Endpoint, loop: asyncio.AbstractEventLoop, body: bytes)
     for sample in samples:
         generate = sample.generate
         assert 0 <= generate.room <= MAX_ROOM
-        assert generate.prompt_token_ids
-        assert all(0 <= token < CODEC.vocab_size for token in generate.prompt_token_ids)
-        num_tokens = len(generate.prompt_token_ids) + generate.sampling.max_new_tokens - 1
+        token_ids = unpack_token_ids(sample.prompt)
+        assert len(token_ids) == generate.num_prompt_tokens > 0
+        assert all(0 <= token < CODEC.vocab_size for token in token_ids)
+        num_tokens = generate.num_prompt_tokens + generate.sampling.max_new_tokens - 1
         assert num_tokens <= LIMITS.context_length
-        frame = engine_messages.encoder.encode(generate)
-        assert engine_messages.to_engine_decoder.decode(frame) == generate
+    for group in grouped(samples, with_prompts=True):
+        frame = engine_messages.encoder.encode(group)
+        assert engine_messages.to_engine_decoder.decode(frame) == group
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)

@@ -26,6 +26,7 @@ from protocol.engine_messages import (
     FinishReason,
     FlushCache,
     Generate,
+    GenerateGroup,
     HisparseFlag,
     Mode,
     PrefillFinished,
@@ -35,6 +36,7 @@ from protocol.engine_messages import (
     Shutdown,
     TokenLogprob,
     Tokens,
+    pack_token_ids,
 )
 from protocol.messages import Bootstrap, Extent, Region, RegionKind, Register
 from tests.property.fuzzing import (
@@ -56,7 +58,9 @@ from transfer.aux_record import AuxLayout, AuxMismatch
 _SAMPLING = SamplingParams(8, temperature=0.5, seed=-1, stop_token_ids=(1, 2), num_logprobs=2)
 _STATS = RequestStats(Mode.HISPARSE, 1, 2, 3, 4, 5, 0.5, 6)
 TO_ENGINE = (
-    Generate("r", 7, (1, 2, 3), _SAMPLING, "10.0.0.1", 8998, HisparseFlag.AUTO),
+    GenerateGroup(
+        (Generate("r", 7, 3, _SAMPLING, "10.0.0.1", 8998, HisparseFlag.AUTO),), pack_token_ids((1, 2, 3))
+    ),
     Abort("r"),
     FlushCache(),
     Shutdown(),

@@ -25,7 +25,15 @@ from prefill_node.prefix_cache import PrefixCache, PrefixMatch
 from prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
 from prefill_node.rooms import RoomState
 from prefill_node.scheduler import MAX_LOOKED_AT, Running, StepLimits, Waiting, plan_step, why_never
-from protocol.engine_messages import FromEngine, Generate, PrefillFinished, RequestFailed, SamplingParams
+from protocol.engine_messages import (
+    FromEngine,
+    Generate,
+    GenerateGroup,
+    PrefillFinished,
+    RequestFailed,
+    SamplingParams,
+    pack_token_ids,
+)
 from protocol.messages import (
     AbortRoom,
     Bootstrap,
@@ -386,8 +394,8 @@ class LifecycleMachine(RuleBasedStateMachine):
     def generate(self, room: int, tokens: list[int]) -> None:
         request_id = f"r{len(self.accepted)}"
         self.accepted.add(request_id)
-        request = Generate(request_id, room, tuple(tokens), SamplingParams(4), "host", 1)
-        self.life.accept(request, self.now)
+        request = Generate(request_id, room, len(tokens), SamplingParams(4), "host", 1)
+        self.life.accept(GenerateGroup((request,), pack_token_ids(tokens)), self.now)
 
     @rule(
         room=st.integers(0, 19),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from prefill_node.kv_pool import IntegrityError, PageId, PagePool
 from prefill_node.prefix_cache import Lease, PageKey, PrefixCache, PrefixMatch, page_keys
+from protocol.engine_messages import pack_token_ids, unpack_token_ids
 
 PAGE_SIZE = 2
 NUM_PAGES = 24
@@ -163,11 +163,11 @@ def test_the_same_prompt_computed_twice_keeps_the_first_pages() -> None:
 
 
 def test_page_keys_are_the_token_ids_of_whole_pages() -> None:
-    tokens = np.arange(7, dtype=np.int64)
-    keys = page_keys(tokens, 3)
-    assert [np.frombuffer(key, np.int64).tolist() for key in keys] == [[0, 1, 2], [3, 4, 5]]
-    assert page_keys(tokens[:2], 3) == ()
-    assert page_keys(tokens + 256, 3)[0] != keys[0]
+    keys = page_keys(pack_token_ids(range(7)), 3)
+    assert [unpack_token_ids(key).tolist() for key in keys] == [[0, 1, 2], [3, 4, 5]]
+    assert page_keys(pack_token_ids(range(2)), 3) == ()
+    assert len(page_keys(pack_token_ids(range(6)), 3)) == 2
+    assert page_keys(pack_token_ids(range(256, 263)), 3)[0] != keys[0]
 
 
 def test_integrity_notices_a_lease_that_was_lost() -> None:

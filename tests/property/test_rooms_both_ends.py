@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from protocol.engine_messages import Abort, Generate, HisparseFlag, SamplingParams
+from protocol.engine_messages import Abort, Generate, GenerateGroup, HisparseFlag, SamplingParams
 from protocol.messages import Room
 from tests.property.both_ends import LATE_SECS, QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
 from tests.property.sim_nodes import FIRST_TOKEN, NEXT_TOKEN, SimFront
@@ -51,6 +51,7 @@ class BothEndsMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = World(NUM_PREFILL)
         self.requests: dict[str, Generate] = {}
+        self.groups: dict[str, GenerateGroup] = {}
         self.undelivered: list[tuple[str, str]] = []
         """Legs of requests that have not reached their node: (leg, request id)."""
         self.taken: dict[str, dict[str, SimFront]] = {leg: {} for leg in LEGS}
@@ -91,14 +92,14 @@ class BothEndsMachine(RuleBasedStateMachine):
         request = Generate(
             f"request-{number}",
             room,
-            prompt,
+            num_tokens,
             SamplingParams(max_new_tokens, temperature=0.0, ignore_eos=True),
             address.host,
             address.port,
             flag,
         )
         self.requests[request.request_id] = request
-        self.world.generate(request)
+        self.groups[request.request_id] = self.world.generate(request, prompt)
         for leg in LEGS:
             if arrival in (leg, "both"):
                 self.deliver_leg(leg, request)
@@ -112,7 +113,7 @@ class BothEndsMachine(RuleBasedStateMachine):
             if node is None:
                 return
             front = node.front
-        front.inbox.append(request)
+        front.inbox.append(self.groups[request.request_id])
         self.taken[leg][request.request_id] = front
 
     def prefill_of(self, request: Generate) -> PrefillNode | None:
@@ -380,9 +381,9 @@ def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
         decode, network = world.decode.engine, world.network
         written = itertools.repeat(WriteFate.WRITTEN)
         decode.peers.use(address, world.now)
-        request = Generate("r", 1, (1, 2), SamplingParams(1), address.host, address.port)
-        world.generate(request)
-        world.decode.front.inbox.append(request)
+        request = Generate("r", 1, 2, SamplingParams(1), address.host, address.port)
+        group = world.generate(request, (1, 2))
+        world.decode.front.inbox.append(group)
         for _ in range(4):
             world.work(written)
         control_port = world.kill_prefill(address).server.port
@@ -410,10 +411,10 @@ def test_the_next_run_cannot_call_a_room_of_the_last_one_quiet() -> None:
     try:
         (address,) = world.addresses
         rooms, front = world.decode.engine.rooms, world.decode.front
-        request = Generate("r", 1, (1, 2), SamplingParams(1), address.host, address.port)
-        world.generate(request)
+        request = Generate("r", 1, 2, SamplingParams(1), address.host, address.port)
+        group = world.generate(request, (1, 2))
         for inbox in (front.inbox, world.prefill[address].front.inbox):
-            inbox.append(request)
+            inbox.append(group)
         for _ in range(6):
             world.work(itertools.repeat(WriteFate.SLOW))
         assert world.prefill[address].sender.in_flight

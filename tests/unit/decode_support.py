@@ -35,6 +35,7 @@ from protocol.engine_messages import (
     EngineStats,
     FromEngine,
     Generate,
+    GenerateGroup,
     HisparseFlag,
     RequestFailed,
     SamplingParams,
@@ -360,14 +361,18 @@ class EngineHarness:
         params = {"temperature": 0.0, "ignore_eos": True, **sampling}
         self.answers[request_id] = answer = Answer()
         self.send(
-            Generate(
-                request_id=request_id,
-                room=room,
-                prompt_token_ids=prompt,
-                sampling=SamplingParams(max_new_tokens=num_new_tokens, **params),
-                bootstrap_host="127.0.0.1",
-                bootstrap_port=double.port if port is None else port,
-                hisparse=hisparse,
+            GenerateGroup(
+                (
+                    Generate(
+                        request_id=request_id,
+                        room=room,
+                        num_prompt_tokens=len(prompt),
+                        sampling=SamplingParams(max_new_tokens=num_new_tokens, **params),
+                        bootstrap_host="127.0.0.1",
+                        bootstrap_port=double.port if port is None else port,
+                        hisparse=hisparse,
+                    ),
+                )
             )
         )
         return answer

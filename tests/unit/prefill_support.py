@@ -37,10 +37,12 @@ from protocol.engine_messages import (
     EngineStats,
     FromEngine,
     Generate,
+    GenerateGroup,
     PrefillFinished,
     SamplingParams,
     Shutdown,
     ToEngine,
+    pack_token_ids,
 )
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -181,7 +183,8 @@ class EngineThread:
         self._front.send(engine_messages.encoder.encode(message))
 
     def generate(self, room: int, tokens: Sequence[int], sampling: SamplingParams = GREEDY) -> str:
-        self.send(Generate(f"request-{room}", room, tuple(tokens), sampling, "127.0.0.1", 1))
+        sample = Generate(f"request-{room}", room, len(tokens), sampling, "127.0.0.1", 1)
+        self.send(GenerateGroup((sample,), pack_token_ids(tokens)))
         return f"request-{room}"
 
     def expect(self, kind: type[T], which: Callable[[T], bool] = lambda _: True) -> T:

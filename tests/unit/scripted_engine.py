@@ -21,6 +21,7 @@ from protocol.engine_messages import (
     FinishReason,
     FromEngine,
     Generate,
+    GenerateGroup,
     Mode,
     PrefillFinished,
     RequestStats,
@@ -67,7 +68,7 @@ def stats(step: int = 0, num_running: int = 0, **counters: float) -> EngineStats
 
 def deliver(generate: Generate) -> Iterable[FromEngine]:
     """A prefill engine to which nothing bad happens."""
-    yield PrefillFinished(generate.request_id, len(generate.prompt_token_ids), 3, 4096, 0.25)
+    yield PrefillFinished(generate.request_id, generate.num_prompt_tokens, 3, 4096, 0.25)
 
 
 def say(
@@ -124,7 +125,11 @@ class ScriptedEngine(threading.Thread):
 
     @property
     def generates(self) -> list[Generate]:
-        return [message for message in self.received if isinstance(message, Generate)]
+        return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def groups(self) -> list[GenerateGroup]:
+        return [message for message in self.received if isinstance(message, GenerateGroup)]
 
     @property
     def aborts(self) -> list[str]:
@@ -142,8 +147,10 @@ class ScriptedEngine(threading.Thread):
         for message in socket.receive():
             self.received.append(message)
             match message:
-                case Generate():
-                    self._scripts.append((message.request_id, iter(self._script(message)), 0.0))
+                case GenerateGroup():
+                    self._scripts += [
+                        (sample.request_id, iter(self._script(sample)), 0.0) for sample in message.samples
+                    ]
                 case Abort():
                     self._scripts = [entry for entry in self._scripts if entry[0] != message.request_id]
                 case Shutdown():

@@ -23,7 +23,14 @@ from protocol.channels import (
     Wakeup,
 )
 from protocol.decoding import TypedDecoder
-from protocol.engine_messages import Abort, RequestFailed
+from protocol.engine_messages import (
+    Abort,
+    EngineStats,
+    Generate,
+    GenerateGroup,
+    RequestFailed,
+    SamplingParams,
+)
 from protocol.messages import Bootstrap, Extent, Heartbeat, HeartbeatAck, ToDecode, ToPrefill
 from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
 
@@ -286,6 +293,101 @@ def test_the_ipc_channel_carries_both_directions(tmp_path: Path) -> None:
             front.close()
 
     asyncio.run(talk())
+
+
+class _Endless:
+    """A socket at which there is always one more message."""
+
+    def __init__(self, *frames: bytes) -> None:
+        self._frames = list(frames)
+        self.num_received = 0
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        self.num_received += 1
+        return self._frames
+
+
+_BIG = Bootstrap(1, 1, tuple(Extent(2**40 + i, 2**40) for i in range(50_000)), (Extent(0, 1),), 0, True)
+_SAMPLES = tuple(Generate(f"r{i}", i, 3, SamplingParams(1), "127.0.0.1", 1) for i in range(100))
+
+
+@pytest.mark.parametrize(("message", "most"), [(Heartbeat(1), 256), (_BIG, 5)], ids=["small", "large"])
+def test_a_server_takes_in_a_burst_between_two_turns(
+    make_server: Make, monkeypatch: pytest.MonkeyPatch, message: ToPrefill, most: int
+) -> None:
+    server = make_server()
+    endless = _Endless(b"peer", messages.encoder.encode(message))
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "socket", endless)
+        assert len(list(server.receive())) == endless.num_received == most
+
+
+def test_a_client_takes_in_a_burst_between_two_turns(
+    make_server: Make, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_client(make_server())
+    endless = _Endless(messages.encoder.encode(HeartbeatAck(1, "run")))
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "socket", endless)
+        assert len(list(client.receive())) == endless.num_received == 256
+
+
+@pytest.mark.parametrize(
+    ("message", "most"),
+    [
+        (Abort("r"), 256),
+        (GenerateGroup(_SAMPLES[:1], b"\0" * (1 << 20)), 4),
+        (GenerateGroup(_SAMPLES), 3),
+    ],
+    ids=["messages", "bytes", "samples"],
+)
+def test_an_engine_takes_in_a_burst_of_its_fronts_messages_between_two_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: engine_messages.ToEngine, most: int
+) -> None:
+    engine = EngineSocket(str(tmp_path / "ipc"))
+    endless = _Endless(engine_messages.encoder.encode(message))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "socket", endless)
+        assert len(list(engine.receive())) == endless.num_received == most
+    engine.close()
+
+
+def test_a_slow_front_neither_blocks_its_engine_nor_loses_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        num_free = 2
+
+        def __init__(self) -> None:
+            self.sent: list[bytes] = []
+
+        def send(self, frame: bytes, flags: int) -> None:
+            assert flags == zmq.NOBLOCK
+            if not self.num_free:
+                raise zmq.Again
+            self.num_free -= 1
+            self.sent.append(frame)
+
+        def recv_multipart(self, flags: int) -> list[bytes]:
+            raise zmq.Again
+
+    engine = EngineSocket(str(tmp_path / "ipc"))
+    failures = [RequestFailed(f"r{i}", 503, "full") for i in range(10)]
+    stats = EngineStats({}, {}, 0, 0, 0, 1)
+    with monkeypatch.context() as patch:
+        full = Full()
+        patch.setattr(engine, "socket", full)
+        for failure in failures:
+            engine.send(failure)
+            engine.send(stats)
+        assert len(full.sent) == 2
+        assert len(engine.backlog) == 9, "statistics do not pile up"
+        full.num_free = 100
+        assert not list(engine.receive())
+        assert not engine.backlog
+    decoded = [engine_messages.from_engine_decoder.decode(frame) for frame in full.sent]
+    assert [message for message in decoded if message != stats] == failures
+    engine.close()
 
 
 class _Exploit:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from protocol.engine_messages import FinishReason, FromEngine, Generate, Tokens
+from protocol.engine_messages import FinishReason, FromEngine, Generate, Tokens, unpack_token_ids
+from protocol.http_prompts import Prompt
 from protocol.text_codec import TextCodec
 from tests.unit import scripted_engine, test_front
 from tests.unit.scripted_engine import Script
-from tests.unit.test_front import ROOM, Node, serving
+from tests.unit.test_front import ROOM, serving
 from tests.unit.tiny_tokenizer import make_tokenizer
 
 TEMPLATE = (
@@ -55,12 +56,25 @@ def stops_after(text: str, per_message: int = 3) -> Script:
     return script
 
 
+class RecordingCodec(TextCodec):
+    """Keeps the prompts of the last request: the engine of a decode node is not sent them."""
+
+    encoded: tuple[bytes, ...] = ()
+
+    async def encode(
+        self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int
+    ) -> tuple[bytes, ...]:
+        self.encoded = await super().encode(prompts, names, max_tokens)
+        return self.encoded
+
+
 @pytest.fixture
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Answer a request with the scripted text; returns what the check returns, and the prompt as text."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    monkeypatch.setattr(test_front, "CODEC", TextCodec(tokenizer, len(tokenizer), "glm_moe_dsa"))
+    codec = RecordingCodec(tokenizer, len(tokenizer), "glm_moe_dsa")
+    monkeypatch.setattr(test_front, "CODEC", codec)
 
     def run(text: str, check: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> tuple[Any, str]:
         async def main() -> tuple[Any, str]:
@@ -68,13 +82,10 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
                 url = f"http://127.0.0.1:{node.port}/v1"
                 async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=10) as client:
                     result = await check(client)
-                return result, prompt_of(node)
+                token_ids = [i for prompt in codec.encoded for i in unpack_token_ids(prompt).tolist()]
+                return result, str(tokenizer.decode(token_ids))
 
         return asyncio.run(main())
-
-    def prompt_of(node: Node) -> str:
-        (generate,) = node.engine.generates
-        return str(tokenizer.decode(generate.prompt_token_ids))
 
     return run
 

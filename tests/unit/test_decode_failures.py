@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -703,3 +704,30 @@ def test_a_request_in_the_queue_goes_to_no_peer_that_fell_silent(
     double.deliver(double.bootstraps[0])
     node.turn_until(lambda: first.is_over, double)
     assert first.failure is None
+
+
+def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats leave, and running requests get their tokens, between any two bursts of it."""
+    seen: list[str] = []
+    abort, poll = node.engine.lifecycle.abort, node.engine.peers.poll
+
+    def aborted(request_id: str, now: float, **options: bool) -> None:
+        seen.append(request_id)
+        abort(request_id, now, **options)
+
+    def polled(*args: object) -> object:
+        seen.append("poll")
+        return poll(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.engine.lifecycle, "abort", aborted)
+        patch.setattr(node.engine.peers, "poll", polled)
+        flood = [f"unknown-{i}" for i in range(1000)]
+        for request_id in flood:
+            node.send(Abort(request_id))
+        node.turn_until(lambda: flood[-1] in seen)
+    assert [entry for entry in seen if entry != "poll"] == flood, "nothing is lost"
+    bursts = [len(list(run)) for entry, run in itertools.groupby(seen, lambda e: e == "poll") if not entry]
+    assert max(bursts) <= 256

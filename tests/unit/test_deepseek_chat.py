@@ -12,6 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from protocol.chat_format import ToolMarkup
+from protocol.engine_messages import unpack_token_ids
 from protocol.http_errors import ApiError
 from protocol.http_prompts import ChatPrompt
 from protocol.text_codec import TextCodec
@@ -45,7 +46,8 @@ def prompt_text(
 ) -> str:
     tools = tuple(arguments.pop("tools", ()))
     prompt = ChatPrompt(messages, arguments, continued, tools, separate_reasoning=True)
-    token_ids = asyncio.run(TextCodec.load(checkpoint).encode(prompt, "messages", 10_000))
+    (packed,) = asyncio.run(TextCodec.load(checkpoint).encode([prompt], ["messages"], 10_000))
+    token_ids = unpack_token_ids(packed).tolist()
     text = PreTrainedTokenizerFast.from_pretrained(checkpoint).decode(token_ids)
     assert isinstance(text, str)
     return text

@@ -38,6 +38,7 @@ from protocol.engine_messages import (
     FinishReason,
     FlushCache,
     Generate,
+    GenerateGroup,
     HisparseFlag,
     Mode,
     RequestFailed,
@@ -210,7 +211,7 @@ def test_completion(on_node: OnNode) -> None:
         (generate,) = node.engine.generates
         assert (generate.bootstrap_host, generate.bootstrap_port, generate.room) == ("10.0.0.1", 8998, 7)
         assert generate.hisparse is HisparseFlag.TRUE
-        assert generate.prompt_token_ids == tuple(b"hello")
+        assert generate.num_prompt_tokens == 5
         assert node.engine.aborts == []
         assert (
             await node.metric('hisparse_pd:num_requests_total{endpoint="/v1/completions",status="200"}') == 1
@@ -463,9 +464,9 @@ def test_generate_leaves_out_what_the_next_event_repeats(tmp_path: Path, path: s
 
     class BackloggedLink(EngineLink):
         @contextlib.contextmanager
-        def open(self, generates: Sequence[Generate]) -> Iterator[SampleGroup]:
-            with super().open(generates) as group:
-                for event in say("abcde")(generates[0]):
+        def open(self, prompts: Sequence[GenerateGroup]) -> Iterator[SampleGroup]:
+            with super().open(prompts) as group:
+                for event in say("abcde")(prompts[0].samples[0]):
                     assert isinstance(event, Tokens)
                     group.put(event)
                 yield group

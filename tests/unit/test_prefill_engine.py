@@ -17,11 +17,13 @@ from protocol.engine_messages import (
     Abort,
     FlushCache,
     Generate,
+    GenerateGroup,
     PrefillFinished,
     RequestFailed,
     SamplingParams,
+    pack_token_ids,
 )
-from protocol.messages import AbortRoom, Extent, RoomDone, RoomFailed, RoomQuiet
+from protocol.messages import AbortRoom, Extent, Room, RoomDone, RoomFailed, RoomQuiet
 from tests.unit.prefill_support import (
     GREEDY,
     DecodePeer,
@@ -389,7 +391,8 @@ def test_a_prompt_may_fill_the_context(
 
 def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: int) -> None:
     engine.generate(room, [5, 6, 7])
-    engine.send(Generate("another", room, (5, 6, 7), GREEDY, "127.0.0.1", 1))
+    another = Generate("another", room, 3, GREEDY, "127.0.0.1", 1)
+    engine.send(GenerateGroup((another,), pack_token_ids((5, 6, 7))))
     failed = engine.expect(RequestFailed)
     assert (failed.request_id, failed.status) == ("another", 400)
     assert "in use" in failed.error
@@ -398,3 +401,46 @@ def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: i
     engine.expect(PrefillFinished)
     engine.generate(room, [5, 6, 7])
     assert "served before" in engine.expect(RequestFailed).error
+
+
+def test_the_rooms_of_a_group_share_one_prompt(engine: EngineThread, peer: DecodePeer) -> None:
+    rooms = [next(_rooms) for _ in range(3)]
+    tokens = prompt(3, 40)
+    samples = tuple(Generate(f"request-{room}", room, 40, GREEDY, "127.0.0.1", 1) for room in rooms)
+    engine.send(GenerateGroup(samples, pack_token_ids(tokens)))
+    table = engine.engine._life.rooms
+    wait_for(lambda: all(table.get(Room(room)) is not None for room in rooms), "the rooms to open")
+    first, *others = (table.live(Room(room)) for room in rooms)
+    assert first.token_ids.tolist() == list(tokens)
+    assert len(first.keys) == 2
+    assert all(record.token_ids is first.token_ids and record.keys is first.keys for record in others)
+    for aux_slot, room in enumerate(rooms):
+        peer.bootstrap(room, 40, aux_slot=aux_slot)
+    for _ in rooms:
+        peer.expect(RoomDone)
+        engine.expect(PrefillFinished)
+
+
+def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats are answered, and writes that are over are noticed, between any two bursts of it."""
+    seen: list[str] = []
+    expire = engine.engine._expire
+
+    def expired() -> None:
+        seen.append("turn")
+        expire()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            engine.engine._life, "abort_request", lambda request_id, now_secs: seen.append(request_id)
+        )
+        patch.setattr(engine.engine, "_expire", expired)
+        flood = [f"unknown-{i}" for i in range(1000)]
+        for request_id in flood:
+            engine.send(Abort(request_id))
+        wait_for(lambda: flood[-1] in seen, "the flood to be over")
+    assert [entry for entry in seen if entry != "turn"] == flood, "nothing is lost"
+    bursts = [len(list(run)) for entry, run in itertools.groupby(seen, lambda e: e == "turn") if not entry]
+    assert max(bursts) <= 256

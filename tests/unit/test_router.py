@@ -28,6 +28,7 @@ from router.drain import Drain
 from router.errors import RouterError
 from router.nodes import Node, NodeKind, NodePool, NodeUrlError
 from router.server import create_app
+from tests.property.fuzzing import peak_bytes
 
 pytestmark = pytest.mark.anyio
 
@@ -335,11 +336,17 @@ async def test_a_list_of_prompts_gets_lists_of_bootstrap_fields(
     assert {name: sent[name] for name in body} == body
 
 
-async def test_too_many_prompts_are_refused() -> None:
-    body = json.dumps({"prompt": ["a"] * (MAX_PROMPTS + 1)}).encode()
-    with pytest.raises(RouterError, match=f"{MAX_PROMPTS}") as caught:
-        RequestBody.parse(body, Endpoint.COMPLETIONS)
-    assert caught.value.status == 400
+@pytest.mark.parametrize("prompt", ["a", [0]], ids=str)
+@pytest.mark.parametrize("num_prompts", [MAX_PROMPTS + 1, 1 << 20])
+async def test_too_many_prompts_are_refused(prompt: object, num_prompts: int) -> None:
+    body = json.dumps({"prompt": [prompt] * num_prompts}).encode()
+
+    def refuse() -> None:
+        with pytest.raises(RouterError, match=f"at most {MAX_PROMPTS}") as caught:
+            RequestBody.parse(body, Endpoint.COMPLETIONS)
+        assert caught.value.status == 400
+
+    assert peak_bytes(refuse) < len(body) + (4 << 20), "no object for each"
 
 
 async def test_headers_that_matter_are_passed_and_no_others() -> None:
@@ -625,7 +632,9 @@ BROKEN_TRANSFER = b'{"error": {"message": "the write failed", "type": "server_er
 
 
 @pytest.mark.parametrize(
-    "fails", [cuts_off, says(BROKEN_TRANSFER, 502), says(b"shutting down", 503)], ids=["died", "502", "503"]
+    "fails",
+    [cuts_off, says(BROKEN_TRANSFER, 502), says(b"shutting down", 503), says(b"full", 429)],
+    ids=["died", "502", "503", "429"],
 )
 async def test_a_request_goes_on_with_another_prefill_node(fails: Behaviour) -> None:
     async def waits_or_answers(node: FakeNode, send: Send) -> None:
@@ -700,8 +709,9 @@ async def test_a_prefill_node_whose_decode_node_gave_up_is_not_to_blame(
         assert "router_prefill_retries_total 0.0" in await pair.metrics()
 
 
-async def test_a_decode_node_that_is_not_ready_is_passed_over() -> None:
-    async with cluster(delivers, [says(b"starting", 503), says(b"{}")]) as pair:
+@pytest.mark.parametrize("status", [503, 429])
+async def test_a_decode_node_that_is_not_ready_or_full_is_passed_over(status: int) -> None:
+    async with cluster(delivers, [says(b"not now", status), says(b"{}")]) as pair:
         response = await pair.client.post("/generate", json={"text": "a"})
         assert (response.status_code, response.content) == (200, b"{}")
         assert response.headers["x-hisparse-pd-decode"] == pair.decode[1].url
@@ -724,6 +734,20 @@ async def test_retries_are_bounded(max_retries: int, num_asked: int) -> None:
         response = await pair.client.post("/generate", json={})
         assert (response.status_code, response.content) == (502, BROKEN_TRANSFER)
         assert [len(node.requests) for node in pair.prefill] == [1] * num_asked + [0] * (4 - num_asked)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(429, None), (None, 429)], ids=["prefill", "decode"])
+async def test_where_all_queues_are_full_the_client_hears_it(prefill: int | None, decode: int | None) -> None:
+    full = json.dumps({"error": {"message": "64 requests wait"}}).encode()
+    behaviours = [never if status is None else says(full, status) for status in (prefill, decode)]
+    async with cluster(*([behaviour] * 2 for behaviour in behaviours)) as pair:
+        response = await pair.client.post("/generate", json={"text": "a"})
+        assert (response.status_code, response.content) == (429, full)
+        for nodes, status in ((pair.prefill, prefill), (pair.decode, decode)):
+            if status is not None:
+                assert [len(node.requests) for node in nodes] == [1, 1], "both were asked"
+        metrics = await pair.metrics()
+        assert " 0.0" not in [line[-4:] for line in metrics.splitlines() if "router_node_healthy{" in line]
 
 
 @pytest.mark.parametrize("status", [400, 500, 504])
