@@ -103,23 +103,26 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
     if settings.num_threads > 0:
         torch.set_num_threads(settings.num_threads)
     front = EngineSocket(ipc_path)
-    with process.start_errors(*START_ERRORS):
-        check_devices((settings.device, *settings.expert_devices))
-        spec = spec_of(settings)
-        transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
-        model = load_model(
-            settings.model_path,
-            spec,
-            settings.device,
-            settings.expert_devices,
-            lambda done, total: front.send(EngineLoading("weights", done, total)),
-        )
-        front.send(EngineLoading("pools and kernels"))
-        engine = PrefillEngine(settings, spec, model, front, transport)
     try:
-        engine.run()
+        with process.start_errors(*START_ERRORS):
+            check_devices((settings.device, *settings.expert_devices))
+            spec = spec_of(settings)
+            transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
+            model = load_model(
+                settings.model_path,
+                spec,
+                settings.device,
+                settings.expert_devices,
+                lambda done, total: front.send(EngineLoading("weights", done, total)),
+            )
+            front.send(EngineLoading("pools and kernels"))
+            engine = PrefillEngine(settings, spec, model, front, transport)
+        try:
+            engine.run()
+        finally:
+            engine.close()
     finally:
-        engine.close()
+        front.close()
 
 
 class PrefillEngine:
@@ -256,7 +259,6 @@ class PrefillEngine:
         is_quiet = self._sender.close(CLOSE_TIMEOUT_SECS)
         for completion in self._sender.poll():
             self._life.completed(completion, now_secs)
-        self._front.close()
         self._control.close()
         self._wakeup.close()
         if is_quiet:

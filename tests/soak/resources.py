@@ -76,6 +76,7 @@ class Recorder:
     def __init__(self, services: Sequence[Service], interval_secs: float) -> None:
         self.histories: list[History] = []
         self.load_ended_at: float | None = None
+        self._shared_inodes: set[int] = set()
         self._services = services
         self._interval_secs = interval_secs
         self._by_process: dict[tuple[int, int], History] = {}
@@ -92,6 +93,11 @@ class Recorder:
         finally:
             self._over.set()
             thread.join()
+
+    def shared_memory_left(self) -> list[str]:
+        """Segments and semaphores that one of the processes had mapped, and that are still there."""
+        with os.scandir("/dev/shm") as entries:
+            return sorted(entry.name for entry in entries if entry.inode() in self._shared_inodes)
 
     def load_ends(self) -> None:
         self.load_ended_at = time.monotonic() - self._started_at
@@ -147,6 +153,7 @@ class Recorder:
         for pid, group, started_at in processes_of(names):
             try:
                 usage, part = _usage(pid), _part(pid, group, names[group])
+                self._shared_inodes |= _shared_inodes(pid)
             except (OSError, ValueError):  # it ended meanwhile
                 continue
             history = self._by_process.get((pid, started_at))
@@ -189,19 +196,17 @@ def _part(pid: int, group: int, service: str) -> str | None:
     return "engine" if "spawn_main" in words else None
 
 
+def _shared_inodes(pid: int) -> set[int]:
+    """Of the files of /dev/shm that the process has mapped. A semaphore has had another name when it was."""
+    lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return {int(words[4]) for words in lines if len(words) > 5 and words[5].startswith("/dev/shm/")}
+
+
 def _median(usages: Sequence[Usage], name: str) -> float:
     return statistics.median(getattr(usage, name) for usage in usages)
 
 
 # --- what is left when all is over -----------------------------------------------------------------------
-
-
-def shared_memory() -> set[str]:
-    """Segments and semaphores of the machine, POSIX's by name and System V's by id."""
-    system_v = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
-    return {str(path) for path in Path("/dev/shm").iterdir()} | {
-        f"shmid {line.split()[1]}" for line in system_v
-    }
 
 
 def listening(ports: Collection[int]) -> list[int]:

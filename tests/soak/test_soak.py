@@ -45,7 +45,7 @@ from tests.integration.harness import (
 )
 from tests.soak.chaos import Chaos, living
 from tests.soak.load import Load, Prompt, body_of
-from tests.soak.resources import Recorder, listening, plot, shared_memory
+from tests.soak.resources import Recorder, listening, plot
 
 SECS = float(os.environ.get("SOAK_SECS", "120"))
 NUM_CLIENTS = int(os.environ.get("SOAK_CLIENTS", "24"))
@@ -77,7 +77,6 @@ def test_soak(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     chaos = Chaos([*nodes.prefill, *nodes.decode], survivors, random.Random(seed), over)
     recorder = Recorder(nodes.services, max(1.0, SECS / NUM_SAMPLES))
     started = time.monotonic()
-    shared_before = shared_memory()
     with tempfile.TemporaryDirectory(prefix="soak-") as scratch:  # short: of an ipc socket's path
         for service in nodes.services:
             service.env["TMPDIR"] = scratch
@@ -96,7 +95,7 @@ def test_soak(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
         left = {
             "processes": processes_left(chaos.process_groups),
             "files": sorted(str(path.relative_to(scratch)) for path in Path(scratch).rglob("*")),
-            "shared_memory": sorted(shared_memory() - shared_before),
+            "shared_memory": recorder.shared_memory_left(),
             "ports": listening(
                 [port for node in nodes.services for port in (node.port, node.bootstrap_port)]
             ),

@@ -142,10 +142,9 @@ class EngineThread:
         self.ready = self.expect(EngineReady)
 
     def _serve(self) -> None:
+        front = EngineSocket(self._ipc_path)
         try:
-            self.engine = PrefillEngine(
-                self.settings, self.spec, self.model, EngineSocket(self._ipc_path), TCP
-            )
+            self.engine = PrefillEngine(self.settings, self.spec, self.model, front, TCP)
             run, submit = self.engine._runner.run, self.engine._sender.submit
 
             def observed(batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten) -> Any:
@@ -174,6 +173,8 @@ class EngineThread:
         except BaseException as error:
             self._error = error
             raise
+        finally:
+            front.close()
 
     @property
     def memory(self) -> PrefillMemory:

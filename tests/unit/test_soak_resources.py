@@ -16,6 +16,7 @@ SERVICE = """
 import multiprocessing, os, sys, threading, time
 
 def child(path):
+    lock = multiprocessing.get_context("spawn").Lock()
     files = [open(os.devnull) for _ in range(50)]
     threads = [threading.Thread(target=time.sleep, args=(600,), daemon=True) for _ in range(7)]
     [thread.start() for thread in threads]
@@ -93,6 +94,12 @@ def test_every_process_of_a_service_is_looked_at(tmp_path: Path) -> None:
     assert usage.threads == 8
     assert usage.resident_mib > 1
     assert watch.summary()["decode-0 engine"]["processes"] == 2
+    left = watch.shared_memory_left()  # the semaphores: killed with the one that would have removed them
+    assert len(left) == 2
+    for name in left:
+        assert name.startswith("sem.mp-")
+        Path("/dev/shm", name).unlink()
+    assert watch.shared_memory_left() == []
 
 
 def test_a_port_that_somebody_listens_on_is_found() -> None:
