@@ -30,6 +30,7 @@ from protocol.access import KeyFileError, PeerList
 from protocol.decoding import TypedDecoder
 from protocol.engine_messages import FromEngine, ToEngine
 from protocol.messages import ToDecode, ToPrefill
+from protocol.names import is_address
 from protocol.zap import DOMAIN, ZapHandler
 
 log = logging.getLogger(__name__)
@@ -200,10 +201,15 @@ class ControlServer:
 class ControlClient:
     """The decode node's control socket to one prefill node (DEALER). ZMQ reconnects by itself.
 
-    Raises ControlAddressError for an endpoint that ZMQ does not take.
+    ``endpoint``: tcp://ADDRESS:PORT. Raises ControlAddressError for one that ZMQ does not take.
     """
 
     def __init__(self, endpoint: str, keys: ControlKeys | None = None) -> None:
+        host = (
+            endpoint.rpartition(";")[2].removeprefix("tcp://").rpartition(":")[0]
+        )  # behind a source address
+        if not is_address(host.strip("[]")):
+            raise ControlAddressError(f"cannot connect to {endpoint!r}: a name stalls ZMQ; give an address")
         self._inbox: _Inbox[ToDecode] = _Inbox(messages.to_decode_decoder)
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         _limit(self.socket)
