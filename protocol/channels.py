@@ -205,9 +205,8 @@ class ControlClient:
     """
 
     def __init__(self, endpoint: str, keys: ControlKeys | None = None) -> None:
-        host = (
-            endpoint.rpartition(";")[2].removeprefix("tcp://").rpartition(":")[0]
-        )  # behind a source address
+        _, _, destination = endpoint.removeprefix("tcp://").rpartition(";")  # there may be a source before it
+        host, _, _ = destination.rpartition(":")
         if not is_address(host.strip("[]")):
             raise ControlAddressError(f"cannot connect to {endpoint!r}: a name stalls ZMQ; give an address")
         self._inbox: _Inbox[ToDecode] = _Inbox(messages.to_decode_decoder)
