@@ -399,4 +399,5 @@ def _bootstrap(request: Request) -> Bootstrap:
         index_extents=slice_extents(holding[PoolKind.INDEX], 0, num_tokens),
         aux_slot=holding.only_slot(PoolKind.AUX),
         hisparse=is_hisparse,
+        attempt=1 + request.admitted_seq,
     )

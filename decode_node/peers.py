@@ -6,7 +6,8 @@ the same control port or another, is found again through its bootstrap endpoint.
 
 A peer answers heartbeats between two forwards, so one that computes for long falls silent. Its front, another
 process, does not: when a heartbeat stays unanswered the bootstrap endpoint is asked, and a peer is lost only
-when that does not say either that the run is alive. It does not say so of an engine that hangs.
+when that does not say either that the run is alive, and has had all its time to. It does not say so of an
+engine that hangs.
 
 ``poll`` never waits (look-ups run in threads) and reports what happened as events, oldest first.
 """
@@ -124,6 +125,7 @@ class _Peer:
     page_size: int = 0
     last_error: str = ""
     lookup: Future[BootstrapInfo] | None = None
+    lookup_began_at: float = 0.0
     looked_up_for: str = ""
     """The registered run when the look-up was started: its answer is older than any run that came since."""
     next_lookup_at: float = 0.0
@@ -131,6 +133,8 @@ class _Peer:
     last_heard_at: float = 0.0
     confirmed_at: float = 0.0
     """When the bootstrap endpoint last said that the registered run is alive."""
+    denied_at: float = 0.0
+    """When the last look-up began that did not confirm it: silence counts only with one that began in it."""
     connected_at: float = 0.0
     register_sent_at: float = 0.0
     heartbeat_sent_at: float = 0.0
@@ -295,6 +299,7 @@ class Peers:
             info = lookup.result()
         except BootstrapLookupError as error:
             peer.last_error = str(error)
+            peer.denied_at = peer.lookup_began_at
             if error.refused and peer.instance_id:
                 self._give_up(peer, f"prefill node {peer.address} is gone: {error}", events)
                 self._report_gone(peer, events)
@@ -349,7 +354,7 @@ class Peers:
         match peer.phase:
             case PeerPhase.AWAY:
                 if is_wanted and now >= peer.next_lookup_at:
-                    self._start_lookup(peer)
+                    self._start_lookup(peer, now)
             case PeerPhase.REGISTERING:
                 if now - peer.connected_at >= REGISTER_TIMEOUT_SECS:
                     error = peer.last_error or f"prefill node {peer.address} does not register this node"
@@ -369,9 +374,11 @@ class Peers:
             del self._peers[peer.address]
 
     def _beat(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
-        silence = now - max(peer.last_heard_at, peer.confirmed_at)
+        alive_at = max(peer.last_heard_at, peer.confirmed_at)
+        silence = now - alive_at
         had_time = now - peer.unanswered_since >= self.heartbeat_timeout_secs - self.heartbeat_interval_secs
-        if silence >= self.heartbeat_timeout_secs and had_time:
+        is_denied = peer.lookup is None and peer.denied_at > alive_at
+        if silence >= self.heartbeat_timeout_secs and had_time and is_denied:
             self._give_up(peer, f"prefill node {peer.address} has been silent for {silence:.1f} s", events)
             return
         if now - peer.heartbeat_sent_at >= self.heartbeat_interval_secs:
@@ -380,15 +387,15 @@ class Peers:
             peer.heartbeat_seq += 1
             self.send(peer.address, Heartbeat(peer.heartbeat_seq))
         if self._is_suspect(peer, now) and now >= peer.next_lookup_at:
-            self._start_lookup(peer)
+            self._start_lookup(peer, now)
 
     def _is_suspect(self, peer: _Peer, now: float) -> bool:
         silence = now - max(peer.last_heard_at, peer.confirmed_at)
         return silence >= _SUSPECT_AFTER_HEARTBEATS * self.heartbeat_interval_secs
 
-    def _start_lookup(self, peer: _Peer) -> None:
+    def _start_lookup(self, peer: _Peer, now: float) -> None:
         if peer.lookup is None:
-            peer.looked_up_for = peer.instance_id
+            peer.looked_up_for, peer.lookup_began_at = peer.instance_id, now
             threads = self._threads if peer.phase is PeerPhase.AWAY else self._confirming
             peer.lookup = threads.submit(look_up, *peer.address, self.keys, self.allowed)
             peer.lookup.add_done_callback(lambda _: self._wakeup.set())

@@ -323,6 +323,7 @@ class PrefillEngine:
             return
         peer, replaced = self._peers.register(identity, message, now_secs)
         for old in replaced:
+            self._probes.forget(old.session)
             self._life.fail_rooms_of(old, "restarted", now_secs)
         log.info("registered decode node %s, session %s", peer.node_id, peer.session)
         self._control.send(identity, Registered(PROTOCOL_VERSION, self._instance_id, self._geometry))
@@ -338,8 +339,14 @@ class PrefillEngine:
             self._peers.vouch(session, now_secs)
         for peer in self._peers.silent(now_secs, PROBE_AFTER_HEARTBEATS * settings.heartbeat_interval_secs):
             if self._life.has_rooms_of(peer):  # without rooms it loses nothing, and registers again
-                self._probes.ask(peer.session)
-        for peer in self._peers.lose_silent(now_secs, settings.heartbeat_timeout_secs):
+                self._probes.ask(peer.session, now_secs)
+
+        def is_spared(peer: Peer) -> bool:
+            is_denied = self._probes.is_denied(peer.session, peer.last_heard_secs, now_secs)
+            return self._life.has_rooms_of(peer) and not is_denied
+
+        for peer in self._peers.lose_silent(now_secs, settings.heartbeat_timeout_secs, is_spared):
+            self._probes.forget(peer.session)
             error = f"was silent for more than {settings.heartbeat_timeout_secs:g} s"
             log.warning("lost decode node %s: it %s", peer.node_id, error)
             self._life.fail_rooms_of(peer, error, now_secs)

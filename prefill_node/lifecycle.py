@@ -22,7 +22,7 @@ from prefill_node.peers import Peer, why_not_landing
 from prefill_node.prefix_cache import PageKey, PrefixCache, page_keys
 from prefill_node.push import ChunkPush, Pusher, landing_of
 from prefill_node.quarantine import SourceQuarantine
-from prefill_node.rooms import EndedRoom, RoomRecord, RoomState, RoomTable
+from prefill_node.rooms import Delivery, EndedRoom, RoomRecord, RoomState, RoomTable
 from prefill_node.scheduler import Running, StepLimits, Waiting, why_never
 from protocol.engine_messages import (
     FromEngine,
@@ -156,10 +156,18 @@ class Lifecycle:
         room = Room(message.room)
         record = self.rooms.get(room)
         if record is not None and record.bootstrap is not None:
+            if record.is_draining and _is_repeated(peer, message, record):
+                failed = _room_failed(room, record.end_status, record.end_error, False, record.batch_failed)
+                self._tell_peer(peer, failed)
+                return
             self.dropped["duplicate"] += 1
             log.warning("room %d: dropped a second Bootstrap, from node %s", room, peer.node_id)
             return
         ended = self.rooms.ended(room)
+        delivery = None if ended is None else ended.delivery
+        if delivery is not None and delivery.answers(peer.node_id, message.attempt):
+            self._tell_peer(peer, delivery.done)  # the first one was lost with its connection
+            return
         if ended is not None:
             self.dropped["late"] += 1
             self._tell_peer(peer, _room_failed(room, ended.status, ended.error, True, ended.batch_failed))
@@ -342,17 +350,16 @@ class Lifecycle:
             self._delivered(record, now_secs)
 
     def _delivered(self, record: RoomRecord, now_secs: float) -> None:
-        peer, _ = landing_of(record)
-        self._tell_peer(
-            peer,
-            RoomDone(
-                record.room,
-                record.num_bytes_sent,
-                record.num_cached_tokens,
-                record.transfer_secs,
-                record.batch_failed,
-            ),
+        peer, bootstrap = landing_of(record)
+        done = RoomDone(
+            record.room,
+            record.num_bytes_sent,
+            record.num_cached_tokens,
+            record.transfer_secs,
+            record.batch_failed,
         )
+        record.delivery = Delivery(peer.node_id, bootstrap.attempt, done)
+        self._tell_peer(peer, done)
         if record.request is not None:
             self._tell_front(
                 PrefillFinished(
@@ -532,6 +539,12 @@ class Lifecycle:
         for record in self.rooms.in_state(*_WAITING):
             if record.page_ids or record.lease is not None or record.num_writes_pending:
                 raise IntegrityError(f"room {record.room} owns pages or writes in state {record.state.name}")
+
+
+def _is_repeated(peer: Peer, message: Bootstrap, record: RoomRecord) -> bool:
+    """Whether it is the Bootstrap that the room has, over another connection."""
+    is_his = record.peer is not None and record.peer.node_id == peer.node_id
+    return is_his and message.attempt > 0 and message == record.bootstrap
 
 
 def _room_failed(room: Room, status: int, error: str, quiet: bool, batch_failed: bool) -> RoomFailed:

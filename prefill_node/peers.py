@@ -8,6 +8,7 @@ restarted: the old registration is lost. So it is when its session turns up with
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,9 +105,11 @@ class PeerTable:
             if peer.session == session:
                 peer.last_heard_secs = now_secs
 
-    def lose_silent(self, now_secs: float, timeout_secs: float) -> list[Peer]:
-        """Drop and return the peers that were silent for longer than ``timeout_secs``."""
-        silent = self.silent(now_secs, timeout_secs)
+    def lose_silent(
+        self, now_secs: float, timeout_secs: float, is_spared: Callable[[Peer], bool]
+    ) -> list[Peer]:
+        """Drop and return the peers that were silent for longer than ``timeout_secs``, but for some."""
+        silent = [peer for peer in self.silent(now_secs, timeout_secs) if not is_spared(peer)]
         for peer in silent:
             self._drop(peer)
         return silent

@@ -18,7 +18,7 @@ from prefill_node.kv_pool import PageId
 from prefill_node.peers import Peer
 from prefill_node.prefix_cache import Lease, PageKey
 from protocol.engine_messages import Generate
-from protocol.messages import Bootstrap, Room
+from protocol.messages import Bootstrap, Room, RoomDone
 
 MAX_ENDED_ROOMS = 65_536
 """Ended rooms that are remembered, to answer what comes late. The oldest are forgotten first."""
@@ -107,6 +107,7 @@ class RoomRecord:
     end_error: str = "this room was served before; choose a new one"
     was_aborted: bool = False
     """It ended because somebody did not want it any more."""
+    delivery: Delivery | None = None
 
     @property
     def is_draining(self) -> bool:
@@ -118,6 +119,19 @@ class RoomRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a decode node was told, and in answer to which of its attempts."""
+
+    node_id: str
+    attempt: int
+    done: RoomDone
+
+    def answers(self, node_id: str, attempt: int) -> bool:
+        """Whether a Bootstrap is that attempt's again: its landing zone still holds what was delivered."""
+        return attempt > 0 and (self.node_id, self.attempt) == (node_id, attempt)
+
+
+@dataclass(frozen=True, slots=True)
 class EndedRoom:
     """What is remembered of a room: enough to answer a late message about it."""
 
@@ -126,6 +140,8 @@ class EndedRoom:
     error: str
     batch_failed: bool
     was_aborted: bool = False
+    delivery: Delivery | None = None
+    """Of a room that is DONE."""
 
 
 class RoomTable:
@@ -170,7 +186,14 @@ class RoomTable:
         del self._by_state[state][record.room], self._live[record.room]
         if record.request is not None:
             self._by_request.pop(record.request.request_id, None)
-        ended = EndedRoom(state, record.end_status, record.end_error, record.batch_failed, record.was_aborted)
+        ended = EndedRoom(
+            state,
+            record.end_status,
+            record.end_error,
+            record.batch_failed,
+            was_aborted=record.was_aborted,
+            delivery=record.delivery,
+        )
         self.remember(record.room, ended)
 
     def remember(self, room: Room, ended: EndedRoom) -> None:

@@ -10,12 +10,14 @@ recorded earlier, is believed. With a list of allowed peers no other address is 
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 import secrets
-import socket
 import ssl
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import httpx
 import msgspec
@@ -26,6 +28,7 @@ from protocol.channels import ControlKeys
 from protocol.decoding import TypedDecoder
 from protocol.http_errors import ApiError
 from protocol.messages import PROTOCOL_VERSION, Geometry, Name
+from protocol.names import resolve
 from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
 
 BOOTSTRAP_PATH = "/bootstrap"
@@ -126,8 +129,9 @@ def look_up(
 ) -> BootstrapInfo:
     """Ask a prefill node for its control address; call it in a thread, for it blocks.
 
-    Up to LOOKUP_TIMEOUT_SECS for each of connecting and reading, and the system's own time for a name. With
-    ``allowed``, names are resolved here, and the answer's ``control_host`` is an address of the list.
+    LOOKUP_TIMEOUT_SECS for all of it: names, connections, a whole answer. The answer's ``control_host`` is an
+    address: whoever connects to it needs no resolver. With ``allowed`` it is of the list, as is the one that
+    is asked.
 
     Raises BootstrapLookupError, with what was asked and what came.
     """
@@ -138,14 +142,13 @@ def look_up(
         )
     allowed = allowed or PeerList()
     asked = f"http://{_in_url(bootstrap_host)}:{bootstrap_port}{BOOTSTRAP_PATH}"
-    host = _allowed_address(asked, bootstrap_host, allowed)
+    deadline = time.monotonic() + LOOKUP_TIMEOUT_SECS
+    addresses = _addresses(asked, bootstrap_host, allowed, deadline)
     nonce = secrets.token_hex(_NONCE_BYTES)
     headers = {"accept-encoding": "identity"}
     if keys is not None:
         headers |= {NONCE_HEADER: nonce, CODE_HEADER: keys.sign(_ASKING, nonce.encode())}
-    status, answer_headers, body = _get(
-        f"http://{_in_url(host)}:{bootstrap_port}{BOOTSTRAP_PATH}", headers, asked
-    )
+    address, (status, answer_headers, body) = _ask_first(addresses, bootstrap_port, headers, asked, deadline)
     if status != 200:
         raise BootstrapLookupError(
             f"{asked}: status {status}{_error_text(body)}", rejected=status in _REJECTING
@@ -159,10 +162,11 @@ def look_up(
                 rejected=True,
             )
     info = parse_info(body, asked)
-    if allowed:
-        control_host = _allowed_address(asked, info.control_host_for(bootstrap_host), allowed)
-        info = msgspec.structs.replace(info, control_host=control_host)
-    return info
+    if info.control_host_for(bootstrap_host) == bootstrap_host:
+        control_host = address  # it answers there; another of the name may be another machine's
+    else:
+        control_host = _addresses(asked, info.control_host, allowed, deadline)[0]
+    return msgspec.structs.replace(info, control_host=control_host)
 
 
 def parse_info(body: bytes, asked: str) -> BootstrapInfo:
@@ -183,41 +187,74 @@ def parse_info(body: bytes, asked: str) -> BootstrapInfo:
     return info
 
 
-def _get(url: str, headers: dict[str, str], asked: str) -> tuple[int, httpx.Headers, bytes]:
-    """Status, headers and the body, of which an endless or a slow one is not read to its end."""
-    deadline = time.monotonic() + LOOKUP_TIMEOUT_SECS
+_Answer: TypeAlias = tuple[int, httpx.Headers, bytes]
+"""Status, headers and body."""
+
+
+def _ask_first(
+    addresses: list[str], port: int, headers: dict[str, str], asked: str, deadline: float
+) -> tuple[str, _Answer]:
+    """The first address that answers, and its answer. Refused is only what all of them refused."""
+    errors: list[BootstrapLookupError] = []
+    for number, address in enumerate(addresses):
+        now = time.monotonic()
+        until = now + (deadline - now) / (len(addresses) - number)
+        try:
+            url = f"http://{_in_url(address)}:{port}{BOOTSTRAP_PATH}"
+            return address, asyncio.run(_get(url, headers, asked, until - now))
+        except BootstrapLookupError as error:
+            errors.append(error)
+    is_refused = all(error.refused for error in errors)
+    raise BootstrapLookupError(str(errors[-1]), refused=is_refused) from errors[-1]
+
+
+async def _get(url: str, headers: dict[str, str], asked: str, timeout_secs: float) -> _Answer:
+    """In a loop of its own, for nothing else ends an exchange at a given time, whatever drips in.
+
+    Of an endless body not more than the bound is read. Raises BootstrapLookupError.
+    """
     body = bytearray()
     try:
-        with (
-            httpx.Client(timeout=LOOKUP_TIMEOUT_SECS, trust_env=False, verify=_NO_TLS) as client,
+        async with (
+            asyncio.timeout(timeout_secs),
+            httpx.AsyncClient(timeout=None, trust_env=False, verify=_NO_TLS) as client,
             client.stream("GET", url, headers=headers) as answer,
         ):
-            for chunk in answer.iter_raw():
+            async for chunk in answer.aiter_raw():
                 body += chunk
                 if len(body) > MAX_INFO_BYTES:
                     raise BootstrapLookupError(f"{asked}: the answer has more than {MAX_INFO_BYTES} bytes")
-                if time.monotonic() > deadline:
-                    raise BootstrapLookupError(f"{asked}: no whole answer in {LOOKUP_TIMEOUT_SECS:g} s")
             return answer.status_code, answer.headers, bytes(body)
+    except TimeoutError as error:
+        raise BootstrapLookupError(f"{asked}: no whole answer in {timeout_secs:.3g} s") from error
     except httpx.ConnectError as error:
-        refused = "refused" in str(error).lower()
-        raise BootstrapLookupError(f"{asked}: cannot connect ({error})", refused=refused) from error
+        cause = _system_error(error)
+        refused = cause.errno == errno.ECONNREFUSED
+        what = os.strerror(cause.errno) if cause.errno else str(cause)
+        raise BootstrapLookupError(f"{asked}: cannot connect ({what})", refused=refused) from error
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         raise BootstrapLookupError(f"{asked}: {type(error).__name__}: {error}") from error
 
 
-def _allowed_address(asked: str, host: str, allowed: PeerList) -> str:
-    """``host`` itself without a list, else an address of it in the list. Raises BootstrapLookupError."""
-    if not allowed or allowed.allows(host):
-        return host
+def _system_error(error: BaseException) -> OSError:
+    """What the system said, of an error that libraries wrapped."""
+    found = OSError(str(error))
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            found = cause
+        cause = cause.__cause__ or cause.__context__
+    return found
+
+
+def _addresses(asked: str, host: str, allowed: PeerList, deadline: float) -> list[str]:
+    """Those of ``host`` that the list allows, never none. Raises BootstrapLookupError."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = resolve(host, deadline)
     except OSError as error:
         raise BootstrapLookupError(f"{asked}: {host}: {error}") from error
-    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    for address in addresses:
-        if allowed.allows(address):
-            return address
+    if good := [address for address in addresses if allowed.allows(address)]:
+        return good
     why = allowed.why_refused(addresses[0]) if addresses else f"{host} has no address"
     raise BootstrapLookupError(f"{asked}: {why} of this decode node", rejected=True)
 

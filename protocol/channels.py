@@ -30,6 +30,7 @@ from protocol.access import KeyFileError, PeerList
 from protocol.decoding import TypedDecoder
 from protocol.engine_messages import EngineStats, FromEngine, GenerateGroup, ToEngine
 from protocol.messages import ToDecode, ToPrefill
+from protocol.names import is_address
 from protocol.zap import DOMAIN, ZapHandler
 
 log = logging.getLogger(__name__)
@@ -217,10 +218,14 @@ class ControlServer:
 class ControlClient:
     """The decode node's control socket to one prefill node (DEALER). ZMQ reconnects by itself.
 
-    Raises ControlAddressError for an endpoint that ZMQ does not take.
+    ``endpoint``: tcp://ADDRESS:PORT. Raises ControlAddressError for one that ZMQ does not take.
     """
 
     def __init__(self, endpoint: str, keys: ControlKeys | None = None) -> None:
+        _, _, destination = endpoint.removeprefix("tcp://").rpartition(";")  # there may be a source before it
+        host, _, _ = destination.rpartition(":")
+        if not is_address(host.strip("[]")):
+            raise ControlAddressError(f"cannot connect to {endpoint!r}: a name stalls ZMQ; give an address")
         self._inbox: _Inbox[ToDecode] = _Inbox(messages.to_decode_decoder)
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         _limit(self.socket)

@@ -16,6 +16,7 @@ unregistered   Bootstrap or AbortRoom from a peer that has not registered: answe
 duplicate      second Bootstrap of a live room: dropped and counted; the first one stands
 unknown room   AbortRoom: answered with RoomQuiet (nothing is in flight); from prefill: dropped, counted
 late           Bootstrap of a room that ended: answered with RoomFailed; other messages: dropped, counted
+repeated       Bootstrap of the same attempt: answered with the RoomDone or RoomFailed that may have been lost
 =============  ============================================================================
 
 No outcome is fatal to the node, and none touches another room.
@@ -141,8 +142,11 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
 
 
 class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
-    """Where the KV of one room is to land. ``hisparse`` is the last field and defaults to dense.
+    """Where the KV of one room is to land. ``hisparse`` defaults to dense.
 
+    ``attempt``: a number that the decode node gives no other landing zone, nor this one once it has given it
+    up. A Bootstrap that comes again with it was repeated over a new connection, and is answered with what
+    became of the room; 0: from a node that does not say.
     ``kv_extents``: token slots of ``KV_HOST`` when hisparse, else of ``KV_DEVICE``, in position order.
     ``index_extents``: token slots of ``INDEX``, in position order, each a whole number of pages but the last.
     """
@@ -153,6 +157,7 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     index_extents: Extents
     aux_slot: Count
     hisparse: bool = False
+    attempt: Count = 0
 
 
 class AbortRoom(Struct, frozen=True, array_like=True, tag=4):

@@ -252,7 +252,13 @@ class NoProbes:
     def __init__(self, is_reachable: object) -> None:
         pass
 
-    def ask(self, session: str) -> None:
+    def ask(self, session: str, now_secs: float) -> None:
+        pass
+
+    def is_denied(self, session: str, since_secs: float, now_secs: float) -> bool:
+        return True
+
+    def forget(self, session: str) -> None:
         pass
 
     def take_answered(self) -> list[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Mapping
 
 import pytest
@@ -21,8 +22,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protocol.engine_messages import Abort, Generate, GenerateGroup, HisparseFlag, SamplingParams
-from protocol.messages import Room
+from protocol.messages import Room, RoomDone, to_decode_decoder
 from tests.property.both_ends import LATE_SECS, QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
+from tests.property.sim_network import SimClient
 from tests.property.sim_nodes import FIRST_TOKEN, NEXT_TOKEN, SimFront
 from tests.property.sim_transport import WriteFate
 
@@ -253,6 +255,20 @@ class BothEndsMachine(RuleBasedStateMachine):
         client = data.draw(st.sampled_from(network.clients))
         network.break_connection(client, num_kept)
 
+    @precondition(lambda self: self.done_under_way())
+    @rule(data=st.data())
+    def lose_a_done(self, data: st.DataObject) -> None:
+        """The connection breaks just when a delivery is reported."""
+        self.world.network.break_connection(data.draw(st.sampled_from(self.done_under_way())), 0)
+
+    def done_under_way(self) -> list[SimClient]:
+        return [
+            client
+            for client in self.world.network.clients
+            if client.connection is not None
+            and any(isinstance(to_decode_decoder.decode(f), RoomDone) for f in client.connection.to_client)
+        ]
+
     @precondition(lambda self: any(c.delivered_to_server for c in self.world.network.connections))
     @rule(data=st.data())
     def say_again_to_prefill(self, data: st.DataObject) -> None:
@@ -362,12 +378,53 @@ class BothEndsMachine(RuleBasedStateMachine):
             self.check_counted("prefill", node.front, node.engine._life.counters)
         decode = self.world.decode
         self.check_counted("decode", decode.front, decode.engine._metrics._totals)
+        num_uses = Counter(request.room for request in self.requests.values())
+        for request_id, failed in self.world.decode.front.errors.items():
+            if num_uses[self.requests[request_id].room] == 1:
+                assert "served before" not in failed.error, (
+                    f"{request_id}: what became of it was not said again"
+                )
         for request_id, front in self.taken["decode"].items():
             tokens = front.tokens.get(request_id, [])
             num_asked = self.requests[request_id].sampling.max_new_tokens
             assert tokens == [FIRST_TOKEN, *[NEXT_TOKEN] * (num_asked - 1)][: len(tokens)]
             if front.num_ends[request_id] and request_id not in front.errors:
                 assert len(tokens) == num_asked
+
+
+@pytest.mark.parametrize("fate", [WriteFate.WRITTEN, WriteFate.FAILED])
+def test_what_became_of_a_room_is_said_again_when_its_connection_broke(fate: WriteFate) -> None:
+    """A RoomDone, or the RoomFailed of a room that drains: nobody else would ever say it."""
+    world = World(1)
+    try:
+        (address,) = world.addresses
+        front, node = world.decode.front, world.prefill[address]
+        request = Generate("r", 1, (1, 2), SamplingParams(1), address.host, address.port)
+        world.generate(request)
+        for inbox in (front.inbox, node.front.inbox):
+            inbox.append(request)
+        for _ in range(6):
+            world.work(itertools.repeat(WriteFate.SLOW))
+        assert node.sender.in_flight
+        (client,) = world.network.clients
+        if fate is WriteFate.FAILED:  # told while its write is in flight, which comes back later
+            node.engine._life.fail(node.engine._life.rooms.live(Room(1)), 502, "no", world.now)
+        while not client.connection.to_client:
+            for room in list(node.sender.in_flight):
+                world.finish_write(node, room, fate)
+            world.turn_prefill(node)
+        world.network.break_connection(client, 0)
+        for _ in range(8):
+            world.pass_time(1.1, late_bytes_land=False)
+            world.work(itertools.repeat(WriteFate.SLOW))
+        assert front.num_ends["r"] == 1
+        if fate is WriteFate.WRITTEN:
+            assert not front.errors
+            assert front.tokens["r"] == [FIRST_TOKEN]
+        else:
+            assert front.errors["r"].error == "no"
+    finally:
+        world.close()
 
 
 def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:

@@ -346,6 +346,9 @@ def test_a_pause_of_this_node_is_no_silence_of_its_peer(node: EngineHarness, dou
         return any(isinstance(event, PeerLost) and event.address == address for event in events)
 
     assert not is_lost(later)
+    lookup = peers._peers[address].lookup  # by which its front is asked
+    assert lookup is not None
+    assert lookup.exception(timeout=10.0) is not None
     assert is_lost(later + 1.0)
     double.is_hung = False
     node.turn_until(lambda: double.num_registrations == 2, double)

@@ -236,6 +236,39 @@ def test_a_busy_peer_is_confirmed_however_many_others_are_gone(
             is_over.set()
 
 
+@pytest.mark.parametrize("vouches", [True, False])
+def test_silence_counts_once_the_front_has_had_its_time_to_vouch(
+    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch, vouches: bool
+) -> None:
+    """On a starved machine its answer takes longer than what is left of the limit when it is asked."""
+    is_asked, may_answer = threading.Event(), threading.Event()
+    info = BootstrapInfo(PROTOCOL_VERSION, "first", "127.0.0.1", prefill.control.port, GEOMETRY, True)
+
+    def slow(*_: object) -> BootstrapInfo:
+        is_asked.set()
+        may_answer.wait()
+        if not vouches:
+            raise BootstrapLookupError("no whole answer")
+        return info
+
+    with closing(make_peers(keys)) as peers:
+        poll_until(peers, prefill.address, bool, prefill.answer)
+        peers.heartbeat_interval_secs, peers.heartbeat_timeout_secs = 5.0, 10.0
+        peer = peers._peers[prefill.address]
+        _until(lambda: not peers.poll(time.monotonic(), ()) and peer.lookup is None)
+        monkeypatch.setattr(peers_module, "look_up", slow)
+        start = time.monotonic()
+        try:
+            for secs in (5.5, 6.5, 10.5, 12.2, 14.0):
+                assert not peers.poll(start + secs, ())
+            assert is_asked.wait(WAIT_SECS)
+        finally:
+            may_answer.set()
+        _until(lambda: peer.lookup is not None and peer.lookup.done())
+        events = peers.poll(start + 14.5, ())
+        assert [type(event) for event in events] == ([] if vouches else [PeerLost])
+
+
 def test_an_address_at_which_nobody_was_found_is_forgotten_with_its_last_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

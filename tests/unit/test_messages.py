@@ -43,6 +43,7 @@ BOOTSTRAP = Bootstrap(
     index_extents=(Extent(64, 192),),
     aux_slot=5,
     hisparse=True,
+    attempt=1,
 )
 
 TO_PREFILL = [
@@ -57,7 +58,7 @@ TO_PREFILL = [
         "a472646d61",
     ),
     (Heartbeat(9), "920209"),
-    (BOOTSTRAP, "9703cf7fffffffffffffffcc829292076492cd012c1e919240ccc005c3"),
+    (BOOTSTRAP, "9803cf7fffffffffffffffcc829292076492cd012c1e919240ccc005c301"),
     (AbortRoom(3, "gone"), "930403a4676f6e65"),
 ]
 TO_DECODE = [
@@ -96,15 +97,17 @@ def _fields(message: Any) -> list[Any]:
     return fields
 
 
-def test_hisparse_stands_last_in_the_bootstrap_message() -> None:
-    assert Bootstrap.__struct_fields__[-1] == "hisparse"
-    assert _fields(BOOTSTRAP)[-1] is True
+def test_hisparse_keeps_its_place_in_the_bootstrap_message() -> None:
+    """What came after it stands behind it."""
+    assert Bootstrap.__struct_fields__[5:] == ("hisparse", "attempt")
+    assert _fields(BOOTSTRAP)[6:] == [True, 1]
 
 
-def test_bootstrap_without_its_last_field_decodes_as_dense() -> None:
-    shortened = msgspec.msgpack.encode(_fields(BOOTSTRAP)[:-1])
+@pytest.mark.parametrize(("num_missing", "without"), [(1, {}), (2, {"hisparse": False})])
+def test_bootstrap_without_its_last_fields_decodes(num_missing: int, without: dict[str, bool]) -> None:
+    shortened = msgspec.msgpack.encode(_fields(BOOTSTRAP)[:-num_missing])
     decoded = messages.to_prefill_decoder.decode(shortened)
-    assert decoded == msgspec.structs.replace(BOOTSTRAP, hisparse=False)
+    assert decoded == msgspec.structs.replace(BOOTSTRAP, attempt=0, **without)
 
 
 def test_a_registration_that_does_not_name_its_transport_decodes() -> None:
