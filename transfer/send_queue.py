@@ -93,6 +93,15 @@ class _Progress:
     num_bytes_left: int = 0
     total: Outcome = field(default_factory=Outcome)
 
+    def is_ready(self) -> bool:
+        """Whether nothing has to be waited for. What cannot say fails when it is waited for."""
+        if self.is_started or self.batch.ready is None:
+            return True
+        try:
+            return self.batch.ready.query()
+        except Exception:
+            return True
+
 
 @dataclass(eq=False)
 class Slice:
@@ -297,8 +306,7 @@ class SendQueue:
     def _first_ready(self, peer: _Peer) -> Room:
         """Of the line; its first when none is."""
         for room_id in peer.line:
-            first = self._rooms[room_id].waiting[0]
-            if first.is_started or first.batch.ready is None or first.batch.ready.query():
+            if self._rooms[room_id].waiting[0].is_ready():
                 return room_id
         return peer.line[0]
 

@@ -409,6 +409,13 @@ def test_rooms_without_their_other_half_and_silent_peers_end(
         half, other_half = next(_rooms), next(_rooms)
         request_id = impatient.generate(half, range(5, 25))
         other.bootstrap(other_half, 20)
+        other.heartbeat()
+
+        def have_ended() -> bool:
+            other.client.send(Heartbeat(1))
+            return len(impatient.engine._life.rooms) == 0
+
+        wait_for(have_ended, "both halves to be given up while the decode node is alive")
         failed = impatient.expect(RequestFailed)
         assert (failed.request_id, failed.status) == (request_id, 504)
         margin = "within 1.3 s (room_timeout_secs 0.3, and 1 s in which the decode node would have said why)"

@@ -385,7 +385,7 @@ def test_a_batch_waits_for_its_source_bytes(sender: Sender, writer: ScriptedWrit
 def test_source_bytes_that_never_come_fail_the_batch(sender: Sender, writer: ScriptedWriter) -> None:
     class Event:
         def query(self) -> bool:
-            return False
+            raise RuntimeError("the device is lost")
 
         def synchronize(self) -> None:
             raise RuntimeError("the device is lost")
