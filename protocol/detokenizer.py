@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
@@ -98,11 +98,14 @@ class StopStrings:
     """Passes text on, except what may yet turn out to be the beginning of a stop string.
 
     The first stop string to be complete ends the text, wherever token boundaries lie; of several that end at
-    the same character, the longest.
+    the same character, the longest. Takes time linear in the text (Knuth, Morris and Pratt), whatever the
+    stop strings are.
     """
 
     def __init__(self, stop: Sequence[str], *, keep_match: bool = False) -> None:
         self._stop = tuple(stop)
+        self._num_begun = [0] * len(stop)
+        """Characters of each stop string, as many as possible, with which the text ends."""
         self._keep_match = keep_match
         self._held = ""
         self.matched: str | None = None
@@ -112,23 +115,54 @@ class StopStrings:
             return ""
         if not self._stop:
             return text
-        text = (
-            self._held + text
-        )  # what is held contains no whole stop string, so a match ends in the new part
+        num_held = len(self._held)
+        matches = []
+        for number, stop in enumerate(self._stop):
+            self._num_begun[number], end = _advance(stop, self._num_begun[number], text)
+            if self._num_begun[number] == len(stop):
+                matches.append((num_held + end, num_held + end - len(stop), stop))
+        text = self._held + text
         self._held = ""
-        matches = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if matches:
             end, start, self.matched = min(matches)
             return text[:end] if self._keep_match else text[:start]
-        num_held = max(overlap(text, stop) for stop in self._stop)
-        if num_held:
-            text, self._held = text[:-num_held], text[-num_held:]
+        if num_begun := max(self._num_begun):
+            text, self._held = text[:-num_begun], text[-num_begun:]
         return text
 
     def finish(self) -> str:
         """What is held: the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
+
+
+def _advance(stop: str, num_begun: int, text: str) -> tuple[int, int]:
+    """How much of ``stop`` is begun behind ``text``, where it was ``num_begun`` before, and where that is.
+
+    Ends behind the first whole ``stop``.
+    """
+    if not num_begun and stop[0] not in text:
+        return 0, len(text)
+    borders = _borders(stop)
+    for index, char in enumerate(text):
+        while num_begun and stop[num_begun] != char:
+            num_begun = borders[num_begun - 1]
+        num_begun += stop[num_begun] == char
+        if num_begun == len(stop):
+            return num_begun, index + 1
+    return num_begun, len(text)
+
+
+@lru_cache(maxsize=256)
+def _borders(stop: str) -> tuple[int, ...]:
+    """Of each beginning of ``stop``, the length of the longest shorter one that it ends with."""
+    borders = [0] * len(stop)
+    for index in range(1, len(stop)):
+        length = borders[index - 1]
+        while length and stop[length] != stop[index]:
+            length = borders[length - 1]
+        borders[index] = length + (stop[length] == stop[index])
+    return tuple(borders)
 
 
 def overlap(text: str, stop: str) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -121,6 +124,28 @@ def test_time_is_linear_even_for_bytes_that_are_no_text() -> None:
 
     secs(1000)
     assert secs(80_000) < 25 * max(secs(10_000), 0.01)  # linear: 8 times, quadratic: 64 times
+
+
+@pytest.mark.parametrize("stop", ["ac" * 512, "a" * 511 + "b" * 512], ids=["restarts", "falls"])
+def test_long_stop_strings_cost_no_more_a_character_than_short_ones(stop: str) -> None:
+    """Counted in lines of Python. One stop string keeps 1,023 characters back, others are tried on them."""
+    stops = StopStrings(["a" * 1023 + "b", *(stop + str(i) for i in range(8))])
+    stops.feed("a" * 1023)
+    num_lines = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    traced = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for _ in range(100):
+            stops.feed("aaaa")
+    finally:
+        sys.settrace(traced)
+    assert num_lines < 100 * 9 * (4 * 5 + 20)
 
 
 def test_max_token_bytes_bounds_every_token() -> None:

@@ -115,7 +115,7 @@ def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
 @pytest.mark.parametrize("item", [b"[0]", b'"a"', b"{}"])
 def test_a_hostile_body_makes_no_objects(item: bytes) -> None:
     room = json.dumps(ROOM).encode()[1:]
-    body = b'{"prompt":[[0],' + b",".join([item] * (4 << 20)) + b"]," + room
+    body = b'{"prompt":[[0],' + b",".join([item] * (1 << 20)) + b"]," + room
     refused = []
 
     def refuse() -> None:
@@ -123,7 +123,7 @@ def test_a_hostile_body_makes_no_objects(item: bytes) -> None:
             parse_request(Endpoint.COMPLETIONS, body, "tiny")
         refused.append(caught.value)
 
-    assert peak_bytes(refuse) < len(body) + (4 << 20)
+    assert peak_bytes(refuse) < len(body) + (2 << 20)
     assert (refused[0].status, refused[0].param) == (400, "prompt")
     assert "at most 4096" in refused[0].message
 
@@ -140,7 +140,7 @@ def test_a_large_value_of_a_small_field_is_not_decoded() -> None:
 
 
 def test_ids_of_many_pieces_are_checked_one_by_one() -> None:
-    ids = [i % 251 for i in range(200_000)]
+    ids = [i % 251 for i in range(60_000)]
 
     def packed(*changes: tuple[int, object]) -> list[int]:
         changed: list[object] = [*ids]
@@ -155,11 +155,11 @@ def test_ids_of_many_pieces_are_checked_one_by_one() -> None:
     assert packed() == ids
     for value, shown in ((True, "true"), (1.5, "1.5"), (-1, "-1"), (2**31, "2147483648"), ("7", '"7"')):
         with pytest.raises(ApiError) as caught:
-            packed((150_000, value))
-        assert caught.value.param == "prompt[150000]"
-        assert caught.value.message.startswith(f"prompt[150000]: {shown} must be")
+            packed((45_000, value))
+        assert caught.value.param == "prompt[45000]"
+        assert caught.value.message.startswith(f"prompt[45000]: {shown} must be")
     with pytest.raises(ApiError, match="prompt: must have nothing but token ids"):
-        packed(*((index, [1, 2, 3]) for index in range(1, 200_000)))
+        packed(*((index, [1, 2, 3]) for index in range(1, 60_000)))
 
 
 @pytest.mark.parametrize(("max_request_tokens", "most"), [(0, 128 * 256), (1000, 1000)])
