@@ -29,6 +29,7 @@ from decode_node.sizing import DecodeSettingsError, make_limits, size_device_poo
 from kernels.attention import AttentionBackendError
 from kernels.device_memory import DeviceMemory, DeviceMemoryError, DeviceMissingError, check_devices
 from kernels.host_memory import HostMemoryError
+from kernels.row_math import fix_products
 from model.dsa import DsaModel
 from model.loader import load_model
 from model.spec import CheckpointError, ModelSpec, spec_of
@@ -72,6 +73,7 @@ def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
     die_with_parent()
     setup_logging(settings.log_level, "decode-engine")
     quiet_mooncake_logs()
+    fix_products()
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     front = EngineSocket(ipc_path)

@@ -12,9 +12,10 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from kernels.block_fp8 import dequantize
+from kernels.row_math import silu
 
 TILE_ROWS: Final = (16, 32, 64)
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
-from kernels.indexer import ABSENT, gather_pages
+from kernels.indexer import gather_pages, index_logits
 from kernels.kv_format import FORMAT_NAMES, IndexKeyFormat
+from kernels.selection import ABSENT, select_topk
 
 MAX_TOP_K = 4096
 MAX_HEADS = 128
@@ -222,32 +223,3 @@ def gather_keys(
     """
     rows = gather_pages(index_pool, page_ids, page_size, seq_len)
     return IndexKeyFormat(key_format, head_dim).load(rows).float()
-
-
-def index_logits(q_index: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """float32 [num_tokens, seq_len] from [num_tokens, heads, dim], [num_tokens, heads] and [seq_len, dim]."""
-    per_head = torch.matmul(q_index.float(), keys.t()).mul_(q_index.shape[2] ** -0.5).relu_()
-    return torch.matmul(weights[:, None, :], per_head).squeeze(1)
-
-
-def select_topk(scores: Tensor, num_seen: Tensor, top_k: int) -> Tensor:
-    """int32 [num_tokens, top_k]: ascending positions of the best scores, of equal ones the lowest; then -1.
-
-    ``scores``: float32 [num_tokens, seq_len]; ``num_seen``: integer [num_tokens], of which a query chooses.
-    """
-    num_tokens, seq_len = scores.shape
-    positions = torch.arange(seq_len, device=scores.device)
-    is_seen = positions < num_seen[:, None]
-    is_chosen = is_seen
-    if seq_len > top_k:
-        # What is not seen ties with -inf at most, and loses: it comes last, and there are top_k before it.
-        scores = torch.where(is_seen & ~scores.isnan(), scores, float("-inf"))
-        threshold = scores.topk(top_k, dim=1).values[:, -1:]
-        is_above, is_equal = scores > threshold, scores == threshold
-        num_equal_chosen = top_k - is_above.sum(1, keepdim=True)
-        is_best = is_above | (is_equal & (is_equal.cumsum(1) <= num_equal_chosen))
-        is_chosen = torch.where((num_seen > top_k)[:, None], is_best, is_seen)
-    out = torch.full((num_tokens, top_k), ABSENT, dtype=torch.int32, device=scores.device)
-    tokens, chosen = torch.nonzero(is_chosen).unbind(1)
-    out[tokens, is_chosen.cumsum(1)[tokens, chosen] - 1] = chosen.int()
-    return out

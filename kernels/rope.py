@@ -20,12 +20,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool, out: Tensor | None = None) -> Tensor:
     """Rotate the first ``rope_dim`` elements of each head of ``x`` and take the others as they are.
 
-    ``x``: [num_tokens, num_heads, dim]; ``cos``, ``sin``: [num_tokens, rope_dim / 2] of its dtype, with a
-    rope_dim of at most dim; ``out``: where the result goes, as ``x`` and apart from it, or None for a new
-    tensor. All have a last stride of 1, and may have any others. Returns ``out``.
+    ``x``: [num_tokens, num_heads, dim]; ``cos``, ``sin``: float32 [num_tokens, rope_dim / 2], with a rope_dim
+    of at most dim; ``out``: where the result goes, as ``x`` and apart from it, or None for a new tensor. All
+    have a last stride of 1, and may have any others. Returns ``out``, computed in float32 and rounded once.
 
-    On a GPU it is enqueued on the current stream and rounded once; nothing synchronises. Raises
-    KernelArgumentError.
+    On a GPU it is enqueued on the current stream; nothing synchronises. Raises KernelArgumentError.
     """
     num_pairs = cos.shape[-1]
     if out is None:
@@ -37,9 +36,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool, out: Te
         return out
     cos, sin = cos[:, None, :], sin[:, None, :]
     rope_dim = 2 * num_pairs
-    rope, rest = x[..., :rope_dim], x[..., rope_dim:]
+    rope, rest = x[..., :rope_dim].float(), x[..., rope_dim:]
     first, second = (rope[..., 0::2], rope[..., 1::2]) if is_interleaved else rope.chunk(2, dim=-1)
-    torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1, out=out)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    torch.cat((*(part.to(x.dtype) for part in rotated), rest), dim=-1, out=out)
     return out
 
 
@@ -52,7 +52,8 @@ def _fits(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> bool:
         and cos.shape == sin.shape == (x.shape[0], num_pairs)
         and 0 < 2 * num_pairs <= x.shape[2]
         and out.shape == x.shape
-        and x.dtype == cos.dtype == sin.dtype == out.dtype
+        and x.dtype == out.dtype
+        and cos.dtype == sin.dtype == torch.float32
         and x.device == cos.device == sin.device == out.device
         and x.stride(-1) == cos.stride(-1) == sin.stride(-1) == out.stride(-1) == 1
     )
@@ -67,12 +68,12 @@ def _refuse(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         raise KernelArgumentError(
             f"cos: expected at most {dim // 2} pairs of a head of {dim}, got {num_pairs}"
         )
-    for name, tensor, shape in (
-        ("cos", cos, (num_tokens, num_pairs)),
-        ("sin", sin, (num_tokens, num_pairs)),
-        ("out", out, tuple(x.shape)),
+    for name, tensor, dtype, shape in (
+        ("cos", cos, torch.float32, (num_tokens, num_pairs)),
+        ("sin", sin, torch.float32, (num_tokens, num_pairs)),
+        ("out", out, x.dtype, tuple(x.shape)),
     ):
-        check_tensor(name, tensor, dtypes=(x.dtype,), shape=shape, device=x.device, contiguous=False)
+        check_tensor(name, tensor, dtypes=(dtype,), shape=shape, device=x.device, contiguous=False)
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin), ("out", out)):
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise KernelArgumentError(f"{name}: expected a last stride of 1, got {tensor.stride()}")

@@ -70,8 +70,8 @@ def rotate_kernel(
 
     pairs = tl.arange(0, BLOCK_HALF)[None, :]
     is_pair = pairs < HALF
-    cos = tl.load(cos_ptr + token * cos_stride + pairs, mask=is_pair, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + token * sin_stride + pairs, mask=is_pair, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + token * cos_stride + pairs, mask=is_pair, other=0.0)
+    sin = tl.load(sin_ptr + token * sin_stride + pairs, mask=is_pair, other=0.0)
     is_here = is_head & is_pair
     if IS_INTERLEAVED:
         first_at, second_at = 2 * pairs, 2 * pairs + 1

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from kernels.rope import rotate
+from kernels.row_math import matmul_heads, silu
+from model.router import ExpertRouter
 from model.spec import CheckpointError, ModelSpec
 
 
@@ -49,9 +51,11 @@ class DsaModel:
         self._embed = hf_model.model.embed_tokens
         self._rotary = hf_model.model.rotary_emb
         self._norm = _RmsNorm(hf_model.model.norm)
+        latent_eps = _latent_eps(spec, hf_model.config)
+        is_silu = hf_model.config.hidden_act == "silu"
         self._lm_head = hf_model.lm_head
         self._layers = [
-            _Layer(spec, number, module)
+            _Layer(spec, number, module, latent_eps, is_silu)
             for number, module in enumerate(hf_model.model.layers[: spec.num_layers])
         ]
 
@@ -85,7 +89,8 @@ class DsaModel:
     ) -> Generator[None, None, Tensor]:
         """``forward``, which stops after each layer, so that several can be enqueued layer by layer."""
         hidden = self._embed(token_ids)
-        cos, sin = self._rotary(hidden, positions[None])
+        in_float32 = hidden.new_empty(0, dtype=torch.float32)  # whatever the model's dtype is
+        cos, sin = self._rotary(in_float32, positions[None])
         half = cos.shape[-1] // 2
         rotation = (cos[0, :, :half], sin[0, :, :half])
         selected: Tensor | None = None
@@ -97,28 +102,41 @@ class DsaModel:
 
 
 Rotation = tuple[Tensor, Tensor]
-"""cos and sin, each [num_tokens, qk_rope_head_dim / 2]."""
+"""cos and sin, each float32 [num_tokens, qk_rope_head_dim / 2]."""
+
+
+def _latent_eps(spec: ModelSpec, config: Any) -> float | None:
+    """The epsilon of GLM's norms of both latents: the configuration's, where transformers has a constant."""
+    return float(config.rms_norm_eps) if spec.model_type == "glm_moe_dsa" else None
 
 
 class _RmsNorm:
     """A norm of transformers' by torch's own function: one kernel on a GPU, where the module is eight."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, eps: float | None = None) -> None:
+        """``eps``: in place of the module's."""
         self._weight: Tensor = module.weight
-        self._eps: float = module.variance_epsilon
+        self._eps: float = module.variance_epsilon if eps is None else eps
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.nn.functional.rms_norm(x, self._weight.shape, self._weight, self._eps)
 
 
 class _Layer:
-    """One decoder layer: our attention, then transformers' MLP or MoE block."""
+    """One decoder layer: our attention, then transformers' MLP or MoE block with our router."""
 
-    def __init__(self, spec: ModelSpec, number: int, module: Any) -> None:
+    def __init__(
+        self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None, is_silu: bool
+    ) -> None:
         self._input_norm = _RmsNorm(module.input_layernorm)
-        self._attention = _Attention(spec, number, module.self_attn)
+        self._attention = _Attention(spec, number, module.self_attn, latent_eps)
         self._post_attention_norm = _RmsNorm(module.post_attention_layernorm)
         self._mlp = module.mlp
+        if hasattr(self._mlp, "gate"):
+            self._mlp.gate = ExpertRouter(self._mlp.gate)
+        for part in self._mlp.modules():
+            if is_silu and hasattr(part, "act_fn"):
+                part.act_fn = _Silu()
 
     @property
     def num_heads(self) -> int:
@@ -132,10 +150,15 @@ class _Layer:
         return hidden + self._mlp(self._post_attention_norm(hidden)), selected
 
 
+class _Silu(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return silu(x)
+
+
 class _Attention:
     """Absorbed multi-head latent attention of one layer, with its indexer when it has one."""
 
-    def __init__(self, spec: ModelSpec, number: int, module: Any) -> None:
+    def __init__(self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None) -> None:
         self._number = number
         self._group = spec.index_group_of_layer[number]
         self.num_heads: int = module.num_heads
@@ -143,10 +166,10 @@ class _Attention:
         self._latent_dims: list[int] = [module.kv_lora_rank, module.qk_rope_head_dim]
         self._scale: float = module.scaling
         self._q_a_proj = module.q_a_proj
-        self._q_a_norm = _RmsNorm(module.q_a_layernorm)
+        self._q_a_norm = _RmsNorm(module.q_a_layernorm, latent_eps)
         self._q_b_proj = module.q_b_proj
         self._kv_a_proj = module.kv_a_proj_with_mqa
-        self._kv_a_norm = _RmsNorm(module.kv_a_layernorm)
+        self._kv_a_norm = _RmsNorm(module.kv_a_layernorm, latent_eps)
         self._o_proj = module.o_proj
         up = module.kv_b_proj.weight.view(self.num_heads, -1, module.kv_lora_rank)
         # [num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, kv_lora_rank, v_head_dim]
@@ -177,11 +200,11 @@ class _Attention:
             )
         # As long as an item; both parts are written in place.
         q = x.new_empty((num_tokens, self.num_heads, item.shape[1]))
-        torch.bmm(q_nope.transpose(0, 1), self._key_up, out=q[..., : latent.shape[1]].transpose(0, 1))
+        matmul_heads(q_nope, self._key_up, out=q[..., : latent.shape[1]])
         rotate(q_rope, *rotation, is_interleaved=True, out=q[..., latent.shape[1] :])
         attended = kv.attend(self._number, q, selected, self._scale)
         values = x.new_empty((num_tokens, self.num_heads, self._value_up.shape[2]))
-        torch.bmm(attended.transpose(0, 1), self._value_up, out=values.transpose(0, 1))
+        matmul_heads(attended, self._value_up, out=values)
         output: Tensor = self._o_proj(values.flatten(1))
         return output, selected
 
@@ -193,7 +216,8 @@ class _Indexer:
         self._num_heads: int = module.n_heads
         self._wq_b = module.wq_b
         self._wk = module.wk
-        self._k_norm = module.k_norm
+        norm = module.k_norm
+        self._k_norm = norm.weight.float(), norm.bias.float(), norm.eps
         self._weights_proj = module.weights_proj
         self._is_interleaved = spec.model_type == "glm_moe_dsa"
 
@@ -204,7 +228,9 @@ class _Indexer:
         num_tokens = x.shape[0]
         queries = self._wq_b(q_resid).view(num_tokens, self._num_heads, -1)
         queries = rotate(queries, *rotation, is_interleaved=self._is_interleaved)
-        keys = self._k_norm(self._wk(x))[:, None]
+        keys = self._wk(x)
+        wide = torch.nn.functional.layer_norm(keys.float(), keys.shape[1:], *self._k_norm)
+        keys = wide.to(keys.dtype)[:, None]
         keys = rotate(keys, *rotation, is_interleaved=self._is_interleaved)[:, 0]
         weights = self._weights_proj(x.to(self._weights_proj.weight.dtype)).float() * self._num_heads**-0.5
         return queries, keys, weights

@@ -1,7 +1,8 @@
 """Greedy tokens of transformers' own ``generate``, the independent oracle of tests and benchmarks.
 
 Float32, CPU, one prompt at a time, eager attention unless asked otherwise. This project's model code takes no
-part.
+part. Two things are not transformers' own: of equal scores the lowest positions are selected (``LowestFirst``),
+and GLM's latent norms have the configuration's epsilon, as in its authors' module.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from model.loader import experts_implementation
 
 ORACLE_TIMEOUT_SECS = 400
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,13 +62,53 @@ def greedy_tokens(checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_to
 
 def load(checkpoint: Path, attention: str = "eager") -> Any:
     """transformers' model of ``checkpoint``. ``attention``: "sdpa" takes half as long over long prompts."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, attn_implementation=attention
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        experts_implementation=experts_implementation(
+            AutoConfig.from_pretrained(checkpoint), torch.device("cpu"), torch.float32
+        ),
     ).eval()
+    if model.config.model_type == "glm_moe_dsa":
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
+                norm.variance_epsilon = model.config.rms_norm_eps
+    return model
+
+
+class LowestFirst(TorchFunctionMode):
+    """While it is entered, ``topk`` chooses the lowest positions among equals, which torch leaves open."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.topk, torch.Tensor.topk):
+            return func(*args, **kwargs)
+        return _topk(*args, **kwargs)
+
+
+def _topk(
+    values: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> torch.return_types.topk:
+    """``torch.topk`` of the largest, in their order, of equal ones the lowest positions first."""
+    if not largest or dim not in (-1, values.dim() - 1):
+        raise NotImplementedError(f"topk: expected the largest of the last dimension, got dimension {dim}")
+    # A stable sort is the rule itself, and takes ten times as long: for rows with equals at the boundary only.
+    rows = values.flatten(0, -2)
+    more, indices = rows.topk(min(k + 1, rows.shape[1]), dim=1)
+    best, indices = more[:, :k], indices[:, :k].clone()
+    is_tied = (more[:, k - 1 : -1] == more[:, k:]).any(dim=1)  # none where all are chosen
+    if is_tied.any():
+        order = rows[is_tied].sort(dim=1, descending=True, stable=True)
+        indices[is_tied] = order.indices[:, :k]
+    shape = (*values.shape[:-1], k)
+    return torch.return_types.topk((best.reshape(shape), indices.reshape(shape)))
 
 
 def generate(
@@ -74,7 +118,7 @@ def generate(
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         ending: dict[str, Any] = {"min_new_tokens": num_new_tokens, "eos_token_id": None}
-        with torch.no_grad():
+        with torch.no_grad(), LowestFirst():
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

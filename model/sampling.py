@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.selection import ranked_topk
 from protocol.engine_messages import FinishReason, SamplingParams, TokenLogprob
 
 _DRAW_BITS = 53
@@ -51,7 +52,7 @@ class _Logprobs:
 
     rows: Sequence[int]
     token_ids: Tensor
-    """int64 [num_rows, num_logprobs]: the likeliest tokens."""
+    """int64 [num_rows, num_logprobs]: the likeliest tokens, of equally likely ones the lowest ids first."""
     values: Tensor
     """float32 [num_rows, 1 + num_logprobs]: of the sampled token, then of the likeliest ones."""
 
@@ -189,9 +190,9 @@ def _enqueue_logprobs(
     for num_logprobs, rows in rows_of.items():
         rows_dev = _to_device(rows, logits.device)
         logprobs = torch.log_softmax(logits[rows_dev], dim=-1)
-        best = logprobs.topk(num_logprobs)
-        values = torch.cat((logprobs.gather(1, token_ids[rows_dev, None]), best.values), dim=1)
-        parts.append(_Logprobs(rows, _to_host(best.indices), _to_host(values)))
+        best, best_ids = ranked_topk(logprobs, num_logprobs)
+        values = torch.cat((logprobs.gather(1, token_ids[rows_dev, None]), best), dim=1)
+        parts.append(_Logprobs(rows, _to_host(best_ids), _to_host(values)))
     return tuple(parts)
 
 

@@ -22,6 +22,7 @@ import torch
 from kernels.attention import AttentionBackendError
 from kernels.device_memory import DeviceMemory, DeviceMemoryError, DeviceMissingError, check_devices
 from kernels.host_memory import HostMemoryError
+from kernels.row_math import fix_products
 from model.dsa import DsaModel
 from model.loader import load_model
 from model.spec import CheckpointError, ModelSpec, spec_of
@@ -100,6 +101,7 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
     process.setup_logging(settings.log_level, f"prefill-engine:{settings.port}")
     process.die_with_parent()
     quiet_mooncake_logs()
+    fix_products()
     if settings.num_threads > 0:
         torch.set_num_threads(settings.num_threads)
     front = EngineSocket(ipc_path)

@@ -1,0 +1,76 @@
+"""Arithmetic on a CPU of which a token's result does not depend on what is computed beside it.
+
+In one batch or alone, in a chunk of 1 or 512 tokens: the bits are the same. Three things would differ:
+
+- Products of matrices. MKL chooses by the number of rows in which order it adds up; its strict mode does not
+  (``fix_products``). torch has products of its own for very small batches of matrices (``matmul_heads``).
+- Functions of single elements. torch computes the last few of a tensor, which do not fill a vector register,
+  by other code than the rest. ``exp`` is not among them, so ``silu`` and ``sigmoid`` are made of it.
+- Sums over a dimension that is not the last one, and products of a row by a matrix: ``sum_heads``.
+
+On a GPU all of it is torch's own, in fewer launches.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_MKL_MODE = "MKL_CBWR"
+_STRICT = "AUTO,STRICT"
+_TORCH_PRODUCT_SIZE = 400
+"""Multiplications of one matrix of a batch below which torch does not ask MKL."""
+
+
+def fix_products() -> None:
+    """Choose MKL's strict mode, unless the environment has chosen. To be called before the first product."""
+    os.environ.setdefault(_MKL_MODE, _STRICT)
+
+
+def products_are_fixed() -> bool:
+    """Whether a row's product has the same bits alone and among others here: tried, not looked up."""
+    generator = torch.Generator().manual_seed(0)
+    rows, matrix = (torch.randn(shape, generator=generator) for shape in ((64, 1000), (1000, 96)))
+    among_others = rows @ matrix
+    return all(torch.equal(rows[:count] @ matrix, among_others[:count]) for count in (1, 2, 5, 17))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """As torch's, to the last bit or the one before it. On a CPU ``x`` is float32 or float64."""
+    if x.device.type != "cpu":
+        return x.sigmoid()
+    return x.neg().exp_().add_(1).reciprocal_()
+
+
+def silu(x: Tensor) -> Tensor:
+    """As torch's, to the last bits; computed in float32 at least."""
+    if x.device.type != "cpu":
+        return functional.silu(x)
+    wide = x.float()
+    return (wide / wide.neg().exp_().add_(1)).to(x.dtype)
+
+
+def matmul_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
+    """Each head's product: ``x`` [num_tokens, heads, m] by ``matrices`` [heads, m, n] into ``out``
+    [num_tokens, heads, n]. Strides are free.
+    """
+    num_tokens, size = x.shape[0], matrices.shape[1] * matrices.shape[2]
+    if x.device.type == "cpu" and num_tokens * size < _TORCH_PRODUCT_SIZE:
+        padded = functional.pad(x.transpose(0, 1), (0, 0, 0, -(-_TORCH_PRODUCT_SIZE // size) - num_tokens))
+        out.copy_(torch.bmm(padded, matrices)[:, :num_tokens].transpose(0, 1))
+        return
+    torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
+
+
+def sum_heads(weights: Tensor, values: Tensor) -> Tensor:
+    """[num_tokens, n]: the sum over heads of ``weights`` [num_tokens, heads] times ``values`` [num_tokens,
+    heads, n], which is overwritten. In the order of the heads.
+    """
+    values.mul_(weights[:, :, None])
+    total = values[:, 0].clone()
+    for head in range(1, values.shape[1]):
+        total += values[:, head]
+    return total

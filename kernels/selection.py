@@ -1,0 +1,70 @@
+"""Selection of the best with one rule for equals: of equal values the lowest positions.
+
+``torch.topk`` promises nothing about equals. On a CPU it is the length of the row that decides among them, so
+that what a query selects would depend on where a chunk ends.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ABSENT = -1
+
+_INT32_MAX = 0x7FFFFFFF
+_LOW_WORD = 0xFFFFFFFF
+
+
+def ranked_topk(values: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` largest of each row and their positions, largest first, of equal ones the lowest first.
+
+    ``values``: float32 [num_rows, n] on any device, n below 2**31; ``top_k``: at most n. Returns float32 and
+    int64 [num_rows, top_k]. Never waits for a device. 0.0 and -0.0 are equal, NaN is above all numbers.
+    """
+    n = values.shape[1]
+    # Values that order as integers, with the position behind them: no two are equal.
+    bits = (values + 0.0).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & _INT32_MAX)
+    places = torch.arange(n - 1, -1, -1, device=values.device)
+    best = ((ordered.long() << 32) | places).topk(top_k, dim=1).values
+    positions = (n - 1) - (best & _LOW_WORD)
+    return values.gather(1, positions), positions
+
+
+def select_topk(scores: Tensor, num_seen: Tensor, top_k: int) -> Tensor:
+    """int32 [num_tokens, top_k]: ascending positions of the best scores, of equal ones the lowest; then -1.
+
+    ``scores``: float32 [num_tokens, seq_len], overwritten from ``num_seen`` on; ``num_seen``: integer
+    [num_tokens], of which a query chooses. A query that sees at most ``top_k`` gets all of them. NaN counts as
+    -inf, which is chosen when there are too few numbers.
+
+    Nearly as fast as ``torch.topk``: one value more says which rows have equals on both sides of the boundary,
+    and only these are looked at again.
+    """
+    seq_len = scores.shape[1]
+    first_positions = torch.arange(top_k, dtype=torch.int32, device=scores.device)
+    everything = torch.where(first_positions < num_seen[:, None], first_positions, ABSENT)
+    if seq_len <= top_k or len(scores) == 0:
+        return everything
+    first_unseen = min(int(num_seen.min()), seq_len)  # from here on it differs from query to query
+    positions = torch.arange(first_unseen, seq_len, device=scores.device)
+    scores[:, first_unseen:].masked_fill_(positions >= num_seen[:, None], float("-inf"))
+    best = scores.topk(top_k + 1, dim=1)
+    if bool(best.values[:, 0].isnan().any()):  # they are above all numbers
+        scores = scores.masked_fill(scores.isnan(), float("-inf"))
+        best = scores.topk(top_k + 1, dim=1)
+    chosen = best.indices[:, :top_k].int()
+    sees_more = num_seen > top_k
+    is_tied = (best.values[:, -2] == best.values[:, -1]) & sees_more
+    if bool(is_tied.any()):
+        chosen[is_tied] = _lowest_of_equals(scores[is_tied], best.values[is_tied, -1:], top_k)
+    # What is not seen ties with -inf at most, and loses: it comes last, and there are top_k before it.
+    return torch.where(sees_more[:, None], chosen.sort(dim=1).values, everything)
+
+
+def _lowest_of_equals(scores: Tensor, threshold: Tensor, top_k: int) -> Tensor:
+    """int32 [num_rows, top_k]: all above ``threshold`` [num_rows, 1], and the lowest of those that equal it."""
+    is_above, is_equal = scores > threshold, scores == threshold
+    num_equal_chosen = top_k - is_above.sum(1, keepdim=True)
+    is_chosen = is_above | (is_equal & (is_equal.cumsum(1) <= num_equal_chosen))
+    return is_chosen.nonzero()[:, 1].view(-1, top_k).int()

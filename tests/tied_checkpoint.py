@@ -1,0 +1,76 @@
+"""Checkpoints of random weights and odd sizes, in which equal scores are the rule.
+
+Unlike those of ``model.make_tiny`` nothing keeps scores apart: the indexer's heads all rectify, so that a
+hundred positions of a query score exactly zero and the boundary of its selection goes through the middle of
+them. Two correct implementations give the same tokens only if both take the lowest positions.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from model.make_tiny import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, _write_tokenizer
+
+INDEX_TOPK = 37
+CONTEXT_LENGTH = 2048
+_INDEXER_TYPES = ["full", "shared", "full", "full", "shared"]
+
+
+def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0) -> None:
+    """Write config, weights and tokenizer of ``variant`` ("v32" or "glm")."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config: dict[str, Any] = {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "dtype": "float32",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 78,
+        "intermediate_size": 150,
+        "moe_intermediate_size": 30,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "n_shared_experts": 1,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 44,
+        "kv_lora_rank": 40,
+        "qk_nope_head_dim": 9,
+        "qk_rope_head_dim": 12,
+        "v_head_dim": 18,
+        "index_n_heads": 5,
+        "index_head_dim": 24,
+        "index_topk": INDEX_TOPK,
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.15,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+    }
+    if variant == "glm":
+        config |= {
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "model_type": "glm_moe_dsa",
+            "indexer_types": _INDEXER_TYPES,
+            "rms_norm_eps": 1e-5,
+        }
+    out_dir.mkdir(parents=True, exist_ok=True)
+    (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out_dir)).save_pretrained(out_dir)
+    _write_tokenizer(out_dir)
