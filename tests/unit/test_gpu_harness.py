@@ -49,7 +49,7 @@ def spoil(table: str, state: HotBufferState, out: Tensor, copies: tuple[Any, Any
         case "host_to_hot":
             state.host_to_hot[0, -2] = 0
         case "hot_to_host":
-            state.hot_to_host[0, 0, :2] = state.hot_to_host[0, 0, :2].flip(0)
+            state.hot_to_host[0, :, :2] = state.hot_to_host[0, :, :2].flip(1)
         case "out":
             out[out >= 0] += 1
         case "copies":
