@@ -10,6 +10,7 @@ from decode_node.pools import SlotCounts, round_up
 from decode_node.runner import NUM_MICRO_BATCHES
 from decode_node.scheduler import Limits
 from kernels.device_memory import DeviceMemory, PoolDemand
+from kernels.gpu_sizes import check_swap_in_sizes
 from model.spec import ModelSpec
 from protocol.settings import DecodeSettings
 
@@ -63,6 +64,16 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
     )
 
 
+def check_swap_in(settings: DecodeSettings, spec: ModelSpec) -> None:
+    """Raise KernelSizeError for what the swap-in of a GPU cannot take, if the node is on one."""
+    if settings.device != "cpu":
+        check_swap_in_sizes(
+            top_k=spec.index_topk,
+            max_running_requests=settings.max_running_requests,
+            capacity=min(settings.device_buffer_size, spec.context_length),
+        )
+
+
 def size_device_pool(settings: DecodeSettings, spec: ModelSpec, memory: DeviceMemory | None) -> int:
     """Tokens of the device pool, checked against ``memory``, which None says not to do: no GPU.
 
@@ -103,8 +114,8 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
         },
         bytes_per_token=item_bytes + (key_bytes if follows else 0),
         page_size=page_size,
-        remedy="lower --max-running-requests or --context-length (tables, reserve) or --host-pool-tokens (tables, "
-        "indexer keys) or --index-pool-tokens (indexer keys), or free GPU memory",
+        remedy="lower --max-running-requests or --context-length (tables, reserve) or --host-pool-tokens "
+        "(tables, indexer keys) or --index-pool-tokens (indexer keys), or free GPU memory",
     )
 
 

@@ -277,7 +277,13 @@ def backup_newest(
     parameters["num_layers"] = num_layers
     warps_per_block = COPY_THREADS // 32
     num_blocks = min(-(-num_items // warps_per_block), COPY_BLOCKS_PER_SM * num_multiprocessors(state.device))
-    launch(_kernel("backup_newest", page_size=state.page_size), state.device, num_blocks, COPY_THREADS, parameters)
+    launch(
+        _kernel("backup_newest", page_size=state.page_size),
+        state.device,
+        num_blocks,
+        COPY_THREADS,
+        parameters,
+    )
 
 
 def newest_slots(
@@ -291,7 +297,9 @@ def newest_slots(
     parameters["tables"] = _tables(state, 0)
     parameters["requests"] = _requests(seq_lens, req_rows, num_real_reqs)
     parameters["out"] = out.data_ptr()
-    launch(_kernel("newest_slots", page_size=state.page_size), state.device, -(-num_reqs // 128), 128, parameters)
+    launch(
+        _kernel("newest_slots", page_size=state.page_size), state.device, -(-num_reqs // 128), 128, parameters
+    )
 
 
 def source() -> str:

@@ -52,7 +52,7 @@ class HotBufferError(IntFlag):
     BAD_POSITION = 2
     """A selected position outside [0, seq_len)."""
     NO_HOST_SLOT = 4
-    """A selected position without a host slot. When it is the newest one, the row is left out like padding."""
+    """A selected position without a host slot. If it is the newest one, the row is left out like padding."""
 
 
 @dataclass(frozen=True)

@@ -218,10 +218,10 @@ def start_row(
     v_host: Tensor | None = None,
     v_dev: Tensor | None = None,
 ) -> list[int]:
-    """Make ``row`` a hisparse row and warm its hot buffer up in every group; returns how many positions of each.
+    """Make ``row`` a hisparse row, its hot buffer warm in every group; returns how many positions of each.
 
-    ``hot_slots``: integer [capacity], the device slots that the request owns. ``host_pages``, ``index_pages``:
-    integer [n], page ids of its first pages in the host and the index pool. All three on the CPU.
+    ``hot_slots``: integer [capacity], the device slots that the request owns. ``host_pages`` and
+    ``index_pages``: integer [n], ids of its first pages in the host and the index pool. All on the CPU.
     ``num_tokens``: positions [0, num_tokens) are in the host pool. When they leave room for the next token
     (``num_tokens < capacity``) all of them go to their own hot_index, and ``hints`` are not looked at: such
     a request misses nothing until it outgrows the buffer. Otherwise a group's hint (int32 [n]; -1 and

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -19,6 +21,20 @@ needs_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device: the swap-in kernel runs on NVIDIA GPUs only"),
 ]
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the GPU raises, as far as torch knows of it."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # The mode is on when torch says so, and has to go off again.
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 def on_host(state: HotBufferState) -> HotBufferState:

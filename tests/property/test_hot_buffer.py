@@ -170,7 +170,11 @@ class HotBufferMachine(RuleBasedStateMachine):
         row = self.free_row()
         truth = torch.cat(self.noise(MAX_CONTEXT), dim=-1)
         request = NaiveRequest(prompt, capacity, truth)
-        if row is None or len(self.free_host) < -(-prompt // PAGE_SIZE) or not self.own_slots(request, capacity):
+        if (
+            row is None
+            or len(self.free_host) < -(-prompt // PAGE_SIZE)
+            or not self.own_slots(request, capacity)
+        ):
             return
         request.host_pages = [self.free_host.pop() for _ in range(-(-prompt // PAGE_SIZE))]
         self.write(self.host, [request.host_slot(p) for p in range(prompt)], truth[:, :prompt])

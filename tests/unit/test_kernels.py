@@ -514,9 +514,13 @@ def test_errors_name_argument_expectation_and_value() -> None:
     )
     with pytest.raises(KernelArgumentError, match="capacity: expected a value in"):
         buffer.state.assign_row(0, torch.arange(7), torch.arange(3))
-    with pytest.raises(KernelArgumentError, match=r"host_pages highest: expected a value in \[0, 10\), got 10"):
+    with pytest.raises(
+        KernelArgumentError, match=r"host_pages highest: expected a value in \[0, 10\), got 10"
+    ):
         buffer.state.assign_row(0, torch.arange(3), torch.tensor([0, 10]))
-    with pytest.raises(KernelArgumentError, match=r"number of host_pages: expected a value in \[0, 6\), got 6"):
+    with pytest.raises(
+        KernelArgumentError, match=r"number of host_pages: expected a value in \[0, 6\), got 6"
+    ):
         buffer.state.assign_row(0, torch.arange(3), torch.arange(6))
     with pytest.raises(KernelArgumentError, match="num_host_slots: expected whole pages of 4, got 42"):
         HotBufferState.create(1, 3, 20, 6, 4, 42)
