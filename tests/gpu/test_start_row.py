@@ -1,4 +1,4 @@
-"""Rows are started, grown, resized and emptied without a wait for the GPU; histories compare what they become."""
+"""Rows are started, grown, resized and emptied without a wait for the GPU."""
 
 from __future__ import annotations
 
