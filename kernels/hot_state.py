@@ -298,9 +298,10 @@ class HotBufferState:
         capacities = self.capacity.tolist()
         host_pages = self.host_pages.cpu()
         owned = host_pages[self.capacity.cpu() > 0]
-        page_ids, counts = owned[owned != ABSENT].unique(return_counts=True)
-        if (counts > 1).any():
-            raise RuntimeError(f"host page {int(page_ids[counts > 1][0])} is in more than one place")
+        page_ids = owned[owned != ABSENT].sort().values
+        is_again = page_ids[1:] == page_ids[:-1]
+        if is_again.any():
+            raise RuntimeError(f"host page {int(page_ids[1:][is_again][0])} is in more than one place")
         for group in range(self.num_groups):
             forward, backward = self.host_to_hot[group].cpu(), self.hot_to_host[group].cpu()
             num_hot, num_used = int((forward != ABSENT).sum()), int((backward != ABSENT).sum())
