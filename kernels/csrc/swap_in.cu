@@ -50,13 +50,13 @@ __device__ __forceinline__ void prefetch_hot_slots(
 }
 
 // Many positions ask for few pages each: from shared memory that is quicker than from a cache.
-__device__ __forceinline__ void fetch_host_pages(
+__device__ __forceinline__ void prefetch_host_pages(
     const SwapInParams& p, const PlanDynamic& d, const int* host_pages, int num_pages, int tid) {
     const int step = p.tables.max_pages % 4 == 0 ? 4 : 1;
 #pragma unroll 1
     for (int i = step * tid; i < num_pages; i += step * (NUM_PLANNERS + WARP))
         copy_async(d.host_pages + i, host_pages + i, 4 * step);
-    wait_for_async_copies();
+    end_async_group();
 }
 
 // When all blocks have arrived: what changes between launches, and nobody reads any more.
@@ -414,8 +414,11 @@ __device__ __forceinline__ void plan_requests(
             r.capacity = min(p.tables.capacity[row], p.tables.max_capacity);
             r.now = __ldcg(p.tables.step + row) + 1;
         }
+        if (p.host_pages_in_shared && row != ABSENT)
+            prefetch_host_pages(p, d, host_pages, page_of(r.seq_len - 1) + 1, b.tid);
+        if (p.hot_slots_in_shared && row != ABSENT) prefetch_hot_slots(p, d, r, b.tid);
         if (p.host_pages_in_shared) {
-            if (row != ABSENT) fetch_host_pages(p, d, host_pages, page_of(r.seq_len - 1) + 1, b.tid);
+            wait_for_async_groups();
             Planning::wait();
         }
         const auto host_slot_at = [&](int position) {
@@ -448,7 +451,6 @@ __device__ __forceinline__ void plan_requests(
             if (r.capacity > 0 && mine.position[k] != ABSENT && mine.host_slot[k] < 0) flags |= NO_HOST_SLOT;
             if (row == ABSENT || (r.capacity > 0 && mine.host_slot[k] < 0)) mine.position[k] = ABSENT;
         }
-        if (p.hot_slots_in_shared && row != ABSENT) prefetch_hot_slots(p, d, r, b.tid);
 #pragma unroll 1
         for (int i = b.tid; i < (p.tables.max_capacity + 31) / 32; i += NUM_PLANNERS + WARP) s.is_used[i] = 0;
         if (b.tid < NUM_BUCKETS) s.buckets[b.tid] = 0;
