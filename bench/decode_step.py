@@ -129,7 +129,7 @@ class Bench:
         )
         pools = Pools(
             SlotCounts(
-                host=max(1, need.host * batch),
+                host=max(PAGE_SIZE, round_up(need.host, PAGE_SIZE) * batch),
                 device=round_up(need.device, PAGE_SIZE) * batch,
                 index=round_up(life, PAGE_SIZE) * batch,
                 aux=1,

@@ -54,7 +54,7 @@ class Cell:
     """Requests whose hot buffers are empty, over one host pool: tables, device pool and common arguments.
 
     ``host``: uint8 [num_layers, num_slots, item_bytes]; every layer has an indexer of its own. The rows of a
-    request lie together, and those of the next one behind them, wrapping round.
+    request lie together, and those of the next one behind them. Raises ValueError when they do not fit.
     """
 
     def __init__(self, host: Tensor, batch: int, context: int, capacity: int, device: str) -> None:
@@ -62,11 +62,17 @@ class Cell:
         self.host = host
         # Zeroed, so that recycled memory cannot hold the bytes that a call should have brought.
         self.dev = torch.zeros((num_layers, batch * capacity, item_bytes), dtype=torch.uint8, device=device)
-        self.state = HotBufferState.create(num_layers, batch, context, capacity, PAGE_SIZE, device)
-        hot_slots = torch.arange(batch * capacity, device=device).view(batch, capacity)
-        host_slots = (torch.arange(batch * context, device=device) % num_slots).view(batch, context)
+        pages_each = -(-context // PAGE_SIZE)
+        self.host_slots_each = pages_each * PAGE_SIZE
+        if batch * self.host_slots_each > num_slots:
+            raise ValueError(f"{batch} requests of {context} tokens do not fit in {num_slots} host slots")
+        self.state = HotBufferState.create(
+            num_layers, batch, context, capacity, PAGE_SIZE, batch * self.host_slots_each, device
+        )
+        hot_slots = torch.arange(batch * capacity).view(batch, capacity)
+        host_pages = torch.arange(batch * pages_each).view(batch, pages_each)
         for row in range(batch):
-            self.state.assign_row(row, capacity, hot_slots[row], host_slots[row])
+            self.state.assign_row(row, hot_slots[row], host_pages[row])
         self.rows = torch.arange(batch, dtype=torch.int32, device=device)
         self.num_real = torch.full((1,), batch, dtype=torch.int32, device=device)
 
@@ -83,7 +89,7 @@ class Cell:
         Not for selections with the newest position, whose bytes a model would have written.
         """
         for row in range(selected.shape[0]):
-            slots = self.state.host_slots[row][selected[row].long()].cpu()
+            slots = selected[row].cpu().long() + row * self.host_slots_each
             if not torch.equal(self.dev[layer, out[row].long()].cpu(), self.host[layer, slots]):
                 raise RuntimeError(f"layer {layer}, row {row}: a returned slot holds other bytes")
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.swap_in_workload import CONTEXT, NUM_WARM_STEPS, TOP_K, Cell
+from bench.swap_in_workload import CONTEXT, NUM_WARM_STEPS, PAGE_SIZE, TOP_K, Cell
 from kernels.hot_state import ABSENT, HITS, MISSES
 
 NUM_SYNTHETIC_STEPS = 200
@@ -130,7 +130,8 @@ _NOISE = 0.9
 def kernel_hit_rate(trace: Trace, capacity: int) -> float:
     """Of the CPU reference, over all layers; the first NUM_WARM_STEPS steps do not count."""
     # The hit rate does not depend on the bytes, so there is one byte of them.
-    host = torch.zeros((trace.num_layers, trace.context, 1), dtype=torch.uint8)
+    num_slots = -(-trace.context // PAGE_SIZE) * PAGE_SIZE
+    host = torch.zeros((trace.num_layers, num_slots, 1), dtype=torch.uint8)
     cell = Cell(host, 1, trace.context, capacity, "cpu")
     selected, seq_lens = torch.from_numpy(trace.selected), torch.from_numpy(trace.seq_lens)
     out = torch.empty((1, trace.top_k), dtype=torch.int32)

@@ -25,11 +25,19 @@ from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.rooms import Landing, Rooms
 from decode_node.runner import Launched, make_runner
 from decode_node.scheduler import StepPlan, plan_step
-from decode_node.sizing import DecodeSettingsError, make_limits, size_device_pool
+from decode_node.sizing import DecodeSettingsError, check_swap_in, make_limits, size_device_pool
 from kernels.attention import AttentionBackendError
-from kernels.device_memory import DeviceMemory, DeviceMemoryError, DeviceMissingError, check_devices
+from kernels.device_memory import (
+    DeviceMemory,
+    DeviceMemoryError,
+    DeviceMissingError,
+    check_devices,
+    use_device,
+)
+from kernels.gpu_sizes import KernelSizeError
 from kernels.host_memory import HostMemoryError
 from kernels.row_math import fix_products
+from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.loader import load_model
 from model.spec import CheckpointError, ModelSpec, spec_of
@@ -64,6 +72,7 @@ START_ERRORS = (
     DeviceMemoryError,
     DeviceMissingError,
     HostMemoryError,
+    KernelSizeError,
     TransferSetupError,
 )
 
@@ -80,7 +89,10 @@ def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
     try:
         with start_errors(*START_ERRORS):
             check_devices((settings.device, *settings.expert_devices))
+            use_device(settings.device)
             spec = spec_of(settings)
+            AttentionKernels.check(spec, settings)
+            check_swap_in(settings, spec)
             transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
             model = load_model(
                 settings.model_path,

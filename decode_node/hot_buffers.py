@@ -17,7 +17,7 @@ from decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from decode_node.pools import PoolKind
 from decode_node.request import Request
 from kernels.hot_state import ABSENT, HotBufferState
-from kernels.swap_in import MissPlan, preload
+from kernels.swap_in import MissPlan, start_dense_row, start_row
 from model.spec import ModelSpec
 from protocol.engine_messages import Mode
 
@@ -33,13 +33,15 @@ class HotBuffers:
         self.page_size = page_size
         self.device = memory.k_dev.device
         self.state = HotBufferState.create(
-            spec.num_index_layers, num_rows, spec.context_length, max_capacity, page_size, self.device
+            spec.num_index_layers,
+            num_rows,
+            spec.context_length,
+            max_capacity,
+            page_size,
+            memory.k_host.shape[1],
+            self.device,
         )
         self.miss_plan = MissPlan.create(num_rows, spec.index_topk, self.device)
-        self.index_page_table = torch.zeros(
-            (num_rows, -(-spec.context_length // page_size)), dtype=torch.int32, device=self.device
-        )
-        """int32 [num_rows, max_pages]: page ids of each row's indexer keys; any value where there is none."""
         self._warming: dict[int, torch.cuda.Event] = {}
         self._warm_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """Where rows are filled and warmed up, beside the steps of the others."""
@@ -57,6 +59,11 @@ class HotBuffers:
         """int64 [num_reqs, 4]: error flags, hits, misses and evictions of the rows so far, on the device."""
         flags = self.state.error_flags[req_rows].long()
         return torch.cat((flags[:, None], self.state.counters[req_rows]), dim=1)
+
+    @property
+    def index_page_table(self) -> Tensor:
+        """int32 [num_rows, max_pages]: page ids of each row's indexer keys."""
+        return self.state.index_pages
 
     @property
     def bytes_per_miss(self) -> float:
@@ -96,35 +103,31 @@ class HotBuffers:
 
     def _fill(self, request: Request) -> None:
         row, holding = request.req_row, request.owned
-        page_ids = pages_tensor(holding[PoolKind.INDEX], self.page_size)
-        self.index_page_table[row, : page_ids.shape[0]] = page_ids.to(self.index_page_table)
+        index_pages = pages_tensor(holding[PoolKind.INDEX], self.page_size)
         if request.mode is Mode.DENSE:
-            device_pages = pages_tensor(holding[PoolKind.DEVICE], self.page_size)
-            self.state.assign_dense_row(row, device_pages.to(self.device))
+            pages = pages_tensor(holding[PoolKind.DEVICE], self.page_size)
+            start_dense_row(self.state, row, pages=pages, index_pages=index_pages)
             return
-        hot_slots = slots_tensor(holding[PoolKind.DEVICE])[: request.hot_capacity].to(self.device)
-        host_slots = slots_tensor(holding[PoolKind.HOST])[: request.life_tokens].to(self.device)
-        self.state.assign_row(row, request.hot_capacity, hot_slots, host_slots)
-        warm_positions, request.hot_positions = request.hot_positions, None
-        most_recent = np.arange(request.num_kv_tokens, dtype=np.int32)[: -request.hot_capacity : -1]
-        for group, layers in enumerate(self.spec.layers_of_group):
-            positions = most_recent if warm_positions is None else warm_positions[group]
-            preload(
-                self.state,
-                group=group,
-                layers=layers,
-                row=row,
-                num_tokens=request.num_kv_tokens,
-                positions=torch.from_numpy(np.ascontiguousarray(positions)).to(self.device),
-                k_host=self.memory.k_host,
-                k_dev=self.memory.k_dev,
-            )
+        hints, request.hot_positions = request.hot_positions, None
+        if hints is None:  # the most recent ones, in every group
+            hints = [np.arange(request.num_kv_tokens, dtype=np.int32)[: -request.hot_capacity : -1]]
+        start_row(
+            self.state,
+            row,
+            hot_slots=slots_tensor(holding[PoolKind.DEVICE])[: request.hot_capacity],
+            host_pages=pages_tensor(holding[PoolKind.HOST], self.page_size),
+            index_pages=index_pages,
+            num_tokens=request.num_kv_tokens,
+            hints=hints,
+            layers_of_group=self.spec.layers_of_group,
+            k_host=self.memory.k_host,
+            k_dev=self.memory.k_dev,
+        )
 
     def grow(self, request: Request) -> None:
-        """Enter the pages that a dense request was just given."""
-        self._wait_until_filled(request.req_row)
+        """Enter the pages that a dense request was just given; its row may still be being filled."""
         page_ids = pages_tensor(request.owned[PoolKind.DEVICE], self.page_size)
-        self.state.set_pages(request.req_row, 0, page_ids.to(self.device))
+        self.state.set_pages(request.req_row, 0, page_ids)
 
     def retract(self, request: Request) -> None:
         """Bring everything to the host before the device slots are given up; remember what was hot."""
@@ -134,9 +137,7 @@ class HotBuffers:
             self.memory.spill(holding[PoolKind.DEVICE], holding[PoolKind.HOST], request.num_kv_tokens)
         else:
             # The host is up to date: every step ends with the backup of its newest tokens.
-            request.hot_positions = [
-                self._hot_positions(group, request.req_row) for group in range(self.spec.num_index_layers)
-            ]
+            request.hot_positions = self._hot_positions(request)
         self.release(request)
 
     def release(self, request: Request) -> None:
@@ -156,11 +157,17 @@ class HotBuffers:
         if (filled := self._warming.pop(row, None)) is not None:
             filled.synchronize()
 
-    def _hot_positions(self, group: int, row: int) -> NDArray[np.int32]:
-        """What is in a hot buffer, latest used first."""
-        positions = self.state.hot_to_position[group, row].cpu().numpy()
-        stamps = self.state.stamps[group, row].cpu().numpy()
-        order = np.argsort(-stamps, kind="stable")
-        by_use = positions[order]
-        hot: NDArray[np.int32] = by_use[by_use != ABSENT]
-        return hot
+    def _hot_positions(self, request: Request) -> list[NDArray[np.int32]]:
+        """What is in the hot buffer of each group, latest used first."""
+        row = request.req_row
+        host_slots = self.state.hot_to_host[:, row].cpu().numpy()
+        stamps = self.state.stamps[:, row].cpu().numpy()
+        page_ids = pages_tensor(request.owned[PoolKind.HOST], self.page_size).numpy()
+        by_id = np.argsort(page_ids)
+        hot_positions = []
+        for slots_of_group, stamps_of_group in zip(host_slots, stamps, strict=True):
+            by_use = slots_of_group[np.argsort(-stamps_of_group, kind="stable")]
+            by_use = by_use[by_use != ABSENT]
+            pages = by_id[np.searchsorted(page_ids, by_use // self.page_size, sorter=by_id)]
+            hot_positions.append((pages * self.page_size + by_use % self.page_size).astype(np.int32))
+        return hot_positions

@@ -85,8 +85,8 @@ class Holding:
 class Pools:
     """The allocators of all pools and every Holding that was reserved from them.
 
-    ``host``, ``device``, ``index``: token slots. The device and index pools are handed out in pages, and a
-    part of a page at their end stays unused.
+    ``host``, ``device``, ``index``: token slots, handed out in pages; a part of a page at their end stays
+    unused.
     """
 
     def __init__(self, totals: SlotCounts, page_size: int) -> None:
@@ -193,4 +193,4 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def _granularity(kind: PoolKind, page_size: int) -> int:
-    return page_size if kind in (PoolKind.DEVICE, PoolKind.INDEX) else 1
+    return page_size if kind in (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX) else 1

@@ -237,7 +237,7 @@ class _Planner:
 
     def _place_hisparse(self, request: Request) -> Admission | None:
         life = request.life_tokens
-        elsewhere = SlotCounts(host=life, index=self._in_pages(life), aux=1, req_row=1)
+        elsewhere = SlotCounts(host=self._in_pages(life), index=self._in_pages(life), aux=1, req_row=1)
         if not elsewhere.fits_in(self.available):
             return None
         if not self._hot_capacity(request):
@@ -254,7 +254,7 @@ class _Planner:
         start = self._in_pages(request.num_prompt_tokens + 1) + _HEADROOM_PAGES * self.limits.page_size
         options = [SlotCounts(device=self._in_pages(life))]
         if start < life:
-            options.append(SlotCounts(device=start, host=life))
+            options.append(SlotCounts(device=start, host=self._in_pages(life)))
         for option in options:
             need = option + SlotCounts(index=self._in_pages(life), aux=1, req_row=1)
             if need.fits_in(self.available) and need.device <= self._spare_device():

@@ -10,6 +10,7 @@ from decode_node.pools import SlotCounts, round_up
 from decode_node.runner import NUM_MICRO_BATCHES
 from decode_node.scheduler import Limits
 from kernels.device_memory import DeviceMemory, PoolDemand
+from kernels.gpu_sizes import check_swap_in_sizes
 from model.spec import ModelSpec
 from protocol.settings import DecodeSettings
 
@@ -38,6 +39,7 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
             f"positions of a top-k and the newest token; give at least {spec.index_topk + 1}"
         )
     for name, num_tokens in (
+        ("host_pool_tokens", settings.host_pool_tokens),
         ("device_pool_tokens", device_pool_tokens),
         ("index_pool_tokens", settings.index_pool_tokens),
     ):
@@ -48,7 +50,7 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
     )
     return Limits(
         totals=SlotCounts(
-            host=settings.host_pool_tokens,
+            host=settings.host_pool_tokens // page_size * page_size,
             device=device_pool_tokens // page_size * page_size,
             index=index_tokens // page_size * page_size,
             aux=settings.max_running_requests * AUX_SLOTS_PER_ROW,
@@ -60,6 +62,16 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         device_buffer_size=settings.device_buffer_size,
         auto_dense_margin=settings.auto_dense_margin,
     )
+
+
+def check_swap_in(settings: DecodeSettings, spec: ModelSpec) -> None:
+    """Raise KernelSizeError for what the swap-in of a GPU cannot take, if the node is on one."""
+    if settings.device != "cpu":
+        check_swap_in_sizes(
+            top_k=spec.index_topk,
+            max_running_requests=settings.max_running_requests,
+            capacity=min(settings.device_buffer_size, spec.context_length),
+        )
 
 
 def size_device_pool(settings: DecodeSettings, spec: ModelSpec, memory: DeviceMemory | None) -> int:
@@ -102,30 +114,29 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
         },
         bytes_per_token=item_bytes + (key_bytes if follows else 0),
         page_size=page_size,
-        remedy="lower --max-running-requests or --context-length (tables, reserve) or --host-pool-tokens or "
-        "--index-pool-tokens (indexer keys), or free GPU memory",
+        remedy="lower --max-running-requests or --context-length (tables, reserve) or --host-pool-tokens "
+        "(tables, indexer keys) or --index-pool-tokens (indexer keys), or free GPU memory",
     )
 
 
 def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Of ``HotBufferState``, the miss plans and the page table of the indexer keys."""
+    """Of ``HotBufferState`` and the miss plans.
+
+    What grows with the context is three page ids a page and row. Where positions are in the hot buffers is
+    looked up by host slot: 4 bytes a group for each token of the host pool, which is 3% of its indexer keys
+    in fp8.
+    """
     num_groups, num_rows = spec.num_index_layers, settings.max_running_requests
     context, max_pages = spec.context_length, -(-spec.context_length // settings.page_size)
     capacity = min(settings.device_buffer_size, context)
-    position_to_hot = 4 * num_groups * context
-    hot_to_position_and_stamps = 2 * 4 * num_groups * capacity
-    host_slots, hot_slots = 8 * context, 4 * capacity
-    two_page_tables = 2 * 4 * max_pages
+    host_slots = settings.host_pool_tokens // settings.page_size * settings.page_size
+    host_to_hot = 4 * num_groups * (host_slots + 1)
+    hot_to_host_and_stamps = 2 * 4 * num_groups * capacity
+    hot_slots = 4 * capacity
+    three_page_tables = 3 * 4 * max_pages
     counters, capacity_and_flags, step = 3 * 8, 2 * 4, 4 * num_groups
-    tables = num_rows * (
-        position_to_hot
-        + hot_to_position_and_stamps
-        + host_slots
-        + hot_slots
-        + two_page_tables
-        + counters
-        + capacity_and_flags
-        + step
+    tables = host_to_hot + num_rows * (
+        hot_to_host_and_stamps + hot_slots + three_page_tables + counters + capacity_and_flags + step
     )
     plans = [num_rows]
     if 0 < settings.micro_batch_min_bs <= num_rows:

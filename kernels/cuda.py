@@ -33,7 +33,7 @@ from kernels.cuda_launch import (
     translation_unit,
 )
 from kernels.hot_state import HotBufferState
-from kernels.reference import Pools, warm_positions
+from kernels.reference import Pools, WarmUp
 from kernels.swap_in import MissPlan
 
 MAIN_SOURCE = "swap_in.cu"
@@ -60,14 +60,20 @@ MIN_SLICE_LEN = 32
 """Positions that a block gets at least."""
 MANY_POSITIONS = 256
 """Positions of a slice from which on its block reads and writes a row's tables in their order."""
+MAX_PAGES_IN_SHARED = 4096
+"""Host pages of a row up to which such a block copies them first."""
 MAX_READ_AHEAD = 128
-"""Positions of a slice up to which host slots are read for hits, too, to have those of misses sooner."""
+"""Positions of a slice up to which misses are fetched as they are seen, before duplicates are told apart."""
 SLICES_THAT_FILL_PCIE = 8
 """Blocks of a request that together read from the host at full rate, so that no others have to help them."""
 MAX_SLICES_IN_PLACE = 2
 """Blocks of a request up to which they stay on their multiprocessors from launch to launch."""
 COPY_THREADS = 256
 COPY_BLOCKS_PER_SM = 4
+FILL_BLOCKS = 12
+"""Multiprocessors that warming a row up takes from the steps beside it; so few fill PCIe already."""
+ANY_PAGE_SIZE = 64
+"""For the kernels that read no pages: the usual one, for which the code is compiled anyway."""
 
 _PINNED = 1
 """cudaMemoryTypeHost"""
@@ -88,10 +94,9 @@ _POOL = _struct(
 )  # fmt: skip
 _POOLS = np.dtype((_POOL, (2,)))
 _TABLES = _struct(
-    position_to_hot=_POINTER, hot_to_position=_POINTER, stamps=_POINTER, step=_POINTER,
-    hot_slots=_POINTER, capacity=_POINTER, page_table=_POINTER, host_slots=_POINTER, counters=_POINTER,
-    error_flags=_POINTER, num_rows=_INT, max_context=_INT, max_capacity=_INT, max_pages=_INT, page_size=_INT,
-    padding=_INT,
+    host_to_hot=_POINTER, hot_to_host=_POINTER, stamps=_POINTER, step=_POINTER,
+    hot_slots=_POINTER, capacity=_POINTER, page_table=_POINTER, host_pages=_POINTER, counters=_POINTER,
+    error_flags=_POINTER, num_rows=_INT, max_context=_INT, max_capacity=_INT, max_pages=_INT,
 )  # fmt: skip
 _REQUESTS = _struct(
     seq_lens=_POINTER, req_rows=_POINTER, num_real_reqs=_POINTER, num_reqs=_INT, seq_lens_are_64=_INT,
@@ -102,9 +107,16 @@ _SWAP_IN = _struct(
     tables=_TABLES, requests=_REQUESTS, plan=_PLAN, pools=_POOLS, selected=_POINTER, out=_POINTER,
     num_launches=_POINTER, rounds=_POINTER, left=_POINTER, round_bytes=_INT, left_per_block=_INT, top_k=_INT,
     num_units=_INT, num_slices=_INT, slice_reciprocal=_INT, stride=_INT, slice_len=_INT, layer=_INT,
-    hot_slots_in_shared=_INT, max_early=_INT, reads_ahead=_INT, spreads=_INT, keeps_place=_INT,
+    hot_slots_in_shared=_INT, host_pages_in_shared=_INT, max_early=_INT, reads_ahead=_INT, spreads=_INT,
+    keeps_place=_INT, padding=_INT,
 )  # fmt: skip
-_COPY = _struct(plan=_PLAN, pools=_POOLS, layers=_POINTER, num_layers=_INT, first_layer=_INT)
+_COPY = _struct(plan=_PLAN, pools=_POOLS, layer=_INT, padding=_INT)
+_FILL = _struct(
+    tables=_TABLES, pools=_POOLS, staged=_POINTER, hot_slots=_POINTER, host_pages=_POINTER,
+    index_pages=_POINTER, capacity=_POINTER, group_host_slots=_LONG, group_entries=_LONG, row=_INT,
+    num_hot_slots=_INT, num_host_pages=_INT, num_index_pages=_INT, num_layers=_INT, num_groups=_INT,
+    max_warm=_INT, num_hints=_INT,
+)  # fmt: skip
 _BACKUP = _struct(tables=_TABLES, requests=_REQUESTS, pools=_POOLS, num_layers=_INT, padding=_INT)
 _NEWEST_SLOTS = _struct(tables=_TABLES, requests=_REQUESTS, out=_POINTER)
 
@@ -149,7 +161,7 @@ def swap_in(
     positions_per_thread = split.positions_per_thread
     capacity = _round_up(state.max_capacity, ENTRIES_PER_ROUND)
     pool_parameters = _pools(pools)
-    kernel = _kernel("swap_in", positions_per_thread, _are_wide(pool_parameters))
+    kernel = _kernel("swap_in", positions_per_thread, _are_wide(pool_parameters), state.page_size)
     max_slice = NUM_PLANNERS * positions_per_thread
     shared_bytes = capacity + 2 * max_slice
     max_shared_bytes = max_block_shared_bytes(state.device) - kernel.shared_size_bytes
@@ -159,6 +171,14 @@ def swap_in(
     )
     if hot_slots_in_shared:
         shared_bytes += 4 * capacity
+    page_bytes = 4 * _round_up(state.max_pages, 4)
+    host_pages_in_shared = (
+        hot_slots_in_shared
+        and state.max_pages <= MAX_PAGES_IN_SHARED
+        and shared_bytes + page_bytes <= max_shared_bytes
+    )
+    if host_pages_in_shared:
+        shared_bytes += page_bytes
     if shared_bytes > kernel.max_dynamic_shared_size_bytes:
         kernel.max_dynamic_shared_size_bytes = shared_bytes
     parameters = np.zeros((), _SWAP_IN)
@@ -188,6 +208,7 @@ def swap_in(
     parameters["keeps_place"] = split.keeps_place
     parameters["layer"] = layer
     parameters["hot_slots_in_shared"] = hot_slots_in_shared
+    parameters["host_pages_in_shared"] = host_pages_in_shared
     launch(kernel, state.device, split.num_blocks, NUM_THREADS, parameters, shared_bytes)
 
 
@@ -195,45 +216,62 @@ def replay_misses(miss_plan: MissPlan, layer: int, pools: Pools, max_blocks: int
     """See ``kernels.swap_in.replay_misses``."""
     if miss_plan.max_misses == 0:
         return
-    _copy_planned(miss_plan, pools, first_layer=layer, max_blocks=max_blocks)
+    device = miss_plan.num_misses.device
+    parameters = np.zeros((), _COPY)
+    parameters["plan"] = _plan(miss_plan)
+    parameters["pools"] = _pools(pools)
+    parameters["layer"] = layer
+    kernel = _kernel("copy_planned", only_wide_items=_are_wide(parameters["pools"]))
+    if max_blocks is not None and max_blocks < num_multiprocessors(device):
+        _launch_copies(kernel, device, parameters, max_blocks)
+    else:
+        num_blocks = COPY_BLOCKS_PER_SM * num_multiprocessors(device)
+        launch(kernel, device, num_blocks, COPY_THREADS, parameters)
 
 
-def preload(
+def start_row(
     state: HotBufferState,
-    group: int,
-    layers: Sequence[int],
     row: int,
-    num_tokens: int,
-    positions: Tensor,
+    hot_slots: Tensor,
+    host_pages: Tensor,
+    index_pages: Tensor,
+    warm_up: WarmUp,
+    layers_of_group: Sequence[Sequence[int]],
     pools: Pools,
-) -> int:
-    """See ``kernels.swap_in.preload``. Everything runs on the current stream, which may be a side stream:
-    no other row is touched. The copies of all layers are one launch, and may be in flight on return.
-    """
-    chosen = warm_positions(state, group, row, num_tokens, positions)
-    if not len(chosen):
-        return 0
-    chosen_dev = torch.from_numpy(chosen).to(state.device)
-    src_host_slots = state.host_slots[row, chosen_dev]
-    lacking = chosen[(src_host_slots < 0).cpu().numpy()]
-    if len(lacking):
-        raise KernelArgumentError(
-            f"positions: expected positions with a host slot, row {row} has none for {lacking[0]}"
-        )
-    num_chosen = len(chosen)
-    state.position_to_hot[group, row, chosen_dev] = torch.arange(
-        num_chosen, dtype=torch.int32, device=state.device
+) -> None:
+    """See ``kernels.swap_in.start_row``: one copy of all that the host knows, and one launch."""
+    layers = [
+        (layer, group, int(layer == of_group[0]))
+        for group, of_group in enumerate(layers_of_group)
+        for layer in of_group
+    ]
+    parts = (hot_slots, host_pages, index_pages, np.array(layers), warm_up.num_warm, warm_up.positions)
+    host_staged = torch.empty(
+        sum(math.prod(part.shape) for part in parts), dtype=torch.int32, pin_memory=True
+    )  # which torch keeps until the copy from it is done
+    np.concatenate(
+        [np.asarray(part).reshape(-1) for part in parts], out=host_staged.numpy(), casting="same_kind"
     )
-    state.hot_to_position[group, row, :num_chosen] = chosen_dev.to(torch.int32)
-    state.stamps[group, row, :num_chosen] = 0
-    plan = MissPlan(
-        src_host_slots,
-        state.hot_slots[row, :num_chosen].to(torch.int64),
-        torch.full((1,), num_chosen, dtype=torch.int32, device=state.device),
-    )
-    if layers:
-        _copy_planned(plan, pools, torch.tensor(layers, dtype=torch.int32).to(state.device))
-    return num_chosen
+    staged = host_staged.to(state.device, non_blocking=True)
+    parameters = np.zeros((), _FILL)
+    parameters["tables"] = _tables(state, 0)
+    parameters["pools"] = _pools(pools)
+    parameters["staged"] = staged.data_ptr()
+    for name in ("hot_slots", "host_pages", "index_pages", "capacity"):
+        parameters[name] = getattr(state, name)[row].data_ptr()
+    parameters["group_host_slots"] = state.host_to_hot.stride(0)
+    parameters["group_entries"] = state.hot_to_host.stride(0)
+    parameters["row"] = row
+    parameters["num_hot_slots"] = hot_slots.shape[0]
+    parameters["num_host_pages"] = host_pages.shape[0]
+    parameters["num_index_pages"] = index_pages.shape[0]
+    parameters["num_layers"] = len(layers)
+    parameters["num_groups"] = state.num_groups
+    parameters["num_hints"], parameters["max_warm"] = warm_up.positions.shape
+    only_wide_items = _are_wide(parameters["pools"])
+    kernel = _kernel("fill_row", only_wide_items=only_wide_items, page_size=state.page_size)
+    num_blocks = min(FILL_BLOCKS, num_multiprocessors(state.device))
+    _launch_copies(kernel, state.device, parameters, num_blocks)
 
 
 def backup_newest(
@@ -251,7 +289,13 @@ def backup_newest(
     parameters["num_layers"] = num_layers
     warps_per_block = COPY_THREADS // 32
     num_blocks = min(-(-num_items // warps_per_block), COPY_BLOCKS_PER_SM * num_multiprocessors(state.device))
-    launch(_kernel("backup_newest"), state.device, num_blocks, COPY_THREADS, parameters)
+    launch(
+        _kernel("backup_newest", page_size=state.page_size),
+        state.device,
+        num_blocks,
+        COPY_THREADS,
+        parameters,
+    )
 
 
 def newest_slots(
@@ -265,7 +309,9 @@ def newest_slots(
     parameters["tables"] = _tables(state, 0)
     parameters["requests"] = _requests(seq_lens, req_rows, num_real_reqs)
     parameters["out"] = out.data_ptr()
-    launch(_kernel("newest_slots"), state.device, -(-num_reqs // 128), 128, parameters)
+    launch(
+        _kernel("newest_slots", page_size=state.page_size), state.device, -(-num_reqs // 128), 128, parameters
+    )
 
 
 def source() -> str:
@@ -273,11 +319,12 @@ def source() -> str:
     return translation_unit(MAIN_SOURCE)
 
 
-def compile_options(positions_per_thread: int, only_wide_items: bool) -> tuple[str, ...]:
+def compile_options(positions_per_thread: int, only_wide_items: bool, page_size: int) -> tuple[str, ...]:
     """What the code is compiled with besides the architecture.
 
     ``positions_per_thread``: 1, 2, 4 or 8. ``only_wide_items``: every pool allows 16-byte vectors, so that
-    the code for others, and the registers that it costs, can be left out.
+    the code for others, and the registers that it costs, can be left out. ``page_size``: of the state, a
+    constant because every position is divided by it.
     """
     return (
         "-std=c++17",
@@ -285,6 +332,7 @@ def compile_options(positions_per_thread: int, only_wide_items: bool) -> tuple[s
         f"-DNUM_PLANNERS={NUM_PLANNERS}",
         f"-DPOSITIONS_PER_THREAD={positions_per_thread}",
         f"-DONLY_WIDE_ITEMS={int(only_wide_items)}",
+        f"-DPAGE_SIZE={page_size}",
     )
 
 
@@ -382,41 +430,18 @@ def _refuse_in_capture(what: str) -> None:
         raise KernelArgumentError(f"state: expected a call before the graph capture, got {what}")
 
 
-def _copy_planned(
-    plan: MissPlan,
-    pools: Pools,
-    layers: Tensor | None = None,
-    first_layer: int = 0,
-    max_blocks: int | None = None,
-) -> None:
-    device = plan.num_misses.device
-    parameters = np.zeros((), _COPY)
-    parameters["plan"] = _plan(plan)
-    parameters["pools"] = _pools(pools)
-    parameters["layers"] = 0 if layers is None else layers.data_ptr()
-    parameters["num_layers"] = 1 if layers is None else layers.shape[0]
-    parameters["first_layer"] = first_layer
-    num_sms = num_multiprocessors(device)
-    num_blocks, num_threads, cluster_size = COPY_BLOCKS_PER_SM * num_sms, COPY_THREADS, 1
-    kernel = _kernel("copy_planned", only_wide_items=_are_wide(parameters["pools"]))
-    if max_blocks is not None and max_blocks < num_sms:
-        # As many warps as a multiprocessor holds: each has one item on its way.
-        num_blocks, num_threads = max_blocks, kernel.max_threads_per_block // 32 * 32
-        # In pairs of neighbours: many kernels' blocks come in pairs, too, and need whole ones.
-        if num_blocks % 2 == 0 and torch.cuda.get_device_capability(device) >= HOPPER:
-            cluster_size = 2
-    launch(kernel, device, num_blocks, num_threads, parameters, cluster_size=cluster_size)
+def _launch_copies(kernel: Any, device: torch.device, parameters: npt.NDArray[Any], num_blocks: int) -> None:
+    """``num_blocks`` of as many warps as a multiprocessor holds: each has one item on its way."""
+    num_threads = kernel.max_threads_per_block // 32 * 32
+    # In pairs of neighbours: many kernels' blocks come in pairs, too, and need whole ones.
+    in_pairs = num_blocks % 2 == 0 and torch.cuda.get_device_capability(device) >= HOPPER
+    launch(kernel, device, num_blocks, num_threads, parameters, cluster_size=2 if in_pairs else 1)
 
 
 def _tables(state: HotBufferState, group: int) -> tuple[int, ...]:
     grouped = (
         tensor.data_ptr() + group * tensor.stride(0) * tensor.element_size()
-        for tensor in (
-            state.position_to_hot,
-            state.hot_to_position,
-            state.stamps,
-            state.step,
-        )
+        for tensor in (state.host_to_hot, state.hot_to_host, state.stamps, state.step)
     )
     shared = (
         tensor.data_ptr()
@@ -424,12 +449,12 @@ def _tables(state: HotBufferState, group: int) -> tuple[int, ...]:
             state.hot_slots,
             state.capacity,
             state.page_table,
-            state.host_slots,
+            state.host_pages,
             state.counters,
             state.error_flags,
         )
     )
-    sizes = (state.num_rows, state.max_context, state.max_capacity, state.max_pages, state.page_size, 0)
+    sizes = (state.num_rows, state.max_context, state.max_capacity, state.max_pages)
     return (*grouped, *shared, *sizes)
 
 
@@ -476,11 +501,13 @@ def _mapped_address(name: str, host: Tensor) -> int:
 
 
 @functools.cache
-def _kernel(name: str, positions_per_thread: int = 1, only_wide_items: bool = False) -> Any:
-    return _module(positions_per_thread, only_wide_items).get_function(name)
+def _kernel(
+    name: str, positions_per_thread: int = 1, only_wide_items: bool = False, page_size: int = ANY_PAGE_SIZE
+) -> Any:
+    return _module(positions_per_thread, only_wide_items, page_size).get_function(name)
 
 
 @functools.cache
-def _module(positions_per_thread: int, only_wide_items: bool) -> Any:
-    options = compile_options(positions_per_thread, only_wide_items)
+def _module(positions_per_thread: int, only_wide_items: bool, page_size: int) -> Any:
+    options = compile_options(positions_per_thread, only_wide_items, page_size)
     return cupy_module().RawModule(code=source(), options=options, backend="nvrtc")

@@ -33,6 +33,16 @@ def check_devices(names: Iterable[str]) -> None:
             )
 
 
+def use_device(name: str) -> None:
+    """Make ``name`` the current device of this thread: kernels are compiled for and launched on that one, and
+    a stream, an event or a graph that names no device belongs to it.
+
+    Once in a process, by the thread that launches, before anything else of CUDA.
+    """
+    if torch.device(name).type == "cuda":
+        torch.cuda.set_device(torch.device(name).index or 0)
+
+
 class DeviceMemoryError(RuntimeError):
     """A GPU is too small for what it is to hold; the message names bytes needed, bytes there, and options."""
 

@@ -6,12 +6,16 @@ entry ``i`` is a hot_index, and the slot behind it is the same in every layer be
 
 Rules that every writer of the tables keeps:
 
-- ``position_to_hot`` and ``hot_to_position`` are inverse to each other in every group and row.
+- ``host_to_hot`` and ``hot_to_host`` are inverse to each other in every group: a host slot is in one hot
+  buffer at most, and what is of no hisparse row is empty. A host page is so in one hisparse row at most.
 - While ``seq_len <= capacity`` position ``p`` lives at hot_index ``p``.
 - From then on the newest position lives at hot_index ``capacity - 1``, and the others anywhere below it.
 - An entry that has to make room is of the oldest age class there is; free entries are older than any, and
   those of one class go in the order of their hot_index.
 - A row of capacity 0 is dense: its positions are found through ``page_table``.
+
+A position is looked up through its host slot and not through its row, so that the tables grow with the host
+pool and not with the number of rows times the longest context.
 
 The tensors live on the model's device with fixed addresses, so that a CUDA graph can hold them; the CPU
 reference works on the same layout.
@@ -27,11 +31,16 @@ from torch import Tensor
 
 from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
 
+_INTEGERS = (torch.int32, torch.int64)
+
 ABSENT = -1
 """No position, no hot_index, no slot: the sentinel of every table."""
 
 HITS, MISSES, EVICTIONS = range(3)
 """Columns of ``counters``."""
+
+MAX_HOST_SLOTS = 2**31 - 2
+"""Host slots are int32 on the device, and there is one more than are handed out."""
 
 
 class HotBufferError(IntFlag):
@@ -43,7 +52,7 @@ class HotBufferError(IntFlag):
     BAD_POSITION = 2
     """A selected position outside [0, seq_len)."""
     NO_HOST_SLOT = 4
-    """A miss on a position that has no host slot."""
+    """A selected position without a host slot. If it is the newest one, the row is left out like padding."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +62,10 @@ class HotBufferState:
     A request's row is its req_row. Counters and flags accumulate until ``reset_row``.
     """
 
-    position_to_hot: Tensor
-    """[num_groups, num_rows, max_context] hot_index of a position."""
-    hot_to_position: Tensor
-    """[num_groups, num_rows, max_capacity] position at a hot_index."""
+    host_to_hot: Tensor
+    """[num_groups, num_host_slots + 1] hot_index of a host slot; the last one is nobody's and stays empty."""
+    hot_to_host: Tensor
+    """[num_groups, num_rows, max_capacity] host slot at a hot_index."""
     stamps: Tensor
     """[num_groups, num_rows, max_capacity] step in which the entry was last used; ABSENT where free."""
     step: Tensor
@@ -67,12 +76,16 @@ class HotBufferState:
     """[num_rows] entries of the hot buffer; 0 for a dense row."""
     page_table: Tensor
     """[num_rows, max_pages] device page_id of each page of a dense row."""
-    host_slots: Tensor
-    """[num_rows, max_context] int64, host slot of each position of a hisparse row."""
+    host_pages: Tensor
+    """[num_rows, max_pages] host page_id of each page of a hisparse row."""
+    index_pages: Tensor
+    """[num_rows, max_pages] page_id of each page of a row's indexer keys; 0 where there is none."""
     counters: Tensor
     """[num_rows, 3] int64: distinct selected positions that were hot, that were not, and evicted entries."""
     error_flags: Tensor
     """[num_rows] HotBufferError bits."""
+    max_context: int
+    """Positions of a row at most."""
     page_size: int
 
     @classmethod
@@ -83,51 +96,60 @@ class HotBufferState:
         max_context: int,
         max_capacity: int,
         page_size: int,
+        num_host_slots: int,
         device: torch.device | str = "cpu",
     ) -> HotBufferState:
-        """Empty tables: every row is dense and has no pages."""
+        """Empty tables: every row is dense and has no pages. ``num_host_slots``: whole pages."""
         for name, value in (
             ("num_groups", num_groups),
             ("num_rows", num_rows),
             ("max_context", max_context),
             ("max_capacity", max_capacity),
             ("page_size", page_size),
+            ("num_host_slots", num_host_slots),
         ):
             check_at_least(name, value, 1)
+        check_range("num_host_slots", num_host_slots, 1, MAX_HOST_SLOTS + 1)
+        if num_host_slots % page_size:
+            raise KernelArgumentError(
+                f"num_host_slots: expected whole pages of {page_size}, got {num_host_slots}"
+            )
         max_pages = -(-max_context // page_size)
 
         def table(*shape: int, fill: int = ABSENT, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, fill, dtype=dtype, device=device)
 
         return cls(
-            position_to_hot=table(num_groups, num_rows, max_context),
-            hot_to_position=table(num_groups, num_rows, max_capacity),
+            host_to_hot=table(num_groups, num_host_slots + 1),
+            hot_to_host=table(num_groups, num_rows, max_capacity),
             stamps=table(num_groups, num_rows, max_capacity),
             step=table(num_groups, num_rows, fill=0),
             hot_slots=table(num_rows, max_capacity),
             capacity=table(num_rows, fill=0),
             page_table=table(num_rows, max_pages),
-            host_slots=table(num_rows, max_context, dtype=torch.int64),
+            host_pages=table(num_rows, max_pages),
+            index_pages=table(num_rows, max_pages, fill=0),
             counters=table(num_rows, 3, fill=0, dtype=torch.int64),
             error_flags=table(num_rows, fill=0),
+            max_context=max_context,
             page_size=page_size,
         )
 
     @property
     def num_groups(self) -> int:
-        return self.position_to_hot.shape[0]
+        return self.hot_to_host.shape[0]
 
     @property
     def num_rows(self) -> int:
-        return self.position_to_hot.shape[1]
-
-    @property
-    def max_context(self) -> int:
-        return self.position_to_hot.shape[2]
+        return self.hot_to_host.shape[1]
 
     @property
     def max_capacity(self) -> int:
-        return self.hot_to_position.shape[2]
+        return self.hot_to_host.shape[2]
+
+    @property
+    def num_host_slots(self) -> int:
+        return self.host_to_hot.shape[1] - 1
 
     @property
     def max_pages(self) -> int:
@@ -135,83 +157,100 @@ class HotBufferState:
 
     @property
     def device(self) -> torch.device:
-        return self.position_to_hot.device
+        return self.hot_to_host.device
+
+    # What follows only launches work on the current stream of the tables' device; nothing waits for it.
 
     def reset_row(self, row: int) -> None:
         """Forget everything about ``row``; it is dense, without pages, afterwards."""
         check_range("row", row, 0, self.num_rows)
-        self.position_to_hot[:, row] = ABSENT
-        self.hot_to_position[:, row] = ABSENT
-        self.stamps[:, row] = ABSENT
-        self.step[:, row] = 0
-        self.hot_slots[row] = ABSENT
-        self.capacity[row] = 0
-        self.page_table[row] = ABSENT
-        self.host_slots[row] = ABSENT
-        self.counters[row] = 0
-        self.error_flags[row] = 0
+        self._forget(self.hot_to_host[:, row])
+        self.hot_to_host[:, row].fill_(ABSENT)
+        self.stamps[:, row].fill_(ABSENT)
+        self.step[:, row].fill_(0)
+        self.hot_slots[row].fill_(ABSENT)
+        self.capacity[row].fill_(0)
+        self.page_table[row].fill_(ABSENT)
+        self.host_pages[row].fill_(ABSENT)
+        self.index_pages[row].fill_(0)
+        self.counters[row].fill_(0)
+        self.error_flags[row].fill_(0)
 
-    def assign_row(self, row: int, capacity: int, hot_slots: Tensor, host_slots: Tensor) -> None:
+    def assign_row(self, row: int, hot_slots: Tensor, host_pages: Tensor) -> None:
         """Make ``row`` a hisparse row with an empty hot buffer.
 
         ``hot_slots``: integer [capacity], the device slots that the request owns.
-        ``host_slots``: integer [n], n <= max_context, host slots of positions [0, n): its whole life.
+        ``host_pages``: integer [n], host page ids of its first pages; ``set_host_pages`` adds others.
         """
-        check_range("row", row, 0, self.num_rows)
-        check_range("capacity", capacity, 1, self.max_capacity + 1)
-        integers = (torch.int32, torch.int64)
-        check_tensor("hot_slots", hot_slots, dtypes=integers, shape=(capacity,))
-        check_tensor("host_slots", host_slots, dtypes=integers, shape=(None,))
-        check_range("host_slots length", host_slots.shape[0], 0, self.max_context + 1)
+        self.check_hisparse(row, hot_slots, host_pages)
         self.reset_row(row)
-        self.hot_slots[row, :capacity] = hot_slots.to(self.hot_slots)
-        self.host_slots[row, : host_slots.shape[0]] = host_slots.to(self.host_slots)
-        self.capacity[row] = capacity
+        self._write_slots(row, hot_slots)
+        self.set_host_pages(row, 0, host_pages)
 
-    def resize_row(self, row: int, capacity: int, hot_slots: Tensor, seq_len: int) -> None:
+    def check_hisparse(self, row: int, hot_slots: Tensor, host_pages: Tensor) -> None:
+        """Raise KernelArgumentError unless ``assign_row`` can take the arguments."""
+        check_range("row", row, 0, self.num_rows)
+        check_tensor("hot_slots", hot_slots, dtypes=_INTEGERS, shape=(None,))
+        check_range("capacity", hot_slots.shape[0], 1, self.max_capacity + 1)
+        self.check_pages("host_pages", 0, host_pages)
+        if host_pages.device.type == "cpu" and host_pages.numel():
+            check_range("host_pages lowest", int(host_pages.min()), 0, self.num_host_slots // self.page_size)
+            check_range("host_pages highest", int(host_pages.max()), 0, self.num_host_slots // self.page_size)
+
+    def check_pages(self, name: str, first_page: int, page_ids: Tensor) -> None:
+        """Raise KernelArgumentError unless a row has room for ``page_ids`` (integer [n])."""
+        check_tensor(name, page_ids, dtypes=_INTEGERS, shape=(None,))
+        check_at_least("first_page", first_page, 0)
+        end_page = first_page + page_ids.shape[0]
+        check_range(f"first_page + number of {name}", end_page, 0, self.max_pages + 1)
+
+    def resize_row(self, row: int, old_hot_slots: Tensor, hot_slots: Tensor, seq_len: int) -> None:
         """Give a hisparse row another capacity between two of its steps; what stays hot is not copied again.
 
-        ``hot_slots``: integer [capacity]. An entry that the row keeps must keep its device slot too.
-        ``seq_len``: tokens in the row's last step; before its first one, the ``num_tokens`` of ``preload``.
+        ``old_hot_slots``: integer [old capacity] on the CPU, what the row has.
+        ``hot_slots``: integer [capacity] on the CPU. An entry that the row keeps must keep its device slot
+        too: the two must begin alike.
+        ``seq_len``: tokens in the row's last step; before its first one, the ``num_tokens`` of ``start_row``.
 
-        Must come after ``backup_newest`` of the last step and before ``newest_slots`` of the next, because
-        both take the newest position to be at hot_index ``capacity - 1``: the last step's newest position
-        becomes one like any other, which may be forgotten only when its bytes are on the host.
+        Must come after ``backup_newest`` of the last step and before ``newest_slots`` of the next, in stream
+        order, because both take the newest position to be at hot_index ``capacity - 1``: the last step's
+        newest position becomes one like any other, which may be forgotten only when its bytes are on the
+        host.
 
         Forgotten in every group: what lived at a hot_index from ``capacity`` on, whose device slots may be
         given away, and, when the row fits the new buffer (``seq_len <= capacity``), what is not at its own
         hot_index. It comes back by a miss, and is not counted as an eviction.
 
-        Synchronises with the device. Raises KernelArgumentError, and has changed nothing then.
+        Raises KernelArgumentError, and has changed nothing then.
         """
         check_range("row", row, 0, self.num_rows)
-        check_range("capacity", capacity, 1, self.max_capacity + 1)
-        check_tensor("hot_slots", hot_slots, dtypes=(torch.int32, torch.int64), shape=(capacity,))
+        for name, slots in (("old_hot_slots", old_hot_slots), ("hot_slots", hot_slots)):
+            check_tensor(name, slots, dtypes=_INTEGERS, shape=(None,), device=torch.device("cpu"))
+            check_range(f"{name} length", slots.shape[0], 1, self.max_capacity + 1)
         check_range("seq_len", seq_len, 0, self.max_context + 1)
-        old_capacity = int(self.capacity[row])
-        if old_capacity == 0:
-            raise KernelArgumentError(f"row: expected a hisparse row, got row {row}, which is dense")
-        num_kept = min(old_capacity, capacity)
-        old_slots, new_slots = self.hot_slots[row, :num_kept].cpu(), hot_slots[:num_kept].cpu()
-        moved = torch.nonzero(old_slots != new_slots).flatten()
+        capacity = hot_slots.shape[0]
+        num_kept = min(old_hot_slots.shape[0], capacity)
+        moved = torch.nonzero(old_hot_slots[:num_kept] != hot_slots[:num_kept]).flatten()
         if moved.numel():
             entry = int(moved[0])
             raise KernelArgumentError(
                 f"hot_slots: expected the first {num_kept} as they were, "
-                f"got {int(new_slots[entry])} for {int(old_slots[entry])} at hot_index {entry}"
+                f"got {int(hot_slots[entry])} for {int(old_hot_slots[entry])} at hot_index {entry}"
             )
-        hot_indices, positions = self.position_to_hot[:, row], self.hot_to_position[:, row]
+        host_slots = self.hot_to_host[:, row]
         entries = torch.arange(self.max_capacity, device=self.device)
-        is_lost, is_freed = hot_indices >= num_kept, entries >= num_kept
+        is_lost = (entries >= num_kept).expand_as(host_slots)
         if seq_len <= capacity:
-            is_lost = is_lost | (hot_indices != torch.arange(self.max_context, device=self.device))
-            is_freed = is_freed | (positions != entries)
-        hot_indices.masked_fill_(is_lost, ABSENT)
-        positions.masked_fill_(is_freed, ABSENT)
-        self.stamps[:, row].masked_fill_(is_freed, ABSENT)
-        self.hot_slots[row, :capacity] = hot_slots.to(self.hot_slots)
-        self.hot_slots[row, capacity:] = ABSENT
-        self.capacity[row] = capacity
+            pages = entries // self.page_size
+            page_ids = self.host_pages[row][pages.clamp(max=self.max_pages - 1)]
+            is_own = (host_slots == page_ids * self.page_size + entries % self.page_size) & (
+                pages < self.max_pages
+            )
+            is_lost = is_lost | ~is_own
+        self._forget(torch.where(is_lost, host_slots, ABSENT))
+        host_slots.masked_fill_(is_lost, ABSENT)
+        self.stamps[:, row].masked_fill_(is_lost, ABSENT)
+        self._write_slots(row, hot_slots)
 
     def assign_dense_row(self, row: int, page_ids: Tensor) -> None:
         """Make ``row`` a dense row whose first pages are ``page_ids`` (integer [n])."""
@@ -220,12 +259,36 @@ class HotBufferState:
 
     def set_pages(self, row: int, first_page: int, page_ids: Tensor) -> None:
         """Set the page ids of a dense row from its page number ``first_page`` on: how it grows."""
+        self._set(self.page_table, row, first_page, page_ids)
+
+    def set_host_pages(self, row: int, first_page: int, page_ids: Tensor) -> None:
+        """Set the host page ids of a hisparse row from its page number ``first_page`` on: how it grows.
+
+        A page that the row has already may be set again to the same id, and to no other.
+        """
+        self._set(self.host_pages, row, first_page, page_ids)
+
+    def set_index_pages(self, row: int, first_page: int, page_ids: Tensor) -> None:
+        """Set the page ids of a row's indexer keys from its page number ``first_page`` on."""
+        self._set(self.index_pages, row, first_page, page_ids)
+
+    def _set(self, table: Tensor, row: int, first_page: int, page_ids: Tensor) -> None:
         check_range("row", row, 0, self.num_rows)
-        check_tensor("page_ids", page_ids, dtypes=(torch.int32, torch.int64), shape=(None,))
-        end_page = first_page + page_ids.shape[0]
-        check_at_least("first_page", first_page, 0)
-        check_range("first_page + number of page_ids", end_page, 0, self.max_pages + 1)
-        self.page_table[row, first_page:end_page] = page_ids.to(self.page_table)
+        self.check_pages("page_ids", first_page, page_ids)
+        _write(table[row, first_page : first_page + page_ids.shape[0]], page_ids)
+
+    def _write_slots(self, row: int, hot_slots: Tensor) -> None:
+        capacity = hot_slots.shape[0]
+        _write(self.hot_slots[row, :capacity], hot_slots)
+        self.hot_slots[row, capacity:].fill_(ABSENT)
+        self.capacity[row].fill_(capacity)
+
+    def _forget(self, host_slots: Tensor) -> None:
+        """Empty the entries of ``host_slots`` ([num_groups, n], ABSENT for none) in ``host_to_hot``."""
+        nobodys = self.num_host_slots
+        self.host_to_hot.scatter_(1, torch.where(host_slots < 0, nobodys, host_slots).long(), ABSENT)
+
+    # For tests and debugging.
 
     def check_consistency(self, seq_lens: dict[int, int] | None = None) -> None:
         """Verify the rules above for every row; with ``seq_lens`` (of a row's last step) placement too.
@@ -233,59 +296,76 @@ class HotBufferState:
         Synchronises with the device. Raises RuntimeError with group, row, hot_index and both values.
         """
         capacities = self.capacity.tolist()
+        host_pages = self.host_pages.cpu()
+        owned = host_pages[self.capacity.cpu() > 0]
+        page_ids = owned[owned != ABSENT].sort().values
+        is_again = page_ids[1:] == page_ids[:-1]
+        if is_again.any():
+            raise RuntimeError(f"host page {int(page_ids[1:][is_again][0])} is in more than one place")
         for group in range(self.num_groups):
-            self._check_dense_rows(group)
+            forward, backward = self.host_to_hot[group].cpu(), self.hot_to_host[group].cpu()
+            num_hot, num_used = int((forward != ABSENT).sum()), int((backward != ABSENT).sum())
             for row, capacity in enumerate(capacities):
-                if capacity:
-                    self._check_row(group, row, capacity, (seq_lens or {}).get(row))
+                self._check_row(group, row, capacity, forward, host_pages[row], (seq_lens or {}).get(row))
+            if num_hot != num_used:
+                raise RuntimeError(f"group {group}: {num_hot} hot host slots, {num_used} used entries")
 
-    def _check_dense_rows(self, group: int) -> None:
-        is_used = (self.hot_to_position[group] != ABSENT).any(1) | (
-            self.position_to_hot[group] != ABSENT
-        ).any(1)
-        wrong = torch.nonzero(is_used & (self.capacity == 0)).flatten()
-        if wrong.numel():
-            raise RuntimeError(f"group {group}, row {int(wrong[0])}: entries in use, but its capacity is 0")
-
-    def _check_row(self, group: int, row: int, capacity: int, seq_len: int | None) -> None:
+    def _check_row(
+        self,
+        group: int,
+        row: int,
+        capacity: int,
+        forward: Tensor,
+        host_pages: Tensor,
+        seq_len: int | None,
+    ) -> None:
         where = f"group {group}, row {row}"
-        forward = self.position_to_hot[group, row].cpu()
-        backward = self.hot_to_position[group, row].cpu()
+        backward = self.hot_to_host[group, row].cpu()
         stamps = self.stamps[group, row].cpu()
         step = int(self.step[group, row])
-        positions = torch.nonzero(forward != ABSENT).flatten()
         entries = torch.nonzero(backward != ABSENT).flatten()
-        if positions.numel() != entries.numel():
-            raise RuntimeError(f"{where}: {positions.numel()} hot positions, {entries.numel()} used entries")
         if entries.numel() and int(entries[-1]) >= capacity:
             raise RuntimeError(f"{where}: hot_index {int(entries[-1])} in use, capacity is {capacity}")
-        hot_indices = forward[positions].long()
-        is_lost = backward[hot_indices.clamp(0, capacity - 1)] != positions
+        host_slots = backward[entries].long()
+        is_lost = forward[host_slots] != entries
         if is_lost.any():
-            position, hot_index = int(positions[is_lost][0]), int(hot_indices[is_lost][0])
+            host_slot, entry = int(host_slots[is_lost][0]), int(entries[is_lost][0])
             raise RuntimeError(
-                f"{where}: position {position} maps to hot_index {hot_index}, which is another's"
+                f"{where}: hot_index {entry} holds host slot {host_slot}, "
+                f"which maps to hot_index {int(forward[host_slot])}"
             )
+        is_of_row = (host_slots // self.page_size)[:, None] == host_pages
+        if not is_of_row.any(1).all():
+            stray = int(host_slots[~is_of_row.any(1)][0])
+            raise RuntimeError(f"{where}: host slot {stray} is in none of its pages")
         mismatched = torch.nonzero((stamps == ABSENT) != (backward == ABSENT)).flatten()
         if mismatched.numel():
             entry = int(mismatched[0])
             raise RuntimeError(
                 f"{where}: hot_index {entry} has stamp {int(stamps[entry])} "
-                f"and position {int(backward[entry])}"
+                f"and host slot {int(backward[entry])}"
             )
         if int(stamps.max()) > step:
             raise RuntimeError(f"{where}: stamp {int(stamps.max())} after step {step}")
-        if seq_len is None or step == 0:
+        if seq_len is None or step == 0 or capacity == 0:
             return
+        positions = is_of_row.int().argmax(1) * self.page_size + host_slots % self.page_size
         if seq_len <= capacity:
-            is_moved = hot_indices != positions
+            is_moved = entries != positions
             if is_moved.any():
-                position, hot_index = int(positions[is_moved][0]), int(hot_indices[is_moved][0])
+                position, hot_index = int(positions[is_moved][0]), int(entries[is_moved][0])
                 raise RuntimeError(
                     f"{where}: position {position} is at hot_index {hot_index}, not at its own"
                 )
-        elif int(backward[capacity - 1]) != seq_len - 1:
+        elif capacity - 1 not in entries or int(positions[entries == capacity - 1]) != seq_len - 1:
             raise RuntimeError(
-                f"{where}: hot_index {capacity - 1} holds position {int(backward[capacity - 1])}, "
-                f"not the newest one, {seq_len - 1}"
+                f"{where}: hot_index {capacity - 1} does not hold the newest position, {seq_len - 1}"
             )
+
+
+def _write(to: Tensor, values: Tensor) -> None:
+    """``values`` into a part of a table, without waiting for a GPU: from pinned memory, in stream order."""
+    values = values.to(to.dtype)
+    if to.device.type == "cuda" and values.device.type == "cpu":
+        values = values.pin_memory()
+    to.copy_(values, non_blocking=True)

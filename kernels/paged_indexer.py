@@ -17,11 +17,12 @@ from torch import Tensor
 
 from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
 from kernels.indexer import gather_pages, index_logits
-from kernels.kv_format import FORMAT_NAMES, IndexKeyFormat
+from kernels.kv_format import FORMAT_NAMES, FP8_E4M3, IndexKeyFormat
 from kernels.selection import ABSENT, select_topk
 
 MAX_TOP_K = 4096
 MAX_HEADS = 128
+MAX_HEAD_DIM = 256
 MAX_CONTEXT = 1 << 20
 MAX_TOKENS_OF_A_BLOCK = 65535
 """Of a grid's second dimension."""
@@ -73,6 +74,16 @@ def index_item_bytes(key_format: str, head_dim: int) -> int:
     return IndexKeyFormat(key_format, head_dim).item_bytes
 
 
+def check_sizes(num_heads: int, head_dim: int, key_format: str) -> None:
+    """Raise KernelArgumentError for heads that the kernel cannot take."""
+    check_range("num_index_heads", num_heads, 1, MAX_HEADS + 1)
+    check_range("index_head_dim", head_dim, 1, MAX_HEAD_DIM + 1)
+    if key_format == FP8_E4M3 and head_dim % 4:
+        raise KernelArgumentError(
+            f"index_head_dim: expected a multiple of 4 for fp8 keys, whose scale follows them, got {head_dim}"
+        )
+
+
 def paged_index_topk(
     q_index: Tensor,
     weights: Tensor,
@@ -90,8 +101,8 @@ def paged_index_topk(
 ) -> Tensor:
     """Positions that each query attends to: exactly the best, of equal ones the lowest.
 
-    ``q_index``: float32 or bfloat16 [num_tokens, num_index_heads, index_head_dim], heads up to 128, the
-    dimension a multiple of 16. With float32 here or in the pool, products are those of full float32.
+    ``q_index``: float32 or bfloat16 [num_tokens, num_index_heads, index_head_dim], sizes as ``check_sizes``
+    allows. With float32 here or in the pool, products are those of full float32.
     ``weights``: float32 [num_tokens, num_index_heads], the heads' weights with their scale.
     ``index_pool``: uint8 [num_slots, index_item_bytes], one layer of keys, 4-byte aligned; ``key_format`` is
     "float32", "bfloat16" or "fp8_e4m3" (index_head_dim bytes, then one float32 scale).
@@ -116,11 +127,8 @@ def paged_index_topk(
     check_tensor("q_index", q_index, dtypes=(torch.float32, torch.bfloat16), shape=(None, None, None))
     num_tokens, num_heads, head_dim = q_index.shape
     device = q_index.device
-    check_range("num_index_heads", num_heads, 1, MAX_HEADS + 1)
-    check_at_least("index_head_dim", head_dim, 16)
-    if head_dim % 16:
-        raise KernelArgumentError(f"index_head_dim: expected a multiple of 16, got {head_dim}")
     item_bytes = index_item_bytes(key_format, head_dim)
+    check_sizes(num_heads, head_dim, key_format)
     for name, tensor, dtype, shape in (
         ("weights", weights, torch.float32, (num_tokens, num_heads)),
         ("index_pool", index_pool, torch.uint8, (None, item_bytes)),

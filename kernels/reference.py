@@ -7,6 +7,8 @@ could not check without reading values is checked here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,11 +43,23 @@ def resolve(
 ) -> tuple[Ints, Ints]:
     """Fill ``out`` with device slots, update the tables, and return the (host, device) slots to copy."""
     lens, rows = _real_requests(seq_lens, req_rows, num_real_reqs, state)
-    out_slots = out.numpy()
-    out_slots.fill(ABSENT)
-    if not len(rows):
+    out.fill_(ABSENT)
+    can_step = _can_step(state, lens, rows)
+    if not can_step.any():
         return _NO_SLOTS, _NO_SLOTS
     positions = selected.numpy()[: len(rows)].astype(np.int64)
+    if can_step.all():
+        return _resolve(state, group, rows, lens, positions, out.numpy()[: len(rows)])
+    out_slots = np.empty((np.count_nonzero(can_step), positions.shape[1]), dtype=np.int32)
+    copies = _resolve(state, group, rows[can_step], lens[can_step], positions[can_step], out_slots)
+    out.numpy()[: len(rows)][can_step] = out_slots
+    return copies
+
+
+def _resolve(
+    state: HotBufferState, group: int, rows: Ints, lens: Ints, positions: Ints, out_slots: Table
+) -> tuple[Ints, Ints]:
+    """``resolve`` of requests that can step; fills ``out_slots`` int32 [num_reqs, top_k]."""
     is_valid = (positions >= 0) & (positions < lens[:, None])
     is_bad = ~is_valid & (positions != ABSENT)
     if is_bad.any():
@@ -69,15 +83,16 @@ class _HotStep:
     """One swap-in step of some hisparse rows in one group."""
 
     def __init__(self, state: HotBufferState, group: int, rows: Ints, lens: Ints) -> None:
-        self._position_to_hot = state.position_to_hot[group].numpy()
-        self._hot_to_position = state.hot_to_position[group].numpy()
+        self._host_to_hot = state.host_to_hot[group].numpy()
+        self._hot_to_host = state.hot_to_host[group].numpy()
         self._stamps = state.stamps[group].numpy()
         self._hot_slots = state.hot_slots.numpy()
-        self._host_slots = state.host_slots.numpy()
         self._counters = state.counters.numpy()
         self._error_flags = state.error_flags.numpy()
+        self._state = state
         self._rows = rows
         self._lens = lens
+        self._newest_slots = host_slots_of(state, rows, lens - 1)
         self._capacity = state.capacity.numpy()[rows].astype(np.int64)
         step = state.step[group].numpy()
         step[rows] += 1
@@ -94,17 +109,22 @@ class _HotStep:
         """Device slots [num_reqs, top_k] of ``positions``; ABSENT where not valid or not placeable."""
         self._place_newest()
         rows = self._rows[:, None]
-        hot_indices = np.where(
-            is_valid, self._position_to_hot[rows, np.where(is_valid, positions, 0)], ABSENT
+        host_slots = np.where(
+            is_valid, host_slots_of(self._state, rows, np.where(is_valid, positions, 0)), ABSENT
         )
+        lacks_slot = (is_valid & (host_slots < 0)).any(axis=1)
+        if lacks_slot.any():
+            self._error_flags[self._rows[lacks_slot]] |= HotBufferError.NO_HOST_SLOT
+        hot_indices = np.where(host_slots >= 0, self._host_to_hot[host_slots], ABSENT)
         hit_req, hit_column = np.nonzero(hot_indices >= 0)
         self._stamps[self._rows[hit_req], hot_indices[hit_req, hit_column]] = self._now[hit_req]
         self._counters[self._rows, HITS] += _num_distinct(hot_indices)
-        is_miss = is_valid & (hot_indices < 0)
+        is_miss = (host_slots >= 0) & (hot_indices < 0)
         for req in np.flatnonzero(is_miss.any(axis=1)).tolist():
-            missing = is_miss[req]
-            self._take_misses(req, np.unique(positions[req, missing]))
-            hot_indices[req, missing] = self._position_to_hot[self._rows[req], positions[req, missing]]
+            is_missing = is_miss[req]
+            missing, columns = np.unique(positions[req, is_missing], return_index=True)
+            self._take_misses(req, missing, host_slots[req, is_missing][columns])
+            hot_indices[req, is_missing] = self._host_to_hot[host_slots[req, is_missing]]
         return np.where(hot_indices >= 0, self._hot_slots[rows, hot_indices], ABSENT)
 
     def _place_newest(self) -> None:
@@ -112,37 +132,33 @@ class _HotStep:
         rows = self._rows
         newest = self._lens - 1
         entries = np.minimum(newest, self._capacity - 1)
-        occupants = self._hot_to_position[rows, entries]
-        is_evicted = (occupants != ABSENT) & (occupants != newest)
+        occupants = self._hot_to_host[rows, entries]
+        is_evicted = (occupants != ABSENT) & (occupants != self._newest_slots)
         if is_evicted.any():
-            self._position_to_hot[rows[is_evicted], occupants[is_evicted]] = ABSENT
+            self._host_to_hot[occupants[is_evicted]] = ABSENT
             self._counters[rows[is_evicted], EVICTIONS] += 1
-        self._position_to_hot[rows, newest] = entries
-        self._hot_to_position[rows, entries] = newest
+        self._host_to_hot[self._newest_slots] = entries
+        self._hot_to_host[rows, entries] = self._newest_slots
         self._stamps[rows, entries] = self._now
 
-    def _take_misses(self, req: int, missing: Ints) -> None:
-        """Give the ``missing`` positions (ascending, distinct) of one request entries, and plan their
-        copies.
+    def _take_misses(self, req: int, missing: Ints, src_host_slots: Ints) -> None:
+        """Give the ``missing`` positions (ascending, distinct) of one request, which are in these host slots,
+        entries, and plan their copies.
         """
         row = self._rows[req]
         self._counters[row, MISSES] += len(missing)
-        src_host_slots = self._host_slots[row, missing]
-        if (src_host_slots < 0).any():
-            self._error_flags[row] |= HotBufferError.NO_HOST_SLOT
-            missing, src_host_slots = missing[src_host_slots >= 0], src_host_slots[src_host_slots >= 0]
         capacity = int(self._capacity[req])
         fits = self._lens[req] <= capacity
         entries = missing if fits else self._least_recent(row, capacity, self._now[req], len(missing))
         if len(entries) < len(missing):
             self._error_flags[row] |= HotBufferError.TOO_MANY_MISSES
-            missing, src_host_slots = missing[: len(entries)], src_host_slots[: len(entries)]
-        evicted = self._hot_to_position[row, entries]
+            src_host_slots = src_host_slots[: len(entries)]
+        evicted = self._hot_to_host[row, entries]
         evicted = evicted[evicted != ABSENT]
-        self._position_to_hot[row, evicted] = ABSENT
+        self._host_to_hot[evicted] = ABSENT
         self._counters[row, EVICTIONS] += len(evicted)
-        self._position_to_hot[row, missing] = entries
-        self._hot_to_position[row, entries] = missing
+        self._host_to_hot[src_host_slots] = entries
+        self._hot_to_host[row, entries] = src_host_slots
         self._stamps[row, entries] = self._now[req]
         self._src_host_slots.append(src_host_slots)
         self._dst_device_slots.append(self._hot_slots[row, entries].astype(np.int64))
@@ -174,46 +190,67 @@ def age_classes(stamps: Table, now: int) -> Ints:
     return classes
 
 
-def place(
-    state: HotBufferState, group: int, row: int, num_tokens: int, positions: Tensor
-) -> tuple[Ints, Ints]:
-    """Enter the positions that ``preload`` warms up in the tables; returns the (host, device) slots to
+def place(state: HotBufferState, group: int, row: int, positions: Ints) -> tuple[Ints, Ints]:
+    """Enter ``positions`` in an empty hot buffer, from hot_index 0 on; returns the (host, device) slots to
     copy.
     """
-    chosen = warm_positions(state, group, row, num_tokens, positions)
-    src_host_slots: Ints = state.host_slots[row].numpy()[chosen]
-    if (src_host_slots < 0).any():
-        without = int(chosen[src_host_slots < 0][0])
-        raise KernelArgumentError(
-            f"positions: expected positions with a host slot, row {row} has none for {without}"
-        )
-    entries = np.arange(len(chosen), dtype=np.int64)
-    state.position_to_hot[group, row].numpy()[chosen] = entries
-    state.hot_to_position[group, row].numpy()[entries] = chosen
-    state.stamps[group, row].numpy()[entries] = 0
-    return src_host_slots, state.hot_slots[row].numpy()[entries].astype(np.int64)
+    src_host_slots = host_slots_of(state, np.full_like(positions, row), positions)
+    num_warm = len(positions)
+    state.host_to_hot[group].numpy()[src_host_slots] = np.arange(num_warm)
+    state.hot_to_host[group, row].numpy()[:num_warm] = src_host_slots
+    state.stamps[group, row].numpy()[:num_warm] = 0
+    return src_host_slots, state.hot_slots[row].numpy()[:num_warm].astype(np.int64)
 
 
-def warm_positions(state: HotBufferState, group: int, row: int, num_tokens: int, positions: Tensor) -> Ints:
-    """What ``preload`` puts at hot_index 0, 1, …: for tables on any device. Raises KernelArgumentError."""
-    capacity = int(state.capacity[row])
-    if capacity == 0:
-        raise KernelArgumentError(f"row: expected a hisparse row, got row {row}, which is dense")
-    if bool((state.hot_to_position[group, row] != ABSENT).any()):
-        raise KernelArgumentError(
-            f"row: expected an empty hot buffer, got row {row} with entries in group {group}"
-        )
+@dataclass(frozen=True)
+class WarmUp:
+    """What ``start_row`` puts at hot_index 0, 1, … of every group."""
+
+    num_warm: npt.NDArray[np.int32]
+    """[num_groups]"""
+    positions: npt.NDArray[np.int32]
+    """[num_groups, n], or [1, n] when it is the same in all; of each group the first ``num_warm`` count."""
+
+    def of_group(self, group: int) -> Ints:
+        warm = self.positions[group if len(self.positions) > 1 else 0]
+        chosen: Ints = warm[: self.num_warm[group]].astype(np.int64)
+        return chosen
+
+
+def plan_warm_up(
+    num_groups: int, capacity: int, num_tokens: int, hints: Sequence[npt.NDArray[np.int32]]
+) -> WarmUp:
+    """See ``kernels.swap_in.start_row``. Raises KernelArgumentError.
+
+    The usual hints, of equal length and without duplicates, are taken as they are.
+    """
     if num_tokens < capacity:
-        return np.arange(num_tokens, dtype=np.int64)
-    hint = positions.cpu().numpy().astype(np.int64)
-    hint = hint[hint != ABSENT]
-    if len(hint) and not 0 <= hint.min() <= hint.max() < num_tokens:
+        everything = np.arange(num_tokens, dtype=np.int32)
+        return WarmUp(np.full(num_groups, num_tokens, np.int32), everything[None])
+    if len(hints) not in (1, num_groups):
+        raise KernelArgumentError(f"hints: expected one, or one for each of {num_groups}, got {len(hints)}")
+    chosen = [_first_distinct(hint, num_tokens)[: capacity - 1] for hint in hints]
+    num_warm = np.array([len(one) for one in chosen], np.int32)
+    positions = np.zeros((len(chosen), max(num_warm)), np.int32)
+    for to, one in zip(positions, chosen, strict=True):
+        to[: len(one)] = one
+    return WarmUp(np.broadcast_to(num_warm, (num_groups,)).copy(), positions)
+
+
+def _first_distinct(hint: npt.NDArray[np.int32], num_tokens: int) -> npt.NDArray[np.int32]:
+    """The hint without what it has for the second time, and without ABSENT."""
+    ordered = np.sort(hint)
+    if len(ordered) and (ordered[0] < ABSENT or ordered[-1] >= num_tokens):
+        lowest = int(hint[hint != ABSENT].min())
         raise KernelArgumentError(
-            f"positions: expected values in [0, {num_tokens}), got {hint.min()} to {hint.max()}"
+            f"hints: expected values in [0, {num_tokens}), got {lowest} to {int(ordered[-1])}"
         )
+    if len(ordered) == 0 or (ordered[0] >= 0 and (ordered[1:] != ordered[:-1]).all()):
+        return hint
+    hint = hint[hint != ABSENT]
     _, first_seen = np.unique(hint, return_index=True)
-    chosen: Ints = hint[np.sort(first_seen)][: capacity - 1]
-    return chosen
+    distinct: npt.NDArray[np.int32] = hint[np.sort(first_seen)]
+    return distinct
 
 
 def copy_items(pools: Pools, layer: int, src_host_slots: Ints, dst_device_slots: Ints) -> None:
@@ -229,16 +266,12 @@ def backup_newest(
 ) -> None:
     lens, rows = _real_requests(seq_lens, req_rows, num_real_reqs, state)
     capacity = state.capacity.numpy()[rows]
-    is_hisparse = capacity > 0
+    is_hisparse = _can_step(state, lens, rows) & (capacity > 0)
     lens, rows, capacity = lens[is_hisparse], rows[is_hisparse], capacity[is_hisparse]
     if not len(rows):
         return
     src_device_slots = state.hot_slots.numpy()[rows, np.minimum(lens, capacity) - 1]
-    dst_host_slots = state.host_slots.numpy()[rows, lens - 1]
-    has_slot = dst_host_slots >= 0
-    if not has_slot.all():
-        state.error_flags.numpy()[rows[~has_slot]] |= HotBufferError.NO_HOST_SLOT
-        src_device_slots, dst_host_slots = src_device_slots[has_slot], dst_host_slots[has_slot]
+    dst_host_slots = host_slots_of(state, rows, lens - 1)
     for host, dev in pools:
         host.numpy()[:, dst_host_slots] = dev.numpy()[:, src_device_slots]
 
@@ -253,7 +286,8 @@ def newest_slots(
     hot_slots = state.hot_slots.numpy()[rows, np.minimum(lens, np.maximum(capacity, 1)) - 1]
     out_slots = out.numpy()
     out_slots.fill(ABSENT)
-    out_slots[: len(rows)] = np.where(capacity == 0, dense_slots, hot_slots)
+    slots = np.where(capacity == 0, dense_slots, hot_slots)
+    out_slots[: len(rows)] = np.where(_can_step(state, lens, rows), slots, ABSENT)
 
 
 def _real_requests(
@@ -278,6 +312,24 @@ def _real_requests(
     if num_real > 1 and (np.diff(np.sort(rows)) == 0).any():
         raise KernelArgumentError(f"req_rows: expected distinct rows, got {rows.tolist()}")
     return lens, rows
+
+
+def host_slots_of(state: HotBufferState, rows: Ints, positions: Ints) -> Ints:
+    """Host slots of ``positions`` in ``rows``, of equal shapes or broadcast; ABSENT where there is none."""
+    page_ids = state.host_pages.numpy()[rows, positions // state.page_size].astype(np.int64)
+    slots: Ints = np.where(
+        page_ids == ABSENT, ABSENT, page_ids * state.page_size + positions % state.page_size
+    )
+    return slots
+
+
+def _can_step(state: HotBufferState, lens: Ints, rows: Ints) -> Mask:
+    """Which requests are dense, or have a host slot for their newest position; flags the others."""
+    lacks_slot = (state.capacity.numpy()[rows] > 0) & (host_slots_of(state, rows, lens - 1) < 0)
+    if lacks_slot.any():
+        state.error_flags.numpy()[rows[lacks_slot]] |= HotBufferError.NO_HOST_SLOT
+    can_step: Mask = ~lacks_slot
+    return can_step
 
 
 def _dense_slots(state: HotBufferState, rows: Ints, positions: Ints, is_valid: Mask) -> Table:

@@ -24,7 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import reference
@@ -97,6 +99,9 @@ def swap_in(
     this step does not use: free ones first, then the least recently used by age class
     (``reference.age_classes``), those of one class in the order of their hot_index. Which of the misses
     takes which of these entries is not specified.
+
+    A hisparse row whose newest position has no host page, here and in the functions below, is left out like
+    padding and gets HotBufferError.NO_HOST_SLOT: its token could not be backed up.
 
     Mutates the tables of ``group``, the counters and flags, ``k_dev[layer]`` (and ``v_dev[layer]``), and
     ``miss_plan``, which then holds this call's copies. A request whose selection cannot be served in full
@@ -198,45 +203,73 @@ def replay_misses(
     )
 
 
-def preload(
+def start_row(
     state: HotBufferState,
-    *,
-    group: int,
-    layers: Sequence[int],
     row: int,
+    *,
+    hot_slots: Tensor,
+    host_pages: Tensor,
+    index_pages: Tensor,
     num_tokens: int,
-    positions: Tensor,
+    hints: Sequence[NDArray[np.int32]],
+    layers_of_group: Sequence[Sequence[int]],
     k_host: Tensor,
     k_dev: Tensor,
     v_host: Tensor | None = None,
     v_dev: Tensor | None = None,
-) -> int:
-    """Warm the empty hot buffer of one admitted request before its first step; returns how many positions.
+) -> list[int]:
+    """Make ``row`` a hisparse row, its hot buffer warm in every group; returns how many positions of each.
 
+    ``hot_slots``: integer [capacity], the device slots that the request owns. ``host_pages`` and
+    ``index_pages``: integer [n], ids of its first pages in the host and the index pool. All on the CPU.
     ``num_tokens``: positions [0, num_tokens) are in the host pool. When they leave room for the next token
-    (``num_tokens < capacity``) all of them go to their own hot_index, and ``positions`` is not looked at:
-    such a request misses nothing until it outgrows the buffer. Otherwise ``positions`` (integer [n], the
-    hint; -1 and duplicates allowed) fill the buffer from hot_index 0, the first ``capacity - 1`` distinct
-    ones.
-    ``layers``: the group's layers, all copied.
+    (``num_tokens < capacity``) all of them go to their own hot_index, and ``hints`` are not looked at: such
+    a request misses nothing until it outgrows the buffer. Otherwise a group's hint (int32 [n]; -1 and
+    duplicates allowed) fills the buffer from hot_index 0, with its first ``capacity - 1`` distinct positions.
+    ``hints``: one for each group, or one for all.
+    ``layers_of_group``: at least one each, all copied.
 
-    Runs once a request, reads the tables, and so synchronises. Raises KernelArgumentError for a dense row, a
-    row that is not empty, and a position without host slot.
+    The row must be empty, as ``create`` and ``reset_row`` leave it. On a GPU that is one copy to the device
+    and one launch, on the current stream, which may be a side stream: no other row is touched. Nothing is
+    waited for; pages may be added to the row meanwhile. Raises KernelArgumentError before it changes
+    anything.
     """
-    check_range("group", group, 0, state.num_groups)
-    check_range("row", row, 0, state.num_rows)
-    check_range("num_tokens", num_tokens, 0, state.max_context + 1)
-    check_tensor("positions", positions, dtypes=INTEGERS, shape=(None,), contiguous=False)
     pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
-    for layer in layers:
-        check_range("layers", layer, 0, k_dev.shape[0])
-    if (cuda := _cuda_kernels("preload", state.device)) is not None:
-        num_warm: int = cuda.preload(state, group, layers, row, num_tokens, positions, pools)
-        return num_warm
-    src_host_slots, dst_device_slots = reference.place(state, group, row, num_tokens, positions)
-    for layer in layers:
-        reference.copy_items(pools, layer, src_host_slots, dst_device_slots)
-    return len(src_host_slots)
+    cpu = torch.device("cpu")
+    for name, tensor in (("hot_slots", hot_slots), ("host_pages", host_pages), ("index_pages", index_pages)):
+        check_tensor(name, tensor, dtypes=INTEGERS, shape=(None,), device=cpu)
+    state.check_hisparse(row, hot_slots, host_pages)
+    state.check_pages("index_pages", 0, index_pages)
+    most_tokens = min(state.max_context, host_pages.shape[0] * state.page_size)
+    check_range("num_tokens", num_tokens, 0, most_tokens + 1)
+    if len(layers_of_group) != state.num_groups:
+        raise KernelArgumentError(
+            f"layers_of_group: expected {state.num_groups} groups, got {len(layers_of_group)}"
+        )
+    for layers in layers_of_group:
+        check_at_least("layers_of_group: layers of a group", len(layers), 1)
+        for layer in layers:
+            check_range("layers_of_group", layer, 0, k_dev.shape[0])
+    warm_up = reference.plan_warm_up(state.num_groups, hot_slots.shape[0], num_tokens, hints)
+    if (cuda := _cuda_kernels("start_row", state.device)) is not None:
+        cuda.start_row(state, row, hot_slots, host_pages, index_pages, warm_up, layers_of_group, pools)
+    else:
+        state.assign_row(row, hot_slots, host_pages)
+        state.set_index_pages(row, 0, index_pages)
+        for group, layers in enumerate(layers_of_group):
+            src_host_slots, dst_device_slots = reference.place(state, group, row, warm_up.of_group(group))
+            for layer in layers:
+                reference.copy_items(pools, layer, src_host_slots, dst_device_slots)
+    num_warm: list[int] = warm_up.num_warm.tolist()
+    return num_warm
+
+
+def start_dense_row(state: HotBufferState, row: int, *, pages: Tensor, index_pages: Tensor) -> None:
+    """Make an empty ``row`` a dense row. ``pages``, ``index_pages``: integer [n] on the CPU, the page ids of
+    its first pages in the device and the index pool. Waits for nothing, as ``start_row``.
+    """
+    state.set_pages(row, 0, pages)
+    state.set_index_pages(row, 0, index_pages)
 
 
 def backup_newest(
@@ -253,7 +286,7 @@ def backup_newest(
     """Copy the newest item of every hisparse row, in all layers, to its host slot; dense rows are left alone.
 
     To be called after the model's forward and before the next step's ``swap_in``, which may give the
-    slot away. A row whose newest position has no host slot gets HotBufferError.NO_HOST_SLOT.
+    slot away.
     """
     _check_requests(seq_lens, req_rows, num_real_reqs, seq_lens.shape[0], state)
     pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
@@ -273,7 +306,7 @@ def newest_slots(
 ) -> Tensor:
     """Device slot, int32 [num_reqs], that the model writes each request's newest item to; -1 for padding.
 
-    A dense row whose page is not set gives -1 too.
+    A dense row whose page is not set gives -1 too, and so does a hisparse row whose host page is not.
     """
     _check_requests(seq_lens, req_rows, num_real_reqs, seq_lens.shape[0], state)
     if out is None:

@@ -65,11 +65,17 @@ FLOAT32_TILINGS: Final = (Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 1))
 """Float32 products do without tensor cores."""
 
 
+MAX_DIM: Final = 512
+"""Of a latent: wider ones do not fit in a multiprocessor beside a tile of heads."""
+
+
 def obstacle(device: torch.device, kv_format: KvFormat) -> str | None:
     """Why this backend cannot work on a CUDA device; None when it can."""
     capability = torch.cuda.get_device_capability(device)
     if kv_format.name == FP8_E4M3 and capability < FP8_CAPABILITY:
         return f"fp8 items need compute capability 8.9, not {capability[0]}.{capability[1]}"
+    if (widest := max(kv_format.kv_lora_rank, kv_format.rope_dim)) > MAX_DIM:
+        return f"it holds latents and rotary keys of up to {MAX_DIM} numbers, not {widest}"
     return None
 
 

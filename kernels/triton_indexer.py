@@ -94,7 +94,7 @@ def write_logits(
             head_dim**-0.5,
             KEY_STRIDE=keys.stride(0), SCALE_STRIDE=scales.stride(0), PAGE_SIZE=page_size,
             NUM_HEADS=num_heads, BLOCK_HEADS=max(16, triton.next_power_of_2(num_heads)),
-            HEAD_DIM=head_dim, BLOCK_DIM=triton.next_power_of_2(head_dim), TILE=tuning.tile,
+            HEAD_DIM=head_dim, BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)), TILE=tuning.tile,
             IS_FLOAT32=is_float32, IS_FP8=key_format == "fp8_e4m3",
             MIN_TILES=MIN_TILES, NUM_STAGES=tuning.num_stages, num_warps=tuning.num_warps,
         )  # fmt: skip
@@ -189,8 +189,15 @@ def _logits_kernel(
             products = tl.zeros([TILE, BLOCK_HEADS], dtype=tl.float32)
             for first_dim in tl.static_range(0, HEAD_DIM, 16):
                 some = first_dim + tl.arange(0, 16)
-                key = tl.load(key_rows[:, None] + some[None, :]).to(tl.float32)
-                q = tl.load(q_rows[None, :] + some[:, None], mask=is_head[None, :], other=0.0)
+                if HEAD_DIM % 16 == 0:
+                    key = tl.load(key_rows[:, None] + some[None, :]).to(tl.float32)
+                    q = tl.load(q_rows[None, :] + some[:, None], mask=is_head[None, :], other=0.0)
+                else:
+                    is_some = some < HEAD_DIM
+                    key = tl.load(key_rows[:, None] + some[None, :], mask=is_some[None, :], other=0.0)
+                    key = key.to(tl.float32)
+                    both = is_head[None, :] & is_some[:, None]
+                    q = tl.load(q_rows[None, :] + some[:, None], mask=both, other=0.0)
                 products = tl.dot(key, q.to(tl.float32), products, input_precision="ieee")
         else:
             if BLOCK_DIM == HEAD_DIM:

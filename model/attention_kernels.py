@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+import torch
+
 from kernels.attention import AttentionBackend, TorchAttention, attention_beside, choose_backend
+from kernels.gpu_sizes import check_indexer_sizes
 from kernels.kv_format import IndexKeyFormat, KvFormat
 from kernels.paged_indexer import IndexerScratch
 from model.dsa import DsaModel
 from model.spec import ModelSpec
+from protocol.settings import NodeSettings
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +32,22 @@ class AttentionKernels:
         """The torch reference, for any device."""
         return cls(spec.item_format, spec.index_key_format, TorchAttention(spec.item_format))
 
+    @staticmethod
+    def check(spec: ModelSpec, settings: NodeSettings) -> None:
+        """Raise what ``choose`` and the first steps would, before the model is loaded: AttentionBackendError,
+        and KernelSizeError for a size that a kernel of the device cannot take.
+        """
+        device = torch.device(settings.device)
+        _choose_attention(spec, device, settings.attention_backend)
+        if device.type == "cuda":
+            check_indexer_sizes(
+                num_heads=spec.index_num_heads,
+                head_dim=spec.index_head_dim,
+                top_k=spec.index_topk,
+                context_length=spec.context_length,
+                key_format=spec.index_format,
+            )
+
     @classmethod
     def choose(cls, model: DsaModel, backend: str, *, scratch_tokens: int) -> AttentionKernels:
         """For the model's device; ``scratch_tokens``: queries that the indexer scores at a time on a GPU.
@@ -35,13 +55,7 @@ class AttentionKernels:
         Raises AttentionBackendError when ``backend`` cannot work there.
         """
         spec, device = model.spec, model.device
-        attention = choose_backend(
-            backend,
-            device=device,
-            kv_format=spec.item_format,
-            num_heads=model.num_heads,
-            top_k=spec.index_topk,
-        )
+        attention = _choose_attention(spec, device, backend)
         log.info("attention backend %s for %s items: %s", attention.name, spec.kv_format, attention.reason)
         scratch = None
         if device.type == "cuda":
@@ -60,3 +74,13 @@ class AttentionKernels:
             replace(self, attention=attention, indexer_scratch=scratch)
             for scratch in self.indexer_scratch.split(num_parts)
         ]
+
+
+def _choose_attention(spec: ModelSpec, device: torch.device, backend: str) -> AttentionBackend:
+    return choose_backend(
+        backend,
+        device=device,
+        kv_format=spec.item_format,
+        num_heads=spec.num_heads,
+        top_k=spec.index_topk,
+    )

@@ -38,8 +38,10 @@ class ModelSpec:
     """Index group of each layer: the same number for a layer with an indexer and the shared layers behind
     it.
     """
+    num_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
+    index_num_heads: int
     index_head_dim: int
     index_topk: int
     context_length: int
@@ -152,8 +154,10 @@ def load_spec(
         model_type=config["model_type"],
         num_layers=num_layers,
         index_group_of_layer=_index_groups(config, path, num_layers),
+        num_heads=_integer(config, path, "num_attention_heads"),
         kv_lora_rank=_integer(config, path, "kv_lora_rank"),
         qk_rope_head_dim=_integer(config, path, "qk_rope_head_dim"),
+        index_num_heads=_integer(config, path, "index_n_heads"),
         index_head_dim=_integer(config, path, "index_head_dim"),
         index_topk=_integer(config, path, "index_topk"),
         context_length=context_length or model_context,

@@ -20,9 +20,17 @@ import msgspec
 import torch
 
 from kernels.attention import AttentionBackendError
-from kernels.device_memory import DeviceMemory, DeviceMemoryError, DeviceMissingError, check_devices
+from kernels.device_memory import (
+    DeviceMemory,
+    DeviceMemoryError,
+    DeviceMissingError,
+    check_devices,
+    use_device,
+)
+from kernels.gpu_sizes import KernelSizeError
 from kernels.host_memory import HostMemoryError
 from kernels.row_math import fix_products
+from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.loader import load_model
 from model.spec import CheckpointError, ModelSpec, spec_of
@@ -91,6 +99,7 @@ START_ERRORS = (
     DeviceMemoryError,
     DeviceMissingError,
     HostMemoryError,
+    KernelSizeError,
     PrefillSettingsError,
     TransferSetupError,
 )
@@ -108,7 +117,9 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
     try:
         with process.start_errors(*START_ERRORS):
             check_devices((settings.device, *settings.expert_devices))
+            use_device(settings.device)
             spec = spec_of(settings)
+            AttentionKernels.check(spec, settings)
             transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
             model = load_model(
                 settings.model_path,

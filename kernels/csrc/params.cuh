@@ -1,6 +1,10 @@
 // What the kernels are given: plain structs, passed by value; kernels/cuda.py mirrors them field by field.
 #pragma once
 
+#ifndef PAGE_SIZE
+#define PAGE_SIZE 64             // token slots of a page, in every pool
+#endif
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -8,7 +12,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 constexpr int ABSENT = -1;       // no position, no hot_index, no slot
-constexpr int CLAIMED = -2;      // position_to_hot of a miss whose entry is being chosen, inside one launch only
+constexpr int CLAIMED = -2;      // host_to_hot of a miss whose entry is being chosen, inside one launch only
 constexpr int HITS = 0, MISSES = 1, EVICTIONS = 2;
 constexpr int TOO_MANY_MISSES = 1, BAD_POSITION = 2, NO_HOST_SLOT = 4;
 constexpr int WARP = 32;
@@ -27,18 +31,17 @@ struct Pool {
 
 // The tables of one group (kernels/hot_state.py says what they hold); row-major, one row a request.
 struct Tables {
-    int* position_to_hot;        // [num_rows][max_context]
-    int* hot_to_position;        // [num_rows][max_capacity]
+    int* host_to_hot;            // [number of host slots + 1]
+    int* hot_to_host;            // [num_rows][max_capacity]
     int* stamps;                 // [num_rows][max_capacity]
     int* step;                   // [num_rows]
     const int* hot_slots;        // [num_rows][max_capacity]
     const int* capacity;         // [num_rows]
     const int* page_table;       // [num_rows][max_pages]
-    const i64* host_slots;       // [num_rows][max_context]
+    const int* host_pages;       // [num_rows][max_pages]
     i64* counters;               // [num_rows][3]
     int* error_flags;            // [num_rows]
-    int num_rows, max_context, max_capacity, max_pages, page_size;
-    int padding;
+    int num_rows, max_context, max_capacity, max_pages;
 };
 
 // The batch; padding requests come last.
@@ -102,17 +105,42 @@ struct SwapInParams {
     int slice_len;               // positions of a slice, the last one may be shorter
     int layer;
     int hot_slots_in_shared;     // a row's hot_slots fit in shared memory, and are worth it
+    int host_pages_in_shared;    // likewise
     int max_early;               // misses that a block fetches while their entries are being chosen
-    int reads_ahead;             // host slots are read for hits, too, to know them sooner for misses
+    int reads_ahead;             // early ones are chosen as they are seen, before duplicates are told apart
     int spreads;                 // blocks help each other with copies; else each makes its own
     int keeps_place;             // units go by multiprocessor, of which each has one block
+    int padding;
 };
 
 struct CopyParams {
     Plan plan;
     Pool pools[MAX_POOLS];
-    const int* layers;           // [num_layers] or null: just `first_layer`
-    int num_layers, first_layer;
+    int layer;
+    int padding;
+};
+
+// What one row of the tables starts with. `staged` holds, one behind the other, in int32: [num_hot_slots] hot_slots,
+// [num_host_pages] host_pages, [num_index_pages] index_pages, [num_layers] FilledLayer, [num_groups] positions to warm
+// up, and [num_hints][max_warm] these positions.
+struct FilledLayer {
+    int layer, group;
+    int enters;                  // the first one of its group, which enters the positions in the tables
+};
+struct FillParams {
+    Tables tables;               // of the first group
+    Pool pools[MAX_POOLS];
+    const int* staged;
+    int* hot_slots;              // the row's own part of the tables that swap-ins only read
+    int* host_pages;
+    int* index_pages;
+    int* capacity;
+    i64 group_host_slots;        // ints from one group's host_to_hot to the next one's
+    i64 group_entries;           // likewise of hot_to_host and stamps
+    int row, num_hot_slots, num_host_pages, num_index_pages;
+    int num_layers, num_groups;
+    int max_warm;                // of any group
+    int num_hints;               // num_groups, or 1: all groups share it
 };
 
 struct BackupParams {
@@ -150,7 +178,17 @@ __device__ __forceinline__ Request load_request(const Requests& requests, const 
     return {is_real ? static_cast<int>(row) : ABSENT, static_cast<int>(seq_len)};
 }
 
+__device__ __forceinline__ int page_of(int position) { return static_cast<u32>(position) / PAGE_SIZE; }
+
+__device__ __forceinline__ int slot_in_page(int page_id, int position) {
+    return page_id == ABSENT ? ABSENT : page_id * PAGE_SIZE + static_cast<int>(static_cast<u32>(position) % PAGE_SIZE);
+}
+
 __device__ __forceinline__ int dense_slot(const Tables& tables, int row, int position) {
-    const int page_id = tables.page_table[static_cast<i64>(row) * tables.max_pages + position / tables.page_size];
-    return page_id == ABSENT ? ABSENT : page_id * tables.page_size + position % tables.page_size;
+    return slot_in_page(tables.page_table[static_cast<i64>(row) * tables.max_pages + page_of(position)], position);
+}
+
+__device__ __forceinline__ int host_slot_of(const Tables& tables, int row, int position) {
+    return slot_in_page(__ldg(tables.host_pages + static_cast<i64>(row) * tables.max_pages + page_of(position)),
+                        position);
 }

@@ -33,17 +33,13 @@ typedef Barrier<4, NUM_PLANNERS + NUM_FETCHERS * WARP> EarlyDone;      // fetche
 struct Mailbox {
     int unit;                            // ABSENT: nothing to plan
     int num_early;                       // items to fetch, if not more than max_early
-    u64 host_slots[MAX_EARLY];
+    int host_slots[MAX_EARLY];
     int device_slots[MAX_EARLY];         // ABSENT: has no place, or another block fetches it
 
     static __device__ __forceinline__ void post(int& to, int value) { atomicExch(&to, value); }
-    static __device__ __forceinline__ void post(u64& to, i64 value) { atomicExch(&to, static_cast<u64>(value)); }
     // By a whole warp.
     static __device__ __forceinline__ int read(int& from, int lane) {
         return __shfl_sync(~0u, lane == 0 ? atomicAdd(&from, 0) : 0, 0);
-    }
-    static __device__ __forceinline__ i64 read(u64& from, int lane) {
-        return static_cast<i64>(__shfl_sync(~0u, lane == 0 ? atomicCAS(&from, 0ull, 0ull) : 0ull, 0));
     }
 };
 
@@ -66,7 +62,7 @@ struct PlanShared {
     int buckets[NUM_BUCKETS];
     u32 warp_sums[NUM_PLANNER_WARPS];
     Mailbox mail;
-    int num_claimed, num_misses, num_late, num_left, num_evictions, flags;
+    int num_misses, num_late, num_left, num_evictions, flags;
     int request_misses, first_rank;
     int plan_start;
     int unit;                            // ABSENT: nothing to plan
@@ -75,6 +71,7 @@ struct PlanShared {
 // Of the size that the launch gives.
 struct PlanDynamic {
     int* hot_slots;                      // [max_capacity, rounded up to ENTRIES_PER_ROUND], if they are kept here
+    int* host_pages;                     // [max_pages, rounded up to 4], if they are kept here
     u8* ages;                            // [max_capacity, rounded up likewise], classes before this step
     u16* entries;                        // [NUM_PLANNERS * POSITIONS_PER_THREAD] hot_index that each miss takes
 };
@@ -83,25 +80,25 @@ struct PlanDynamic {
 struct HotRow {
     int row, req, seq_len, capacity, now;
     bool fits;                           // every position has its own entry
-    int newest_entry;
-    int* position_to_hot;                // [max_context], the row's part of each table
-    int* hot_to_position;                // [max_capacity]
+    int newest_entry, newest_host_slot;
+    int former_newest;                   // what is at newest_entry before this step; known to one thread
+    int* host_to_hot;                    // of all rows
+    int* hot_to_host;                    // [max_capacity], the row's part of each table
     int* stamps;                         // [max_capacity]
     const int* hot_slots;                // [max_capacity]; in shared memory if they are kept there
-    const i64* host_slots;               // [max_context]
 };
 
 // The positions of one thread: slice[k * NUM_PLANNERS + tid].
 struct Selection {
     int position[POSITIONS_PER_THREAD];
     int hot[POSITIONS_PER_THREAD];       // hot_index, ABSENT for a miss
-    int miss[POSITIONS_PER_THREAD];      // number of the miss that this thread claimed and has a host slot, or ABSENT
+    int host_slot[POSITIONS_PER_THREAD];
+    int miss[POSITIONS_PER_THREAD];      // number of the miss that this thread claimed, or ABSENT
     int early[POSITIONS_PER_THREAD];     // number among the early copies, or ABSENT
-    i64 src_host_slot[POSITIONS_PER_THREAD];
     u32 is_claimed;                      // a bit a k: this thread was the first to ask for the missing position
 };
 
-// Which entries hold what this slice selects; `mine` holds valid positions and what position_to_hot says of them.
+// Which entries hold what this slice selects; `mine` holds valid positions and what host_to_hot says of them.
 // is_used must be clear. Returns whether a position is missing; planners and courier call it.
 __device__ __forceinline__ bool look_up(
     PlanShared& s, const HotRow& r, Selection& mine, bool reads_ahead, int max_early) {
@@ -114,10 +111,10 @@ __device__ __forceinline__ bool look_up(
             atomicOr(&s.is_used[mine.hot[k] / 32], 1u << (mine.hot[k] % 32));
         } else if (mine.position[k] != ABSENT) {
             is_missing = true;
-            if (!reads_ahead || mine.src_host_slot[k] < 0) continue;
+            if (!reads_ahead) continue;
             const int number = atomicAdd(&s.mail.num_early, 1);
             if (number >= max_early) continue;
-            Mailbox::post(s.mail.host_slots[number], mine.src_host_slot[k]);
+            Mailbox::post(s.mail.host_slots[number], mine.host_slot[k]);
             Mailbox::post(s.mail.device_slots[number], ABSENT);
             mine.early[k] = number;
         }
@@ -147,69 +144,55 @@ __device__ __forceinline__ int share_used(const PlanShared& s, const HotRow& r, 
 
 // The newest position takes its fixed entry from whoever is there. One thread of the request calls it.
 __device__ __forceinline__ void place_newest(PlanShared& s, const HotRow& r) {
-    const int newest = r.seq_len - 1;
-    const int occupant = __ldcg(r.hot_to_position + r.newest_entry);
-    if (occupant != newest) {
+    const int occupant = r.former_newest;
+    if (occupant != r.newest_host_slot) {
         if (occupant != ABSENT) {
             // Somebody may have claimed it as a miss, now or already.
-            atomicCAS(r.position_to_hot + occupant, r.newest_entry, ABSENT);
+            atomicCAS(r.host_to_hot + occupant, r.newest_entry, ABSENT);
             atomicAdd(&s.num_evictions, 1);
         }
-        r.position_to_hot[newest] = r.newest_entry;
-        r.hot_to_position[r.newest_entry] = newest;
+        r.host_to_hot[r.newest_host_slot] = r.newest_entry;
+        r.hot_to_host[r.newest_entry] = r.newest_host_slot;
     }
     r.stamps[r.newest_entry] = r.now;
 }
 
-// Number the misses that this block is the first to ask for and that have a host slot: [0, num_misses). Every planner
-// calls it; they must meet before it uses the result.
+// Number the misses that this block is the first to ask for: [0, num_misses). Every planner calls it; they must meet
+// before it uses the result.
 __device__ __forceinline__ void claim_misses(
     PlanShared& s, const HotRow& r, Selection& mine, bool reads_ahead, int max_early, int lane) {
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-        const int position = mine.position[k];
-        if (position == ABSENT || mine.hot[k] >= 0) continue;
+        if (mine.position[k] == ABSENT || mine.hot[k] >= 0) continue;
         // Whoever finds another value than CLAIMED is the first of the duplicates.
-        if (atomicExch(r.position_to_hot + position, CLAIMED) != CLAIMED) mine.is_claimed |= 1u << k;
-        if (!reads_ahead) mine.src_host_slot[k] = __ldg(r.host_slots + position);
+        if (atomicExch(r.host_to_hot + mine.host_slot[k], CLAIMED) != CLAIMED) mine.is_claimed |= 1u << k;
     }
-    u32 placeable[POSITIONS_PER_THREAD];     // a bit a lane
-    int num_claimed = 0, num_placeable = 0;
-    bool lacks_host_slot = false;
+    u32 claimed[POSITIONS_PER_THREAD];       // a bit a lane
+    int num_claimed = 0;
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-        const bool is_claimed = mine.is_claimed >> k & 1;
-        const bool is_placeable = is_claimed && mine.src_host_slot[k] >= 0;
-        lacks_host_slot |= is_claimed && !is_placeable;
-        num_claimed += __popc(__ballot_sync(~0u, is_claimed));
-        placeable[k] = __ballot_sync(~0u, is_placeable);
-        num_placeable += __popc(placeable[k]);
-        mine.miss[k] = is_placeable ? 0 : ABSENT;
+        claimed[k] = __ballot_sync(~0u, mine.is_claimed >> k & 1);
+        num_claimed += __popc(claimed[k]);
     }
-    if (num_claimed > 0) {
-        int first = 0;
-        if (lane == 0) {
-            atomicAdd(&s.num_claimed, num_claimed);
-            first = atomicAdd(&s.num_misses, num_placeable);
-        }
-        first = __shfl_sync(~0u, first, 0);
-        int num_late = 0;
+    if (num_claimed == 0) return;
+    int first = 0;
+    if (lane == 0) first = atomicAdd(&s.num_misses, num_claimed);
+    first = __shfl_sync(~0u, first, 0);
+    int num_late = 0;
 #pragma unroll
-        for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-            if (mine.miss[k] == 0) {
-                mine.miss[k] = first + __popc(placeable[k] & ((1u << lane) - 1));
-                if (!reads_ahead && mine.miss[k] < max_early) {
-                    mine.early[k] = mine.miss[k];
-                    Mailbox::post(s.mail.host_slots[mine.miss[k]], mine.src_host_slot[k]);
-                    Mailbox::post(s.mail.device_slots[mine.miss[k]], ABSENT);
-                }
+    for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
+        if (mine.is_claimed >> k & 1) {
+            mine.miss[k] = first + __popc(claimed[k] & ((1u << lane) - 1));
+            if (!reads_ahead && mine.miss[k] < max_early) {
+                mine.early[k] = mine.miss[k];
+                Mailbox::post(s.mail.host_slots[mine.miss[k]], mine.host_slot[k]);
+                Mailbox::post(s.mail.device_slots[mine.miss[k]], ABSENT);
             }
-            num_late += __popc(__ballot_sync(~0u, mine.miss[k] != ABSENT && mine.early[k] == ABSENT));
-            first += __popc(placeable[k]);
         }
-        if (lane == 0 && num_late) atomicAdd(&s.num_late, num_late);
+        num_late += __popc(__ballot_sync(~0u, mine.miss[k] != ABSENT && mine.early[k] == ABSENT));
+        first += __popc(claimed[k]);
     }
-    if (lacks_host_slot) atomicOr(&s.flags, NO_HOST_SLOT);
+    if (lane == 0 && num_late) atomicAdd(&s.num_late, num_late);
 }
 
 __device__ __forceinline__ u32 age_class(int stamp, int now) {
@@ -327,29 +310,28 @@ __device__ __forceinline__ void take_entries(
     PlanShared& s, const PlanDynamic& d, const HotRow& r, int num_served, Selection& mine) {
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-        const int position = mine.position[k];
         if (!(mine.is_claimed >> k & 1)) continue;
-        if (mine.miss[k] == ABSENT || mine.miss[k] >= num_served) {
+        if (mine.miss[k] >= num_served) {
             mine.miss[k] = ABSENT;
-            r.position_to_hot[position] = ABSENT;
+            r.host_to_hot[mine.host_slot[k]] = ABSENT;
             continue;
         }
         const int entry = d.entries[mine.miss[k]];
-        const int evicted = __ldcg(r.hot_to_position + entry);
+        const int evicted = __ldcg(r.hot_to_host + entry);
         if (evicted != ABSENT) {
-            r.position_to_hot[evicted] = ABSENT;
+            r.host_to_hot[evicted] = ABSENT;
             atomicAdd(&s.num_evictions, 1);
         }
-        r.position_to_hot[position] = entry;
-        r.hot_to_position[entry] = position;
+        r.host_to_hot[mine.host_slot[k]] = entry;
+        r.hot_to_host[entry] = mine.host_slot[k];
         r.stamps[entry] = r.now;
         mine.hot[k] = entry;
     }
 }
 
 // What the first to claim a missing position got: a hot_index or ABSENT.
-__device__ __forceinline__ int find_duplicate(const HotRow& r, int position) {
-    const volatile int* hot = r.position_to_hot + position;
+__device__ __forceinline__ int find_duplicate(const HotRow& r, int host_slot) {
+    const volatile int* hot = r.host_to_hot + host_slot;
     int entry;
     Patience patience;
     do {

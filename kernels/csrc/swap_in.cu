@@ -32,7 +32,8 @@ __device__ __forceinline__ PlanDynamic carve(u8* memory, const SwapInParams& p) 
     const int capacity = (p.tables.max_capacity + ENTRIES_PER_ROUND - 1) / ENTRIES_PER_ROUND * ENTRIES_PER_ROUND;
     PlanDynamic d;
     d.hot_slots = reinterpret_cast<int*>(memory);
-    d.ages = reinterpret_cast<u8*>(d.hot_slots + (p.hot_slots_in_shared ? capacity : 0));
+    d.host_pages = d.hot_slots + (p.hot_slots_in_shared ? capacity : 0);
+    d.ages = reinterpret_cast<u8*>(d.host_pages + (p.host_pages_in_shared ? (p.tables.max_pages + 3) / 4 * 4 : 0));
     d.entries = reinterpret_cast<u16*>(d.ages + capacity);
     return d;
 }
@@ -46,6 +47,16 @@ __device__ __forceinline__ void prefetch_hot_slots(
 #pragma unroll 1
     for (int i = step * tid; i < num; i += step * (NUM_PLANNERS + WARP))
         copy_async(d.hot_slots + i, r.hot_slots + i, 4 * step);
+}
+
+// Many positions ask for few pages each: from shared memory that is quicker than from a cache.
+__device__ __forceinline__ void prefetch_host_pages(
+    const SwapInParams& p, const PlanDynamic& d, const int* host_pages, int num_pages, int tid) {
+    const int step = p.tables.max_pages % 4 == 0 ? 4 : 1;
+#pragma unroll 1
+    for (int i = step * tid; i < num_pages; i += step * (NUM_PLANNERS + WARP))
+        copy_async(d.host_pages + i, host_pages + i, 4 * step);
+    end_async_group();
 }
 
 // When all blocks have arrived: what changes between launches, and nobody reads any more.
@@ -134,7 +145,7 @@ __device__ __forceinline__ void place_misses(
         const int dst = dst_device_slot[k] = r.hot_slots[mine.hot[k]];
         *out_of(p, r, k, b) = dst;
         if (records) {
-            p.plan.src_host_slots[s.plan_start + mine.miss[k]] = mine.src_host_slot[k];
+            p.plan.src_host_slots[s.plan_start + mine.miss[k]] = mine.host_slot[k];
             p.plan.dst_device_slots[s.plan_start + mine.miss[k]] = dst;
         }
         if (mine.early[k] != ABSENT) Mailbox::post(s.mail.device_slots[mine.early[k]], dst);
@@ -162,7 +173,7 @@ __device__ __forceinline__ void place_misses(
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
         if (mine.miss[k] != ABSENT && mine.early[k] == ABSENT)
             left[s.buckets[mine.position[k] >> bucket_shift] + in_bucket[k]] =
-                {mine.src_host_slot[k], dst_device_slot[k]};
+                {mine.host_slot[k], dst_device_slot[k]};
     Planning::wait();
     b.num_left += s.num_left;
     if (is_last && !b.has_arrived) arrive(p, round, b);
@@ -170,7 +181,7 @@ __device__ __forceinline__ void place_misses(
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
         // Missing, and not the first to ask: what the first one got. Or there was no place.
         if (mine.position[k] == ABSENT || mine.hot[k] >= 0) continue;
-        const int entry = mine.is_claimed >> k & 1 ? ABSENT : find_duplicate(r, mine.position[k]);
+        const int entry = mine.is_claimed >> k & 1 ? ABSENT : find_duplicate(r, mine.host_slot[k]);
         *out_of(p, r, k, b) = entry == ABSENT ? ABSENT : r.hot_slots[entry];
     }
 }
@@ -178,13 +189,13 @@ __device__ __forceinline__ void place_misses(
 // Planners and courier.
 __device__ __forceinline__ void resolve_hisparse(
     const SwapInParams& p, Round& round, PlanShared& s, const PlanDynamic& d, const HotRow& r, Selection& mine,
-    bool is_bad, bool is_last, Block& b) {
+    int flags, bool is_last, Block& b) {
     const Tables& t = p.tables;
     const bool is_split = p.num_slices > 1, reads_ahead = p.reads_ahead;
     u32* is_used = is_split ? reinterpret_cast<u32*>(&round + 1) + r.req * ((t.max_capacity + 31) / 32) : nullptr;
     RequestWord& word = round.requests[is_split ? r.req : 0];
 
-    if (is_bad) atomicOr(&s.flags, BAD_POSITION);
+    if (flags) atomicOr(&s.flags, flags);
     const bool has_misses = look_up(s, r, mine, reads_ahead, p.max_early);
     if (b.is_planner && (reads_ahead || !has_misses)) EarlyKnown::arrive();
     b.has_missed |= has_misses;
@@ -236,7 +247,7 @@ __device__ __forceinline__ void resolve_hisparse(
     else if (b.is_planner) EarlyPlaced::arrive();
     if (b.tid == 0) {
         if (!is_split) t.step[r.row] = r.now;
-        count(t, r.row, MISSES, s.num_claimed);
+        count(t, r.row, MISSES, s.num_misses);
         count(t, r.row, EVICTIONS, s.num_evictions);
         if (s.flags) atomicOr(t.error_flags + r.row, s.flags);
     }
@@ -386,40 +397,66 @@ __device__ __forceinline__ void plan_requests(
         }
         mine.is_claimed = 0;
         const Request request = load_request(p.requests, p.tables, req);
-        const int row = request.row;
+        int row = request.row;
         HotRow r;
         r.row = row;
         r.req = req;
         r.seq_len = request.seq_len;
         r.capacity = 0;
+        r.host_to_hot = p.tables.host_to_hot;
+        r.newest_host_slot = ABSENT;
+        const int* host_pages = p.tables.host_pages + static_cast<i64>(max(row, 0)) * p.tables.max_pages;
         if (row != ABSENT) {
             const i64 row_start = static_cast<i64>(row) * p.tables.max_capacity;
-            const i64 context_start = static_cast<i64>(row) * p.tables.max_context;
-            r.position_to_hot = p.tables.position_to_hot + context_start;
-            r.host_slots = p.tables.host_slots + context_start;
-            r.hot_to_position = p.tables.hot_to_position + row_start;
+            r.hot_to_host = p.tables.hot_to_host + row_start;
             r.stamps = p.tables.stamps + row_start;
             r.hot_slots = p.tables.hot_slots + row_start;
             r.capacity = min(p.tables.capacity[row], p.tables.max_capacity);
             r.now = __ldcg(p.tables.step + row) + 1;
         }
-        bool is_bad = false;
+        if (p.host_pages_in_shared && row != ABSENT)
+            prefetch_host_pages(p, d, host_pages, page_of(r.seq_len - 1) + 1, b.tid);
+        if (p.hot_slots_in_shared && row != ABSENT) prefetch_hot_slots(p, d, r, b.tid);
+        if (p.host_pages_in_shared) {
+            wait_for_async_groups();
+            Planning::wait();
+        }
+        const auto host_slot_at = [&](int position) {
+            const int page = page_of(position);
+            return slot_in_page(p.host_pages_in_shared ? d.host_pages[page] : __ldg(host_pages + page), position);
+        };
+        if (row != ABSENT) r.newest_host_slot = host_slot_at(r.seq_len - 1);
+        int flags = 0;
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
             const int position = mine.position[k];
             const bool is_valid = row != ABSENT && position >= 0 && position < r.seq_len;
-            is_bad |= row != ABSENT && position != ABSENT && !is_valid;
+            if (row != ABSENT && position != ABSENT && !is_valid) flags = BAD_POSITION;
             if (!is_valid) mine.position[k] = ABSENT;
-            mine.hot[k] = is_valid ? __ldcg(r.position_to_hot + position) : ABSENT;
-            if (p.reads_ahead) mine.src_host_slot[k] = is_valid ? __ldg(r.host_slots + position) : ABSENT;
+            mine.host_slot[k] = is_valid ? host_slot_at(position) : ABSENT;
         }
-        if (p.hot_slots_in_shared && row != ABSENT) prefetch_hot_slots(p, d, r, b.tid);
+#pragma unroll
+        for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
+            mine.hot[k] = mine.host_slot[k] >= 0 ? __ldcg(r.host_to_hot + mine.host_slot[k]) : ABSENT;
+        r.newest_entry = min(r.seq_len, r.capacity) - 1;
+        if (r.capacity > 0 && b.slice == 0 && b.tid == 0) r.former_newest = __ldcg(r.hot_to_host + r.newest_entry);
+        if (r.capacity > 0 && r.newest_host_slot < 0) {  // its token could not be backed up: as if it were padding
+            if (b.slice == 0 && b.tid == 0) atomicOr(p.tables.error_flags + row, NO_HOST_SLOT);
+            row = ABSENT;
+            r.capacity = 0;
+            flags = 0;
+        }
+#pragma unroll
+        for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
+            if (r.capacity > 0 && mine.position[k] != ABSENT && mine.host_slot[k] < 0) flags |= NO_HOST_SLOT;
+            if (row == ABSENT || (r.capacity > 0 && mine.host_slot[k] < 0)) mine.position[k] = ABSENT;
+        }
 #pragma unroll 1
         for (int i = b.tid; i < (p.tables.max_capacity + 31) / 32; i += NUM_PLANNERS + WARP) s.is_used[i] = 0;
         if (b.tid < NUM_BUCKETS) s.buckets[b.tid] = 0;
         if (b.tid == 0) {
             Mailbox::post(s.mail.num_early, 0);
-            s.num_claimed = s.num_misses = s.num_late = s.num_left = s.num_evictions = s.flags = 0;
+            s.num_misses = s.num_late = s.num_left = s.num_evictions = s.flags = 0;
         }
         if (p.hot_slots_in_shared) {
             r.hot_slots = d.hot_slots;
@@ -433,8 +470,7 @@ __device__ __forceinline__ void plan_requests(
         ++turn;
         if (r.capacity > 0) {
             r.fits = r.seq_len <= r.capacity;
-            r.newest_entry = min(r.seq_len, r.capacity) - 1;
-            resolve_hisparse(p, round, s, d, r, mine, is_bad, is_last, b);
+            resolve_hisparse(p, round, s, d, r, mine, flags, is_last, b);
         } else {
 #pragma unroll
             for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
@@ -443,7 +479,7 @@ __device__ __forceinline__ void plan_requests(
                     p.out[static_cast<i64>(req) * p.top_k + i] =
                         mine.position[k] == ABSENT ? ABSENT : dense_slot(p.tables, row, mine.position[k]);
             }
-            if (is_bad) atomicOr(&p.tables.error_flags[row], BAD_POSITION);
+            if (flags) atomicOr(&p.tables.error_flags[row], flags);
             if (b.is_planner) {
                 EarlyKnown::arrive();
                 EarlyPlaced::arrive();
@@ -466,7 +502,7 @@ __device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round,
         const bool is_last = request_of(p, unit) + (turn + 1) * p.stride >= num_reqs;
         const int num_early = min(Mailbox::read(mail.num_early, b.lane), p.max_early);
         EarlyItem items[ITEMS_PER_FETCHER];
-        i64 host_slots[ITEMS_PER_FETCHER];
+        int host_slots[ITEMS_PER_FETCHER];
 #pragma unroll
         for (int k = 0; k < ITEMS_PER_FETCHER; ++k) {
             const int number = k * NUM_FETCHERS + b.warp - FIRST_FETCHER;
@@ -547,19 +583,55 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) swap_in(const __gri
     copy_left(p, schedule, b.lane);
 }
 
-// grid: any; one warp an item and layer. Every block takes copies that follow each other, which are likely to be near
-// each other in host memory.
+// grid: any; one warp an item. Every block takes copies that follow each other, which are likely to be near each other
+// in host memory.
 extern "C" __global__ void copy_planned(const __grid_constant__ CopyParams p) {
     wait_for_kernel_in_front();
     let_next_kernel_get_ready();
     const int lane = threadIdx.x % WARP, num_warps_of_block = blockDim.x / WARP;
-    const i64 num_misses = *p.plan.num_misses, num_items = num_misses * p.num_layers;
+    const i64 num_misses = *p.plan.num_misses;
+    const i64 begin = num_misses * blockIdx.x / gridDim.x, end = num_misses * (blockIdx.x + 1) / gridDim.x;
+#pragma unroll 1
+    for (i64 i = begin + threadIdx.x / WARP; i < end; i += num_warps_of_block)
+        fetch_item(p.pools, p.layer, {p.plan.src_host_slots[i], p.plan.dst_device_slots[i]}, lane);
+}
+
+// grid: any; one warp an item and layer. The row is empty, and its swap-ins come later: nothing here has to be in order.
+extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
+    wait_for_kernel_in_front();
+    let_next_kernel_get_ready();
+    const int* hot_slots = p.staged;
+    const int* host_pages = hot_slots + p.num_hot_slots;
+    const int* index_pages = host_pages + p.num_host_pages;
+    const FilledLayer* layers = reinterpret_cast<const FilledLayer*>(index_pages + p.num_index_pages);
+    const int* num_warm = reinterpret_cast<const int*>(layers + p.num_layers);
+    const int* positions = num_warm + p.num_groups;
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x, num_threads = gridDim.x * blockDim.x;
+#pragma unroll 1
+    for (int i = thread; i < p.num_hot_slots; i += num_threads) p.hot_slots[i] = hot_slots[i];
+#pragma unroll 1
+    for (int i = thread; i < p.num_host_pages; i += num_threads) p.host_pages[i] = host_pages[i];
+#pragma unroll 1
+    for (int i = thread; i < p.num_index_pages; i += num_threads) p.index_pages[i] = index_pages[i];
+    if (thread == 0) *p.capacity = p.num_hot_slots;
+
+    const int lane = threadIdx.x % WARP, num_warps_of_block = blockDim.x / WARP;
+    const i64 num_items = static_cast<i64>(p.num_layers) * p.max_warm;
     const i64 begin = num_items * blockIdx.x / gridDim.x, end = num_items * (blockIdx.x + 1) / gridDim.x;
 #pragma unroll 1
     for (i64 i = begin + threadIdx.x / WARP; i < end; i += num_warps_of_block) {
-        const i64 miss = i % num_misses;
-        const int layer = p.layers ? p.layers[i / num_misses] : p.first_layer;
-        fetch_item(p.pools, layer, {p.plan.src_host_slots[miss], p.plan.dst_device_slots[miss]}, lane);
+        const FilledLayer filled = layers[i / p.max_warm];
+        const int entry = static_cast<int>(i % p.max_warm);
+        if (entry >= num_warm[filled.group]) continue;
+        const int position = positions[(p.num_hints == 1 ? 0 : static_cast<i64>(filled.group)) * p.max_warm + entry];
+        const int host_slot = slot_in_page(host_pages[page_of(position)], position);
+        if (lane == 0 && filled.enters) {
+            const i64 of_row = filled.group * p.group_entries + static_cast<i64>(p.row) * p.tables.max_capacity;
+            p.tables.host_to_hot[filled.group * p.group_host_slots + host_slot] = entry;
+            p.tables.hot_to_host[of_row + entry] = host_slot;
+            p.tables.stamps[of_row + entry] = 0;
+        }
+        fetch_item(p.pools, filled.layer, {host_slot, hot_slots[entry]}, lane);
     }
 }
 
@@ -577,8 +649,8 @@ extern "C" __global__ void backup_newest(const __grid_constant__ BackupParams p)
         const Request request = load_request(p.requests, t, i / p.num_layers);
         if (request.row == ABSENT) continue;
         const int capacity = t.capacity[request.row];
+        const int host_slot = host_slot_of(t, request.row, request.seq_len - 1);
         if (capacity == 0) continue;
-        const i64 host_slot = t.host_slots[static_cast<i64>(request.row) * t.max_context + request.seq_len - 1];
         if (host_slot < 0) {
             if (lane == 0 && layer == 0) atomicOr(t.error_flags + request.row, NO_HOST_SLOT);
             continue;
@@ -599,10 +671,10 @@ extern "C" __global__ void newest_slots(const __grid_constant__ NewestSlotsParam
     const Request request = load_request(p.requests, t, req);
     int slot = ABSENT;
     if (request.row != ABSENT) {
-        const int capacity = t.capacity[request.row];
-        slot = capacity == 0
-            ? dense_slot(t, request.row, request.seq_len - 1)
-            : t.hot_slots[static_cast<i64>(request.row) * t.max_capacity + min(request.seq_len, capacity) - 1];
+        const int capacity = t.capacity[request.row], newest = request.seq_len - 1;
+        if (capacity == 0) slot = dense_slot(t, request.row, newest);
+        else if (host_slot_of(t, request.row, newest) < 0) atomicOr(t.error_flags + request.row, NO_HOST_SLOT);
+        else slot = t.hot_slots[static_cast<i64>(request.row) * t.max_capacity + min(newest, capacity - 1)];
     }
     p.out[req] = slot;
 }

@@ -35,21 +35,23 @@ class Decoder:
         self.generator = torch.Generator().manual_seed(seed)
         self.num_rows = num_rows = max(batch_sizes)
         self.top_k, self.capacity, self.max_context = top_k, capacity, max_context
-        self.state = HotBufferState.create(1, num_rows, max_context, capacity, 16, DEVICE)
+        pages_each = -(-max_context // 16)
+        self.slots_each = slots_each = pages_each * 16
+        num_host_slots = num_rows * slots_each
+        self.state = HotBufferState.create(1, num_rows, max_context, capacity, 16, num_host_slots, DEVICE)
         self.truth = torch.randint(
-            0, 256, (NUM_LAYERS, num_rows * max_context, 48), dtype=torch.uint8, generator=self.generator
+            0, 256, (NUM_LAYERS, num_host_slots, 48), dtype=torch.uint8, generator=self.generator
         )
-        """Of position p of a row at ``row * max_context + p``, which is its host slot too."""
+        """Of position p of a row at ``row * slots_each + p``, which is its host slot too."""
         self.host = torch.full_like(self.truth, POISON, pin_memory=DEVICE == "cuda")
         self.scratch = num_rows * capacity
         self.dev = torch.full((NUM_LAYERS, self.scratch + 1, 48), POISON, dtype=torch.uint8, device=DEVICE)
         self.seq_len_of = torch.randint(1, max_context // 2, (num_rows,), generator=self.generator)
         for row, seq_len in enumerate(self.seq_len_of.tolist()):
-            known = slice(row * max_context, row * max_context + seq_len)
+            known = slice(row * slots_each, row * slots_each + seq_len)
             self.host[:, known] = self.truth[:, known]
             self.state.assign_row(
-                row, capacity, torch.arange(capacity) + row * capacity,
-                torch.arange(max_context) + row * max_context,
+                row, torch.arange(capacity) + row * capacity, torch.arange(pages_each) + row * pages_each
             )  # fmt: skip
         self.selected = torch.full((num_rows, top_k), -1, dtype=torch.int32, device=DEVICE)
         self.seq_lens = torch.ones(num_rows, dtype=torch.int32, device=DEVICE)
@@ -82,7 +84,7 @@ class Decoder:
         self.before = on_host(self.state)
         selected = torch.full((size, self.top_k), -1, dtype=torch.int32)
         for i, row in enumerate(rows.tolist()):
-            hot = self.before.hot_to_position[0, row]
+            hot = self.before.hot_to_host[0, row] - row * self.slots_each
             hot = hot[hot >= 0][: self.top_k // 2]
             drawn = torch.randint(int(self.seq_len_of[row]), (self.top_k,), generator=self.generator)
             drawn[: len(hot)] = hot
@@ -96,7 +98,7 @@ class Decoder:
         self.seq_lens[:size].copy_(lens)
         self.rows[:size].copy_(req_rows)
         self.num_real.copy_(self.inputs[3])
-        self.newest_of = rows * self.max_context + self.seq_len_of[rows] - 1
+        self.newest_of = rows * self.slots_each + self.seq_len_of[rows] - 1
         self.newest[:, : len(rows)] = self.truth[:, self.newest_of].to(DEVICE)
 
     def check(self) -> None:
@@ -104,13 +106,13 @@ class Decoder:
         out = self.out[: len(selected)].cpu()
         check_step(self.before, self.state, *self.inputs, out, miss_plan=self.plan)
         is_placed = out >= 0
-        host_slots = (rows[:, None] * self.max_context + selected)[is_placed]
+        host_slots = (rows[:, None] * self.slots_each + selected)[is_placed]
         assert torch.equal(self.dev[:, out[is_placed].to(DEVICE).long()].cpu(), self.truth[:, host_slots])
         assert is_placed[: int(num_real)].any(dim=1).all()
         assert torch.equal(self.host[:, self.newest_of], self.truth[:, self.newest_of]), "I4"
 
     def finish(self) -> None:
         self.state.check_consistency()
-        known = torch.arange(self.max_context) < self.seq_len_of[:, None]
+        known = torch.arange(self.slots_each) < self.seq_len_of[:, None]
         assert torch.equal(self.host[:, known.flatten()], self.truth[:, known.flatten()])
         assert (self.host[:, ~known.flatten()] == POISON).all()

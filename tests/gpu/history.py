@@ -12,19 +12,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.hot_state import ABSENT, HotBufferState
 from kernels.reference import newest_slots as expected_newest_slots
-from kernels.reference import place as expected_place
 from kernels.swap_in import (
     MissPlan,
     backup_newest,
     newest_slots,
     plan_misses,
-    preload,
     replay_misses,
+    start_dense_row,
+    start_row,
     swap_in,
 )
 from tests.gpu.pools import PLAIN, POISON, Layout, Pool
@@ -46,11 +47,14 @@ class Request:
     truth: list[Tensor]
     """Per pool, uint8 [num_layers, max_context, item_bytes]."""
     host_slots: Tensor
+    """Of all positions; the row has the pages of the first ``num_host_pages``."""
+    host_pages: Tensor
+    num_host_pages: int
     hot_slots: list[int]
     """All that it may own; the first ``capacity`` are its hot buffer."""
     pages: list[int]
-    without_host_slot: set[int] = field(default_factory=set)
-    """Positions."""
+    lost_pages: set[int] = field(default_factory=set)
+    """Page numbers."""
     has_stepped: bool = False
     """Since its capacity last changed."""
     last: Tensor | None = None
@@ -95,11 +99,12 @@ class History:
         self.num_layers = sum(map(len, group_layers))
         self.span = max(max(capacities), max_context if has_dense else 0)
         """Device slots that a request may own."""
-        num_host = num_rows * max_context + 3
+        self.pages_each = -(-max_context // PAGE_SIZE)
+        num_host = (num_rows * self.pages_each + 1) * PAGE_SIZE
         num_pages = num_rows * -(-self.span // PAGE_SIZE)
         self.num_dev = num_pages * PAGE_SIZE
         self.state = HotBufferState.create(
-            len(group_layers), num_rows, max_context, max(capacities), PAGE_SIZE, DEVICE
+            len(group_layers), num_rows, max_context, max(capacities), PAGE_SIZE, num_host, DEVICE
         )
         self.plan = MissPlan.create(num_rows + 2, top_k, DEVICE)
         is_pinned = is_pinned and DEVICE == "cuda"
@@ -112,7 +117,7 @@ class History:
         self.host, self.dev = [p.items for p in self.host_pools], [p.items for p in self.dev_pools]
         self.expected_host = [host.clone() for host in self.host]
         self.is_owned = torch.zeros(self.num_dev, dtype=torch.bool)
-        self.free_host = torch.randperm(num_host, generator=self.generator)
+        self.free_host = torch.randperm(num_host // PAGE_SIZE, generator=self.generator)
         self.free_pages = list(range(num_pages))
         self.random.shuffle(self.free_pages)
         self.free_rows = list(range(num_rows))
@@ -173,51 +178,75 @@ class History:
         pages = [self.free_pages.pop() for _ in range(-(-self.span // PAGE_SIZE))]
         slots = [page * PAGE_SIZE + i for page in pages for i in range(PAGE_SIZE)]
         if capacity == 0:
-            request = Request(prompt, 0, truth, torch.empty(0, dtype=torch.int64), slots, pages)
+            none = torch.empty(0, dtype=torch.int64)
+            request = Request(prompt, 0, truth, none, none, 0, slots, pages)
             self.is_owned[slots] = True
-            self.state.assign_dense_row(row, torch.tensor(pages[: self.state.max_pages]))
+            some_pages = torch.tensor(pages[: self.state.max_pages])
+            start_dense_row(self.state, row, pages=some_pages, index_pages=some_pages[:1])
             for dev, items in zip(self.dev, truth, strict=True):
                 dev[:, torch.tensor(slots[:prompt]).to(DEVICE)] = items[:, :prompt].to(DEVICE)
         else:
             self.random.shuffle(slots)
-            host_slots, self.free_host = self.free_host.split(
-                [self.max_context, len(self.free_host) - self.max_context]
+            host_pages, self.free_host = self.free_host.split(
+                [self.pages_each, len(self.free_host) - self.pages_each]
             )
-            request = Request(prompt, capacity, truth, host_slots, slots, pages)
+            host_slots = (host_pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
+            num_host_pages = -(-prompt // PAGE_SIZE)
+            request = Request(prompt, capacity, truth, host_slots, host_pages, num_host_pages, slots, pages)
             self.is_owned[slots[:capacity]] = True
             for host, expected, items in zip(self.host, self.expected_host, truth, strict=True):
                 host[:, host_slots[:prompt]] = items[:, :prompt]
                 expected[:, host_slots[:prompt]] = items[:, :prompt]
-            self.state.assign_row(row, capacity, torch.tensor(slots[:capacity]), host_slots)
             if self.random.random() < 0.6 if is_warm is None else is_warm:
-                for group in range(len(self.group_layers)):
-                    self.warm_up(row, request, group)
+                self.start_warm(row, request)
+            else:
+                self.state.assign_row(row, torch.tensor(slots[:capacity]), host_pages[:num_host_pages])
             if self.has_faults and self.random.random() < 0.3:
-                lost = torch.randperm(self.max_context, generator=self.generator)[: self.max_context // 10]
-                request.without_host_slot = set(lost.tolist())
-                self.state.host_slots[row, lost.to(DEVICE)] = ABSENT
+                self.lose_host_pages(row, request)
         self.requests[row] = request
         return row
 
-    def warm_up(self, row: int, request: Request, group: int) -> None:
-        """Preload on a side stream; the same on the CPU must fill the tables alike."""
-        hint = torch.tensor(
-            [self.random.randrange(-1, request.seq_len) for _ in range(self.top_k)], dtype=torch.int32
-        )
+    def start_warm(self, row: int, request: Request) -> None:
+        """On a side stream; the same on the CPU must fill the tables alike."""
+        num_hints = self.random.choice((1, len(self.group_layers)))
+        draw = self.random.choice((self.hint_with_duplicates, self.hint_as_usual))
+        arguments = {
+            "hot_slots": torch.tensor(request.hot_slots[: request.capacity]),
+            "host_pages": request.host_pages[: request.num_host_pages],
+            "index_pages": torch.arange(self.random.randint(0, self.pages_each)),
+            "num_tokens": request.seq_len,
+            "hints": [draw(request.seq_len) for _ in range(num_hints)],
+            "layers_of_group": self.group_layers,
+        }
         expected = on_host(self.state)
-        chosen, _ = expected_place(expected, group, row, request.seq_len, hint)
+        pools = {name: pool.cpu().clone() for name, pool in self.pools().items()}
+        expected_num = start_row(expected, row, **arguments, **pools)
         with contextlib.ExitStack() as stack:
             if DEVICE == "cuda":
                 main, side = torch.cuda.current_stream(), torch.cuda.Stream()
                 side.wait_stream(main)
                 stack.callback(main.wait_stream, side)
                 stack.enter_context(torch.cuda.stream(side))
-            num_warm = preload(
-                self.state, group=group, layers=self.group_layers[group], row=row,
-                num_tokens=request.seq_len, positions=hint, **self.pools(),
-            )  # fmt: skip
-        assert num_warm == len(chosen)
+            num_warm = start_row(self.state, row, **arguments, **self.pools())
+        assert num_warm == expected_num
         assert_same_tables(self.state, expected)
+        for name, pool in self.pools().items():
+            assert torch.equal(pool.cpu(), pools[name]), f"{name} differs"
+
+    def hint_with_duplicates(self, seq_len: int) -> np.ndarray:
+        return np.array([self.random.randrange(-1, seq_len) for _ in range(self.top_k)], np.int32)
+
+    def hint_as_usual(self, seq_len: int) -> np.ndarray:
+        return torch.randperm(seq_len, generator=self.generator)[: self.top_k].int().numpy()
+
+    def lose_host_pages(self, row: int, request: Request) -> None:
+        """Take a cold row some of its host pages, but those of its tail."""
+        if bool((self.state.hot_to_host[:, row] >= 0).any()) or request.num_host_pages < 2:
+            return
+        lost = torch.randperm(request.num_host_pages - 1, generator=self.generator)
+        lost = lost[: 1 + request.num_host_pages // 10]
+        request.lost_pages = set(lost.tolist())
+        self.state.host_pages[row, lost.to(DEVICE)] = ABSENT
 
     def release(self) -> None:
         if not self.requests:
@@ -226,7 +255,7 @@ class History:
         request = self.requests.pop(row)
         self.state.reset_row(row)
         self.free_rows.append(row)
-        self.free_host = torch.cat((self.free_host, request.host_slots))
+        self.free_host = torch.cat((self.free_host, request.host_pages))
         self.free_pages += request.pages
         self.give_up(request.hot_slots)
         for host, expected in zip(self.host, self.expected_host, strict=True):
@@ -250,15 +279,23 @@ class History:
     def resize_row(self, row: int, capacity: int) -> None:
         """The same on the CPU must leave the same tables."""
         request = self.requests[row]
-        slots = torch.tensor(request.hot_slots[:capacity])
+        old, slots = (torch.tensor(request.hot_slots[:size]) for size in (request.capacity, capacity))
         expected = on_host(self.state)
-        expected.resize_row(row, capacity, slots, request.seq_len)
-        self.state.resize_row(row, capacity, slots.to(self.random.choice(("cpu", DEVICE))), request.seq_len)
+        for state in (expected, self.state):
+            state.resize_row(row, old, slots, request.seq_len)
         assert_same_tables(self.state, expected)
         self.is_owned[slots] = True
         self.give_up(request.hot_slots[capacity : request.capacity])
         request.capacity = capacity
         request.has_stepped = False
+
+    def grow(self, row: int, request: Request) -> None:
+        """The host page of its newest token, when that needs one more; at times some at once."""
+        if request.capacity and request.seq_len > request.num_host_pages * PAGE_SIZE:
+            first = request.num_host_pages
+            end = min(first + self.random.choice((1, 1, 3)), self.pages_each)
+            self.state.set_host_pages(row, first, request.host_pages[first:end])
+            request.num_host_pages = end
 
     def selection(self, request: Request) -> Tensor:
         """Some of the last one and some new positions, absent ones and duplicates between them."""
@@ -299,9 +336,10 @@ class History:
             batch = [(row, self.requests[row]) for row in selections]
         if num_padding is None:
             num_padding = self.random.randint(0, 2)
-        for _, request in batch:
+        for row, request in batch:
             request.seq_len += 1
             request.has_stepped = True
+            self.grow(row, request)
         rows = torch.tensor([r for r, _ in batch] + [0] * num_padding, dtype=self.rows_dtype)
         seq_lens = torch.tensor([q.seq_len for _, q in batch] + [0] * num_padding, dtype=self.lens_dtype)
         num_real = torch.tensor([len(batch)], dtype=torch.int32)
@@ -321,7 +359,7 @@ class History:
             torch.cuda.synchronize()
         for _, request in batch:
             newest = request.seq_len - 1
-            if request.capacity and newest not in request.without_host_slot:
+            if request.capacity and newest // PAGE_SIZE not in request.lost_pages:
                 for expected, items in zip(self.expected_host, request.truth, strict=True):
                     expected[:, request.host_slots[newest]] = items[:, newest]
         on_host(self.state).check_consistency(

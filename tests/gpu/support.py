@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -19,6 +21,20 @@ needs_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device: the swap-in kernel runs on NVIDIA GPUs only"),
 ]
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the GPU raises, as far as torch knows of it."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # The mode is on when torch says so, and has to go off again.
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 def on_host(state: HotBufferState) -> HotBufferState:
@@ -63,7 +79,7 @@ def check_step(
     )
     after = on_host(state)
     for name in ("counters", "error_flags", "step", "stamps",
-                 "hot_slots", "capacity", "page_table", "host_slots"):  # fmt: skip
+                 "hot_slots", "capacity", "page_table", "host_pages", "index_pages"):  # fmt: skip
         assert torch.equal(getattr(after, name), getattr(expected, name)), name
 
     num_real = int(num_real_reqs)
@@ -74,37 +90,41 @@ def check_step(
     is_valid = (positions >= 0) & (positions <= newest) & (capacity > 0)[:, None]
     row_of = rows[:, None].expand_as(positions)
     known = positions.clamp(0, before.max_context - 1)
-    hot_index = before.position_to_hot[group, row_of, known]
+    page_ids = before.host_pages[row_of, known // before.page_size].long()
+    host_slots = torch.where(
+        is_valid & (page_ids >= 0), page_ids * before.page_size + known % before.page_size, ABSENT
+    )
+    hot_index = before.host_to_hot[group, host_slots]  # the last one, of no slot, is empty
     is_hit = ((hot_index >= 0) & (hot_index != newest_entry)) | (positions == newest)
     is_miss = torch.zeros_like(selected, dtype=torch.bool)
-    is_miss[:num_real] = is_valid & ~is_hit
-    is_missing = torch.zeros((before.num_rows, before.max_context), dtype=torch.bool)
-    is_missing[row_of[is_miss[:num_real]], positions[is_miss[:num_real]]] = True
+    is_miss[:num_real] = (host_slots >= 0) & ~is_hit
+    is_missing = torch.zeros(before.num_host_slots + 1, dtype=torch.bool)
+    is_missing[host_slots[is_miss[:num_real]]] = True
 
     def got_a_miss(tables: HotBufferState) -> Tensor:
-        """Which entries hold a position that this step missed."""
-        result = torch.zeros_like(tables.hot_to_position, dtype=torch.bool)
-        held = tables.hot_to_position[group]
-        result[group] = (held >= 0) & is_missing.gather(1, held.clamp(min=0).long())
+        """Which entries hold what this step missed."""
+        result = torch.zeros_like(tables.hot_to_host, dtype=torch.bool)
+        result[group] = is_missing[tables.hot_to_host[group].long()]
         return result
 
     taken = got_a_miss(expected)
     assert torch.equal(got_a_miss(after), taken), "other entries were taken"
-    assert torch.equal(after.hot_to_position[~taken], expected.hot_to_position[~taken]), "hot_to_position"
-    inverse = torch.full_like(after.position_to_hot, ABSENT)
-    used = torch.nonzero(after.hot_to_position >= 0).unbind(1)
-    inverse[used[0], used[1], after.hot_to_position[used].long()] = used[2].int()
-    assert torch.equal(after.position_to_hot, inverse), "position_to_hot is not the inverse"
+    assert torch.equal(after.hot_to_host[~taken], expected.hot_to_host[~taken]), "hot_to_host"
+    inverse = torch.full_like(after.host_to_hot, ABSENT)
+    used = torch.nonzero(after.hot_to_host >= 0).unbind(1)
+    inverse[used[0], after.hot_to_host[used].long()] = used[2].int()
+    assert torch.equal(after.host_to_hot, inverse), "host_to_hot is not the inverse"
 
     assert torch.equal(out[~is_miss], expected_out[~is_miss]), "device slots of hits"
-    entry = after.position_to_hot[group, row_of, known].long()
+    entry = after.host_to_hot[group, host_slots].long()
     slots = torch.where(entry >= 0, after.hot_slots[row_of, entry.clamp(min=0)], ABSENT)
     assert torch.equal(out[is_miss], slots[is_miss[:num_real]]), "device slots of misses"
 
     if miss_plan is not None:
         row, entry = torch.nonzero(taken[group]).unbind(1)
-        position = after.hot_to_position[group, row, entry].long()
-        copies = torch.stack((after.hot_slots[row, entry].long(), after.host_slots[row, position]))
+        copies = torch.stack(
+            (after.hot_slots[row, entry].long(), after.hot_to_host[group, row, entry].long())
+        )
         num_misses = int(miss_plan.num_misses)
         assert num_misses == len(src_host_slots), f"{num_misses} planned copies for {len(src_host_slots)}"
         planned = torch.stack(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +18,7 @@ from kernels.attention import (
     choose_backend,
 )
 from kernels.kv_format import BFLOAT16, FLOAT32, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
-from tests.gpu.support import DEVICE, needs_gpu
+from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
 pytestmark = needs_gpu
 
@@ -40,16 +37,6 @@ BACKENDS = [(kv_format, name) for kv_format, names in NAMES_OF_FORMAT.items() fo
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Whatever makes the host wait for a value from the GPU raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def backend_for(name: str, kv_format: KvFormat, num_heads: int, top_k: int) -> AttentionBackend:

@@ -122,6 +122,9 @@ SHAPES = [
     {"num_heads": 128, "head_dim": 128, "page_size": 64},
     {"num_heads": 1, "head_dim": 16, "page_size": 1},
     {"num_heads": 4, "head_dim": 48, "page_size": 7},
+    {"num_heads": 5, "head_dim": 24, "page_size": 64},
+    {"num_heads": 5, "head_dim": 12, "page_size": 64},
+    {"num_heads": 7, "head_dim": 36, "page_size": 5},
 ]
 TYPES = [
     (key_format, q_dtype)

@@ -7,6 +7,7 @@ import torch
 
 from model.sampling import enqueue_sample, sample
 from protocol.engine_messages import SamplingParams
+from tests.gpu.support import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,9 +50,6 @@ def test_enqueueing_does_not_wait_for_the_device() -> None:
     params = [SamplingParams(max_new_tokens=9, **choice) for choice in CHOICES]  # type: ignore[arg-type]
     indices = [0] * len(CHOICES)
     enqueue_sample(logits, params, indices, EOS)  # what is allocated first may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         sampled = enqueue_sample(logits, params, indices, EOS)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert len(sampled.token_ids.tolist()) == len(CHOICES)

@@ -99,7 +99,10 @@ def test_more_misses_than_entries_over_many_blocks(num_rows: int) -> None:
     assert history.state.counters.tolist() == [[0, 2048, 0]] * num_rows
     # Entries that are hit may not go, whatever is missing.
     state = history.state
-    kept = {row: state.hot_to_position[0, row, :400].tolist() for row in range(num_rows)}
+    kept = {}
+    for row, request in history.requests.items():
+        host_slots = request.host_slots.tolist()
+        kept[row] = [host_slots.index(slot) for slot in state.hot_to_host[0, row, :400].tolist()]
     slots = history.step(
         {row: shuffled(history, kept[row] + list(range(3000, 4648))) for row in range(num_rows)}
     )
@@ -134,12 +137,12 @@ class Single:
     """One hisparse request of 64 positions in a buffer of 9, without a history."""
 
     def __init__(self) -> None:
-        self.state = HotBufferState.create(1, 1, 64, 9, 16, DEVICE)
+        self.state = HotBufferState.create(1, 1, 64, 9, 16, 64, DEVICE)
         self.host = torch.randint(0, 256, (1, 64, 32), dtype=torch.uint8)
         if DEVICE == "cuda":
             self.host = self.host.pin_memory()
         self.dev = torch.zeros((1, 9, 32), dtype=torch.uint8, device=DEVICE)
-        self.state.assign_row(0, 9, torch.arange(9), torch.arange(64))
+        self.state.assign_row(0, torch.arange(9), torch.arange(4))  # position p is in host slot p
         self.one = torch.ones(1, dtype=torch.int32, device=DEVICE)
 
     def pools(self) -> dict[str, torch.Tensor]:
@@ -177,10 +180,33 @@ def test_bad_positions_and_missing_host_slots_are_flagged() -> None:
     one = Single()
     assert one(5, [5, -3, 0, -1])[:2] == [-1, -1]
     assert one.flags() == HotBufferError.BAD_POSITION
-    one.state.host_slots[0, 30] = -1
-    assert one(40, [30, 31, 30])[::2] == [-1, -1]
+    one.state.host_pages[0, 1] = -1
+    slots = one(40, [30, 33, 30])
+    assert slots[::2] == [-1, -1] != slots[1:2]
     assert one.flags() == HotBufferError.BAD_POSITION | HotBufferError.NO_HOST_SLOT
-    assert one.counters()[MISSES] == 3
+    assert one.counters()[MISSES] == 2
+
+
+@pytest.mark.parametrize("top_k", [4, 600])
+def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step(top_k: int) -> None:
+    """Alone, over many blocks, and with its pages back."""
+    one = Single()
+    one(20, [3, 4])
+    page_ids = one.state.host_pages.clone()
+    one.state.host_pages[0, 2:] = -1
+    names = ("host_to_hot", "hot_to_host", "stamps", "step", "counters")
+    before = {name: getattr(one.state, name).clone() for name in names}
+    host = one.host.clone()
+    lens, row = one.one * 40, one.one * 0
+    assert newest_slots(lens, row, one.one, one.state).tolist() == [-1]
+    assert one(40, [39, 3, 4, *[99] * (top_k - 3)]) == [-1] * top_k
+    backup_newest(lens, row, one.one, one.state, **one.pools())
+    assert one.flags() == HotBufferError.NO_HOST_SLOT
+    assert all(torch.equal(getattr(one.state, name), table) for name, table in before.items())
+    assert torch.equal(one.host, host)
+    one.state.host_pages.copy_(page_ids)
+    assert one(40, [39, 3, 4])[0] == 8
+    assert one.counters()[MISSES] == 2
 
 
 def test_newest_in_place_of_a_selected_former_newest() -> None:
@@ -198,7 +224,7 @@ def test_newest_in_place_of_a_selected_former_newest() -> None:
 def test_equal_stamps_go_in_the_order_of_their_hot_index() -> None:
     one = Single()
     assert sorted(one(40, list(range(8)))) == list(range(8))
-    one(41, [int(one.state.hot_to_position[0, 0, entry]) for entry in (0, 3, 7)])
+    one(41, [int(one.state.hot_to_host[0, 0, entry]) for entry in (0, 3, 7)])
     assert sorted(one(42, [20, 21])) == [1, 2]
     assert sorted(one(43, [22, 23])) == [4, 5]
     assert sorted(one(44, [24, 25, 26])) == [0, 3, 6]
@@ -231,7 +257,7 @@ def test_sizes_beyond_the_limits_are_refused() -> None:
 
     assert failure(1, 4097, one.state) == "top_k: expected a value in [1, 4097), got 4097"
     assert failure(4096, 4096, one.state).startswith("num_reqs * top_k: expected a value in [1, 16777216)")
-    large = HotBufferState.create(1, 1, 64, 32769, 16, DEVICE)
+    large = HotBufferState.create(1, 1, 64, 32769, 16, 64, DEVICE)
     assert failure(1, 4, large) == "state.max_capacity: expected a value in [1, 32769), got 32769"
 
 

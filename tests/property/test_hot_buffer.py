@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -16,7 +17,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from kernels.hot_state import HotBufferError, HotBufferState
-from kernels.swap_in import MissPlan, backup_newest, newest_slots, preload, replay_misses, swap_in
+from kernels.swap_in import (
+    MissPlan,
+    backup_newest,
+    newest_slots,
+    replay_misses,
+    start_dense_row,
+    start_row,
+    swap_in,
+)
 
 GROUP_LAYERS = ((0, 1), (2,))
 NUM_LAYERS = 3
@@ -27,7 +36,7 @@ PAGE_SIZE = 4
 TOP_K = 6
 MAX_PADDING = 2
 NUM_PAGES = 24
-NUM_HOST_SLOTS = NUM_ROWS * MAX_CONTEXT
+NUM_HOST_PAGES = NUM_ROWS * MAX_CONTEXT // PAGE_SIZE - 5
 
 
 class NaiveGroup:
@@ -87,13 +96,16 @@ class NaiveRequest:
     """uint8 [num_layers, max_context, item_bytes] of both pools side by side."""
     owned_slots: list[int] = field(default_factory=list)
     """The hot buffer is made of the first ``capacity``."""
-    host_slots: list[int] = field(default_factory=list)
+    host_pages: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     groups: list[NaiveGroup] = field(default_factory=list)
     counters: list[int] = field(default_factory=lambda: [0, 0, 0])
     flags: int = 0
     never_misses: bool = False
     has_stepped: bool = False
+
+    def host_slot(self, position: int) -> int:
+        return self.host_pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
 
     def naive_slot(self, group: int, position: int) -> int:
         if not self.capacity:
@@ -110,12 +122,14 @@ class HotBufferMachine(RuleBasedStateMachine):
     def start(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.state = HotBufferState.create(len(GROUP_LAYERS), NUM_ROWS, MAX_CONTEXT, MAX_CAPACITY, PAGE_SIZE)
-        self.host = self.noise(NUM_HOST_SLOTS)
+        self.state = HotBufferState.create(
+            len(GROUP_LAYERS), NUM_ROWS, MAX_CONTEXT, MAX_CAPACITY, PAGE_SIZE, NUM_HOST_PAGES * PAGE_SIZE
+        )
+        self.host = self.noise(NUM_HOST_PAGES * PAGE_SIZE)
         self.dev = self.noise(NUM_PAGES * PAGE_SIZE)
         self.plan = MissPlan.create(NUM_ROWS + MAX_PADDING, TOP_K)
         self.free_pages = list(range(NUM_PAGES))
-        self.free_host = list(range(NUM_HOST_SLOTS))
+        self.free_host = list(range(NUM_HOST_PAGES))
         self.random.shuffle(self.free_pages)
         self.random.shuffle(self.free_host)
         self.requests: dict[int, NaiveRequest] = {}
@@ -156,34 +170,41 @@ class HotBufferMachine(RuleBasedStateMachine):
         row = self.free_row()
         truth = torch.cat(self.noise(MAX_CONTEXT), dim=-1)
         request = NaiveRequest(prompt, capacity, truth)
-        if row is None or not self.own_slots(request, capacity):
+        if (
+            row is None
+            or len(self.free_host) < -(-prompt // PAGE_SIZE)
+            or not self.own_slots(request, capacity)
+        ):
             return
-        request.host_slots = [self.free_host.pop() for _ in range(MAX_CONTEXT)]
-        self.write(self.host, request.host_slots[:prompt], truth[:, :prompt])
-        self.state.assign_row(
-            row, capacity, torch.tensor(request.owned_slots[:capacity]), torch.tensor(request.host_slots)
-        )
-        for group, layers in enumerate(GROUP_LAYERS):
-            naive = NaiveGroup(capacity)
-            request.groups.append(naive)
-            if warmth == "cold":
-                continue
-            hint = [self.random.randrange(prompt) for _ in range(TOP_K)] if warmth == "hint" else []
-            padded = [-1, *hint, -1]
-            expected = list(range(prompt)) if prompt < capacity else list(dict.fromkeys(hint))[: capacity - 1]
-            naive.preload(expected)
-            num_warm = preload(
-                self.state,
-                group=group,
-                layers=layers,
-                row=row,
-                num_tokens=prompt,
-                positions=torch.tensor(padded),
-                **self.pools(),
-            )
-            assert num_warm == len(expected)
-            request.never_misses = prompt < capacity
+        request.host_pages = [self.free_host.pop() for _ in range(-(-prompt // PAGE_SIZE))]
+        self.write(self.host, [request.host_slot(p) for p in range(prompt)], truth[:, :prompt])
+        hot_slots = torch.tensor(request.owned_slots[:capacity])
+        request.groups = [NaiveGroup(capacity) for _ in GROUP_LAYERS]
         self.requests[row] = request
+        if warmth == "cold":
+            self.state.assign_row(row, hot_slots, torch.tensor(request.host_pages))
+            return
+        request.never_misses = prompt < capacity
+        hints = [
+            [-1, *(self.random.randrange(prompt) for _ in range(TOP_K)), -1] if warmth == "hint" else [-1]
+            for _ in GROUP_LAYERS
+        ]
+        num_warm = start_row(
+            self.state,
+            row,
+            hot_slots=hot_slots,
+            host_pages=torch.tensor(request.host_pages),
+            index_pages=torch.tensor([row, row + 1]),
+            num_tokens=prompt,
+            hints=[np.array(hint, np.int32) for hint in hints],
+            layers_of_group=GROUP_LAYERS,
+            **self.pools(),
+        )
+        for naive, hint, num in zip(request.groups, hints, num_warm, strict=True):
+            distinct = list(dict.fromkeys(p for p in hint if p >= 0))
+            expected = list(range(prompt)) if request.never_misses else distinct[: capacity - 1]
+            naive.preload(expected)
+            assert num == len(expected)
 
     def own_slots(self, request: NaiveRequest, num_slots: int) -> bool:
         """Give a hisparse request pages for ``num_slots`` slots; False when there are too few."""
@@ -212,7 +233,8 @@ class HotBufferMachine(RuleBasedStateMachine):
             capacity = request.seq_len + room_left
         if not self.own_slots(request, capacity):
             return
-        self.state.resize_row(row, capacity, torch.tensor(request.owned_slots[:capacity]), request.seq_len)
+        old, new = (torch.tensor(request.owned_slots[:size]) for size in (request.capacity, capacity))
+        self.state.resize_row(row, old, new, request.seq_len)
         given_up = request.owned_slots[capacity:]
         for pool, noise in zip(self.dev, self.noise(len(given_up)), strict=True):
             pool[:, given_up] = noise
@@ -232,17 +254,24 @@ class HotBufferMachine(RuleBasedStateMachine):
         request.pages = [self.free_pages.pop() for _ in range(num_pages)]
         slots = [request.naive_slot(0, position) for position in range(prompt)]
         self.write(self.dev, slots, request.truth[:, :prompt])
-        self.state.assign_dense_row(row, torch.tensor(request.pages))
+        start_dense_row(
+            self.state, row, pages=torch.tensor(request.pages), index_pages=torch.tensor(request.pages)
+        )
         self.requests[row] = request
 
-    def grow_dense(self, row: int, request: NaiveRequest) -> bool:
-        """Give a dense request the page of its next token; False when the pool is empty."""
-        if request.capacity or request.seq_len < len(request.pages) * PAGE_SIZE:
+    def grow(self, row: int, request: NaiveRequest) -> bool:
+        """Give a request the page of its next token; False when the pool is empty."""
+        free, pages, enter = (
+            (self.free_host, request.host_pages, self.state.set_host_pages)
+            if request.capacity
+            else (self.free_pages, request.pages, self.state.set_pages)
+        )
+        if request.seq_len < len(pages) * PAGE_SIZE:
             return True
-        if not self.free_pages:
+        if not free:
             return False
-        request.pages.append(self.free_pages.pop())
-        self.state.set_pages(row, len(request.pages) - 1, torch.tensor(request.pages[-1:]))
+        pages.append(free.pop())
+        enter(row, len(pages) - 1, torch.tensor(pages[-1:]))
         return True
 
     def selection(self, request: NaiveRequest, mood: str) -> list[int]:
@@ -274,7 +303,7 @@ class HotBufferMachine(RuleBasedStateMachine):
         batch = [
             (row, request)
             for row, request in self.requests.items()
-            if row not in skipped and request.seq_len < MAX_CONTEXT and self.grow_dense(row, request)
+            if row not in skipped and request.seq_len < MAX_CONTEXT and self.grow(row, request)
         ]
         self.random.shuffle(batch)
         for _, request in batch:
@@ -303,7 +332,7 @@ class HotBufferMachine(RuleBasedStateMachine):
             if request.capacity:
                 newest = request.seq_len - 1
                 for layer in range(NUM_LAYERS):
-                    backed_up = self.read(self.host, layer, [request.host_slots[newest]])[0]
+                    backed_up = self.read(self.host, layer, [request.host_slot(newest)])[0]
                     assert torch.equal(backed_up, request.truth[layer, newest]), "I4: newest not on host"
 
     def swap_in_group(
@@ -353,7 +382,7 @@ class HotBufferMachine(RuleBasedStateMachine):
         row = sorted(self.requests)[choice % len(self.requests)]
         request = self.requests.pop(row)
         self.free_pages += request.pages
-        self.free_host += request.host_slots
+        self.free_host += request.host_pages
         self.state.reset_row(row)
 
     @invariant()

@@ -60,8 +60,10 @@ def test_the_two_readings_differ_in_which_position_comes_next(fresh: str) -> Non
 
 
 def test_a_cell_sees_wrong_bytes() -> None:
-    host = torch.randint(0, 256, (1, 20, 4), dtype=torch.uint8)
-    cell = Cell(host, 2, 12, 5, "cpu")  # the second request's rows wrap round
+    host = torch.randint(0, 256, (1, 130, 4), dtype=torch.uint8)
+    cell = Cell(host, 2, 12, 5, "cpu")
+    with pytest.raises(ValueError, match="3 requests of 12 tokens do not fit in 130 host slots"):
+        Cell(host, 3, 12, 5, "cpu")
     selected = torch.tensor([[3, 8, 1], [10, 9, 0]], dtype=torch.int32)
     out = torch.empty_like(selected)
     cell.call(selected, torch.tensor([12, 12]), out)

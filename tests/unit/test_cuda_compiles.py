@@ -13,7 +13,7 @@ import pytest
 from kernels import cuda
 
 ARCHITECTURES = (80, 90, 100, 120)
-ENTRIES = {"swap_in", "copy_planned", "backup_newest", "newest_slots"}
+ENTRIES = {"swap_in", "copy_planned", "fill_row", "backup_newest", "newest_slots"}
 
 
 def compile_with_nvcc(arch: int, options: tuple[str, ...], directory: Path) -> str:
@@ -36,11 +36,14 @@ def compile_with_nvrtc(arch: int, options: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("positions_per_thread", "only_wide_items"), [(1, True), (2, True), (4, False), (8, True)]
+    ("positions_per_thread", "only_wide_items", "page_size"),
+    [(1, True, 64), (2, True, 1), (4, False, 48), (8, True, 64)],
 )
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_compiles(arch: int, positions_per_thread: int, only_wide_items: bool, tmp_path: Path) -> None:
-    options = cuda.compile_options(positions_per_thread, only_wide_items)
+def test_compiles(
+    arch: int, positions_per_thread: int, only_wide_items: bool, page_size: int, tmp_path: Path
+) -> None:
+    options = cuda.compile_options(positions_per_thread, only_wide_items, page_size)
     if shutil.which("nvcc"):
         log = compile_with_nvcc(arch, options, tmp_path)
         assert set(re.findall(r"Compiling entry function '(\w+)'", log)) == ENTRIES

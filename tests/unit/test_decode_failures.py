@@ -34,7 +34,7 @@ from tests.unit.decode_support import (
 from transfer.aux_record import AuxRecord
 
 PROMPT = random_prompt(7, 300)
-HOST_TOKENS = 512
+HOST_TOKENS = 576
 """Room for one request with PROMPT, not for two."""
 QUARANTINE_SECS = 0.4
 
@@ -461,7 +461,7 @@ def test_a_duplicate_room_is_refused_and_the_first_stands(node: EngineHarness, d
 
 @pytest.mark.parametrize(
     ("flag", "num_prompt_tokens", "bound"),
-    [(HisparseFlag.TRUE, 600, "512"), (HisparseFlag.FALSE, 1100, "1024"), (HisparseFlag.AUTO, 1100, "1024")],
+    [(HisparseFlag.TRUE, 600, "576"), (HisparseFlag.FALSE, 1100, "1024"), (HisparseFlag.AUTO, 1100, "1024")],
 )
 def test_what_can_never_fit_is_refused_at_once(
     node: EngineHarness, double: PrefillDouble, flag: HisparseFlag, num_prompt_tokens: int, bound: str

@@ -42,7 +42,7 @@ def test_slot_counts_list_the_pools_in_order() -> None:
 def test_a_reservation_takes_whole_pages_and_is_all_or_nothing() -> None:
     pools = Pools(TOTALS, page_size=16)
     holding = pools.reserve(Room(1), NEED)
-    assert pools.totals - pools.free == SlotCounts(host=10, device=32, index=16, aux=1, req_row=1)
+    assert pools.totals - pools.free == SlotCounts(host=16, device=32, index=16, aux=1, req_row=1)
     before = pools.free
     with pytest.raises(PoolExhausted, match=r"room 2, device pool.*33 token slots needed, 32 of 64 free"):
         pools.reserve(Room(2), SlotCounts(host=5, device=33))
@@ -61,7 +61,7 @@ def test_integrity_prints_every_term() -> None:
         pools.move(holdings[room], stage)
     pools.check_integrity(dict.fromkeys(Stage, 1))
     holdings[3].extents[PoolKind.HOST] = ()
-    law = "free 90 + landing 1 + running 2 + retracted 0 + quarantined 4 is not total 100"
+    law = "free 32 + landing 16 + running 16 + retracted 0 + quarantined 16 is not total 96"
     with pytest.raises(PoolIntegrityError, match=re.escape(law)):
         pools.check_integrity()
 
@@ -70,7 +70,7 @@ def test_integrity_finds_slots_with_two_owners() -> None:
     pools = Pools(TOTALS, page_size=16)
     first, second = (pools.reserve(Room(room), SlotCounts(host=5)) for room in (1, 2))
     second.extents[PoolKind.HOST] = first[PoolKind.HOST]
-    with pytest.raises(PoolIntegrityError, match=r"belongs to two.*free 90 \+ landing 10"):
+    with pytest.raises(PoolIntegrityError, match=r"belongs to two.*free 64 \+ landing 32"):
         pools.check_integrity()
 
 
@@ -98,7 +98,7 @@ def test_the_release_path_keeps_exactly_what_may_still_be_written(mode: Mode, kn
     if known is Landing.QUIET:
         assert used == SlotCounts()
         return
-    kv = SlotCounts(host=10) if mode is Mode.HISPARSE else SlotCounts(device=32)
+    kv = SlotCounts(host=16) if mode is Mode.HISPARSE else SlotCounts(device=32)
     assert used == rooms.pools.used(Stage.QUARANTINED) == kv + SlotCounts(index=16, aux=1)
     with pytest.raises(DuplicateRoom, match="quarantined"):
         rooms.open(make_request(1))
@@ -119,7 +119,7 @@ def test_what_has_landed_is_freed_at_once(state: RequestState) -> None:
         assert rooms.expired(1e9) == [], "who runs ends by itself"
         rooms.retract(request, 9.0)
         assert rooms.expired(9.0) == [request], "who waits has a deadline"
-        assert rooms.pools.used(Stage.RETRACTED) == SlotCounts(host=10, index=16, req_row=1)
+        assert rooms.pools.used(Stage.RETRACTED) == SlotCounts(host=16, index=16, req_row=1)
     rooms.end(request, Landing.IN_FLIGHT, now=0.0)
     assert rooms.pools.free == rooms.pools.totals
     rooms.open(make_request(1))  # The room may be used again.
@@ -140,7 +140,7 @@ def test_after_a_repeated_batch_a_delivered_landing_zone_serves_nobody_else_for_
             return
         rooms.retract(request, 9.0)
     rooms.end(request, Landing.QUIET, now=14.0)
-    kv = SlotCounts(host=10) if mode is Mode.HISPARSE else SlotCounts(device=32)
+    kv = SlotCounts(host=16) if mode is Mode.HISPARSE else SlotCounts(device=32)
     used = rooms.pools.totals - rooms.pools.free
     assert used == rooms.pools.used(Stage.QUARANTINED) == kv + SlotCounts(index=16, aux=1)
     rooms.check_integrity()
@@ -202,7 +202,7 @@ def test_a_failed_batch_is_not_forgotten_when_the_room_goes_quiet() -> None:
 
 
 def test_a_pause_of_this_node_counts_for_no_quarantine() -> None:
-    pools = Pools(SlotCounts(host=8, device=16, index=16, aux=2, req_row=1), 16)
+    pools = Pools(SlotCounts(host=32, device=16, index=16, aux=2, req_row=1), 16)
     rooms = Rooms(pools, quarantine_secs=60.0)
     request = Request(
         "1", Room(1), 4, SamplingParams(max_new_tokens=1), HisparseFlag.TRUE, PEER, arrived_at=0.0
@@ -216,10 +216,10 @@ def test_a_pause_of_this_node_counts_for_no_quarantine() -> None:
     assert pools.free.aux == 1, "delivered after a repeated batch"
     rooms.end(request, Landing.QUIET, 159.0)
     rooms.expire(159.5)
-    assert pools.free.host == 4
+    assert pools.free.host == 16
     rooms.postpone(100.0)
     rooms.expire(259.0)
-    assert pools.free.host == 4
+    assert pools.free.host == 16
     rooms.expire(260.0)
     assert pools.free == pools.totals
 

@@ -84,11 +84,11 @@ class Node:
         (FALSE, 100, Mode.DENSE, SlotCounts(device=112, index=112, aux=1, req_row=1)),
         (AUTO, 112, Mode.DENSE, SlotCounts(device=112, index=112, aux=1, req_row=1)),
         # One page more, and auto is not comfortable.
-        (AUTO, 113, Mode.HISPARSE, SlotCounts(host=113, device=64, index=128, aux=1, req_row=1)),
+        (AUTO, 113, Mode.HISPARSE, SlotCounts(host=128, device=64, index=128, aux=1, req_row=1)),
         # A hot buffer never exceeds the whole life.
-        (TRUE, 30, Mode.HISPARSE, SlotCounts(host=30, device=32, index=32, aux=1, req_row=1)),
+        (TRUE, 30, Mode.HISPARSE, SlotCounts(host=32, device=32, index=32, aux=1, req_row=1)),
         # Not even when the top-k does.
-        (TRUE, 5, Mode.HISPARSE, SlotCounts(host=5, device=16, index=16, aux=1, req_row=1)),
+        (TRUE, 5, Mode.HISPARSE, SlotCounts(host=16, device=16, index=16, aux=1, req_row=1)),
     ],
 )
 def test_what_a_request_gets(
@@ -248,7 +248,7 @@ def test_a_dense_request_under_pressure_reserves_its_way_out() -> None:
     pressed = node.arrive(FALSE, 30, max_new_tokens=60)
     (admission,) = node.step().admissions
     # 31 tokens are two pages, plus one page of headroom, and host slots for all 89.
-    assert admission.need == SlotCounts(host=89, device=48, index=96, aux=1, req_row=1)
+    assert admission.need == SlotCounts(host=96, device=48, index=96, aux=1, req_row=1)
     assert pressed.is_retractable
     assert pressed.may_grow
 

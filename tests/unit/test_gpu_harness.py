@@ -46,10 +46,10 @@ def spoil(table: str, state: HotBufferState, out: Tensor, copies: tuple[Any, Any
             state.stamps[state.stamps > 0] -= 1
         case "counters":
             state.counters[:, HITS] += 1
-        case "position_to_hot":
-            state.position_to_hot[0, 0, -1] = 0
-        case "hot_to_position":
-            state.hot_to_position[0, 0, :2] = state.hot_to_position[0, 0, :2].flip(0)
+        case "host_to_hot":
+            state.host_to_hot[0, -2] = 0
+        case "hot_to_host":
+            state.hot_to_host[0, :, :2] = state.hot_to_host[0, :, :2].flip(1)
         case "out":
             out[out >= 0] += 1
         case "copies":
@@ -62,8 +62,8 @@ def spoil(table: str, state: HotBufferState, out: Tensor, copies: tuple[Any, Any
     [
         ("stamps", "stamps"),
         ("counters", "counters"),
-        ("position_to_hot", "position_to_hot is not the inverse"),
-        ("hot_to_position", "hot_to_position|inverse"),
+        ("host_to_hot", "host_to_hot is not the inverse"),
+        ("hot_to_host", "hot_to_host|inverse"),
         ("out", "device slots"),
         ("copies", "planned copies"),
     ],

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,14 +22,17 @@ from kernels.swap_in import (
     MissPlan,
     backup_newest,
     newest_slots,
-    preload,
     replay_misses,
+    start_dense_row,
+    start_row,
     swap_in,
 )
 
 NUM_LAYERS, NUM_SLOTS, NUM_HOST_SLOTS, ITEM_BYTES = 2, 24, 40, 8
 HOT_SLOTS = [5, 9, 2, 11]
-HOST_SLOTS = list(range(30, 10, -1))
+PAGE_SIZE = 4
+HOST_PAGES = [7, 3, 6, 2, 9]
+HOST_SLOTS = [page * PAGE_SIZE + offset for page in HOST_PAGES for offset in range(PAGE_SIZE)]
 ROW = 1
 
 
@@ -41,8 +45,8 @@ class Buffer:
     """One hisparse request of capacity 4 in row 1 whose 20 positions are on the host."""
 
     def __init__(self) -> None:
-        self.state = HotBufferState.create(1, 3, 20, 6, 4)
-        self.state.assign_row(ROW, 4, torch.tensor(HOT_SLOTS), torch.tensor(HOST_SLOTS))
+        self.state = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, NUM_HOST_SLOTS)
+        self.state.assign_row(ROW, torch.tensor(HOT_SLOTS), torch.tensor(HOST_PAGES))
         generator = torch.Generator().manual_seed(1)
         self.k_host = torch.randint(
             0, 256, (NUM_LAYERS, NUM_HOST_SLOTS, ITEM_BYTES), dtype=torch.uint8, generator=generator
@@ -68,17 +72,30 @@ class Buffer:
         result: list[int] = slots[0].tolist()
         return result
 
-    def preload(self, num_tokens: int, hint: list[int], layers: tuple[int, ...] = (0, 1)) -> int:
-        return preload(
+    def start(self, num_tokens: int, hint: list[int]) -> int:
+        self.state.reset_row(ROW)
+        (num_warm,) = start_row(
             self.state,
-            group=0,
-            layers=layers,
-            row=ROW,
+            ROW,
+            hot_slots=torch.tensor(HOT_SLOTS),
+            host_pages=torch.tensor(HOST_PAGES),
+            index_pages=torch.tensor([4, 1]),
             num_tokens=num_tokens,
-            positions=torch.tensor(hint, dtype=torch.int32),
+            hints=[np.array(hint, np.int32)],
+            layers_of_group=((0, 1),),
             k_host=self.k_host,
             k_dev=self.k_dev,
         )
+        return num_warm
+
+    def hot_positions(self, group: int = 0, row: int = ROW) -> list[int]:
+        """What is at each hot_index, -1 where nothing is."""
+        slots: list[int] = self.state.hot_to_host[group, row].tolist()
+        return [HOST_SLOTS.index(slot) if slot >= 0 else -1 for slot in slots]
+
+    def resize(self, slots: list[int], seq_len: int) -> None:
+        old = self.state.hot_slots[ROW]
+        self.state.resize_row(ROW, old[old >= 0], torch.tensor(slots), seq_len)
 
     def counters(self) -> list[int]:
         result: list[int] = self.state.counters[ROW].tolist()
@@ -87,7 +104,7 @@ class Buffer:
 
 def test_short_request_is_identity_and_never_misses() -> None:
     buffer = Buffer()
-    assert buffer.preload(3, []) == 3
+    assert buffer.start(3, []) == 3
     assert buffer.swap_in(4, [3, 0, 2, -1]) == [HOT_SLOTS[3], HOT_SLOTS[0], HOT_SLOTS[2], -1]
     assert buffer.counters() == [3, 0, 0]
     for position in range(3):
@@ -107,8 +124,8 @@ def test_short_request_without_preload_misses_to_its_own_entries() -> None:
 
 def test_newest_takes_the_last_entry_and_is_never_copied_from_host() -> None:
     buffer = Buffer()
-    buffer.preload(10, [7, 3, 7, -1, 1, 9])
-    assert buffer.state.hot_to_position[0, ROW, :4].tolist() == [7, 3, 1, -1]
+    buffer.start(10, [7, 3, 7, -1, 1, 9])
+    assert buffer.hot_positions()[:4] == [7, 3, 1, -1]
     buffer.k_dev[:, HOT_SLOTS[3]] = 77
     assert buffer.swap_in(11, [10, 7]) == [HOT_SLOTS[3], HOT_SLOTS[0]]
     assert (buffer.k_dev[:, HOT_SLOTS[3]] == 77).all()
@@ -121,17 +138,17 @@ def test_newest_takes_the_last_entry_and_is_never_copied_from_host() -> None:
 
 def test_least_recently_used_goes_first_and_used_entries_stay() -> None:
     buffer = Buffer()
-    buffer.preload(10, [0, 1, 2])
+    buffer.start(10, [0, 1, 2])
     buffer.swap_in(11, [1])
     buffer.swap_in(12, [0])
     # Oldest stamp: entry 2, then entry 1; entry 0 is used in this very step.
     assert buffer.swap_in(13, [5, 0, 6]) == [HOT_SLOTS[2], HOT_SLOTS[0], HOT_SLOTS[1]]
-    assert buffer.state.hot_to_position[0, ROW, :4].tolist() == [0, 6, 5, 12]
+    assert buffer.hot_positions()[:4] == [0, 6, 5, 12]
 
 
 def test_equal_stamps_go_in_the_order_of_their_hot_index() -> None:
     buffer = Buffer()
-    buffer.preload(10, [0, 1, 2])
+    buffer.start(10, [0, 1, 2])
     assert buffer.swap_in(11, [2, 1]) == [HOT_SLOTS[2], HOT_SLOTS[1]]
     assert buffer.swap_in(12, [5]) == [HOT_SLOTS[0]]
     # Entries 1 and 2 were last used in the same step, whatever came first in the selection.
@@ -140,34 +157,34 @@ def test_equal_stamps_go_in_the_order_of_their_hot_index() -> None:
     # Now entry 0 is the oldest; a free entry would be older still.
     assert buffer.swap_in(15, [8]) == [HOT_SLOTS[0]]
     buffer = Buffer()
-    buffer.preload(10, [0])
+    buffer.start(10, [0])
     assert buffer.swap_in(11, [5, 6, 7]) == [HOT_SLOTS[1], HOT_SLOTS[2], HOT_SLOTS[0]]
 
 
 def test_growing_keeps_what_is_hot_and_evicts_later() -> None:
     buffer = Buffer()
-    buffer.preload(10, [0, 1, 2])
+    buffer.start(10, [0, 1, 2])
     buffer.swap_in(11, [0, 1, 2])
-    buffer.state.resize_row(ROW, 6, torch.tensor([*HOT_SLOTS, 17, 18]), 11)
+    buffer.resize([*HOT_SLOTS, 17, 18], 11)
     # The former newest stays where it was, the new one takes the new last entry, and entry 4 is free.
     assert buffer.swap_in(12, [10, 11, 7, 0]) == [HOT_SLOTS[3], 18, 17, HOT_SLOTS[0]]
-    assert buffer.state.hot_to_position[0, ROW].tolist() == [0, 1, 2, 10, 7, 11]
+    assert buffer.hot_positions() == [0, 1, 2, 10, 7, 11]
     assert buffer.counters() == [3 + 3, 1, 0]
     assert torch.equal(buffer.k_dev[0, 17], buffer.k_host[0, HOST_SLOTS[7]])
 
 
 def test_shrinking_forgets_what_lived_beyond() -> None:
     buffer = Buffer()
-    buffer.preload(10, [0, 1, 2])
+    buffer.start(10, [0, 1, 2])
     buffer.swap_in(11, [0])
-    buffer.state.resize_row(ROW, 3, torch.tensor(HOT_SLOTS[:3]), 11)
+    buffer.resize(HOT_SLOTS[:3], 11)
     buffer.state.check_consistency()
     assert buffer.state.hot_slots[ROW].tolist() == [*HOT_SLOTS[:3], -1, -1, -1]
     assert buffer.state.stamps[0, ROW].tolist() == [1, 0, 0, -1, -1, -1]
     # The former newest comes back from the host; the new one evicts what the last entry held.
     assert buffer.swap_in(12, [10, 11, 0]) == [HOT_SLOTS[1], HOT_SLOTS[2], HOT_SLOTS[0]]
     assert buffer.counters() == [1 + 2, 1, 2]
-    buffer.state.resize_row(ROW, 6, torch.tensor([*HOT_SLOTS[:3], 20, 21, 22]), 12)
+    buffer.resize([*HOT_SLOTS[:3], 20, 21, 22], 12)
     assert buffer.swap_in(13, [1, 2, 3]) == [20, 21, HOT_SLOTS[0]]
 
 
@@ -177,10 +194,10 @@ def test_a_row_that_fits_again_forgets_what_is_not_at_its_own_entry(capacity: in
     slots = [*HOT_SLOTS, 17, 18][:capacity]
     buffer.swap_in(4, [0, 1, 2])
     buffer.swap_in(5, [3, 1, 2])  # position 3 to entry 0, position 4 to entry 3
-    assert buffer.state.hot_to_position[0, ROW, :4].tolist() == [3, 1, 2, 4]
-    buffer.state.resize_row(ROW, capacity, torch.tensor(slots), 5)
+    assert buffer.hot_positions()[:4] == [3, 1, 2, 4]
+    buffer.resize(slots, 5)
     buffer.state.check_consistency({ROW: 5})
-    assert buffer.state.hot_to_position[0, ROW].tolist() == [-1, 1, 2, -1, -1, -1]
+    assert buffer.hot_positions() == [-1, 1, 2, -1, -1, -1]
     if capacity == 5:  # from the next step on it no longer fits
         assert buffer.swap_in(6, [4, 5, 1]) == [HOT_SLOTS[0], 17, HOT_SLOTS[1]]
     else:
@@ -191,50 +208,49 @@ def test_a_row_that_fits_again_forgets_what_is_not_at_its_own_entry(capacity: in
 
 def test_a_row_that_fits_may_shrink_out_of_its_buffer() -> None:
     buffer = Buffer()
-    buffer.preload(3, [])
+    buffer.start(3, [])
     buffer.swap_in(4, [0, 1, 2])
-    buffer.state.resize_row(ROW, 2, torch.tensor(HOT_SLOTS[:2]), 4)
-    assert buffer.state.hot_to_position[0, ROW].tolist() == [0, 1, -1, -1, -1, -1]
+    buffer.resize(HOT_SLOTS[:2], 4)
+    assert buffer.hot_positions() == [0, 1, -1, -1, -1, -1]
     assert buffer.swap_in(5, [3, 4, -1, -1]) == [HOT_SLOTS[0], HOT_SLOTS[1], -1, -1]
 
 
 def test_resizing_touches_no_other_row_and_every_group() -> None:
-    state = HotBufferState.create(2, 2, 20, 6, 4)
-    pool = torch.zeros((1, 40, 8), dtype=torch.uint8)
+    state = HotBufferState.create(2, 2, 20, 6, 4, 40)
+    pool = torch.zeros((2, 40, 8), dtype=torch.uint8)
     for row in range(2):
-        state.assign_row(row, 4, torch.arange(4) + 10 * row, torch.arange(20) + 20 * row)
-        for group in range(2):
-            preload(
-                state, group=group, layers=(0,), row=row, num_tokens=10, k_host=pool, k_dev=pool.clone(),
-                positions=torch.tensor([9, 8 - group, 7 - group]),
-            )  # fmt: skip
-    state.resize_row(1, 2, torch.tensor([10, 11]), 10)
+        num_warm = start_row(
+            state, row, hot_slots=torch.arange(4) + 10 * row, host_pages=torch.arange(5) + 5 * row,
+            index_pages=torch.arange(5), num_tokens=10, layers_of_group=((0,), (1,)), k_host=pool,
+            k_dev=pool.clone(), hints=[np.array([9, 8 - group, 7 - group], np.int32) for group in range(2)],
+        )  # fmt: skip
+        assert num_warm == [3, 3]
+    state.resize_row(1, torch.arange(4) + 10, torch.tensor([10, 11]), 10)
     state.check_consistency()
-    assert state.hot_to_position[:, 0, :3].tolist() == [[9, 8, 7], [9, 7, 6]]
-    assert state.hot_to_position[:, 1].tolist() == [[9, 8, -1, -1, -1, -1], [9, 7, -1, -1, -1, -1]]
+    assert state.hot_to_host[:, 0, :3].tolist() == [[9, 8, 7], [9, 7, 6]]
+    assert (state.hot_to_host[:, 1, :2] - 20).tolist() == [[9, 8], [9, 7]]
+    assert (state.hot_to_host[:, 1, 2:] == -1).all()
     assert state.capacity.tolist() == [4, 2]
 
 
-def test_resizing_refuses_other_slots_and_dense_rows_unchanged() -> None:
+def test_resizing_refuses_other_slots_unchanged() -> None:
     buffer = Buffer()
-    buffer.preload(10, [0, 1, 2])
-    before = buffer.state.hot_to_position.clone()
+    buffer.start(10, [0, 1, 2])
+    before = buffer.state.hot_to_host.clone()
 
-    def failure(row: int, capacity: int, hot_slots: list[int], seq_len: int = 10) -> str:
+    def failure(hot_slots: list[int], seq_len: int = 10) -> str:
         with pytest.raises(KernelArgumentError) as caught:
-            buffer.state.resize_row(row, capacity, torch.tensor(hot_slots), seq_len)
+            buffer.state.resize_row(ROW, torch.tensor(HOT_SLOTS), torch.tensor(hot_slots).long(), seq_len)
         return str(caught.value)
 
-    assert failure(ROW, 5, [5, 9, 3, 11, 12]) == (
+    assert failure([5, 9, 3, 11, 12]) == (
         "hot_slots: expected the first 4 as they were, got 3 for 2 at hot_index 2"
     )
-    assert failure(ROW, 2, [5, 8]).endswith("got 8 for 9 at hot_index 1")
-    assert failure(ROW, 3, [5, 9]) == "hot_slots: expected shape [3], got [2]"
-    assert failure(ROW, 7, list(range(7))) == "capacity: expected a value in [1, 7), got 7"
-    assert failure(ROW, 0, []) == "capacity: expected a value in [1, 7), got 0"
-    assert failure(ROW, 4, HOT_SLOTS, 21) == "seq_len: expected a value in [0, 21), got 21"
-    assert failure(0, 1, [5]) == "row: expected a hisparse row, got row 0, which is dense"
-    assert torch.equal(buffer.state.hot_to_position, before)
+    assert failure([5, 8]).endswith("got 8 for 9 at hot_index 1")
+    assert failure(list(range(7))) == "hot_slots length: expected a value in [1, 7), got 7"
+    assert failure([]) == "hot_slots length: expected a value in [1, 7), got 0"
+    assert failure(HOT_SLOTS, 21) == "seq_len: expected a value in [0, 21), got 21"
+    assert torch.equal(buffer.state.hot_to_host, before)
     assert buffer.state.hot_slots[ROW, :4].tolist() == HOT_SLOTS
 
 
@@ -257,9 +273,53 @@ def test_bad_positions_and_missing_host_slots_are_flagged() -> None:
     buffer = Buffer()
     assert buffer.swap_in(5, [5, -3, 0, -1]) == [-1, -1, HOT_SLOTS[0], -1]
     assert int(buffer.state.error_flags[ROW]) == HotBufferError.BAD_POSITION
-    buffer.state.host_slots[ROW, 2] = -1
-    assert buffer.swap_in(6, [2, 1, -1, -1]) == [-1, HOT_SLOTS[1], -1, -1]
+    buffer.state.host_pages[ROW, 1] = -1
+    assert buffer.swap_in(9, [5, 1, -1, -1]) == [-1, HOT_SLOTS[1], -1, -1]
     assert int(buffer.state.error_flags[ROW]) == HotBufferError.BAD_POSITION | HotBufferError.NO_HOST_SLOT
+    assert buffer.counters() == [0, 2, 1]
+
+
+def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step() -> None:
+    """It could not be backed up. With the page that it lacked it goes on as if nothing had been."""
+    buffer = Buffer()
+    buffer.start(8, [7, 3, 1])
+    buffer.state.host_pages[ROW, 2:] = -1
+    tables = ("host_to_hot", "hot_to_host", "stamps", "step", "counters")
+    before = {name: getattr(buffer.state, name).clone() for name in tables}
+    host, requests = buffer.k_host.clone(), buffer.requests(9)
+    assert newest_slots(*requests, buffer.state).tolist() == [-1]
+    assert buffer.swap_in(9, [8, 7, 3, 99]) == [-1] * 4
+    backup_newest(*requests, buffer.state, k_host=buffer.k_host, k_dev=buffer.k_dev)
+    assert int(buffer.state.error_flags[ROW]) == HotBufferError.NO_HOST_SLOT
+    assert all(torch.equal(getattr(buffer.state, name), table) for name, table in before.items())
+    assert torch.equal(buffer.k_host, host)
+    buffer.state.set_host_pages(ROW, 2, torch.tensor(HOST_PAGES[2:]))
+    assert newest_slots(*requests, buffer.state).tolist() == [HOT_SLOTS[3]]
+    assert buffer.swap_in(9, [8, 7, 3, -1]) == [HOT_SLOTS[3], HOT_SLOTS[0], HOT_SLOTS[1], -1]
+
+
+def test_a_started_row_has_all_its_tables() -> None:
+    buffer = Buffer()
+    assert buffer.start(10, [7, 3, 7, -1, 1, 9]) == 3
+    assert buffer.state.host_pages[ROW].tolist() == HOST_PAGES
+    assert buffer.state.index_pages[ROW].tolist() == [4, 1, 0, 0, 0]
+    assert buffer.state.capacity.tolist() == [0, 4, 0]
+    buffer.state.set_index_pages(ROW, 2, torch.tensor([8]))
+    start_dense_row(buffer.state, 0, pages=torch.tensor([5, 3]), index_pages=torch.tensor([6]))
+    assert buffer.state.page_table[0].tolist() == [5, 3, -1, -1, -1]
+    assert buffer.state.index_pages[:2].tolist() == [[6, 0, 0, 0, 0], [4, 1, 8, 0, 0]]
+    with pytest.raises(KernelArgumentError, match=r"hints: expected values in \[0, 10\), got 3 to 10"):
+        buffer.start(10, [7, 3, 10, -1])
+    assert buffer.hot_positions() == [-1] * 6
+    with pytest.raises(KernelArgumentError, match=r"num_tokens: expected a value in \[0, 21\), got 21"):
+        buffer.start(21, [])
+
+
+def test_a_host_page_in_two_rows_is_seen() -> None:
+    buffer = Buffer()
+    buffer.state.assign_row(2, torch.tensor([20, 21]), torch.tensor([8, 6]))
+    with pytest.raises(RuntimeError, match="host page 6 is in more than one place"):
+        buffer.state.check_consistency()
 
 
 def test_shared_layer_replays_the_miss_plan() -> None:
@@ -323,7 +383,7 @@ def test_strided_pools_are_as_good_as_contiguous_ones(
     assert not strided.k_host.is_contiguous()
     assert not strided.k_dev.is_contiguous()
     for buffer in (plain, strided):
-        buffer.preload(10, [7, 3, 1])
+        buffer.start(10, [7, 3, 1])
         for seq_len, selected in ((11, [4, 10, 7, -1]), (12, [10, 8, 4, 11])):
             buffer.k_dev[:, HOT_SLOTS[3]] = seq_len
             buffer.swap_in(seq_len, selected)
@@ -360,7 +420,7 @@ def test_dense_rows_go_through_the_page_table() -> None:
 
 def test_padding_and_empty_batches_touch_nothing() -> None:
     buffer = Buffer()
-    before = buffer.state.hot_to_position.clone()
+    before = buffer.state.hot_to_host.clone()
     slots = swap_in(
         torch.zeros((2, 3), dtype=torch.int32),
         torch.tensor([4, 4]),
@@ -373,24 +433,25 @@ def test_padding_and_empty_batches_touch_nothing() -> None:
         k_dev=buffer.k_dev,
     )
     assert (slots == -1).all()
-    assert torch.equal(buffer.state.hot_to_position, before)
+    assert torch.equal(buffer.state.hot_to_host, before)
 
 
 def test_reset_row_forgets_everything() -> None:
     buffer = Buffer()
-    empty = HotBufferState.create(1, 3, 20, 6, 4)
+    empty = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, NUM_HOST_SLOTS)
+    buffer.start(10, [7, 3, 1])
     buffer.swap_in(11, [1, 2, 3, 4])
     buffer.state.reset_row(ROW)
-    for name in ("position_to_hot", "hot_to_position", "stamps", "step", "hot_slots",
-                 "capacity", "page_table", "host_slots", "counters", "error_flags"):  # fmt: skip
+    for name in ("host_to_hot", "hot_to_host", "stamps", "step", "hot_slots", "capacity", "page_table",
+                 "host_pages", "index_pages", "counters", "error_flags"):  # fmt: skip
         assert torch.equal(getattr(buffer.state, name), getattr(empty, name)), name
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("position_to_hot", "hot positions"),
-        ("hot_to_position", "used entries"),
+        ("host_to_hot", "which maps to hot_index -1"),
+        ("hot_to_host", "has stamp|used entries"),
         ("stamps", "has stamp -1"),
     ],
 )
@@ -398,8 +459,8 @@ def test_check_consistency_sees_a_broken_table(table: str, message: str) -> None
     buffer = Buffer()
     buffer.swap_in(11, [4, 5, -1, -1])
     tensor = getattr(buffer.state, table)
-    row = tensor[0, ROW]
-    row[int((row != -1).nonzero()[0])] = -1
+    values = tensor[0] if table == "host_to_hot" else tensor[0, ROW]
+    values[int((values != -1).nonzero()[0])] = -1
     with pytest.raises(RuntimeError, match=message):
         buffer.state.check_consistency()
 
@@ -451,15 +512,22 @@ def test_errors_name_argument_expectation_and_value() -> None:
     assert failure(two, torch.tensor([5, 5]), torch.tensor([1, 1]), num_real + 1) == (
         "req_rows: expected distinct rows, got [1, 1]"
     )
-    buffer.preload(3, [])
-    with pytest.raises(KernelArgumentError, match="expected an empty hot buffer"):
-        buffer.preload(3, [])
     with pytest.raises(KernelArgumentError, match="capacity: expected a value in"):
-        buffer.state.assign_row(0, 7, torch.arange(7), torch.arange(3))
+        buffer.state.assign_row(0, torch.arange(7), torch.arange(3))
+    with pytest.raises(
+        KernelArgumentError, match=r"host_pages highest: expected a value in \[0, 10\), got 10"
+    ):
+        buffer.state.assign_row(0, torch.arange(3), torch.tensor([0, 10]))
+    with pytest.raises(
+        KernelArgumentError, match=r"number of host_pages: expected a value in \[0, 6\), got 6"
+    ):
+        buffer.state.assign_row(0, torch.arange(3), torch.arange(6))
+    with pytest.raises(KernelArgumentError, match="num_host_slots: expected whole pages of 4, got 42"):
+        HotBufferState.create(1, 3, 20, 6, 4, 42)
 
 
 def test_other_devices_are_refused_by_name() -> None:
-    state = HotBufferState.create(1, 1, 4, 2, 4, device="meta")
+    state = HotBufferState.create(1, 1, 4, 2, 4, 4, device="meta")
     requests = torch.ones(1, dtype=torch.int32, device="meta")
     with pytest.raises(KernelUnavailableError, match=r"newest_slots: no kernel for device 'meta'.*'cpu'"):
         newest_slots(requests, requests, requests, state)

@@ -125,7 +125,7 @@ def test_no_queries() -> None:
         ({"key_format": "bfloat16"}, r"index_pool: expected shape \[\*, 32\], got \[\d+, 64\]"),
         ({"top_k": 4097}, r"top_k: expected a value in \[1, 4097\), got 4097"),
         ({"page_size": 0}, "page_size: expected at least 1, got 0"),
-        ({"q_index": torch.zeros(1, 2, 24)}, "index_head_dim: expected a multiple of 16, got 24"),
+        ({"q_index": torch.zeros(1, 2, 257)}, r"index_head_dim: expected a value in \[1, 257\), got 257"),
         ({"q_index": torch.zeros(1, 129, 16)}, r"num_index_heads: expected a value in \[1, 129\), got 129"),
         ({"req_rows": torch.zeros(1, dtype=torch.int32)}, "req_rows: expected dtype torch.int64"),
         ({"out": torch.zeros(1, 5, dtype=torch.int32)}, r"out: expected shape \[1, 4\], got \[1, 5\]"),
@@ -176,6 +176,11 @@ CASES = [
     {"key_format": "bfloat16", "num_heads": 16, "head_dim": 32, "page_size": 32, "q_dtype": "float32"},
     {"key_format": "fp8_e4m3", "num_heads": 5, "head_dim": 48, "page_size": 64, "q_dtype": "float32"},
     {"key_format": "fp8_e4m3", "num_heads": 5, "head_dim": 48, "page_size": 5, "q_dtype": "bfloat16"},
+    {"key_format": "float32", "num_heads": 5, "head_dim": 24, "page_size": 64, "q_dtype": "float32"},
+    {"key_format": "bfloat16", "num_heads": 5, "head_dim": 24, "page_size": 64, "q_dtype": "float32"},
+    {"key_format": "bfloat16", "num_heads": 2, "head_dim": 6, "page_size": 7, "q_dtype": "float32"},
+    {"key_format": "fp8_e4m3", "num_heads": 5, "head_dim": 24, "page_size": 64, "q_dtype": "bfloat16"},
+    {"key_format": "fp8_e4m3", "num_heads": 3, "head_dim": 12, "page_size": 64, "q_dtype": "float32"},
     {"key_format": "fp8_e4m3", "num_heads": 20, "head_dim": 128, "page_size": 64, "q_dtype": "bfloat16"},
 ]
 """Not bfloat16 times bfloat16, which the interpreter computes wrongly."""

@@ -1,0 +1,48 @@
+"""Which sizes the GPU kernels take, asked before a model is loaded: pure functions of numbers.
+
+What is not here has no bound that a model or a setting can reach: pages and items of any size, layers, heads
+and dimensions of attention (a backend that cannot take them is passed over, ``kernels.attention``), experts.
+"""
+
+from __future__ import annotations
+
+from kernels.cuda import MAX_CAPACITY, MAX_SELECTED
+from kernels.cuda import MAX_TOP_K as MAX_SWAP_IN_TOP_K
+from kernels.kv_format import FP8_E4M3
+from kernels.paged_indexer import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS_OF_A_BLOCK, MAX_TOP_K
+
+
+class KernelSizeError(ValueError):
+    """A size that a GPU kernel cannot take; the message names it, its bound, and what to do."""
+
+
+def check_indexer_sizes(
+    *, num_heads: int, head_dim: int, top_k: int, context_length: int, key_format: str
+) -> None:
+    """Of the lightning indexer and the top-k behind it. Raises KernelSizeError."""
+    _check("index_n_heads", num_heads, MAX_HEADS, "indexer", _ON_CPU)
+    _check("index_head_dim", head_dim, MAX_HEAD_DIM, "indexer", _ON_CPU)
+    _check("index_topk", top_k, MAX_TOP_K, "top-k", _ON_CPU)
+    _check("context_length", context_length, MAX_CONTEXT, "indexer", "lower --context-length")
+    if key_format == FP8_E4M3 and head_dim % 4:
+        raise KernelSizeError(
+            f"index_head_dim {head_dim}: the GPU's indexer takes multiples of 4 with fp8 keys; give "
+            "--indexer-cache-dtype bfloat16"
+        )
+
+
+def check_swap_in_sizes(*, top_k: int, max_running_requests: int, capacity: int) -> None:
+    """Of the swap-in, for a batch of ``max_running_requests``. Raises KernelSizeError."""
+    _check("index_topk", top_k, MAX_SWAP_IN_TOP_K, "swap-in", _ON_CPU)
+    most_requests = min(MAX_TOKENS_OF_A_BLOCK, (MAX_SELECTED - 1) // top_k)
+    remedy = "lower --max-running-requests"
+    _check("max_running_requests", max_running_requests, most_requests, "swap-in", remedy)
+    _check("device_buffer_size", capacity, MAX_CAPACITY, "swap-in", "lower --device-buffer-size")
+
+
+_ON_CPU = "serve this checkpoint with --device cpu"
+
+
+def _check(name: str, value: int, bound: int, kernel: str, remedy: str) -> None:
+    if value > bound:
+        raise KernelSizeError(f"{name} {value}: the GPU's {kernel} takes {bound} at most; {remedy}")

@@ -1,0 +1,108 @@
+"""Rows are started, grown, resized and emptied without a wait for the GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from decode_node.hot_buffers import HotBuffers
+from decode_node.memory import DecodeMemory
+from decode_node.pools import Pools, SlotCounts
+from decode_node.request import PeerAddress, Request
+from kernels.hot_state import HotBufferState
+from kernels.swap_in import start_dense_row, start_row
+from protocol.engine_messages import HisparseFlag, Mode, SamplingParams
+from protocol.messages import Room
+from tests.gpu.support import DEVICE, assert_same_tables, needs_gpu, no_waiting
+from tests.unit.model_specs import make_spec
+
+pytestmark = needs_gpu
+
+NUM_GROUPS, NUM_HOST, CAPACITY = 61, 4096, 300
+
+
+def states() -> tuple[HotBufferState, HotBufferState]:
+    """The same on the GPU and on the CPU."""
+    sizes = (NUM_GROUPS, 3, 2000, CAPACITY, 64, NUM_HOST)
+    return HotBufferState.create(*sizes, DEVICE), HotBufferState.create(*sizes)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 299, 300, 1500])
+@pytest.mark.parametrize("item_bytes", [656, 10])
+def test_a_life_of_a_row_without_a_wait(num_tokens: int, item_bytes: int) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    host = torch.randint(0, 256, (NUM_GROUPS, NUM_HOST, item_bytes), dtype=torch.uint8, generator=generator)
+    host = host.pin_memory()
+    devs = [
+        torch.zeros((NUM_GROUPS, 2 * CAPACITY, item_bytes), dtype=torch.uint8, device=device)
+        for device in (DEVICE, "cpu")
+    ]
+    page_ids = torch.randperm(NUM_HOST // 64, generator=generator)
+    slots = torch.randperm(2 * CAPACITY, generator=generator)
+    hints = [
+        torch.randperm(max(1, num_tokens), generator=generator)[:200].int().numpy() for _ in range(NUM_GROUPS)
+    ]
+    layers = [(layer,) for layer in range(NUM_GROUPS)]
+    both = states()
+
+    def live(state: HotBufferState, dev: torch.Tensor) -> None:
+        num_pages = -(-num_tokens // 64)
+        start_row(
+            state, 1, hot_slots=slots[:CAPACITY], host_pages=page_ids[:num_pages], index_pages=page_ids[:3],
+            num_tokens=num_tokens, hints=hints, layers_of_group=layers, k_host=host, k_dev=dev,
+        )  # fmt: skip
+        start_dense_row(state, 2, pages=page_ids[40:50], index_pages=page_ids[:1])
+        state.set_host_pages(1, num_pages, page_ids[num_pages : num_pages + 2])
+        state.set_index_pages(1, 3, page_ids[3:4])
+        state.set_pages(2, 10, page_ids[50:51])
+        state.resize_row(1, slots[:CAPACITY], slots[:250], num_tokens)
+
+    live(both[0], devs[0])  # compiles, and fills the caches of memory
+    both[0].reset_row(1)
+    both[0].reset_row(2)
+    with no_waiting():
+        live(both[0], devs[0])
+    live(both[1], devs[1])
+    assert_same_tables(*both)
+    assert torch.equal(devs[0].cpu(), devs[1])
+    with no_waiting():
+        both[0].reset_row(1)
+        both[0].reset_row(2)
+    assert_same_tables(both[0], states()[1])
+
+
+@pytest.mark.parametrize("mode", [Mode.HISPARSE, Mode.DENSE])
+def test_admission_does_not_wait_for_steps_in_flight(mode: Mode) -> None:
+    """While a kernel of another stream's keeps the GPU busy, a request is admitted and grows."""
+    spec = make_spec(num_layers=3, index_group_of_layer=(0, 1, 1), context_length=2000, index_topk=64)
+    pools = Pools(SlotCounts(host=4096, device=4096, index=4096, aux=2, req_row=4), 64)
+    memory = DecodeMemory(spec, pools.totals, 64, torch.device(DEVICE))
+    hot = HotBuffers(spec, memory, num_rows=4, max_capacity=256, page_size=64)
+    peer = PeerAddress("", 0)
+    requests = []
+    for number in range(2):
+        request = Request(
+            "r", Room(number), 700, SamplingParams(max_new_tokens=9), HisparseFlag.TRUE, peer, arrived_at=0.0
+        )
+        request.mode = mode
+        request.hot_capacity = 256 if mode is Mode.HISPARSE else 0
+        host = 768 if mode is Mode.HISPARSE else 0
+        need = SlotCounts(host=host, device=256 if host else 768, index=768, req_row=1)
+        request.holding = pools.reserve(request.room, need)
+        request.output_token_ids.append(1)
+        request.hot_positions = [np.arange(64, dtype=np.int32)] * 2
+        requests.append(request)
+    hot.start(requests[0])  # compiles
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # a second of the current stream
+    busy = torch.cuda.current_stream().record_event()
+    with no_waiting():
+        hot.start(requests[1])
+        assert not hot.is_ready(requests[1])
+        if mode is Mode.DENSE:
+            hot.grow(requests[1])
+    assert not busy.query(), "the host waited for the stream"
+    torch.cuda.synchronize()
+    assert hot.is_ready(requests[1])
+    memory.close()

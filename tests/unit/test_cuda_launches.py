@@ -1,0 +1,79 @@
+"""How many copies and launches an admission is, without a GPU: the driver is a list of what it was asked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import cuda
+from kernels.hot_state import HotBufferState
+from kernels.reference import plan_warm_up
+
+NUM_GROUPS, PAGE_SIZE = 61, 64
+
+
+def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> tuple[list[Any], list[Any]]:
+    """The launches and the staged numbers of one ``start_row``."""
+    launches: list[Any] = []
+    staged: list[Any] = []
+    empty = torch.empty
+
+    def pinned(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        tensor = empty(*shape, **options)
+        if pin_memory:
+            staged.append(tensor)
+        return tensor
+
+    def launch(kernel: Any, device: Any, blocks: int, threads: int, parameters: Any, **_: Any) -> None:
+        launches.append((kernel.name, parameters.copy()))
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(
+        cuda, "_kernel", lambda name, **_: SimpleNamespace(name=name, max_threads_per_block=1000)
+    )
+    monkeypatch.setattr(cuda, "_mapped_address", lambda name, host: host.data_ptr())
+    monkeypatch.setattr(cuda, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    state = HotBufferState.create(NUM_GROUPS, 2, 1024, 512, PAGE_SIZE, 2048)
+    pool = torch.zeros((NUM_GROUPS, 2048, 8), dtype=torch.uint8)
+    hints = [np.arange(group, group + 100, dtype=np.int32) for group in range(NUM_GROUPS)]
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    cuda.start_row(
+        state,
+        1,
+        torch.arange(capacity),
+        torch.arange(num_pages) + 3,
+        torch.arange(2) + 7,
+        plan_warm_up(NUM_GROUPS, capacity, num_tokens, hints),
+        [(group,) for group in range(NUM_GROUPS)],
+        ((pool, pool),),
+    )
+    return launches, staged
+
+
+def test_a_row_of_many_groups_is_one_copy_and_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, staged = started(monkeypatch, num_tokens=900, capacity=90)
+    ((name, parameters),) = launches
+    assert name == "fill_row"
+    (numbers,) = staged
+    parts = (90, 15, 2, 3 * NUM_GROUPS, NUM_GROUPS, NUM_GROUPS * 89)
+    assert numbers.shape == (sum(parts),)
+    hot_slots, host_pages, index_pages, layers, num_warm, positions = numbers.split(parts)
+    assert hot_slots.tolist() == list(range(90))
+    assert host_pages.tolist() == list(range(3, 18))
+    assert index_pages.tolist() == [7, 8]
+    assert layers.view(-1, 3).tolist() == [[group, group, 1] for group in range(NUM_GROUPS)]
+    assert num_warm.tolist() == [89] * NUM_GROUPS
+    assert positions.view(NUM_GROUPS, 89)[7].tolist() == list(range(7, 96))
+    assert (parameters["num_hints"], parameters["max_warm"], parameters["row"]) == (NUM_GROUPS, 89, 1)
+
+
+def test_positions_that_all_groups_share_are_staged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((_, parameters),), (numbers,) = started(monkeypatch, num_tokens=300, capacity=512)
+    assert (parameters["num_hints"], parameters["max_warm"]) == (1, 300)
+    assert numbers[-300:].tolist() == list(range(300))
