@@ -103,7 +103,7 @@ class HotBuffers:
             self.state.assign_dense_row(row, device_pages.to(self.device))
             return
         hot_slots = slots_tensor(holding[PoolKind.DEVICE])[: request.hot_capacity].to(self.device)
-        host_slots = slots_tensor(holding[PoolKind.HOST])[: request.life_tokens].to(self.device)
+        host_slots = slots_tensor(holding[PoolKind.HOST]).to(self.device)
         self.state.assign_row(row, request.hot_capacity, hot_slots, host_slots)
         warm_positions, request.hot_positions = request.hot_positions, None
         most_recent = np.arange(request.num_kv_tokens, dtype=np.int32)[: -request.hot_capacity : -1]
@@ -120,11 +120,30 @@ class HotBuffers:
                 k_dev=self.memory.k_dev,
             )
 
-    def grow(self, request: Request) -> None:
-        """Enter the pages that a dense request was just given."""
-        self._wait_until_filled(request.req_row)
-        page_ids = pages_tensor(request.owned[PoolKind.DEVICE], self.page_size)
-        self.state.set_pages(request.req_row, 0, page_ids.to(self.device))
+    def grow(self, request: Request, first_token: int) -> None:
+        """Enter the slots of positions from ``first_token`` on, which a running request was just given.
+
+        In the order of the stream of the steps: the one in flight reads none of them.
+        """
+        row, holding = request.req_row, request.owned
+        self._wait_until_filled(row)
+        first_page = first_token // self.page_size
+        index_pages = pages_tensor(holding[PoolKind.INDEX], self.page_size)[first_page:]
+        pages = slice(first_page, first_page + index_pages.shape[0])
+        self.index_page_table[row, pages] = self._to_device(index_pages).to(self.index_page_table)
+        if request.mode is Mode.DENSE:
+            device_pages = pages_tensor(holding[PoolKind.DEVICE], self.page_size)[first_page:]
+            self.state.set_pages(row, first_page, self._to_device(device_pages))
+        else:
+            host_slots = slots_tensor(holding[PoolKind.HOST])[first_token:]
+            positions = slice(first_token, first_token + host_slots.shape[0])
+            self.state.host_slots[row, positions] = self._to_device(host_slots).to(self.state.host_slots)
+
+    def _to_device(self, values: Tensor) -> Tensor:
+        """A copy that the host does not wait for."""
+        if self.device.type == "cpu":
+            return values
+        return values.pin_memory().to(self.device, non_blocking=True)
 
     def retract(self, request: Request) -> None:
         """Bring everything to the host before the device slots are given up; remember what was hot."""

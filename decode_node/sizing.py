@@ -59,6 +59,7 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         index_topk=spec.index_topk,
         device_buffer_size=settings.device_buffer_size,
         auto_dense_margin=settings.auto_dense_margin,
+        growth_tokens=settings.growth_tokens,
     )
 
 

@@ -28,6 +28,7 @@ _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="([^"]*)"')
 _HELP = {
     "num_running_reqs": "requests in the running batch",
     "running_reqs": "requests in the running batch, by mode",
+    "num_paused_reqs": "running requests that sit steps out until there are slots for their next token",
     "num_queue_reqs": "requests that wait for admission or prefill",
     "queue_reqs": "requests that wait for admission, by what they asked for",
     "num_transfer_queue_reqs": "requests whose KV is under way",

@@ -14,9 +14,9 @@ import torch
 
 import decode_node.engine
 from decode_node.peers import PeerLost, RoomMessage
-from decode_node.pools import PoolKind, Stage
+from decode_node.pools import PoolKind, SlotCounts, Stage
 from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.scheduler import Resumption, StepPlan
+from decode_node.scheduler import Exchange, StepPlan
 from kernels.hot_state import HotBufferError
 from protocol.engine_messages import Abort, FinishReason, HisparseFlag, Mode
 from protocol.messages import Refused, Room, RoomDone, RoomFailed, RoomQuiet
@@ -582,8 +582,10 @@ def test_a_retraction_that_fails_ends_its_request_only(
     node.turn_until(lambda: doomed.token_ids and spared.token_ids, double)
     running = {request.num_prompt_tokens: request for request in node.engine.rooms.all()}
     plan = StepPlan(
-        retractions=(running[300], running[100]),
-        resumptions=(Resumption(running[300], 128), Resumption(running[100], 128)),
+        exchanges=(
+            Exchange(running[300], 128, SlotCounts(host=340 * (flag is HisparseFlag.FALSE))),
+            Exchange(running[100], 128),
+        )
     )
     retract = node.engine.hot_buffers.retract
 
