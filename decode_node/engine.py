@@ -34,7 +34,14 @@ from model.loader import load_model
 from model.spec import CheckpointError, ModelSpec, spec_of
 from protocol.access import PeerList
 from protocol.channels import EngineSocket, Poller, load_control_keys
-from protocol.engine_messages import Abort, EngineReady, FlushCache, Generate, Shutdown
+from protocol.engine_messages import (
+    Abort,
+    EngineReady,
+    FlushCache,
+    Generate,
+    ReleaseQuarantine,
+    Shutdown,
+)
 from protocol.process import die_with_parent, parent_is_alive, setup_logging, start_errors
 from protocol.settings import DecodeSettings
 from transfer.engine import TransferEngine, TransferSetupError, quiet_mooncake_logs
@@ -207,6 +214,8 @@ class DecodeEngine:
                     self.lifecycle.abort(message.request_id, now, has_finished=message.has_finished)
                 case FlushCache():
                     pass  # There is no cache on this side.
+                case ReleaseQuarantine():
+                    self.lifecycle.release_quarantine(message.instance_id, now)
                 case Shutdown():
                     self._is_stopping = True
                 case _:

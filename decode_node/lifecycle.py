@@ -7,6 +7,7 @@ Each handler does the three parts of a move together: the books (``rooms``), the
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
@@ -115,6 +116,16 @@ class Lifecycle:
                 self.metrics.add("aborted_requests_total")
             self._tell_peer(request, "the client is gone")
             self._end(request, Landing.IN_FLIGHT, now)
+
+    def release_quarantine(self, instance_id: str, now: float) -> None:
+        """The operator says that this run of a prefill node is over. One that answers is not."""
+        peers = {entry.peer for entry in self.rooms.quarantine if entry.instance_id == instance_id}
+        for peer in peers:
+            if self.peers.may_entrust(peer, now) and self.peers.instance_id(peer) == instance_id:
+                log.error("run %s of prefill node %s answers: nothing is released", instance_id, peer)
+                return
+        log.warning("run %s of %s is over, says an operator", instance_id, ", ".join(map(str, peers)) or "-")
+        self.rooms.quarantine.instance_gone(instance_id, now)
 
     # --- from the prefill nodes -------------------------------------------------------------------
 
@@ -254,6 +265,7 @@ class Lifecycle:
     def expire(self, now: float) -> None:
         """End what has taken too long, and free what has been quarantined for long enough."""
         self.rooms.expire(now)
+        self._report_stuck(now)
         for request in self.rooms.expired(now):
             secs = self.room_timeout_secs
             match request.state:
@@ -271,6 +283,19 @@ class Lifecycle:
                     assert_never(request.state)
             self._tell_peer(request, error)
             self.fail(request, status, error, Landing.IN_FLIGHT, now)
+
+    def _report_stuck(self, now: float) -> None:
+        stuck = self.rooms.quarantine.newly_stuck(now)
+        for (peer, instance_id), num_rooms in Counter((e.peer, e.instance_id) for e in stuck).items():
+            log.warning(
+                "prefill node %s (run %s) has not said of %d rooms that nothing lands there any more; their "
+                "slots serve nobody until it does, until another run answers in its place, or until you "
+                "declare it dead: POST /release_quarantine?instance_id=%s",
+                peer,
+                instance_id,
+                num_rooms,
+                instance_id,
+            )
 
     # --- from the scheduler -----------------------------------------------------------------------
 

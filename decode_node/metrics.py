@@ -76,6 +76,9 @@ class Metrics:
             "num_transfer_queue_reqs": num_landing,
             "token_usage": max(used[kind] / pools.totals[kind] for kind in _TOKEN_POOLS),
             "quarantined_tokens": quarantined.host + quarantined.device,
+            "stuck_rooms": len(rooms.quarantine.stuck(now)),
+            "aux_slots_used": used.aux,
+            "aux_slots_total": pools.totals.aux,
             "num_registered_peers": num_peers,
             "gen_throughput": self._throughput(now),
             transfer_info: 1,
@@ -98,6 +101,8 @@ class Metrics:
             num_waiting=num_queued + num_landing,
             num_used_tokens=used.host + used.device,
             step=step,
+            trouble=rooms.trouble(now),
+            quarantine=rooms.quarantined_runs(now),
         )
 
     def _throughput(self, now: float) -> float:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
 from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission, Exchange
-from protocol.engine_messages import HisparseFlag, Mode
+from protocol.engine_messages import HisparseFlag, Mode, QuarantinedRun
 from protocol.messages import Room
 
 _REMOTELY_WRITTEN = {
@@ -261,6 +261,43 @@ class Rooms:
     def stuck(self, now: float) -> SlotCounts:
         """Slots in quarantine that may never be free again: their prefill node gives no sign of life."""
         return self.pools.held_by(entry.holding for entry in self.quarantine.stuck(now))
+
+    def quarantined_runs(self, now: float) -> tuple[QuarantinedRun, ...]:
+        """What is in quarantine, by the run of a prefill node that it is kept from the others for."""
+        by_run: dict[tuple[PeerAddress, str], list[Quarantined]] = {}
+        for entry in self.quarantine:
+            by_run.setdefault((entry.peer, entry.instance_id), []).append(entry)
+        return tuple(
+            self._quarantined_run(peer, instance_id, entries, now)
+            for (peer, instance_id), entries in by_run.items()
+        )
+
+    def _quarantined_run(
+        self, peer: PeerAddress, instance_id: str, entries: Sequence[Quarantined], now: float
+    ) -> QuarantinedRun:
+        held = self.pools.held_by(entry.holding for entry in entries)
+        return QuarantinedRun(
+            prefill_node=str(peer),
+            instance_id=instance_id,
+            num_rooms=len(entries),
+            num_unacknowledged=sum(entry.is_unresolved for entry in entries),
+            longest_secs=max(now - entry.since for entry in entries),
+            host_slots=held.host,
+            device_slots=held.device,
+            index_slots=held.index,
+            aux_slots=held.aux,
+        )
+
+    def trouble(self, now: float) -> str:
+        """Why nobody can be admitted before somebody frees slots that are stuck; empty otherwise."""
+        usable = self.pools.totals - self.stuck(now)
+        used_up = [kind for kind in (PoolKind.DEVICE, PoolKind.INDEX, PoolKind.AUX) if not usable[kind]]
+        if not used_up:
+            return ""
+        return (
+            f"all slots of the {used_up[0]} pool are kept for prefill nodes that do not answer; see "
+            "/quarantine for which, and POST /release_quarantine for those that are gone"
+        )
 
     # --- the indexes ------------------------------------------------------------------------------
 

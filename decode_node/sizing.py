@@ -13,8 +13,9 @@ from kernels.device_memory import DeviceMemory, PoolDemand
 from model.spec import ModelSpec
 from protocol.settings import DecodeSettings
 
-AUX_SLOTS_PER_ROW = 2
-"""More than one, because a quarantined room keeps its aux slot and frees its req_row."""
+AUX_SLOTS_PER_ROW = 4
+"""More than one, because a quarantined room keeps its aux slot and frees its req_row: so often may a prefill
+node vanish with as many rooms as can be in a batch, less one, before somebody has to say that it is gone."""
 
 BASE_RESERVE_BYTES = 1 << 30
 """For activations: workspaces of libraries, buffers of the layers, the memory of CUDA graphs."""

@@ -45,6 +45,7 @@ from protocol.engine_messages import (
     EngineStats,
     FlushCache,
     Generate,
+    ReleaseQuarantine,
     Shutdown,
     ToEngine,
 )
@@ -274,6 +275,8 @@ class PrefillEngine:
                 self._life.abort_request(message.request_id, now_secs)
             case FlushCache():
                 self._life.cache.evict(self._life.cache.num_evictable)
+            case ReleaseQuarantine():
+                pass  # Only a decode node has landing zones.
             case Shutdown():
                 self._is_stopping = True
             case _:

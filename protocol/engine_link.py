@@ -24,6 +24,7 @@ from protocol.engine_messages import (
     FromEngine,
     Generate,
     PrefillFinished,
+    ReleaseQuarantine,
     RequestFailed,
     Shutdown,
     ToEngine,
@@ -162,6 +163,10 @@ class EngineLink:
         self.require_serving()
         self._outbox.put_nowait(FlushCache())
 
+    def release_quarantine(self, instance_id: str) -> None:
+        self.require_engine()
+        self._outbox.put_nowait(ReleaseQuarantine(instance_id))
+
     def stop_accepting(self) -> None:
         """New requests are refused; those in flight go on."""
         if self.state is not LinkState.GONE:
@@ -185,7 +190,9 @@ class EngineLink:
 
     def trouble(self) -> str | None:
         """Why this node cannot serve, or None while the engine makes progress. Looks at no peer."""
-        return str(self.state) if self.state is not LinkState.SERVING else self.stall()
+        if self.state is not LinkState.SERVING:
+            return str(self.state)
+        return self.stall() or (self.stats.trouble if self.stats is not None else "") or None
 
     def stall(self) -> str | None:
         """Why requests in flight get nowhere, or None while the engine makes progress."""

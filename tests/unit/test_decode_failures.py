@@ -18,7 +18,7 @@ from decode_node.pools import PoolKind, SlotCounts, Stage
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Exchange, StepPlan
 from kernels.hot_state import HotBufferError
-from protocol.engine_messages import Abort, FinishReason, HisparseFlag, Mode
+from protocol.engine_messages import Abort, FinishReason, HisparseFlag, Mode, ReleaseQuarantine
 from protocol.messages import Refused, Room, RoomDone, RoomFailed, RoomQuiet
 from tests.unit.decode_support import (
     Answer,
@@ -692,3 +692,77 @@ def test_a_request_in_the_queue_goes_to_no_peer_that_fell_silent(
     double.deliver(double.bootstraps[0])
     node.turn_until(lambda: first.is_over, double)
     assert first.failure is None
+
+
+# --- prefill nodes that vanish --------------------------------------------------------------------
+
+
+def _vanish(node: EngineHarness, double: PrefillDouble, num_rooms: int) -> None:
+    """Everything that fits into a batch is entrusted to a node whose machine is then gone without a trace."""
+    double.delivers = False
+    lost = [node.generate(double, PROMPT[:10], 4, HisparseFlag.TRUE) for _ in range(num_rooms)]
+    node.turn_until(lambda: len(double.bootstraps) == num_rooms, double)
+    double.is_hung = True
+    node.turn_until(lambda: all(answer.failure for answer in lost))
+
+
+def test_prefill_nodes_that_vanish_with_full_batches_stop_nobody_and_can_be_declared_dead(
+    checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_rooms = 64
+    harness = EngineHarness(
+        checkpoint,
+        tmp_path,
+        max_running_requests=num_rooms,
+        heartbeat_max_failures=10,
+        quarantine_secs=QUARANTINE_SECS,
+    )
+    one, two, alive = (PrefillDouble(checkpoint) for _ in range(3))
+    with closing(harness) as node, closing(one), closing(two), closing(alive):
+        for double in (one, two):
+            _vanish(node, double, num_rooms)
+        _completes(node, alive)
+        node.turn_until(lambda: node.stats and node.stats.gauges["stuck_rooms"] == 2 * num_rooms, alive)
+        stats = node.stats
+        assert stats is not None
+        assert (stats.gauges["aux_slots_used"], stats.gauges["aux_slots_total"]) == (128, 256)
+        assert stats.trouble == "", "there are slots left"
+        held = {run.prefill_node: run for run in stats.quarantine}
+        assert set(held) == {one.name, two.name}
+        for double in (one, two):
+            run = held[double.name]
+            assert (run.instance_id, run.num_rooms, run.aux_slots) == (double.instance_id, 64, 64)
+            assert (run.num_unacknowledged, run.host_slots, run.device_slots) == (64, 64 * 13, 0)
+            assert f"prefill node {double.name} (run {double.instance_id}) has not said" in caplog.text
+        node.send(ReleaseQuarantine(one.instance_id))
+        node.turn_until(lambda: node.engine.rooms.pools.used(Stage.QUARANTINED).aux == 64, alive)
+        node.send(ReleaseQuarantine(two.instance_id))
+        pools = node.engine.rooms.pools
+        node.turn_until(lambda: pools.free == pools.totals, alive)
+        _completes(node, alive)
+
+
+def test_a_run_that_answers_cannot_be_declared_dead(
+    node: EngineHarness, double: PrefillDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    double.answers_aborts = False
+    _abort(node, _land(node, double))
+    node.turn_until(lambda: double.aborts, double)
+    node.send(ReleaseQuarantine(double.instance_id))
+    node.turn_until(lambda: "answers: nothing is released" in caplog.text, double)
+    (entry,) = node.engine.rooms.quarantine
+    assert entry.is_unresolved
+
+
+def test_a_node_that_can_admit_nobody_says_so(node: EngineHarness, double: PrefillDouble) -> None:
+    double.answers_aborts = False
+    _abort(node, _land(node, double))
+    node.turn_until(lambda: double.aborts, double)
+    rooms = node.engine.rooms
+    later = time.monotonic() + QUARANTINE_SECS
+    assert rooms.trouble(later) == ""
+    pools = rooms.pools
+    (entry,) = rooms.quarantine
+    pools.grow(entry.holding, PoolKind.AUX, pools.free.aux)
+    assert rooms.trouble(time.monotonic() - 1.0) == "", "it may still say that the room is quiet"
+    assert "all slots of the aux pool are kept" in rooms.trouble(later)
