@@ -23,7 +23,16 @@ from prefill_node.quarantine import SourceQuarantine
 from prefill_node.rooms import EndedRoom, RoomRecord, RoomState, RoomTable
 from prefill_node.scheduler import Running, StepLimits, Waiting, why_never
 from protocol.engine_messages import FromEngine, Generate, PrefillFinished, RequestFailed
-from protocol.messages import AbortRoom, Bootstrap, Room, RoomDone, RoomFailed, RoomQuiet, ToDecode
+from protocol.messages import (
+    ROOM_GIVEN_UP_STATUS,
+    AbortRoom,
+    Bootstrap,
+    Room,
+    RoomDone,
+    RoomFailed,
+    RoomQuiet,
+    ToDecode,
+)
 from transfer.sender import Completion, Ready
 
 log = logging.getLogger(__name__)
@@ -383,7 +392,7 @@ class Lifecycle:
             return
         self.counters["aborted_requests_total"] += 1
         error = f"room {room}: decode node {peer.node_id} gave it up: {message.reason}"
-        self.fail(record, 503, error, now_secs, tell_peer=False)
+        self.fail(record, ROOM_GIVEN_UP_STATUS, error, now_secs, tell_peer=False)
         if not record.is_draining:
             self._tell_peer(peer, RoomQuiet(room, record.batch_failed))
 

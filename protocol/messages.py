@@ -151,6 +151,13 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     hisparse: bool = False
 
 
+ROOM_GIVEN_UP_STATUS = 409
+"""HTTP status of a prefill node's answer to a request whose room its decode node gave up.
+
+The decode node's own answer says why, and is on its way: this one is for nobody.
+"""
+
+
 class AbortRoom(Struct, frozen=True, array_like=True, tag=4):
     """The decode node gave the room up. Answered by RoomQuiet once no write is in flight."""
 

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import httpx
 
+from protocol.messages import ROOM_GIVEN_UP_STATUS
 from router.body import Endpoint, RequestBody
 from router.errors import NodeFailed, NodeRefused, NodeUnreachable, RouterError
 from router.nodes import Node, NodePool, Pair
@@ -175,6 +176,8 @@ class _Exchange:
         async with AsyncExitStack() as stack:
             stack.enter_context(self._pool.working(node))
             response = await self._send(node, endpoint, content, headers, stack)
+            if response.status_code == ROOM_GIVEN_UP_STATUS:
+                return  # by the decode node, whose answer says why
             if not response.is_success:
                 raise await self._refusal(node, response)
             async for _ in self._raw_chunks(node, response):

@@ -21,7 +21,7 @@ from protocol.engine_messages import (
     RequestFailed,
     SamplingParams,
 )
-from protocol.messages import AbortRoom, Extent, RoomDone, RoomFailed, RoomQuiet
+from protocol.messages import ROOM_GIVEN_UP_STATUS, AbortRoom, Extent, RoomDone, RoomFailed, RoomQuiet
 from tests.unit.prefill_support import (
     GREEDY,
     DecodePeer,
@@ -218,13 +218,13 @@ def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, r
     gate.opened.set()
     assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
     failed = engine.expect(RequestFailed)
-    assert (failed.request_id, failed.status) == (request_id, 503)
+    assert (failed.request_id, failed.status) == (request_id, ROOM_GIVEN_UP_STATUS)
     assert "client gone" in failed.error
     assert len(engine.computed[room]) < 5, "the room was computed to its end"
     peer.assert_nothing_more()
     peer.bootstrap(room, 200)
     late = peer.expect(RoomFailed)
-    assert (late.room, late.status, late.quiet) == (room, 503, True)
+    assert (late.room, late.status, late.quiet) == (room, ROOM_GIVEN_UP_STATUS, True)
 
 
 def test_the_front_aborts_midway(engine: EngineThread, peer: DecodePeer, room: int) -> None:

@@ -16,7 +16,7 @@ from prefill_node.compute import layer_hook
 from prefill_node.kv_pool import PageState
 from prefill_node.rooms import RoomRecord
 from protocol.engine_messages import FlushCache, PrefillFinished, RequestFailed
-from protocol.messages import AbortRoom, Extent, RoomDone, RoomFailed, RoomQuiet
+from protocol.messages import ROOM_GIVEN_UP_STATUS, AbortRoom, Extent, RoomDone, RoomFailed, RoomQuiet
 from tests.unit.prefill_support import (
     TIMEOUT_SECS,
     DecodePeer,
@@ -267,7 +267,7 @@ def test_an_abort_between_layers_is_quiet_when_all_that_left_is_back(
     assert is_between_layers.wait(TIMEOUT_SECS)
     peer.client.send(AbortRoom(room, "client gone"))
     failed = engine.expect(RequestFailed)
-    assert (failed.request_id, failed.status) == (request_id, 503)
+    assert (failed.request_id, failed.status) == (request_id, ROOM_GIVEN_UP_STATUS)
     assert "client gone" in failed.error
     if is_sending:
         peer.assert_nothing_more()

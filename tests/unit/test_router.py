@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from protocol.access import KeyFileError
+from protocol.messages import ROOM_GIVEN_UP_STATUS
 from protocol.settings import RouterSettings
 from router.body import MAX_PROMPTS, Endpoint, RequestBody
 from router.drain import Drain
@@ -465,6 +466,24 @@ async def test_a_decode_error_reaches_the_client_and_closes_the_prefill_leg() ->
         response = await pair.client.post("/v1/chat/completions", json={"messages": []})
         assert (response.status_code, response.content) == (400, error)
         await asyncio.wait_for(pair.prefill[0].client_left.wait(), WAIT_SECS)
+
+
+async def test_why_a_decode_node_gave_a_room_up_is_the_decode_nodes_to_say() -> None:
+    """Its prefill node's leg ends first, here as often as not, and is nobody's failure."""
+    error = b'{"error": {"message": "the pools had no room", "type": "server_error", "code": null}}'
+
+    async def given_up(node: FakeNode, send: Send) -> None:
+        await answer(send, b"{}", ROOM_GIVEN_UP_STATUS)
+        given_up_at_prefill.set()
+
+    async def says_why(node: FakeNode, send: Send) -> None:
+        await given_up_at_prefill.wait()
+        await answer(send, error, 504)
+
+    given_up_at_prefill = asyncio.Event()
+    async with cluster(prefill=given_up, decode=says_why) as pair:
+        response = await pair.client.post("/generate", json={})
+        assert (response.status_code, response.content) == (504, error)
 
 
 async def test_a_node_error_that_is_not_json_becomes_json() -> None:
