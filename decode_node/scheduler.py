@@ -352,7 +352,7 @@ class _Planner:
 
     def enlarge_hot_buffers(self) -> None:
         """Give those that miss for want of entries their full size, oldest first."""
-        if self.exchanges or self.available.device <= self._device_margin:
+        if self.exchanges or self.admissions or self.available.device <= self._device_margin:
             return
         full_size = self.limits.device_buffer_size
         small = [r for r in self.running if 0 < r.hot_capacity < min(full_size, r.next_seq_len)]

@@ -128,6 +128,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         before = {r.room: (r.mode, slots_of(r)) for r in self.rooms.select(RequestState.RUNNING)}
         for exchange in plan.exchanges:
             assert exchange.request.mode is Mode.HISPARSE or exchange.request.may_leave_pages
+            is_larger = 0 < exchange.request.hot_capacity < exchange.hot_capacity
+            assert not (is_larger and waiting), "a hot buffer grows while somebody waits"
             self.rooms.grow(exchange.request, exchange.need)
             self.rooms.exchange(exchange)
         for growth in plan.growths:
@@ -139,6 +141,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             )
         assert [admission.request for admission in plan.admissions] == waiting[: len(plan.admissions)]
         self._check_nothing_is_lost(before)
+        if not waiting:
+            self._check_hot_buffers_are_large()
         self._run_step(admitted=bool(plan.admissions))
 
     def _check_nothing_is_lost(self, before: dict[Room, tuple[Mode, dict[PoolKind, list[int]]]]) -> None:
@@ -147,6 +151,17 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             for kind, now in slots_of(request).items():
                 if kind in slots and (request.mode is mode or kind is PoolKind.INDEX):
                     assert now[: len(slots[kind])] == slots[kind], "a position has lost its slot"
+
+    def _check_hot_buffers_are_large(self) -> None:
+        """As far as the margin leaves them room, and no page is wanted by dense requests."""
+        running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
+        if any(r.mode is Mode.DENSE or not r.has_slots_for_next for r in (*running, *self.landing())):
+            return
+        spare = self.rooms.pools.free.device - LIMITS.auto_dense_margin * TOTALS.device
+        for request in running:
+            if request.hot_capacity < request.next_seq_len:
+                gain = LIMITS.in_pages(LIMITS.max_capacity(request)) - request.num_device_slots
+                assert gain == 0 or spare < gain, "a hot buffer misses beside free slots"
 
     def _run_step(self, admitted: bool) -> None:
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]

@@ -18,7 +18,7 @@ from decode_node.scheduler import Limits, plan_step
 from protocol.engine_messages import Generate, HisparseFlag, SamplingParams
 from protocol.settings import HisparsePolicy
 
-NUM_WAITING = 500
+NUM_WAITING = 3000
 NUM_RUNNING = 8
 LIMITS = Limits(
     totals=SlotCounts(host=4000, device=2048, index=6000, aux=32, req_row=NUM_RUNNING),
