@@ -197,6 +197,7 @@ class Bench:
             state=RequestState.RUNNING,
             mode=mode,
             holding=pools.reserve(room, need),
+            reserved_tokens=life,
             hot_capacity=need.device if mode is Mode.HISPARSE else 0,
             admitted_seq=number,
         )

@@ -49,6 +49,7 @@ from protocol.engine_messages import (
     EngineReady,
     FlushCache,
     GenerateGroup,
+    ReleaseQuarantine,
     Shutdown,
 )
 from protocol.process import die_with_parent, parent_is_alive, setup_logging, start_errors
@@ -197,7 +198,7 @@ class DecodeEngine:
     def turn(self, max_wait_secs: float = IDLE_WAIT_SECS) -> None:
         """One turn of the loop. Without work it waits for messages, ``max_wait_secs`` at most."""
         has_work = self._in_flight is not None or any(
-            request.has_page_for_next for request in self.rooms.select(RequestState.RUNNING)
+            request.has_slots_for_next for request in self.rooms.select(RequestState.RUNNING)
         )
         self._poller.wait(0.0 if has_work else max_wait_secs)
         now = time.monotonic()
@@ -238,6 +239,8 @@ class DecodeEngine:
                     self.lifecycle.abort(message.request_id, now, has_finished=message.has_finished)
                 case FlushCache():
                     pass  # There is no cache on this side.
+                case ReleaseQuarantine():
+                    self.lifecycle.release_quarantine(message.instance_id, now)
                 case Shutdown():
                     self._is_stopping = True
                 case _:
@@ -249,8 +252,8 @@ class DecodeEngine:
 
     def _plan(self, now: float) -> None:
         plan = self._next_plan(now)
-        if plan.retractions and self._in_flight is not None:
-            self._settle()  # whoever is retracted may be in a step, or may be at its end
+        if plan.exchanges and self._in_flight is not None:
+            self._settle()  # whoever changes its device slots may be in a step, or may be at its end
             plan = self._next_plan(now)
         self.lifecycle.carry_out(plan, now)
 
@@ -259,8 +262,8 @@ class DecodeEngine:
             self.limits,
             self.rooms.pools.free,
             self.rooms.select(RequestState.RUNNING),
-            self.rooms.select(RequestState.RETRACTED),
-            self.rooms.select(RequestState.WAITING),
+            self.rooms.select(RequestState.LANDING),
+            self.rooms.waiting(),
             self.rooms.stuck(now),
         )
 
@@ -270,7 +273,7 @@ class DecodeEngine:
             (
                 request
                 for request in self.rooms.select(RequestState.RUNNING)
-                if request.has_next_step and request.has_page_for_next and self.hot_buffers.is_ready(request)
+                if request.has_next_step and request.has_slots_for_next and self.hot_buffers.is_ready(request)
             ),
             key=lambda request: request.admitted_seq,
         )
@@ -346,10 +349,10 @@ class DecodeEngine:
 
     def _wanted_peers(self) -> set[PeerAddress]:
         """Peers that somebody waits for: requests on their way, and slots that wait for quiet rooms."""
-        requests = self.rooms.select(RequestState.CONNECTING, RequestState.WAITING, RequestState.LANDING)
-        return {request.peer for request in requests} | {
-            entry.peer for entry in self.rooms.quarantine if entry.is_unresolved
-        }
+        wanted = {request.peer for request in self.rooms.select(RequestState.LANDING)}
+        for state in (RequestState.CONNECTING, RequestState.WAITING):
+            wanted.update(self.rooms.queued_at(state))
+        return wanted | {entry.peer for entry in self.rooms.quarantine if entry.is_unresolved}
 
     def _check(self, is_idle: bool) -> None:
         now = time.monotonic()

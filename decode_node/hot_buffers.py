@@ -124,10 +124,22 @@ class HotBuffers:
             k_dev=self.memory.k_dev,
         )
 
-    def grow(self, request: Request) -> None:
-        """Enter the pages that a dense request was just given; its row may still be being filled."""
-        page_ids = pages_tensor(request.owned[PoolKind.DEVICE], self.page_size)
-        self.state.set_pages(request.req_row, 0, page_ids)
+    def grow(self, request: Request, first_token: int) -> None:
+        """Enter the pages of positions from ``first_token`` on, which a running request was just given.
+
+        In the order of the stream of the steps: the one in flight reads none of them. The row may still be
+        being filled, with what it had before.
+        """
+        row, holding, first_page = request.req_row, request.owned, first_token // self.page_size
+
+        def pages(kind: PoolKind) -> Tensor:
+            return pages_tensor(holding[kind], self.page_size)[first_page:]
+
+        self.state.set_index_pages(row, first_page, pages(PoolKind.INDEX))
+        if request.mode is Mode.DENSE:
+            self.state.set_pages(row, first_page, pages(PoolKind.DEVICE))
+        else:
+            self.state.set_host_pages(row, first_page, pages(PoolKind.HOST))
 
     def retract(self, request: Request) -> None:
         """Bring everything to the host before the device slots are given up; remember what was hot."""

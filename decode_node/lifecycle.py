@@ -7,6 +7,7 @@ Each handler does the three parts of a move together: the books (``rooms``), the
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
@@ -20,7 +21,7 @@ from decode_node.pools import PoolKind
 from decode_node.quarantine import Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.rooms import DuplicateRoom, Landing, Rooms
-from decode_node.scheduler import Admission, Limits, StepPlan, refusal
+from decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
 from model.sampling import finish_reason
 from protocol.engine_messages import (
     FinishReason,
@@ -117,6 +118,16 @@ class Lifecycle:
             self._tell_peer(request, "the client is gone")
             self._end(request, Landing.IN_FLIGHT, now)
 
+    def release_quarantine(self, instance_id: str, now: float) -> None:
+        """The operator says that this run of a prefill node is over. One that answers is not."""
+        peers = {entry.peer for entry in self.rooms.quarantine if entry.instance_id == instance_id}
+        for peer in peers:
+            if self.peers.may_entrust(peer, now) and self.peers.instance_id(peer) == instance_id:
+                log.error("run %s of prefill node %s answers: nothing is released", instance_id, peer)
+                return
+        log.warning("run %s of %s is over, says an operator", instance_id, ", ".join(map(str, peers)) or "-")
+        self.rooms.quarantine.instance_gone(instance_id, now)
+
     # --- from the prefill nodes -------------------------------------------------------------------
 
     def peer_event(self, event: PeerEvent, now: float) -> None:
@@ -156,7 +167,7 @@ class Lifecycle:
                 case RequestState.CONNECTING | RequestState.WAITING:
                     if request.arrived_at <= event.last_heard_at:
                         self.fail(request, 502, event.error, Landing.QUIET, now, PREFILL_NODE_FAILED)
-                case RequestState.RUNNING | RequestState.RETRACTED | RequestState.ENDED:
+                case RequestState.RUNNING | RequestState.ENDED:
                     pass
                 case _:
                     assert_never(request.state)
@@ -233,26 +244,30 @@ class Lifecycle:
 
     def refresh_queue(self, now: float) -> None:
         """Queue the requests whose prefill node may be entrusted with a room, and only those."""
-        for request in self.rooms.select(RequestState.CONNECTING, RequestState.WAITING):
-            last_moment = request.arrived_at + self.room_timeout_secs
-            may_entrust = self.peers.may_entrust(request.peer, now)
-            if request.state is RequestState.WAITING and not may_entrust:
-                self.rooms.unqueue(request, min(now + self.contact_timeout_secs, last_moment))
-            elif request.state is RequestState.CONNECTING and may_entrust:
-                page_size = self.peers.page_size(request.peer)
-                if page_size != self.limits.page_size:
-                    request.dense_refusal = (
-                        f"dense needs equal pages: page_size is {page_size} on prefill node {request.peer}, "
-                        f"{self.limits.page_size} here; use hisparse or equal page sizes"
-                    )
-                self.rooms.queue(request, last_moment)
-                if error := refusal(self.limits, request):
-                    self._tell_peer(request, error)
-                    self.fail(request, 400, error, Landing.QUIET, now)
+        for peer in self.rooms.queued_at(RequestState.WAITING):
+            if not self.peers.may_entrust(peer, now):
+                self.rooms.unqueue(peer, now + self.contact_timeout_secs, self.room_timeout_secs)
+        for peer in self.rooms.queued_at(RequestState.CONNECTING):
+            if self.peers.may_entrust(peer, now):
+                for request in self.rooms.queued(RequestState.CONNECTING, peer):
+                    self._queue(request, now)
+
+    def _queue(self, request: Request, now: float) -> None:
+        page_size = self.peers.page_size(request.peer)
+        if page_size != self.limits.page_size:
+            request.dense_refusal = (
+                f"dense needs equal pages: page_size is {page_size} on prefill node {request.peer}, "
+                f"{self.limits.page_size} here; use hisparse or equal page sizes"
+            )
+        self.rooms.queue(request, request.arrived_at + self.room_timeout_secs)
+        if error := refusal(self.limits, request):
+            self._tell_peer(request, error)
+            self.fail(request, 400, error, Landing.QUIET, now)
 
     def expire(self, now: float) -> None:
         """End what has taken too long, and free what has been quarantined for long enough."""
         self.rooms.expire(now)
+        self._report_stuck(now)
         for request in self.rooms.expired(now):
             secs, code = self.room_timeout_secs, ""
             match request.state:
@@ -265,8 +280,6 @@ class Lifecycle:
                 case RequestState.LANDING:
                     status, error = 504, f"prefill node {request.peer} delivered no KV within {secs:g} s"
                     self.metrics.add("kv_transfer_failures_total")
-                case RequestState.RETRACTED:
-                    status, error = 503, f"retracted, and no room to come back within {secs:g} s"
                 case RequestState.RUNNING | RequestState.ENDED:
                     continue
                 case _:
@@ -274,20 +287,28 @@ class Lifecycle:
             self._tell_peer(request, error)
             self.fail(request, status, error, Landing.IN_FLIGHT, now, code)
 
+    def _report_stuck(self, now: float) -> None:
+        stuck = self.rooms.quarantine.newly_stuck(now)
+        for (peer, instance_id), num_rooms in Counter((e.peer, e.instance_id) for e in stuck).items():
+            log.warning(
+                "prefill node %s (run %s) has not said of %d rooms that nothing lands there any more; their "
+                "slots serve nobody until it does, until another run answers in its place, or until you "
+                "declare it dead: POST /release_quarantine?instance_id=%s",
+                peer,
+                instance_id,
+                num_rooms,
+                instance_id,
+            )
+
     # --- from the scheduler -----------------------------------------------------------------------
 
     def carry_out(self, plan: StepPlan, now: float) -> None:
-        for request in plan.retractions:
-            if self._on_device(self.hot_buffers.retract, request, "retracted", now):
-                self.rooms.retract(request, now + self.room_timeout_secs)
-                self.metrics.add("retractions_total")
+        for exchange in plan.exchanges:
+            self._exchange(exchange, now)
         for growth in plan.growths:
-            self.rooms.grow(growth)
-            self.hot_buffers.grow(growth.request)
-        for resumption in plan.resumptions:
-            if resumption.request.state is RequestState.RETRACTED:  # whoever could not be has ended
-                self.rooms.resume(resumption)
-                self._fill_row(resumption.request, now)
+            first_token = growth.request.reserved_tokens
+            self.rooms.grow(growth.request, growth.need)
+            self.hot_buffers.grow(growth.request, first_token)
         for admission in plan.admissions:
             self._admit(admission, now)
 
@@ -299,6 +320,15 @@ class Lifecycle:
         if not self.peers.send(request.peer, _bootstrap(request)):
             error = f"prefill node {request.peer} takes no messages; try again"
             self.fail(request, 503, error, Landing.QUIET, now, PREFILL_NODE_FAILED)
+
+    def _exchange(self, exchange: Exchange, now: float) -> None:
+        request = exchange.request
+        num_before = request.num_retractions
+        self.rooms.grow(request, exchange.need)
+        if self._on_device(self.hot_buffers.retract, request, "retracted", now):
+            self.rooms.exchange(exchange)
+            self.metrics.add("retractions_total", request.num_retractions - num_before)
+            self._fill_row(request, now)
 
     def _fill_row(self, request: Request, now: float) -> None:
         self._on_device(self.hot_buffers.start, request, "started", now)

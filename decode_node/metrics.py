@@ -63,19 +63,22 @@ class Metrics:
         pools = rooms.pools
         used = pools.totals - pools.free
         quarantined = pools.used(Stage.QUARANTINED)
-        running = Counter(request.mode for request in rooms.select(RequestState.RUNNING))
-        queued = Counter(
-            request.flag
-            for request in rooms.select(RequestState.CONNECTING, RequestState.WAITING, RequestState.RETRACTED)
-        )
+        all_running = rooms.select(RequestState.RUNNING)
+        running = Counter(request.mode for request in all_running)
+        num_paused = sum(r.has_next_step and not r.has_slots_for_next for r in all_running)
+        queued = rooms.num_queued
         num_running, num_queued = running.total(), queued.total()
         num_landing = len(rooms.select(RequestState.LANDING))
         gauges = {
             "num_running_reqs": num_running,
+            "num_paused_reqs": num_paused,
             "num_queue_reqs": num_queued,
             "num_transfer_queue_reqs": num_landing,
             "token_usage": max(used[kind] / pools.totals[kind] for kind in _TOKEN_POOLS),
             "quarantined_tokens": quarantined.host + quarantined.device,
+            "stuck_rooms": len(rooms.quarantine.stuck(now)),
+            "aux_slots_used": used.aux,
+            "aux_slots_total": pools.totals.aux,
             "num_registered_peers": num_peers,
             "gen_throughput": self._throughput(now),
             transfer_info: 1,
@@ -98,6 +101,8 @@ class Metrics:
             num_waiting=num_queued + num_landing,
             num_used_tokens=used.host + used.device,
             step=step,
+            trouble=rooms.trouble(now),
+            quarantine=rooms.quarantined_runs(now),
         )
 
     def _throughput(self, now: float) -> float:

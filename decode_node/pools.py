@@ -3,7 +3,7 @@
 Pure bookkeeping. The memory behind the slots is in ``memory.py``; nothing here runs a kernel or waits.
 A request's slots in all pools are one Holding, reserved all or nothing. At any time, for every pool,
 
-    free + landing + running + retracted + quarantined = total
+    free + landing + running + quarantined = total
 
 and ``check_integrity`` verifies it slot by slot, printing every term when it does not hold.
 """
@@ -34,7 +34,6 @@ class Stage(StrEnum):
 
     LANDING = "landing"
     RUNNING = "running"
-    RETRACTED = "retracted"
     QUARANTINED = "quarantined"
 
 
@@ -52,13 +51,31 @@ class SlotCounts:
         return int(getattr(self, kind.value))
 
     def __add__(self, other: SlotCounts) -> SlotCounts:
-        return SlotCounts(*(self[kind] + other[kind] for kind in PoolKind))
+        return SlotCounts(
+            self.host + other.host,
+            self.device + other.device,
+            self.index + other.index,
+            self.aux + other.aux,
+            self.req_row + other.req_row,
+        )
 
     def __sub__(self, other: SlotCounts) -> SlotCounts:
-        return SlotCounts(*(self[kind] - other[kind] for kind in PoolKind))
+        return SlotCounts(
+            self.host - other.host,
+            self.device - other.device,
+            self.index - other.index,
+            self.aux - other.aux,
+            self.req_row - other.req_row,
+        )
 
     def fits_in(self, available: SlotCounts) -> bool:
-        return all(self[kind] <= available[kind] for kind in PoolKind)
+        return (
+            self.host <= available.host
+            and self.device <= available.device
+            and self.index <= available.index
+            and self.aux <= available.aux
+            and self.req_row <= available.req_row
+        )
 
 
 @dataclass(eq=False)

@@ -8,7 +8,8 @@ what is known                                          the slots are free
 the room is quiet, all its batches went well           at once
 the room is quiet, a batch of it failed                after ``quarantine_secs`` more: bytes of the failed
                                                        batch may sit in the transport until its timeouts
-that run of the prefill node is gone                   after ``quarantine_secs`` more, for the same reason
+that run of the prefill node is gone, or an operator   after ``quarantine_secs`` more, for the same reason
+says so
 the room was delivered, a batch of it was repeated     ``quarantine_secs`` after the delivery, for the same
                                                        reason; a request that runs for longer is not here
 nothing                                                never; ``quarantined_tokens`` shows them
@@ -40,6 +41,8 @@ class Quarantined:
     batch_failed: bool
     since: float
     free_at: float = _NEVER
+    was_reported: bool = False
+    """The log has named it as stuck."""
 
     @property
     def is_unresolved(self) -> bool:
@@ -75,6 +78,13 @@ class Quarantine:
         """Rooms that are unresolved for longer than any live prefill node takes to say that one is quiet."""
         latest = now - self._quarantine_secs
         return [entry for entry in self._entries.values() if entry.is_unresolved and entry.since <= latest]
+
+    def newly_stuck(self, now: float) -> list[Quarantined]:
+        """Those that have come to be ``stuck`` since this was asked last."""
+        found = [entry for entry in self.stuck(now) if not entry.was_reported]
+        for entry in found:
+            entry.was_reported = True
+        return found
 
     def add(self, entry: Quarantined) -> None:
         """Keep the slots of a room that ended. Raises ValueError when the room is here already."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decode_node.pools import Holding, PoolKind
+from decode_node.pools import Holding, PoolKind, SlotCounts
 from protocol.engine_messages import HisparseFlag, Mode, RequestStats, SamplingParams, TokenLogprob
 from protocol.messages import Room
 
@@ -26,12 +26,10 @@ class RequestState(StrEnum):
     """Waits in the admission queue. Owns nothing."""
     LANDING = "landing"
     """The prefill node may write. Owns the landing zone (host slots when hisparse, device pages when dense),
-    index pages, an aux slot and a req_row; hisparse: the device slots of its hot buffer to be; dense that may
-    have to grow: host slots for its whole life, to be retracted to."""
+    index pages, an aux slot and a req_row; hisparse: the device slots of its hot buffer to be."""
     RUNNING = "running"
-    """In the batch. Owns the same but the aux slot, unless something may still land (``lands_until``)."""
-    RETRACTED = "retracted"
-    """Gave up its device slots, waits to come back. Owns host slots, index pages and the req_row."""
+    """In the batch. Owns the same but the aux slot, unless something may still land (``lands_until``), and
+    what it has grown by. It sits steps out while it has no slot for its next token."""
     ENDED = "ended"
     """Owns nothing: its slots are free, or quarantined when a remote write may still land in them."""
 
@@ -40,8 +38,7 @@ _MOVES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.CONNECTING: frozenset({RequestState.WAITING, RequestState.ENDED}),
     RequestState.WAITING: frozenset({RequestState.CONNECTING, RequestState.LANDING, RequestState.ENDED}),
     RequestState.LANDING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
-    RequestState.RUNNING: frozenset({RequestState.RETRACTED, RequestState.ENDED}),
-    RequestState.RETRACTED: frozenset({RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.RUNNING: frozenset({RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
 }
 
@@ -72,6 +69,8 @@ class Request:
     """What was asked for, or the node's policy when the request did not say."""
     peer: PeerAddress
     arrived_at: float
+    arrived_seq: int = -1
+    """Order of arrival."""
     state: RequestState = RequestState.CONNECTING
     deadline: float = float("inf")
     """When the present state has lasted too long; infinite while running."""
@@ -81,10 +80,14 @@ class Request:
     # From LANDING on.
     mode: Mode = Mode.HISPARSE
     holding: Holding | None = None
+    held_tokens: SlotCounts = field(default_factory=SlotCounts)
+    """What it holds of the pools of tokens."""
+    reserved_tokens: int = 0
+    """Positions, from 0 on, that have a slot in every pool that they need one in."""
     hot_capacity: int = 0
     """Entries of the hot buffer; 0 when dense."""
     admitted_seq: int = -1
-    """Order of admission; kept through retractions."""
+    """Order of admission."""
     instance_id: str = ""
     """The run of the prefill node that got the Bootstrap."""
 
@@ -99,7 +102,7 @@ class Request:
     """Output tokens that launched steps will yield and nobody has read yet; at most one where a step is
     planned."""
     hot_positions: list[NDArray[np.int32]] | None = None
-    """Per index group, what the hot buffer is to be warmed with on (re)admission, most useful first."""
+    """Per index group, what a new hot buffer is to be warmed with, most useful first."""
     num_cached_tokens: int = 0
     transfer_bytes: int = 0
     transfer_secs: float = 0.0
@@ -149,23 +152,14 @@ class Request:
         return self.owned.num_slots(PoolKind.DEVICE)
 
     @property
-    def may_grow(self) -> bool:
-        """A dense request that was admitted with fewer pages than its whole life needs."""
-        return self.mode is Mode.DENSE and self.num_device_slots < self.life_tokens
+    def has_slots_for_next(self) -> bool:
+        """Whether the next token has its slots; who has none for it waits until it is given some."""
+        return self.reserved_tokens >= self.next_seq_len
 
     @property
-    def is_retractable(self) -> bool:
-        """Whether the host holds, or has slots reserved for, everything that the device slots hold.
-
-        And whether these can serve others: bytes may still land in the pages of a dense request.
-        """
-        is_landing_zone = self.mode is Mode.DENSE and self.lands_until > 0
-        return self.owned.num_slots(PoolKind.HOST) >= self.life_tokens and not is_landing_zone
-
-    @property
-    def has_page_for_next(self) -> bool:
-        """Whether the next token has a device slot; a growing dense request may have to wait for it."""
-        return self.mode is not Mode.DENSE or self.num_device_slots >= self.next_seq_len
+    def may_leave_pages(self) -> bool:
+        """Whether its device pages may serve others: bytes may still land in those of a dense request."""
+        return self.mode is Mode.DENSE and not self.lands_until
 
     def move(self, state: RequestState) -> None:
         """Enter ``state``. Raises IllegalMove, with the room, when the transition table does not allow it."""

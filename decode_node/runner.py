@@ -100,7 +100,7 @@ class HostRunner:
         self._kernels = kernels
 
     def launch(self, batch: Sequence[Request]) -> Launched:
-        _check_device_slots(batch)
+        _check_slots(batch)
         step = HostStep(self._hot_buffers, self._kernels, batch)
         newest = torch.tensor([request.output_token_ids[-1] for request in batch])
         logits = self._model.forward(newest, step.positions, step, torch.arange(len(batch)))
@@ -182,7 +182,7 @@ class GraphRunner:
 
     @torch.inference_mode()  # as the capture, whose results are written to
     def launch(self, batch: Sequence[Request]) -> Launched:
-        _check_device_slots(batch)
+        _check_slots(batch)
         turn = self._turns[self._num_launched % 2]
         self._num_launched += 1
         turn.fill(batch, self._max_reqs)
@@ -429,13 +429,13 @@ def _step_result(
     )
 
 
-def _check_device_slots(batch: Sequence[Request]) -> None:
-    """Raises RuntimeError when the newest token of a dense request has no page."""
+def _check_slots(batch: Sequence[Request]) -> None:
+    """Raises RuntimeError when the newest token of a request has no slot."""
     for request in batch:
-        if not request.has_page_for_next:
+        if not request.has_slots_for_next:
             raise RuntimeError(
-                f"room {request.room}: no device slot for position {request.next_seq_len - 1}, it has "
-                f"{request.num_device_slots}"
+                f"room {request.room}: no slot for position {request.next_seq_len - 1}, it has "
+                f"{request.reserved_tokens}"
             )
 
 

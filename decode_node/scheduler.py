@@ -1,22 +1,25 @@
-"""Decides who is admitted, in which mode, who grows, who is retracted and who comes back. Pure planning.
+"""Decides who is admitted, in which mode, who gets more slots, and whose hot buffer changes. Pure planning.
 
 ``plan_step`` looks at counts of free slots and at requests, and changes nothing. Its rules:
 
+- A request is admitted with the slots of its prompt and ``growth_tokens`` more, and gets as many again each
+  time before the step that needs them, in all pools alike. A grant, to whomever, leaves everybody a way to
+  their end (``reserve.py``). Who cannot be granted more sits steps out: nothing that was computed is given
+  up.
+- Growth comes before admission, and nobody is admitted while somebody sits out.
 - Admission is in order of arrival and strict: when the first in the queue does not fit, nobody overtakes it.
   Whoever runs ends within its max_new_tokens, so the first in the queue always gets its turn. Slots of an
   unresolved quarantine may never come back: whoever does not fit beside them holds nobody up until they do.
-- ``auto`` is dense while that is comfortable, hisparse otherwise, and dense again when hisparse lacks host
-  slots and the device pool has pages for its whole life: they would serve nobody while the queue stands.
-- A request is admitted with everything that its whole life needs, or not at all. The one exception is a
-  request that insists on dense while the device pool is short: it starts with the pages of its prompt and
-  grows page by page, and has host slots for its whole life reserved, so that it can always be retracted.
-- A page for a dense request that must grow comes before everything else. When none is free, the latest
-  admitted request that can be retracted gives up its device slots, in the worst case the one that grows. A
-  landing zone of a repeated batch cannot be given up for a while: a request may have to sit steps out for it.
-- Retracted requests come back before anybody new is admitted, oldest first.
+- ``auto`` is dense, with the pages of its whole life, while that is comfortable, hisparse otherwise, and
+  dense again when hisparse lacks host slots and the pages are there: they would serve nobody while the queue
+  stands.
+- A dense request whose next page cannot be had gives its pages up for a hot buffer, if the host has slots
+  for it. A landing zone of a repeated batch cannot be given up for a while.
 - While the first in the queue lacks nothing but device slots for a hot buffer, hot buffers larger than they
-  have to be shrink to their minimum, latest admitted first.
-- One page for every request that may grow is kept out of admissions, so that these do not cause retractions.
+  have to be shrink to their minimum, latest admitted first. They get their full size back when nobody waits
+  and ``auto_dense_margin`` of the device pool stays free, so that they do not shrink again at once.
+- A page for every request that will grow is kept out of admissions, so that nobody sits out because of
+  these.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ from typing import assert_never
 
 from decode_node.pools import SlotCounts, round_up
 from decode_node.request import Request
+from decode_node.reserve import Claim, Place, Reserve, claim_of
 from protocol.engine_messages import HisparseFlag, Mode
 
-_HEADROOM_PAGES = 1
-"""Pages beyond its prompt that a growing dense request starts with."""
+MAX_LOOKED_AT = 256
+"""Of the queue, in one step: only stuck slots let a request be passed over."""
 
 _NONE = SlotCounts()
 
@@ -45,6 +49,8 @@ class Limits:
     index_topk: int
     device_buffer_size: int
     auto_dense_margin: float
+    growth_tokens: int
+    """Slots that a request gets beyond those that it needs, at its admission and whenever it grows."""
 
     @property
     def max_life_hisparse(self) -> int:
@@ -66,6 +72,19 @@ class Limits:
     def max_capacity(self, request: Request) -> int:
         return max(self.min_capacity(request), min(self.device_buffer_size, request.life_tokens))
 
+    def in_pages(self, num_tokens: int) -> int:
+        return round_up(num_tokens, self.page_size)
+
+    def kv_slots(self, request: Request, mode: Mode, num_tokens: int) -> SlotCounts:
+        """What KV of ``num_tokens`` takes, in whole pages."""
+        in_pages = self.in_pages(min(num_tokens, request.life_tokens))
+        if mode is Mode.DENSE:
+            return SlotCounts(device=in_pages, index=in_pages)
+        return SlotCounts(host=in_pages, index=in_pages)
+
+    def claim(self, request: Request, mode: Mode, held: SlotCounts) -> Claim:
+        return claim_of(request, mode, held, self.min_capacity(request), self.page_size)
+
 
 @dataclass(frozen=True)
 class Admission:
@@ -79,27 +98,30 @@ class Admission:
 
 @dataclass(frozen=True)
 class Growth:
-    """``num_slots`` more device slots, whole pages, for a dense request."""
+    """More slots for the next tokens of a running request."""
 
     request: Request
-    num_slots: int
+    need: SlotCounts
 
 
 @dataclass(frozen=True)
-class Resumption:
-    """Come back from retraction with a hot buffer of ``hot_capacity`` entries."""
+class Exchange:
+    """Give up all device slots, and go on as hisparse with a hot buffer of ``hot_capacity`` entries.
+
+    ``need``: host slots and index pages that a dense request takes for that.
+    """
 
     request: Request
     hot_capacity: int
+    need: SlotCounts = _NONE
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """To be carried out in the order of the fields. A request may be retracted and resumed in one plan."""
+    """To be carried out in the order of the fields."""
 
-    retractions: tuple[Request, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
     growths: tuple[Growth, ...] = ()
-    resumptions: tuple[Resumption, ...] = ()
     admissions: tuple[Admission, ...] = ()
 
 
@@ -136,7 +158,7 @@ def plan_step(
     limits: Limits,
     free: SlotCounts,
     running: Sequence[Request],
-    retracted: Sequence[Request],
+    landing: Sequence[Request],
     waiting: Iterable[Request],
     stuck: SlotCounts = _NONE,
 ) -> StepPlan:
@@ -144,11 +166,11 @@ def plan_step(
 
     ``stuck``: slots that may never be free again.
     """
-    planner = _Planner(limits, free, running, stuck)
+    planner = _Planner(limits, free, running, landing, stuck)
     planner.grow()
-    if planner.resume(retracted):
-        planner.admit(waiting)
-    return planner.plan()
+    if not planner.is_short and planner.admit(waiting):
+        planner.enlarge_hot_buffers()
+    return StepPlan(tuple(planner.exchanges.values()), tuple(planner.growths), tuple(planner.admissions))
 
 
 @dataclass
@@ -156,115 +178,148 @@ class _Planner:
     limits: Limits
     available: SlotCounts
     running: Sequence[Request]
+    landing: Sequence[Request]
     stuck: SlotCounts
-    retractions: dict[Request, None] = field(default_factory=dict)
-    """In order; a dict, because it is asked for membership."""
+    exchanges: dict[Request, Exchange] = field(default_factory=dict)
     growths: list[Growth] = field(default_factory=list)
-    resumptions: list[Resumption] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.usable = replace(self.limits, totals=self.limits.totals - self.stuck)
-        """The limits without the slots that may never be free again."""
-        self._num_growing = sum(request.may_grow for request in self.running)
-        """Requests for each of which a page is kept."""
-
-    def plan(self) -> StepPlan:
-        return StepPlan(
-            tuple(self.retractions), tuple(self.growths), tuple(self.resumptions), tuple(self.admissions)
-        )
+    is_short: bool = False
+    """Somebody sits the step out."""
+    _reserve: Reserve | None = None
+    """Made when something is to be given away: mostly nothing is."""
+    _kept: SlotCounts = _NONE
+    """A page for each request that will grow."""
 
     def grow(self) -> None:
-        """Pages for the newest tokens of dense requests that have none left, oldest request first."""
-        # Whose last token is in flight needs no page, and may have none left: its life can fill its pages.
-        short = sorted(
-            (r for r in self.running if r.has_next_step and not r.has_page_for_next), key=_admitted
-        )
-        if not short:
-            return
-        victims = sorted((r for r in self.running if r.is_retractable), key=_admitted)
-        grown: set[Request] = set()
-        for request in short:
-            num_missing = request.next_seq_len - request.num_device_slots
-            num_slots = round_up(num_missing, self.limits.page_size)
-            while victims and self.available.device < num_slots and request not in self.retractions:
-                victim = victims.pop()
-                if victim not in grown:  # an older one, where this one cannot be retracted itself
-                    self._retract(victim)
-            if request not in self.retractions and self.available.device >= num_slots:
-                grown.add(request)
-                self.growths.append(Growth(request, num_slots))
-                self._take(SlotCounts(device=num_slots))
+        """Slots for the newest tokens of requests that have none left, in the order in which all can end."""
+        # Whose last token is in flight needs no slot, and may have none left: its life can fill its pages.
+        short = {r for r in self.running if r.has_next_step and not r.has_slots_for_next}
+        if short:
+            self._make_reserve(short)
 
-    def resume(self, retracted: Sequence[Request]) -> bool:
-        """Whether everybody who was retracted comes back, except who does not fit beside stuck slots."""
-        for request in sorted([*retracted, *self.retractions], key=_admitted):
-            capacity = self._hot_capacity(request)
-            if not capacity:
-                if self._in_pages(self.limits.min_capacity(request)) > self.usable.totals.device:
-                    continue
+    def _make_reserve(self, short: set[Request]) -> Reserve:
+        """Whom all others can do without, ``short`` requests having grown as far as that leaves them."""
+        if self._reserve is not None:
+            return self._reserve
+        limits = self.limits
+        claims = ((r, self._claim(r)) for r in self.running)
+        self._reserve = reserve = Reserve(self.available, claims)
+        for place in reserve.order:
+            claim = self._grown(place, reserve) if place.request in short else place.claim
+            reserve.keep(claim, place.available)
+        for request in self.landing:
+            reserve.keep_landing(self._claim(request))
+        growing = [r for r in (*self.running, *self.landing) if r.reserved_tokens < r.life_tokens]
+        num_dense, page = sum(r.mode is Mode.DENSE for r in growing), limits.page_size
+        num_hisparse = len(growing) - num_dense
+        self._kept = SlotCounts(num_hisparse * page, num_dense * page, len(growing) * page)
+        return reserve
+
+    def _claim(self, request: Request) -> Claim:
+        held, ways = self.limits.claim(request, request.mode, request.held_tokens)
+        # Who may not leave its pages for a while should not have to wait for that.
+        return Claim(held, ways[:1] if request.lands_until else ways)
+
+    def _grown(self, place: Place, reserve: Reserve) -> Claim:
+        """Give a request more slots, or others. What it claims of everybody else stays the same."""
+        request, held = place.request, place.request.held_tokens
+        for num_tokens in (request.next_seq_len - 1 + self.limits.growth_tokens, request.next_seq_len):
+            need = _missing(self.limits.kv_slots(request, request.mode, num_tokens), held)
+            if self._may_give(need, reserve):
+                self.growths.append(Growth(request, need))
+                self._give(need, reserve)
+                return place.claim
+        if request.may_leave_pages:
+            # What fits in its own pages, if that works: nobody else's are touched.
+            own = min(self.limits.max_capacity(request), held.device)
+            capacity = max(own, self.limits.min_capacity(request))
+            for num_tokens in (request.next_seq_len - 1 + self.limits.growth_tokens, request.next_seq_len):
+                need = _missing(self.limits.kv_slots(request, Mode.HISPARSE, num_tokens), held)
+                given = need + SlotCounts(device=self.limits.in_pages(capacity) - held.device)
+                if self._may_give(given, reserve):
+                    self.exchanges[request] = Exchange(request, capacity, need)
+                    self._give(given, reserve)
+                    return Claim(place.claim.held, place.claim.ways[1:])
+        self.is_short = True
+        return place.claim
+
+    def admit(self, waiting: Iterable[Request]) -> bool:
+        """Whether nobody waits any more, but who does not fit beside stuck slots."""
+        usable = replace(self.limits, totals=self.limits.totals - self.stuck)
+        for number, request in enumerate(waiting):
+            if number == MAX_LOOKED_AT:
                 return False
-            self.resumptions.append(Resumption(request, capacity))
-            self._take(SlotCounts(device=round_up(capacity, self.limits.page_size)))
-        return True
-
-    def admit(self, waiting: Iterable[Request]) -> None:
-        for request in waiting:
-            if refusal(self.usable, request):
+            if self.stuck != _NONE and refusal(usable, request):
                 continue  # it fits when the stuck slots are free again, which may be never
             admission = self._place(request)
             if admission is None:
-                return
+                return False
             self.admissions.append(admission)
-            self._take(admission.need)
-            self._num_growing += admission.mode is Mode.DENSE and admission.need.host > 0
+            self.available -= admission.need
+            self._make_reserve(set()).give_landing(self.limits.claim(request, admission.mode, admission.need))
+            held = admission.need.device if admission.mode is Mode.DENSE else admission.need.host
+            if held < request.life_tokens:
+                self._kept += self.limits.kv_slots(request, admission.mode, 1)
+        return True
 
     def _place(self, request: Request) -> Admission | None:
+        if not (self.available.aux and self.available.req_row):
+            return None
         match request.flag:
             case HisparseFlag.TRUE:
                 return self._place_hisparse(request)
             case HisparseFlag.FALSE:
-                return self._place_dense(request)
+                start = request.num_prompt_tokens
+                return self._place_dense(
+                    request, (start + self.limits.growth_tokens, start + self.limits.page_size)
+                )
             case HisparseFlag.AUTO:
+                life = request.life_tokens
                 if request.dense_refusal:
                     return self._place_hisparse(request)
-                # Without host slots it is dense with all its pages or not at all.
-                if self._is_comfortable(request) or request.life_tokens > self.available.host:
-                    return self._place_dense(request)
-                return self._place_hisparse(request)
+                if self._is_comfortable(request):
+                    return self._place_dense(request, (life,))
+                return self._place_hisparse(request) or self._place_dense(request, (life,))
             case _:
                 assert_never(request.flag)
 
     def _place_hisparse(self, request: Request) -> Admission | None:
-        life = request.life_tokens
-        elsewhere = SlotCounts(host=self._in_pages(life), index=self._in_pages(life), aux=1, req_row=1)
-        if not elsewhere.fits_in(self.available):
+        num_tokens = request.num_prompt_tokens + self.limits.growth_tokens
+        elsewhere = self.limits.kv_slots(request, Mode.HISPARSE, num_tokens) + SlotCounts(aux=1, req_row=1)
+        if not self._may_land(request, Mode.HISPARSE, elsewhere):
             return None
+        min_capacity = self.limits.min_capacity(request)
         if not self._hot_capacity(request):
-            self._shrink_hot_buffers(self._in_pages(self.limits.min_capacity(request)))
-        capacity = self._hot_capacity(request)
-        if not capacity:
-            return None
-        need = elsewhere + SlotCounts(device=self._in_pages(capacity))
-        return Admission(request, Mode.HISPARSE, need, capacity)
+            self._shrink_hot_buffers(self.limits.in_pages(min_capacity))
+        for capacity in (self._hot_capacity(request), min_capacity):
+            need = elsewhere + SlotCounts(device=self.limits.in_pages(capacity))
+            if capacity and self._may_land(request, Mode.HISPARSE, need):
+                return Admission(request, Mode.HISPARSE, need, capacity)
+        return None
 
-    def _place_dense(self, request: Request) -> Admission | None:
-        """All pages at once if they are there, else the prompt's, and host slots to be retracted to."""
-        life = request.life_tokens
-        start = self._in_pages(request.num_prompt_tokens + 1) + _HEADROOM_PAGES * self.limits.page_size
-        options = [SlotCounts(device=self._in_pages(life))]
-        if start < life:
-            options.append(SlotCounts(device=start, host=self._in_pages(life)))
-        for option in options:
-            need = option + SlotCounts(index=self._in_pages(life), aux=1, req_row=1)
-            if need.fits_in(self.available) and need.device <= self._spare_device():
+    def _place_dense(self, request: Request, lengths: Iterable[int]) -> Admission | None:
+        """With pages for the first of ``lengths``, in tokens, that can be had."""
+        for num_tokens in lengths:
+            need = self.limits.kv_slots(request, Mode.DENSE, num_tokens) + SlotCounts(aux=1, req_row=1)
+            if self._may_land(request, Mode.DENSE, need):
                 return Admission(request, Mode.DENSE, need, 0)
         return None
 
+    def _may_land(self, request: Request, mode: Mode, need: SlotCounts) -> bool:
+        if not need.fits_in(self.available):
+            return False
+        reserve = self._make_reserve(set())
+        fits = (need + self._kept).fits_in(self.available)
+        return fits and reserve.allows_landing(self.limits.claim(request, mode, need))
+
     def _is_comfortable(self, request: Request) -> bool:
         """Whether the device pool keeps its margin when this request gets all pages of its whole life."""
-        left = self._spare_device() - self._in_pages(request.life_tokens)
-        return left >= self.limits.auto_dense_margin * self.limits.totals.device
+        left = self._spare_device() - self.limits.in_pages(request.life_tokens)
+        return left >= self._device_margin
+
+    @property
+    def _device_margin(self) -> float:
+        return self.limits.auto_dense_margin * self.limits.totals.device
 
     def _hot_capacity(self, request: Request) -> int:
         """Entries that the device slots at hand allow; 0 when they are fewer than the request needs."""
@@ -273,11 +328,11 @@ class _Planner:
         return capacity if capacity >= self.limits.min_capacity(request) else 0
 
     def _shrink_hot_buffers(self, num_needed: int) -> None:
-        """Retract and resume with the minimum, until ``num_needed`` device slots are spare; or nothing."""
+        """Let hot buffers have their minimum until ``num_needed`` device slots are spare; or nothing."""
         gains: list[tuple[Request, int]] = []
         spare = self._spare_device()
         for request in self._with_large_hot_buffers():
-            gain = request.num_device_slots - self._in_pages(self.limits.min_capacity(request))
+            gain = request.num_device_slots - self.limits.in_pages(self.limits.min_capacity(request))
             if gain > 0:
                 gains.append((request, gain))
                 spare += gain
@@ -286,30 +341,50 @@ class _Planner:
         if spare < num_needed:
             return
         for request, gain in gains:
-            self.retractions[request] = None
-            self.resumptions.append(Resumption(request, self.limits.min_capacity(request)))
+            self.exchanges[request] = Exchange(request, self.limits.min_capacity(request))
             self.available += SlotCounts(device=gain)
 
     def _with_large_hot_buffers(self) -> list[Request]:
         """Running requests that may have more than the minimum and stay as they are so far, latest first."""
         smallest = self.limits.index_topk + 1
-        large = [r for r in self.running if r.hot_capacity > smallest and r not in self.retractions]
+        large = [r for r in self.running if r.hot_capacity > smallest and r not in self.exchanges]
         return sorted(large, key=_admitted, reverse=True)
 
-    def _retract(self, victim: Request) -> None:
-        self.retractions[victim] = None
-        self._num_growing -= victim.may_grow
-        self.available += SlotCounts(device=victim.num_device_slots)
+    def enlarge_hot_buffers(self) -> None:
+        """Give those that miss for want of entries their full size, oldest first."""
+        if self.exchanges or self.admissions or self.available.device <= self._device_margin:
+            return
+        full_size = self.limits.device_buffer_size
+        small = [r for r in self.running if 0 < r.hot_capacity < min(full_size, r.next_seq_len)]
+        for request in sorted(small, key=_admitted):
+            capacity = self.limits.max_capacity(request)
+            gain = SlotCounts(device=self.limits.in_pages(capacity) - request.num_device_slots)
+            if capacity > request.hot_capacity and request.has_next_step:
+                reserve = self._make_reserve(set())
+                is_spare = self._spare_device() - gain.device >= self._device_margin
+                if is_spare and self._may_give(gain, reserve):
+                    self.exchanges[request] = Exchange(request, capacity)
+                    self._give(gain, reserve)
 
-    def _take(self, need: SlotCounts) -> None:
-        self.available -= need
+    def _may_give(self, slots: SlotCounts, reserve: Reserve) -> bool:
+        return slots.fits_in(self.available) and reserve.allows(slots)
+
+    def _give(self, slots: SlotCounts, reserve: Reserve) -> None:
+        self.available -= slots
+        reserve.give(slots)
 
     def _spare_device(self) -> int:
-        """Free device slots beyond the page that is kept for each request that may grow."""
-        return max(0, self.available.device - self._num_growing * self.limits.page_size)
+        """Free device slots beyond the page that is kept for each request that will grow."""
+        self._make_reserve(set())
+        return max(0, self.available.device - self._kept.device)
 
-    def _in_pages(self, num_tokens: int) -> int:
-        return round_up(num_tokens, self.limits.page_size)
+
+def _missing(wanted: SlotCounts, held: SlotCounts) -> SlotCounts:
+    return SlotCounts(
+        max(0, wanted.host - held.host),
+        max(0, wanted.device - held.device),
+        max(0, wanted.index - held.index),
+    )
 
 
 def _admitted(request: Request) -> int:

@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 
 from decode_node.answers import dialect_of
 from decode_node.output import Delta, SampleOutput
+from decode_node.quarantine_routes import quarantine_routes
 from protocol.engine_link import SampleGroup
 from protocol.engine_messages import PrefillFinished, RequestFailed, Tokens
 from protocol.front import run_front
@@ -49,7 +50,9 @@ def create_decode_app(front: Front) -> Starlette:
             return await Answer.stream(_stream(front, work))
         return await _whole(front, work)
 
-    return create_app(front, decode)
+    app = create_app(front, decode)
+    app.router.routes += quarantine_routes(front.link)
+    return app
 
 
 async def _whole(front: Front, work: Work) -> Answer:

@@ -14,8 +14,9 @@ from kernels.gpu_sizes import check_swap_in_sizes
 from model.spec import ModelSpec
 from protocol.settings import DecodeSettings
 
-AUX_SLOTS_PER_ROW = 2
-"""More than one, because a quarantined room keeps its aux slot and frees its req_row."""
+AUX_SLOTS_PER_ROW = 4
+"""More than one, because a quarantined room keeps its aux slot and frees its req_row: so often may a prefill
+node vanish with as many rooms as can be in a batch, less one, before somebody has to say that it is gone."""
 
 BASE_RESERVE_BYTES = 1 << 30
 """For activations: workspaces of libraries, buffers of the layers, the memory of CUDA graphs."""
@@ -61,6 +62,7 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         index_topk=spec.index_topk,
         device_buffer_size=settings.device_buffer_size,
         auto_dense_margin=settings.auto_dense_margin,
+        growth_tokens=settings.growth_tokens,
     )
 
 

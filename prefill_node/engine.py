@@ -55,6 +55,7 @@ from protocol.engine_messages import (
     EngineStats,
     FlushCache,
     GenerateGroup,
+    ReleaseQuarantine,
     Shutdown,
     ToEngine,
 )
@@ -302,6 +303,8 @@ class PrefillEngine:
                 self._life.abort_request(message.request_id, now_secs)
             case FlushCache():
                 self._life.cache.evict(self._life.cache.num_evictable)
+            case ReleaseQuarantine():
+                pass  # Only a decode node has landing zones.
             case Shutdown():
                 self._is_stopping = True
             case _:

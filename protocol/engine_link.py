@@ -28,6 +28,7 @@ from protocol.engine_messages import (
     FromEngine,
     GenerateGroup,
     PrefillFinished,
+    ReleaseQuarantine,
     RequestFailed,
     Shutdown,
     ToEngine,
@@ -232,6 +233,10 @@ class EngineLink:
         self.require_serving()
         self._outbox.put_nowait(FlushCache())
 
+    def release_quarantine(self, instance_id: str) -> None:
+        self.require_engine()
+        self._outbox.put_nowait(ReleaseQuarantine(instance_id))
+
     def stop_accepting(self) -> None:
         """New requests are refused; those in flight go on."""
         if self.state is not LinkState.GONE:
@@ -257,7 +262,9 @@ class EngineLink:
         """Why this node cannot serve, or None while the engine makes progress. Looks at no peer."""
         if self.is_loading:
             return self.stall() or (f"{self.state}: {self.loading}" if self.loading else str(self.state))
-        return str(self.state) if self.state is not LinkState.SERVING else self.stall()
+        if self.state is not LinkState.SERVING:
+            return str(self.state)
+        return self.stall() or (self.stats.trouble if self.stats is not None else "") or None
 
     def stall(self) -> str | None:
         """Why the engine gets nowhere, or None while it makes progress, loading included."""

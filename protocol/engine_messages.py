@@ -106,7 +106,13 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     """Leave the loop, release everything and exit with status 0."""
 
 
-ToEngine = GenerateGroup | Abort | FlushCache | Shutdown
+class ReleaseQuarantine(Struct, frozen=True, tag="release_quarantine"):
+    """An operator vouches that this run of a prefill node is over. Ignored by a prefill node."""
+
+    instance_id: str
+
+
+ToEngine = GenerateGroup | Abort | FlushCache | ReleaseQuarantine | Shutdown
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
@@ -211,6 +217,22 @@ class RequestFailed(Struct, frozen=True, tag="request_failed"):
     code: str = ""
 
 
+class QuarantinedRun(Struct, frozen=True):
+    """What a decode node keeps from everybody because one run of a prefill node may still write there."""
+
+    prefill_node: str
+    """Its bootstrap endpoint, ``host:port``."""
+    instance_id: str
+    num_rooms: int
+    num_unacknowledged: int
+    """Those of which the run has not said that they are quiet. The others are free after a known time."""
+    longest_secs: float
+    host_slots: int
+    device_slots: int
+    index_slots: int
+    aux_slots: int
+
+
 class EngineStats(Struct, frozen=True, tag="stats"):
     """Sent at least twice a second while the engine loop turns; its arrival is what /health looks at.
 
@@ -225,6 +247,9 @@ class EngineStats(Struct, frozen=True, tag="stats"):
     num_used_tokens: int
     step: int
     """Loop iterations that did work; a front whose engine has running requests expects it to advance."""
+    trouble: str = ""
+    """Why no request can be admitted until an operator does something; empty while one can."""
+    quarantine: tuple[QuarantinedRun, ...] = ()
 
 
 FromEngine = EngineLoading | EngineReady | Tokens | PrefillFinished | RequestFailed | EngineStats

@@ -28,6 +28,7 @@ _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="([^"]*)"')
 _HELP = {
     "num_running_reqs": "requests in the running batch",
     "running_reqs": "requests in the running batch, by mode",
+    "num_paused_reqs": "running requests that sit steps out until there are slots for their next token",
     "num_queue_reqs": "requests that wait for admission or prefill",
     "queue_reqs": "requests that wait for admission, by what they asked for",
     "num_transfer_queue_reqs": "requests whose KV is under way",
@@ -35,6 +36,9 @@ _HELP = {
     "pool_used_tokens": "token slots in use",
     "pool_total_tokens": "token slots of the pool",
     "quarantined_tokens": "token slots that a remote write may still reach",
+    "stuck_rooms": "quarantined rooms of which their prefill node has said nothing for quarantine_secs",
+    "aux_slots_used": "aux records in use or quarantined",
+    "aux_slots_total": "aux records that there are",
     "cache_hit_rate": "share of prompt tokens found in the prefix cache",
     "num_registered_peers": "peers with a live registration",
     "gen_throughput": "generated tokens a second",

@@ -74,7 +74,7 @@ class NodeSettings(_Settings):
         0,
         ge=0,
         description="tokens of a chat's answer at most whose request has no max_tokens, the same on all "
-        "nodes; 0: all that context and pools leave, which is reserved for it",
+        "nodes; 0: all that context and pools leave",
     )
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
@@ -283,6 +283,11 @@ class DecodeSettings(NodeSettings):
     )
     index_pool_tokens: int = Field(
         0, ge=0, description="token slots in the indexer-key pool; 0: host pool plus device pool"
+    )
+    growth_tokens: Tokens = Field(
+        1024,
+        description="token slots that a request gets beyond its prompt at admission, and again whenever it "
+        "has used them",
     )
     auto_dense_margin: float = Field(
         0.25, ge=0, le=1, description="share of the device pool that auto keeps free when it picks dense"

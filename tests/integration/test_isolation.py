@@ -43,9 +43,11 @@ def cramped(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactor
         tiny_checkpoint("v32"),
         tmp_path_factory.mktemp("cramped"),
         prefill_options=common,
-        # Two dense requests of 11 pages fit for their whole life. A third is let in with two pages, and is
-        # at the end of the pool with three, some 250 steps before the others end.
-        decode_options=[*common, "--device-pool-tokens", "800", "--device-buffer-size", "96"],
+        # Three dense requests of 11 pages each grow side by side in 25 pages, until one has to leave its own.
+        decode_options=[
+            *common,
+            *("--device-pool-tokens", "800", "--device-buffer-size", "96", "--growth-tokens", "32"),
+        ],
     ) as started:
         yield started
 

@@ -1,8 +1,9 @@
-"""Requests through admission, growth, retraction, finish, abort and every way a transfer or a peer can fail.
+"""Requests through admission, growth, exchange, finish, abort and every way a transfer or a peer can fail.
 
 The machine plays the front, the prefill nodes and the clock against the real books and the real planner.
-After each step every pool is whole (I2), and no slot that a prefill node may still write to belongs to
-anybody else (I1).
+After each step every pool is whole (I2), no slot that a prefill node may still write to belongs to anybody
+else (I1), everybody can still end, somebody comes nearer to it, and nobody has lost a slot of what it
+computed. Answers mostly end long before their max_new_tokens, which nobody knows beforehand.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from decode_node.pools import Holding, PoolKind, Pools, SlotCounts
+from decode_node.quarantine import Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.reserve import Claim, Reserve
 from decode_node.rooms import Landing, Rooms
 from decode_node.scheduler import Limits, plan_step, refusal
 from protocol.engine_messages import HisparseFlag, Mode, SamplingParams
@@ -23,7 +26,7 @@ from transfer.extents import extents_to_slots
 PAGE_SIZE = 4
 QUARANTINE_SECS = 10.0
 INDEX_TOPK = 6
-TOTALS = SlotCounts(host=150, device=48, index=160, aux=12, req_row=6)
+TOTALS = SlotCounts(host=90, device=48, index=112, aux=12, req_row=6)
 LIMITS = Limits(
     totals=TOTALS,
     page_size=PAGE_SIZE,
@@ -31,12 +34,14 @@ LIMITS = Limits(
     index_topk=INDEX_TOPK,
     device_buffer_size=16,
     auto_dense_margin=0.25,
+    growth_tokens=6,
 )
 PEERS = [PeerAddress("prefill", 1), PeerAddress("prefill", 2)]
 ARRIVALS = st.tuples(
     st.sampled_from([HisparseFlag.FALSE, *HisparseFlag]),
     st.sampled_from([1, 3, 4, 5, 9, 16, 17, 22]),
-    st.sampled_from([1, 2, 8, 16, 20, 23]),
+    st.sampled_from([1, 2, 8, 16, 23, 68]),
+    st.sampled_from([1, 2, 5, 12, 30, 68]),
     st.sampled_from(PEERS),
     st.sampled_from(["", "", "page sizes differ"]),
 )
@@ -46,6 +51,12 @@ SlotsByKind = dict[PoolKind, tuple[Extent, ...]]
 def remote_slots(holding: Holding, mode: Mode) -> SlotsByKind:
     kv = PoolKind.HOST if mode is Mode.HISPARSE else PoolKind.DEVICE
     return {kind: holding[kind] for kind in (kv, PoolKind.INDEX, PoolKind.AUX)}
+
+
+def slots_of(request: Request) -> dict[PoolKind, list[int]]:
+    """Of every position, in the pools that its KV and its indexer keys are in."""
+    kv = PoolKind.HOST if request.mode is Mode.HISPARSE else PoolKind.DEVICE
+    return {kind: extents_to_slots(request.owned[kind]).tolist() for kind in (kv, PoolKind.INDEX)}
 
 
 class DecodeNodeMachine(RuleBasedStateMachine):
@@ -59,11 +70,13 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.lands_until: dict[Room, float] = {}
         """Rooms that are over for the prefill node, and when their last bytes may land."""
         self.failed_batches: set[Room] = set()
+        self.stops_after: dict[Room, int] = {}
+        """Output tokens, of which the last one is a stop token, unless max_new_tokens come first."""
 
     # --- front ------------------------------------------------------------------------------------
 
     @rule(arrivals=st.lists(ARRIVALS, min_size=1, max_size=6))
-    def arrive(self, arrivals: list[tuple[HisparseFlag, int, int, PeerAddress, str]]) -> None:
+    def arrive(self, arrivals: list[tuple[HisparseFlag, int, int, int, PeerAddress, str]]) -> None:
         for arrival in arrivals:
             self._arrive(*arrival)
         self.step()
@@ -73,6 +86,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         flag: HisparseFlag,
         num_prompt_tokens: int,
         max_new_tokens: int,
+        stops_after: int,
         peer: PeerAddress,
         dense_refusal: str,
     ) -> None:
@@ -81,7 +95,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             request_id=str(self.num_arrived),
             room=Room(self.num_arrived),
             num_prompt_tokens=num_prompt_tokens,
-            sampling=SamplingParams(max_new_tokens=max_new_tokens),
+            sampling=SamplingParams(
+                max_new_tokens=min(max_new_tokens, LIMITS.max_context + 1 - num_prompt_tokens)
+            ),
             flag=flag,
             peer=peer,
             arrived_at=self.now,
@@ -90,6 +106,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         if not refusal(LIMITS, request):
             self.rooms.open(request)
             self.rooms.queue(request, float("inf"))
+            self.stops_after[request.room] = stops_after
 
     @precondition(lambda self: len(self.rooms))
     @rule(data=st.data())
@@ -101,32 +118,72 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         waiting = self.rooms.select(RequestState.WAITING)
-        running = self.rooms.select(RequestState.RUNNING)
         plan = plan_step(
-            LIMITS, self.rooms.pools.free, running, self.rooms.select(RequestState.RETRACTED), waiting
+            LIMITS,
+            self.rooms.pools.free,
+            self.rooms.select(RequestState.RUNNING),
+            self.landing(),
+            self.rooms.waiting(),
         )
-        for request in plan.retractions:
-            assert request.is_retractable, "the host has room for all that the device slots hold"
-            self.rooms.retract(request, float("inf"))
+        before = {r.room: (r.mode, slots_of(r)) for r in self.rooms.select(RequestState.RUNNING)}
+        for exchange in plan.exchanges:
+            assert exchange.request.mode is Mode.HISPARSE or exchange.request.may_leave_pages
+            is_larger = 0 < exchange.request.hot_capacity < exchange.hot_capacity
+            assert not (is_larger and waiting), "a hot buffer grows while somebody waits"
+            self.rooms.grow(exchange.request, exchange.need)
+            self.rooms.exchange(exchange)
         for growth in plan.growths:
-            self.rooms.grow(growth)
-        for resumption in plan.resumptions:
-            self.rooms.resume(resumption)
+            self.rooms.grow(growth.request, growth.need)
         for admission in plan.admissions:
             self.rooms.admit(admission, f"run of {admission.request.peer}", float("inf"))
             self.writable[admission.request.room] = remote_slots(
                 admission.request.owned, admission.request.mode
             )
         assert [admission.request for admission in plan.admissions] == waiting[: len(plan.admissions)]
+        self._check_nothing_is_lost(before)
+        if not waiting:
+            self._check_hot_buffers_are_large()
+        self._run_step(admitted=bool(plan.admissions))
+
+    def _check_nothing_is_lost(self, before: dict[Room, tuple[Mode, dict[PoolKind, list[int]]]]) -> None:
         for request in self.rooms.select(RequestState.RUNNING):
-            if not request.has_page_for_next:  # it sits this step out, and whose pages it waits for is known
-                assert request.may_grow
-                assert any(self.rooms.pools.free.device < PAGE_SIZE and r.lands_until for r in running)
+            mode, slots = before[request.room]
+            for kind, now in slots_of(request).items():
+                if kind in slots and (request.mode is mode or kind is PoolKind.INDEX):
+                    assert now[: len(slots[kind])] == slots[kind], "a position has lost its slot"
+
+    def _check_hot_buffers_are_large(self) -> None:
+        """As far as the margin leaves them room, and no page is wanted by dense requests."""
+        running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
+        if any(r.mode is Mode.DENSE or not r.has_slots_for_next for r in (*running, *self.landing())):
+            return
+        spare = self.rooms.pools.free.device - LIMITS.auto_dense_margin * TOTALS.device
+        for request in running:
+            if request.hot_capacity < request.next_seq_len:
+                gain = LIMITS.in_pages(LIMITS.max_capacity(request)) - request.num_device_slots
+                assert gain == 0 or spare < gain, "a hot buffer misses beside free slots"
+
+    def _run_step(self, admitted: bool) -> None:
+        running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
+        paused = [r for r in running if not r.has_slots_for_next]
+        assert not (paused and admitted), "somebody is admitted to slots that another waits for"
+        is_for_a_while = self.returning() or any(r.lands_until for r in running)
+        assert not paused or len(paused) < len(running) or is_for_a_while, "nobody comes nearer to its end"
+        for request in running:
+            if request in paused:
                 continue
             self._check_can_run(request)
             request.output_token_ids.append(0)
-            if len(request.output_token_ids) >= request.sampling.max_new_tokens:
-                self.end(request, Landing.QUIET)
+            self._end_if_last(request)
+
+    def returning(self) -> list[Quarantined]:
+        """Slots that time alone frees: somebody may have counted on them before they were quarantined."""
+        return [entry for entry in self.rooms.quarantine if not entry.is_unresolved]
+
+    def _end_if_last(self, request: Request) -> None:
+        num_tokens = len(request.output_token_ids)
+        if num_tokens >= min(request.sampling.max_new_tokens, self.stops_after[request.room]):
+            self.end(request, Landing.QUIET)
 
     @precondition(lambda self: self.rooms.select(RequestState.RUNNING))
     @rule(num_steps=st.integers(2, 12))
@@ -138,13 +195,11 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     def _check_can_run(self, request: Request) -> None:
         num_slots = request.owned.num_slots
-        assert num_slots(PoolKind.INDEX) >= request.life_tokens
+        assert num_slots(PoolKind.INDEX) >= request.next_seq_len
         if request.mode is Mode.DENSE:
             assert num_slots(PoolKind.DEVICE) >= request.next_seq_len
-            is_retractable = request.is_retractable or request.lands_until
-            assert num_slots(PoolKind.DEVICE) >= request.life_tokens or is_retractable
         else:
-            assert num_slots(PoolKind.HOST) >= request.life_tokens
+            assert num_slots(PoolKind.HOST) >= request.next_seq_len
             assert num_slots(PoolKind.DEVICE) >= request.hot_capacity
             assert request.hot_capacity >= min(INDEX_TOPK + 1, request.life_tokens)
 
@@ -166,8 +221,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             self.rooms.start(request)
         self.over(request.room, is_repeated)
         request.output_token_ids.append(0)
-        if request.sampling.max_new_tokens == 1:
-            self.end(request, Landing.QUIET)
+        self._end_if_last(request)
 
     @precondition(lambda self: self.landing())
     @rule(data=st.data(), known=st.sampled_from(Landing))
@@ -225,6 +279,18 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     @invariant()
     def pools_are_whole(self) -> None:
         self.rooms.check_integrity()
+
+    @invariant()
+    def everybody_can_end(self) -> None:
+        def claim(request: Request) -> Claim:
+            return LIMITS.claim(request, request.mode, request.held_tokens)
+
+        running = self.rooms.select(RequestState.RUNNING)
+        free = self.rooms.pools.free + self.rooms.pools.held_by(e.holding for e in self.returning())
+        reserve = Reserve(free, [(request, claim(request)) for request in running])
+        for request in self.landing():
+            reserve.keep_landing(claim(request))
+        assert reserve.is_safe
 
     @invariant()
     def what_may_be_written_is_nobody_elses(self) -> None:

@@ -30,6 +30,8 @@ from protocol.engine_messages import (
     HisparseFlag,
     Mode,
     PrefillFinished,
+    QuarantinedRun,
+    ReleaseQuarantine,
     RequestFailed,
     RequestStats,
     SamplingParams,
@@ -63,6 +65,7 @@ TO_ENGINE = (
     ),
     Abort("r"),
     FlushCache(),
+    ReleaseQuarantine("inst"),
     Shutdown(),
 )
 FROM_ENGINE = (
@@ -71,7 +74,13 @@ FROM_ENGINE = (
     Tokens("r", (1,), (TokenLogprob(1, -0.5, ((1, -0.5), (2, -2.0))),), FinishReason.STOP, 2, _STATS),
     PrefillFinished("r", 10, 4, 1000, 0.5),
     RequestFailed("r", 503, "full"),
-    EngineStats({"token_usage": 0.5}, {'requests_total{mode="dense"}': 3.0}, 1, 2, 3, 4),
+    EngineStats(
+        {"token_usage": 0.5},
+        {'requests_total{mode="dense"}': 3.0},
+        *(1, 2, 3, 4),
+        trouble="all slots are kept",
+        quarantine=(QuarantinedRun("10.0.0.1:8998", "inst", 2, 1, 61.5, 640, 0, 640, 2),),
+    ),
 )
 
 DECODERS: dict[str, tuple[TypedDecoder[Any], list[bytes]]] = {

@@ -6,9 +6,11 @@ Real model, real Mooncake over TCP, real control sockets; only the prefill node'
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from decode_node.device_step import HostStep
 from decode_node.memory import slots_tensor
 from decode_node.pools import PoolKind
 from decode_node.request import Request, RequestState
-from decode_node.scheduler import Resumption, StepPlan
+from decode_node.scheduler import Exchange, StepPlan
 from kernels.indexer import index_topk
 from model.oracle import greedy_tokens
 from protocol.engine_messages import FinishReason, HisparseFlag, Mode, RequestStats
@@ -210,17 +212,15 @@ def test_mixed_modes_share_a_batch_under_pressure(
 
 
 @contextmanager
-def _room_for_one_and_a_half(
-    checkpoint: Checkpoint, tmp_path: Path
+def _room_for_almost_two(
+    checkpoint: Checkpoint, tmp_path: Path, device_pool_tokens: int
 ) -> Iterator[tuple[PrefillDouble, EngineHarness]]:
-    """A node for two dense requests of 200 tokens.
-
-    The first one gets its 219 tokens in whole pages, which leaves the second its prompt, one page beyond it,
-    and one page to grow into.
-    """
+    """A node for two dense requests of 200 tokens, which grow side by side, and need 220 slots each."""
     with (
         closing(PrefillDouble(checkpoint, page_size=4)) as double,
-        harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=220 + 208 + 4) as node,
+        harness(
+            checkpoint, tmp_path, page_size=4, device_pool_tokens=device_pool_tokens, growth_tokens=4
+        ) as node,
     ):
         yield double, node
 
@@ -232,7 +232,7 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt = PROMPTS[LENGTHS.index(200)]
-    with _room_for_one_and_a_half(checkpoint, tmp_path) as (double, node):
+    with _room_for_almost_two(checkpoint, tmp_path, 420) as (double, node):
         hot_buffers = node.engine.hot_buffers
         memory, retract = hot_buffers.memory, hot_buffers.retract
 
@@ -249,8 +249,8 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
         _finish(node, answers, double)
         for answer in answers:
             assert answer.token_ids == expected[prompt]
-        spilled = _stats(answers[1])
-        assert spilled.num_retractions == 1
+        kept, spilled = sorted(map(_stats, answers), key=lambda stats: stats.num_retractions)
+        assert [kept.num_retractions, spilled.num_retractions] == [0, 1]
         assert spilled.mode is Mode.HISPARSE
         assert spilled.hits > 0
 
@@ -263,14 +263,14 @@ def test_a_growing_dense_request_waits_where_a_repeated_batch_may_land(
 ) -> None:
     """It cannot be retracted, for its pages may be written once more; and what it computed stays right."""
     prompt = PROMPTS[LENGTHS.index(200)]
-    with _room_for_one_and_a_half(checkpoint, tmp_path) as (double, node):
+    with _room_for_almost_two(checkpoint, tmp_path, 432) as (double, node):
         rooms = node.engine.rooms
         monkeypatch.setattr(rooms.quarantine, "_quarantine_secs", 1e6)
         double.batch_failed = True
         answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
         node.turn_until(lambda: answers[0].is_over, double)
         (waiting,) = rooms.select(RequestState.RUNNING)
-        node.turn_until(lambda: not waiting.has_page_for_next, double)
+        node.turn_until(lambda: not waiting.has_slots_for_next, double)
         num_tokens = len(waiting.output_token_ids)
         for _ in range(5):
             node.turn(double)
@@ -282,25 +282,81 @@ def test_a_growing_dense_request_waits_where_a_repeated_batch_may_land(
         assert _stats(answers[1]).num_retractions == 0, "the pages of the first are free by now"
 
 
-def test_every_running_request_survives_a_retraction_in_every_step(
-    expected: dict[Prompt, list[int]], double: PrefillDouble, roomy: EngineHarness
+def test_every_running_request_survives_another_hot_buffer_in_every_step(
+    expected: dict[Prompt, list[int]],
+    double: PrefillDouble,
+    roomy: EngineHarness,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Hot buffers are lost after each step, with all they hold: the host has everything by then (I4)."""
     prompts = PROMPTS[4:]
     answers = [roomy.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
     rooms, lifecycle = roomy.engine.rooms, roomy.engine.lifecycle
-    while not all(answer.is_over for answer in answers):
+    exchange = rooms.exchange
+    num_exchanges: Counter[str] = Counter()
+
+    def exchange_and_lose(planned: Exchange) -> None:
+        device_slots = slots_tensor(planned.request.owned[PoolKind.DEVICE])
+        exchange(planned)
+        num_exchanges[planned.request.request_id] += 1
+        roomy.engine.hot_buffers.memory.k_dev[:, device_slots] = 0xFF  # they are somebody else's now
+
+    monkeypatch.setattr(rooms, "exchange", exchange_and_lose)
+    sizes = (TOP_K + 1, HOT_BUFFER)
+    for turn in count():
         roomy.turn(double)
-        running = tuple(rooms.select(RequestState.RUNNING))
-        back = tuple(Resumption(request, request.hot_capacity) for request in running)
-        lifecycle.carry_out(StepPlan(retractions=running), 0.0)
-        # The device slots are somebody else's now.
-        roomy.engine.hot_buffers.memory.k_dev.fill_(0xFF)
-        lifecycle.carry_out(StepPlan(resumptions=back), 0.0)
+        if all(answer.is_over for answer in answers):
+            break
+        running = rooms.select(RequestState.RUNNING)
+        exchanges = tuple(Exchange(request, sizes[turn % 2]) for request in running)
+        lifecycle.carry_out(StepPlan(exchanges=exchanges), 0.0)
+    assert min(num_exchanges.values()) > NUM_NEW // 2
+    assert len(num_exchanges) == len(prompts)
     undisturbed = [roomy.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
     roomy.turn_until(lambda: all(answer.is_over for answer in undisturbed), double)
     for prompt, answer, other in zip(prompts, answers, undisturbed, strict=True):
         assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
-        assert _stats(answer).num_retractions > NUM_NEW // 2
         num_selected = [_stats(each).hits + _stats(each).misses for each in (answer, other)]
         assert num_selected[0] == num_selected[1], "counts of rows that were given up"
+
+
+def test_tokens_are_those_of_the_oracle_when_slots_come_one_by_one(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
+) -> None:
+    """A host pool of little more than two lives, of which every request gets as few slots as possible."""
+    prompts = PROMPTS[-4:]
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        harness(checkpoint, tmp_path, page_size=4, growth_tokens=1, host_pool_tokens=1000) as node,
+    ):
+        flags = [HisparseFlag.TRUE, HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.TRUE]
+        answers = [
+            node.generate(double, prompt, NUM_NEW, flag) for prompt, flag in zip(prompts, flags, strict=True)
+        ]
+        node.turn_until(lambda: answers[-1].token_ids, double)
+        (request,) = (r for r in node.engine.rooms.all() if r.num_prompt_tokens == len(prompts[-1]))
+        assert request.reserved_tokens < request.life_tokens
+        _finish(node, answers, double)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
+
+
+def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
+) -> None:
+    """Two lives of 219 positions in a host pool of 430: one lacks its last slots until the other ends."""
+    prompt = PROMPTS[LENGTHS.index(200)]
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        harness(checkpoint, tmp_path, page_size=4, growth_tokens=4, host_pool_tokens=430) as node,
+    ):
+        answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for _ in range(2)]
+
+        def is_one_paused() -> bool:
+            node.engine._next_stats_at = 0.0
+            return node.stats is not None and node.stats.gauges["num_paused_reqs"] == 1
+
+        node.turn_until(is_one_paused, double)
+        _finish(node, answers, double)
+        assert [answer.token_ids for answer in answers] == [expected[prompt]] * 2
+        assert [_stats(answer).num_retractions for answer in answers] == [0, 0]

@@ -15,11 +15,11 @@ import torch
 
 import decode_node.engine
 from decode_node.peers import PeerLost, RoomMessage
-from decode_node.pools import PoolKind, Stage
+from decode_node.pools import PoolKind, SlotCounts, Stage
 from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.scheduler import Resumption, StepPlan
+from decode_node.scheduler import Exchange, StepPlan
 from kernels.hot_state import HotBufferError
-from protocol.engine_messages import Abort, FinishReason, HisparseFlag, Mode
+from protocol.engine_messages import Abort, FinishReason, HisparseFlag, Mode, ReleaseQuarantine
 from protocol.http_errors import PREFILL_NODE_FAILED
 from protocol.messages import Refused, Room, RoomDone, RoomFailed, RoomQuiet
 from tests.unit.decode_support import (
@@ -599,8 +599,10 @@ def test_a_retraction_that_fails_ends_its_request_only(
     node.turn_until(lambda: doomed.token_ids and spared.token_ids, double)
     running = {request.num_prompt_tokens: request for request in node.engine.rooms.all()}
     plan = StepPlan(
-        retractions=(running[300], running[100]),
-        resumptions=(Resumption(running[300], 128), Resumption(running[100], 128)),
+        exchanges=(
+            Exchange(running[300], 128, SlotCounts(host=340 * (flag is HisparseFlag.FALSE))),
+            Exchange(running[100], 128),
+        )
     )
     retract = node.engine.hot_buffers.retract
 
@@ -734,3 +736,77 @@ def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
     assert [entry for entry in seen if entry != "poll"] == flood, "nothing is lost"
     bursts = [len(list(run)) for entry, run in itertools.groupby(seen, lambda e: e == "poll") if not entry]
     assert max(bursts) <= 256
+
+
+# --- prefill nodes that vanish --------------------------------------------------------------------
+
+
+def _vanish(node: EngineHarness, double: PrefillDouble, num_rooms: int) -> None:
+    """Everything that fits into a batch is entrusted to a node whose machine is then gone without a trace."""
+    double.delivers = False
+    lost = [node.generate(double, PROMPT[:10], 4, HisparseFlag.TRUE) for _ in range(num_rooms)]
+    node.turn_until(lambda: len(double.bootstraps) == num_rooms, double)
+    double.is_hung = True
+    node.turn_until(lambda: all(answer.failure for answer in lost))
+
+
+def test_prefill_nodes_that_vanish_with_full_batches_stop_nobody_and_can_be_declared_dead(
+    checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_rooms = 64
+    harness = EngineHarness(
+        checkpoint,
+        tmp_path,
+        max_running_requests=num_rooms,
+        heartbeat_max_failures=10,
+        quarantine_secs=QUARANTINE_SECS,
+    )
+    one, two, alive = (PrefillDouble(checkpoint) for _ in range(3))
+    with closing(harness) as node, closing(one), closing(two), closing(alive):
+        for double in (one, two):
+            _vanish(node, double, num_rooms)
+        _completes(node, alive)
+        node.turn_until(lambda: node.stats and node.stats.gauges["stuck_rooms"] == 2 * num_rooms, alive)
+        stats = node.stats
+        assert stats is not None
+        assert (stats.gauges["aux_slots_used"], stats.gauges["aux_slots_total"]) == (128, 256)
+        assert stats.trouble == "", "there are slots left"
+        held = {run.prefill_node: run for run in stats.quarantine}
+        assert set(held) == {one.name, two.name}
+        for double in (one, two):
+            run = held[double.name]
+            assert (run.instance_id, run.num_rooms, run.aux_slots) == (double.instance_id, 64, 64)
+            assert (run.num_unacknowledged, run.host_slots, run.device_slots) == (64, 64 * 13, 0)
+            assert f"prefill node {double.name} (run {double.instance_id}) has not said" in caplog.text
+        node.send(ReleaseQuarantine(one.instance_id))
+        node.turn_until(lambda: node.engine.rooms.pools.used(Stage.QUARANTINED).aux == 64, alive)
+        node.send(ReleaseQuarantine(two.instance_id))
+        pools = node.engine.rooms.pools
+        node.turn_until(lambda: pools.free == pools.totals, alive)
+        _completes(node, alive)
+
+
+def test_a_run_that_answers_cannot_be_declared_dead(
+    node: EngineHarness, double: PrefillDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    double.answers_aborts = False
+    _abort(node, _land(node, double))
+    node.turn_until(lambda: double.aborts, double)
+    node.send(ReleaseQuarantine(double.instance_id))
+    node.turn_until(lambda: "answers: nothing is released" in caplog.text, double)
+    (entry,) = node.engine.rooms.quarantine
+    assert entry.is_unresolved
+
+
+def test_a_node_that_can_admit_nobody_says_so(node: EngineHarness, double: PrefillDouble) -> None:
+    double.answers_aborts = False
+    _abort(node, _land(node, double))
+    node.turn_until(lambda: double.aborts, double)
+    rooms = node.engine.rooms
+    later = time.monotonic() + QUARANTINE_SECS
+    assert rooms.trouble(later) == ""
+    pools = rooms.pools
+    (entry,) = rooms.quarantine
+    pools.grow(entry.holding, PoolKind.AUX, pools.free.aux)
+    assert rooms.trouble(time.monotonic() - 1.0) == "", "it may still say that the room is quiet"
+    assert "all slots of the aux pool are kept" in rooms.trouble(later)

@@ -10,7 +10,7 @@ from decode_node.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import IllegalMove, PeerAddress, Request, RequestState
 from decode_node.rooms import DuplicateRoom, Landing, Rooms
-from decode_node.scheduler import Admission
+from decode_node.scheduler import Admission, Exchange
 from protocol.engine_messages import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Extent, Room
 from transfer.allocator import PoolExhausted, PoolIntegrityError
@@ -55,13 +55,13 @@ def test_a_reservation_takes_whole_pages_and_is_all_or_nothing() -> None:
 
 def test_integrity_prints_every_term() -> None:
     pools = Pools(TOTALS, page_size=16)
-    stages = dict(zip((1, 2, 3, 4), Stage, strict=True))
+    stages = dict(zip((1, 2, 4), Stage, strict=True))
     holdings = {room: pools.reserve(Room(room), SlotCounts(host=room)) for room in stages}
     for room, stage in stages.items():
         pools.move(holdings[room], stage)
     pools.check_integrity(dict.fromkeys(Stage, 1))
-    holdings[3].extents[PoolKind.HOST] = ()
-    law = "free 32 + landing 16 + running 16 + retracted 0 + quarantined 16 is not total 96"
+    holdings[2].extents[PoolKind.HOST] = ()
+    law = "free 93 + landing 1 + running 0 + quarantined 4 is not total 100"
     with pytest.raises(PoolIntegrityError, match=re.escape(law)):
         pools.check_integrity()
 
@@ -109,36 +109,25 @@ def test_the_release_path_keeps_exactly_what_may_still_be_written(mode: Mode, kn
     assert rooms.pools.free == rooms.pools.totals
 
 
-@pytest.mark.parametrize("state", [RequestState.RUNNING, RequestState.RETRACTED])
-def test_what_has_landed_is_freed_at_once(state: RequestState) -> None:
+def test_what_has_landed_is_freed_at_once() -> None:
     rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
     request = landed(rooms, 1)
+    assert rooms.expired(9.0) == [request], "what is on its way has a deadline"
     rooms.start(request)
     assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED) - SlotCounts(aux=1)
-    if state is RequestState.RETRACTED:
-        assert rooms.expired(1e9) == [], "who runs ends by itself"
-        rooms.retract(request, 9.0)
-        assert rooms.expired(9.0) == [request], "who waits has a deadline"
-        assert rooms.pools.used(Stage.RETRACTED) == SlotCounts(host=16, index=16, req_row=1)
+    assert rooms.expired(1e9) == [], "who runs ends by itself"
     rooms.end(request, Landing.IN_FLIGHT, now=0.0)
     assert rooms.pools.free == rooms.pools.totals
     rooms.open(make_request(1))  # The room may be used again.
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("state", [RequestState.RUNNING, RequestState.RETRACTED])
-def test_after_a_repeated_batch_a_delivered_landing_zone_serves_nobody_else_for_a_while(
-    mode: Mode, state: RequestState
-) -> None:
+def test_after_a_repeated_batch_a_delivered_landing_zone_serves_nobody_else_for_a_while(mode: Mode) -> None:
     rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
     request = landed(rooms, 1, mode)
     rooms.start(request, lands_until=rooms.quarantine.free_at(10.0))
     assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED), "the aux slot is part of it"
-    assert request.is_retractable is (mode is Mode.HISPARSE), "pages could serve another"
-    if state is RequestState.RETRACTED:
-        if mode is Mode.DENSE:
-            return
-        rooms.retract(request, 9.0)
+    assert not request.may_leave_pages
     rooms.end(request, Landing.QUIET, now=14.0)
     kv = SlotCounts(host=16) if mode is Mode.HISPARSE else SlotCounts(device=32)
     used = rooms.pools.totals - rooms.pools.free
@@ -150,14 +139,27 @@ def test_after_a_repeated_batch_a_delivered_landing_zone_serves_nobody_else_for_
     assert rooms.pools.free == rooms.pools.totals
 
 
+def test_a_dense_request_leaves_its_pages_for_a_hot_buffer() -> None:
+    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    request = landed(rooms, 1, Mode.DENSE)
+    rooms.start(request)
+    assert request.reserved_tokens == 16, "of 32 device and 16 index slots"
+    rooms.exchange(Exchange(request, hot_capacity=16))
+    assert (request.mode, request.hot_capacity, request.num_device_slots) == (Mode.HISPARSE, 16, 16)
+    assert request.reserved_tokens == 10
+    rooms.grow(request, SlotCounts(host=7, index=16))
+    assert (request.reserved_tokens, request.held_tokens.index) == (17, 32)
+    rooms.check_integrity()
+
+
 def test_a_request_that_outlives_a_repeated_batch_is_as_any_other() -> None:
     rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
     request = landed(rooms, 1, Mode.DENSE)
     rooms.start(request, lands_until=5.0)
     rooms.expire(4.9)
-    assert not request.is_retractable
+    assert not request.may_leave_pages
     rooms.expire(5.0)
-    assert request.is_retractable
+    assert request.may_leave_pages
     assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED) - SlotCounts(aux=1)
     rooms.end(request, Landing.QUIET, now=5.0)
     assert rooms.pools.free == rooms.pools.totals

@@ -1,4 +1,4 @@
-"""Planning on small numbers: mode choice, order, hot-buffer sizes, growth and its victims."""
+"""Planning on small numbers: mode choice, order, hot-buffer sizes, growth, and who sits out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.rooms import Landing, Rooms
-from decode_node.scheduler import Admission, Limits, StepPlan, plan_step, refusal
+from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
 from protocol.engine_messages import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room
 
@@ -20,7 +20,10 @@ LIMITS = Limits(
     index_topk=20,
     device_buffer_size=64,
     auto_dense_margin=0.25,
+    growth_tokens=1000,
 )
+"""Everything that a request may need is there or reserved at its admission."""
+STEP_BY_STEP = replace(LIMITS, growth_tokens=16)
 TRUE, FALSE, AUTO = HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.AUTO
 
 
@@ -53,19 +56,18 @@ class Node:
             self.limits,
             self.rooms.pools.free,
             self.rooms.select(RequestState.RUNNING),
-            self.rooms.select(RequestState.RETRACTED),
-            self.rooms.select(RequestState.WAITING),
+            self.rooms.select(RequestState.LANDING),
+            self.rooms.waiting(),
             self.rooms.stuck(now),
         )
 
     def step(self, now: float = 0.0) -> StepPlan:
         plan = self.plan(now)
-        for request in plan.retractions:
-            self.rooms.retract(request, 9.0)
+        for exchange in plan.exchanges:
+            self.rooms.grow(exchange.request, exchange.need)
+            self.rooms.exchange(exchange)
         for growth in plan.growths:
-            self.rooms.grow(growth)
-        for resumption in plan.resumptions:
-            self.rooms.resume(resumption)
+            self.rooms.grow(growth.request, growth.need)
         for admission in plan.admissions:
             self.rooms.admit(admission, "first", 9.0)
             self.rooms.start(admission.request)
@@ -191,147 +193,180 @@ def test_who_fits_beside_stuck_slots_is_not_overtaken() -> None:
     assert [first.state, second.state] == [RequestState.WAITING] * 2
 
 
-def test_a_retracted_request_that_stuck_pages_keep_away_holds_up_nobody() -> None:
-    node = Node()
-    retracted = node.arrive(TRUE, 100)
-    node.step()
-    node.rooms.retract(retracted, 9.0)
-    _lose_pages(node, num_pages=9)
-    short = node.arrive(TRUE, 9)
-    node.step(now=0.5)
-    assert short.state is RequestState.WAITING
-    node.step(now=1.0)
-    assert [retracted.state, short.state] == [RequestState.RETRACTED, RequestState.RUNNING]
-
-
-def _lose_pages(node: Node, num_pages: int) -> None:
-    """The same with dense pages, whatever the planner would admit first."""
-    num_tokens = num_pages * node.limits.page_size
-    lost = node.arrive(FALSE, num_tokens)
-    need = SlotCounts(device=num_tokens, index=num_tokens, aux=1, req_row=1)
-    node.rooms.admit(Admission(lost, Mode.DENSE, need, 0), "lost", 9.0)
-    node.rooms.end(lost, Landing.IN_FLIGHT, 0.0)
-
-
 def test_auto_is_dense_beyond_its_margin_rather_than_waiting_for_the_host() -> None:
     node = Node()
     hisparse = node.arrive(TRUE, 390)
     node.step()
     (admission,) = (node.arrive(AUTO, 80), node.plan().admissions)[1]
     assert (admission.mode, admission.need.device) == (Mode.DENSE, 80)
-    # Growing needs host slots, and who cannot be dense waits for them.
+    # Who does not get all its pages, or cannot be dense, waits for the host.
     node.step()
-    growing, unequal = node.arrive(AUTO, 15, max_new_tokens=40), node.arrive(AUTO, 15)
+    long, unequal = node.arrive(AUTO, 15, max_new_tokens=40), node.arrive(AUTO, 15)
     unequal.dense_refusal = "page sizes differ"
     assert node.plan().admissions == ()
     node.rooms.end(hisparse, Landing.QUIET, 0.0)
-    assert [admission.request for admission in node.plan().admissions] == [growing, unequal]
+    assert [admission.request for admission in node.plan().admissions] == [long, unequal]
 
 
-def test_hot_buffers_shrink_before_anybody_waits_for_one() -> None:
+def test_hot_buffers_shrink_before_anybody_waits_for_one_and_grow_back() -> None:
     """160 device slots are 64 + 64 + 32; the fourth needs 32 more, which the latest large buffer gives up."""
     node = Node()
-    requests = [node.arrive(TRUE, 80) for _ in range(3)]
+    requests = [node.arrive(TRUE, 80, max_new_tokens=10) for _ in range(3)]
     node.step()
     assert [request.hot_capacity for request in requests] == [64, 64, 32]
-    fourth = node.arrive(TRUE, 80)
+    fourth = node.arrive(TRUE, 80, max_new_tokens=10)
     plan = node.step()
-    assert plan.retractions == (requests[1],)
+    assert [exchange.request for exchange in plan.exchanges] == [requests[1]]
     assert [request.hot_capacity for request in requests] == [64, 21, 32]
     assert fourth.hot_capacity == 32
+    # 64 of 160 are free again: less than the margin of 40 would be left.
+    node.rooms.end(requests[0], Landing.QUIET, 0.0)
+    assert node.plan() == StepPlan()
+    # 96: the oldest gets its 64 back, the other not.
+    node.rooms.end(fourth, Landing.QUIET, 0.0)
+    waiting = node.arrive(TRUE, 300, max_new_tokens=90)
+    assert node.plan().exchanges == (), "not while somebody waits"
+    node.rooms.end(waiting, Landing.QUIET, 0.0)
+    node.step()
+    assert [request.hot_capacity for request in requests[1:]] == [64, 32]
+    assert [request.num_retractions for request in requests] == [0, 1, 0]
+    assert node.plan() == StepPlan()
 
 
-def test_a_dense_request_under_pressure_reserves_its_way_out() -> None:
+def test_a_hot_buffer_that_misses_nothing_stays_as_it_is() -> None:
     node = Node()
-    node.arrive(FALSE, 80)
+    *long, short = (node.arrive(TRUE, num_prompt_tokens, 60) for num_prompt_tokens in (80, 80, 30))
     node.step()
-    pressed = node.arrive(FALSE, 30, max_new_tokens=60)
-    (admission,) = node.step().admissions
-    # 31 tokens are two pages, plus one page of headroom, and host slots for all 89.
-    assert admission.need == SlotCounts(host=96, device=48, index=96, aux=1, req_row=1)
-    assert pressed.is_retractable
-    assert pressed.may_grow
+    assert short.hot_capacity == 32
+    for request in long:
+        node.rooms.end(request, Landing.QUIET, 0.0)
+    assert node.plan() == StepPlan(), "its 30 tokens are all there"
+    node.run(short, 10)
+    node.step()
+    assert short.hot_capacity == 64
 
 
-def test_growth_retracts_the_latest_who_can_go_and_who_comes_back_first() -> None:
-    node = Node(replace(LIMITS, totals=replace(LIMITS.totals, device=112)))
-    pinned = node.arrive(FALSE, 31, max_new_tokens=2)
+# --- step by step -------------------------------------------------------------------------------------
+
+
+def test_a_request_gets_slots_before_it_needs_them_and_never_more_than_its_life() -> None:
+    node = Node(STEP_BY_STEP)
+    request = node.arrive(TRUE, 30, max_new_tokens=48)
     node.step()
+    assert (request.held_tokens.host, request.held_tokens.index) == (48, 48)
+    assert node.plan() == StepPlan()
+    node.run(request, 18)
+    assert not request.has_slots_for_next
+    (growth,) = node.step().growths
+    assert growth.need == SlotCounts(host=16, index=16)
+    node.run(request, 16)
+    node.step()
+    assert (request.held_tokens.host, request.held_tokens.index) == (77, 80)
+    assert request.reserved_tokens == request.life_tokens == 77
+
+
+@pytest.mark.parametrize("flag", [TRUE, FALSE])
+def test_answers_of_any_length_run_together_though_their_lives_do_not_fit(flag: HisparseFlag) -> None:
+    """Each may take 15 of the host pool's 25 pages, or all of the device pool, and ends far earlier."""
+    node = Node(STEP_BY_STEP)
+    life = 240 if flag is TRUE else 160
+    requests = [node.arrive(flag, 10, max_new_tokens=life - 9) for _ in range(3)]
+    node.step()
+    assert [request.state for request in requests] == [RequestState.RUNNING] * 3
+    for _ in range(20):
+        node.step()
+        assert all(request.has_slots_for_next for request in requests)
+        for request in requests:
+            node.run(request, 1)
+
+
+def test_who_cannot_get_slots_sits_out_and_keeps_what_it_has_until_others_end() -> None:
+    node = Node(replace(STEP_BY_STEP, totals=replace(LIMITS.totals, host=176)))
+    older, younger = node.arrive(TRUE, 20, max_new_tokens=101), node.arrive(TRUE, 20, max_new_tokens=101)
+    node.step()
+    assert older.held_tokens.host == younger.held_tokens.host == 48
+    while younger.has_slots_for_next:
+        node.run(older, 1)
+        node.run(younger, 1)
+        node.step()
+    held = younger.held_tokens
+    newcomer = node.arrive(TRUE, 1)
+    while older.has_next_step:
+        assert older.has_slots_for_next, "whoever is nearest to its end gets all that it needs"
+        node.run(older, 1)
+        node.step()
+        assert younger.held_tokens == held
+        assert newcomer.state is RequestState.WAITING, "its slots are wanted"
+    node.rooms.end(older, Landing.QUIET, 0.0)
+    node.step()
+    assert younger.has_slots_for_next
+    assert newcomer.state is RequestState.RUNNING
+
+
+def test_two_lives_that_are_the_whole_pool_each_run_one_after_the_other() -> None:
+    """Together they could both come to need what the other has, and nothing is ever taken away."""
+    node = Node(STEP_BY_STEP)
+    first, second = node.arrive(TRUE, 20, max_new_tokens=381), node.arrive(TRUE, 20, max_new_tokens=381)
+    node.step()
+    assert [first.state, second.state] == [RequestState.RUNNING, RequestState.WAITING]
+    node.rooms.end(first, Landing.QUIET, 0.0)
+    node.step()
+    assert second.state is RequestState.RUNNING
+
+
+def test_nobody_counts_on_slots_of_kv_that_is_on_its_way() -> None:
+    """100 slots of the host are in the zone of a room whose prefill node may vanish, and for good."""
+    node = Node(STEP_BY_STEP)
+    landing = node.arrive(TRUE, 84)
+    (admission,) = node.plan().admissions
+    node.rooms.admit(admission, "first", 9.0)
+    needs_them = node.arrive(TRUE, 20, max_new_tokens=320)
+    node.step()
+    assert needs_them.state is RequestState.WAITING
+    node.rooms.start(landing)
+    node.step()
+    assert needs_them.state is RequestState.RUNNING, "whoever runs ends"
+
+
+def test_a_dense_request_without_a_page_goes_on_as_hisparse() -> None:
+    node = Node(replace(STEP_BY_STEP, totals=replace(LIMITS.totals, device=112)))
+    other = node.arrive(FALSE, 47, max_new_tokens=2)
     grower = node.arrive(FALSE, 30, max_new_tokens=70)
     node.step()
-    assert (pinned.may_grow, grower.may_grow) == (False, True)
+    assert [other.mode, grower.mode] == [Mode.DENSE] * 2
     late = node.arrive(TRUE, 40)
     assert node.plan().admissions == (), "the page that the growing request may need is not given away"
-    node.rooms.end(pinned, Landing.QUIET, 0.0)
-    node.step()
-    assert late.hot_capacity == 40
-    node.run(grower, 19)  # 50 tokens: a fourth page is needed, and the one kept for it is there.
-    assert node.step().retractions == ()
+    node.run(grower, 18)
+    assert [growth.request for growth in node.step().growths] == [grower]
     node.run(grower, 16)
-    newcomer = node.arrive(TRUE, 10)
-    plan = node.step()
-    assert [growth.request for growth in plan.growths] == [grower]
-    assert plan.retractions == (late,)
-    assert [late.state, newcomer.state] == [RequestState.RETRACTED, RequestState.WAITING]
-    node.rooms.end(grower, Landing.QUIET, 0.0)
-    plan = node.step()
-    assert [resumption.request for resumption in plan.resumptions] == [late]
-    assert [admission.request for admission in plan.admissions] == [newcomer]
-
-
-def test_where_a_repeated_batch_may_land_nobody_is_retracted_and_who_must_grow_waits() -> None:
-    node = Node(replace(LIMITS, totals=replace(LIMITS.totals, device=96)))
-    node.arrive(FALSE, 47, max_new_tokens=2)
+    (exchange,) = node.step().exchanges
+    assert exchange == Exchange(grower, 64, SlotCounts(host=80, index=16))
+    assert (grower.mode, grower.num_retractions, grower.has_slots_for_next) == (Mode.HISPARSE, 1, True)
+    node.rooms.end(other, Landing.QUIET, 0.0)
     node.step()
+    assert late.state is RequestState.RUNNING
+
+
+def test_where_a_repeated_batch_may_land_pages_are_not_given_up_and_who_must_grow_waits() -> None:
+    node = Node(replace(STEP_BY_STEP, totals=replace(LIMITS.totals, device=96)))
+    node.arrive(FALSE, 47, max_new_tokens=2)
     grower = node.arrive(FALSE, 30, max_new_tokens=60)
     node.step()
     grower.lands_until = 5.0
-    assert grower.has_page_for_next
     node.run(grower, 18)
-    plan = node.step()
-    assert (plan.growths, plan.retractions) == ((), ())
-    assert not grower.has_page_for_next
+    assert node.step() == StepPlan()
+    assert not grower.has_slots_for_next
     node.rooms.expire(5.0)
-    assert node.step().retractions == (grower,)
-    assert grower.has_page_for_next
+    (exchange,) = node.step().exchanges
+    assert exchange.request is grower
+    assert grower.has_slots_for_next
 
 
-def test_whoever_was_just_given_a_page_does_not_give_it_up_in_the_same_step() -> None:
-    node = Node()
-    node.arrive(FALSE, 80)
-    node.step()
-    older, younger = node.arrive(FALSE, 14, max_new_tokens=90), node.arrive(FALSE, 14, max_new_tokens=90)
-    node.step()
-    younger.lands_until = 9.0  # so it cannot be retracted itself, and asks for the pages of older ones
-    for request in (older, younger):
-        node.run(request, 18)
-        assert not request.has_page_for_next
-    plan = node.step()
-    assert plan.retractions == ()
-    assert [growth.request for growth in plan.growths] == [older]
-    assert not younger.has_page_for_next
-
-
-def test_whoever_is_admitted_to_grow_keeps_a_page_from_those_behind_it() -> None:
-    node = Node()
+def test_a_page_for_everybody_who_will_grow_is_kept_from_those_behind_it() -> None:
+    node = Node(STEP_BY_STEP)
     node.arrive(FALSE, 64)
-    node.step()
     growing = [node.arrive(FALSE, 14, max_new_tokens=90) for _ in range(2)]
     node.arrive(TRUE, 9)
     plan = node.step()
-    assert [admission.request for admission in plan.admissions] == growing
+    assert [admission.request for admission in plan.admissions[1:]] == growing
     assert node.rooms.pools.free.device == 2 * node.limits.page_size
-
-
-def test_the_growing_request_itself_goes_when_nobody_else_can() -> None:
-    node = Node(replace(LIMITS, totals=replace(LIMITS.totals, device=96)))
-    node.arrive(FALSE, 47, max_new_tokens=2)
-    node.step()
-    grower = node.arrive(FALSE, 30, max_new_tokens=60)
-    node.step()
-    node.run(grower, 18)
-    plan = node.step()
-    assert plan.growths == ()
-    assert plan.retractions == (grower,)
-    assert grower.mode is Mode.HISPARSE
-    assert grower.hot_capacity == 48

@@ -1,0 +1,171 @@
+"""Whether everybody who was admitted can still end, when all get the most that they may ask for. Pure.
+
+Requests get slots step by step, and together they may ask for more than there is. Nothing that was computed
+is given up for that: who gets no slots sits steps out and keeps what it has. So that nobody waits for ever,
+slots are granted only while there is an order in which everybody can end, one after the other, with what is
+free and what those before it leave (the banker's algorithm, for the host, the device and the index pool
+together):
+
+- The first in the order can have all that it lacks from what is free, so it never sits out. When it ends,
+  the next is the first. Nobody new is admitted while somebody sits out, so everybody gets there, the oldest
+  too.
+- A dense request can end in two ways: in device pages, or in a hot buffer and host slots for its whole life.
+- A request whose KV is on its way comes last, and nobody counts on what it holds: when its prefill node
+  vanishes, its slots may never be free again. Slots in quarantine are not free, and nobody counts on them
+  either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from decode_node.pools import SlotCounts, round_up
+from decode_node.request import Request
+from protocol.engine_messages import Mode
+
+_ANY = 1 << 60
+"""More slots than there are."""
+
+_Slots = tuple[int, int, int]
+"""Of the host, the device and the index pool. Of the others a request holds all that it needs, always."""
+
+
+class Claim(NamedTuple):
+    """What a request holds, and what it lacks to end, one way or another."""
+
+    held: _Slots
+    ways: tuple[_Slots, ...]
+
+
+class Place(NamedTuple):
+    """A request in the order in which all can end. ``available``: when those before it have ended."""
+
+    request: Request
+    claim: Claim
+    available: _Slots
+
+
+def claim_of(request: Request, mode: Mode, held: SlotCounts, min_capacity: int, page_size: int) -> Claim:
+    """Of ``request`` with ``held`` in ``mode``. ``min_capacity``: of a hot buffer that works for it."""
+    pages = round_up(request.life_tokens, page_size)
+    lacks_host, lacks_index = max(0, pages - held.host), max(0, pages - held.index)
+    if mode is Mode.HISPARSE:
+        ways: tuple[_Slots, ...] = ((lacks_host, 0, lacks_index),)
+    else:
+        lacks_hot_buffer = max(0, round_up(min_capacity, page_size) - held.device)
+        ways = ((0, max(0, pages - held.device), lacks_index), (lacks_host, lacks_hot_buffer, lacks_index))
+    return Claim(_slots(held), ways)
+
+
+class Reserve:
+    """An order in which all running requests can end, and what may be given away without breaking it.
+
+    What is given to a request is taken from those before it only: those behind it count on its end, and then
+    it is back. So ``keep`` the requests of ``order`` one by one, and give to each before it is kept.
+    """
+
+    def __init__(self, free: SlotCounts, running: Iterable[tuple[Request, Claim]]) -> None:
+        self._available = _slots(free)
+        self.is_safe = True
+        """Whether there is such an order. Without one, those who cannot end come last and get nothing."""
+        self.order = tuple(self._order(running))
+        self._most: _Slots | None = None
+        """What those that were kept and have one way to their end can do without; None: nobody was."""
+        self._by_way: list[list[_Slots]] = []
+        """The same of those with two, each by way; below zero where a way is closed."""
+
+    def _order(self, running: Iterable[tuple[Request, Claim]]) -> Iterator[Place]:
+        """Whoever lacks least is tried first. Whoever can end makes it no harder for the others."""
+        pending = sorted(running, key=_lack)
+        while pending:
+            left = []
+            for request, claim in pending:
+                if self._can_end(claim):
+                    yield Place(request, claim, self._available)
+                    self._available = _sum(self._available, claim.held)
+                else:
+                    left.append((request, claim))
+            if len(left) == len(pending):
+                self.is_safe = False
+                yield from (Place(request, claim, self._available) for request, claim in left)
+                return
+            pending = left
+
+    def _can_end(self, claim: Claim) -> bool:
+        ways = claim.ways
+        return _fits(ways[0], self._available) or (len(ways) > 1 and _fits(ways[1], self._available))
+
+    def keep(self, claim: Claim, available: _Slots) -> None:
+        """From now on nothing is given away that this request needs to end."""
+        if len(claim.ways) > 1:
+            self._by_way.append([_slack(available, way) for way in claim.ways])
+            return
+        slack = _slack(available, claim.ways[0])
+        self._most = slack if self._most is None else _least(self._most, slack)
+
+    def keep_landing(self, claim: Claim) -> None:
+        """The same of a request whose KV is on its way. After all of ``order``."""
+        self.is_safe &= self._can_end(claim)
+        self.keep(claim, self._available)
+
+    def allows(self, slots: SlotCounts) -> bool:
+        """Whether all that were kept can end when ``slots`` are given away; those below 0 are given back."""
+        need = _slots(slots)
+        if self._most is not None and not _fits(need, self._most):
+            return False
+        return all(any(_fits(need, slack) for slack in by_way) for by_way in self._by_way)
+
+    def give(self, slots: SlotCounts) -> None:
+        need = _slots(slots)
+        if self._most is not None:
+            self._most = _difference(self._most, need)
+        self._by_way = [[_difference(slack, need) for slack in by_way] for by_way in self._by_way]
+
+    def allows_landing(self, claim: Claim) -> bool:
+        """Whether one more may take what it holds from what is free, and can end too. After all others."""
+        left = _difference(self._available, claim.held)
+        return self.allows(SlotCounts(*claim.held)) and any(_fits(way, left) for way in claim.ways)
+
+    def give_landing(self, claim: Claim) -> None:
+        self.give(SlotCounts(*claim.held))
+        self._available = _difference(self._available, claim.held)
+        self.keep(claim, self._available)
+
+
+def _lack(entry: tuple[Request, Claim]) -> int:
+    host, device, _ = entry[1].ways[0]
+    return host + device
+
+
+def _slots(counts: SlotCounts) -> _Slots:
+    return counts.host, counts.device, counts.index
+
+
+def _slack(available: _Slots, way: _Slots) -> _Slots:
+    """What ``way`` leaves; where it takes nothing, it does not matter what there is."""
+    return (
+        available[0] - way[0] if way[0] else _ANY,
+        available[1] - way[1] if way[1] else _ANY,
+        available[2] - way[2] if way[2] else _ANY,
+    )
+
+
+def _fits(need: _Slots, available: _Slots) -> bool:
+    return need[0] <= available[0] and need[1] <= available[1] and need[2] <= available[2]
+
+
+def _sum(one: _Slots, other: _Slots) -> _Slots:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+
+
+def _difference(one: _Slots, other: _Slots) -> _Slots:
+    return one[0] - other[0], one[1] - other[1], one[2] - other[2]
+
+
+def _least(one: _Slots, other: _Slots) -> _Slots:
+    return (
+        one[0] if one[0] < other[0] else other[0],
+        one[1] if one[1] < other[1] else other[1],
+        one[2] if one[2] < other[2] else other[2],
+    )
