@@ -29,7 +29,7 @@ MAX_GROWTH = {"resident_mib": 16.0, "descriptors": 8, "threads": 4}
 Descriptors and threads vary with the clients that are there."""
 
 LANES_PER_DEAD_PEER = 4
-"""Mooncake's connections over TCP to a decode node's run stay with the prefill engine after that run has ended
+"""Mooncake's connections over TCP to a run of a decode node, which the prefill engine keeps after its end
 (Mooncake#2930: they are in CLOSE_WAIT, and nothing of its interface closes them)."""
 
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
@@ -217,7 +217,7 @@ def _shared_inodes(pid: int) -> set[int]:
 
 
 def _median(usages: Sequence[Usage], name: str) -> float:
-    return statistics.median(getattr(usage, name) for usage in usages)
+    return float(statistics.median(getattr(usage, name) for usage in usages))
 
 
 # --- what is left when all is over -----------------------------------------------------------------------
