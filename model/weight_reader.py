@@ -294,11 +294,12 @@ def _place(piece: _Piece, buffer: Tensor) -> torch.cuda.Event | None:
     stored = placement.stored
     staged = buffer[: piece.num_bytes].view(stored.dtype).view(target.shape)
     stored.read(piece.first_row, staged)
-    values = staged.to(target.device, non_blocking=True)
     if placement.scales is not None:
         scales = _scales(placement.scales, piece).to(target.device)
-        values = dequantize(values, scales, target.dtype)
-    target.copy_(values, non_blocking=True)
+        staged = dequantize(staged.to(target.device, non_blocking=True), scales, target.dtype)
+    elif stored.dtype != target.dtype:  # converted there: torch would do it here, into memory of its own
+        staged = staged.to(target.device, non_blocking=True)
+    target.copy_(staged, non_blocking=True)
     if target.device.type != "cuda":
         return None
     copied: torch.cuda.Event = torch.cuda.current_stream(target.device).record_event()

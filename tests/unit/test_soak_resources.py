@@ -62,6 +62,16 @@ def test_what_keeps_growing_is_named(leaks: Callable[[float], Usage], kind: str)
     assert found.startswith(f"decode-0 engine #1: {kind} grew by ")
 
 
+def test_a_prefill_engine_keeps_what_mooncake_does_not_close() -> None:
+    leaking = history(lambda at: Usage(500, 40 + int(at / 80), 9))
+    leaking.name = "prefill-0 engine #1"
+    deaths = [
+        History(f"decode-1 engine #{number}", 1, [400.0 + number], [Usage(1, 1, 1)]) for number in (2, 3)
+    ]
+    assert recorder(leaking).too_much() != []
+    assert recorder(leaking, *deaths).too_much() == []
+
+
 def test_of_a_short_life_or_of_the_time_after_the_load_nothing_is_said() -> None:
     short = history(lambda at: Usage(at, int(at), int(at)), secs=590)
     assert short.growth(1500.0) is None
