@@ -133,6 +133,8 @@ def run_front(
         )
         addresses = ", ".join(f"http://{settings.host}:{listener.port}" for listener in listeners)
         log.info("serving %s on %s", settings.model_name, addresses)
+        if defaults := str(sampling_defaults):
+            log.info("requests that do not say are drawn as generation_config.json has it: %s", defaults)
         return asyncio.run(serve(link, process, listeners, apps(front), settings.drain_timeout_secs))
     except (OSError, CheckpointError, TokenizerUnsupported) as error:
         log.error("%s", error)

@@ -134,14 +134,14 @@ class TextCodec:
 
     def _render(self, prompt: ChatPrompt) -> str:
         tokenizer = self._tokenizer
-        if self._writes_own_chat:
-            return encode_chat(prompt, tokenizer.bos_token or "", tokenizer.eos_token or "")
         if prompt.tools and not self._takes_tools:
             raise ApiError(400, "tools: the model's chat template takes none", param="tools")
         messages = prompt.messages
         if self.tool_markup is ToolMarkup.DEEPSEEK_V31:
             messages = tuple(map(_with_written_arguments, messages))
         try:
+            if self._writes_own_chat:
+                return encode_chat(prompt, tokenizer.bos_token or "", tokenizer.eos_token or "")
             return str(
                 tokenizer.apply_chat_template(
                     list(messages),
@@ -152,6 +152,8 @@ class TextCodec:
                     **prompt.template_arguments,
                 )
             )
+        except RecursionError as error:
+            raise ApiError(400, "messages, tools: nested too deeply to be written") from error
         except (jinja2.TemplateError, ValueError, TypeError) as error:
             raise ApiError(
                 400, f"messages: the model's chat template refuses them: {error}", param="messages"

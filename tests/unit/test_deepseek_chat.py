@@ -252,6 +252,15 @@ def test_what_it_has_no_form_for_is_refused(
     assert refused.value.status == 400
 
 
+def test_what_is_nested_too_deeply_is_refused(checkpoint: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(5_000):
+        deep = [deep]
+    with pytest.raises(ApiError, match="nested too deeply") as refused:
+        prompt_text(checkpoint, HELLO, calling(call("c1", a=deep)), result("7", "c1"))
+    assert refused.value.status == 400
+
+
 # --- whose markup answers are read in ---------------------------------------------------------------
 
 
