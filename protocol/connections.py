@@ -34,6 +34,7 @@ UNREAD_SECS = 300.0
 """For a client that reads nothing of what was sent to it."""
 
 _MAX_STEP_SECS = 2.0
+"""What the time between two sweeps counts at most: after a long turn much has come that was not read."""
 
 
 @dataclass(eq=False)
@@ -55,7 +56,8 @@ class Connections:
         self.live.add(connection)
         if len(self.live) > self.limit and self.waits:
             self.closed["closed for a new one"] += 1
-            next(iter(max(self.waits.values(), key=len))).drop()
+            most = max(self.waits.values(), key=len)
+            next(iter(most)).drop()
         return len(self.live) <= self.limit
 
     def forget(self, connection: Connection) -> None:
@@ -194,7 +196,7 @@ class Connection(H11Protocol):
             head = f"HTTP/1.1 408 Request Timeout\r\ncontent-length: {len(body)}\r\n"
             head += "content-type: application/json\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
-        # What the kernel takes at once is sent, and no client can make the rest wait.
+        # What the kernel takes at once is sent; no client makes the rest wait.
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:

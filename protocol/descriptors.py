@@ -26,10 +26,16 @@ def raise_limit() -> int:
     Processes that are started from here inherit it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    wanted = attainable()
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return limit()
+
+
+def attainable() -> int:
+    """The limit that ``raise_limit`` comes to, if it is not higher already."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
 
 
 def limit() -> int:

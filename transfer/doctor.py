@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from protocol import descriptors
 from protocol.access import PeerList
 from protocol.doctor_channel import DoctorChannelError, DoctorClient, DoctorServer
 from protocol.doctor_settings import DoctorSettings
@@ -27,6 +28,7 @@ from transfer.doctor_checks import (
     Status,
     check_address,
     check_cuda,
+    check_descriptors,
     check_devices,
     check_gpu_direct,
     check_memlock,
@@ -107,6 +109,7 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
         check_cuda(device, cuda, machine),
         check_pinned(device, cuda),
         check_memory(settings.host_pool_bytes, machine),
+        check_descriptors(descriptors.attainable()),
         check_address(host),
         transport_check,
     ]

@@ -13,6 +13,7 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
+from protocol.descriptors import OF_ROUTER, max_connections
 from transfer.errors import TransferSetupError
 from transfer.machine import (
     Machine,
@@ -44,6 +45,7 @@ from transfer.transport import (
 
 _MOONCAKE_PACKAGE = "mooncake-transfer-engine"
 _PIN_TEST_BYTES = 64 << 20
+_MANY_CONNECTIONS = 1000
 
 
 class Status(StrEnum):
@@ -182,6 +184,16 @@ def check_memlock(num_bytes: int, num_devices: int, asked: AskedProtocol, machin
     if limit is not None and may_lock_anything(machine):
         shown += ", which CAP_IPC_LOCK lifts"
     return Check("locked memory", Status.INFO if asked == "tcp" else Status.OK, shown)
+
+
+def check_descriptors(limit: int) -> Check:
+    """Whether the descriptors that a process may have are enough for many clients."""
+    of_router = max_connections(limit, OF_ROUTER)
+    found = f"limit {limit}: a router has {of_router} connections at most, a node {max_connections(limit)}"
+    if of_router < _MANY_CONNECTIONS:
+        remedy = "raise the hard limit: LimitNOFILE= (systemd), --ulimit nofile= (docker), ulimit -Hn"
+        return Check("descriptors", Status.WARN, found, remedy)
+    return Check("descriptors", Status.OK, found)
 
 
 def check_pinned(device: str, facts: CudaFacts) -> Check:

@@ -24,6 +24,7 @@ from transfer.doctor_checks import (
     cgroup_available_bytes,
     check_address,
     check_cuda,
+    check_descriptors,
     check_devices,
     check_gpu_direct,
     check_memlock,
@@ -174,6 +175,18 @@ def test_a_machine_that_does_not_tell_its_memory(tmp_path: Path) -> None:
     fake = FakeMachine(tmp_path)
     fake.write("proc/meminfo", "")
     assert check_memory(GIB, fake.machine).status is WARN
+
+
+@pytest.mark.parametrize(
+    ("limit", "status", "of_router", "of_node"), [(1024, WARN, 277, 832), (1 << 20, OK, 8192, 8192)]
+)
+def test_descriptors_are_told_in_connections(
+    limit: int, status: Status, of_router: int, of_node: int
+) -> None:
+    check = check_descriptors(limit)
+    assert check.status is status
+    assert f"a router has {of_router} connections at most, a node {of_node}" in check.found
+    assert ("nofile" in check.remedy) == (status is WARN)
 
 
 @pytest.mark.parametrize(
