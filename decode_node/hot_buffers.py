@@ -125,9 +125,16 @@ class HotBuffers:
         )
 
     def grow(self, request: Request) -> None:
-        """Enter the pages that a dense request was just given; its row may still be being filled."""
-        page_ids = pages_tensor(request.owned[PoolKind.DEVICE], self.page_size)
-        self.state.set_pages(request.req_row, 0, page_ids)
+        """Enter the pages that a running request was just given, which no step in flight looks at.
+
+        Waits for nothing. The row may still be being filled: that writes the same ids, or none.
+        """
+        row, holding = request.req_row, request.owned
+        if request.mode is Mode.DENSE:
+            self.state.set_pages(row, 0, pages_tensor(holding[PoolKind.DEVICE], self.page_size))
+        else:
+            self.state.set_host_pages(row, 0, pages_tensor(holding[PoolKind.HOST], self.page_size))
+        self.state.set_index_pages(row, 0, pages_tensor(holding[PoolKind.INDEX], self.page_size))
 
     def retract(self, request: Request) -> None:
         """Bring everything to the host before the device slots are given up; remember what was hot."""
