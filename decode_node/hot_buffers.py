@@ -124,22 +124,17 @@ class HotBuffers:
             k_dev=self.memory.k_dev,
         )
 
-    def grow(self, request: Request, first_token: int) -> None:
-        """Enter the pages of positions from ``first_token`` on, which a running request was just given.
+    def grow(self, request: Request) -> None:
+        """Enter the pages that a running request was just given, which no step in flight looks at.
 
-        In the order of the stream of the steps: the one in flight reads none of them. The row may still be
-        being filled, with what it had before.
+        Waits for nothing. The row may still be being filled: that writes the same ids, or none.
         """
-        row, holding, first_page = request.req_row, request.owned, first_token // self.page_size
-
-        def pages(kind: PoolKind) -> Tensor:
-            return pages_tensor(holding[kind], self.page_size)[first_page:]
-
-        self.state.set_index_pages(row, first_page, pages(PoolKind.INDEX))
+        row, holding = request.req_row, request.owned
         if request.mode is Mode.DENSE:
-            self.state.set_pages(row, first_page, pages(PoolKind.DEVICE))
+            self.state.set_pages(row, 0, pages_tensor(holding[PoolKind.DEVICE], self.page_size))
         else:
-            self.state.set_host_pages(row, first_page, pages(PoolKind.HOST))
+            self.state.set_host_pages(row, 0, pages_tensor(holding[PoolKind.HOST], self.page_size))
+        self.state.set_index_pages(row, 0, pages_tensor(holding[PoolKind.INDEX], self.page_size))
 
     def retract(self, request: Request) -> None:
         """Bring everything to the host before the device slots are given up; remember what was hot."""

@@ -306,9 +306,8 @@ class Lifecycle:
         for exchange in plan.exchanges:
             self._exchange(exchange, now)
         for growth in plan.growths:
-            first_token = growth.request.reserved_tokens
             self.rooms.grow(growth.request, growth.need)
-            self.hot_buffers.grow(growth.request, first_token)
+            self.hot_buffers.grow(growth.request)
         for admission in plan.admissions:
             self._admit(admission, now)
 

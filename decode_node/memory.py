@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -180,4 +181,8 @@ def slots_tensor(extents: tuple[Extent, ...]) -> Tensor:
 
 def pages_tensor(extents: tuple[Extent, ...], page_size: int) -> Tensor:
     """Page ids of ``extents``, which are whole pages, in position order: int64 [num_pages], on the CPU."""
-    return slots_tensor(extents)[::page_size] // page_size
+    ids = [
+        np.arange(extent.start // page_size, (extent.start + extent.length) // page_size)
+        for extent in extents
+    ]
+    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *ids]))

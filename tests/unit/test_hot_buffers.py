@@ -11,7 +11,7 @@ import torch
 from decode_node import hot_buffers
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory
-from decode_node.pools import Pools, SlotCounts
+from decode_node.pools import PoolKind, Pools, SlotCounts
 from decode_node.request import PeerAddress, Request
 from protocol.engine_messages import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room
@@ -86,3 +86,28 @@ def test_all_groups_of_a_row_are_one_call(monkeypatch: pytest.MonkeyPatch) -> No
     assert arguments["layers_of_group"] == ((0,), (1, 2), (3,))
     (most_recent,) = arguments["hints"]
     assert most_recent.tolist() == list(range(99, 68, -1))
+
+
+@pytest.mark.parametrize("mode", [Mode.HISPARSE, Mode.DENSE])
+def test_a_row_grows_in_its_own_pools(mode: Mode) -> None:
+    node = Node()
+    request = node.request(None)
+    request.mode, kv_pool = mode, PoolKind.HOST if mode is Mode.HISPARSE else PoolKind.DEVICE
+    if mode is Mode.DENSE:
+        node.pools.grow(request.owned, PoolKind.DEVICE, 80)
+    node.hot.start(request)
+    state, row = node.hot.state, request.req_row
+    table = state.host_pages if mode is Mode.HISPARSE else state.page_table
+    assert (table[row] >= 0).sum() == 7
+    node.pools.grow(request.owned, kv_pool, 2 * PAGE_SIZE)
+    node.pools.grow(request.owned, PoolKind.INDEX, PAGE_SIZE)
+    node.hot.grow(request)
+    for pages, kind, num_pages in ((table[row], kv_pool, 9), (state.index_pages[row], PoolKind.INDEX, 8)):
+        slots = [
+            slot
+            for extent in request.owned[kind]
+            for slot in range(extent.start, extent.start + extent.length)
+        ]
+        assert pages[:num_pages].tolist() == [slot // PAGE_SIZE for slot in slots[::PAGE_SIZE]]
+    if mode is Mode.HISPARSE:
+        state.check_consistency()
