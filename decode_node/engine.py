@@ -20,7 +20,7 @@ from decode_node.lifecycle import Lifecycle
 from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
 from decode_node.metrics import Metrics
 from decode_node.peers import Peers
-from decode_node.pools import Pools
+from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.rooms import Landing, Rooms
 from decode_node.runner import Launched, make_runner
@@ -149,6 +149,7 @@ class DecodeEngine:
         )
         self._runner = make_runner(settings, model, self.hot_buffers)
         self._in_flight: Launched | None = None
+        self._nothing_to_do_in: tuple[int, Request | None, SlotCounts] | None = None
         self._step = 0
         self._is_stopping = False
         self._last_turn_at = float("inf")
@@ -233,14 +234,20 @@ class DecodeEngine:
         self.lifecycle.carry_out(plan, now)
 
     def _next_plan(self, now: float) -> StepPlan:
-        return plan_step(
+        stuck = self.rooms.stuck(now)
+        situation = self.rooms.pools.num_changes, next(self.rooms.waiting(), None), stuck
+        plan = plan_step(
             self.limits,
             self.rooms.pools.free,
             self.rooms.select(RequestState.RUNNING),
             self.rooms.select(RequestState.LANDING),
-            self.rooms.waiting(),
-            self.rooms.stuck(now),
+            self.rooms.waiting() if situation != self._nothing_to_do_in else None,
+            stuck,
         )
+        # Those that run may need slots in any step; for who waits to be admitted something has to change.
+        if plan == StepPlan() and situation[1] is not None:
+            self._nothing_to_do_in = situation
+        return plan
 
     def _next_batch(self) -> list[Request]:
         """Who gets a token in the next step, in order of admission."""
