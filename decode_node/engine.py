@@ -150,6 +150,7 @@ class DecodeEngine:
         self._runner = make_runner(settings, model, self.hot_buffers)
         self._in_flight: Launched | None = None
         self._nothing_to_do_in: tuple[int, Request | None, SlotCounts] | None = None
+        self._has_launched = False
         self._step = 0
         self._is_stopping = False
         self._last_turn_at = float("inf")
@@ -174,7 +175,8 @@ class DecodeEngine:
 
     def turn(self, max_wait_secs: float = IDLE_WAIT_SECS) -> None:
         """One turn of the loop. Without work it waits for messages, ``max_wait_secs`` at most."""
-        has_work = self._in_flight is not None or any(
+        # After a step there are tokens to follow, or slots for those who sat it out.
+        has_work = self._has_launched or any(
             request.has_slots_for_next for request in self.rooms.select(RequestState.RUNNING)
         )
         self._poller.wait(0.0 if has_work else max_wait_secs)
@@ -185,6 +187,7 @@ class DecodeEngine:
         self._receive(now)
         self._plan(now)
         launched = self._launch(self._next_batch())
+        self._has_launched = launched is not None
         previous, self._in_flight = self._in_flight, launched
         if previous is not None:
             self._commit(previous)
