@@ -199,7 +199,7 @@ class _Planner:
             self._make_reserve(short)
 
     def _make_reserve(self, short: set[Request]) -> Reserve:
-        """Whom all others can do without, ``short`` requests having grown as far as that leaves them."""
+        """The order in which all can end, once a plan; ``short`` requests get what it leaves them."""
         if self._reserve is not None:
             return self._reserve
         limits = self.limits
