@@ -20,7 +20,7 @@ from decode_node.lifecycle import Lifecycle
 from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
 from decode_node.metrics import Metrics
 from decode_node.peers import Peers
-from decode_node.pools import Pools
+from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.rooms import Landing, Rooms
 from decode_node.runner import Launched, make_runner
@@ -173,6 +173,8 @@ class DecodeEngine:
         front.send(EngineLoading("kernels and CUDA graphs"))
         self._runner = make_runner(settings, model, self.hot_buffers)
         self._in_flight: Launched | None = None
+        self._nothing_to_do_in: tuple[int, Request | None, SlotCounts] | None = None
+        self._has_launched = False
         self._step = 0
         self._is_stopping = False
         self._last_turn_at = float("inf")
@@ -197,7 +199,8 @@ class DecodeEngine:
 
     def turn(self, max_wait_secs: float = IDLE_WAIT_SECS) -> None:
         """One turn of the loop. Without work it waits for messages, ``max_wait_secs`` at most."""
-        has_work = self._in_flight is not None or any(
+        # After a step there are tokens to follow, or slots for those who sat it out.
+        has_work = self._has_launched or any(
             request.has_slots_for_next for request in self.rooms.select(RequestState.RUNNING)
         )
         self._poller.wait(0.0 if has_work else max_wait_secs)
@@ -208,6 +211,7 @@ class DecodeEngine:
         self._receive(now)
         self._plan(now)
         launched = self._launch(self._next_batch())
+        self._has_launched = launched is not None
         previous, self._in_flight = self._in_flight, launched
         if previous is not None:
             self._commit(previous)
@@ -258,14 +262,20 @@ class DecodeEngine:
         self.lifecycle.carry_out(plan, now)
 
     def _next_plan(self, now: float) -> StepPlan:
-        return plan_step(
+        stuck = self.rooms.stuck(now)
+        situation = self.rooms.pools.num_changes, next(self.rooms.waiting(), None), stuck
+        plan = plan_step(
             self.limits,
             self.rooms.pools.free,
             self.rooms.select(RequestState.RUNNING),
             self.rooms.select(RequestState.LANDING),
-            self.rooms.waiting(),
-            self.rooms.stuck(now),
+            self.rooms.waiting() if situation != self._nothing_to_do_in else None,
+            stuck,
         )
+        # Those that run may need slots in any step; for who waits to be admitted something has to change.
+        if plan == StepPlan() and situation[1] is not None:
+            self._nothing_to_do_in = situation
+        return plan
 
     def _next_batch(self) -> list[Request]:
         """Who gets a token in the next step, in order of admission."""

@@ -117,6 +117,8 @@ class Pools:
             for kind in PoolKind
         }
         self._holdings: set[Holding] = set()
+        self.num_changes = 0
+        """Of who holds what, and why: while it stays the same, what did not fit fits no better."""
 
     @property
     def totals(self) -> SlotCounts:
@@ -151,6 +153,7 @@ class Pools:
             if not self._allocators[kind].can_allocate(need[kind]):
                 free, total = self.free[kind], self.totals[kind]
                 raise PoolExhausted(f"room {room}, {kind} pool", need[kind], free, total)
+        self.num_changes += 1
         holding = Holding(room, Stage.LANDING)
         for kind in PoolKind:
             if need[kind]:
@@ -161,16 +164,19 @@ class Pools:
     def move(self, holding: Holding, stage: Stage) -> None:
         """Hold the same slots for another reason."""
         self._check_known(holding)
+        self.num_changes += 1
         holding.stage = stage
 
     def grow(self, holding: Holding, kind: PoolKind, num_slots: int) -> None:
         """Add slots behind those that ``holding`` has. Raises PoolExhausted, and then nothing changed."""
         self._check_known(holding)
+        self.num_changes += 1
         holding.extents[kind] = self._allocators[kind].grow(holding[kind], num_slots)
 
     def give_up(self, holding: Holding, kinds: Iterable[PoolKind]) -> None:
         """Free what ``holding`` has of ``kinds``; the rest stays its own."""
         self._check_known(holding)
+        self.num_changes += 1
         for kind in kinds:
             self._allocators[kind].free(holding.extents.pop(kind, ()))
 

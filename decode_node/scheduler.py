@@ -159,16 +159,17 @@ def plan_step(
     free: SlotCounts,
     running: Sequence[Request],
     landing: Sequence[Request],
-    waiting: Iterable[Request],
+    waiting: Iterable[Request] | None,
     stuck: SlotCounts = _NONE,
 ) -> StepPlan:
     """What to do before the next forward. ``waiting``: in order of arrival, every one of them admissible.
 
-    ``stuck``: slots that may never be free again.
+    None: nobody could be admitted last time, and nothing has changed. ``stuck``: slots that may never be free
+    again.
     """
     planner = _Planner(limits, free, running, landing, stuck)
     planner.grow()
-    if not planner.is_short and planner.admit(waiting):
+    if waiting is not None and not planner.is_short and planner.admit(waiting):
         planner.enlarge_hot_buffers()
     return StepPlan(tuple(planner.exchanges.values()), tuple(planner.growths), tuple(planner.admissions))
 
@@ -198,7 +199,7 @@ class _Planner:
             self._make_reserve(short)
 
     def _make_reserve(self, short: set[Request]) -> Reserve:
-        """Whom all others can do without, ``short`` requests having grown as far as that leaves them."""
+        """The order in which all can end, once a plan; ``short`` requests get what it leaves them."""
         if self._reserve is not None:
             return self._reserve
         limits = self.limits

@@ -71,6 +71,7 @@ _SHARED: dict[str, Any] = {
 DECODE = DecodeSettings(
     **_SHARED,
     device_buffer_size=8,
+    growth_tokens=3,
     host_pool_tokens=90,
     device_pool_tokens=48,
     max_running_requests=4,

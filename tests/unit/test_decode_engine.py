@@ -341,6 +341,24 @@ def test_tokens_are_those_of_the_oracle_when_slots_come_one_by_one(
             assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
 
 
+def test_nobody_waits_for_messages_before_it_grows(
+    double: PrefillDouble, roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roomy.engine, "limits", replace(roomy.engine.limits, growth_tokens=1))
+    answer = roomy.generate(double, PROMPTS[LENGTHS.index(64)], 2 * 64, HisparseFlag.TRUE)
+    roomy.turn_until(lambda: answer.token_ids, double)
+    (request,) = roomy.engine.rooms.select(RequestState.RUNNING)
+    waits: list[float] = []
+    monkeypatch.setattr(roomy.engine._poller, "wait", waits.append)
+    num_growths = 0
+    while not answer.is_over:
+        reserved = request.reserved_tokens
+        roomy.turn(double)
+        num_growths += request.reserved_tokens > reserved
+    assert num_growths >= 1
+    assert set(waits) == {0.0}
+
+
 def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:

@@ -9,14 +9,17 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import decode_node.engine
+import decode_node.scheduler
 from decode_node.peers import PeerLost, RoomMessage
 from decode_node.pools import PoolKind, SlotCounts, Stage
 from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.reserve import Reserve
 from decode_node.scheduler import Exchange, StepPlan
 from kernels.hot_state import HotBufferError
 from protocol.engine_messages import Abort, FinishReason, HisparseFlag, Mode, ReleaseQuarantine
@@ -736,6 +739,33 @@ def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
     assert [entry for entry in seen if entry != "poll"] == flood, "nothing is lost"
     bursts = [len(list(run)) for entry, run in itertools.groupby(seen, lambda e: e == "poll") if not entry]
     assert max(bursts) <= 256
+
+
+def test_whoever_cannot_be_admitted_is_looked_at_again_when_something_has_changed(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots are there, but the first may come to need them: finding that out takes a look at all."""
+    looks: list[object] = []
+
+    class CountedReserve(Reserve):
+        def __init__(self, *args: Any) -> None:
+            looks.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(decode_node.scheduler, "Reserve", CountedReserve)
+    harness = EngineHarness(checkpoint, tmp_path, host_pool_tokens=HOST_TOKENS, growth_tokens=64)
+    with closing(harness) as node, closing(PrefillDouble(checkpoint)) as double:
+        first = node.generate(double, PROMPT[:100], 300, HisparseFlag.TRUE)
+        node.turn_until(lambda: first.token_ids, double)
+        second = node.generate(double, PROMPT[:100], 300, HisparseFlag.TRUE)
+        node.turn_until(lambda: node.engine.rooms.select(RequestState.WAITING), double)
+        looks.clear()
+        num_tokens = len(first.token_ids)
+        node.turn_until(lambda: first.is_over, double)
+        assert first.failure is None
+        assert 0 < len(looks) < (len(first.token_ids) - num_tokens) / 8
+        node.turn_until(lambda: second.is_over, double)
+        assert second.failure is None
 
 
 # --- prefill nodes that vanish --------------------------------------------------------------------

@@ -14,8 +14,8 @@ from decode_node.peers import Peers
 from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.rooms import Landing, Rooms
-from decode_node.scheduler import Limits, plan_step
-from protocol.engine_messages import Generate, HisparseFlag, SamplingParams
+from decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits, plan_step
+from protocol.engine_messages import Generate, HisparseFlag, Mode, SamplingParams
 from protocol.settings import HisparsePolicy
 
 NUM_WAITING = 3000
@@ -135,6 +135,23 @@ def test_a_turn_looks_at_those_that_run_and_the_first_that_wait(touched: set[str
     node.turn(3.0)
     assert len(node.rooms.select(RequestState.RUNNING)) == NUM_RUNNING, "one more was admitted"
     assert len(touched) <= NUM_RUNNING + 3 * len(PEERS)
+
+
+def test_beside_stuck_slots_a_bounded_number_is_passed_over(touched: set[str]) -> None:
+    node = Node()
+    node.arrive(0)
+    node.lifecycle.refresh_queue(0.0)
+    (lost,) = node.rooms.waiting()
+    most = SlotCounts(host=LIMITS.totals.host - 100, index=224, aux=1)
+    node.rooms.admit(Admission(lost, Mode.HISPARSE, most, 0), "run", 300.0)
+    node.rooms.end(lost, Landing.IN_FLIGHT, 0.0)
+    for number in range(1, NUM_WAITING):
+        node.arrive(number)  # each with a life of 219
+    node.turn(60.0)
+    touched.clear()
+    node.turn(61.0)
+    assert len(touched) <= MAX_LOOKED_AT + 2 * len(PEERS)
+    assert not node.rooms.select(RequestState.RUNNING)
 
 
 def test_the_queue_is_in_order_of_arrival_whatever_becomes_of_its_prefill_nodes() -> None:

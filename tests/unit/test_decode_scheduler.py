@@ -12,6 +12,7 @@ from decode_node.rooms import Landing, Rooms
 from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
 from protocol.engine_messages import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room
+from protocol.settings import DecodeSettings
 
 LIMITS = Limits(
     totals=SlotCounts(host=400, device=160, index=560, aux=16, req_row=8),
@@ -278,6 +279,27 @@ def test_answers_of_any_length_run_together_though_their_lives_do_not_fit(flag: 
         assert all(request.has_slots_for_next for request in requests)
         for request in requests:
             node.run(request, 1)
+
+
+def test_chats_without_max_tokens_share_a_node_of_the_default_size() -> None:
+    """Each may fill DeepSeek-V3.2's context, of which the host pool holds one and a half."""
+    options, context = DecodeSettings.model_fields, 163_840
+    host, page_size = options["host_pool_tokens"].default, options["page_size"].default
+    node = Node(
+        Limits(
+            totals=SlotCounts(host=host, device=1 << 20, index=host + (1 << 20), aux=256, req_row=64),
+            page_size=page_size,
+            max_context=context,
+            index_topk=2048,
+            device_buffer_size=options["device_buffer_size"].default,
+            auto_dense_margin=0.25,
+            growth_tokens=options["growth_tokens"].default,
+        )
+    )
+    chats = [node.arrive(TRUE, 4096, max_new_tokens=context - 4095) for _ in range(64)]
+    node.step()
+    node.step()
+    assert sum(chat.state is RequestState.RUNNING for chat in chats) == 20
 
 
 def test_who_cannot_get_slots_sits_out_and_keeps_what_it_has_until_others_end() -> None:
