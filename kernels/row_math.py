@@ -23,6 +23,8 @@ _MKL_MODE = "MKL_CBWR"
 _STRICT = "AUTO,STRICT"
 _TORCH_PRODUCT_SIZE = 400
 """Multiplications of one matrix of a batch below which torch does not ask MKL."""
+_FEWEST_ROWS = 2
+"""One row by a matrix is another operation to MKL."""
 
 
 def fix_products() -> None:
@@ -58,8 +60,9 @@ def matmul_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
     [num_tokens, heads, n]. Strides are free.
     """
     num_tokens, size = x.shape[0], matrices.shape[1] * matrices.shape[2]
-    if x.device.type == "cpu" and num_tokens * size < _TORCH_PRODUCT_SIZE:
-        padded = functional.pad(x.transpose(0, 1), (0, 0, 0, -(-_TORCH_PRODUCT_SIZE // size) - num_tokens))
+    fewest = max(_FEWEST_ROWS, -(-_TORCH_PRODUCT_SIZE // size))
+    if x.device.type == "cpu" and num_tokens < fewest:
+        padded = functional.pad(x.transpose(0, 1), (0, 0, 0, fewest - num_tokens))
         out.copy_(torch.bmm(padded, matrices)[:, :num_tokens].transpose(0, 1))
         return
     torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))

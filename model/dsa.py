@@ -125,7 +125,9 @@ class _RmsNorm:
 class _Layer:
     """One decoder layer: our attention, then transformers' MLP or MoE block with our router."""
 
-    def __init__(self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None, is_silu: bool) -> None:
+    def __init__(
+        self, spec: ModelSpec, number: int, module: Any, latent_eps: float | None, is_silu: bool
+    ) -> None:
         self._input_norm = _RmsNorm(module.input_layernorm)
         self._attention = _Attention(spec, number, module.self_attn, latent_eps)
         self._post_attention_norm = _RmsNorm(module.post_attention_layernorm)
