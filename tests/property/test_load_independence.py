@@ -154,7 +154,7 @@ def test_prefill_in_any_chunks_pages_company_and_cache(
     budget = data.draw(st.sampled_from([1000, 300, 129, 64, 37]), "tokens of a forward")
     pool = Pool(checkpoint, page_size)
     source, follower = PROMPTS[-2:]
-    if data.draw(st.booleans(), "cached") and 150 >= page_size:
+    if data.draw(st.booleans(), "cached") and page_size <= 150:
         num_cached = data.draw(st.integers(1, 150 // page_size), "cached pages") * page_size
         # The beginning of one prompt is computed; both of them go on behind it, on the same pages.
         shared = pool.take(num_cached // page_size)
