@@ -13,11 +13,14 @@ On a GPU all of it is torch's own, in fewer launches.
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+log = logging.getLogger(__name__)
 
 _MKL_MODE = "MKL_CBWR"
 _STRICT = "AUTO,STRICT"
@@ -30,6 +33,13 @@ _FEWEST_ROWS = 2
 def fix_products() -> None:
     """Choose MKL's strict mode, unless the environment has chosen. To be called before the first product."""
     os.environ.setdefault(_MKL_MODE, _STRICT)
+    if not products_are_fixed():
+        log.warning(
+            "products of matrices differ by rounding with the number of their rows here (%s=%s): near ties may "
+            "be decided by what shares a batch",
+            _MKL_MODE,
+            os.environ[_MKL_MODE],
+        )
 
 
 def products_are_fixed() -> bool:

@@ -94,7 +94,7 @@ def write_checkpoint(out_dir: Path, variant: str) -> None:
     generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     (out_dir / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     _write_weights(out_dir / "model.safetensors", variant, config, _Scales())
-    _write_tokenizer(out_dir)
+    write_tokenizer(out_dir)
 
 
 def _config(variant: str) -> dict[str, Any]:
@@ -340,7 +340,7 @@ def _letter_preference() -> Array:
     return preference
 
 
-def _write_tokenizer(out_dir: Path) -> None:
+def write_tokenizer(out_dir: Path) -> None:
     """A byte-level tokenizer: token ``i`` below 256 is byte ``i``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 

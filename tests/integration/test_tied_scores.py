@@ -1,4 +1,4 @@
-"""Checkpoints full of equal scores through the real pair: every prompt has one answer, in all modes under load."""
+"""Checkpoints full of equal scores through the real pair: one answer a prompt, in all modes, under load."""
 
 from __future__ import annotations
 

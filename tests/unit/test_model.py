@@ -247,6 +247,7 @@ def test_latent_norms_have_glms_configured_epsilon_and_deepseeks_constant(
         torch.testing.assert_close(norm(x), expected)
 
 
+@torch.inference_mode()
 def test_key_norms_and_rotary_tables_are_float32_in_a_bfloat16_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,8 +283,8 @@ def test_key_norms_and_rotary_tables_are_float32_in_a_bfloat16_model(
         tiny_model.forward(torch.tensor([65, 66, 67]), positions, kv, torch.tensor([2]))
         angles = positions[:, None].float() * 10000.0 ** (-torch.arange(0, 16, 2).float() / 16)
         for cos, sin in tables:
-            torch.testing.assert_close(cos, angles.cos(), rtol=0, atol=1e-6)
-            torch.testing.assert_close(sin, angles.sin(), rtol=0, atol=1e-6)
+            torch.testing.assert_close(cos, angles.cos(), rtol=0, atol=1e-4)  # bfloat16 has 4e-3
+            torch.testing.assert_close(sin, angles.sin(), rtol=0, atol=1e-4)  # bfloat16 has 4e-3
         assert len(tables) == 4 * spec.num_layers
 
 
