@@ -35,8 +35,8 @@ def fix_products() -> None:
     os.environ.setdefault(_MKL_MODE, _STRICT)
     if not products_are_fixed():
         log.warning(
-            "products of matrices differ by rounding with the number of their rows here (%s=%s): near ties may "
-            "be decided by what shares a batch",
+            "products of matrices differ by rounding with the number of their rows here (%s=%s): near ties "
+            "may be decided by what shares a batch",
             _MKL_MODE,
             os.environ[_MKL_MODE],
         )

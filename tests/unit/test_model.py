@@ -158,7 +158,7 @@ def test_wrong_kv_or_selection_changes_tokens(
     def one_wrong_slot(self: TorchAttention, q: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
         if q.shape[0] == len(long_prompts):
             slots = slots.clone()
-            slots[:, 0] = slots[:, 1]
+            slots[:, -1] = slots[:, -2]
         return attend(self, q, pool, slots, scale)
 
     def shift(pool: Tensor) -> Callable[[], None]:
