@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.facts import OUT, run_facts, spread
 from bench.gpu_timing import graph_us, timed_us
-from kernels.paged_indexer import IndexerScratch, index_item_bytes, select_topk
+from kernels.paged_indexer import IndexerScratch, index_item_bytes
+from kernels.selection import select_topk
 
 NUM_HEADS, HEAD_DIM, TOP_K, PAGE_SIZE = 64, 128, 2048, 64
 FLUSH_BYTES = 256 << 20

@@ -83,9 +83,10 @@ def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
     die_with_parent()
     setup_logging(settings.log_level, "decode-engine")
     quiet_mooncake_logs()
-    fix_products()
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
+    if settings.device == "cpu":
+        fix_products()
     front = EngineSocket(ipc_path)
     try:
         with start_errors(*START_ERRORS):

@@ -13,21 +13,33 @@ On a GPU all of it is torch's own, in fewer launches.
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+log = logging.getLogger(__name__)
+
 _MKL_MODE = "MKL_CBWR"
 _STRICT = "AUTO,STRICT"
 _TORCH_PRODUCT_SIZE = 400
 """Multiplications of one matrix of a batch below which torch does not ask MKL."""
+_FEWEST_ROWS = 2
+"""One row by a matrix is another operation to MKL."""
 
 
 def fix_products() -> None:
     """Choose MKL's strict mode, unless the environment has chosen. To be called before the first product."""
     os.environ.setdefault(_MKL_MODE, _STRICT)
+    if not products_are_fixed():
+        log.warning(
+            "products of matrices differ by rounding with the number of their rows here (%s=%s): near ties "
+            "may be decided by what shares a batch",
+            _MKL_MODE,
+            os.environ[_MKL_MODE],
+        )
 
 
 def products_are_fixed() -> bool:
@@ -58,8 +70,9 @@ def matmul_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
     [num_tokens, heads, n]. Strides are free.
     """
     num_tokens, size = x.shape[0], matrices.shape[1] * matrices.shape[2]
-    if x.device.type == "cpu" and num_tokens * size < _TORCH_PRODUCT_SIZE:
-        padded = functional.pad(x.transpose(0, 1), (0, 0, 0, -(-_TORCH_PRODUCT_SIZE // size) - num_tokens))
+    fewest = max(_FEWEST_ROWS, -(-_TORCH_PRODUCT_SIZE // size))
+    if x.device.type == "cpu" and num_tokens < fewest:
+        padded = functional.pad(x.transpose(0, 1), (0, 0, 0, fewest - num_tokens))
         out.copy_(torch.bmm(padded, matrices)[:, :num_tokens].transpose(0, 1))
         return
     torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))

@@ -35,11 +35,11 @@ def select_topk(scores: Tensor, num_seen: Tensor, top_k: int) -> Tensor:
     """int32 [num_tokens, top_k]: ascending positions of the best scores, of equal ones the lowest; then -1.
 
     ``scores``: float32 [num_tokens, seq_len], overwritten from ``num_seen`` on; ``num_seen``: integer
-    [num_tokens], of which a query chooses. A query that sees at most ``top_k`` gets all of them. NaN counts as
-    -inf, which is chosen when there are too few numbers.
+    [num_tokens], of which a query chooses. A query that sees at most ``top_k`` gets all of them. NaN counts
+    as -inf, which is chosen when there are too few numbers.
 
-    Nearly as fast as ``torch.topk``: one value more says which rows have equals on both sides of the boundary,
-    and only these are looked at again.
+    Nearly as fast as ``torch.topk``: one value more says which rows have equals on both sides of the
+    boundary, and only these are looked at again.
     """
     seq_len = scores.shape[1]
     first_positions = torch.arange(top_k, dtype=torch.int32, device=scores.device)
@@ -63,7 +63,7 @@ def select_topk(scores: Tensor, num_seen: Tensor, top_k: int) -> Tensor:
 
 
 def _lowest_of_equals(scores: Tensor, threshold: Tensor, top_k: int) -> Tensor:
-    """int32 [num_rows, top_k]: all above ``threshold`` [num_rows, 1], and the lowest of those that equal it."""
+    """int32 [num_rows, top_k]: all above ``threshold`` [num_rows, 1], then the lowest that equal it."""
     is_above, is_equal = scores > threshold, scores == threshold
     num_equal_chosen = top_k - is_above.sum(1, keepdim=True)
     is_chosen = is_above | (is_equal & (is_equal.cumsum(1) <= num_equal_chosen))

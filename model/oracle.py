@@ -1,8 +1,8 @@
 """Greedy tokens of transformers' own ``generate``, the independent oracle of tests and benchmarks.
 
 Float32, CPU, one prompt at a time, eager attention unless asked otherwise. This project's model code takes no
-part. Two things are not transformers' own: of equal scores the lowest positions are selected (``LowestFirst``),
-and GLM's latent norms have the configuration's epsilon, as in its authors' module.
+part. Two things are not transformers' own: of equal scores the lowest positions are selected
+(``LowestFirst``), and GLM's latent norms have the configuration's epsilon, as in its authors' module.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _topk(
     """``torch.topk`` of the largest, in their order, of equal ones the lowest positions first."""
     if not largest or dim not in (-1, values.dim() - 1):
         raise NotImplementedError(f"topk: expected the largest of the last dimension, got dimension {dim}")
-    # A stable sort is the rule itself, and takes ten times as long: for rows with equals at the boundary only.
+    # A stable sort is the rule itself and takes ten times as long: for rows with equals at the boundary.
     rows = values.flatten(0, -2)
     more, indices = rows.topk(min(k + 1, rows.shape[1]), dim=1)
     best, indices = more[:, :k], indices[:, :k].clone()

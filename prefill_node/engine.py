@@ -111,9 +111,10 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
     process.setup_logging(settings.log_level, f"prefill-engine:{settings.port}")
     process.die_with_parent()
     quiet_mooncake_logs()
-    fix_products()
     if settings.num_threads > 0:
         torch.set_num_threads(settings.num_threads)
+    if settings.device == "cpu":
+        fix_products()
     front = EngineSocket(ipc_path)
     try:
         with process.start_errors(*START_ERRORS):

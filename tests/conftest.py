@@ -1,4 +1,4 @@
-"""What every kind of test shares: the tiny checkpoints."""
+"""What every kind of test shares: the tiny checkpoints, and those of random weights with tied scores."""
 
 import os
 from collections.abc import Callable
@@ -23,6 +23,22 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         if variant not in written:
             written[variant] = tmp_path_factory.mktemp("checkpoints") / f"tiny-{variant}"
             write_checkpoint(written[variant], variant)
+        return written[variant]
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of the tied checkpoint of a variant ("v32" or "glm"), written once a session."""
+    from tests.tied_checkpoint import write_tied_checkpoint
+
+    written: dict[str, Path] = {}
+
+    def directory(variant: str) -> Path:
+        if variant not in written:
+            written[variant] = tmp_path_factory.mktemp("checkpoints") / f"tied-{variant}"
+            write_tied_checkpoint(written[variant], variant)
         return written[variant]
 
     return directory

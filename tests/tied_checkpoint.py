@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model.make_tiny import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, _write_tokenizer
+from model.make_tiny import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
 
 INDEX_TOPK = 37
 CONTEXT_LENGTH = 2048
@@ -73,4 +73,4 @@ def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out_dir)).save_pretrained(out_dir)
-    _write_tokenizer(out_dir)
+    write_tokenizer(out_dir)

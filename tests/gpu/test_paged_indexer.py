@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.indexer import index_logits
 from kernels.paged_indexer import (
     ABSENT,
     IndexerScratch,
     index_item_bytes,
-    index_logits,
     paged_index_topk,
-    select_topk,
 )
+from kernels.selection import select_topk
 from tests.gpu.index_batch import Batch, stored_keys
 from tests.gpu.support import DEVICE, needs_gpu
 

@@ -29,12 +29,12 @@ def test_is_as_on_the_cpu(shape: tuple[int, int, int, int], dtype: torch.dtype, 
     generator = torch.Generator().manual_seed(1)
     x = torch.randn((num_tokens, num_heads, dim + 128), generator=generator).to(DEVICE, dtype)[..., 128:]
     angles = torch.randn((num_tokens, rope_dim), generator=generator)
-    cos, sin = (part.to(DEVICE, dtype)[:, : rope_dim // 2] for part in (angles.cos(), angles.sin()))
+    cos, sin = (part.to(DEVICE)[:, : rope_dim // 2] for part in (angles.cos(), angles.sin()))
     wide = torch.full((num_tokens, num_heads, 512 + dim), 77.0, dtype=dtype, device=DEVICE)
 
     out = rotate(x, cos, sin, is_interleaved=is_interleaved, out=wide[..., 512:])
 
-    expected = rotate(x.cpu().float(), cos.cpu().float(), sin.cpu().float(), is_interleaved=is_interleaved)
+    expected = rotate(x.cpu().float(), cos.cpu(), sin.cpu(), is_interleaved=is_interleaved)
     tolerance = 1e-6 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(out.cpu().float(), expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(out[..., rope_dim:], x[..., rope_dim:])

@@ -6,16 +6,19 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.attention import TorchAttention
+from kernels.rope import rotate
 from model.dsa import DsaModel
 from model.loader import load_model
 from model.make_tiny import CONTEXT_LENGTH, EOS_ID, INDEX_TOPK, VOCAB_SIZE, write_checkpoint
 from model.oracle import greedy_tokens
+from model.oracle import load as load_oracle
 from model.paged_kv import PagedKv, PagedRequest
 from model.spec import CheckpointError, ModelSpec, load_spec
 
@@ -155,7 +158,7 @@ def test_wrong_kv_or_selection_changes_tokens(
     def one_wrong_slot(self: TorchAttention, q: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
         if q.shape[0] == len(long_prompts):
             slots = slots.clone()
-            slots[:, 0] = slots[:, 1]
+            slots[:, -1] = slots[:, -2]
         return attend(self, q, pool, slots, scale)
 
     def shift(pool: Tensor) -> Callable[[], None]:
@@ -227,6 +230,78 @@ def test_bfloat16_pools_hold_half_the_bytes(checkpoints: dict[str, Path], prompt
     assert logits.dtype == torch.float32
     assert logits.shape == (1, VOCAB_SIZE)
     assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "eps"), [("glm", 1e-3), ("v32", 1e-6)])
+def test_latent_norms_have_glms_configured_epsilon_and_deepseeks_constant(
+    tmp_path: Path, name: str, eps: float
+) -> None:
+    """Where latents are small the epsilon decides; another one changes the output by a factor."""
+    write_checkpoint(tmp_path, name)
+    edit_config(tmp_path, rms_norm_eps=1e-3)
+    attention = load_model(tmp_path, load_spec(tmp_path))._layers[1]._attention
+    theirs = load_oracle(tmp_path).model.layers[1].self_attn
+    x = torch.full((1, 64), 1e-3)
+    expected = x * (x.pow(2).mean() + eps).rsqrt()
+    for norm in (attention._q_a_norm, attention._kv_a_norm, theirs.q_a_layernorm, theirs.kv_a_layernorm):
+        torch.testing.assert_close(norm(x), expected)
+
+
+@torch.inference_mode()
+def test_key_norms_and_rotary_tables_are_float32_in_a_bfloat16_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    write_checkpoint(tmp_path, "v32")
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    norm_weight = torch.linspace(1.0, 1.001, 32)  # all the same in bfloat16
+    weights["model.layers.2.self_attn.indexer.k_norm.weight"] = norm_weight
+    save_file(weights, file, metadata={"format": "pt"})
+    spec = load_spec(tmp_path, dtype="bfloat16")
+    tables = []
+
+    def spy(x: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Tensor:
+        tables.append((cos, sin))
+        return rotate(x, cos, sin, **options)
+
+    monkeypatch.setattr("model.dsa.rotate", spy)
+    for expert_devices in ((), ("cpu",)):  # the two ways to read a checkpoint
+        tiny_model = load_model(tmp_path, spec, expert_devices=expert_devices)
+        indexer = tiny_model._layers[2]._attention._indexer
+        assert indexer is not None
+        x, q_resid = torch.randn(3, 128).bfloat16(), torch.randn(3, 64).bfloat16()
+        no_turn = (torch.ones(3, 8), torch.zeros(3, 8))
+        _, keys, _ = indexer.project(x, q_resid, no_turn)
+        projected = indexer._wk(x).float()
+        expected = torch.nn.functional.layer_norm(projected, (32,), norm_weight, torch.zeros(32), 1e-6)
+        torch.testing.assert_close(keys, expected.bfloat16(), rtol=0, atol=0)
+        del tables[:]
+        positions = torch.tensor([0, 5, 4001])
+        kv = _NoKv(spec)
+        tiny_model.forward(torch.tensor([65, 66, 67]), positions, kv, torch.tensor([2]))
+        angles = positions[:, None].float() * 10000.0 ** (-torch.arange(0, 16, 2).float() / 16)
+        for cos, sin in tables:
+            torch.testing.assert_close(cos, angles.cos(), rtol=0, atol=1e-4)  # bfloat16 has 4e-3
+            torch.testing.assert_close(sin, angles.sin(), rtol=0, atol=1e-4)  # bfloat16 has 4e-3
+        assert len(tables) == 4 * spec.num_layers
+
+
+class _NoKv:
+    """Stands in for memory: every token attends to nothing."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+
+    def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
+        pass
+
+    def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        return torch.full((len(q_index), self._spec.index_topk), -1, dtype=torch.int32)
+
+    def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
+        return q.new_zeros((*q.shape[:2], self._spec.kv_lora_rank))
 
 
 def test_spec_of_the_variants(checkpoints: dict[str, Path]) -> None:

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError
-from kernels.indexer import index_topk
+from kernels.indexer import index_logits, index_topk
 from kernels.paged_indexer import (
     ABSENT,
     IndexerScratch,
     index_item_bytes,
-    index_logits,
     paged_index_topk,
-    select_topk,
 )
+from kernels.selection import select_topk
 from kernels.topk import choose_cluster_size
 from tests.gpu.index_batch import Batch
 
@@ -32,7 +31,7 @@ INFINITY, NAN = float("inf"), float("nan")
 
 
 def chosen(scores: list[float], num_seen: int, top_k: int) -> list[int]:
-    selected = select_topk(torch.tensor([scores]), torch.tensor([num_seen]), top_k)
+    selected = select_topk(torch.tensor([scores], dtype=torch.float32), torch.tensor([num_seen]), top_k)
     assert selected.shape == (1, top_k)
     assert selected.dtype == torch.int32
     return list(selected[0].tolist())

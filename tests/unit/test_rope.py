@@ -58,6 +58,14 @@ def test_writes_its_part_of_a_wider_tensor_and_nothing_else() -> None:
     assert torch.all(wide == 77.0)
 
 
+@pytest.mark.parametrize("is_interleaved", [True, False])
+def test_bfloat16_heads_turn_by_float32_angles_and_are_rounded_once(is_interleaved: bool) -> None:
+    x, cos, sin = draw((4, 17, 19, 6))
+    x = x.bfloat16()
+    expected = by_complex_numbers(x, cos, sin, is_interleaved).bfloat16()
+    assert torch.equal(rotate(x, cos, sin, is_interleaved=is_interleaved), expected)
+
+
 def test_refuses_what_does_not_fit() -> None:
     x, cos, sin = draw((3, 4, 10, 6))
     with pytest.raises(KernelArgumentError, match=r"cos: expected at most 5 pairs of a head of 10, got 6"):
@@ -80,6 +88,10 @@ def interpret_cases() -> None:
         for is_wide in (False, True):
             for is_interleaved in (True, False):
                 x, cos, sin = draw(shape, is_wide)
+                in_bf16 = torch.empty(x.shape, dtype=torch.bfloat16)
+                triton_rope.rotate(x.bfloat16(), cos, sin, is_interleaved, in_bf16)
+                once = by_complex_numbers(x.bfloat16(), cos, sin, is_interleaved).bfloat16()
+                assert torch.equal(in_bf16, once)
                 wide = torch.full((*x.shape[:2], x.shape[2] + 9), 77.0)
                 triton_rope.rotate(x, cos, sin, is_interleaved, wide[..., 4:-5])
                 expected = by_complex_numbers(x, cos, sin, is_interleaved)

@@ -1,0 +1,68 @@
+"""Checkpoints full of equal scores through the real pair: one answer a prompt, in all modes, under load."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from model.oracle import Oracle
+from tests.integration.harness import deployment
+
+NUM_NEW_TOKENS = 24
+NUM_CONCURRENT = 12
+LENGTHS = (1, 36, 37, 38, 64, 127, 129, 150, 200, 257, 300, 380, 450, 512)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", ["v32", "glm"])
+def test_every_prompt_has_one_answer_under_load(
+    variant: str, tied_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    drawn = random.Random(5)
+    prompts = [[drawn.randint(32, 126) for _ in range(length)] for length in LENGTHS]
+    prompts += [prompt[:100] + prompts[2] for prompt in prompts[8:]]  # a cache has their beginning
+    checkpoint = tied_checkpoint(variant)
+    with (
+        closing(Oracle(checkpoint, prompts, NUM_NEW_TOKENS)) as oracle,
+        deployment(
+            checkpoint,
+            tmp_path,
+            prefill_options=["--page-size", "16", "--chunked-prefill-size", "230"],
+            decode_options=[
+                "--page-size",
+                "16",
+                "--device-buffer-size",
+                "80",
+                "--device-pool-tokens",
+                "3072",
+            ],
+        ) as pair,
+    ):
+
+        def answer(job: tuple[int, bool | str]) -> list[int]:
+            number, flag = job
+            sampling = {"temperature": 0, "max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
+            body = {"input_ids": prompts[number], "sampling_params": sampling, "hisparse": flag}
+            response = httpx.post(f"{pair.url}/generate", json=body, timeout=200)
+            assert response.status_code == 200, response.text
+            token_ids: list[int] = response.json()["output_ids"]
+            return token_ids
+
+        alone = [answer((number, False)) for number in range(len(prompts))]
+        assert alone == oracle.tokens
+        flags: tuple[bool | str, ...] = (True, False, "auto")
+        for _ in range(2):
+            pair.flush_prefix_caches()
+            jobs = [(number, flag) for flag in flags for number in range(len(prompts))]
+            drawn.shuffle(jobs)
+            with ThreadPoolExecutor(NUM_CONCURRENT) as threads:
+                answers = list(threads.map(answer, jobs))
+            wrong = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != alone[job[0]]]
+            assert not wrong, f"{len(wrong)} of {len(jobs)} differ; first {wrong[0]}"
