@@ -249,6 +249,7 @@ class _Reading:
         with self._lock:
             self._pieces = iter(())
 
+    @torch.inference_mode()  # as the caller may be, whose tensors nothing else may write then
     def work(self) -> None:
         """One thread: piece after piece, until there is none, or one fails, here or elsewhere."""
         if self._device.type == "cuda":

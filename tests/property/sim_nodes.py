@@ -153,7 +153,7 @@ class SimHotBuffers:
     def start(self, request: Request) -> None:
         self.check(request)
 
-    def grow(self, request: Request, first_token: int) -> None:
+    def grow(self, request: Request) -> None:
         pass
 
     def retract(self, request: Request) -> None:

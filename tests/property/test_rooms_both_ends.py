@@ -399,10 +399,10 @@ def test_what_became_of_a_room_is_said_again_when_its_connection_broke(fate: Wri
     try:
         (address,) = world.addresses
         front, node = world.decode.front, world.prefill[address]
-        request = Generate("r", 1, (1, 2), SamplingParams(1), address.host, address.port)
-        world.generate(request)
+        request = Generate("r", 1, 2, SamplingParams(1), address.host, address.port)
+        group = world.generate(request, (1, 2))
         for inbox in (front.inbox, node.front.inbox):
-            inbox.append(request)
+            inbox.append(group)
         for _ in range(6):
             world.work(itertools.repeat(WriteFate.SLOW))
         assert node.sender.in_flight

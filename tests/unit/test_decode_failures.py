@@ -788,6 +788,7 @@ def test_prefill_nodes_that_vanish_with_full_batches_stop_nobody_and_can_be_decl
         checkpoint,
         tmp_path,
         max_running_requests=num_rooms,
+        host_pool_tokens=3 * num_rooms * 64,
         heartbeat_max_failures=10,
         quarantine_secs=QUARANTINE_SECS,
     )
@@ -806,7 +807,7 @@ def test_prefill_nodes_that_vanish_with_full_batches_stop_nobody_and_can_be_decl
         for double in (one, two):
             run = held[double.name]
             assert (run.instance_id, run.num_rooms, run.aux_slots) == (double.instance_id, 64, 64)
-            assert (run.num_unacknowledged, run.host_slots, run.device_slots) == (64, 64 * 13, 0)
+            assert (run.num_unacknowledged, run.host_slots, run.device_slots) == (64, 64 * 64, 0)
             assert f"prefill node {double.name} (run {double.instance_id}) has not said" in caplog.text
         node.send(ReleaseQuarantine(one.instance_id))
         node.turn_until(lambda: node.engine.rooms.pools.used(Stage.QUARANTINED).aux == 64, alive)

@@ -61,7 +61,7 @@ def test_integrity_prints_every_term() -> None:
         pools.move(holdings[room], stage)
     pools.check_integrity(dict.fromkeys(Stage, 1))
     holdings[2].extents[PoolKind.HOST] = ()
-    law = "free 93 + landing 1 + running 0 + quarantined 4 is not total 100"
+    law = "free 48 + landing 16 + running 0 + quarantined 16 is not total 96"
     with pytest.raises(PoolIntegrityError, match=re.escape(law)):
         pools.check_integrity()
 
@@ -146,9 +146,9 @@ def test_a_dense_request_leaves_its_pages_for_a_hot_buffer() -> None:
     assert request.reserved_tokens == 16, "of 32 device and 16 index slots"
     rooms.exchange(Exchange(request, hot_capacity=16))
     assert (request.mode, request.hot_capacity, request.num_device_slots) == (Mode.HISPARSE, 16, 16)
-    assert request.reserved_tokens == 10
-    rooms.grow(request, SlotCounts(host=7, index=16))
-    assert (request.reserved_tokens, request.held_tokens.index) == (17, 32)
+    assert request.reserved_tokens == 16
+    rooms.grow(request, SlotCounts(host=16, index=16))
+    assert (request.reserved_tokens, request.held_tokens.index) == (32, 32)
     rooms.check_integrity()
 
 

@@ -78,7 +78,7 @@ class Node:
     def arrive(self, number: int, now: float = 0.0) -> None:
         peer = PEERS[number % len(PEERS)]
         sampling = SamplingParams(max_new_tokens=200)
-        message = Generate(f"id-{number}", number, (1,) * 20, sampling, *peer, HisparseFlag.TRUE)
+        message = Generate(f"id-{number}", number, 20, sampling, *peer, HisparseFlag.TRUE)
         self.lifecycle.generate(message, now)
 
     def turn(self, now: float) -> None:

@@ -262,8 +262,8 @@ def test_a_request_gets_slots_before_it_needs_them_and_never_more_than_its_life(
     assert growth.need == SlotCounts(host=16, index=16)
     node.run(request, 16)
     node.step()
-    assert (request.held_tokens.host, request.held_tokens.index) == (77, 80)
-    assert request.reserved_tokens == request.life_tokens == 77
+    assert (request.held_tokens.host, request.held_tokens.index) == (80, 80)
+    assert (request.reserved_tokens, request.life_tokens) == (80, 77)
 
 
 @pytest.mark.parametrize("flag", [TRUE, FALSE])

@@ -13,7 +13,7 @@ from prefill_node.peers import Peer
 from prefill_node.prefix_cache import PrefixCache
 from prefill_node.push import MAX_PENDING_SHARE, Pusher, SourceRegions
 from prefill_node.scheduler import StepLimits
-from protocol.engine_messages import Generate, SamplingParams
+from protocol.engine_messages import Generate, GenerateGroup, SamplingParams, pack_token_ids
 from protocol.messages import AbortRoom, Bootstrap, Extent, RegionKind, Room
 from transfer.plan import SLICE_BYTES, RegionView
 from transfer.send_queue import Completion, Outcome, SendQueue
@@ -102,7 +102,8 @@ class Node:
         """Both halves. Prompts of a family begin alike."""
         tokens = (*[family or room] * (num_tokens - 1), room)
         whole = (Extent(0, num_tokens),)
-        self.life.accept(Generate(f"r{room}", room, tokens, SamplingParams(1), "host", 1), 0.0)
+        request = Generate(f"r{room}", room, num_tokens, SamplingParams(1), "host", 1)
+        self.life.accept(GenerateGroup((request,), pack_token_ids(tokens)), 0.0)
         self.life.bootstrap(self.peers[peer], Bootstrap(room, num_tokens, whole, whole, 0, True), 0.0)
 
     def compute(self, room: int) -> None:
