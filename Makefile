@@ -58,8 +58,8 @@ serve: $(READY) $(MODEL)/config.json ## start a pair and a router, and stay
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
-test-full: $(READY) ## the full product of modes, batches and caches against the oracle; some 15 minutes
-	$(BIN)/python -m pytest -m slow $(TEST_ARGS)
+test-full: $(READY) ## what takes longer: the full oracle matrix, failures, transport faults; some 15 minutes
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(TEST_ARGS)
 
 test-gpu: $(READY) ## the tests that need an NVIDIA GPU: its kernels, and the pair's own tests with both nodes on it
 	$(BIN)/python -m pytest -o addopts="-ra" tests/gpu

@@ -18,6 +18,7 @@ from tests.integration.harness import decode_service, deployment, prefill_servic
 PROMPT = "Bytes are compared, not believed. " * 12
 
 
+@pytest.mark.slow
 def test_encrypted_control_bfloat16_kv_and_policies(
     tiny_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

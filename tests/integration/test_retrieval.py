@@ -68,6 +68,7 @@ def test_answers_are_right_and_the_same_in_every_mode(pair: Deployment, num_prom
     assert len(prompts) > NUM_CLIENTS  # requests of all modes met in batches
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_an_openai_endpoint(pair: Deployment, tmp_path: Path) -> None:
     out = tmp_path / "accuracy"
     arguments = ["--tasks", "retrieval", "--url", f"{pair.url}/v1", "--instruction", "", "--max-tokens", "64"]

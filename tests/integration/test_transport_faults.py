@@ -42,6 +42,7 @@ def ask(url: str, prompt: Sequence[int], num_new_tokens: int, hisparse: bool | s
     return httpx.post(f"{url}/generate", json=body, timeout=PATIENCE_SECS)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_right_tokens_or_a_clear_error(
     tiny_checkpoint: Callable[[str], Path], pair: Deployment, tmp_path: Path

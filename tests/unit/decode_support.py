@@ -312,6 +312,7 @@ class EngineHarness:
     def __init__(self, checkpoint: Checkpoint, ipc_dir: Path, **settings: Any) -> None:
         path = ipc_dir / "engine.ipc"
         self._front = zmq.Context.instance().socket(zmq.PAIR)
+        self._front.setsockopt(zmq.SNDHWM, 0)  # a flood is sent before the engine, in the same thread, reads
         self._front.setsockopt(zmq.LINGER, 0)
         self._front.bind(f"ipc://{path}")
         self._engine_socket = EngineSocket(str(path))
