@@ -98,7 +98,7 @@ def _topk(
 ) -> torch.return_types.topk:
     """``torch.topk`` of the largest, in their order, of equal ones the lowest positions first."""
     if not largest or dim not in (-1, values.dim() - 1):
-        raise NotImplementedError(f"topk: expected the largest of the last dimension, got dimension {dim}")
+        raise ValueError(f"topk: expected the largest of the last dimension, got dimension {dim}")
     # A stable sort is the rule itself and takes ten times as long: for rows with equals at the boundary.
     rows = values.flatten(0, -2)
     more, indices = rows.topk(min(k + 1, rows.shape[1]), dim=1)
