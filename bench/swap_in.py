@@ -5,9 +5,9 @@ lie together in an 8 GiB pinned pool (wrapping round); 30 steps from an empty bu
 alone, the other 27 are captured in one CUDA graph that is replayed once between two events: us per call =
 time / 27. It is captured before the first 3 run, and nothing is allocated or freed from then on: when memory
 comes or goes (torch frees what it can when a capture begins) the GPU forgets its translations of host
-addresses, which the first 3 have loaded. With ``--repeat N`` a cell is built and measured N times: the first is
-its figure, the others show the spread. Single calls are timed by events too, each behind a wait that hides the
-launch from the clock.
+addresses, which the first 3 have loaded. With ``--repeat N`` a cell is built and measured N times: the first
+is its figure, the others show the spread. Single calls are timed by events too, each behind a wait that hides
+the launch from the clock.
 
 The second table, for the synthetic trace and each recorded one (``bench/record_trace.py``): hit rate by
 capacity beside exact LRU's, and the time of one layer's call. ``bench/hit_rates.py`` counts without a GPU.
