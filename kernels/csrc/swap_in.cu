@@ -393,7 +393,6 @@ __device__ __forceinline__ void plan_requests(
         r.seq_len = request.seq_len;
         r.capacity = 0;
         r.host_to_hot = p.tables.host_to_hot;
-        r.newest_host_slot = ABSENT;
         if (row != ABSENT) {
             const i64 row_start = static_cast<i64>(row) * p.tables.max_capacity;
             r.hot_to_host = p.tables.hot_to_host + row_start;
@@ -403,17 +402,23 @@ __device__ __forceinline__ void plan_requests(
             r.now = __ldcg(p.tables.step + row) + 1;
             // Before the look-ups, which wait for each other.
             if (p.hot_slots_in_shared) prefetch_hot_slots(p, d, r, b.tid);
-            r.newest_host_slot = host_slot_of(p.tables, row, r.seq_len - 1);
         }
         int flags = 0;
+        const int* host_pages = p.tables.host_pages + static_cast<i64>(max(row, 0)) * p.tables.max_pages;
+        int page_id[POSITIONS_PER_THREAD];       // all asked for before one is used, the newest position's too
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
             const int position = mine.position[k];
             const bool is_valid = row != ABSENT && position >= 0 && position < r.seq_len;
             if (row != ABSENT && position != ABSENT && !is_valid) flags = BAD_POSITION;
             if (!is_valid) mine.position[k] = ABSENT;
-            mine.host_slot[k] = is_valid ? host_slot_of(p.tables, row, position) : ABSENT;
+            page_id[k] = is_valid ? __ldg(host_pages + page_of(position)) : ABSENT;
         }
+        const int newest_page_id = row != ABSENT ? __ldg(host_pages + page_of(r.seq_len - 1)) : ABSENT;
+#pragma unroll
+        for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
+            mine.host_slot[k] = slot_in_page(page_id[k], mine.position[k]);
+        r.newest_host_slot = slot_in_page(newest_page_id, r.seq_len - 1);
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
             mine.hot[k] = mine.host_slot[k] >= 0 ? __ldcg(r.host_to_hot + mine.host_slot[k]) : ABSENT;
