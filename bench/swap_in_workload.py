@@ -76,6 +76,12 @@ class Cell:
         self.rows = torch.arange(batch, dtype=torch.int32, device=device)
         self.num_real = torch.full((1,), batch, dtype=torch.int32, device=device)
 
+    def prepare(self, selected: Tensor, seq_lens: Tensor, out: Tensor) -> None:
+        """A call in which every request is padding: makes what a captured call cannot make."""
+        self.num_real.zero_()
+        self.call(selected, seq_lens, out)
+        self.num_real.fill_(selected.shape[0])
+
     def call(self, selected: Tensor, seq_lens: Tensor, out: Tensor, layer: int = 0) -> None:
         """One swap-in of ``selected``, int32 [batch, top_k], into ``out``."""
         swap_in(

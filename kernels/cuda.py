@@ -60,8 +60,6 @@ MIN_SLICE_LEN = 32
 """Positions that a block gets at least."""
 MANY_POSITIONS = 256
 """Positions of a slice from which on its block reads and writes a row's tables in their order."""
-MAX_PAGES_IN_SHARED = 4096
-"""Host pages of a row up to which such a block copies them first."""
 MAX_READ_AHEAD = 128
 """Positions of a slice up to which misses are fetched as they are seen, before duplicates are told apart."""
 SLICES_THAT_FILL_PCIE = 8
@@ -107,8 +105,7 @@ _SWAP_IN = _struct(
     tables=_TABLES, requests=_REQUESTS, plan=_PLAN, pools=_POOLS, selected=_POINTER, out=_POINTER,
     num_launches=_POINTER, rounds=_POINTER, left=_POINTER, round_bytes=_INT, left_per_block=_INT, top_k=_INT,
     num_units=_INT, num_slices=_INT, slice_reciprocal=_INT, stride=_INT, slice_len=_INT, layer=_INT,
-    hot_slots_in_shared=_INT, host_pages_in_shared=_INT, max_early=_INT, reads_ahead=_INT, spreads=_INT,
-    keeps_place=_INT, padding=_INT,
+    hot_slots_in_shared=_INT, max_early=_INT, reads_ahead=_INT, spreads=_INT, keeps_place=_INT,
 )  # fmt: skip
 _COPY = _struct(plan=_PLAN, pools=_POOLS, layer=_INT, padding=_INT)
 _FILL = _struct(
@@ -171,14 +168,6 @@ def swap_in(
     )
     if hot_slots_in_shared:
         shared_bytes += 4 * capacity
-    page_bytes = 4 * _round_up(state.max_pages, 4)
-    host_pages_in_shared = (
-        hot_slots_in_shared
-        and state.max_pages <= MAX_PAGES_IN_SHARED
-        and shared_bytes + page_bytes <= max_shared_bytes
-    )
-    if host_pages_in_shared:
-        shared_bytes += page_bytes
     if shared_bytes > kernel.max_dynamic_shared_size_bytes:
         kernel.max_dynamic_shared_size_bytes = shared_bytes
     parameters = np.zeros((), _SWAP_IN)
@@ -208,7 +197,6 @@ def swap_in(
     parameters["keeps_place"] = split.keeps_place
     parameters["layer"] = layer
     parameters["hot_slots_in_shared"] = hot_slots_in_shared
-    parameters["host_pages_in_shared"] = host_pages_in_shared
     launch(kernel, state.device, split.num_blocks, NUM_THREADS, parameters, shared_bytes)
 
 

@@ -65,8 +65,8 @@ FLOAT32_TILINGS: Final = (Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 1))
 """Float32 products do without tensor cores."""
 
 
-MAX_DIM: Final = 512
-"""Of a latent: wider ones do not fit in a multiprocessor beside a tile of heads."""
+MAX_DIM: Final = 1024
+"""Of a latent, which is padded to a power of two: registers do not hold a tile's results for twice that."""
 
 
 def obstacle(device: torch.device, kv_format: KvFormat) -> str | None:

@@ -105,12 +105,10 @@ struct SwapInParams {
     int slice_len;               // positions of a slice, the last one may be shorter
     int layer;
     int hot_slots_in_shared;     // a row's hot_slots fit in shared memory, and are worth it
-    int host_pages_in_shared;    // likewise
     int max_early;               // misses that a block fetches while their entries are being chosen
     int reads_ahead;             // early ones are chosen as they are seen, before duplicates are told apart
     int spreads;                 // blocks help each other with copies; else each makes its own
     int keeps_place;             // units go by multiprocessor, of which each has one block
-    int padding;
 };
 
 struct CopyParams {

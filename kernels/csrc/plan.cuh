@@ -71,7 +71,6 @@ struct PlanShared {
 // Of the size that the launch gives.
 struct PlanDynamic {
     int* hot_slots;                      // [max_capacity, rounded up to ENTRIES_PER_ROUND], if they are kept here
-    int* host_pages;                     // [max_pages, rounded up to 4], if they are kept here
     u8* ages;                            // [max_capacity, rounded up likewise], classes before this step
     u16* entries;                        // [NUM_PLANNERS * POSITIONS_PER_THREAD] hot_index that each miss takes
 };

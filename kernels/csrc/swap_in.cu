@@ -32,8 +32,7 @@ __device__ __forceinline__ PlanDynamic carve(u8* memory, const SwapInParams& p) 
     const int capacity = (p.tables.max_capacity + ENTRIES_PER_ROUND - 1) / ENTRIES_PER_ROUND * ENTRIES_PER_ROUND;
     PlanDynamic d;
     d.hot_slots = reinterpret_cast<int*>(memory);
-    d.host_pages = d.hot_slots + (p.hot_slots_in_shared ? capacity : 0);
-    d.ages = reinterpret_cast<u8*>(d.host_pages + (p.host_pages_in_shared ? (p.tables.max_pages + 3) / 4 * 4 : 0));
+    d.ages = reinterpret_cast<u8*>(d.hot_slots + (p.hot_slots_in_shared ? capacity : 0));
     d.entries = reinterpret_cast<u16*>(d.ages + capacity);
     return d;
 }
@@ -47,16 +46,6 @@ __device__ __forceinline__ void prefetch_hot_slots(
 #pragma unroll 1
     for (int i = step * tid; i < num; i += step * (NUM_PLANNERS + WARP))
         copy_async(d.hot_slots + i, r.hot_slots + i, 4 * step);
-}
-
-// Many positions ask for few pages each: from shared memory that is quicker than from a cache.
-__device__ __forceinline__ void prefetch_host_pages(
-    const SwapInParams& p, const PlanDynamic& d, const int* host_pages, int num_pages, int tid) {
-    const int step = p.tables.max_pages % 4 == 0 ? 4 : 1;
-#pragma unroll 1
-    for (int i = step * tid; i < num_pages; i += step * (NUM_PLANNERS + WARP))
-        copy_async(d.host_pages + i, host_pages + i, 4 * step);
-    end_async_group();
 }
 
 // When all blocks have arrived: what changes between launches, and nobody reads any more.
@@ -404,8 +393,6 @@ __device__ __forceinline__ void plan_requests(
         r.seq_len = request.seq_len;
         r.capacity = 0;
         r.host_to_hot = p.tables.host_to_hot;
-        r.newest_host_slot = ABSENT;
-        const int* host_pages = p.tables.host_pages + static_cast<i64>(max(row, 0)) * p.tables.max_pages;
         if (row != ABSENT) {
             const i64 row_start = static_cast<i64>(row) * p.tables.max_capacity;
             r.hot_to_host = p.tables.hot_to_host + row_start;
@@ -413,28 +400,25 @@ __device__ __forceinline__ void plan_requests(
             r.hot_slots = p.tables.hot_slots + row_start;
             r.capacity = min(p.tables.capacity[row], p.tables.max_capacity);
             r.now = __ldcg(p.tables.step + row) + 1;
+            // Before the look-ups, which wait for each other.
+            if (p.hot_slots_in_shared) prefetch_hot_slots(p, d, r, b.tid);
         }
-        if (p.host_pages_in_shared && row != ABSENT)
-            prefetch_host_pages(p, d, host_pages, page_of(r.seq_len - 1) + 1, b.tid);
-        if (p.hot_slots_in_shared && row != ABSENT) prefetch_hot_slots(p, d, r, b.tid);
-        if (p.host_pages_in_shared) {
-            wait_for_async_groups();
-            Planning::wait();
-        }
-        const auto host_slot_at = [&](int position) {
-            const int page = page_of(position);
-            return slot_in_page(p.host_pages_in_shared ? d.host_pages[page] : __ldg(host_pages + page), position);
-        };
-        if (row != ABSENT) r.newest_host_slot = host_slot_at(r.seq_len - 1);
         int flags = 0;
+        const int* host_pages = p.tables.host_pages + static_cast<i64>(max(row, 0)) * p.tables.max_pages;
+        int page_id[POSITIONS_PER_THREAD];       // all asked for before one is used, the newest position's too
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
             const int position = mine.position[k];
             const bool is_valid = row != ABSENT && position >= 0 && position < r.seq_len;
             if (row != ABSENT && position != ABSENT && !is_valid) flags = BAD_POSITION;
             if (!is_valid) mine.position[k] = ABSENT;
-            mine.host_slot[k] = is_valid ? host_slot_at(position) : ABSENT;
+            page_id[k] = is_valid ? __ldg(host_pages + page_of(position)) : ABSENT;
         }
+        const int newest_page_id = row != ABSENT ? __ldg(host_pages + page_of(r.seq_len - 1)) : ABSENT;
+#pragma unroll
+        for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
+            mine.host_slot[k] = slot_in_page(page_id[k], mine.position[k]);
+        r.newest_host_slot = slot_in_page(newest_page_id, r.seq_len - 1);
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
             mine.hot[k] = mine.host_slot[k] >= 0 ? __ldcg(r.host_to_hot + mine.host_slot[k]) : ABSENT;

@@ -89,8 +89,5 @@ __device__ __forceinline__ void copy_async(void* to_shared, const void* from, in
     if (num_bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
     else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
 }
-// What this thread has begun so far is waited for apart from what it begins later.
-__device__ __forceinline__ void end_async_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_async_groups() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 // Of this thread.
 __device__ __forceinline__ void wait_for_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -128,6 +128,10 @@ def test_leaving_multiprocessors_to_others_changes_no_result(
         (BFLOAT16, torch.bfloat16, 300, 64, 40, 100, 5),
         # Too long for the shared memory of the first tilings.
         (BFLOAT16, torch.bfloat16, 600, 64, 40, 77, 4),
+        # The longest, in every kind of product.
+        (BFLOAT16, torch.bfloat16, 1024, 64, 40, 77, 4),
+        (FLOAT32, torch.float32, 1024, 64, 20, 77, 4),
+        (FP8_E4M3, torch.bfloat16, 1024, 64, 40, 77, 4),
         (BFLOAT16, torch.bfloat16, 512, 64, 16, 2048, 3),
         (BFLOAT16, torch.bfloat16, 512, 64, 100, 300, 33),
         (FP8_E4M3, torch.bfloat16, 96, 16, 4, 64, 9),
@@ -153,6 +157,11 @@ def test_triton_at_any_size(
     q = torch.randn((num_tokens, num_heads, rank + rope), generator=generator).to(dtype)
     pool = filled_pool(kv_format, 500, generator)
     check(backend, kv_format, q, pool, some_slots(num_tokens, top_k, 500, generator))
+
+
+def test_longer_latents_than_triton_takes() -> None:
+    with pytest.raises(AttentionBackendError, match="up to 1024 numbers, not 1025"):
+        backend_for(TRITON, KvFormat(BFLOAT16, 1025, 64), 40, 77)
 
 
 def test_strided_queries(generator: torch.Generator) -> None:

@@ -66,6 +66,9 @@ def test_a_cell_sees_wrong_bytes() -> None:
         Cell(host, 3, 12, 5, "cpu")
     selected = torch.tensor([[3, 8, 1], [10, 9, 0]], dtype=torch.int32)
     out = torch.empty_like(selected)
+    cell.prepare(selected, torch.tensor([12, 12]), out)
+    assert cell.counted() == [0, 0, 0]
+    assert not cell.dev.any()
     cell.call(selected, torch.tensor([12, 12]), out)
     cell.verify(selected, out)
     assert cell.counted() == [0, 6, 0]
