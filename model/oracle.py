@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from model.loader import experts_implementation
 
-ORACLE_TIMEOUT_SECS = 400
+ORACLE_TIMEOUT_SECS = 900
 ROOT = Path(__file__).resolve().parent.parent
 
 

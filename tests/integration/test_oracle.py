@@ -6,7 +6,7 @@ batch, and in whether the prefix cache is warm. Invariant I5.
 
 The default run has 24 prompts a model, each in every mode in a batch, with a cold and with a warm cache, and
 in one mode alone, in short contexts, because most of the oracle's time is in the longest prompts. The full
-product of modes, batches and caches over 60 prompts, in longer contexts, is marked slow.
+product of modes, batches and caches over 40 prompts, in longer contexts, is marked slow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.integration.harness import Deployment, deployment
 NUM_NEW_TOKENS = 48
 SAMPLE = [pytest.param(("v32", 2048, 24), id="v32"), pytest.param(("glm", 2048, 24), id="glm")]
 """Model, context length and number of prompts of the default run; seven chunks fill the context."""
-FULL = [pytest.param(("v32", 8192, 60), id="v32"), pytest.param(("glm", 4096, 60), id="glm")]
+FULL = [pytest.param(("v32", 8192, 40), id="v32"), pytest.param(("glm", 4096, 40), id="glm")]
 """The model's own context, and half of it."""
 CHUNK = 300
 """No multiple of the page; a third of the prompts is longer."""
