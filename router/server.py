@@ -31,6 +31,7 @@ from protocol.listening import HttpServer, Listener
 from protocol.process import setup_logging
 from protocol.settings import RouterSettings
 from router.body import Endpoint, RequestBody
+from router.connect import transport
 from router.drain import Drain, ShuttingDown
 from router.errors import NodeFailed, RouterError
 from router.health import LOADING, HealthWatch
@@ -139,7 +140,7 @@ class _Router:
         # A connection a leg: its close is the node's abort signal, and none goes stale when a node restarts.
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(settings.request_timeout_secs, connect=settings.connect_timeout_secs),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            transport=transport(httpx.Limits(max_connections=None, max_keepalive_connections=0)),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             auth=_NodeKey.of(settings),
             trust_env=False,

@@ -117,10 +117,10 @@ def test_a_near_miss_is_shown_after_all() -> None:
 def test_time_is_linear_even_for_bytes_that_are_no_text() -> None:
     def secs(num_tokens: int) -> float:
         detokenizer = Detokenizer(TOKEN_BYTES, ["zz"])
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(num_tokens):
             detokenizer.feed((0xFF,))
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     secs(1000)
     assert secs(80_000) < 25 * max(secs(10_000), 0.01)  # linear: 8 times, quadratic: 64 times
