@@ -27,7 +27,7 @@ def make(directory: Path, **commands: str) -> subprocess.CompletedProcess[str]:
     for name, script in {"apt-get": 'echo "apt-get $*"', **commands}.items():
         (directory / name.replace("_", "-")).write_text(f"#!/bin/sh\n{script}\n")
         (directory / name.replace("_", "-")).chmod(0o755)
-    command = ["make", "compose-packages", "DOCKER_CLIENT=docker-client"]
+    command = ["make", "--no-print-directory", "compose-packages", "DOCKER_CLIENT=docker-client"]
     environment = {**os.environ, "PATH": str(directory)}
     return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=30)
 
