@@ -1,7 +1,7 @@
 """Swap-in on one GPU: time per call in every cell of a table, beside the peer's, and the hit rates of traces.
 
 The first table, for each reading of the workload's rule (``bench/swap_in_workload.py``): every request's rows
-lie together in an 8 GiB pinned pool (wrapping round); 30 steps from an empty buffer. The first 3 steps run
+lie together in an 8 GiB pinned pool; 30 steps from an empty buffer. The first 3 steps run
 alone, the other 27 are captured in one CUDA graph that is replayed once between two events: us per call =
 time / 27. It is captured before the first 3 run, and nothing is allocated or freed from then on: when memory
 comes or goes (torch frees what it can when a capture begins) the GPU forgets its translations of host

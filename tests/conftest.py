@@ -1,5 +1,6 @@
 """What every kind of test shares: the tiny checkpoints, and those of random weights with tied scores."""
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,15 +18,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     """The directory of the tiny checkpoint of a variant ("v32" or "glm"), written once a session."""
     from model.make_tiny import write_checkpoint
 
-    written: dict[str, Path] = {}
-
-    def directory(variant: str) -> Path:
-        if variant not in written:
-            written[variant] = tmp_path_factory.mktemp("checkpoints") / f"tiny-{variant}"
-            write_checkpoint(written[variant], variant)
-        return written[variant]
-
-    return directory
+    return _written_once(tmp_path_factory, "tiny", write_checkpoint)
 
 
 @pytest.fixture(scope="session")
@@ -33,12 +26,16 @@ def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     """The directory of the tied checkpoint of a variant ("v32" or "glm"), written once a session."""
     from tests.tied_checkpoint import write_tied_checkpoint
 
-    written: dict[str, Path] = {}
+    return _written_once(tmp_path_factory, "tied", write_tied_checkpoint)
 
+
+def _written_once(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, write: Callable[[Path, str], None]
+) -> Callable[[str], Path]:
+    @functools.cache
     def directory(variant: str) -> Path:
-        if variant not in written:
-            written[variant] = tmp_path_factory.mktemp("checkpoints") / f"tied-{variant}"
-            write_tied_checkpoint(written[variant], variant)
-        return written[variant]
+        path = tmp_path_factory.mktemp("checkpoints") / f"{kind}-{variant}"
+        write(path, variant)
+        return path
 
     return directory
