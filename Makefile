@@ -3,6 +3,7 @@
 #   MODEL=DIR        checkpoint to serve; default: the small retrieval model of this repository
 #   SERVE_ARGS=...   further options of `hisparse-pd pair` for `make serve`
 #   BENCH_ARGS=...   further options of `hisparse-pd bench serve` for `make bench-serve`
+#   TEST_PROCESSES=n processes of pytest; default: 3, because two of them leave two cores idle while they wait
 #   TEST_ARGS=...    further arguments of pytest for `make test`
 #   FUZZ_INPUTS=n    inputs to each decoder for `make fuzz`; default: 100000
 #   ROOM_EXAMPLES=n  histories of the room protocol for `make rooms`; default: 10000
@@ -14,6 +15,7 @@ PYTHON ?= python3
 MODEL ?= model/retrieval
 SERVE_ARGS ?=
 BENCH_ARGS ?=
+TEST_PROCESSES ?= 3
 TEST_ARGS ?=
 FUZZ_INPUTS ?= 100000
 SOAK_SECS ?= 120
@@ -56,10 +58,10 @@ serve: $(READY) $(MODEL)/config.json ## start a pair and a router, and stay
 	@$(BIN)/hisparse-pd pair --model-path $(MODEL) $(SERVE_ARGS)
 
 test: $(READY) ## run the tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 test-full: $(READY) ## what takes longer: the full oracle matrix, failures, transport faults; some 15 minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m slow $(TEST_ARGS)
 
 test-gpu: $(READY) ## the tests that need an NVIDIA GPU: its kernels, and the pair's own tests with both nodes on it
 	$(BIN)/python -m pytest -o addopts="-ra" tests/gpu

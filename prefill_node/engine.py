@@ -338,7 +338,10 @@ class PrefillEngine:
             log.warning("refused decode node %s: %s", message.node_id, error)
             self._control.send(identity, Refused(error[:MAX_ERROR_CHARS], permanent=True))
             return
+        before = self._peers.of_node(message.node_id)
         peer, replaced = self._peers.register(identity, message, now_secs)
+        if peer is not before:
+            self._transfer.renew(peer.session)
         for old in replaced:
             self._probes.forget(old.session)
             self._life.fail_rooms_of(old, "restarted", now_secs)

@@ -83,6 +83,10 @@ class PeerTable:
         self._by_identity[identity] = peer
         return peer, replaced
 
+    def of_node(self, node_id: str) -> Peer | None:
+        """The registration of a decode node."""
+        return self._by_node.get(node_id)
+
     def heard(self, identity: bytes, now_secs: float) -> Peer | None:
         """The registered peer behind a connection, whose silence ends now; None when it is not registered."""
         peer = self._by_identity.get(identity)

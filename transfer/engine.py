@@ -72,6 +72,7 @@ class TransferEngine:
         self.transport = transport
         self._lock = threading.Lock()
         self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # a session's writers
+        self._names: dict[str, str] = {}  # what Mooncake is told of the sessions that were written to
         self._starts: list[int] = []  # sorted addresses of the registered memory
         self._end_at: dict[int, int] = {}
         self._owner_at: dict[int, HasMemory | None] = {}  # keeps registered tensors alive
@@ -157,14 +158,15 @@ class TransferEngine:
             return
         self._check_sources(src, num_bytes)
         src, dst, num_bytes = cut_long(src, dst, num_bytes, MAX_DESCRIPTOR_BYTES)
-        turn = self._turn(session)
-        with turn:
+        with self._turn(session):
+            with self._lock:
+                name = self._names.setdefault(session, session)
             for first in range(0, src.size, MAX_BATCH_DESCRIPTORS):
                 if stop is not None and (reason := stop()):
                     raise TransferError(f"stopped after {num_bytes[:first].sum()} bytes: {reason}")
                 part = slice(first, first + MAX_BATCH_DESCRIPTORS)
                 code = self._mooncake.batch_transfer_sync_write(
-                    session, src[part].tolist(), dst[part].tolist(), num_bytes[part].tolist()
+                    name, src[part].tolist(), dst[part].tolist(), num_bytes[part].tolist()
                 )
                 if code != 0:
                     raise TransferError(
@@ -173,6 +175,19 @@ class TransferEngine:
                         "not registered the destination",
                         may_still_land=True,
                     )
+
+    def renew(self, session: str) -> None:
+        """Another process than before is behind ``session``: the next write asks where its memory is.
+
+        Mooncake keeps for good what it once learnt of a name, and over TCP goes on to write to the port that
+        the first process had. A zero in front of the port is another name for the same address. Over RDMA,
+        where names are part of the handshake, it asks again itself when a write fails.
+        """
+        with self._lock:
+            name = self._names.get(session)
+            if name is not None and self.transport.protocol == "tcp":
+                host, _, port = name.rpartition(":")
+                self._names[session] = f"{host}:0{port}"
 
     def is_reachable(self, session: str) -> bool:
         """Whether a peer answers at ``session`` now."""

@@ -4,7 +4,7 @@
 through router, prefill node and decode node; the passes differ in the flag, in how many requests share a
 batch, and in whether the prefix cache is warm. Invariant I5.
 
-The default run has 24 prompts a model, each in every mode in a batch, with a cold and with a warm cache, and
+The default run has 18 prompts a model, each in every mode in a batch, with a cold and with a warm cache, and
 in one mode alone, in short contexts, because most of the oracle's time is in the longest prompts. The full
 product of modes, batches and caches over 40 prompts, in longer contexts, is marked slow.
 """
@@ -26,7 +26,7 @@ from model.oracle import Oracle
 from tests.integration.harness import Deployment, deployment
 
 NUM_NEW_TOKENS = 48
-SAMPLE = [pytest.param(("v32", 2048, 24), id="v32"), pytest.param(("glm", 2048, 24), id="glm")]
+SAMPLE = [pytest.param(("v32", 2048, 18), id="v32"), pytest.param(("glm", 2048, 18), id="glm")]
 """Model, context length and number of prompts of the default run; seven chunks fill the context."""
 FULL = [pytest.param(("v32", 8192, 40), id="v32"), pytest.param(("glm", 4096, 40), id="glm")]
 """The model's own context, and half of it."""

@@ -222,6 +222,7 @@ class PrefillDouble:
                     self.control.send(identity, self.refusal)
                     return
                 self.num_registrations += 1
+                self._transfer.renew(message.session)
                 self._registered[identity] = message
                 self.control.send(identity, Registered(PROTOCOL_VERSION, self.instance_id, self.geometry))
             case Heartbeat(seq):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing, suppress
 
 import numpy as np
 import pytest
@@ -170,6 +171,61 @@ def test_a_peer_that_is_gone_fails_the_write_at_once(engine: TransferEngine, sou
         with pytest.raises(TransferError, match="the peer is gone"):
             engine.write(gone.session, [source.data_ptr()], [gone.base_addr], [64])
         assert not engine.is_reachable(gone.session)
+
+
+class Forwarder:
+    """A session whose process changes: a port that passes connections on to ``session``."""
+
+    def __init__(self, session: str) -> None:
+        self.behind = session
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.session = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # the listener was closed
+            while True:
+                client, _ = self._listener.accept()
+                host, port = self.behind.split(":")
+                server = socket.create_connection((host, int(port)))
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError), source:
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+
+def test_another_process_behind_a_session_is_written_to_once_it_is_renewed(
+    engine: TransferEngine, peer: Peer, source: torch.Tensor
+) -> None:
+    """Its memory and its data port are others than those of the process before it."""
+    with peer_process(1 << 20) as first, closing(Forwarder(first.session)) as forwarder:
+        engine.write(forwarder.session, [source.data_ptr()], [first.base_addr], [64])
+        assert first.read(0, 64) == source[:64].numpy().tobytes()
+        for second in (peer, first):
+            forwarder.behind = second.session
+            engine.renew(forwarder.session)
+            engine.write(forwarder.session, [source.data_ptr() + 9], [second.base_addr], [64])
+            assert second.read(0, 64) == source[9:73].numpy().tobytes()
+
+
+def test_a_session_that_was_never_written_to_can_be_renewed(
+    engine: TransferEngine, source: torch.Tensor
+) -> None:
+    with peer_process(1 << 20) as fresh:
+        engine.renew(fresh.session)
+        engine.write(fresh.session, [source.data_ptr()], [fresh.base_addr], [64])
+        assert fresh.read(0, 64) == source[:64].numpy().tobytes()
 
 
 def test_a_write_stops_between_its_parts(engine: TransferEngine, peer: Peer, source: torch.Tensor) -> None:
