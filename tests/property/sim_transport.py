@@ -67,6 +67,9 @@ class SimTransfer:
     def register(self, memory: torch.Tensor) -> int:
         return memory.data_ptr()
 
+    def renew(self, session: str) -> None:
+        pass
+
     def is_reachable(self, session: str) -> bool:
         raise AssertionError("asked in a thread, of which there are none here")
 

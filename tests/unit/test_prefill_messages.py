@@ -302,7 +302,7 @@ def test_a_room_that_the_decode_node_gave_up_is_not_this_nodes_failure(
     peer.register()
     room = next(_rooms)
     request_id = engine.generate(room, range(5, 25))
-    peer.heartbeat()
+    wait_for(lambda: len(engine.engine._life.rooms) == 1, "the request's own way to the engine")
     peer.client.send(AbortRoom(room, "no room in the pools"))
     peer.expect(RoomQuiet)
     failed = engine.expect(RequestFailed)
