@@ -12,7 +12,7 @@
 #   TORCH_PIP_ARGS=  further arguments of the `pip install` of torch, such as the index with its CPU build
 
 PYTHON ?= python3
-MODEL ?= model/retrieval
+MODEL ?= checkpoints/retrieval
 SERVE_ARGS ?=
 BENCH_ARGS ?=
 TEST_PROCESSES ?= 3
@@ -169,10 +169,10 @@ $(READY): pyproject.toml constraints.txt
 	    echo "Mooncake cannot be loaded; the line above says what it lacks" >&2; exit 1; }
 	@touch $@
 
-$(TINY_MODEL)/config.json: model/make_tiny.py | $(READY)
+$(TINY_MODEL)/config.json: checkpoints/make_tiny.py | $(READY)
 	@echo "writing the tiny model to $(TINY_MODEL)"
 	@rm -rf $(TINY_MODEL)
-	@$(BIN)/python -m model.make_tiny $(TINY_MODEL)
+	@$(BIN)/python -m checkpoints.make_tiny $(TINY_MODEL)
 	@touch $@
 
 # The one of the model's own top-k is written beside it.

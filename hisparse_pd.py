@@ -1,6 +1,6 @@
 """The command line: ``hisparse-pd prefill | decode | router | pair | doctor | keygen | bench serve``.
 
-Options are made from the fields of ``protocol.settings``, so the command line, a ``--config`` file and the
+Options are made from the fields of ``service.settings``, so the command line, a ``--config`` file and the
 code know the same names. The command line wins over the file. Services are imported only when they are run,
 so ``--help`` answers at once.
 """
@@ -19,10 +19,10 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from protocol.doctor_settings import DoctorSettings
-from protocol.ports import free_port
-from protocol.settings import DecodeSettings, Port, PrefillSettings, RouterSettings, Secs
-from protocol.settings_sources import (
+from doctor.settings import DoctorSettings
+from service.ports import free_port
+from service.settings import DecodeSettings, Port, PrefillSettings, RouterSettings, Secs
+from service.settings_sources import (
     SettingsError,
     check_known,
     did_you_mean,
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _keygen(namespace.path, for_api=namespace.api)
             case "doctor":
                 doctor_settings = load_settings(DoctorSettings, given, namespace.config)
-                from transfer.doctor import run as run_doctor
+                from doctor.command import run as run_doctor
 
                 return run_doctor(doctor_settings, as_json=namespace.json)
             case "pair":
@@ -298,8 +298,8 @@ def _unknown_options(unknown: Sequence[str], parser: argparse.ArgumentParser) ->
 def _run_pair(
     pair: PairSettings, prefill: PrefillSettings, decode: DecodeSettings, router: RouterSettings
 ) -> int:
-    from protocol.process import setup_logging
     from router.supervisor import Child, Supervisor
+    from service.process import setup_logging
 
     setup_logging(router.log_level, "pair")
     services: dict[str, PrefillSettings | DecodeSettings | RouterSettings] = {

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.accuracy_report import ORACLE, keep, plot, print_report, summary
+from bench.accuracy_report import ORACLE, Response, keep, plot, print_report, summary
 from bench.facts import OUT, run_facts
 from bench.pair import PairError, running_pair
 from bench.retrieval import LENGTHS, RETRIEVAL_MODEL, Retrieval, Task, judge, read_tasks, retrievals
-from model.training.evaluate import QUESTIONS
-from model.training.task import ANSWER_WIDTH
-from model.training.vocabulary import text_of
+from training.evaluate import QUESTIONS
+from training.task import ANSWER_WIDTH
+from training.vocabulary import text_of
 
 PROMPTS = (100, 100, 100, 60, 40)
 """Of each of ``LENGTHS``."""
@@ -70,24 +70,6 @@ PAIR_OPTIONS: dict[str, object] = {
 NUM_CLIENTS = 4
 BUFFER_FACTOR = 3
 """Hot buffer of the ordinary runs, in selections."""
-
-
-@dataclass(frozen=True)
-class Response:
-    """What one system answered to one task. ``secs``: the whole request's."""
-
-    system: str
-    length: int
-    right: tuple[bool, ...]
-    depths: tuple[float | None, ...]
-    text: str
-    tokens: tuple[int, ...] = ()
-    mode: str = ""
-    hits: int = 0
-    misses: int = 0
-    num_prompt_tokens: int = 0
-    secs: float = 0.0
-    error: str = ""
 
 
 def judged(system: str, task: Task, text: str, **more: Any) -> Response:
@@ -164,7 +146,7 @@ def ask_oracle(
     step: Callable[[str, int], Callable[[], None]],
 ) -> Iterator[Response]:
     """transformers' answers to all prompts, and to some of each length with selection by lot."""
-    from model import oracle
+    from checkpoints import oracle
 
     few = [
         prompt

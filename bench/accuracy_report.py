@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -15,11 +16,26 @@ from rich.table import Table
 from bench.facts import ROOT
 from bench.retrieval import NUM_DEPTHS
 
-if TYPE_CHECKING:
-    from bench.accuracy import Response
-
 ORACLE = "transformers"
 RESULTS = ROOT / "docs" / "results"
+
+
+@dataclass(frozen=True)
+class Response:
+    """What one system answered to one task. ``secs``: the whole request's."""
+
+    system: str
+    length: int
+    right: tuple[bool, ...]
+    depths: tuple[float | None, ...]
+    text: str
+    tokens: tuple[int, ...] = ()
+    mode: str = ""
+    hits: int = 0
+    misses: int = 0
+    num_prompt_tokens: int = 0
+    secs: float = 0.0
+    error: str = ""
 
 
 def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:

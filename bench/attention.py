@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.facts import OUT, run_facts, spread
 from bench.gpu_timing import graph_us
-from kernels.attention import BACKEND_NAMES, TRITON, AttentionBackend, AttentionBackendError, choose_backend
+from kernels.attention import BACKEND_NAMES, TRITON, AttentionBackend, AttentionBackendError
+from kernels.attention_backends import choose_backend
 from kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, KvFormat
 
 RANK, ROPE, TOP_K = 512, 64, 2048

@@ -43,9 +43,9 @@ from model.paged_kv import PagedKv, PagedRequest
 from model.spec import ModelSpec, load_spec
 from prefill_node.compute import PromptRunner
 from prefill_node.memory import PrefillMemory
-from protocol.engine_messages import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room
-from protocol.settings import DecodeSettings
+from service.settings import DecodeSettings
+from vocabulary import HisparseFlag, Mode, SamplingParams
 
 PAGE_SIZE = 64
 KINDS = {

@@ -1,6 +1,6 @@
 """The demo: a pair and a router on loopback, real requests, and a table of what happened.
 
-    python bench/demo.py --model-path model/retrieval
+    python bench/demo.py --model-path checkpoints/retrieval
 
 Each prompt is a document of notes with questions about some of them. Exits with status 1 when a request
 fails, is served in another mode than it should be, or answers without its hit and miss counts, when two modes

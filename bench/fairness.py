@@ -31,8 +31,8 @@ from rich.table import Table
 
 from bench.facts import OUT, run_facts, spread
 from bench.transfer import PAGE_SIZE, WAIT_SECS, Link, open_link
-from prefill_node.peers import Peer
 from prefill_node.push import Pusher, SourceRegions
+from prefill_node.registrations import Peer
 from prefill_node.rooms import RoomRecord, RoomState
 from protocol.messages import Bootstrap, Extent, RegionKind, Room
 from transfer.engine import quiet_mooncake_logs

@@ -28,26 +28,17 @@ from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from api.app import Front
+from api.text_codec import TextCodec
+from checkpoints.make_tiny import write_tokenizer
 from decode_node.server import create_decode_app
-from model.make_tiny import write_tokenizer
-from protocol.channels import EngineSocket
-from protocol.engine_link import EngineLink
-from protocol.engine_messages import (
-    EngineReady,
-    EngineStats,
-    FinishReason,
-    Generate,
-    GenerateGroup,
-    Mode,
-    RequestStats,
-    TokenLogprob,
-    Tokens,
-)
-from protocol.http_app import Front
-from protocol.listening import Listener
-from protocol.metrics import FrontMetrics
-from protocol.settings import DecodeSettings
-from protocol.text_codec import TextCodec
+from service.engine_link import EngineLink
+from service.engine_messages import EngineReady, EngineStats, Generate, GenerateGroup, RequestStats, Tokens
+from service.engine_sockets import EngineSocket
+from service.listening import Listener
+from service.metrics import FrontMetrics
+from service.settings import DecodeSettings
+from vocabulary import FinishReason, Mode, TokenLogprob
 
 CONTEXT = 163_840
 TOKENS_PER_MESSAGE = 16

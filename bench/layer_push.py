@@ -39,8 +39,8 @@ from bench.facts import OUT, ROOT, run_facts, spread
 from bench.layer_push_report import draw, print_report
 from bench.pair import Pair, running_pair
 from bench.transfer import PAGE_SIZE, WAIT_SECS, Link, Zone, make_zone, open_link, timed
-from prefill_node.peers import Peer
 from prefill_node.push import MIN_BATCH_BYTES, Pusher, SourceRegions
+from prefill_node.registrations import Peer
 from prefill_node.rooms import RoomRecord, RoomState
 from protocol.messages import Bootstrap, RegionKind, Room
 from transfer.engine import quiet_mooncake_logs

@@ -3,7 +3,7 @@
 Each number of threads loads the whole model twice: first with its files out of the page cache, then with as
 much of them in it as memory holds. A directory without a checkpoint gets a synthetic one of DeepSeek-V3.2's
 attention and width (16 layers of 16 experts: 14 GB); give another directory for a checkpoint of your own,
-in fp8 for one (``python -m model.quantize_fp8 DIR OUT``).
+in fp8 for one (``python -m checkpoints.quantize_fp8 DIR OUT``).
 
     python bench/load_time.py --model-path DIR [--device cuda] [--expert-devices cuda:1 ...] [--threads 1 8]
 
@@ -27,8 +27,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.facts import OUT, run_facts
+from checkpoints.make_synthetic import SyntheticShape, write_synthetic
 from model.loader import load_model
-from model.make_synthetic import SyntheticShape, write_synthetic
 from model.spec import load_spec, weight_files
 
 

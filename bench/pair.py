@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from bench.facts import ROOT
-from protocol.ports import free_port
+from service.ports import free_port
 
 STOP_TIMEOUT_SECS = 90.0
 METRICS_TIMEOUT_SECS = 5.0

@@ -1,7 +1,7 @@
 """Record what a model's indexer selects while it decodes, as a trace for ``bench/swap_in.py``.
 
     python bench/record_trace.py [--model-path .cache/tiny-v32] [--prompt-tokens 7900] [--steps 200]
-    python bench/record_trace.py --model-path model/retrieval --task
+    python bench/record_trace.py --model-path checkpoints/retrieval --task
 
 The model reads a long seeded text and goes on with it, on the CPU, with its own attention over its own top-k:
 with what it generates greedily, or (``--feed text``) with how the text itself goes on. ``--task`` makes the
@@ -32,8 +32,8 @@ from model.dsa import DsaModel
 from model.loader import load_model
 from model.paged_kv import PagedKv, PagedRequest
 from model.spec import ModelSpec, load_spec
-from model.training.task import ANSWER_WIDTH, Shape, TaskGenerator
-from model.training.vocabulary import text_of
+from training.task import ANSWER_WIDTH, Shape, TaskGenerator
+from training.vocabulary import text_of
 
 TINY_MODEL = ROOT / ".cache" / "tiny-v32"
 PAGE_SIZE = 64
@@ -62,7 +62,7 @@ def main() -> None:
     arguments = parser.parse_args()
     path: Path = arguments.model_path
     if path == TINY_MODEL and not (path / "config.json").exists():
-        from model.make_tiny import write_checkpoint
+        from checkpoints.make_tiny import write_checkpoint
 
         write_checkpoint(path, "v32")
     spec = load_spec(path)

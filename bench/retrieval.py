@@ -1,6 +1,6 @@
 """Retrieval tasks: long prompts with known right answers, how an answer is judged, and files of such tasks.
 
-The built-in tasks are the held-out documents of ``model.training.task``: keys, numbers and pairings that no
+The built-in tasks are the held-out documents of ``training.task``: keys, numbers and pairings that no
 training saw. A file has one JSON object a line, for tasks of any other benchmark:
 
     {"messages": [{"role": "user", "content": "..."}], "length": 4096,
@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from bench.facts import ROOT
-from model.training.evaluate import held_out
-from model.training.vocabulary import text_of
+from training.evaluate import held_out
+from training.vocabulary import text_of
 
 RETRIEVAL_MODEL = ROOT / "model" / "retrieval"
 LENGTHS = (512, 1024, 2048, 4096, 8000)

@@ -22,8 +22,9 @@ from decode_node.pools import PoolKind
 from decode_node.request import Request
 from kernels.hot_state import ABSENT
 from kernels.indexer import gather_pages, index_topk
+from kernels.miss_plan import MissPlan
 from kernels.paged_indexer import paged_index_topk
-from kernels.swap_in import MissPlan, backup_newest, newest_slots, plan_misses, replay_misses, swap_in
+from kernels.swap_in import backup_newest, newest_slots, plan_misses, replay_misses, swap_in
 from model.attention_kernels import AttentionKernels
 
 

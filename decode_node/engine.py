@@ -15,14 +15,15 @@ from typing import assert_never
 
 import torch
 
+from api.sampling_defaults import SamplingDefaults
 from decode_node.hot_buffers import HotBuffers
-from decode_node.lifecycle import Lifecycle
+from decode_node.live_requests import Landing, Rooms
 from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
 from decode_node.metrics import Metrics
-from decode_node.peers import Peers
 from decode_node.pools import Pools, SlotCounts
+from decode_node.prefill_peers import Peers
 from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.rooms import Landing, Rooms
+from decode_node.request_life import Lifecycle
 from decode_node.runner import Launched, make_runner
 from decode_node.scheduler import StepPlan, plan_step
 from decode_node.sizing import DecodeSettingsError, check_swap_in, make_limits, size_device_pool
@@ -40,10 +41,11 @@ from kernels.row_math import fix_products
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.loader import load_model
-from model.spec import CheckpointError, ModelSpec, spec_of
+from model.spec import ModelSpec, spec_of
 from protocol.access import PeerList
-from protocol.channels import EngineSocket, Poller, load_control_keys
-from protocol.engine_messages import (
+from protocol.channels import load_control_keys
+from protocol.polling import Poller
+from service.engine_messages import (
     Abort,
     EngineLoading,
     EngineReady,
@@ -52,12 +54,13 @@ from protocol.engine_messages import (
     ReleaseQuarantine,
     Shutdown,
 )
-from protocol.process import die_with_parent, parent_is_alive, setup_logging, start_errors
-from protocol.sampling_defaults import SamplingDefaults
-from protocol.settings import DecodeSettings
+from service.engine_sockets import EngineSocket
+from service.process import die_with_parent, parent_is_alive, setup_logging, start_errors
+from service.settings import DecodeSettings
 from transfer.engine import TransferEngine, TransferSetupError, quiet_mooncake_logs
 from transfer.listeners import guarded_listeners
 from transfer.transport import Transport, choose_transport
+from vocabulary import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +96,7 @@ def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
             check_devices((settings.device, *settings.expert_devices))
             use_device(settings.device)
             spec = spec_of(settings)
-            AttentionKernels.check(spec, settings)
+            AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
             check_swap_in(settings, spec)
             transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
             model = load_model(

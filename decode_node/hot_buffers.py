@@ -17,9 +17,10 @@ from decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from decode_node.pools import PoolKind
 from decode_node.request import Request
 from kernels.hot_state import ABSENT, HotBufferState
-from kernels.swap_in import MissPlan, start_dense_row, start_row
+from kernels.miss_plan import MissPlan
+from kernels.swap_in import start_dense_row, start_row
 from model.spec import ModelSpec
-from protocol.engine_messages import Mode
+from vocabulary import Mode
 
 
 class HotBuffers:

@@ -31,8 +31,8 @@ from decode_node.pools import SlotCounts
 from kernels.host_memory import HostMemoryError, HostPool, Pinning, allocate_host
 from model.spec import ModelSpec
 from protocol.messages import Extent, Region, RegionKind, Room
+from service.free_memory import memory_fault
 from transfer.aux_record import AuxLayout, AuxRecord
-from transfer.doctor_checks import Status, check_memory
 from transfer.engine import TransferEngine
 from transfer.extents import extents_to_slots, slice_extents
 from transfer.machine import Machine
@@ -131,12 +131,9 @@ class DecodeMemory:
 
 def check_host_memory(num_bytes: int, machine: Machine | None = None) -> None:
     """Raise HostMemoryError unless ``num_bytes`` of main memory are free, in machine and container."""
-    check = check_memory(num_bytes, machine or Machine())
-    if check.status is Status.FAIL:
-        raise HostMemoryError(
-            f"the pools in main memory need {num_bytes} bytes, more than are free: {check.found}; "
-            f"{check.remedy}"
-        )
+    fault = memory_fault(num_bytes, machine or Machine())
+    if fault is not None:
+        raise HostMemoryError(f"the pools in main memory need {num_bytes} bytes, more than are free: {fault}")
 
 
 def num_host_bytes(spec: ModelSpec, totals: SlotCounts, page_size: int, device: torch.device) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from decode_node.live_requests import Rooms
 from decode_node.pools import PoolKind, Pools, Stage
 from decode_node.request import RequestState
-from decode_node.rooms import Rooms
-from protocol.engine_messages import EngineStats, HisparseFlag, Mode
 from protocol.messages import DROP_REASONS
+from service.engine_messages import EngineStats
+from vocabulary import HisparseFlag, Mode
 
 _TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX)
 

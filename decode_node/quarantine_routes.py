@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from protocol.engine_link import EngineLink
-from protocol.engine_messages import QuarantinedRun
-from protocol.http_app import json_response
-from protocol.http_errors import ApiError
+from api.app import json_response
+from service.engine_link import EngineLink
+from service.engine_messages import QuarantinedRun
+from service.http_errors import ApiError
 
 
 def quarantine_routes(link: EngineLink) -> list[Route]:

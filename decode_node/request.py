@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode_node.pools import Holding, PoolKind, SlotCounts
-from protocol.engine_messages import HisparseFlag, Mode, RequestStats, SamplingParams, TokenLogprob
 from protocol.messages import Room
+from service.engine_messages import RequestStats
+from vocabulary import HisparseFlag, Mode, SamplingParams, TokenLogprob
 
 
 class RequestState(StrEnum):

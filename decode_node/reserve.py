@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from decode_node.pools import SlotCounts, round_up
 from decode_node.request import Request
-from protocol.engine_messages import Mode
+from vocabulary import Mode
 
 _ANY = 1 << 60
 """More slots than there are."""

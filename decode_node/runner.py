@@ -25,12 +25,12 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.request import Request
 from kernels.hot_state import HotBufferError
 from kernels.kv_format import FP8_E4M3
-from kernels.swap_in import MissPlan
+from kernels.miss_plan import MissPlan
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.sampling import Sampled, enqueue_sample, sample
-from protocol.engine_messages import Mode, SamplingParams, TokenLogprob
-from protocol.settings import DecodeSettings
+from service.settings import DecodeSettings
+from vocabulary import Mode, SamplingParams, TokenLogprob
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from typing import assert_never
 from decode_node.pools import SlotCounts, round_up
 from decode_node.request import Request
 from decode_node.reserve import Claim, Place, Reserve, claim_of
-from protocol.engine_messages import HisparseFlag, Mode
+from vocabulary import HisparseFlag, Mode
 
 MAX_LOOKED_AT = 256
 """Of the queue, in one step: only stuck slots let a request be passed over."""

@@ -11,16 +11,16 @@ from typing import assert_never
 from msgspec import Raw
 from starlette.applications import Starlette
 
-from decode_node.answers import dialect_of
-from decode_node.output import Delta, SampleOutput
+from api.answers import dialect_of
+from api.app import SSE_DONE, Answer, Front, Work, create_app
+from api.node import run_front
+from api.output import Delta, SampleOutput
+from api.requests import grouped
 from decode_node.quarantine_routes import quarantine_routes
-from protocol.engine_link import SampleGroup
-from protocol.engine_messages import PrefillFinished, RequestFailed, Tokens
-from protocol.front import run_front
-from protocol.http_app import SSE_DONE, Answer, Front, Work, create_app
-from protocol.http_errors import RequestFailedError
-from protocol.requests import grouped
-from protocol.settings import DecodeSettings
+from service.engine_link import SampleGroup
+from service.engine_messages import PrefillFinished, RequestFailed, Tokens
+from service.http_errors import RequestFailedError
+from service.settings import DecodeSettings
 
 log = logging.getLogger(__name__)
 

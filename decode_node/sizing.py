@@ -12,7 +12,7 @@ from decode_node.scheduler import Limits
 from kernels.device_memory import DeviceMemory, PoolDemand
 from kernels.gpu_sizes import check_swap_in_sizes
 from model.spec import ModelSpec
-from protocol.settings import DecodeSettings
+from service.settings import DecodeSettings
 
 AUX_SLOTS_PER_ROW = 4
 """More than one, because a quarantined room keeps its aux slot and frees its req_row: so often may a prefill

@@ -12,9 +12,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels.fp8 import FP8_MAX
+
 BLOCK: Final = 128
 DTYPE: Final = torch.float8_e4m3fn
-_LARGEST: Final = 448.0
 
 
 def scales_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -45,6 +46,6 @@ def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
     padded = matrix.new_zeros((down * BLOCK, across * BLOCK), dtype=torch.float32)
     padded[:rows, :columns] = matrix
     blocks = padded.view(down, BLOCK, across, BLOCK)
-    scales = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / _LARGEST
+    scales = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / FP8_MAX
     values = (blocks / scales[:, None, :, None]).view_as(padded)[:rows, :columns]
     return values.to(DTYPE), scales

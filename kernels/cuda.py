@@ -33,8 +33,8 @@ from kernels.cuda_launch import (
     translation_unit,
 )
 from kernels.hot_state import HotBufferState
+from kernels.miss_plan import MissPlan
 from kernels.reference import Pools, WarmUp
-from kernels.swap_in import MissPlan
 
 MAIN_SOURCE = "swap_in.cu"
 

@@ -1,102 +1,15 @@
 """Routed experts: every token goes through its top-k of many small gated MLPs, whose results are added up.
 
-``Routing`` sorts the pairs of a token and an expert, so that an expert's rows stand together and are one
-product of matrices. ``run_experts`` computes them for the experts that one device holds: by Triton on a GPU,
-in torch on a CPU.
+``run_experts`` computes them for the experts that one device holds: by Triton on a GPU, in torch on a CPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
-
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels.block_fp8 import dequantize
+from kernels.expert_routing import ExpertMatrices, Routing
 from kernels.row_math import silu
-
-TILE_ROWS: Final = (16, 32, 64)
-
-
-@dataclass(frozen=True)
-class ExpertMatrices:
-    """One or more matrices of the same shape of each of consecutive experts.
-
-    ``values``: [num_experts, num_matrices, rows, columns], in the model's dtype, or in fp8 with ``scales`` of
-    its blocks, float32 [num_experts, num_matrices, blocks down, blocks across] (``kernels.block_fp8``).
-    """
-
-    values: Tensor
-    scales: Tensor | None
-
-    def of(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """[num_matrices, rows, columns]"""
-        if self.scales is None:
-            return self.values[expert].to(dtype)
-        return dequantize(self.values[expert], self.scales[expert], dtype)
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Who computes what of one layer, the same for all devices. A row is a token and one of its experts.
-
-    A tile is up to ``tile_rows`` rows of one expert, what one program of a kernel takes.
-    """
-
-    order: Tensor
-    """int32 [num_rows]: the rows, ``token * top_k + choice``, sorted by expert."""
-    starts: Tensor
-    """int32 [num_experts + 1]: where an expert's rows begin in ``order``."""
-    tile_starts: Tensor
-    """int32 [num_experts + 1]: an expert's first tile."""
-    tile_experts: Tensor
-    """int32 [most tiles that there can be]: a tile's expert."""
-    weights: Tensor
-    """float32 [num_rows], by row: what its result is multiplied by."""
-    top_k: int
-    tile_rows: int
-
-    @classmethod
-    def plan(cls, expert_ids: Tensor, weights: Tensor, num_experts: int) -> Routing:
-        """For ``expert_ids``, int [num_tokens, top_k], and their ``weights``. Never waits for a device."""
-        num_tokens, top_k = expert_ids.shape
-        num_rows = num_tokens * top_k
-        # Most experts in one tile, so that their weights are read once; no larger, since it is padded.
-        enough = [rows for rows in TILE_ROWS if rows * num_experts >= 2 * num_rows]
-        tile_rows = min(enough, default=TILE_ROWS[-1])
-        sorted_ids, order = torch.sort(expert_ids.flatten(), stable=True)
-        device = expert_ids.device
-        starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device), out_int32=True)
-        num_tiles = (starts.diff() + (tile_rows - 1)) // tile_rows
-        tile_starts = torch.nn.functional.pad(num_tiles.cumsum(0, dtype=torch.int32), (1, 0))
-        tiles = torch.arange(most_tiles(num_rows, num_experts, tile_rows), device=device, dtype=torch.int32)
-        tile_experts = torch.searchsorted(tile_starts[1:], tiles, right=True, out_int32=True)
-        return cls(
-            order.to(torch.int32),
-            starts,
-            tile_starts,
-            tile_experts,
-            weights.float().flatten(),
-            top_k,
-            tile_rows,
-        )
-
-    def to(self, device: torch.device) -> Routing:
-        """The same on ``device``: itself, or in two copies."""
-        if device == self.order.device:
-            return self
-        integers = (self.order, self.starts, self.tile_starts, self.tile_experts)
-        moved = torch.cat(integers).to(device, non_blocking=True)
-        order, starts, tile_starts, tile_experts = torch.split(moved, [len(part) for part in integers])
-        weights = self.weights.to(device, non_blocking=True)
-        return Routing(order, starts, tile_starts, tile_experts, weights, self.top_k, self.tile_rows)
-
-
-def most_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
-    """That ``num_rows`` rows of up to ``num_experts`` experts can make."""
-    return num_rows // tile_rows + min(num_experts, num_rows)
 
 
 def run_experts(

@@ -16,18 +16,15 @@ import torch
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError, check_at_least, check_tensor
+from kernels.fp8 import FP8_CAPABILITY, FP8_MAX
 
 FLOAT32: Final = "float32"
 BFLOAT16: Final = "bfloat16"
 FP8_E4M3: Final = "fp8_e4m3"
-FP8_CAPABILITY: Final = (8, 9)
-"""The first architecture of GPUs that converts fp8_e4m3."""
 FORMAT_NAMES: Final = (FLOAT32, BFLOAT16, FP8_E4M3)
 
 SCALE_TILE: Final = 128
 """Elements of a latent that share one scale in an fp8 item; the last tile may be shorter."""
-FP8_MAX: Final = 448.0
-"""The largest number of fp8_e4m3."""
 
 _PLAIN_DTYPES: Final = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -200,12 +197,10 @@ def _store_fp8(layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised:
 def _store_kernel(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, int, int], None] | None:
     """What does all of ``_store_fp8`` in one launch, where triton is installed and the GPU knows fp8."""
     try:
-        from kernels import triton_kv_format
+        from kernels.triton_kv_format import store
     except ImportError:
         return None
-    if torch.cuda.get_device_capability(device) < triton_kv_format.CAPABILITY:
-        return None
-    return triton_kv_format.store
+    return store if torch.cuda.get_device_capability(device) >= FP8_CAPABILITY else None
 
 
 def _quantise(values: Tensor, tile: int) -> tuple[Tensor, Tensor]:

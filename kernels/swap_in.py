@@ -21,7 +21,6 @@ All run on the current stream of their device and do not synchronise; on the CPU
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -32,42 +31,13 @@ from torch import Tensor
 from kernels import reference
 from kernels.checks import KernelArgumentError, check_at_least, check_pool, check_range, check_tensor
 from kernels.hot_state import HotBufferState
+from kernels.miss_plan import MissPlan
 
 INTEGERS = (torch.int32, torch.int64)
 
 
 class KernelUnavailableError(RuntimeError):
     """No implementation for the device."""
-
-
-@dataclass(frozen=True)
-class MissPlan:
-    """The copies of one swap-in, recorded by a group's first layer and replayed by its shared layers.
-
-    A missing position that got an entry is there once, however often it was selected; one that got none is
-    not there. The order is not specified.
-    """
-
-    src_host_slots: Tensor
-    """int64 [max_misses]"""
-    dst_device_slots: Tensor
-    """int64 [max_misses]"""
-    num_misses: Tensor
-    """int32 [1]; entries from this index on are undefined."""
-
-    @classmethod
-    def create(cls, max_reqs: int, top_k: int, device: torch.device | str = "cpu") -> MissPlan:
-        """Room for the misses of ``max_reqs`` requests that select ``top_k`` positions each."""
-        max_misses = max_reqs * top_k
-        return cls(
-            src_host_slots=torch.zeros(max_misses, dtype=torch.int64, device=device),
-            dst_device_slots=torch.zeros(max_misses, dtype=torch.int64, device=device),
-            num_misses=torch.zeros(1, dtype=torch.int32, device=device),
-        )
-
-    @property
-    def max_misses(self) -> int:
-        return self.src_host_slots.shape[0]
 
 
 def swap_in(

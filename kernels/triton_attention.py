@@ -22,7 +22,8 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.attention import TRITON, check_attend
 from kernels.cuda_launch import num_multiprocessors
-from kernels.kv_format import FLOAT32, FP8_CAPABILITY, FP8_E4M3, SCALE_TILE, KvFormat
+from kernels.fp8 import FP8_CAPABILITY
+from kernels.kv_format import FLOAT32, FP8_E4M3, SCALE_TILE, KvFormat
 
 LOG2_E: Final = 1.4426950408889634
 SMALLEST_DOT: Final = 16

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from kernels.block_fp8 import BLOCK
-from kernels.experts import TILE_ROWS, ExpertMatrices, Routing, most_tiles
+from kernels.expert_routing import TILE_ROWS, ExpertMatrices, Routing, most_tiles
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.kv_format import FP8_MAX
-
-CAPABILITY = (8, 9)
-"""The first architecture that converts to fp8_e4m3."""
+from kernels.fp8 import FP8_MAX
 
 
 def store(layer_pool: Tensor, slots: Tensor, values: Tensor, num_quantised: int, tile: int) -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.attention import AttentionBackend, TorchAttention, attention_beside, choose_backend
+from kernels.attention import AttentionBackend, TorchAttention
+from kernels.attention_backends import attention_beside, choose_backend
 from kernels.gpu_sizes import check_indexer_sizes
 from kernels.kv_format import IndexKeyFormat, KvFormat
 from kernels.paged_indexer import IndexerScratch
 from model.dsa import DsaModel
 from model.spec import ModelSpec
-from protocol.settings import NodeSettings
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +33,11 @@ class AttentionKernels:
         return cls(spec.item_format, spec.index_key_format, TorchAttention(spec.item_format))
 
     @staticmethod
-    def check(spec: ModelSpec, settings: NodeSettings) -> None:
+    def check(spec: ModelSpec, device: torch.device, backend: str) -> None:
         """Raise what ``choose`` and the first steps would, before the model is loaded: AttentionBackendError,
         and KernelSizeError for a size that a kernel of the device cannot take.
         """
-        device = torch.device(settings.device)
-        _choose_attention(spec, device, settings.attention_backend)
+        _choose_attention(spec, device, backend)
         if device.type == "cuda":
             check_indexer_sizes(
                 num_heads=spec.index_num_heads,

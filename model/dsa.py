@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kernels.rope import rotate
 from kernels.row_math import matmul_heads, silu
-from model.router import ExpertRouter
-from model.spec import CheckpointError, ModelSpec
+from model.expert_router import ExpertRouter
+from model.spec import ModelSpec
+from vocabulary import CheckpointError
 
 
 class KvAccess(Protocol):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import scales_shape
-from kernels.experts import ExpertMatrices, Routing, run_experts
+from kernels.expert_routing import ExpertMatrices, Routing
+from kernels.experts import run_experts
 
 
 class ExpertShard:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import scales_shape
-from kernels.experts import ExpertMatrices
-from kernels.kv_format import FP8_CAPABILITY
+from kernels.expert_routing import ExpertMatrices
+from kernels.fp8 import FP8_CAPABILITY
 from model.dsa import DsaModel
 from model.experts import DeviceQueue, ExpertShard, RoutedExperts, split_evenly
-from model.spec import CheckpointError, ModelSpec, weight_files
+from model.spec import ModelSpec, weight_files
 from model.weight_reader import (
     NUM_THREADS,
     Placement,
@@ -31,6 +31,7 @@ from model.weight_reader import (
     WeightFiles,
     read_weights,
 )
+from vocabulary import CheckpointError
 
 log = logging.getLogger(__name__)
 

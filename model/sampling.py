@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.selection import ranked_topk
-from protocol.engine_messages import FinishReason, SamplingParams, TokenLogprob
+from vocabulary import FinishReason, SamplingParams, TokenLogprob
 
 _DRAW_BITS = 53
 

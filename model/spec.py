@@ -7,14 +7,14 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from kernels.block_fp8 import BLOCK
 from kernels.kv_format import FORMAT_NAMES, IndexKeyFormat, KvFormat
 from protocol.messages import Geometry
-from protocol.settings import NodeSettings
+from vocabulary import CheckpointError
 
 SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 
@@ -22,10 +22,6 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 
 _SAMPLE_BYTES = 64 << 10
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version")
-
-
-class CheckpointError(ValueError):
-    """The checkpoint directory cannot be used; the message names the file or key and what is expected."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,24 @@ class ModelSpec:
         )
 
 
-def spec_of(settings: NodeSettings) -> ModelSpec:
+class ModelOptions(Protocol):
+    """What a node's settings say about its model."""
+
+    @property
+    def model_path(self) -> Path: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def kv_cache_dtype(self) -> str: ...
+    @property
+    def indexer_cache_dtype(self) -> str: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+
+
+def spec_of(settings: ModelOptions) -> ModelSpec:
     """What a node of these settings serves. Raises CheckpointError."""
     return load_spec(
         settings.model_path,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.block_fp8 import BLOCK, dequantize
-from model.spec import CheckpointError
+from vocabulary import CheckpointError
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from model.sampling import sample
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord
 from prefill_node.scheduler import Chunk
-from protocol.engine_messages import SamplingParams, TokenLogprob
 from protocol.messages import Room
 from transfer.sender import Ready
+from vocabulary import SamplingParams, TokenLogprob
 
 _SCRATCH_BYTES = 512 << 20
 """Logits of the indexer on a GPU that a forward holds at a time at most."""

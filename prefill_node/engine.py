@@ -19,6 +19,7 @@ from typing import assert_never
 import msgspec
 import torch
 
+from api.sampling_defaults import SamplingDefaults
 from kernels.attention import AttentionBackendError
 from kernels.device_memory import (
     DeviceMemory,
@@ -33,32 +34,20 @@ from kernels.row_math import fix_products
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.loader import load_model
-from model.spec import CheckpointError, ModelSpec, spec_of
+from model.spec import ModelSpec, spec_of
 from prefill_node.compute import PromptRunner
 from prefill_node.kv_pool import PagePool
-from prefill_node.lifecycle import MAX_ERROR_CHARS, Lifecycle, RequestLimits
 from prefill_node.memory import PrefillMemory, num_host_bytes
-from prefill_node.peers import Peer, PeerTable
 from prefill_node.prefix_cache import PrefixCache
 from prefill_node.probes import Probes
 from prefill_node.push import Pusher
+from prefill_node.registrations import Peer, PeerTable
+from prefill_node.room_life import MAX_ERROR_CHARS, Lifecycle, RequestLimits
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk, StepLimits, plan_step
 from prefill_node.sizing import PrefillSettingsError, size_kv_pool
-from protocol import process
 from protocol.access import PeerList
-from protocol.channels import ControlServer, EngineSocket, Poller, Wakeup, load_control_keys
-from protocol.engine_messages import (
-    Abort,
-    EngineLoading,
-    EngineReady,
-    EngineStats,
-    FlushCache,
-    GenerateGroup,
-    ReleaseQuarantine,
-    Shutdown,
-    ToEngine,
-)
+from protocol.channels import ControlServer, load_control_keys
 from protocol.messages import (
     DROP_REASONS,
     PROTOCOL_VERSION,
@@ -72,12 +61,26 @@ from protocol.messages import (
     ToDecode,
     ToPrefill,
 )
-from protocol.sampling_defaults import SamplingDefaults
-from protocol.settings import PrefillSettings
+from protocol.polling import Poller, Wakeup
+from service import process
+from service.engine_messages import (
+    Abort,
+    EngineLoading,
+    EngineReady,
+    EngineStats,
+    FlushCache,
+    GenerateGroup,
+    ReleaseQuarantine,
+    Shutdown,
+    ToEngine,
+)
+from service.engine_sockets import EngineSocket
+from service.settings import PrefillSettings
 from transfer.engine import TransferEngine, TransferSetupError, quiet_mooncake_logs
 from transfer.listeners import guarded_listeners
 from transfer.sender import Sender
 from transfer.transport import Transport, choose_transport
+from vocabulary import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +124,7 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
             check_devices((settings.device, *settings.expert_devices))
             use_device(settings.device)
             spec = spec_of(settings)
-            AttentionKernels.check(spec, settings)
+            AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
             transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
             model = load_model(
                 settings.model_path,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from model.spec import ModelSpec
 from prefill_node.push import SourceRegions
-from protocol.engine_messages import TokenLogprob
 from transfer.aux_record import AuxLayout
 from transfer.plan import RegionView
+from vocabulary import TokenLogprob
 
 log = logging.getLogger(__name__)
 

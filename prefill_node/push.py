@@ -26,7 +26,7 @@ from typing import Protocol
 
 import numpy as np
 
-from prefill_node.peers import Peer, kv_region_of
+from prefill_node.registrations import Peer, kv_region_of
 from prefill_node.rooms import RoomRecord
 from protocol.messages import Bootstrap, RegionKind, Room
 from transfer.extents import expand_pages, extents_to_slots, slice_extents

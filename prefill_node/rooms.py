@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from prefill_node.kv_pool import PageId
-from prefill_node.peers import Peer
 from prefill_node.prefix_cache import Lease, PageKey
-from protocol.engine_messages import Generate
+from prefill_node.registrations import Peer
 from protocol.messages import Bootstrap, Room, RoomDone
+from service.engine_messages import Generate
 
 MAX_ENDED_ROOMS = 65_536
 """Ended rooms that are remembered, to answer what comes late. The oldest are forgotten first."""

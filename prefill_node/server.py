@@ -16,16 +16,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from api.app import SSE_DONE, Answer, Front, Work, create_app, json_response, sse
+from api.node import run_front
+from api.requests import grouped
+from api.schemas import ApiRequest, Endpoint
 from protocol.access import PeerList
-from protocol.bootstrap import BOOTSTRAP_PATH, CODE_HEADER, NONCE_HEADER, BootstrapGate, BootstrapInfo
-from protocol.engine_messages import EngineReady, PrefillFinished, RequestFailed, Tokens
-from protocol.front import run_front
-from protocol.http_app import SSE_DONE, Answer, Front, Work, create_app, json_response, sse
-from protocol.http_errors import ApiError, NodeUnavailable, RequestFailedError
-from protocol.http_schemas import ApiRequest, Endpoint
+from protocol.bootstrap import (
+    BOOTSTRAP_PATH,
+    CODE_HEADER,
+    NONCE_HEADER,
+    BootstrapGate,
+    BootstrapInfo,
+    BootstrapRefused,
+)
 from protocol.messages import PROTOCOL_VERSION, Geometry
-from protocol.requests import grouped
-from protocol.settings import PrefillSettings
+from service.engine_messages import EngineReady, PrefillFinished, RequestFailed, Tokens
+from service.http_errors import ApiError, NodeUnavailable, RequestFailedError
+from service.settings import PrefillSettings
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +87,10 @@ def create_bootstrap_app(settings: PrefillSettings, front: Front) -> Starlette:
             return response
         except NodeUnavailable as error:
             return json_response(error.to_dict(), error.status)
-        except ApiError as error:
+        except BootstrapRefused as error:
             front.metrics.bootstrap_refusals.labels(error.code).inc()
             log.warning("refused a bootstrap request from %s: %s", address, error)
-            return json_response(error.to_dict(), error.status)
+            return json_response(ApiError(error.status, str(error), code=error.code).to_dict(), error.status)
 
     return Starlette(routes=[Route(BOOTSTRAP_PATH, bootstrap, methods=["GET"])])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernels.device_memory import DeviceMemory, PoolDemand
 from model.spec import ModelSpec
-from protocol.settings import PrefillSettings
+from service.settings import PrefillSettings
 
 BASE_RESERVE_BYTES = 1 << 30
 """For activations: workspaces of libraries, weights that are unpacked."""

@@ -1,8 +1,8 @@
 """Which addresses may reach this node.
 
 Pure functions over addresses. The control socket (``zap.py``), the bootstrap endpoint and look-up
-(``bootstrap.py``), the registration (``prefill_node/peers.py``) and the KV ports (``transfer/listeners.py``)
-ask the same ``PeerList``.
+(``bootstrap.py``), the registration (``prefill_node/registrations.py``) and the KV ports
+(``transfer/listeners.py``) ask the same ``PeerList``.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from msgspec import Meta
 from protocol.access import MAX_HOST_CHARS, PeerList, is_host
 from protocol.channels import ControlKeys
 from protocol.decoding import TypedDecoder
-from protocol.http_errors import ApiError
 from protocol.messages import PROTOCOL_VERSION, Geometry, Name
 from protocol.names import resolve
 from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
@@ -70,6 +69,15 @@ _info_decoder: TypedDecoder[BootstrapInfo] = TypedDecoder.json(BootstrapInfo)
 _error_decoder: TypedDecoder[Any] = TypedDecoder.json(Any)
 
 
+class BootstrapRefused(Exception):
+    """A caller that is not answered, with the HTTP ``status`` and the ``code`` that say why."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
 class BootstrapLookupError(Exception):
     """The bootstrap endpoint could not be used.
 
@@ -97,18 +105,18 @@ class BootstrapGate:
     allowed: PeerList
 
     def check(self, address: str, nonce: str, code: str) -> None:
-        """Raises ApiError 403 for a caller's address and 401 for a caller without the key."""
+        """Raises BootstrapRefused: 403 for a caller's address 401 for a caller without the key."""
         why = self.allowed.why_refused(address)
         if why is not None:
-            raise ApiError(403, f"the caller's {why} of this prefill node", code=FOREIGN_ADDRESS)
+            raise BootstrapRefused(403, f"the caller's {why} of this prefill node", FOREIGN_ADDRESS)
         if self.keys is None:
             return
         if not self.keys.has_signed(code, _ASKING, nonce.encode()):
-            raise ApiError(
+            raise BootstrapRefused(
                 401,
                 "this prefill node answers holders of its control key only; set the same control_key_file "
                 "on both nodes",
-                code=FOREIGN_KEY,
+                FOREIGN_KEY,
             )
 
     def proof(self, nonce: str, body: bytes) -> dict[str, str]:

@@ -1,7 +1,6 @@
-"""ZMQ sockets: the control channel between nodes and the ipc channel inside a node.
+"""The control channel between nodes: ZMQ sockets with typed messages.
 
-Only this module, ``zap.py`` and ``doctor_channel.py`` import zmq. Sockets belong to the thread that made
-them. Nothing here blocks but ``Poller.wait`` and ``FrontSocket.receive``, and the first has a timeout.
+Sockets belong to the thread that made them. Nothing here blocks.
 
 Control traffic is encrypted and authenticated with CURVE when the cluster has a key: all nodes share one
 key pair, and a server admits only clients that prove to hold it. A server with a list of allowed peers admits
@@ -14,8 +13,7 @@ import hashlib
 import hmac
 import logging
 import re
-import socket
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,14 +21,13 @@ from typing import Generic, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
-from protocol import engine_messages, messages
+from protocol import messages
 from protocol.access import KeyFileError, PeerList
 from protocol.decoding import TypedDecoder
-from protocol.engine_messages import EngineStats, FromEngine, GenerateGroup, ToEngine
 from protocol.messages import ToDecode, ToPrefill
 from protocol.names import is_address
+from protocol.polling import SEND_HWM, burst
 from protocol.zap import DOMAIN, ZapHandler
 
 log = logging.getLogger(__name__)
@@ -38,15 +35,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _Z85_KEY = re.compile(rb"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_SEND_HWM = 10_000
-_BURST_MESSAGES = 256
-_BURST_BYTES = messages.MAX_MESSAGE_BYTES
-"""What a channel takes in between two turns of its owner's loop, in messages and in bytes; the rest waits.
-
-One message more than the bytes may come. 256 samples take an engine 2 ms, 4 MiB of extents 10.
-"""
-_IPC_HWM = 64
-"""Messages that ZMQ keeps a direction and a side; a prompt of a million tokens has 4 MB."""
 _FAREWELL_MILLISECS = 1_000
 """The last answers, which say that the node is shutting down, may still leave."""
 
@@ -132,24 +120,10 @@ class _Inbox(Generic[T]):
         return None
 
 
-def _burst(sock: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    """The frames of the messages that have arrived, without waiting, a bounded number of them."""
-    num_bytes = 0
-    for _ in range(_BURST_MESSAGES):
-        try:
-            frames = sock.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        yield frames
-        num_bytes += sum(map(len, frames))
-        if num_bytes > _BURST_BYTES:
-            return
-
-
 def _limit(sock: zmq.Socket[bytes]) -> None:
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
-    sock.setsockopt(zmq.SNDHWM, _SEND_HWM)
+    sock.setsockopt(zmq.SNDHWM, SEND_HWM)
 
 
 class ControlServer:
@@ -188,7 +162,7 @@ class ControlServer:
 
     def receive(self) -> Iterator[tuple[bytes, ToPrefill]]:
         """What has arrived, without waiting, at most a burst: ``(peer identity, message)``."""
-        for frames in _burst(self.socket):
+        for frames in burst(self.socket):
             if len(frames) != 2:
                 self.dropped["malformed"] += 1
                 continue
@@ -248,7 +222,7 @@ class ControlClient:
 
     def receive(self) -> Iterator[ToDecode]:
         """What has arrived, without waiting, at most a burst."""
-        for frames in _burst(self.socket):
+        for frames in burst(self.socket):
             if len(frames) != 1:
                 self.dropped["malformed"] += 1
                 continue
@@ -270,123 +244,3 @@ class ControlClient:
 
     def close(self) -> None:
         self.socket.close()
-
-
-class EngineSocket:
-    """The engine's end of the ipc channel to its front.
-
-    What the front is too slow to take waits in ``backlog``, in order: no more than the requests in flight
-    may still bring forth, for the engine's statistics do not wait, newer ones follow.
-    """
-
-    def __init__(self, ipc_path: str) -> None:
-        self.backlog: deque[bytes] = deque()
-        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self.socket.setsockopt(zmq.LINGER, 2000)  # the last answers still leave at shutdown
-        self.socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
-        self.socket.setsockopt(zmq.RCVHWM, _IPC_HWM)
-        self.socket.connect(f"ipc://{ipc_path}")
-
-    def receive(self) -> Iterator[ToEngine]:
-        """What has arrived, without waiting, at most a burst; a group counts with each of its samples."""
-        self._flush()
-        num_samples = 0
-        for (frame,) in _burst(self.socket):
-            message = engine_messages.to_engine_decoder.decode(frame)
-            yield message
-            num_samples += len(message.samples) if isinstance(message, GenerateGroup) else 1
-            if num_samples >= _BURST_MESSAGES:
-                return
-
-    def send(self, message: FromEngine) -> None:
-        """Never waits. Statistics for which there is no room are dropped."""
-        self._flush()
-        if not (self.backlog and isinstance(message, EngineStats)):
-            self.backlog.append(engine_messages.encoder.encode(message))
-            self._flush()
-
-    def close(self) -> None:
-        self._flush()
-        self.socket.close()
-
-    def _flush(self) -> None:
-        try:
-            while self.backlog:
-                self.socket.send(self.backlog[0], zmq.NOBLOCK)
-                self.backlog.popleft()
-        except zmq.Again:
-            return
-
-
-class FrontSocket:
-    """The front's end of the ipc channel to its engine, for asyncio."""
-
-    def __init__(self, ipc_path: str) -> None:
-        self.socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, _IPC_HWM)
-        self.socket.setsockopt(zmq.RCVHWM, _SEND_HWM)
-        self.socket.bind(f"ipc://{ipc_path}")
-
-    async def receive(self) -> FromEngine:
-        return engine_messages.from_engine_decoder.decode(await self.socket.recv())
-
-    async def send(self, message: ToEngine) -> None:
-        await self.socket.send(engine_messages.encoder.encode(message))
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-class Wakeup:
-    """A file descriptor that another thread can make readable, to end a ``Poller.wait`` early."""
-
-    def __init__(self) -> None:
-        self._receiver, self._sender = socket.socketpair()
-        self._receiver.setblocking(False)
-        self._sender.setblocking(False)
-
-    def fileno(self) -> int:
-        return self._receiver.fileno()
-
-    def set(self) -> None:
-        """From any thread. A full pipe is fine: the waiter is awake already. Closed: nobody waits any more.
-
-        A thread that is left behind at a shutdown calls it when its write or look-up comes back.
-        """
-        try:
-            self._sender.send(b"\0")
-        except OSError:
-            return
-
-    def clear(self) -> None:
-        try:
-            while self._receiver.recv(4096):
-                pass
-        except BlockingIOError:
-            return
-
-    def close(self) -> None:
-        self._receiver.close()
-        self._sender.close()
-
-
-class Poller:
-    """Waits for any of several channels. Register the channel objects above, or a Wakeup."""
-
-    def __init__(self) -> None:
-        self._poller = zmq.Poller()
-
-    def register(self, channel: ControlServer | ControlClient | EngineSocket | Wakeup) -> None:
-        self._poller.register(_pollable(channel), zmq.POLLIN)
-
-    def unregister(self, channel: ControlServer | ControlClient | EngineSocket | Wakeup) -> None:
-        self._poller.unregister(_pollable(channel))
-
-    def wait(self, timeout_secs: float) -> bool:
-        """True when something can be received."""
-        return bool(self._poller.poll(round(timeout_secs * 1000)))
-
-
-def _pollable(channel: ControlServer | ControlClient | EngineSocket | Wakeup) -> zmq.Socket[bytes] | int:
-    return channel.fileno() if isinstance(channel, Wakeup) else channel.socket

@@ -3,7 +3,7 @@
 Every message is a frozen, array-like ``msgspec.Struct`` in msgpack. Array-like means append-only: a
 field may be added at the end, with a default, and never moved or removed. A peer that does not send
 the new field still decodes (the default applies), a peer that does not know it ignores it. The
-golden bytes in ``tests/unit/test_messages.py`` pin the encoding.
+golden bytes in ``tests/unit/protocol/test_messages.py`` pin the encoding.
 
 Outcome of a message that does not fit:
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 import msgspec
 from msgspec import Raw
 
-from protocol.json_fields import first_chars, split_list
+from api.json_fields import first_chars, split_list
 from router.errors import RouterError
 
 MAX_PROMPTS = 4096

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from protocol.http_errors import ApiError
+from service.http_errors import ApiError
 
 
 class RouterError(ApiError):

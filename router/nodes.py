@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
 
-from protocol.settings import RouterPolicy, RouterSettings
 from router.errors import RouterError
 from router.prefixes import PrefixIndex, block_keys
+from service.settings import RouterPolicy, RouterSettings
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from typing import TypeVar
 
 import httpx
 
-from protocol.http_errors import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
 from router.body import Endpoint, RequestBody
 from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
 from router.local_faults import local_fault
 from router.nodes import Node, NodePool, Pair
+from vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
 
 log = logging.getLogger(__name__)
 

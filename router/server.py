@@ -22,14 +22,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from protocol import descriptors
+from api.keys import ApiKeys, RequireKey, load_api_keys
 from protocol.access import KeyFileError
-from protocol.api_keys import ApiKeys, RequireKey, load_api_keys
 from protocol.decoding import TypedDecoder
-from protocol.http_errors import ApiError
-from protocol.listening import HttpServer, Listener
-from protocol.process import setup_logging
-from protocol.settings import RouterSettings
 from router.body import Endpoint, RequestBody
 from router.connect import transport
 from router.drain import Drain, ShuttingDown
@@ -40,6 +35,11 @@ from router.metrics import CLIENT_GONE, RouterMetrics
 from router.nodes import NodeKind, NodePool, NodeUrlError
 from router.relay import Answer, Relay
 from router.status import StatusBoard
+from service import descriptors
+from service.http_errors import ApiError
+from service.listening import HttpServer, Listener
+from service.process import setup_logging
+from service.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 

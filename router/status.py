@@ -21,10 +21,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protocol.metrics import PREFIX
 from router.drain import Drain
 from router.metrics import RouterMetrics
 from router.nodes import Node, NodeKind, NodePool
+from service.metrics import PREFIX
 
 MAX_AGE_SECS = 1.0
 """How old an answer may be, so that many viewers cost one round."""

@@ -16,7 +16,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The directory of the tiny checkpoint of a variant ("v32" or "glm"), written once a session."""
-    from model.make_tiny import write_checkpoint
+    from checkpoints.make_tiny import write_checkpoint
 
     return _written_once(tmp_path_factory, "tiny", write_checkpoint)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from kernels.hot_state import HotBufferState
-from kernels.swap_in import MissPlan, backup_newest, newest_slots, replay_misses, swap_in
+from kernels.miss_plan import MissPlan
+from kernels.swap_in import backup_newest, newest_slots, replay_misses, swap_in
 from tests.gpu.pools import POISON
 from tests.gpu.support import DEVICE, check_step, on_host
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from kernels.hot_state import ABSENT, HotBufferState
+from kernels.miss_plan import MissPlan
 from kernels.reference import newest_slots as expected_newest_slots
 from kernels.swap_in import (
-    MissPlan,
     backup_newest,
     newest_slots,
     plan_misses,

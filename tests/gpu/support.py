@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.hot_state import ABSENT, HotBufferState
+from kernels.miss_plan import MissPlan
 from kernels.reference import resolve as expected_resolve
-from kernels.swap_in import MissPlan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -14,9 +14,8 @@ from kernels.attention import (
     AttentionBackend,
     AttentionBackendError,
     TorchAttention,
-    attention_beside,
-    choose_backend,
 )
+from kernels.attention_backends import attention_beside, choose_backend
 from kernels.kv_format import BFLOAT16, FLOAT32, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 

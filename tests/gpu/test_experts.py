@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import quantize
-from kernels.experts import ExpertMatrices, Routing, run_experts
+from kernels.expert_routing import ExpertMatrices, Routing
+from kernels.experts import run_experts
 from model.experts import DeviceQueue, ExpertShard, RoutedExperts, split_evenly
 from tests.gpu.support import DEVICE, needs_gpu
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from model.sampling import enqueue_sample, sample
-from protocol.engine_messages import SamplingParams
 from tests.gpu.support import no_waiting
+from vocabulary import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

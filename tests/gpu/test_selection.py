@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.selection import ranked_topk
-from model.router import _topk
+from model.expert_router import _topk
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = needs_gpu

@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
-from protocol.ports import free_port
 from router.supervisor import Health, Patience, probe
+from service.ports import free_port
 
 START_TIMEOUT_SECS = 90.0
 """Without progress of a node that loads."""

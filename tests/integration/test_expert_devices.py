@@ -10,7 +10,7 @@ import httpx
 import pytest
 import torch
 
-from model.oracle import Oracle
+from checkpoints.oracle import Oracle
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.integration.harness import DEVICE, Deployment, deployment
 

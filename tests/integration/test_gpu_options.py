@@ -10,7 +10,7 @@ import httpx
 import pytest
 import torch
 
-from model.oracle import Oracle
+from checkpoints.oracle import Oracle
 from tests.integration.harness import DEVICE, deployment
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="HISPARSE_PD_TEST_DEVICE names no GPU")

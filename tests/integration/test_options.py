@@ -11,8 +11,9 @@ import pytest
 
 from protocol import bootstrap
 from protocol.bootstrap import BootstrapLookupError
-from protocol.channels import ControlClient, ControlKeys, Poller
+from protocol.channels import ControlClient, ControlKeys
 from protocol.messages import Heartbeat
+from protocol.polling import Poller
 from tests.integration.harness import decode_service, deployment, prefill_service
 
 PROMPT = "Bytes are compared, not believed. " * 12

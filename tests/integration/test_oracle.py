@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
-from model.oracle import Oracle
+from checkpoints.oracle import Oracle
 from tests.integration.harness import Deployment, deployment
 
 NUM_NEW_TOKENS = 48

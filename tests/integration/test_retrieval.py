@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.accuracy import NUM_CLIENTS, Response, ask_pair
+from bench.accuracy import NUM_CLIENTS, ask_pair
+from bench.accuracy_report import Response
 from bench.facts import ROOT
 from bench.retrieval import RETRIEVAL_MODEL, Retrieval, retrievals
 from tests.integration.harness import Deployment, deployment

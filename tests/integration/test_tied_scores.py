@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.oracle import Oracle
+from checkpoints.oracle import Oracle
 from tests.integration.harness import deployment
 
 NUM_NEW_TOKENS = 24

@@ -24,13 +24,13 @@ from decode_node.pools import PoolKind, Stage
 from decode_node.request import PeerAddress
 from prefill_node.engine import PrefillEngine
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
-from protocol.engine_messages import (
+from protocol.messages import PROTOCOL_VERSION, RegionKind, Room
+from service.engine_messages import (
     Generate,
     GenerateGroup,
     pack_token_ids,
 )
-from protocol.messages import PROTOCOL_VERSION, RegionKind, Room
-from protocol.settings import DecodeSettings, PrefillSettings
+from service.settings import DecodeSettings, PrefillSettings
 from tests.property.sim_network import Lookups, Network, SimClient, SimServer
 from tests.property.sim_nodes import (
     PAGE_SIZE,
@@ -154,7 +154,7 @@ class World:
             return self._look_up(PeerAddress(host, port))
 
         replaced: dict[str, dict[str, Any]] = {
-            "decode_node.peers": {
+            "decode_node.prefill_peers": {
                 "ControlClient": lambda endpoint, keys: SimClient(self.network, endpoint),
                 "ThreadPoolExecutor": lambda *_, **__: self._lookups,
                 "Wakeup": NoWakeup,

@@ -25,20 +25,20 @@ from prefill_node.compute import FirstToken, LayerWritten
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord
 from prefill_node.scheduler import Chunk
-from protocol.engine_messages import (
+from protocol.messages import Room
+from service.engine_messages import (
     EngineReady,
     EngineStats,
     FromEngine,
-    Mode,
     PrefillFinished,
     RequestFailed,
     ToEngine,
     Tokens,
 )
-from protocol.messages import Room
 from tests.property.sim_transport import SafetyViolation
-from tests.unit.model_specs import make_spec
+from tests.unit.model.model_specs import make_spec
 from transfer.extents import expand_pages, extents_to_slots
+from vocabulary import Mode
 
 PAGE_SIZE = 4
 TAG_BYTES = 16

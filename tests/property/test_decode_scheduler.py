@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from decode_node.live_requests import Landing, Rooms
 from decode_node.pools import Holding, PoolKind, Pools, SlotCounts
 from decode_node.quarantine import Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.reserve import Claim, Reserve
-from decode_node.rooms import Landing, Rooms
 from decode_node.scheduler import Limits, plan_step, refusal
-from protocol.engine_messages import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Extent, Room
 from transfer.extents import extents_to_slots
+from vocabulary import HisparseFlag, Mode, SamplingParams
 
 PAGE_SIZE = 4
 QUARANTINE_SECS = 10.0

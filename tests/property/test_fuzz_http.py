@@ -15,16 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
-from protocol import engine_messages
-from protocol.api_keys import ApiKeys, RequireKey
-from protocol.engine_messages import unpack_token_ids
-from protocol.http_errors import ApiError
-from protocol.http_schemas import MAX_ROOM, Endpoint, parse_request
-from protocol.requests import Limits, grouped, plan_samples
-from protocol.text_codec import TextCodec
+from api.keys import ApiKeys, RequireKey
+from api.requests import Limits, grouped, plan_samples
+from api.schemas import MAX_ROOM, Endpoint, parse_request
+from api.text_codec import TextCodec
 from router import body as router_body
 from router.body import RequestBody
 from router.errors import NodeRefused, RouterError
+from service import engine_messages
+from service.engine_messages import unpack_token_ids
+from service.http_errors import ApiError
 from tests.property.fuzzing import (
     BATCH,
     batch,
@@ -36,7 +36,7 @@ from tests.property.fuzzing import (
     peak_bytes,
     seeds,
 )
-from tests.unit.tiny_tokenizer import make_tokenizer
+from tests.unit.api.tiny_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 CODEC = TextCodec(TOKENIZER, len(TOKENIZER))

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 import hisparse_pd
+from api.keys import MIN_KEY_CHARS, ApiKeys
 from protocol.access import KeyFileError, PeerList, is_host
-from protocol.api_keys import MIN_KEY_CHARS, ApiKeys
 from protocol.channels import ControlKeys
-from protocol.settings import DecodeSettings, PrefillSettings, RouterSettings
-from protocol.settings_sources import SettingsError, load_settings, to_options
+from service.settings import DecodeSettings, PrefillSettings, RouterSettings
+from service.settings_sources import SettingsError, load_settings, to_options
 from tests.property.fuzzing import BATCH, batch, damage, fuzz, fuzz_batches, outcome, seeds
 
 T = TypeVar("T")

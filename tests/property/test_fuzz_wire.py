@@ -13,34 +13,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from prefill_node.peers import PeerTable, why_not_landing
-from protocol import bootstrap, engine_messages, messages
+from prefill_node.registrations import PeerTable, why_not_landing
+from protocol import bootstrap, messages
 from protocol.access import PeerList
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from protocol.decoding import TypedDecoder
-from protocol.engine_messages import (
+from protocol.messages import Bootstrap, Extent, Region, RegionKind, Register
+from service import engine_messages
+from service.engine_messages import (
     Abort,
     EngineLoading,
     EngineReady,
     EngineStats,
-    FinishReason,
     FlushCache,
     Generate,
     GenerateGroup,
-    HisparseFlag,
-    Mode,
     PrefillFinished,
     QuarantinedRun,
     ReleaseQuarantine,
     RequestFailed,
     RequestStats,
-    SamplingParams,
     Shutdown,
-    TokenLogprob,
     Tokens,
     pack_token_ids,
 )
-from protocol.messages import Bootstrap, Extent, Region, RegionKind, Register
 from tests.property.fuzzing import (
     BATCH,
     HUGE_LENGTHS,
@@ -54,8 +50,9 @@ from tests.property.fuzzing import (
     peak_bytes,
     seeds,
 )
-from tests.unit.test_messages import BOOTSTRAP, GEOMETRY, TO_DECODE, TO_PREFILL
+from tests.unit.protocol.test_messages import BOOTSTRAP, GEOMETRY, TO_DECODE, TO_PREFILL
 from transfer.aux_record import AuxLayout, AuxMismatch
+from vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
 
 _SAMPLING = SamplingParams(8, temperature=0.5, seed=-1, stop_token_ids=(1, 2), num_logprobs=2)
 _STATS = RequestStats(Mode.HISPARSE, 1, 2, 3, 4, 5, 0.5, 6)

@@ -17,15 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from kernels.hot_state import HotBufferError, HotBufferState
-from kernels.swap_in import (
-    MissPlan,
-    backup_newest,
-    newest_slots,
-    replay_misses,
-    start_dense_row,
-    start_row,
-    swap_in,
-)
+from kernels.miss_plan import MissPlan
+from kernels.swap_in import backup_newest, newest_slots, replay_misses, start_dense_row, start_row, swap_in
 
 GROUP_LAYERS = ((0, 1), (2,))
 NUM_LAYERS = 3

@@ -19,21 +19,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefill_node.kv_pool import PagePool, PageState
-from prefill_node.lifecycle import Lifecycle, RequestLimits
-from prefill_node.peers import Peer
 from prefill_node.prefix_cache import PrefixCache, PrefixMatch
 from prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
+from prefill_node.registrations import Peer
+from prefill_node.room_life import Lifecycle, RequestLimits
 from prefill_node.rooms import RoomState
 from prefill_node.scheduler import MAX_LOOKED_AT, Running, StepLimits, Waiting, plan_step, why_never
-from protocol.engine_messages import (
-    FromEngine,
-    Generate,
-    GenerateGroup,
-    PrefillFinished,
-    RequestFailed,
-    SamplingParams,
-    pack_token_ids,
-)
 from protocol.messages import (
     AbortRoom,
     Bootstrap,
@@ -45,9 +36,18 @@ from protocol.messages import (
     RoomQuiet,
     ToDecode,
 )
+from service.engine_messages import (
+    FromEngine,
+    Generate,
+    GenerateGroup,
+    PrefillFinished,
+    RequestFailed,
+    pack_token_ids,
+)
 from transfer.extents import expand_pages
 from transfer.plan import Descriptors, RegionView, join_descriptors
 from transfer.sender import Completion, WriteBatch
+from vocabulary import SamplingParams
 
 PAGE_SIZE = 4
 ITEM_BYTES = 8

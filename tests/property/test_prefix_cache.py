@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from prefill_node.kv_pool import IntegrityError, PageId, PagePool
 from prefill_node.prefix_cache import Lease, PageKey, PrefixCache, PrefixMatch, page_keys
-from protocol.engine_messages import pack_token_ids, unpack_token_ids
+from service.engine_messages import pack_token_ids, unpack_token_ids
 
 PAGE_SIZE = 2
 NUM_PAGES = 24

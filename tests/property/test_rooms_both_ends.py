@@ -21,12 +21,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from protocol.engine_messages import Abort, Generate, GenerateGroup, HisparseFlag, SamplingParams
 from protocol.messages import Room, RoomDone, to_decode_decoder
+from service.engine_messages import Abort, Generate, GenerateGroup
 from tests.property.both_ends import LATE_SECS, QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
 from tests.property.sim_network import SimClient
 from tests.property.sim_nodes import FIRST_TOKEN, NEXT_TOKEN, SimFront
 from tests.property.sim_transport import WriteFate
+from vocabulary import HisparseFlag, SamplingParams
 
 _ASKED = os.environ.get("ROOM_EXAMPLES")
 NUM_PREFILL = 2

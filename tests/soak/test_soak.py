@@ -32,7 +32,7 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.ports import free_port
+from service.ports import free_port
 from tests.faults.transport import FaultRates
 from tests.integration.harness import (
     Deployment,

@@ -17,12 +17,12 @@ import httpx
 import pytest
 
 import hisparse_pd
+from doctor.settings import DoctorSettings
 from protocol.channels import ControlKeys
-from protocol.doctor_settings import DoctorSettings
-from protocol.ports import free_port
-from protocol.settings import DecodeSettings, PrefillSettings, RouterSettings
 from router import supervisor
 from router.supervisor import Child, Health, Supervisor, probe
+from service.ports import free_port
+from service.settings import DecodeSettings, PrefillSettings, RouterSettings
 
 REPO = Path(__file__).resolve().parents[2]
 SERVICE = """

@@ -1,0 +1,440 @@
+"""Answers in the three dialects: OpenAI completions, OpenAI chat, SGLang's native ``/generate``.
+
+A dialect shows finished samples as one body (``keep`` with each engine message, ``choice`` with each sample's
+last one, then ``whole``) or each engine message as events (``pieces``, then ``last_pieces``). It only
+formats: what happened stands in ``SampleOutput``. A call encodes what one engine message brought, and copies
+the bytes of what came before at most: the logprobs of a long answer would hold the event loop up.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, assert_never
+
+import msgspec
+from msgspec import Raw
+
+from api.app import Work, sse
+from api.chat_format import THINK
+from api.chat_message import MessageParser, Parts
+from api.detokenizer import TokenBytes
+from api.output import Delta, Finish, SampleOutput
+from api.prompts import ChatPrompt
+from api.schemas import Endpoint, StreamedUsage
+from api.text_codec import TextCodec
+from api.tool_markup import MARKUPS, Markup
+from api.tool_schemas import ToolSchemas
+from service.engine_messages import unpack_token_ids
+from vocabulary import FinishReason, TokenLogprob
+
+_MIN_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON has not."""
+
+_THINK_TOKENS = 16
+"""Of the end of a prompt: enough for THINK a byte a token, and white space behind it."""
+
+Json = dict[str, object]
+
+
+class Dialect(Protocol):
+    """How one endpoint shows the samples of one request."""
+
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        """Take in one delta of a sample that is to be shown whole."""
+
+    def choice(self, output: SampleOutput) -> Raw:
+        """A finished sample in the body of a non-streaming answer."""
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
+        """That body."""
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        """The events for one delta; none when it shows nothing new."""
+
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        """The events after the last delta of all samples, short of ``[DONE]``."""
+
+
+def dialect_of(work: Work, model_name: str, codec: TextCodec) -> Dialect:
+    match work.request.endpoint:
+        case Endpoint.COMPLETIONS:
+            return Completions(work, model_name, codec.token_bytes)
+        case Endpoint.CHAT:
+            markup = None if codec.tool_markup is None else MARKUPS[codec.tool_markup]
+            return Chat(work, model_name, codec.token_bytes, markup)
+        case Endpoint.GENERATE:
+            return Generate(work, codec.token_bytes)
+
+
+class _Kept:
+    """Logprobs of the samples so far, as lists of JSON by name: encoded once, and smaller than objects."""
+
+    def __init__(self) -> None:
+        self._pieces: defaultdict[int, defaultdict[str, list[bytes]]] = defaultdict(lambda: defaultdict(list))
+        """By sample and name, without brackets."""
+
+    def extend(self, output: SampleOutput, lists: Mapping[str, Sequence[object]]) -> None:
+        pieces = self._pieces[output.index]
+        for name, values in lists.items():
+            pieces[name] += [msgspec.json.encode(values)[1:-1]] if values else []
+
+    def show(self, output: SampleOutput) -> dict[str, object]:
+        pieces = self._pieces[output.index]
+        for name in pieces:
+            pieces[name] = [b",".join(pieces[name])] if pieces[name] else []
+        return {name: Raw(b"[" + b"".join(joined) + b"]") for name, joined in pieces.items()}
+
+
+# --- OpenAI --------------------------------------------------------------------------------------------
+
+
+class _OpenAi(ABC):
+    """What completions and chat share: the envelope, usage and the order of chunks."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes) -> None:
+        self._usage = work.request.usage
+        self._token_bytes = token_bytes
+        self._model_name = model_name
+        self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._kept = _Kept()
+
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        if output.sample.options.num_logprobs is not None:
+            self._kept.extend(output, self._logprobs(output, delta))
+
+    def choice(self, output: SampleOutput) -> Raw:
+        shows_logprobs = output.sample.options.num_logprobs is not None
+        logprobs = self._shown_logprobs(self._kept.show(output)) if shows_logprobs else None
+        return Raw(msgspec.json.encode(self._choice(output, logprobs)))
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
+        return self._envelope(self.whole_object, choices) | {"usage": usage(outputs)}
+
+    @abstractmethod
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        """As of ``Dialect``."""
+
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        if self._usage is not StreamedUsage.NONE:
+            yield sse(self._envelope(self.chunk_object, []) | {"usage": usage(outputs)})
+
+    def _chunk(self, output: SampleOutput, choice: Json) -> bytes:
+        envelope = self._envelope(self.chunk_object, [choice])
+        match self._usage:
+            case StreamedUsage.NONE:
+                return sse(envelope)
+            case StreamedUsage.LAST:
+                return sse(envelope | {"usage": None})
+            case StreamedUsage.EVERY:
+                return sse(envelope | {"usage": usage([output])})
+            case _:
+                assert_never(self._usage)
+
+    def _new_logprobs(self, output: SampleOutput, delta: Delta) -> Json | None:
+        if output.sample.options.num_logprobs is None:
+            return None
+        return self._shown_logprobs(self._logprobs(output, delta))
+
+    def _envelope(self, kind: str, choices: Sequence[Json | Raw]) -> Json:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model_name,
+            "choices": choices,
+        }
+
+    @abstractmethod
+    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
+        """A finished sample in a whole answer."""
+
+    @abstractmethod
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
+        """Of the tokens of a delta, by field: lists that those of the next one go on."""
+
+    def _shown_logprobs(self, lists: Mapping[str, object]) -> Json:
+        return dict(lists)
+
+
+class Completions(_OpenAi):
+    """``/v1/completions``."""
+
+    id_prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes) -> None:
+        super().__init__(work, model_name, token_bytes)
+        self._num_chars: Counter[int] = Counter()
+        """Of the tokens shown so far, by sample: with logprobs each of them is shown once, in order."""
+
+    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
+        return self._show(output, output.text, logprobs, output.finish)
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        if delta.text or delta.finish or _has_new_logprobs(output, delta):
+            choice = self._show(output, delta.text, self._new_logprobs(output, delta), delta.finish)
+            yield self._chunk(output, choice)
+
+    def _show(self, output: SampleOutput, text: str, logprobs: Json | None, finish: Finish | None) -> Json:
+        return {
+            "index": output.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish and finish.reason,
+            "matched_stop": finish and finish.matched,
+        }
+
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
+        tokens = [self._token_bytes.text(entry.token_id) for entry in delta.logprobs]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._num_chars[output.index])
+            self._num_chars[output.index] += len(token)
+        return {
+            "tokens": [*tokens],
+            "token_logprobs": [_finite(entry.logprob) for entry in delta.logprobs],
+            "top_logprobs": [self._top(entry) for entry in delta.logprobs],
+            "text_offset": [*offsets],
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens and the sampled one."""
+        top = {self._token_bytes.text(token_id): _finite(logprob) for token_id, logprob in entry.top}
+        top.setdefault(self._token_bytes.text(entry.token_id), _finite(entry.logprob))
+        return top
+
+
+class Chat(_OpenAi):
+    """``/v1/chat/completions``."""
+
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
+        """``markup``: how the model writes tool calls; None where that is not known, and they stay text."""
+        super().__init__(work, model_name, token_bytes)
+        (prompt,) = work.request.prompts
+        assert isinstance(prompt, ChatPrompt)
+        last_tokens = unpack_token_ids(work.samples[0].prompt)[-_THINK_TOKENS:].tolist()
+        end_of_prompt = b"".join(map(token_bytes.of, last_tokens)).rstrip()
+        self._separates_reasoning = prompt.separate_reasoning
+        self._in_reasoning = end_of_prompt.endswith(THINK.encode())
+        tools = prompt.all_tools
+        self._markup = markup if tools else None
+        self._schemas = ToolSchemas(tools)
+        self._parsers: dict[int, MessageParser] = {}
+        """Of the samples that are streamed."""
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        parser = self._parsers.get(output.index)
+        if parser is None:
+            parser = self._parsers[output.index] = self._parser()
+        if delta.first_token == 0:
+            role: Json = {"role": "assistant", "content": ""}
+            yield self._chunk(
+                output, {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
+            )
+        parts = parser.feed(delta.text, is_last=delta.finish is not None)
+        if parts or delta.finish or _has_new_logprobs(output, delta):
+            choice: Json = {
+                "index": output.index,
+                "delta": _shown_parts(parts),
+                "logprobs": self._new_logprobs(output, delta),
+                "finish_reason": delta.finish and _finish_reason(delta.finish, parser),
+                "matched_stop": delta.finish and delta.finish.matched,
+            }
+            yield self._chunk(output, choice)
+
+    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
+        parser = self._parser()
+        parts = parser.feed(output.text, is_last=True)
+        content = None if parts.calls and not parts.content else parts.content
+        return {
+            "index": output.index,
+            "message": {"role": "assistant"} | _shown_parts(parts) | {"content": content, "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": output.finish and _finish_reason(output.finish, parser),
+            "matched_stop": output.finish and output.finish.matched,
+        }
+
+    def _parser(self) -> MessageParser:
+        return MessageParser(
+            in_reasoning=self._in_reasoning,
+            separates_reasoning=self._separates_reasoning,
+            markup=self._markup,
+            schemas=self._schemas,
+        )
+
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
+        return {
+            "content": [
+                self._token(entry.token_id, entry.logprob)
+                | {"top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top]}
+                for entry in delta.logprobs
+            ]
+        }
+
+    def _shown_logprobs(self, lists: Mapping[str, object]) -> Json:
+        return {**lists, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        token = self._token_bytes.of(token_id)
+        return {
+            "token": token.decode(errors="replace"),
+            "logprob": _finite(logprob),
+            "bytes": list(token),
+        }
+
+
+def _shown_parts(parts: Parts) -> Json:
+    """Those fields of a message, or of a delta of one, that have something."""
+    shown: Json = {}
+    if parts.reasoning:
+        shown["reasoning_content"] = parts.reasoning
+    if parts.content:
+        shown["content"] = parts.content
+    if parts.calls:
+        shown["tool_calls"] = [
+            {
+                "index": call.index,  # by which clients join deltas; in a whole message it is one field more
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in parts.calls
+        ]
+    return shown
+
+
+def _finish_reason(finish: Finish, parser: MessageParser) -> str:
+    return "tool_calls" if parser.has_calls and finish.reason is FinishReason.STOP else finish.reason
+
+
+# --- SGLang --------------------------------------------------------------------------------------------
+
+
+class Generate:
+    """``/generate``. Streamed text, ids and logprobs are cumulative, as SGLang's are.
+
+    So an event that the next one repeats is left out: a stream's bytes grow with the square of its length.
+    """
+
+    def __init__(self, work: Work, token_bytes: TokenBytes) -> None:
+        self._work = work
+        self._token_bytes = token_bytes
+        self._is_list = work.request.is_batch or len(work.samples) > 1
+        self._kept = _Kept()
+
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        if (num_logprobs := output.sample.options.num_logprobs) is None:
+            return
+        lists = {
+            "output_token_logprobs": [
+                self._token(output, entry.token_id, entry.logprob) for entry in delta.logprobs
+            ]
+        }
+        if num_logprobs:
+            lists["output_top_logprobs"] = [
+                [self._token(output, token_id, logprob) for token_id, logprob in entry.top]
+                for entry in delta.logprobs
+            ]
+        self._kept.extend(output, lists)
+
+    def choice(self, output: SampleOutput) -> Raw:
+        return Raw(msgspec.json.encode(self._show(output)))
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
+        return choices if self._is_list else choices[0]
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        self.keep(output, delta)
+        if delta.finish or (delta.last_token > delta.first_token and not output.is_behind):
+            yield sse(self._show(output) | ({"index": output.index} if self._is_list else {}))
+
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        return iter(())
+
+    def _show(self, output: SampleOutput) -> Json:
+        meta: Json = {
+            "id": self._request_id(output),
+            "finish_reason": output.finish and self._finish_reason(output, output.finish),
+            "prompt_tokens": output.num_prompt_tokens,
+            "completion_tokens": len(output.token_ids),
+            "cached_tokens": output.stats.num_cached_tokens if output.stats else 0,
+            "e2e_latency": time.monotonic() - self._work.arrived_at,
+            "hisparse": hisparse_usage([output]),
+        }
+        if output.sample.options.num_logprobs is not None:
+            meta["input_token_logprobs"] = []
+            meta |= self._kept.show(output)
+        return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+
+    def _token(self, output: SampleOutput, token_id: int, logprob: float) -> list[object]:
+        text = self._token_bytes.text(token_id) if output.sample.options.text_in_logprobs else None
+        return [_finite(logprob), token_id, text]
+
+    def _request_id(self, output: SampleOutput) -> str:
+        given = self._work.request.request_ids
+        return given[output.sample.prompt_index] if given else output.sample.generate.request_id
+
+    @staticmethod
+    def _finish_reason(output: SampleOutput, finish: Finish) -> Json:
+        shown: Json = {"type": finish.reason}
+        if finish.reason == "length":
+            shown["length"] = len(output.token_ids)
+        if finish.matched is not None:
+            shown["matched"] = finish.matched
+        return shown
+
+
+# --- usage ---------------------------------------------------------------------------------------------
+
+
+def usage(outputs: Sequence[SampleOutput]) -> Json:
+    """OpenAI's usage object. A prompt counts once, however many samples it has."""
+    firsts = list({output.sample.prompt_index: output for output in reversed(outputs)}.values())
+    num_prompt_tokens = sum(output.num_prompt_tokens for output in firsts)
+    num_new_tokens = sum(len(output.token_ids) for output in outputs)
+    num_cached_tokens = sum(output.stats.num_cached_tokens for output in firsts if output.stats)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_new_tokens,
+        "total_tokens": num_prompt_tokens + num_new_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+        "hisparse": hisparse_usage(outputs),
+    }
+
+
+def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
+    """Mode, and hits and misses of all samples together; None before the engine has told.
+
+    Samples that were served in different modes have the mode "mixed", with ``modes`` for each of them.
+    """
+    stats = [output.stats for output in outputs if output.stats is not None]
+    if not stats:
+        return None
+    modes = [entry.mode for entry in stats]
+    shown: Json = {
+        "mode": modes[0] if len(set(modes)) == 1 else "mixed",
+        "hits": sum(entry.hits for entry in stats),
+        "misses": sum(entry.misses for entry in stats),
+    }
+    return shown if len(set(modes)) == 1 else shown | {"modes": modes}
+
+
+def _has_new_logprobs(output: SampleOutput, delta: Delta) -> bool:
+    return output.sample.options.num_logprobs is not None and delta.last_token > delta.first_token
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)

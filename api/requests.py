@@ -1,0 +1,181 @@
+"""From a parsed HTTP request to the engine's: token ids, and lengths that fit.
+
+The last of the front's checks. Nothing has been reserved anywhere when one of them fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from api.sampling_options import MAX_SAMPLES_PER_PROMPT, SampleOptions
+from api.schemas import ApiRequest
+from api.text_codec import TextCodec
+from service.engine_messages import EngineReady, Generate, GenerateGroup, num_packed_tokens
+from service.http_errors import ApiError
+from vocabulary import HisparseFlag
+
+_SAMPLES_BETWEEN_YIELDS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine can hold, in tokens. ``holds_output`` is false for a prefill node: prompts only.
+
+    ``default_max_tokens``: of an answer for which nobody names a number; 0: all that there is room for.
+    ``max_request_tokens``: of a whole HTTP request; 0: as many as any one prompt with all its samples has.
+    """
+
+    context_length: int
+    max_total_tokens_hisparse: int
+    max_total_tokens_dense: int
+    holds_output: bool
+    default_max_tokens: int = 0
+    max_request_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls, ready: EngineReady, *, holds_output: bool, default_max_tokens: int, max_request_tokens: int = 0
+    ) -> Limits:
+        return cls(
+            ready.context_length,
+            ready.max_total_tokens_hisparse,
+            ready.max_total_tokens_dense,
+            holds_output,
+            default_max_tokens,
+            max_request_tokens,
+        )
+
+    @property
+    def request_tokens(self) -> int:
+        """Prompt tokens times samples of one HTTP request at most: a prompt alone may always have all."""
+        return self.max_request_tokens or MAX_SAMPLES_PER_PROMPT * self.context_length
+
+    def pool_tokens(self, hisparse: HisparseFlag | None) -> int:
+        """Longest prompt plus output that the pools can ever hold for a request with this flag."""
+        match hisparse:
+            case HisparseFlag.TRUE:
+                return self.max_total_tokens_hisparse
+            case HisparseFlag.FALSE:
+                return self.max_total_tokens_dense
+            case HisparseFlag.AUTO | None:
+                return max(self.max_total_tokens_hisparse, self.max_total_tokens_dense)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One sample: what the engine gets, and what the front needs to show its output.
+
+    ``prompt``: its token ids as of ``pack_token_ids``; the samples of a prompt share it.
+    """
+
+    generate: Generate
+    prompt: bytes
+    prompt_index: int
+    options: SampleOptions
+
+
+async def plan_samples(request: ApiRequest, codec: TextCodec, limits: Limits) -> tuple[SampleRequest, ...]:
+    """The samples of ``request``, prompt-major. Raises ApiError 400 for a prompt that cannot be served."""
+    pool_tokens = limits.pool_tokens(request.hisparse)
+    most_tokens = min(limits.context_length, pool_tokens)
+    prefix = secrets.token_hex(8)
+    names = [
+        f"{request.prompt_field}[{index}]" if request.is_batch else request.prompt_field
+        for index in range(len(request.prompts))
+    ]
+    prompts = await codec.encode(request.prompts, names, most_tokens)
+    samples: list[SampleRequest] = []
+    num_request_tokens = 0
+    for prompt_index, (prompt, options) in enumerate(zip(prompts, request.options, strict=True)):
+        name, num_prompt_tokens = names[prompt_index], num_packed_tokens(prompt)
+        _check_stop_tokens(options.stop_token_ids, codec.vocab_size)
+        max_new_tokens = _max_new_tokens(name, num_prompt_tokens, options, limits, pool_tokens)
+        num_request_tokens += num_prompt_tokens * options.n
+        _check_request_tokens(request.prompt_field, num_request_tokens, limits)
+        for sample_index in range(options.n):
+            meeting = request.rendezvous[len(samples)]
+            generate = Generate(
+                request_id=f"{prefix}-{len(samples)}",
+                room=meeting.room,
+                num_prompt_tokens=num_prompt_tokens,
+                sampling=options.sampling_params(max_new_tokens, sample_index),
+                bootstrap_host=meeting.bootstrap_host,
+                bootstrap_port=meeting.bootstrap_port,
+                hisparse=request.hisparse,
+            )
+            samples.append(SampleRequest(generate, prompt, prompt_index, options))
+            if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:
+                await asyncio.sleep(0)
+    return tuple(samples)
+
+
+def grouped(samples: Sequence[SampleRequest], *, with_prompts: bool) -> list[GenerateGroup]:
+    """What the engine is sent: one message a prompt, which is in it only for an engine that computes it."""
+    return [
+        GenerateGroup(tuple(sample.generate for sample in group), group[0].prompt if with_prompts else b"")
+        for group in (list(of_one) for _, of_one in itertools.groupby(samples, lambda s: s.prompt_index))
+    ]
+
+
+def _check_request_tokens(field: str, num_tokens: int, limits: Limits) -> None:
+    if num_tokens > limits.request_tokens:
+        raise ApiError(
+            400,
+            f"{field}: prompt tokens times samples are at least {num_tokens}; one request may have "
+            f"{limits.request_tokens} (max_request_tokens): lower n or split it",
+            param=field,
+        )
+
+
+def _max_new_tokens(
+    name: str, num_prompt_tokens: int, options: SampleOptions, limits: Limits, pool_tokens: int
+) -> int:
+    """The asked number when it fits, else an error; without one, the default or what room there is.
+
+    The last new token takes no place: its KV is never computed.
+    """
+    asked = options.max_new_tokens
+    num_new_tokens = asked or 1
+    length = f"{name}: the prompt has {num_prompt_tokens} tokens"
+    if asked:
+        length += f" and {options.max_new_tokens_field} is {asked}: {num_prompt_tokens + asked} together"
+    else:
+        length += ", and at least one more is generated"
+    if num_prompt_tokens + num_new_tokens - 1 > limits.context_length:
+        raise _too_long(name, f"{length}; the context holds {limits.context_length}, and one token more")
+    num_held_tokens = num_prompt_tokens + (num_new_tokens - 1) * limits.holds_output
+    if num_held_tokens > pool_tokens:
+        raise _too_long(
+            name,
+            f"{length}; the pools of this node can hold {pool_tokens} of one request, and one token more",
+        )
+    room = limits.context_length + 1 - num_prompt_tokens
+    if limits.holds_output:
+        room = min(room, pool_tokens + 1 - num_prompt_tokens)
+    max_new_tokens = asked or min(options.default_new_tokens or limits.default_max_tokens or room, room)
+    if options.min_new_tokens > max_new_tokens:
+        field = options.min_new_tokens_field
+        raise ApiError(
+            400,
+            f"{field}: {options.min_new_tokens} is above {max_new_tokens}, all that this request can get",
+            param=field,
+        )
+    return max_new_tokens
+
+
+def _too_long(name: str, message: str) -> ApiError:
+    return ApiError(400, message, param=name, code="context_length_exceeded")
+
+
+def _check_stop_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise ApiError(
+                400,
+                f"stop_token_ids: {token_id} is no token id: the vocabulary has {vocab_size}",
+                param="stop_token_ids",
+            )

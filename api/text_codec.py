@@ -1,0 +1,203 @@
+"""The checkpoint's tokenizer and chat template: prompts to token ids, in a thread when they are long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from api.chat_format import ToolMarkup, tool_markup, writes_own_chat
+from api.deepseek_chat import encode_chat
+from api.detokenizer import TokenBytes
+from api.prompts import ChatPrompt, Prompt
+from service.engine_messages import pack_token_ids, unpack_token_ids
+from service.http_errors import ApiError, InvalidField
+from service.off_loop import off_loop
+from vocabulary import CheckpointError
+
+_INLINE_CHARS = 4096
+"""Up to this length, encoding takes well under a millisecond and is done at once."""
+
+_BATCH_CHARS = 1 << 18
+_BATCH_PROMPTS = 64
+"""Prompts are encoded in batches of no more than these; a longer one is a batch of its own."""
+
+
+class TextCodec:
+    """Encodes prompts. ``token_bytes`` decodes."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, model_type: str = "") -> None:
+        """``tokenizer``: a fast tokenizer of transformers; ``vocab_size``: rows of the model's embedding;
+        ``model_type``: of config.json, the family of models that it belongs to.
+        """
+        self._tokenizer = tokenizer
+        template = _template_text(tokenizer)
+        self.tool_markup = tool_markup(template, model_type)
+        """How answers call tools; None: in a way that is not known, and calls stay text."""
+        self._writes_own_chat = writes_own_chat(template, model_type)
+        self._takes_tools = template is None or "tools" in template
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.vocab_size = vocab_size
+        self.token_bytes = TokenBytes(self._backend)
+
+    @classmethod
+    def load(cls, model_path: Path) -> TextCodec:
+        """Read the tokenizer from a local checkpoint. Raises CheckpointError or TokenizerUnsupported."""
+        # Late, because it takes a second; and this class, because AutoTokenizer imports torch.
+        from transformers import PreTrainedTokenizerFast
+
+        config_path = model_path / "config.json"
+        try:
+            config = json.loads(config_path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{config_path}: cannot be read ({error})") from error
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{model_path}: no usable tokenizer ({error})") from error
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise CheckpointError(f"{model_path}: the tokenizer has no tokenizer.json")
+        vocab_size = config.get("vocab_size")
+        vocab_size = vocab_size if isinstance(vocab_size, int) else len(tokenizer)
+        return cls(tokenizer, vocab_size, str(config.get("model_type", "")))
+
+    async def encode(
+        self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int
+    ) -> tuple[bytes, ...]:
+        """Token ids of each prompt, packed (``pack_token_ids``); errors call them by their ``names``.
+
+        Raises ApiError 400: nothing to encode, an id outside the vocabulary, a template that refuses the
+        conversation, or a text that is longer than ``max_tokens`` whatever its tokens are. A prompt of which
+        only its tokens show that it is too long is returned.
+        """
+        if sum(map(_num_chars, prompts)) <= _INLINE_CHARS:
+            return tuple(self._encode(prompts, names, max_tokens))
+        packed: list[bytes] = []
+        for batch in _batches(prompts):
+            of_batch = names[len(packed) : len(packed) + len(batch)]
+            packed += await off_loop(self._encode, batch, of_batch, max_tokens)
+        return tuple(packed)
+
+    def _encode(self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int) -> list[bytes]:
+        """Of prompts of one kind."""
+        texts: list[str] = []
+        add_special = True
+        for prompt, name in zip(prompts, names, strict=True):
+            match prompt:
+                case bytes():
+                    self._check_ids(prompt, name)
+                    continue
+                case str() as text:
+                    pass
+                case ChatPrompt():
+                    text, add_special = self._render(prompt), False
+            self._check_length(text, name, max_tokens)
+            texts.append(text)
+        if not texts:
+            return [prompt for prompt in prompts if isinstance(prompt, bytes)]
+        # Unlike ``encode``, the batch call lets other threads run: streams go on meanwhile.
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special)
+        packed = [pack_token_ids(encoding.ids) for encoding in encodings]
+        for prompt_ids, name in zip(packed, names, strict=True):
+            if not prompt_ids:
+                raise ApiError(400, f"{name}: the prompt has no tokens", param=name)
+        return packed
+
+    def _check_ids(self, prompt: bytes, name: str) -> None:
+        token_ids = unpack_token_ids(prompt)
+        index = int(token_ids.argmax())
+        if (largest := int(token_ids[index])) >= self.vocab_size:
+            raise InvalidField(
+                f"{name}[{index}]", largest, f"is no token id: the vocabulary has {self.vocab_size}"
+            )
+
+    def _check_length(self, text: str, name: str, max_tokens: int) -> None:
+        """Refuse a hopeless text before it costs seconds to encode."""
+        if len(text) <= max_tokens or self._backend.normalizer is not None:
+            return
+        at_least = len(text.encode()) // self.token_bytes.max_token_bytes
+        if at_least > max_tokens:
+            raise ApiError(
+                400,
+                f"{name}: the prompt has at least {at_least} tokens, {max_tokens} are the most",
+                param=name,
+                code="context_length_exceeded",
+            )
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        tokenizer = self._tokenizer
+        if prompt.tools and not self._takes_tools:
+            raise ApiError(400, "tools: the model's chat template takes none", param="tools")
+        messages = prompt.messages
+        if self.tool_markup is ToolMarkup.DEEPSEEK_V31:
+            messages = tuple(map(_with_written_arguments, messages))
+        try:
+            if self._writes_own_chat:
+                return encode_chat(prompt, tokenizer.bos_token or "", tokenizer.eos_token or "")
+            return str(
+                tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=list(prompt.tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=not prompt.continue_final_message,
+                    continue_final_message=prompt.continue_final_message,
+                    **prompt.template_arguments,
+                )
+            )
+        except RecursionError as error:
+            raise ApiError(400, "messages, tools: nested too deeply to be written") from error
+        except (jinja2.TemplateError, ValueError, TypeError) as error:
+            raise ApiError(
+                400, f"messages: the model's chat template refuses them: {error}", param="messages"
+            ) from error
+
+
+def _template_text(tokenizer: Any) -> str | None:
+    """All that a checkpoint's templates say; some have one for each use."""
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else template
+
+
+def _with_written_arguments(message: dict[str, object]) -> dict[str, object]:
+    """The arguments of its calls as JSON text, which DeepSeek-V3.1's template puts between marks as it is."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    written = [
+        call | {"function": call["function"] | {"arguments": _json(call["function"]["arguments"])}}
+        for call in calls
+    ]
+    return message | {"tool_calls": written}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _batches(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
+    """The prompts in order, cut before one with which a batch would be too large."""
+    start = num_chars = 0
+    for index, prompt in enumerate(prompts):
+        of_prompt = _num_chars(prompt)
+        if index > start and (index - start == _BATCH_PROMPTS or num_chars + of_prompt > _BATCH_CHARS):
+            yield prompts[start:index]
+            start, num_chars = index, 0
+        num_chars += of_prompt
+    yield prompts[start:]
+
+
+def _num_chars(prompt: Prompt) -> int:
+    """Of the text that is to be encoded; for a conversation more than that, for what the template costs."""
+    match prompt:
+        case bytes():
+            return len(prompt) // 64 + 1  # a look at each id is all
+        case str():
+            return len(prompt)
+        case ChatPrompt():
+            texts = (value for message in prompt.messages for value in message.values())
+            return 64 * len(prompt.messages) + sum(len(text) for text in texts if isinstance(text, str))

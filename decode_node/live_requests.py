@@ -1,0 +1,346 @@
+"""Owns the live requests, by room and state, and their way through the states. Pure: no tensors, no sockets.
+
+Every way out of the node ends in ``end``, the one release path: it decides whether slots are free at once or
+quarantined. What a move needs done to memory and tables is the engine's business, around the call.
+
+Thousands may wait. What is asked for in every turn of the engine's loop costs no more for that: requests are
+found by their state, by their prefill node, and by their deadline.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from enum import Enum, auto
+
+from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
+from decode_node.quarantine import Quarantine, Quarantined
+from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.scheduler import Admission, Exchange
+from protocol.messages import Room
+from service.engine_messages import QuarantinedRun
+from vocabulary import HisparseFlag, Mode
+
+_REMOTELY_WRITTEN = {
+    Mode.HISPARSE: frozenset({PoolKind.HOST, PoolKind.INDEX, PoolKind.AUX}),
+    Mode.DENSE: frozenset({PoolKind.DEVICE, PoolKind.INDEX, PoolKind.AUX}),
+}
+"""The pools in which the prefill node writes a landing request; the rest of its slots is never remote."""
+
+
+class Landing(Enum):
+    """What is known of a room's remote writes when its request ends."""
+
+    QUIET = auto()
+    """None is in flight."""
+    QUIET_AFTER_FAILURE = auto()
+    """None is in flight at the prefill node, but a batch failed, so bytes may sit in the transport."""
+    IN_FLIGHT = auto()
+    """Some may be, or may still start."""
+    IN_FLIGHT_AFTER_FAILURE = auto()
+    """Some may be, and a batch failed already."""
+
+
+class DuplicateRoom(Exception):
+    """The room, or the request id, belongs to a live request, or to a quarantined one."""
+
+
+class Rooms:
+    """All requests between their arrival and their end. Times are of ``time.monotonic``."""
+
+    def __init__(self, pools: Pools, quarantine_secs: float) -> None:
+        self.pools = pools
+        self.quarantine = Quarantine(quarantine_secs, pools.release)
+        self.num_queued: Counter[HisparseFlag] = Counter()
+        """Requests that own nothing yet, by what they ask for."""
+        self._by_room: dict[Room, Request] = {}
+        self._by_request_id: dict[str, Request] = {}
+        self._queues: dict[RequestState, dict[PeerAddress, dict[Room, Request]]] = {
+            RequestState.CONNECTING: {},
+            RequestState.WAITING: {},
+        }
+        """Each in order of arrival; none is empty."""
+        self._admitted: dict[RequestState, dict[Room, Request]] = {
+            RequestState.LANDING: {},
+            RequestState.RUNNING: {},
+        }
+        self._deadlines: list[tuple[float, int, Request]] = []
+        """A heap, with every deadline that a request has had; those that it has no more are passed over."""
+        self._num_deadlines = 0
+        self._num_opened = 0
+        self._num_admitted = 0
+
+    def __len__(self) -> int:
+        return len(self._by_room)
+
+    def get(self, room: int) -> Request | None:
+        return self._by_room.get(Room(room))
+
+    def get_by_id(self, request_id: str) -> Request | None:
+        return self._by_request_id.get(request_id)
+
+    def all(self) -> list[Request]:
+        return list(self._by_room.values())
+
+    def select(self, *states: RequestState) -> list[Request]:
+        """Live requests, state by state; those that wait in order of arrival."""
+        found: list[Request] = []
+        for state in states:
+            found += self._admitted[state].values() if state in self._admitted else self._in_order(state)
+        return found
+
+    def waiting(self) -> Iterator[Request]:
+        """The admission queue, in order of arrival. It must not change meanwhile."""
+        return self._in_order(RequestState.WAITING)
+
+    def _in_order(self, state: RequestState) -> Iterator[Request]:
+        return heapq.merge(*(queue.values() for queue in self._queues[state].values()), key=_arrival)
+
+    def queued_at(self, state: RequestState) -> list[PeerAddress]:
+        """The prefill nodes of requests that are CONNECTING, or WAITING."""
+        return list(self._queues[state])
+
+    def queued(self, state: RequestState, peer: PeerAddress) -> list[Request]:
+        """Of those the ones of one node, in order of arrival."""
+        return list(self._queues[state].get(peer, {}).values())
+
+    def of_peer(self, peer: PeerAddress) -> list[Request]:
+        queued = [request for state in self._queues for request in self.queued(state, peer)]
+        return queued + [
+            request
+            for requests in self._admitted.values()
+            for request in requests.values()
+            if request.peer == peer
+        ]
+
+    def expired(self, now: float) -> list[Request]:
+        """Live requests that have been in their state for too long. They must end, or get a new deadline."""
+        expired: dict[Request, None] = {}
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, _, request = heapq.heappop(self._deadlines)
+            if request.deadline == deadline:
+                expired[request] = None  # once, though it may have had the same deadline before
+        return list(expired)
+
+    # --- the moves --------------------------------------------------------------------------------
+
+    def open(self, request: Request) -> None:
+        """Take a new request in. Raises DuplicateRoom; the request that has the room stands."""
+        if request.room in self._by_room or request.room in self.quarantine:
+            where = "quarantined after a failed transfer" if request.room in self.quarantine else "in use"
+            raise DuplicateRoom(f"bootstrap_room {request.room} is {where} on this node; send another room")
+        if request.request_id in self._by_request_id:
+            raise DuplicateRoom(f"request id {request.request_id} is in use on this node")
+        self._by_room[request.room] = request
+        self._by_request_id[request.request_id] = request
+        request.arrived_seq = self._num_opened
+        self._num_opened += 1
+        self.num_queued[request.flag] += 1
+        self._queues[request.state].setdefault(request.peer, {})[request.room] = request
+        self._set_deadline(request, request.deadline)
+
+    def queue(self, request: Request, deadline: float) -> None:
+        """CONNECTING → WAITING: the prefill node is registered with. All of one node, in order."""
+        self._leave(request)
+        request.move(RequestState.WAITING)
+        self._queues[RequestState.WAITING].setdefault(request.peer, {})[request.room] = request
+        self._set_deadline(request, deadline)
+
+    def unqueue(self, peer: PeerAddress, latest_deadline: float, room_timeout_secs: float) -> None:
+        """WAITING → CONNECTING: the prefill node is away, but these requests were not its yet."""
+        waiting = self._queues[RequestState.WAITING].pop(peer, {})
+        for request in waiting.values():
+            request.move(RequestState.CONNECTING)
+            self._set_deadline(request, min(latest_deadline, request.arrived_at + room_timeout_secs))
+        later = self._queues[RequestState.CONNECTING].get(peer, {})
+        if waiting:
+            self._queues[RequestState.CONNECTING][peer] = {**waiting, **later}
+
+    def admit(self, admission: Admission, instance_id: str, deadline: float) -> None:
+        """WAITING → LANDING, with everything reserved. Raises PoolExhausted, and then nothing changed."""
+        request = admission.request
+        holding = self.pools.reserve(request.room, admission.need)
+        self._leave(request)
+        self.num_queued[request.flag] -= 1
+        request.move(RequestState.LANDING)
+        self._admitted[RequestState.LANDING][request.room] = request
+        request.holding = holding
+        request.mode = admission.mode
+        request.hot_capacity = admission.hot_capacity
+        request.instance_id = instance_id
+        self._note_reserved(request)
+        self._set_deadline(request, deadline)
+        request.admitted_seq = self._num_admitted
+        self._num_admitted += 1
+
+    def start(self, request: Request, lands_until: float = 0.0) -> None:
+        """LANDING → RUNNING: all bytes are here, the aux record is read.
+
+        ``lands_until``: when a batch was repeated, how long its bytes may land once more. They are the same,
+        so the request may use them; its slots serve nobody else before.
+        """
+        self._leave(request)
+        request.move(RequestState.RUNNING)
+        self._admitted[RequestState.RUNNING][request.room] = request
+        request.deadline = float("inf")
+        request.lands_until = lands_until
+        if not lands_until:
+            self.pools.give_up(request.owned, [PoolKind.AUX])
+        self.pools.move(request.owned, Stage.RUNNING)
+
+    def postpone(self, secs: float) -> None:
+        """This node stood still for ``secs``, in which nothing could land."""
+        self.quarantine.postpone(secs)
+        for request in self._admitted[RequestState.RUNNING].values():
+            if request.lands_until:
+                request.lands_until += secs
+
+    def expire(self, now: float) -> None:
+        """Free what nothing can land in any more."""
+        self.quarantine.expire(now)
+        for request in self._admitted[RequestState.RUNNING].values():
+            if 0 < request.lands_until <= now:
+                request.lands_until = 0.0
+                self.pools.give_up(request.owned, [PoolKind.AUX])
+
+    def grow(self, request: Request, need: SlotCounts) -> None:
+        """More slots for a running request. Raises PoolExhausted."""
+        for kind in PoolKind:
+            if need[kind]:
+                self.pools.grow(request.owned, kind, need[kind])
+        self._note_reserved(request)
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Device slots for another hot buffer. The host holds every item by now, and dense ends here.
+
+        Raises PoolExhausted.
+        """
+        request = exchange.request
+        was_dense, num_before = request.mode is Mode.DENSE, request.num_device_slots
+        self.pools.give_up(request.owned, [PoolKind.DEVICE])
+        self.pools.grow(request.owned, PoolKind.DEVICE, exchange.hot_capacity)
+        request.mode = Mode.HISPARSE
+        request.hot_capacity = exchange.hot_capacity
+        request.num_retractions += was_dense or request.num_device_slots < num_before
+        self._note_reserved(request)
+
+    def end(self, request: Request, landing: Landing, now: float) -> None:
+        """Any state → ENDED: the one release path.
+
+        ``landing`` matters for a LANDING request only: unless the room is quiet, what the prefill node may
+        still write to goes to quarantine; everything else is free at once. So does what a repeated batch of a
+        delivered room may still write to.
+        """
+        was_landing = request.state is RequestState.LANDING
+        self._leave(request)
+        request.move(RequestState.ENDED)
+        request.deadline = float("inf")
+        del self._by_room[request.room]
+        del self._by_request_id[request.request_id]
+        holding, request.holding = request.holding, None
+        if holding is None:
+            self.num_queued[request.flag] -= 1
+            return
+        may_land = landing is not Landing.QUIET if was_landing else request.lands_until > now
+        if not may_land:
+            self.pools.release(holding)
+            return
+        self.pools.give_up(holding, set(PoolKind) - _REMOTELY_WRITTEN[request.mode])
+        self.pools.move(holding, Stage.QUARANTINED)
+        entry = Quarantined(
+            request.room, holding, request.peer, request.instance_id, batch_failed=False, since=now
+        )
+        self.quarantine.add(entry)
+        if not was_landing:
+            entry.batch_failed, entry.free_at = True, request.lands_until
+            return
+        entry.batch_failed = landing in (Landing.QUIET_AFTER_FAILURE, Landing.IN_FLIGHT_AFTER_FAILURE)
+        if landing is Landing.QUIET_AFTER_FAILURE:
+            self.quarantine.quiet(request.room, True, now)
+
+    def stuck(self, now: float) -> SlotCounts:
+        """Slots in quarantine that may never be free again: their prefill node gives no sign of life."""
+        return self.pools.held_by(entry.holding for entry in self.quarantine.stuck(now))
+
+    def quarantined_runs(self, now: float) -> tuple[QuarantinedRun, ...]:
+        """What is in quarantine, by the run of a prefill node that it is kept from the others for."""
+        by_run: dict[tuple[PeerAddress, str], list[Quarantined]] = {}
+        for entry in self.quarantine:
+            by_run.setdefault((entry.peer, entry.instance_id), []).append(entry)
+        return tuple(
+            self._quarantined_run(peer, instance_id, entries, now)
+            for (peer, instance_id), entries in by_run.items()
+        )
+
+    def _quarantined_run(
+        self, peer: PeerAddress, instance_id: str, entries: Sequence[Quarantined], now: float
+    ) -> QuarantinedRun:
+        held = self.pools.held_by(entry.holding for entry in entries)
+        return QuarantinedRun(
+            prefill_node=str(peer),
+            instance_id=instance_id,
+            num_rooms=len(entries),
+            num_unacknowledged=sum(entry.is_unresolved for entry in entries),
+            longest_secs=max(now - entry.since for entry in entries),
+            host_slots=held.host,
+            device_slots=held.device,
+            index_slots=held.index,
+            aux_slots=held.aux,
+        )
+
+    def trouble(self, now: float) -> str:
+        """Why nobody can be admitted before somebody frees slots that are stuck; empty otherwise."""
+        usable = self.pools.totals - self.stuck(now)
+        used_up = [kind for kind in (PoolKind.DEVICE, PoolKind.INDEX, PoolKind.AUX) if not usable[kind]]
+        if not used_up:
+            return ""
+        return (
+            f"all slots of the {used_up[0]} pool are kept for prefill nodes that do not answer; see "
+            "/quarantine for which, and POST /release_quarantine for those that are gone"
+        )
+
+    # --- the indexes ------------------------------------------------------------------------------
+
+    def _leave(self, request: Request) -> None:
+        """Its state, before it enters another."""
+        if request.state in self._admitted:
+            del self._admitted[request.state][request.room]
+            return
+        queues = self._queues[request.state]
+        del queues[request.peer][request.room]
+        if not queues[request.peer]:
+            del queues[request.peer]
+
+    def _set_deadline(self, request: Request, deadline: float) -> None:
+        request.deadline = deadline
+        if deadline == float("inf"):
+            return
+        if len(self._deadlines) > 4 * len(self._by_room) + 64:  # mostly of those that ended long before
+            self._deadlines = [entry for entry in self._deadlines if entry[2].deadline == entry[0]]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, self._num_deadlines, request))
+        self._num_deadlines += 1
+
+    def _note_reserved(self, request: Request) -> None:
+        slots = request.owned.num_slots
+        held = SlotCounts(slots(PoolKind.HOST), slots(PoolKind.DEVICE), slots(PoolKind.INDEX))
+        request.held_tokens = held
+        kv = held.device if request.mode is Mode.DENSE else held.host
+        request.reserved_tokens = min(kv, held.index)
+
+    # --- what the node holds ----------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raise PoolIntegrityError unless every slot is free, or held by exactly the requests known here."""
+        self.pools.check_integrity(
+            {
+                Stage.LANDING: len(self._admitted[RequestState.LANDING]),
+                Stage.RUNNING: len(self._admitted[RequestState.RUNNING]),
+                Stage.QUARANTINED: len(self.quarantine),
+            }
+        )
+
+
+def _arrival(request: Request) -> int:
+    return request.arrived_seq

@@ -1,0 +1,426 @@
+"""Owns the connections to prefill nodes: discovery, registration, heartbeats, loss and return.
+
+A peer is named by its bootstrap endpoint. What is known of it is only ever as old as its last answer: no
+failure is remembered beyond the next attempt, and a node that comes back, as the same run or another, on
+the same control port or another, is found again through its bootstrap endpoint.
+
+A peer answers heartbeats between two forwards, so one that computes for long falls silent. Its front, another
+process, does not: when a heartbeat stays unanswered the bootstrap endpoint is asked, and a peer is lost only
+when that does not say either that the run is alive, and has had all its time to. It does not say so of an
+engine that hangs.
+
+``poll`` never waits (look-ups run in threads) and reports what happened as events, oldest first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Container
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias, assert_never
+
+from decode_node.request import PeerAddress
+from protocol.access import PeerList
+from protocol.bootstrap import BootstrapInfo, BootstrapLookupError, look_up
+from protocol.channels import ControlAddressError, ControlClient, ControlKeys
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Geometry,
+    Heartbeat,
+    HeartbeatAck,
+    Refused,
+    Region,
+    Register,
+    Registered,
+    RoomDone,
+    RoomFailed,
+    RoomQuiet,
+    ToDecode,
+    ToPrefill,
+)
+from protocol.polling import Poller, Wakeup
+
+log = logging.getLogger(__name__)
+
+LOOKUP_RETRY_SECS = 0.5
+REGISTER_TIMEOUT_SECS = 5.0
+REGISTER_REPEAT_SECS = 1.0
+IDLE_CLOSE_SECS = 300.0
+_MAX_LOOKUP_THREADS = 16
+"""Of each kind. A host that drops packets holds one for seconds, again and again while it is wanted."""
+_SUSPECT_AFTER_HEARTBEATS = 1.25
+"""Silence, in heartbeat intervals, after which no room is entrusted to a peer until it is heard of again.
+
+Early enough for the bootstrap endpoint to answer before a second heartbeat fails.
+"""
+_NEVER = float("inf")
+
+
+class PeerPhase(StrEnum):
+    AWAY = "away"
+    """No connection. A look-up may be under way."""
+    REGISTERING = "registering"
+    """Connected, Register sent."""
+    READY = "ready"
+    """Registered; heartbeats go to and fro."""
+
+
+@dataclass(frozen=True)
+class PeerReady:
+    """Registered: for the first time, again, or as another run of the node."""
+
+    address: PeerAddress
+    instance_id: str
+
+
+@dataclass(frozen=True)
+class PeerRefused:
+    """The peer will not have this node, or the other way round; trying again changes nothing."""
+
+    address: PeerAddress
+    error: str
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    """A registered peer fell silent or went away. ``last_heard_at``: of ``time.monotonic``, in seconds."""
+
+    address: PeerAddress
+    instance_id: str
+    last_heard_at: float
+    error: str
+
+
+@dataclass(frozen=True)
+class InstanceGone:
+    """The run ``instance_id`` of a prefill node has ended for certain. May be reported more than once."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True)
+class RoomMessage:
+    """A message about a room by the run that is registered; not checked against what is known of the room."""
+
+    address: PeerAddress
+    instance_id: str
+    message: RoomDone | RoomFailed | RoomQuiet
+
+
+PeerEvent: TypeAlias = PeerReady | PeerRefused | PeerLost | InstanceGone | RoomMessage
+
+
+@dataclass(eq=False)
+class _Peer:
+    address: PeerAddress
+    node_id: str
+    phase: PeerPhase = PeerPhase.AWAY
+    client: ControlClient | None = None
+    instance_id: str = ""
+    """The run that was registered with; kept when it is lost, until it is known to be gone."""
+    instance_heard_at: float = 0.0
+    """When that run was last heard, as opposed to a successor of it."""
+    page_size: int = 0
+    last_error: str = ""
+    lookup: Future[BootstrapInfo] | None = None
+    lookup_began_at: float = 0.0
+    looked_up_for: str = ""
+    """The registered run when the look-up was started: its answer is older than any run that came since."""
+    next_lookup_at: float = 0.0
+    last_used_at: float = 0.0
+    last_heard_at: float = 0.0
+    confirmed_at: float = 0.0
+    """When the bootstrap endpoint last said that the registered run is alive."""
+    denied_at: float = 0.0
+    """When the last look-up began that did not confirm it: silence counts only with one that began in it."""
+    connected_at: float = 0.0
+    register_sent_at: float = 0.0
+    heartbeat_sent_at: float = 0.0
+    heartbeat_seq: int = 0
+    unanswered_since: float = _NEVER
+    """When the first heartbeat left that nothing followed: this node's own pauses are nobody's silence."""
+
+
+@dataclass
+class Peers:
+    """All prefill nodes that this node knows, for one thread. Times are of ``time.monotonic``."""
+
+    node_id: str
+    session: str
+    transfer_protocol: str
+    geometry: Geometry
+    regions: tuple[Region, ...]
+    heartbeat_interval_secs: float
+    heartbeat_timeout_secs: float
+    poller: Poller
+    keys: ControlKeys | None = None
+    allowed: PeerList | None = None
+    """Where prefill nodes may be; None: anywhere."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Messages dropped by connections that are closed by now; see ``num_dropped``."""
+
+    def __post_init__(self) -> None:
+        self._peers: dict[PeerAddress, _Peer] = {}
+        self._num_peers_ever = 0
+        self._threads = ThreadPoolExecutor(_MAX_LOOKUP_THREADS, thread_name_prefix="bootstrap-lookup")
+        self._confirming = ThreadPoolExecutor(_MAX_LOOKUP_THREADS, thread_name_prefix="bootstrap-confirm")
+        """For registered peers: whether a busy one is lost must not hang on how many others are gone."""
+        self._wakeup = Wakeup()
+        self.poller.register(self._wakeup)
+
+    # --- what others ask --------------------------------------------------------------------------
+
+    def use(self, address: PeerAddress, now: float) -> None:
+        """Get to know the peer, at the next ``poll``, and keep the connection open for a while."""
+        peer = self._peers.get(address)
+        if peer is None:
+            self._num_peers_ever += 1
+            peer = self._peers[address] = _Peer(address, f"{self.node_id}-{self._num_peers_ever}")
+        peer.last_used_at = now
+
+    def may_entrust(self, address: PeerAddress, now: float) -> bool:
+        """Whether the peer is registered with and was alive just now."""
+        peer = self._peers.get(address)
+        return peer is not None and peer.phase is PeerPhase.READY and not self._is_suspect(peer, now)
+
+    def instance_id(self, address: PeerAddress) -> str:
+        """Of a peer that may be entrusted with a room; so ``page_size``."""
+        return self._peers[address].instance_id
+
+    def page_size(self, address: PeerAddress) -> int:
+        return self._peers[address].page_size
+
+    def last_error(self, address: PeerAddress) -> str:
+        """Why the peer is not there; for the error that a client gets."""
+        peer = self._peers.get(address)
+        return peer.last_error if peer is not None and peer.last_error else "no answer yet"
+
+    def send(self, address: PeerAddress, message: ToPrefill) -> bool:
+        """False when the message cannot leave: no connection, or a full queue."""
+        peer = self._peers.get(address)
+        return peer is not None and peer.client is not None and peer.client.send(message)
+
+    @property
+    def num_registered(self) -> int:
+        return sum(peer.phase is PeerPhase.READY for peer in self._peers.values())
+
+    @property
+    def num_dropped(self) -> Counter[str]:
+        """Control messages that could not be decoded or sent, by reason."""
+        clients = [peer.client for peer in self._peers.values() if peer.client is not None]
+        return sum((client.dropped for client in clients), Counter(self.dropped))
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            self._disconnect(peer)
+        self._peers.clear()
+        for threads in (self._threads, self._confirming):
+            threads.shutdown(wait=False, cancel_futures=True)
+        self._wakeup.close()
+
+    # --- the loop's part --------------------------------------------------------------------------
+
+    def poll(self, now: float, wanted: Container[PeerAddress]) -> list[PeerEvent]:
+        """Take in what has arrived and do what is due. ``wanted``: peers that somebody waits for."""
+        self._wakeup.clear()
+        events: list[PeerEvent] = []
+        for peer in tuple(self._peers.values()):
+            self._receive(peer, now, events)
+            self._take_lookup(peer, now, events)
+            self._keep_up(peer, now, peer.address in wanted, events)
+        return events
+
+    def _receive(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
+        messages = peer.client.receive() if peer.client is not None else ()
+        for message in messages:
+            peer.last_heard_at, peer.unanswered_since = now, _NEVER
+            self._handle(peer, message, now, events)
+            if peer.client is None:
+                return
+
+    def _handle(self, peer: _Peer, message: ToDecode, now: float, events: list[PeerEvent]) -> None:
+        match message:
+            case Registered():
+                self._registered(peer, message, now, events)
+            case Refused():
+                self._refused(peer, message, now, events)
+            case HeartbeatAck():
+                if message.instance_id == peer.instance_id:
+                    peer.instance_heard_at = now
+                elif peer.phase is PeerPhase.READY:
+                    self._register(peer, now)
+            case RoomDone() | RoomFailed() | RoomQuiet():
+                peer.last_used_at = peer.instance_heard_at = now
+                events.append(RoomMessage(peer.address, peer.instance_id, message))
+            case _:
+                assert_never(message)
+
+    def _registered(self, peer: _Peer, message: Registered, now: float, events: list[PeerEvent]) -> None:
+        if message.protocol_version != PROTOCOL_VERSION:
+            error = (
+                f"prefill node {peer.address} speaks protocol {message.protocol_version}, this node "
+                f"{PROTOCOL_VERSION}; run the same release on both"
+            )
+            self._give_up(peer, error, events)
+            events.append(PeerRefused(peer.address, error))
+            return
+        if peer.instance_id and message.instance_id != peer.instance_id:
+            self._report_lost(peer, f"prefill node {peer.address} was restarted", events)
+            self._report_gone(peer, events)
+        if peer.phase is not PeerPhase.READY or message.instance_id != peer.instance_id:
+            log.info("registered with prefill node %s (instance %s)", peer.address, message.instance_id)
+        peer.phase = PeerPhase.READY
+        peer.instance_id = message.instance_id
+        peer.instance_heard_at = now
+        peer.page_size = message.geometry.page_size
+        peer.last_error = ""
+        events.append(PeerReady(peer.address, message.instance_id))
+
+    def _refused(self, peer: _Peer, message: Refused, now: float, events: list[PeerEvent]) -> None:
+        error = f"prefill node {peer.address} refused this node: {message.error}"
+        if message.permanent:
+            log.error("%s", error)
+            self._give_up(peer, error, events)
+            events.append(PeerRefused(peer.address, error))
+        elif peer.phase is PeerPhase.READY or now - peer.register_sent_at >= REGISTER_REPEAT_SECS:
+            # It does not know this node any more: it lost patience, or was restarted behind the same port.
+            self._register(peer, now)
+
+    def _take_lookup(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
+        if peer.lookup is None or not peer.lookup.done():
+            return
+        lookup, peer.lookup = peer.lookup, None
+        peer.next_lookup_at = now + LOOKUP_RETRY_SECS
+        if peer.instance_id and peer.instance_id != peer.looked_up_for:
+            return
+        try:
+            info = lookup.result()
+        except BootstrapLookupError as error:
+            peer.last_error = str(error)
+            peer.denied_at = peer.lookup_began_at
+            if error.refused and peer.instance_id:
+                self._give_up(peer, f"prefill node {peer.address} is gone: {error}", events)
+                self._report_gone(peer, events)
+            elif error.rejected and peer.phase is PeerPhase.AWAY:
+                events.append(PeerRefused(peer.address, peer.last_error))
+            return
+        if peer.instance_id and info.instance_id != peer.instance_id:
+            self._give_up(peer, f"prefill node {peer.address} was restarted", events)
+            self._report_gone(peer, events)
+        elif peer.phase is PeerPhase.READY:
+            peer.confirmed_at, peer.unanswered_since = now, _NEVER
+        if peer.phase is PeerPhase.AWAY:
+            self._connect(peer, info, now, events)
+
+    def _connect(self, peer: _Peer, info: BootstrapInfo, now: float, events: list[PeerEvent]) -> None:
+        if info.curve != (self.keys is not None):
+            theirs, ours = ("encrypted", "plain") if info.curve else ("plain", "encrypted")
+            error = (
+                f"prefill node {peer.address}: its control channel is {theirs}, this node's {ours}; "
+                "set the same control_key_file on both"
+            )
+            peer.last_error = error
+            events.append(PeerRefused(peer.address, error))
+            return
+        endpoint = info.control_endpoint(peer.address.host)
+        try:
+            peer.client = ControlClient(endpoint, self.keys)
+        except ControlAddressError as error:
+            peer.last_error = f"prefill node {peer.address}: {error}"
+            events.append(PeerRefused(peer.address, peer.last_error))
+            return
+        self.poller.register(peer.client)
+        peer.connected_at = now
+        peer.last_error = f"no answer to the registration at {endpoint}"
+        self._register(peer, now)
+
+    def _register(self, peer: _Peer, now: float) -> None:
+        peer.phase = PeerPhase.REGISTERING
+        peer.register_sent_at = now
+        peer.connected_at = max(peer.connected_at, peer.last_heard_at)
+        register = Register(
+            PROTOCOL_VERSION,
+            peer.node_id,
+            self.session,
+            self.geometry,
+            self.regions,
+            self.transfer_protocol,
+        )
+        self.send(peer.address, register)
+
+    def _keep_up(self, peer: _Peer, now: float, is_wanted: bool, events: list[PeerEvent]) -> None:
+        match peer.phase:
+            case PeerPhase.AWAY:
+                if is_wanted and now >= peer.next_lookup_at:
+                    self._start_lookup(peer, now)
+            case PeerPhase.REGISTERING:
+                if now - peer.connected_at >= REGISTER_TIMEOUT_SECS:
+                    error = peer.last_error or f"prefill node {peer.address} does not register this node"
+                    self._give_up(peer, error, events)
+                elif now - peer.register_sent_at >= REGISTER_REPEAT_SECS:
+                    self._register(peer, now)
+            case PeerPhase.READY:
+                self._beat(peer, now, events)
+            case _:
+                assert_never(peer.phase)
+        was_found = peer.client is not None or peer.instance_id != ""
+        keep_secs = IDLE_CLOSE_SECS if was_found else LOOKUP_RETRY_SECS
+        if not is_wanted and now - peer.last_used_at >= keep_secs and peer.lookup is None:
+            if was_found:
+                log.info("closing the connection to prefill node %s: not used lately", peer.address)
+            self._disconnect(peer)
+            del self._peers[peer.address]
+
+    def _beat(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
+        alive_at = max(peer.last_heard_at, peer.confirmed_at)
+        silence = now - alive_at
+        had_time = now - peer.unanswered_since >= self.heartbeat_timeout_secs - self.heartbeat_interval_secs
+        is_denied = peer.lookup is None and peer.denied_at > alive_at
+        if silence >= self.heartbeat_timeout_secs and had_time and is_denied:
+            self._give_up(peer, f"prefill node {peer.address} has been silent for {silence:.1f} s", events)
+            return
+        if now - peer.heartbeat_sent_at >= self.heartbeat_interval_secs:
+            peer.heartbeat_sent_at = now
+            peer.unanswered_since = min(peer.unanswered_since, now)
+            peer.heartbeat_seq += 1
+            self.send(peer.address, Heartbeat(peer.heartbeat_seq))
+        if self._is_suspect(peer, now) and now >= peer.next_lookup_at:
+            self._start_lookup(peer, now)
+
+    def _is_suspect(self, peer: _Peer, now: float) -> bool:
+        silence = now - max(peer.last_heard_at, peer.confirmed_at)
+        return silence >= _SUSPECT_AFTER_HEARTBEATS * self.heartbeat_interval_secs
+
+    def _start_lookup(self, peer: _Peer, now: float) -> None:
+        if peer.lookup is None:
+            peer.looked_up_for, peer.lookup_began_at = peer.instance_id, now
+            threads = self._threads if peer.phase is PeerPhase.AWAY else self._confirming
+            peer.lookup = threads.submit(look_up, *peer.address, self.keys, self.allowed)
+            peer.lookup.add_done_callback(lambda _: self._wakeup.set())
+
+    def _give_up(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:
+        """Disconnect; a peer whose run was registered with is reported lost."""
+        if peer.phase is not PeerPhase.AWAY:
+            self._report_lost(peer, error, events)
+        self._disconnect(peer)
+        peer.last_error = error
+
+    def _report_lost(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:
+        if peer.instance_id:
+            log.warning("%s", error)
+            events.append(PeerLost(peer.address, peer.instance_id, peer.instance_heard_at, error))
+
+    def _report_gone(self, peer: _Peer, events: list[PeerEvent]) -> None:
+        events.append(InstanceGone(peer.instance_id))
+        peer.instance_id = ""
+
+    def _disconnect(self, peer: _Peer) -> None:
+        peer.phase = PeerPhase.AWAY
+        client, peer.client = peer.client, None
+        if client is not None:
+            self.dropped.update(client.dropped)
+            self.poller.unregister(client)
+            client.close()

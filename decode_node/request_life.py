@@ -1,0 +1,431 @@
+"""Moves requests through their states as things happen: front messages, peer events, deadlines, plans.
+
+Each handler does the three parts of a move together: the books (``rooms``), the memory and tables
+(``hot_buffers``), and the word to whoever has to know (front, prefill node). Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from decode_node.hot_buffers import HotBuffers
+from decode_node.live_requests import DuplicateRoom, Landing, Rooms
+from decode_node.metrics import Metrics
+from decode_node.pools import PoolKind
+from decode_node.prefill_peers import (
+    InstanceGone,
+    PeerEvent,
+    PeerLost,
+    PeerReady,
+    PeerRefused,
+    Peers,
+    RoomMessage,
+)
+from decode_node.quarantine import Quarantined
+from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
+from model.sampling import finish_reason
+from protocol.messages import (
+    MAX_TEXT_CHARS,
+    AbortRoom,
+    Bootstrap,
+    Room,
+    RoomDone,
+    RoomFailed,
+    RoomQuiet,
+)
+from service.engine_messages import FromEngine, Generate, RequestFailed, Tokens
+from service.settings import HisparsePolicy
+from transfer.aux_record import AuxMismatch
+from transfer.extents import slice_extents
+from vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode, TokenLogprob
+
+log = logging.getLogger(__name__)
+
+CONTACT_TIMEOUT_SECS = 10.0
+"""A request's wait for its prefill node to be found and registered with at most."""
+
+_DEFAULT_FLAG = {
+    HisparsePolicy.AUTO: HisparseFlag.AUTO,
+    HisparsePolicy.ALWAYS: HisparseFlag.TRUE,
+    HisparsePolicy.NEVER: HisparseFlag.FALSE,
+}
+
+
+@dataclass
+class Lifecycle:
+    """``send`` takes messages to the front. Times are of ``time.monotonic``."""
+
+    limits: Limits
+    policy: HisparsePolicy
+    room_timeout_secs: float
+    rooms: Rooms
+    hot_buffers: HotBuffers
+    peers: Peers
+    metrics: Metrics
+    send: Callable[[FromEngine], None]
+    contact_timeout_secs: float = CONTACT_TIMEOUT_SECS
+    stream_interval: int = 1
+    """Tokens in a message to the front; a request's first and last ones do not wait."""
+
+    # --- from the front ---------------------------------------------------------------------------
+
+    def generate(self, message: Generate, now: float) -> None:
+        """Take a request in, or answer at once why not."""
+        num_prompt_tokens = message.num_prompt_tokens
+        # The last output token may be the one past the context's end: its KV is never computed.
+        max_new_tokens = min(message.sampling.max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens)
+        request = Request(
+            request_id=message.request_id,
+            room=Room(message.room),
+            num_prompt_tokens=num_prompt_tokens,
+            sampling=replace(message.sampling, max_new_tokens=max_new_tokens),
+            flag=message.hisparse or _DEFAULT_FLAG[self.policy],
+            peer=PeerAddress(message.bootstrap_host, message.bootstrap_port),
+            arrived_at=now,
+            deadline=now + self.contact_timeout_secs,
+        )
+        error = ""
+        if not 1 <= num_prompt_tokens <= self.limits.max_context:
+            error = f"the prompt has {num_prompt_tokens} tokens; allowed are 1 to {self.limits.max_context}"
+        elif max_new_tokens < 1:
+            error = f"max_new_tokens is {max_new_tokens}; it must be at least 1"
+        error = error or refusal(self.limits, request)
+        try:
+            if not error:
+                self.rooms.open(request)
+        except DuplicateRoom as duplicate:
+            error = str(duplicate)
+        if error:
+            self.metrics.add("failed_requests_total")
+            self.send(RequestFailed(request.request_id, 400, error))
+            return
+        self.peers.use(request.peer, now)
+
+    def abort(self, request_id: str, now: float, *, has_finished: bool = False) -> None:
+        """The client is gone, or has all it asked for: no answer. Unknown ids are of requests that ended."""
+        request = self.rooms.get_by_id(request_id)
+        if request is not None:
+            if not has_finished:
+                self.metrics.add("aborted_requests_total")
+            self._tell_peer(request, "the client is gone")
+            self._end(request, Landing.IN_FLIGHT, now)
+
+    def release_quarantine(self, instance_id: str, now: float) -> None:
+        """The operator says that this run of a prefill node is over. One that answers is not."""
+        peers = {entry.peer for entry in self.rooms.quarantine if entry.instance_id == instance_id}
+        for peer in peers:
+            if self.peers.may_entrust(peer, now) and self.peers.instance_id(peer) == instance_id:
+                log.error("run %s of prefill node %s answers: nothing is released", instance_id, peer)
+                return
+        log.warning("run %s of %s is over, says an operator", instance_id, ", ".join(map(str, peers)) or "-")
+        self.rooms.quarantine.instance_gone(instance_id, now)
+
+    # --- from the prefill nodes -------------------------------------------------------------------
+
+    def peer_event(self, event: PeerEvent, now: float) -> None:
+        match event:
+            case PeerReady():
+                self._repeat_messages(event)
+            case PeerRefused():
+                for request in self.rooms.of_peer(event.address):
+                    if request.state in (RequestState.CONNECTING, RequestState.WAITING):
+                        self.fail(request, 502, event.error, Landing.QUIET, now, PREFILL_NODE_FAILED)
+            case PeerLost():
+                self._peer_lost(event, now)
+            case InstanceGone():
+                self.rooms.quarantine.instance_gone(event.instance_id, now)
+            case RoomMessage():
+                self._room_message(event, now)
+            case _:
+                assert_never(event)
+
+    def _repeat_messages(self, event: PeerReady) -> None:
+        """The same run may have missed what was said before it registered us; repetition is harmless."""
+        for request in self.rooms.of_peer(event.address):
+            if request.state is RequestState.LANDING and request.instance_id == event.instance_id:
+                self.peers.send(event.address, _bootstrap(request))
+        for entry in self.rooms.quarantine:
+            if entry.peer == event.address and entry.instance_id == event.instance_id and entry.is_unresolved:
+                self.peers.send(event.address, AbortRoom(entry.room, "the request has ended"))
+
+    def _peer_lost(self, event: PeerLost, now: float) -> None:
+        """Running requests need the peer no more, and what came after its last word was not its to lose."""
+        for request in self.rooms.of_peer(event.address):
+            match request.state:
+                case RequestState.LANDING:
+                    if request.instance_id == event.instance_id:
+                        self.metrics.add("kv_transfer_failures_total")
+                        self.fail(request, 502, event.error, Landing.IN_FLIGHT, now, PREFILL_NODE_FAILED)
+                case RequestState.CONNECTING | RequestState.WAITING:
+                    if request.arrived_at <= event.last_heard_at:
+                        self.fail(request, 502, event.error, Landing.QUIET, now, PREFILL_NODE_FAILED)
+                case RequestState.RUNNING | RequestState.ENDED:
+                    pass
+                case _:
+                    assert_never(request.state)
+
+    def _room_message(self, event: RoomMessage, now: float) -> None:
+        """Only the run that was given the room knows what is in flight; its successor never heard of it."""
+        message = event.message
+        room = Room(message.room)
+        request = self.rooms.get(room)
+        entry = self.rooms.quarantine.get(room)
+        sender = (event.address, event.instance_id)
+        if (
+            request is not None
+            and (request.peer, request.instance_id) == sender
+            and request.state is RequestState.LANDING
+        ):
+            match message:
+                case RoomDone():
+                    self._landed(request, message, now)
+                case RoomFailed():
+                    self.metrics.add("kv_transfer_failures_total")
+                    code = PREFILL_NODE_FAILED if message.status in (502, 503) else ""
+                    self.fail(request, message.status, message.error, _landing(message), now, code)
+                case RoomQuiet():
+                    self.metrics.drop("late")
+                case _:
+                    assert_never(message)
+        elif entry is not None and (entry.peer, entry.instance_id) == sender:
+            self._quarantined_message(entry, message, now)
+        else:
+            self.metrics.drop("late" if request is not None else "unknown_room")
+
+    def _quarantined_message(
+        self, entry: Quarantined, message: RoomDone | RoomFailed | RoomQuiet, now: float
+    ) -> None:
+        match message:
+            case RoomDone():
+                self.rooms.quarantine.quiet(entry.room, message.batch_failed, now)
+            case RoomQuiet():
+                self.rooms.quarantine.quiet(entry.room, message.batch_failed, now)
+            case RoomFailed():
+                if message.batch_failed:
+                    self.rooms.quarantine.failed(entry.room)
+                if message.quiet:
+                    self.rooms.quarantine.quiet(entry.room, message.batch_failed, now)
+            case _:
+                assert_never(message)
+
+    def _landed(self, request: Request, message: RoomDone, now: float) -> None:
+        """All bytes are here: read the first token and go on with it."""
+        self.metrics.add("kv_transfer_bytes_total", message.num_bytes)
+        self.metrics.add("kv_transfer_seconds_total", message.transfer_secs)
+        try:
+            aux_slot = request.owned.only_slot(PoolKind.AUX)
+            record = self.hot_buffers.memory.take_aux(aux_slot, request.room)
+        except AuxMismatch as error:
+            self.metrics.add("kv_transfer_failures_total")
+            unusable = f"the transfer from {request.peer} is unusable: {error}"
+            landing = Landing.QUIET_AFTER_FAILURE if message.batch_failed else Landing.QUIET
+            self.fail(request, 500, unusable, landing, now)
+            return
+        self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
+        self.metrics.add("cached_tokens_total", message.num_cached_tokens)
+        request.num_cached_tokens = message.num_cached_tokens
+        request.transfer_bytes = message.num_bytes
+        request.transfer_secs = message.transfer_secs
+        request.hot_positions = None if record.hint is None else list(record.hint)
+        self.rooms.start(request, self.rooms.quarantine.free_at(now) if message.batch_failed else 0.0)
+        self.emit(request, record.first_token, record.logprob, now)
+        if request.state is RequestState.RUNNING:
+            self._fill_row(request, now)
+
+    # --- deadlines --------------------------------------------------------------------------------
+
+    def refresh_queue(self, now: float) -> None:
+        """Queue the requests whose prefill node may be entrusted with a room, and only those."""
+        for peer in self.rooms.queued_at(RequestState.WAITING):
+            if not self.peers.may_entrust(peer, now):
+                self.rooms.unqueue(peer, now + self.contact_timeout_secs, self.room_timeout_secs)
+        for peer in self.rooms.queued_at(RequestState.CONNECTING):
+            if self.peers.may_entrust(peer, now):
+                for request in self.rooms.queued(RequestState.CONNECTING, peer):
+                    self._queue(request, now)
+
+    def _queue(self, request: Request, now: float) -> None:
+        page_size = self.peers.page_size(request.peer)
+        if page_size != self.limits.page_size:
+            request.dense_refusal = (
+                f"dense needs equal pages: page_size is {page_size} on prefill node {request.peer}, "
+                f"{self.limits.page_size} here; use hisparse or equal page sizes"
+            )
+        self.rooms.queue(request, request.arrived_at + self.room_timeout_secs)
+        if error := refusal(self.limits, request):
+            self._tell_peer(request, error)
+            self.fail(request, 400, error, Landing.QUIET, now)
+
+    def expire(self, now: float) -> None:
+        """End what has taken too long, and free what has been quarantined for long enough."""
+        self.rooms.expire(now)
+        self._report_stuck(now)
+        for request in self.rooms.expired(now):
+            secs, code = self.room_timeout_secs, ""
+            match request.state:
+                case RequestState.CONNECTING:
+                    status, error = 503, f"no contact with prefill node {request.peer}: "
+                    error += self.peers.last_error(request.peer)
+                    code = PREFILL_NODE_FAILED
+                case RequestState.WAITING:
+                    status, error = 503, f"the pools had no room for this request within {secs:g} s"
+                case RequestState.LANDING:
+                    status, error = 504, f"prefill node {request.peer} delivered no KV within {secs:g} s"
+                    self.metrics.add("kv_transfer_failures_total")
+                case RequestState.RUNNING | RequestState.ENDED:
+                    continue
+                case _:
+                    assert_never(request.state)
+            self._tell_peer(request, error)
+            self.fail(request, status, error, Landing.IN_FLIGHT, now, code)
+
+    def _report_stuck(self, now: float) -> None:
+        stuck = self.rooms.quarantine.newly_stuck(now)
+        for (peer, instance_id), num_rooms in Counter((e.peer, e.instance_id) for e in stuck).items():
+            log.warning(
+                "prefill node %s (run %s) has not said of %d rooms that nothing lands there any more; their "
+                "slots serve nobody until it does, until another run answers in its place, or until you "
+                "declare it dead: POST /release_quarantine?instance_id=%s",
+                peer,
+                instance_id,
+                num_rooms,
+                instance_id,
+            )
+
+    # --- from the scheduler -----------------------------------------------------------------------
+
+    def carry_out(self, plan: StepPlan, now: float) -> None:
+        for exchange in plan.exchanges:
+            self._exchange(exchange, now)
+        for growth in plan.growths:
+            self.rooms.grow(growth.request, growth.need)
+            self.hot_buffers.grow(growth.request)
+        for admission in plan.admissions:
+            self._admit(admission, now)
+
+    def _admit(self, admission: Admission, now: float) -> None:
+        request = admission.request
+        instance_id = self.peers.instance_id(request.peer)
+        self.rooms.admit(admission, instance_id, now + self.room_timeout_secs)
+        self.metrics.add("requests_total", mode=admission.mode)
+        if not self.peers.send(request.peer, _bootstrap(request)):
+            error = f"prefill node {request.peer} takes no messages; try again"
+            self.fail(request, 503, error, Landing.QUIET, now, PREFILL_NODE_FAILED)
+
+    def _exchange(self, exchange: Exchange, now: float) -> None:
+        request = exchange.request
+        num_before = request.num_retractions
+        self.rooms.grow(request, exchange.need)
+        if self._on_device(self.hot_buffers.retract, request, "retracted", now):
+            self.rooms.exchange(exchange)
+            self.metrics.add("retractions_total", request.num_retractions - num_before)
+            self._fill_row(request, now)
+
+    def _fill_row(self, request: Request, now: float) -> None:
+        self._on_device(self.hot_buffers.start, request, "started", now)
+
+    def _on_device(
+        self, action: Callable[[Request], None], request: Request, participle: str, now: float
+    ) -> bool:
+        """Do to a running request's memory and tables what its move needs. False when it failed and ended.
+
+        The request must be in no step, for its slots are given up. A hint that does not fit, or no memory, is
+        one request's affair; the others find those slots free, as their plan wants them.
+        """
+        try:
+            action(request)
+        except Exception as error:
+            log.exception("room %d cannot be %s", request.room, participle)
+            self.fail(request, 500, f"the request cannot be {participle}: {error}", Landing.QUIET, now)
+            return False
+        return True
+
+    # --- the ways out -----------------------------------------------------------------------------
+
+    def is_last(self, request: Request, token_id: int) -> bool:
+        """Whether ``request`` ends with ``token_id`` as its next output token."""
+        num_output = len(request.output_token_ids) + 1
+        eos_token_ids = self.hot_buffers.spec.eos_token_ids
+        return finish_reason(token_id, num_output, request.sampling, eos_token_ids)[0] is not None
+
+    def emit(self, request: Request, token_id: int, logprob: TokenLogprob | None, now: float) -> None:
+        """Give one more token to the client, and end the request when it is the last."""
+        request.output_token_ids.append(token_id)
+        request.unsent_token_ids.append(token_id)
+        if logprob is not None:
+            request.unsent_logprobs.append(logprob)
+        reason, matched = finish_reason(
+            token_id,
+            len(request.output_token_ids),
+            request.sampling,
+            self.hot_buffers.spec.eos_token_ids,
+        )
+        self.metrics.generated(request.mode)
+        if reason is not None:
+            self._end(request, Landing.QUIET, now)
+        is_first = len(request.output_token_ids) == 1
+        if reason is not None or is_first or len(request.unsent_token_ids) >= self.stream_interval:
+            self._send_tokens(request, reason, matched)
+
+    def _send_tokens(self, request: Request, reason: FinishReason | None, matched: int | None) -> None:
+        self.send(
+            Tokens(
+                request_id=request.request_id,
+                token_ids=tuple(request.unsent_token_ids),
+                logprobs=tuple(request.unsent_logprobs),
+                finish_reason=reason,
+                matched_stop_token=matched,
+                stats=request.stats(),
+            )
+        )
+        request.unsent_token_ids.clear()
+        request.unsent_logprobs.clear()
+
+    def fail(
+        self, request: Request, status: int, error: str, landing: Landing, now: float, code: str = ""
+    ) -> None:
+        """End the request with an error for its client; ``code``: see ``RequestFailed``."""
+        log.warning("room %d (%s) failed with %d: %s", request.room, request.state, status, error)
+        self.metrics.add("failed_requests_total")
+        if request.unsent_token_ids:
+            self._send_tokens(request, None, None)
+        self._end(request, landing, now)
+        self.send(RequestFailed(request.request_id, status, error, code))
+
+    def _end(self, request: Request, landing: Landing, now: float) -> None:
+        if request.state is RequestState.RUNNING:
+            self.hot_buffers.release(request)
+        self.rooms.end(request, landing, now)
+
+    def _tell_peer(self, request: Request, reason: str) -> None:
+        """Spare the prefill node the work, and its wait for a Bootstrap, of a room that ends here."""
+        if request.state in (RequestState.WAITING, RequestState.LANDING):
+            self.peers.send(request.peer, AbortRoom(request.room, reason[:MAX_TEXT_CHARS]))
+
+
+def _landing(message: RoomFailed) -> Landing:
+    if message.quiet:
+        return Landing.QUIET_AFTER_FAILURE if message.batch_failed else Landing.QUIET
+    return Landing.IN_FLIGHT_AFTER_FAILURE if message.batch_failed else Landing.IN_FLIGHT
+
+
+def _bootstrap(request: Request) -> Bootstrap:
+    """Where the prompt's KV is to land."""
+    holding, num_tokens = request.owned, request.num_prompt_tokens
+    is_hisparse = request.mode is Mode.HISPARSE
+    return Bootstrap(
+        room=request.room,
+        num_prompt_tokens=num_tokens,
+        kv_extents=slice_extents(holding[PoolKind.HOST if is_hisparse else PoolKind.DEVICE], 0, num_tokens),
+        index_extents=slice_extents(holding[PoolKind.INDEX], 0, num_tokens),
+        aux_slot=holding.only_slot(PoolKind.AUX),
+        hisparse=is_hisparse,
+        attempt=1 + request.admitted_seq,
+    )

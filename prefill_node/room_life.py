@@ -1,0 +1,551 @@
+"""The life of rooms: owns the pages, leases and aux slots that rooms hold, and who is told what at their end.
+
+Every message and event about a room ends here as a method; each is safe in every state of the room. There
+is one way out for a room that does not make it (``fail``) and one release of what it holds (``_release``).
+What a room holds is the source of its writes: nothing is released while one of them is in the transport, nor,
+after a delivery with a repeated batch, before the first attempt of that batch cannot read it any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+import numpy.typing as npt
+
+from prefill_node.kept_sources import SourceQuarantine
+from prefill_node.kv_pool import IntegrityError, PagePool
+from prefill_node.prefix_cache import PageKey, PrefixCache, page_keys
+from prefill_node.push import ChunkPush, Pusher, landing_of
+from prefill_node.registrations import Peer, why_not_landing
+from prefill_node.rooms import Delivery, EndedRoom, RoomRecord, RoomState, RoomTable
+from prefill_node.scheduler import Running, StepLimits, Waiting, why_never
+from protocol.messages import AbortRoom, Bootstrap, Room, RoomDone, RoomFailed, RoomQuiet, ToDecode
+from service.engine_messages import (
+    FromEngine,
+    Generate,
+    GenerateGroup,
+    PrefillFinished,
+    RequestFailed,
+    unpack_token_ids,
+)
+from transfer.sender import Completion, Ready
+from vocabulary import DECODE_NODE_FAILED
+
+log = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+MAX_ERROR_CHARS = 4096
+"""As long as ``protocol.messages.Text`` lets an error be."""
+
+_WAITING = (RoomState.WAITING_BOOTSTRAP, RoomState.WAITING_REQUEST, RoomState.QUEUED)
+_OWNING = (RoomState.COMPUTING, RoomState.SENDING)
+
+_COUNTERS = (
+    "prompt_tokens_total",
+    "cached_tokens_total",
+    "kv_transfer_bytes_total",
+    "kv_transfer_seconds_total",
+    "kv_transfer_failures_total",
+    "kv_transfer_retries_total",
+    "aborted_requests_total",
+    "failed_requests_total",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a prompt must keep to. The front checks it too; here it protects the batch neighbours."""
+
+    context_length: int
+    vocab_size: int
+    max_logprobs: int
+
+
+class Lifecycle:
+    """Rooms and what they hold. ``tell_front`` and ``tell_peer`` send a message and never wait."""
+
+    def __init__(
+        self,
+        *,
+        pool: PagePool,
+        cache: PrefixCache,
+        pusher: Pusher,
+        limits: StepLimits,
+        request_limits: RequestLimits,
+        num_aux_slots: int,
+        use_prefix_cache: bool,
+        tell_front: Callable[[FromEngine], None],
+        tell_peer: Callable[[Peer, ToDecode], None],
+        quarantine_secs: float = 60.0,
+        room_timeout_secs: float = 300.0,
+        grace_secs: float = 10.0,
+    ) -> None:
+        """``room_timeout_secs``: how long a decode node waits for anything about a room; this node waits for
+        ``grace_secs`` more, so that the decode node's error is what clients get."""
+        self.rooms = RoomTable()
+        self.quarantine = SourceQuarantine(quarantine_secs)
+        self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
+        """Monotone totals, by metric name."""
+        self.dropped: Counter[str] = Counter()
+        """Control messages without effect, by reason."""
+        self.pool = pool
+        self.cache = cache
+        self._pusher = pusher
+        self._limits = limits
+        self._request_limits = request_limits
+        self._num_aux_slots = num_aux_slots
+        self._free_aux_slots = list(range(num_aux_slots))
+        self._use_prefix_cache = use_prefix_cache
+        self._room_timeout_secs = room_timeout_secs
+        self._grace_secs = grace_secs
+        self._tell_front = tell_front
+        self._tell_peer = tell_peer
+
+    # --- the halves of a room ------------------------------------------------------------------------
+
+    def accept(self, group: GenerateGroup, now_secs: float) -> None:
+        """The front's halves of all rooms of a prompt, which share its ids and keys."""
+        token_ids = unpack_token_ids(group.prompt)
+        error = self._why_refused(token_ids)
+        keys: tuple[PageKey, ...] = ()
+        if error is None and self._use_prefix_cache:
+            keys = page_keys(group.prompt, self._limits.page_size)
+        for request in group.samples:
+            self._accept(request, token_ids, keys, error or self._why_unsampled(request), now_secs)
+
+    def _accept(
+        self,
+        request: Generate,
+        token_ids: npt.NDArray[np.int32],
+        keys: tuple[PageKey, ...],
+        error: str | None,
+        now_secs: float,
+    ) -> None:
+        """A prompt that can never be computed, which has an ``error``, or a used room is refused at once."""
+        room = Room(request.room)
+        record = self.rooms.get(room)
+        if record is not None and record.request is not None:
+            self._refuse_request(
+                request, 400, f"bootstrap_room {room} is in use by another request; choose a new one"
+            )
+            return
+        ended = self.rooms.ended(room)
+        if ended is not None:
+            self._refuse_request(request, ended.status, ended.error, was_aborted=ended.was_aborted)
+            return
+        if error is not None:
+            self._refuse_request(request, 400, error)
+            if record is None:
+                self.rooms.remember(room, EndedRoom(RoomState.FAILED, 400, error, batch_failed=False))
+            else:
+                self.fail(record, 400, error, now_secs)
+            return
+        if record is None:
+            record = self.rooms.open(room, RoomState.WAITING_BOOTSTRAP, now_secs)
+        self.rooms.set_request(record, request)
+        record.token_ids, record.keys = token_ids, keys
+        self._join(record, now_secs)
+
+    def bootstrap(self, peer: Peer, message: Bootstrap, now_secs: float) -> None:
+        """The decode node's half. Its landing zone is checked before anything else happens with the room."""
+        room = Room(message.room)
+        record = self.rooms.get(room)
+        if record is not None and record.bootstrap is not None:
+            if record.is_draining and _is_repeated(peer, message, record):
+                failed = _room_failed(room, record.end_status, record.end_error, False, record.batch_failed)
+                self._tell_peer(peer, failed)
+                return
+            self.dropped["duplicate"] += 1
+            log.warning("room %d: dropped a second Bootstrap, from node %s", room, peer.node_id)
+            return
+        ended = self.rooms.ended(room)
+        delivery = None if ended is None else ended.delivery
+        if delivery is not None and delivery.answers(peer.node_id, message.attempt):
+            self._tell_peer(peer, delivery.done)  # the first one was lost with its connection
+            return
+        if ended is not None:
+            self.dropped["late"] += 1
+            self._tell_peer(peer, _room_failed(room, ended.status, ended.error, True, ended.batch_failed))
+            return
+        if record is None:
+            record = self.rooms.open(room, RoomState.WAITING_REQUEST, now_secs)
+        record.peer, record.bootstrap = peer, message
+        record.deadline_secs = now_secs + self._room_timeout_secs + self._grace_secs
+        error = why_not_landing(message, peer, self._limits.page_size)
+        if error is not None:
+            self.fail(record, 400, f"room {room}: {error}", now_secs)
+        else:
+            self._join(record, now_secs)
+
+    def _join(self, record: RoomRecord, now_secs: float) -> None:
+        if record.request is None or record.bootstrap is None:
+            return
+        if record.bootstrap.num_prompt_tokens != record.num_prompt_tokens:
+            error = (
+                f"room {record.room}: {record.bootstrap.num_prompt_tokens} prompt tokens on the decode node, "
+                f"{record.num_prompt_tokens} on the prefill node; serve the same model and tokenizer on both"
+            )
+            self.fail(record, 400, error, now_secs)
+        else:
+            self.rooms.move(record, RoomState.QUEUED, now_secs)
+
+    def _why_refused(self, token_ids: npt.NDArray[np.int32]) -> str | None:
+        num_tokens = len(token_ids)
+        bounds = self._request_limits
+        if num_tokens == 0:
+            return "the prompt is empty; it needs at least one token"
+        if num_tokens > bounds.context_length:
+            return (
+                f"prompt of {num_tokens} tokens is longer than the context of "
+                f"{bounds.context_length} tokens; shorten it"
+            )
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
+        if lowest < 0 or highest >= bounds.vocab_size:
+            outside = lowest if lowest < 0 else highest
+            return f"prompt token id {outside} is not in [0, {bounds.vocab_size}), the model's vocabulary"
+        return why_never(num_tokens, self._limits)
+
+    def _why_unsampled(self, request: Generate) -> str | None:
+        num_logprobs, most = request.sampling.num_logprobs or 0, self._request_limits.max_logprobs
+        return None if num_logprobs <= most else f"{num_logprobs} logprobs a token asked for, at most {most}"
+
+    def _refuse_request(
+        self, request: Generate, status: int, error: str, *, was_aborted: bool = False
+    ) -> None:
+        self._count_end(was_aborted)
+        self._tell_front(RequestFailed(request.request_id, status, error))
+
+    def _count_end(self, was_aborted: bool) -> None:
+        """Of a request that is not delivered: each is counted here, once."""
+        self.counters["aborted_requests_total" if was_aborted else "failed_requests_total"] += 1
+
+    # --- computing -----------------------------------------------------------------------------------
+
+    def running(self) -> list[Running]:
+        """The rooms that compute, in order of admission, as the scheduler wants them."""
+        return [
+            Running(record.room, record.num_prompt_tokens, record.num_computed_tokens, record.keys)
+            for record in self.rooms.in_state(RoomState.COMPUTING)
+        ]
+
+    def waiting(self) -> list[RoomRecord]:
+        """The rooms that could be admitted, in order of arrival."""
+        return list(self.rooms.in_state(RoomState.QUEUED))
+
+    def candidates(self) -> Iterator[Waiting]:
+        """The waiting rooms, in order of arrival, without those whose decode node has too much pending.
+
+        What the rooms before have in the prefix cache counts as pending: it is sent when they are admitted.
+        """
+        num_bytes_pending: dict[str, int] = {}
+        for record in self.waiting():
+            peer, _ = landing_of(record)
+            session = peer.session
+            if session not in num_bytes_pending:
+                num_bytes_pending[session] = self._pusher.num_bytes_pending(peer)
+            if not self._pusher.has_place(record, num_bytes_pending[session]):
+                continue
+            waiting = self.look_up(record)
+            num_cached_tokens = waiting.match.num_pages * self._limits.page_size
+            num_bytes_pending[session] += self._pusher.num_bytes(num_cached_tokens)
+            yield waiting
+
+    def look_up(self, record: RoomRecord) -> Waiting:
+        """A waiting room with what the prefix cache has of it."""
+        keys = self._reusable_keys(record)
+        return Waiting(record.room, record.num_prompt_tokens, keys, self.cache.match(keys))
+
+    def _reusable_keys(self, record: RoomRecord) -> tuple[PageKey, ...]:
+        """Of the pages that may come from the cache. The last prompt token is always computed."""
+        return record.keys[: (record.num_prompt_tokens - 1) // self._limits.page_size]
+
+    @property
+    def num_available_pages(self) -> int:
+        return self.pool.num_free + self.cache.num_evictable
+
+    @property
+    def num_quarantined_pages(self) -> int:
+        """Pages that delivered rooms keep, those of the prefix cache left out."""
+        return sum(len(source.page_ids) for source in self.quarantine)
+
+    @property
+    def num_free_aux_slots(self) -> int:
+        return len(self._free_aux_slots)
+
+    def admit(self, records: Sequence[RoomRecord], now_secs: float) -> None:
+        """QUEUED -> COMPUTING for the rooms of a plan: all their pages, an aux slot; sends cached prefixes.
+
+        All leases are taken before the first page is: making room for one must not evict another's prefix.
+        """
+        num_pages = 0
+        for record in records:
+            record.lease = self.cache.acquire(self._reusable_keys(record))
+            num_pages += self._limits.pages_for(record.num_prompt_tokens) - len(record.lease.page_ids)
+        if num_pages > self.pool.num_free:
+            self.cache.evict(num_pages - self.pool.num_free)  # once: it walks the whole tree
+        for record in records:
+            cached = list(record.lease.page_ids) if record.lease is not None else []
+            num_new_pages = self._limits.pages_for(record.num_prompt_tokens) - len(cached)
+            record.owned_page_ids = self.pool.allocate(num_new_pages)
+            record.page_ids = cached + record.owned_page_ids
+            record.aux_slot_src = self._free_aux_slots.pop()
+            record.num_cached_tokens = record.num_computed_tokens = len(cached) * self._limits.page_size
+            self.rooms.move(record, RoomState.COMPUTING, now_secs)
+            self.counters["prompt_tokens_total"] += record.num_prompt_tokens
+            self.counters["cached_tokens_total"] += record.num_cached_tokens
+            self._pusher.push_tokens(record, 0, record.num_cached_tokens)
+
+    def start_chunk(self, record: RoomRecord, stop: int) -> ChunkPush:
+        """A forward is about to compute the room's positions up to ``stop``: plan how they are sent."""
+        return self._pusher.plan(record, record.num_computed_tokens, stop)
+
+    def layer_written(self, chunks: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
+        """The forward has written ``layer`` of its chunks to the pool: send what is due."""
+        self._pusher.layer_written(chunks, layer, ready)
+
+    def computed(self, chunk: ChunkPush) -> None:
+        """The forward is through, all layers of the chunk are in the pool: send those that have not left."""
+        chunk.record.num_computed_tokens = chunk.stop
+        self._pusher.push_rest(chunk)
+
+    def prompt_computed(self, record: RoomRecord, now_secs: float) -> None:
+        """COMPUTING -> SENDING: the last chunk is computed; the aux record, which is staged, is sent."""
+        if record.keys and record.lease is not None:
+            record.lease, taken = self.cache.insert(
+                record.keys, record.page_ids[: len(record.keys)], record.lease
+            )
+            record.owned_page_ids = [page_id for page_id in record.owned_page_ids if page_id not in taken]
+        self.rooms.move(record, RoomState.SENDING, now_secs)
+        self._pusher.push_aux(record)
+
+    def completed(self, completion: Completion, now_secs: float) -> None:
+        """A batch of a room came back from the sender."""
+        record = self.rooms.get(completion.room)
+        if record is None:
+            raise IntegrityError(
+                f"room {completion.room} was released before its batch {completion.tag} came back"
+            )
+        record.num_writes_pending -= 1
+        record.num_bytes_sent += completion.num_bytes
+        record.transfer_secs += completion.secs
+        record.batch_failed |= completion.may_still_land
+        self.counters["kv_transfer_bytes_total"] += completion.num_bytes
+        self.counters["kv_transfer_seconds_total"] += completion.secs
+        self.counters["kv_transfer_retries_total"] += completion.num_retries
+        if record.is_draining:
+            if record.num_writes_pending == 0:
+                self._drained(record, now_secs)
+        elif not completion.ok:
+            self.counters["kv_transfer_failures_total"] += 1
+            peer, _ = landing_of(record)
+            what = f"sending {completion.tag} to decode node {peer.node_id}"
+            error = f"room {record.room}: {what}: {completion.error}"
+            self.fail(record, 502, error, now_secs)
+        elif record.state is RoomState.SENDING and record.num_writes_pending == 0:
+            self._delivered(record, now_secs)
+
+    def _delivered(self, record: RoomRecord, now_secs: float) -> None:
+        peer, bootstrap = landing_of(record)
+        done = RoomDone(
+            record.room,
+            record.num_bytes_sent,
+            record.num_cached_tokens,
+            record.transfer_secs,
+            record.batch_failed,
+        )
+        record.delivery = Delivery(peer.node_id, bootstrap.attempt, done)
+        self._tell_peer(peer, done)
+        if record.request is not None:
+            self._tell_front(
+                PrefillFinished(
+                    record.request.request_id,
+                    record.num_prompt_tokens,
+                    record.num_cached_tokens,
+                    record.num_bytes_sent,
+                    record.transfer_secs,
+                )
+            )
+        if record.batch_failed:
+            self._keep_source(record, now_secs)
+        self._release(record)
+        self.rooms.end(record, RoomState.DONE, now_secs)
+
+    def _keep_source(self, record: RoomRecord, now_secs: float) -> None:
+        """A delivered room's request is being served where parts of a failed batch may still arrive."""
+        self.pool.hold(record.owned_page_ids)
+        self.quarantine.add(record.room, record.owned_page_ids, record.lease, record.aux_slot_src, now_secs)
+        record.owned_page_ids, record.lease, record.aux_slot_src = [], None, None
+
+    def release_sources(self, now_secs: float) -> None:
+        """Give back what has been kept for long enough."""
+        for source in self.quarantine.take_free(now_secs):
+            if source.lease is not None:
+                self.cache.release(source.lease)
+            self.pool.let_go(source.page_ids)
+            if source.aux_slot is not None:
+                self._free_aux_slots.append(source.aux_slot)
+
+    # --- ends that are no delivery -------------------------------------------------------------------
+
+    def fail(
+        self,
+        record: RoomRecord,
+        status: int,
+        error: str,
+        now_secs: float,
+        *,
+        tell_front: bool = True,
+        tell_peer: bool = True,
+        is_abort: bool = False,
+        code: str = "",
+    ) -> None:
+        """End a room early and say so to both sides. With writes in flight it drains, then the peer hears.
+
+        ``is_abort``: nobody wants it any more, which is no failure. ``code``: see ``RequestFailed``.
+
+        A room that drains already was reported before: nothing happens.
+        """
+        if record.is_draining:
+            return
+        log.info("room %d failed in %s: %d %s", record.room, record.state.name, status, error)
+        record.end_status, record.end_error, record.was_aborted = status, error, is_abort
+        self._pusher.cancel(record)
+        is_quiet = record.num_writes_pending == 0
+        if record.request is not None:
+            self._count_end(is_abort)
+        if record.request is not None and tell_front:
+            self._tell_front(RequestFailed(record.request.request_id, status, error, code))
+        if record.peer is not None and tell_peer:
+            self._tell_peer(
+                record.peer, _room_failed(record.room, status, error, is_quiet, record.batch_failed)
+            )
+        if is_quiet:
+            self._release(record)
+            self.rooms.end(record, RoomState.FAILED, now_secs)
+        else:
+            self.pool.hold(record.owned_page_ids)
+            self.rooms.move(record, RoomState.DRAINING, now_secs)
+
+    def abort_request(self, request_id: str, now_secs: float) -> None:
+        """The front's client is gone. The decode node hears it, for its client may wait still."""
+        record = self.rooms.of_request(request_id)
+        if record is None or record.is_draining:
+            return
+        error = f"room {record.room}: the client of the prefill node closed the request"
+        self.fail(record, CLIENT_CLOSED_REQUEST, error, now_secs, tell_front=False, is_abort=True)
+
+    def abort_room(self, peer: Peer, message: AbortRoom, now_secs: float) -> None:
+        """The decode node gave a room up: RoomQuiet is the answer, now or when the last write came back.
+
+        A room that this node has not heard of from that peer has nothing of it in flight.
+        """
+        room = Room(message.room)
+        record = self.rooms.get(room)
+        is_his = record is not None and (record.peer is None or record.peer.node_id == peer.node_id)
+        if record is None or not is_his:
+            ended = self.rooms.ended(room)
+            self.dropped["unknown_room" if ended is None else "late"] += 1
+            self._tell_peer(peer, RoomQuiet(room, batch_failed=ended is not None and ended.batch_failed))
+            return
+        if record.is_draining:
+            return
+        error = f"room {room}: decode node {peer.node_id} gave it up: {message.reason}"
+        self.fail(record, 503, error, now_secs, tell_peer=False, is_abort=True, code=DECODE_NODE_FAILED)
+        if not record.is_draining:
+            self._tell_peer(peer, RoomQuiet(room, record.batch_failed))
+
+    def has_rooms_of(self, peer: Peer) -> bool:
+        return any(record.peer is peer for record in self.rooms)
+
+    def fail_rooms_of(self, peer: Peer, error: str, now_secs: float) -> None:
+        """A decode node is lost: its rooms end, and what is in flight to it drains."""
+        for record in [record for record in self.rooms if record.peer is peer]:
+            reason = f"room {record.room}: decode node {peer.node_id} {error}"
+            self.fail(record, 502, reason, now_secs, code=DECODE_NODE_FAILED)
+
+    def fail_overdue(self, rooms: Sequence[Room], timeout_secs: float, now_secs: float) -> None:
+        """Writes of these rooms are in flight past the transfer timeout."""
+        for room in rooms:
+            record = self.rooms.get(room)
+            if record is not None:
+                self.counters["kv_transfer_failures_total"] += 1
+                error = f"room {room}: a write to the decode node took longer than {timeout_secs:g} s"
+                self.fail(record, 504, error, now_secs)
+
+    def fail_unpaired(self, now_secs: float) -> None:
+        """End the rooms whose other half did not come in time, when the decode node has given them up."""
+        timeout_secs = self._room_timeout_secs + self._grace_secs
+        halves = ((RoomState.WAITING_BOOTSTRAP, "decode"), (RoomState.WAITING_REQUEST, "prefill"))
+        for state, missing in halves:
+            waiting = self.rooms.in_state(state)
+            late = takewhile(lambda record: now_secs - record.since_secs > timeout_secs, waiting)
+            for record in list(late):
+                error = (
+                    f"room {record.room}: the request did not reach the {missing} node within "
+                    f"{timeout_secs:g} s (room_timeout_secs {self._room_timeout_secs:g}, and "
+                    f"{self._grace_secs:g} s in which the decode node would have said why); send it through "
+                    "the router, which sends it to both"
+                )
+                self.fail(record, 504, error, now_secs)
+
+    def _drained(self, record: RoomRecord, now_secs: float) -> None:
+        """DRAINING -> FAILED: the last write came back."""
+        if record.peer is not None:
+            self._tell_peer(record.peer, RoomQuiet(record.room, record.batch_failed))
+        self._release(record)
+        self.rooms.end(record, RoomState.FAILED, now_secs)
+
+    def _release(self, record: RoomRecord) -> None:
+        """Give back whatever the room holds; nothing of it may be in flight. The one release path."""
+        if record.num_writes_pending:
+            raise IntegrityError(
+                f"room {record.room} is released with {record.num_writes_pending} writes in flight"
+            )
+        if record.lease is not None:
+            self.cache.release(record.lease)
+            record.lease = None
+        if record.is_draining:
+            self.pool.let_go(record.owned_page_ids)
+        else:
+            self.pool.free(record.owned_page_ids)
+        record.owned_page_ids, record.page_ids = [], []
+        if record.aux_slot_src is not None:
+            self._free_aux_slots.append(record.aux_slot_src)
+            record.aux_slot_src = None
+
+    # --- accounts ------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Free, owned, cached and in-flight pages are disjoint and make up the pool; aux slots likewise."""
+        self.cache.check_integrity()
+        owned = [page for record in self.rooms.in_state(*_OWNING) for page in record.owned_page_ids]
+        in_flight = [
+            page for record in self.rooms.in_state(RoomState.DRAINING) for page in record.owned_page_ids
+        ]
+        in_flight += [page for source in self.quarantine for page in source.page_ids]
+        self.pool.check_integrity(owned=owned, cached=self.cache.page_ids(), in_flight=in_flight)
+        held = [record.aux_slot_src for record in self.rooms if record.aux_slot_src is not None]
+        held += [source.aux_slot for source in self.quarantine if source.aux_slot is not None]
+        if sorted(held + self._free_aux_slots) != list(range(self._num_aux_slots)):
+            raise IntegrityError(
+                f"aux slots: {sorted(held)} held + {sorted(self._free_aux_slots)} free are not the "
+                f"{self._num_aux_slots} there are"
+            )
+        for record in self.rooms.in_state(*_WAITING):
+            if record.page_ids or record.lease is not None or record.num_writes_pending:
+                raise IntegrityError(f"room {record.room} owns pages or writes in state {record.state.name}")
+
+
+def _is_repeated(peer: Peer, message: Bootstrap, record: RoomRecord) -> bool:
+    """Whether it is the Bootstrap that the room has, over another connection."""
+    is_his = record.peer is not None and record.peer.node_id == peer.node_id
+    return is_his and message.attempt > 0 and message == record.bootstrap
+
+
+def _room_failed(room: Room, status: int, error: str, quiet: bool, batch_failed: bool) -> RoomFailed:
+    return RoomFailed(room, status, error[:MAX_ERROR_CHARS], quiet, batch_failed)

@@ -1,0 +1,98 @@
+"""Waiting for several ZMQ channels at once, and taking in what has come in bounded bursts.
+
+Sockets belong to the thread that made them. Nothing here blocks but ``Poller.wait``, which has a timeout.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Protocol
+
+import zmq
+
+from protocol.messages import MAX_MESSAGE_BYTES
+
+SEND_HWM = 10_000
+"""Messages that ZMQ keeps for a peer that is slow to take them."""
+BURST_MESSAGES = 256
+_BURST_BYTES = MAX_MESSAGE_BYTES
+"""What a channel takes in between two turns of its owner's loop, in messages and in bytes; the rest waits.
+
+One message more than the bytes may come. 256 samples take an engine 2 ms, 4 MiB of extents 10.
+"""
+
+
+class HasSocket(Protocol):
+    """A channel of this project: its owner receives from it when its socket is readable."""
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]: ...
+
+
+def burst(sock: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    """The frames of the messages that have arrived, without waiting, a bounded number of them."""
+    num_bytes = 0
+    for _ in range(BURST_MESSAGES):
+        try:
+            frames = sock.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield frames
+        num_bytes += sum(map(len, frames))
+        if num_bytes > _BURST_BYTES:
+            return
+
+
+class Wakeup:
+    """A file descriptor that another thread can make readable, to end a ``Poller.wait`` early."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._receiver.fileno()
+
+    def set(self) -> None:
+        """From any thread. A full pipe is fine: the waiter is awake already. Closed: nobody waits any more.
+
+        A thread that is left behind at a shutdown calls it when its write or look-up comes back.
+        """
+        try:
+            self._sender.send(b"\0")
+        except OSError:
+            return
+
+    def clear(self) -> None:
+        try:
+            while self._receiver.recv(4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+
+
+class Poller:
+    """Waits for any of several channels. Register the channel objects above, or a Wakeup."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+
+    def register(self, channel: HasSocket | Wakeup) -> None:
+        self._poller.register(_pollable(channel), zmq.POLLIN)
+
+    def unregister(self, channel: HasSocket | Wakeup) -> None:
+        self._poller.unregister(_pollable(channel))
+
+    def wait(self, timeout_secs: float) -> bool:
+        """True when something can be received."""
+        return bool(self._poller.poll(round(timeout_secs * 1000)))
+
+
+def _pollable(channel: HasSocket | Wakeup) -> zmq.Socket[bytes] | int:
+    return channel.fileno() if isinstance(channel, Wakeup) else channel.socket

@@ -1,0 +1,212 @@
+"""Messages between a node's HTTP front and its engine process, over a ZMQ ipc socket.
+
+Both ends are one release of one program, so these carry no version. They are tagged Structs in
+msgpack like the control messages, decoded by one typed decoder a direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+from msgspec.msgpack import Encoder
+
+from protocol.decoding import TypedDecoder
+from vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
+
+# --- front to engine -------------------------------------------------------------------------------
+
+
+class Generate(Struct, frozen=True):
+    """One sample of one prompt. ``request_id`` is the front's own; ``room`` is shared with the other node.
+
+    ``bootstrap_host`` and ``bootstrap_port`` name the prefill node; the prefill node itself ignores them.
+    ``hisparse`` is None when the request did not say.
+    """
+
+    request_id: str
+    room: int
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    bootstrap_host: str
+    bootstrap_port: int
+    hisparse: HisparseFlag | None = None
+
+
+class GenerateGroup(Struct, frozen=True, tag="generate"):
+    """All samples of one prompt, which goes with them once."""
+
+    samples: tuple[Generate, ...]
+    prompt: bytes = b""
+    """As of ``pack_token_ids``; empty for a decode engine, to which only its length matters."""
+
+
+class Abort(Struct, frozen=True, tag="abort"):
+    """The client is gone, or a stop string was met. No answer follows; unknown ids are ignored."""
+
+    request_id: str
+    has_finished: bool = False
+    """A stop string was met: the client has its answer."""
+
+
+class FlushCache(Struct, frozen=True, tag="flush_cache"):
+    """Drop every prefix-cache entry that no running request uses. Ignored by a decode node."""
+
+
+class Shutdown(Struct, frozen=True, tag="shutdown"):
+    """Leave the loop, release everything and exit with status 0."""
+
+
+class ReleaseQuarantine(Struct, frozen=True, tag="release_quarantine"):
+    """An operator vouches that this run of a prefill node is over. Ignored by a prefill node."""
+
+    instance_id: str
+
+
+ToEngine = GenerateGroup | Abort | FlushCache | ReleaseQuarantine | Shutdown
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """A prompt as it is kept and sent: int32, little endian. A list of msgpack has an object for each id."""
+    return np.asarray(token_ids, "<i4").tobytes()
+
+
+def unpack_token_ids(prompt: bytes) -> npt.NDArray[np.int32]:
+    """The ids ``[num_tokens]`` of a packed prompt, without a copy; read-only."""
+    return np.frombuffer(prompt, "<i4")
+
+
+def num_packed_tokens(prompt: bytes) -> int:
+    return len(prompt) // 4
+
+
+# --- engine to front -------------------------------------------------------------------------------
+
+
+class EngineLoading(Struct, frozen=True, tag="loading"):
+    """The engine is not ready yet. Sent twice a second while weights are read, and when a stage begins.
+
+    ``num_done`` of ``num_bytes`` of the stage are done; 0 of 0 in a stage that does not count.
+    """
+
+    stage: str
+    num_done: int = 0
+    num_bytes: int = 0
+
+    def __str__(self) -> str:
+        if not self.num_bytes:
+            return self.stage
+        return f"{self.stage}, {self.num_done / 1e9:.1f} of {self.num_bytes / 1e9:.1f} GB"
+
+
+class EngineReady(Struct, frozen=True, tag="ready"):
+    """The engine serves. The front refuses prompts and lives longer than these bounds.
+
+    ``control_endpoint``, ``instance_id`` and ``geometry`` (msgpack of ``messages.Geometry``) go to the
+    bootstrap endpoint of a prefill node and are empty for a decode node.
+    """
+
+    context_length: int
+    max_total_tokens_hisparse: int
+    """Longest prompt plus output that a hisparse request can ever hold, in tokens."""
+    max_total_tokens_dense: int
+    control_endpoint: str = ""
+    instance_id: str = ""
+    geometry: bytes = b""
+    transfer_protocol: str = ""
+    """What the KV transport runs on, with its RDMA devices, and why."""
+    transfer_devices: tuple[str, ...] = ()
+    transfer_reason: str = ""
+
+
+class Tokens(Struct, frozen=True, tag="tokens"):
+    """New tokens of a request, in order; the last message has a ``finish_reason``.
+
+    Each carries the ``stats`` so far, because a stop string lets the front end a request at any token.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    matched_stop_token: int | None = None
+    stats: RequestStats | None = None
+
+
+class RequestStats(Struct, frozen=True):
+    """What happened to one decode-side request."""
+
+    mode: Mode
+    num_cached_tokens: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    transfer_bytes: int = 0
+    transfer_secs: float = 0.0
+    num_retractions: int = 0
+
+
+class PrefillFinished(Struct, frozen=True, tag="prefill_finished"):
+    """The prefill node has delivered the room."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    transfer_bytes: int
+    transfer_secs: float
+
+
+class RequestFailed(Struct, frozen=True, tag="request_failed"):
+    """The request ended in an error with this HTTP ``status``; no further message follows.
+
+    ``code``: which node failed, one of those of ``http_errors``; empty when the status says all.
+    """
+
+    request_id: str
+    status: int
+    error: str
+    code: str = ""
+
+
+class QuarantinedRun(Struct, frozen=True):
+    """What a decode node keeps from everybody because one run of a prefill node may still write there."""
+
+    prefill_node: str
+    """Its bootstrap endpoint, ``host:port``."""
+    instance_id: str
+    num_rooms: int
+    num_unacknowledged: int
+    """Those of which the run has not said that they are quiet. The others are free after a known time."""
+    longest_secs: float
+    host_slots: int
+    device_slots: int
+    index_slots: int
+    aux_slots: int
+
+
+class EngineStats(Struct, frozen=True, tag="stats"):
+    """Sent at least twice a second while the engine loop turns; its arrival is what /health looks at.
+
+    ``gauges`` are current values, ``counters`` monotone totals since the engine's start; the names are
+    the metric names without prefix, with labels as ``name{label="value"}``.
+    """
+
+    gauges: dict[str, float]
+    counters: dict[str, float]
+    num_running: int
+    num_waiting: int
+    num_used_tokens: int
+    step: int
+    """Loop iterations that did work; a front whose engine has running requests expects it to advance."""
+    trouble: str = ""
+    """Why no request can be admitted until an operator does something; empty while one can."""
+    quarantine: tuple[QuarantinedRun, ...] = ()
+
+
+FromEngine = EngineLoading | EngineReady | Tokens | PrefillFinished | RequestFailed | EngineStats
+
+encoder = Encoder()
+to_engine_decoder: TypedDecoder[ToEngine] = TypedDecoder(ToEngine)
+from_engine_decoder: TypedDecoder[FromEngine] = TypedDecoder(FromEngine)

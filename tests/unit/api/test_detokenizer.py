@@ -1,0 +1,160 @@
+"""Streamed text is exactly the whole text, never half a character, and shows nothing of a stop string."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders
+
+from api.detokenizer import Detokenizer, StopStrings, TokenBytes, TokenizerUnsupported
+from tests.unit.api.tiny_tokenizer import BOS, EOS, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+TOKEN_BYTES = TokenBytes(TOKENIZER.backend_tokenizer)
+EOS_ID: int = TOKENIZER.convert_tokens_to_ids(EOS)
+
+quick = settings(deadline=None, derandomize=True, max_examples=200)
+token_ids = st.lists(st.integers(0, len(TOKENIZER) + 3), max_size=40)
+texts = st.text(alphabet=st.sampled_from("ab€é😀 \n"), max_size=40)
+
+
+def stream(detokenizer: Detokenizer, tokens: list[int], sizes: list[int] | None = None) -> list[str]:
+    pieces = []
+    sizes = sizes or [1]
+    start = 0
+    while start < len(tokens) and detokenizer.matched is None:
+        size = sizes[len(pieces) % len(sizes)]
+        pieces.append(detokenizer.feed(tokens[start : start + size]))
+        start += size
+    return [*pieces, detokenizer.finish()]
+
+
+@quick
+@given(token_ids, st.lists(st.integers(1, 5), min_size=1, max_size=4), st.booleans())
+def test_pieces_join_to_the_whole_decode(tokens: list[int], sizes: list[int], skip: bool) -> None:
+    pieces = stream(Detokenizer(TOKEN_BYTES, skip_special_tokens=skip), tokens, sizes)
+    assert "".join(pieces) == TOKENIZER.decode(tokens, skip_special_tokens=skip)
+
+
+@quick
+@given(texts)
+def test_valid_text_never_shows_half_a_character(text: str) -> None:
+    pieces = stream(Detokenizer(TOKEN_BYTES), list(text.encode()))
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_a_character_comes_with_its_last_byte() -> None:
+    detokenizer = Detokenizer(TOKEN_BYTES)
+    assert [detokenizer.feed((byte,)) for byte in "a😀b".encode()] == ["a", "", "", "", "😀", "b"]
+
+
+def test_an_unfinished_character_at_the_end_is_replaced() -> None:
+    detokenizer = Detokenizer(TOKEN_BYTES)
+    assert detokenizer.feed("€".encode()[:2]) == ""
+    assert detokenizer.finish() == "\ufffd"
+
+
+def test_special_tokens_are_skipped_on_request() -> None:
+    tokens = [97, EOS_ID, 98]
+    assert "".join(stream(Detokenizer(TOKEN_BYTES), tokens)) == "ab"
+    assert "".join(stream(Detokenizer(TOKEN_BYTES, skip_special_tokens=False), tokens)) == f"a{EOS}b"
+
+
+@quick
+@given(
+    texts,
+    st.lists(st.text(alphabet="ab€😀", min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_stop_strings_never_leak(text: str, stop: list[str], sizes: list[int], keep: bool) -> None:
+    detokenizer = Detokenizer(TOKEN_BYTES, stop, no_stop_trim=keep)
+    shown = "".join(stream(detokenizer, list(text.encode()), sizes))
+    ends = [(text.find(s) + len(s), text.find(s), s) for s in stop if s in text]
+    if not ends:
+        assert detokenizer.matched is None
+        assert shown == text
+        return
+    end, start, matched = min(ends)
+    assert detokenizer.matched == matched
+    assert shown == (text[:end] if keep else text[:start])
+
+
+@quick
+@given(texts, st.lists(st.text(alphabet="ab€😀", min_size=1, max_size=4), min_size=1, max_size=4))
+def test_text_is_held_back_only_while_it_may_be_a_stop_string(text: str, stop: list[str]) -> None:
+    stops = StopStrings(stop)
+    shown = ""
+    for position, char in enumerate(text):
+        shown += stops.feed(char)
+        if stops.matched is not None:
+            return
+        held = text[: position + 1][len(shown) :]
+        assert held == "" or any(s.startswith(held) and s != held for s in stop)
+
+
+def test_a_stop_string_over_three_tokens() -> None:
+    detokenizer = Detokenizer(TOKEN_BYTES, ["STOP"])
+    assert [detokenizer.feed(piece) for piece in (b"go S", b"TO", b"P and on")] == ["go ", "", ""]
+    assert detokenizer.matched == "STOP"
+    assert detokenizer.feed(b"more") == ""
+    assert detokenizer.finish() == ""
+
+
+def test_a_near_miss_is_shown_after_all() -> None:
+    detokenizer = Detokenizer(TOKEN_BYTES, ["STOP"])
+    assert [detokenizer.feed(piece) for piece in (b"ST", b"ST", b"O!")] == ["", "ST", "STO!"]
+    assert detokenizer.finish() == ""
+
+
+def test_time_is_linear_even_for_bytes_that_are_no_text() -> None:
+    def secs(num_tokens: int) -> float:
+        detokenizer = Detokenizer(TOKEN_BYTES, ["zz"])
+        began = time.process_time()
+        for _ in range(num_tokens):
+            detokenizer.feed((0xFF,))
+        return time.process_time() - began
+
+    secs(1000)
+    assert secs(80_000) < 25 * max(secs(10_000), 0.01)  # linear: 8 times, quadratic: 64 times
+
+
+@pytest.mark.parametrize("stop", ["ac" * 512, "a" * 511 + "b" * 512], ids=["restarts", "falls"])
+def test_long_stop_strings_cost_no_more_a_character_than_short_ones(stop: str) -> None:
+    """Counted in lines of Python. One stop string keeps 1,023 characters back, others are tried on them."""
+    stops = StopStrings(["a" * 1023 + "b", *(stop + str(i) for i in range(8))])
+    stops.feed("a" * 1023)
+    num_lines = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    traced = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for _ in range(100):
+            stops.feed("aaaa")
+    finally:
+        sys.settrace(traced)
+    assert num_lines < 100 * 9 * (4 * 5 + 20)
+
+
+def test_max_token_bytes_bounds_every_token() -> None:
+    assert TOKEN_BYTES.max_token_bytes == len(BOS)
+    assert all(len(TOKEN_BYTES.of(i)) <= TOKEN_BYTES.max_token_bytes for i in range(len(TOKENIZER)))
+
+
+def test_another_kind_of_tokenizer_is_refused() -> None:
+    tokenizer = make_tokenizer().backend_tokenizer
+    tokenizer.decoder = decoders.Metaspace()
+    with pytest.raises(TokenizerUnsupported, match="Metaspace"):
+        TokenBytes(tokenizer)

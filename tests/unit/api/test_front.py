@@ -1,0 +1,1076 @@
+"""The nodes' HTTP fronts against a scripted engine: the product's own servers, sockets and clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.types import Message
+
+from api import node
+from api.app import Answer, Front, Work, create_app
+from api.keys import load_api_keys
+from api.sampling_defaults import SamplingDefaults
+from api.text_codec import TextCodec
+from decode_node.server import create_decode_app
+from prefill_node.server import create_bootstrap_app, create_prefill_app
+from protocol.bootstrap import BootstrapInfo, look_up
+from protocol.channels import load_control_keys
+from service import engine_link
+from service import front as front_module
+from service.engine_link import EngineLink, LinkState, SampleGroup
+from service.engine_messages import (
+    Abort,
+    EngineLoading,
+    FlushCache,
+    Generate,
+    GenerateGroup,
+    RequestFailed,
+    RequestStats,
+    Tokens,
+)
+from service.listening import Listener
+from service.metrics import FrontMetrics
+from service.settings import DecodeSettings, NodeSettings, PrefillSettings
+from tests.unit.api.scripted_engine import Script, ScriptedEngine, deliver, ready, say, stats
+from tests.unit.api.tiny_tokenizer import EOS, make_tokenizer, write_checkpoint
+from vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode
+
+ROOM: dict[str, Any] = {"bootstrap_host": "10.0.0.1", "bootstrap_port": None, "bootstrap_room": 7}
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 5, **ROOM}
+NATIVE: dict[str, Any] = {"text": "hello", "sampling_params": {"max_new_tokens": 5}, **ROOM}
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOKENIZER = make_tokenizer()
+CODEC = TextCodec(TOKENIZER, len(TOKENIZER))
+
+
+@dataclass
+class Node:
+    client: httpx.AsyncClient
+    engine: ScriptedEngine
+    link: EngineLink
+    port: int
+    bootstrap_port: int
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.client.post(path, json=body)
+
+    async def events(self, path: str, **body: Any) -> list[Any]:
+        """The events of a stream, decoded, without [DONE]."""
+        return decode_events((await self.post(path, stream=True, **body)).text)
+
+    async def metric(self, name: str) -> float | None:
+        for line in (await self.client.get("/metrics")).text.splitlines():
+            if line.rsplit(" ", 1)[0] == name:
+                return float(line.rsplit(" ", 1)[1])
+        return None
+
+
+def decode_events(text: str) -> list[Any]:
+    lines = text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    script: Script, tmp_path: Path, *, role: str = "decode", is_ready: bool = True, **options: Any
+) -> AsyncIterator[Node]:
+    settings: NodeSettings = (PrefillSettings if role == "prefill" else DecodeSettings)(
+        model_path=tmp_path / "model", served_model_name="tiny", **options
+    )
+    metrics = FrontMetrics()
+    ipc_path = str(tmp_path / "engine.ipc")
+    link = EngineLink(ipc_path, settings.health_timeout_secs, metrics.update)
+    front = Front(
+        role,
+        settings,
+        CODEC,
+        link,
+        metrics,
+        holds_output=role == "decode",
+        api_keys=load_api_keys(settings.api_key_file),
+        control_keys=load_control_keys(settings.control_key_file),
+        sampling_defaults=SamplingDefaults.of(settings),
+    )
+    engine = ScriptedEngine(ipc_path, script, is_ready=is_ready)
+    listeners = [Listener("127.0.0.1", 0), Listener("127.0.0.1", 0)]
+    apps = [create_prefill_app(front) if role == "prefill" else create_decode_app(front)]
+    if isinstance(settings, PrefillSettings):
+        apps.append(create_bootstrap_app(settings, front))
+    servers = [listener.server(app) for listener, app in zip(listeners, apps, strict=False)]
+    link.start()
+    engine.start()
+    tasks = [
+        asyncio.create_task(server.serve(sockets=[listener.socket]))
+        for server, listener in zip(servers, listeners, strict=False)
+    ]
+    limits = httpx.Limits(max_keepalive_connections=0)
+    base_url = f"http://127.0.0.1:{listeners[0].port}"
+    async with httpx.AsyncClient(base_url=base_url, timeout=10, trust_env=False, limits=limits) as client:
+        try:
+            if is_ready:
+                await until(lambda: link.ready is not None, "the engine is ready")
+            yield Node(client, engine, link, listeners[0].port, listeners[1].port)
+        finally:
+            for server in servers:
+                server.should_exit = True
+            await asyncio.gather(*tasks)
+            await asyncio.to_thread(engine.stop)
+            await link.close()
+            for listener in listeners:
+                listener.socket.close()
+
+
+def socketless_front(tmp_path: Path, link: EngineLink) -> Front:
+    link.ready, link.state = ready(), LinkState.SERVING
+    settings = DecodeSettings(model_path=tmp_path, served_model_name="tiny")
+    return Front("decode", settings, CODEC, link, FrontMetrics(), holds_output=True)
+
+
+async def call_app(app: Starlette, path: str, body: dict[str, Any], *, leaves: bool) -> list[Message]:
+    """What the app sends without a server; the client ``leaves`` once it has sent its body, or never."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        if not leaves:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
+    return sent
+
+
+async def until(condition: Callable[[], bool], what: str, timeout_secs: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_secs
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_secs} s"
+        await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def on_node(tmp_path: Path) -> Callable[..., None]:
+    """Serve with a script, and run the rest of the test against it."""
+
+    def run(script: Script, check: Callable[[Node], Awaitable[None]], **options: Any) -> None:
+        async def main() -> None:
+            async with serving(script, tmp_path, **options) as node:
+                await asyncio.wait_for(check(node), 15)
+
+        asyncio.run(main())
+
+    return run
+
+
+OnNode = Callable[..., None]
+
+
+# --- decode: OpenAI ----------------------------------------------------------------------------------
+
+
+def test_completion(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        answer = (await node.post("/v1/completions", **BODY, hisparse=True)).json()
+        assert answer["object"] == "text_completion"
+        assert answer["model"] == "tiny"
+        assert answer["choices"] == [
+            {"index": 0, "text": "abcde", "logprobs": None, "finish_reason": "length", "matched_stop": None}
+        ]
+        assert answer["usage"] == {
+            "prompt_tokens": 5,
+            "completion_tokens": 5,
+            "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 2},
+            "hisparse": {"mode": "hisparse", "hits": 10, "misses": 4},
+        }
+        (generate,) = node.engine.generates
+        assert (generate.bootstrap_host, generate.bootstrap_port, generate.room) == ("10.0.0.1", 8998, 7)
+        assert generate.hisparse is HisparseFlag.TRUE
+        assert generate.num_prompt_tokens == 5
+        assert node.engine.aborts == []
+        assert (
+            await node.metric('hisparse_pd:num_requests_total{endpoint="/v1/completions",status="200"}') == 1
+        )
+        assert await node.metric("hisparse_pd:time_to_first_token_seconds_count") == 1
+        assert await node.metric("hisparse_pd:inter_token_latency_seconds_count") == 4
+        assert await node.metric("hisparse_pd:e2e_request_latency_seconds_count") == 1
+
+    on_node(say("abcdefgh", mode=Mode.HISPARSE), check)
+
+
+def test_streamed_completion(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        plain = await node.events("/v1/completions", **BODY)
+        assert [chunk["choices"][0]["text"] for chunk in plain] == ["a", "€", "b"]
+        assert [chunk["choices"][0]["finish_reason"] for chunk in plain] == [None, None, "length"]
+        assert all("usage" not in chunk for chunk in plain)
+        counted = await node.events("/v1/completions", **BODY, stream_options={"include_usage": True})
+        assert [chunk["usage"] for chunk in counted[:-1]] == [None, None, None]
+        assert counted[-1]["choices"] == []
+        assert counted[-1]["usage"]["completion_tokens"] == 5
+        assert counted[-1]["usage"]["hisparse"] == {"mode": "dense", "hits": 10, "misses": 4}
+        assert len({chunk["id"] for chunk in counted}) == 1
+
+    on_node(say("a€bc"), check)
+
+
+def test_usage_in_every_chunk(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = await node.events("/v1/completions", **BODY, n=2, stream_options=options)
+        for index in (0, 1):
+            mine = [chunk["usage"] for chunk in chunks[:-1] if chunk["choices"][0]["index"] == index]
+            assert [usage["completion_tokens"] for usage in mine] == [1, 2, 3, 4, 5]
+            assert [usage["total_tokens"] for usage in mine] == [6, 7, 8, 9, 10]
+        assert chunks[-1]["usage"]["completion_tokens"] == 10
+
+    on_node(say("abcde"), check)
+
+
+def test_an_event_stream_names_its_charset(on_node: OnNode) -> None:
+    """Clients after the letter of HTTP take text without one for ISO-8859-1."""
+
+    async def check(node: Node) -> None:
+        answer = await node.post("/v1/completions", **BODY, stream=True)
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+
+    on_node(say("a€bc"), check)
+
+
+def test_streamed_logprobs_cost_the_same_for_every_token(
+    on_node: OnNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: list[int] = []
+    text_of = CODEC.token_bytes.text
+
+    def counted(token_id: int) -> str:
+        looked_up.append(token_id)
+        return text_of(token_id)
+
+    async def check(node: Node) -> None:
+        chunks = await node.events("/v1/completions", **{**BODY, "max_tokens": 60}, logprobs=0)
+        offsets = [offset for chunk in chunks for offset in chunk["choices"][0]["logprobs"]["text_offset"]]
+        assert offsets == list(range(60))
+
+    monkeypatch.setattr(CODEC.token_bytes, "text", counted)
+    on_node(say("x" * 60), check)
+    assert len(looked_up) <= 2 * 60
+
+
+def test_completion_logprobs(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        whole = (await node.post("/v1/completions", **BODY, logprobs=2)).json()["choices"][0]["logprobs"]
+        assert whole["tokens"] == ["a", "b", "c"]
+        assert whole["token_logprobs"] == [-0.5] * 3
+        assert whole["top_logprobs"][0] == {"a": -0.5, "b": -1.5}
+        assert whole["text_offset"] == [0, 1, 2]
+        chunks = await node.events("/v1/completions", **BODY, logprobs=0)
+        streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert [entry["tokens"] for entry in streamed] == [["a"], ["b"], ["c"]]
+        assert [entry["top_logprobs"] for entry in streamed] == [[{"a": -0.5}], [{"b": -0.5}], [{"c": -0.5}]]
+        assert [entry["text_offset"] for entry in streamed] == [[0], [1], [2]]
+
+    on_node(say("abc"), check)
+
+
+def test_a_chat_without_a_number_asks_the_engine_for_the_nodes_default(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        await node.post("/v1/chat/completions", messages=MESSAGES, **ROOM)
+        assert node.engine.generates[0].sampling.max_new_tokens == 7
+
+    on_node(say("abc"), check, default_max_tokens=7)
+
+
+def test_chat(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        body: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 3, **ROOM}
+        answer = (await node.post("/v1/chat/completions", **body, metadata={"hisparse": "false"})).json()
+        assert answer["object"] == "chat.completion"
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "abc", "refusal": None}
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert node.engine.generates[0].hisparse is HisparseFlag.FALSE
+        chunks = await node.events("/v1/chat/completions", **body, logprobs=True, top_logprobs=1)
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert [chunk["choices"][0]["delta"] for chunk in chunks[1:]] == [{"content": c} for c in "abc"]
+        assert chunks[1]["choices"][0]["logprobs"]["content"] == [
+            {
+                "token": "a",
+                "logprob": -0.5,
+                "bytes": [97],
+                "top_logprobs": [{"token": "a", "logprob": -0.5, "bytes": [97]}],
+            }
+        ]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+    on_node(say("abc"), check)
+
+
+def test_n_and_several_prompts(on_node: OnNode) -> None:
+    def script(generate: Generate) -> Iterable[Tokens | float]:
+        mode = Mode.DENSE if len(node_rooms) % 2 else Mode.HISPARSE
+        node_rooms.append(generate.room)
+        return say("xyz", mode=mode)(generate)  # type: ignore[return-value]
+
+    node_rooms: list[int] = []
+
+    async def check(node: Node) -> None:
+        answer = (await node.post("/v1/completions", **{**BODY, "prompt": ["ab", "c"]}, n=2, seed=1)).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert [generate.sampling.seed for generate in node.engine.generates] == [1, 2, 1, 2]
+        assert len(set(node_rooms)) == 4
+        usage = answer["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 12)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 4
+        assert usage["hisparse"] == {
+            "mode": "mixed",
+            "hits": 40,
+            "misses": 16,
+            "modes": ["hisparse", "dense", "hisparse", "dense"],
+        }
+        chunks = await node.events("/v1/chat/completions", messages=MESSAGES, max_tokens=2, n=3, **ROOM)
+        texts = {0: "", 1: "", 2: ""}
+        for chunk in chunks:
+            (choice,) = chunk["choices"]
+            texts[choice["index"]] += choice["delta"].get("content", "")
+        assert texts == {0: "xy", 1: "xy", 2: "xy"}
+
+    on_node(script, check)
+
+
+@pytest.mark.parametrize("per_message", [1, 3, 8])
+def test_stop_strings(on_node: OnNode, per_message: int) -> None:
+    async def check(node: Node) -> None:
+        body = {**BODY, "max_tokens": 8, "stop": ["never", "de"]}
+        choice = (await node.post("/v1/completions", **body)).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"], choice["matched_stop"]) == ("abc", "stop", "de")
+        chunks = await node.events("/v1/completions", **body)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abc"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        vllms = (await node.post("/v1/completions", **body, include_stop_str_in_output=True)).json()
+        assert vllms["choices"][0]["text"] == "abcde"
+        kept = (await node.post("/v1/completions", **body, no_stop_trim=True)).json()
+        assert kept["choices"][0]["text"] == "abcde"
+        assert kept["usage"]["completion_tokens"] == 5
+        assert kept["usage"]["hisparse"] == {"mode": "dense", "hits": 10, "misses": 4}
+        if per_message < 8:  # the engine was still at work
+            aborted = [generate.request_id for generate in node.engine.generates]
+            await until(lambda: node.engine.aborts == aborted, "the engine was told")
+            assert all(m.has_finished for m in node.engine.received if isinstance(m, Abort))
+        assert node.link.num_in_flight == 0
+
+    # Slowly: an engine that is through before it hears of the stop is not told.
+    on_node(say("abcdefgh", per_message=per_message, delay_secs=0.2), check)
+
+
+@pytest.mark.parametrize(("no_stop_trim", "text"), [(False, "ok"), (True, "ok!")])
+def test_a_stop_token_is_not_shown(on_node: OnNode, no_stop_trim: bool, text: str) -> None:
+    def script(generate: Generate) -> Iterable[Tokens]:
+        yield Tokens(generate.request_id, tuple(b"ok"))
+        yield Tokens(
+            generate.request_id, tuple(b"!"), (), FinishReason.STOP, ord("!"), RequestStats(Mode.DENSE)
+        )
+
+    async def check(node: Node) -> None:
+        answer = (await node.post("/v1/completions", **BODY, no_stop_trim=no_stop_trim)).json()
+        assert answer["choices"][0]["text"] == text
+        assert answer["choices"][0]["matched_stop"] == 33
+        assert answer["usage"]["completion_tokens"] == 3
+
+    on_node(script, check)
+
+
+def test_eos_is_shown_only_on_request(on_node: OnNode) -> None:
+    eos_id = TOKENIZER.convert_tokens_to_ids(EOS)
+
+    def script(generate: Generate) -> Iterable[Tokens]:
+        yield Tokens(
+            generate.request_id, (111, eos_id), (), FinishReason.STOP, None, RequestStats(Mode.DENSE)
+        )
+
+    async def check(node: Node) -> None:
+        assert (await node.post("/v1/completions", **BODY)).json()["choices"][0]["text"] == "o"
+        shown = await node.post("/v1/completions", **BODY, skip_special_tokens=False)
+        assert shown.json()["choices"][0]["text"] == f"o{EOS}"
+
+    on_node(script, check)
+
+
+# --- decode: SGLang ----------------------------------------------------------------------------------
+
+
+def test_generate(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        answer = (await node.post("/generate", **NATIVE, rid="mine", return_logprob=True)).json()
+        meta = answer["meta_info"]
+        assert (answer["text"], answer["output_ids"]) == ("abc", list(b"abc"))
+        assert meta.pop("e2e_latency") > 0
+        assert meta == {
+            "id": "mine",
+            "finish_reason": {"type": "length", "length": 3},
+            "prompt_tokens": 5,
+            "completion_tokens": 3,
+            "cached_tokens": 2,
+            "hisparse": {"mode": "dense", "hits": 10, "misses": 4},
+            "input_token_logprobs": [],
+            "output_token_logprobs": [[-0.5, 97, None], [-0.5, 98, None], [-0.5, 99, None]],
+        }
+
+    on_node(say("abc"), check)
+
+
+def test_generate_streams_cumulative_text(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        events = await node.events("/generate", **NATIVE)
+        counts = [len(event["output_ids"]) for event in events]  # some are left out when the front is slow
+        assert counts == sorted(set(counts))
+        assert counts[-1] == 5
+        texts = {1: "a", 2: "a", 3: "a", 4: "a€", 5: "a€b"}
+        assert [event["text"] for event in events] == [texts[count] for count in counts]
+        ends = [event["meta_info"]["finish_reason"] is not None for event in events]
+        assert ends == [count == 5 for count in counts]
+        assert "index" not in events[0]
+
+    on_node(say("a€bc"), check)
+
+
+@pytest.mark.parametrize(("path", "num_events"), [("/generate", 1), ("/v1/completions", 5)])
+def test_generate_leaves_out_what_the_next_event_repeats(tmp_path: Path, path: str, num_events: int) -> None:
+    """Each event has all the text so far: a reader that lags would cost the square of its length."""
+
+    class BackloggedLink(EngineLink):
+        @contextlib.contextmanager
+        def open(self, prompts: Sequence[GenerateGroup]) -> Iterator[SampleGroup]:
+            with super().open(prompts) as group:
+                for event in say("abcde")(prompts[0].samples[0]):
+                    assert isinstance(event, Tokens)
+                    group.put(event)
+                yield group
+
+    async def main() -> None:
+        front = socketless_front(tmp_path, BackloggedLink(str(tmp_path / "unused.ipc"), 5.0))
+        body = {**(NATIVE if path == "/generate" else BODY), "stream": True}
+        sent = await call_app(create_decode_app(front), path, body, leaves=False)
+        events = decode_events(b"".join(message.get("body", b"") for message in sent).decode())
+        assert len(events) == num_events
+        if path == "/generate":
+            assert events[0]["text"] == "abcde"
+
+    asyncio.run(main())
+
+
+def test_generate_shows_the_text_of_logprobs_on_request(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        body = {**NATIVE, "return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
+        meta = (await node.post("/generate", **body)).json()["meta_info"]
+        assert meta["output_token_logprobs"] == [[-0.5, 97, "a"], [-0.5, 98, "b"]]
+        assert meta["output_top_logprobs"][0] == [[-0.5, 97, "a"], [-1.5, 98, "b"]]
+
+    on_node(say("ab"), check)
+
+
+def test_generate_answers_a_list_with_a_list(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        lists = {"bootstrap_host": ["h"] * 2, "bootstrap_port": [None] * 2, "bootstrap_room": [1, 2]}
+        answers = (await node.post("/generate", input_ids=[[1], [2, 3]], **lists)).json()
+        assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [1, 2]
+        one = {"bootstrap_host": ["h"], "bootstrap_port": [None], "bootstrap_room": [1]}
+        assert len((await node.post("/generate", text=["a"], **one)).json()) == 1
+        events = await node.events("/generate", text=["a", "b"], **lists)
+        last = {event["index"]: event["text"] for event in events}
+        assert last == {0: "abc", 1: "abc"}
+
+    on_node(say("abc"), check)
+
+
+# --- prefill -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prefill_answers_when_all_rooms_are_delivered(on_node: OnNode, stream: bool) -> None:
+    async def check(node: Node) -> None:
+        response = await node.post("/generate", **NATIVE, stream=stream, return_logprob=True)
+        assert response.status_code == 200
+        answer = decode_events(response.text)[0] if stream else response.json()
+        assert answer["meta_info"]["prompt_tokens"] == 5
+        assert answer["meta_info"]["input_token_logprobs"] == []
+        answer = (await node.post("/v1/completions", **BODY, n=3)).json()
+        assert [entry["meta_info"]["cached_tokens"] for entry in answer["prefill"]] == [3, 3, 3]
+        assert len({generate.room for generate in node.engine.generates[1:]}) == 3
+
+    on_node(deliver, check, role="prefill")
+
+
+def test_a_room_that_fails_fails_the_prefill(on_node: OnNode) -> None:
+    def script(generate: Generate) -> Iterable[RequestFailed | float]:
+        if generate.room == 7:
+            yield RequestFailed(generate.request_id, 503, "room 7: the decode node is gone")
+        yield 60.0
+
+    async def check(node: Node) -> None:
+        response = await node.post("/v1/completions", **BODY, n=2)
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == "room 7: the decode node is gone"
+        other = node.engine.generates[1].request_id
+        await until(lambda: node.engine.aborts == [other], "the other sample was aborted")
+
+    on_node(script, check, role="prefill")
+
+
+def test_bootstrap_endpoint(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        info = await asyncio.to_thread(look_up, "127.0.0.1", node.bootstrap_port)
+        assert isinstance(info, BootstrapInfo)
+        assert info.control_endpoint("10.1.1.1") == "tcp://127.0.0.1:4711", "an address, where it answered"
+        assert info.instance_id == "instance-1"
+        assert info.geometry.num_layers == 4
+        assert not info.curve
+        url = f"http://127.0.0.1:{node.bootstrap_port}/bootstrap"
+        assert (await node.client.put(url, json={})).status_code == 405
+        node.link.stop_accepting()  # requests that it has already taken may still need it
+        assert (await node.client.get(url)).status_code == 200
+        node.link.health_timeout_secs = -1.0  # no engine is as fast: it counts as hung
+        assert (await node.client.get(url)).status_code == 503
+        node.link.health_timeout_secs = 60.0
+        assert (await node.client.get(url)).status_code == 200
+        node.link.engine_died()
+        assert (await node.client.get(url)).status_code == 503
+
+    on_node(deliver, check, role="prefill")
+
+
+# --- keys --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_without_a_key_only_probes_and_metrics_are_answered(
+    on_node: OnNode, role: str, tmp_path: Path
+) -> None:
+    key = "the-key-of-the-router"
+    path = tmp_path / "keys"
+    path.write_text(f"{key}\n")
+
+    async def check(node: Node) -> None:
+        for target in ("/health", "/health_generate", "/metrics"):
+            assert (await node.client.get(target)).status_code == 200, target
+        closed = ["/server_info", "/model_info", "/get_load", "/v1/models", "/flush_cache", "/nowhere"]
+        for target in closed:
+            assert (await node.client.get(target)).status_code == 401, target
+        for target in ("/v1/completions", "/v1/chat/completions", "/generate", "/flush_cache"):
+            response = await node.post(target, **BODY)
+            assert response.status_code == 401, target
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        assert node.engine.received == []
+        assert await node.metric("hisparse_pd:unauthorized_requests_total") == 10
+        node.client.headers["authorization"] = f"Bearer {key}"
+        info = await node.client.get("/server_info")
+        assert info.status_code == 200
+        assert key not in info.text
+        assert str(path) not in info.text
+        assert (await node.post("/v1/completions", **BODY)).status_code == 200
+
+    script = deliver if role == "prefill" else say("hello")
+    on_node(script, check, role=role, api_key_file=path)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_headers_that_are_no_text_do_no_harm(role: str, on_node: OnNode, tmp_path: Path) -> None:
+    names = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"origin", b"content-type")
+    key = "k" * 32
+    (tmp_path / "keys").write_text(key)
+
+    async def check(node: Node) -> None:
+        for value in (b"caf\xe9", b"\xff\xfe", b"a\x01b"):
+            given = [(name, value) for name in names]
+            keyed = [*given, (b"authorization", b"Bearer " + key.encode())]
+            body = json.dumps(BODY).encode()
+            response = await node.client.post("/v1/completions", content=body, headers=keyed)
+            assert response.status_code == 200
+            response.json()
+            wrong = [*given, (b"authorization", b"Bearer " + value)]
+            response = await node.client.post("/v1/completions", content=body, headers=wrong)
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+            response = await node.client.get("/nowhere", headers=keyed)
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+
+    on_node(deliver if role == "prefill" else say("hello"), check, role=role, api_key_file=tmp_path / "keys")
+
+
+# --- failures ----------------------------------------------------------------------------------------
+
+
+def test_a_failure_before_the_first_token_has_a_status(on_node: OnNode) -> None:
+    def script(generate: Generate) -> Iterable[RequestFailed]:
+        what = "room 7: no prefill node at 10.0.0.1:8998"
+        yield RequestFailed(generate.request_id, 503, what, PREFILL_NODE_FAILED)
+
+    async def check(node: Node) -> None:
+        for stream in (False, True):
+            response = await node.post("/v1/completions", **BODY, stream=stream)
+            assert response.status_code == 503
+            error = response.json()["error"]
+            assert (error["type"], error["code"]) == ("server_error", PREFILL_NODE_FAILED)
+            assert "10.0.0.1:8998" in error["message"]
+        assert (
+            await node.metric('hisparse_pd:num_requests_total{endpoint="/v1/completions",status="503"}') == 2
+        )
+
+    on_node(script, check)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_a_failure_in_a_stream_is_its_last_event(on_node: OnNode, path: str) -> None:
+    def script(generate: Generate) -> Iterable[Tokens | RequestFailed]:
+        yield Tokens(generate.request_id, (97,))
+        yield RequestFailed(generate.request_id, 500, "the pool broke")
+
+    async def check(node: Node) -> None:
+        response = await node.post(path, **(BODY if path != "/generate" else NATIVE), stream=True)
+        assert response.status_code == 200
+        first, last, end = response.text.split("\n\n")
+        assert end == ""
+        assert "error" not in json.loads(first.removeprefix("data: "))
+        assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the pool broke"
+
+    on_node(script, check)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_bad_input_reaches_no_engine(on_node: OnNode, role: str) -> None:
+    async def check(node: Node) -> None:
+        bad: list[tuple[bytes, int]] = [
+            (b"{", 400),
+            (b"\xff\xfe", 400),
+            (b"[" * 4000, 400),
+            (json.dumps({**BODY, "max_tokens": -1}).encode(), 400),
+            (json.dumps({**BODY, "prompt": "x" * 300}).encode(), 400),
+            (json.dumps({**BODY, "model": "other"}).encode(), 404),
+            (json.dumps({**BODY, "bootstrap_room": None}).encode(), 400),
+            (b" " * 5000, 413),
+        ]
+        for content, status in bad:
+            began = time.perf_counter()
+            response = await node.client.post("/v1/completions", content=content)
+            assert time.perf_counter() - began < 0.5
+            assert response.status_code == status, response.text
+            assert response.headers["content-type"] == "application/json"
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert "4096 bytes" in response.json()["error"]["message"]
+        assert node.engine.received == []
+        missing = await node.client.get("/v2/nothing")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+        assert (await node.client.get("/generate")).status_code == 405
+
+    on_node(say("x"), check, role=role, max_body_bytes=4096)
+
+
+def test_a_body_without_a_length_is_limited_too(on_node: OnNode) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b" " * 1000
+
+    async def check(node: Node) -> None:
+        response = await node.client.post("/v1/completions", content=endless())
+        assert response.status_code == 413
+
+    on_node(say("x"), check, max_body_bytes=4096)
+
+
+@pytest.mark.parametrize(("role", "stream"), [("decode", False), ("decode", True), ("prefill", False)])
+def test_a_client_that_leaves_aborts_its_samples(on_node: OnNode, role: str, stream: bool) -> None:
+    def script(generate: Generate) -> Iterable[Tokens | float]:
+        if stream:
+            yield Tokens(generate.request_id, (97,))
+        yield 60.0
+
+    async def check(node: Node) -> None:
+        with contextlib.suppress(httpx.ReadTimeout):
+            async with node.client.stream(
+                "POST", "/v1/completions", json={**BODY, "n": 2, "stream": stream}, timeout=0.3
+            ) as response:
+                async for _ in response.aiter_bytes():
+                    break
+        await until(lambda: len(node.engine.aborts) == 2, "both samples were aborted")
+        assert set(node.engine.aborts) == {generate.request_id for generate in node.engine.generates}
+        assert not any(m.has_finished for m in node.engine.received if isinstance(m, Abort))
+        assert node.link.num_in_flight == 0
+        name = 'hisparse_pd:num_requests_total{endpoint="/v1/completions",status="499"}'
+        while await node.metric(name) != 1:
+            await asyncio.sleep(0.01)
+
+    on_node(script, check, role=role)
+
+
+def test_a_backlog_is_not_worked_off_for_a_client_that_left(tmp_path: Path) -> None:
+    """Nothing in such a stream ever waits: neither the tokens, nor writing to a connection that is gone."""
+
+    async def backlog() -> AsyncGenerator[bytes, None]:
+        for _ in range(10_000):
+            yield b"data: {}\n\n"
+
+    async def answer(work: Work) -> Answer:
+        return Answer(b"data: {}\n\n", "text/event-stream", backlog())
+
+    async def main() -> None:
+        front = socketless_front(tmp_path, EngineLink(str(tmp_path / "unused.ipc"), 5.0))
+        sent = await call_app(create_app(front, answer), "/v1/completions", BODY, leaves=True)
+        assert len(sent) < 100
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_fails_what_is_in_flight(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        answer = asyncio.create_task(node.post("/v1/completions", **BODY))
+        await until(lambda: node.link.num_in_flight == 1, "the request is in flight")
+        node.link.engine_died()
+        response = await answer
+        assert response.status_code == 503
+        assert "engine has died" in response.json()["error"]["message"]
+        assert (await node.client.get("/health")).status_code == 503
+        assert (await node.post("/v1/completions", **BODY)).status_code == 503
+
+    on_node(lambda generate: [60.0], check)
+
+
+def test_an_engine_that_hangs_does_not_hang_its_clients(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        node.engine.num_running = 1  # stats come, steps do not
+        response = await node.post("/v1/completions", **BODY)
+        assert response.status_code == 503
+        assert "no progress" in response.json()["error"]["message"]
+
+    on_node(lambda generate: [60.0], check, health_timeout_secs=0.4)
+
+
+def test_an_h2c_preface_is_turned_away_quietly(on_node: OnNode, caplog: pytest.LogCaptureFixture) -> None:
+    def talk(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+            return connection.recv(4096)
+
+    async def check(node: Node) -> None:
+        with caplog.at_level(logging.INFO):
+            answer = await asyncio.to_thread(talk, node.port)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+        assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
+        assert (await node.client.get("/health")).status_code == 200
+
+    on_node(say("x"), check)
+
+
+# --- information -------------------------------------------------------------------------------------
+
+
+def test_health_follows_the_engine(on_node: OnNode) -> None:
+    async def status(node: Node) -> tuple[int, str]:
+        response = await node.client.get("/health")
+        return response.status_code, response.json().get("reason", "")
+
+    async def check(node: Node) -> None:
+        assert await status(node) == (503, "the engine is loading")
+        assert (await node.post("/v1/completions", **BODY)).status_code == 503
+        assert (await node.client.get("/server_info")).status_code == 200
+        assert (await node.client.get("/liveness")).status_code == 200
+        node.engine.is_ready = True
+        await until(lambda: node.link.ready is not None, "the engine is ready")
+        assert (await status(node))[0] == 200
+        await asyncio.sleep(0.5)
+        assert (await status(node))[0] == 200  # idle is healthy
+        node.engine.num_running = 1
+        await asyncio.sleep(0.5)
+        code, reason = await status(node)
+        assert code == 503
+        assert "no progress" in reason
+        node.engine.step += 1
+        await until(lambda: node.link.trouble() is None, "progress")
+        node.engine.is_silent = True
+        await asyncio.sleep(0.5)
+        code, reason = await status(node)
+        assert code == 503
+        assert "silent" in reason
+        assert (await node.client.get("/liveness")).status_code == 503
+        node.engine.is_silent = False
+        node.engine.num_running = 0
+        await until(lambda: node.link.trouble() is None, "it talks again")
+        assert (await status(node))[0] == 200
+
+    on_node(say("x"), check, is_ready=False, health_timeout_secs=0.4)
+
+
+def test_loading_shows_how_far_it_is_and_that_it_stands_still(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        now = time.monotonic()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_link, "time", SimpleNamespace(monotonic=lambda: now))
+            weights = EngineLoading("weights", 250_000_000, 1_000_000_000)
+            node.link._handle(weights)
+            answer = await node.client.get("/health")
+            assert answer.status_code == 503
+            assert answer.json() == {
+                "status": "loading",
+                "reason": "the engine is loading: weights, 0.2 of 1.0 GB",
+                "loading": {"stage": "weights", "num_done": 250_000_000, "num_bytes": 1_000_000_000},
+            }
+            now += 299
+            node.link._handle(EngineLoading("weights", 250_000_001, 1_000_000_000))
+            now += 299  # 598 since the first, 299 since the last progress
+            assert (await node.client.get("/liveness")).status_code == 200
+            assert (await node.client.get("/health")).json()["status"] == "loading"
+            node.link._handle(EngineLoading("weights", 250_000_001, 1_000_000_000))  # the same again
+            now += 2
+            answer = await node.client.get("/liveness")
+            assert answer.status_code == 503
+            assert answer.json()["reason"] == (
+                "loading has stood still for 301 s, at: weights, 0.3 of 1.0 GB"
+            )
+            assert (await node.client.get("/health")).json() == answer.json()
+            node.link._handle(EngineLoading("pools"))
+            assert (await node.client.get("/liveness")).status_code == 200
+            assert (await node.client.get("/health")).json()["reason"] == "the engine is loading: pools"
+
+    on_node(say("x"), check, is_ready=False)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_information(on_node: OnNode, role: str, tmp_path: Path) -> None:
+    async def check(node: Node) -> None:
+        for path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
+            response = await node.client.get(path)
+            assert response.status_code == 200
+            assert "model_path" not in response.text  # a router would load a tokenizer from it
+            assert str(tmp_path) not in response.text
+            assert response.json()["served_model_name"] == "tiny"
+            assert response.json()["context_length"] == 256
+        info = (await node.client.get("/server_info")).json()
+        assert info["disaggregation_mode"] == role
+        assert (info["transfer_protocol"], info["transfer_devices"]) == ("rdma", ["mlx5_0", "mlx5_1"])
+        assert info["transfer_reason"] == "RDMA devices usable"
+        await until(lambda: node.link.stats is not None, "stats")
+        load = (await node.client.get("/get_load")).json()
+        assert load == [{"dp_rank": 0, "num_reqs": 1, "num_waiting_reqs": 1, "num_tokens": 17}]
+        models = (await node.client.get("/v1/models")).json()
+        assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("tiny", 256)]
+        assert (await node.client.post("/flush_cache")).status_code == 200
+        await until(lambda: FlushCache() in node.engine.received, "the engine was told")
+
+    on_node(deliver, check, role=role)
+
+
+def test_metrics_of_the_engine(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        await until(lambda: node.link.stats is not None, "stats")
+        response = await node.client.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain")
+        lines = response.text.splitlines()
+        assert 'hisparse_pd:requests_total{mode="dense"} 3.0' in lines
+        assert "hisparse_pd:kv_transfer_bytes_total 7.0" in lines
+        assert 'hisparse_pd:pool_used_tokens{pool="host"} 42.0' in lines
+        assert "# TYPE hisparse_pd:requests_total counter" in lines
+        assert "# TYPE hisparse_pd:pool_used_tokens gauge" in lines
+        assert "# TYPE hisparse_pd:time_to_first_token_seconds histogram" in lines
+
+    on_node(say("x"), check)
+
+
+def test_steps_of_the_engine_are_a_counter() -> None:
+    metrics = FrontMetrics()
+    assert "engine_steps" not in metrics.render().decode()
+    metrics.update(stats(step=41))
+    assert "hisparse_pd:engine_steps_total 41.0" in metrics.render().decode().splitlines()
+
+
+def test_metric_families_keep_their_labels_apart() -> None:
+    metrics = FrontMetrics()
+    metrics.update(
+        stats(**{'requests_total{mode="hisparse"}': 5.0, 'dropped_total{reason="late",peer="a"}': 1.0})
+    )
+    lines = metrics.render().decode().splitlines()
+    assert 'hisparse_pd:requests_total{mode="hisparse"} 5.0' in lines
+    assert 'hisparse_pd:dropped_total{peer="a",reason="late"} 1.0' in lines or (
+        'hisparse_pd:dropped_total{reason="late",peer="a"} 1.0' in lines
+    )
+    assert len([line for line in lines if line.startswith("# TYPE hisparse_pd:requests_total")]) == 1
+
+
+# --- the front process -------------------------------------------------------------------------------
+
+FRONT = """
+    import sys
+    from pathlib import Path
+    from service.settings import DecodeSettings
+    from tests.unit.api.scripted_engine import run_slow_engine
+
+    if __name__ == "__main__":
+        from decode_node.server import create_decode_app
+        from api.node import run_front
+
+        settings = DecodeSettings(
+            model_path=Path(sys.argv[1]), port=int(sys.argv[2]), served_model_name="tiny"
+        )
+        sys.exit(run_front(
+            settings, role="decode", engine=run_slow_engine, holds_output=True, ports=(settings.port,),
+            apps=lambda front: (create_decode_app(front),),
+        ))
+"""
+
+
+@dataclass
+class FrontProcess:
+    process: subprocess.Popen[str]
+    port: int
+    tmp_dir: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def engine_pid(self) -> int:
+        """The child whose command line says that it was spawned."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (pid,) = [c for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        return int(pid)
+
+    def wait_healthy(self) -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.process.communicate()
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(self.url + "/health", timeout=10, trust_env=False).is_success:
+                    return
+            time.sleep(0.05)
+        raise TimeoutError("the front is not healthy")
+
+    def ipc_dirs(self) -> list[Path]:
+        return list(self.tmp_dir.glob("hisparse-pd-*"))
+
+
+@pytest.fixture(scope="module")
+def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FrontProcess]]:
+    """Two fronts with their engine processes, started side by side."""
+    tmp_path = tmp_path_factory.mktemp("fronts")
+    model_path = write_checkpoint(tmp_path / "tiny")
+    script = tmp_path / "front_process.py"
+    script.write_text(textwrap.dedent(FRONT))
+    started = []
+    for name in ("a", "b"):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        (tmp_path / name).mkdir()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[3]),
+            "TMPDIR": str(tmp_path / name),
+        }
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(model_path), str(port)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        started.append(FrontProcess(process, port, tmp_path / name))
+    try:
+        for front in started:
+            front.wait_healthy()
+        yield started
+    finally:
+        for front in started:
+            front.process.kill()
+            front.process.communicate()
+
+
+def test_sigterm_lets_requests_finish_and_leaves_nothing(fronts: list[FrontProcess]) -> None:
+    front = fronts[0]
+    assert front.ipc_dirs() == [], "front and engine are connected, and a kill would leave it"
+    engine_pid = front.engine_pid()
+    body = {**BODY, "max_tokens": 8, "stream": True}
+    with httpx.stream(
+        "POST", front.url + "/v1/completions", json=body, timeout=20, trust_env=False
+    ) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        front.process.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert front.process.wait(10) == 0
+    assert not Path(f"/proc/{engine_pid}").exists()
+    assert front.ipc_dirs() == []
+
+
+def test_the_engines_death_ends_the_front(fronts: list[FrontProcess]) -> None:
+    front = fronts[1]
+    body = {**BODY, "max_tokens": 8, "stream": True}
+    with httpx.stream(
+        "POST", front.url + "/v1/completions", json=body, timeout=20, trust_env=False
+    ) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        os.kill(front.engine_pid(), signal.SIGKILL)
+        last = [line for line in lines if line][-1]
+    assert "engine has died" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert front.process.wait(10) == 1
+    assert front.ipc_dirs() == []
+
+
+def test_the_engines_status_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NotReaped:
+        """A process whose sentinel is closed, and whose status the kernel does not tell yet."""
+
+        exitcode: int | None = None
+
+        def join(self, timeout: float) -> None:
+            self.exitcode = 1
+
+    engine = front_module.EngineProcess(_never, DecodeSettings(model_path=Path("/m")), "decode-engine")
+    engine.stop(graceful=False)
+    monkeypatch.setattr(engine, "_process", NotReaped())
+    assert engine.exit_status == 1
+
+
+@pytest.mark.parametrize("trouble", ["no checkpoint", "port in use"])
+def test_a_front_that_cannot_start_says_why(
+    tmp_path: Path, trouble: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "setup_logging", lambda level, name: None)
+    with Listener("127.0.0.1", 0).socket as taken:
+        port = taken.getsockname()[1]
+        model_path = tmp_path if trouble == "port in use" else tmp_path / "missing"
+        settings = DecodeSettings(model_path=model_path, port=port)
+        status = node.run_front(
+            settings, role="decode", engine=_never, holds_output=True, ports=(port,), apps=lambda _: ()
+        )
+    assert status == 1
+    assert (f"127.0.0.1:{port}" if trouble == "port in use" else "missing: no such directory") in caplog.text
+
+
+def test_nobody_else_reaches_the_socket_of_an_engine(tmp_path: Path) -> None:
+    process = front_module.EngineProcess(_never, DecodeSettings(model_path=tmp_path), "engine")
+    directory = Path(process.ipc_path).parent
+    assert directory.stat().st_mode & 0o777 == 0o700
+    process.stop(graceful=False)
+    assert not directory.exists()
+
+
+def _never(settings: DecodeSettings, ipc_path: str) -> None:
+    raise AssertionError("no engine is started")

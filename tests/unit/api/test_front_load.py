@@ -1,0 +1,456 @@
+"""What one request, or many, may cost a front: bytes to the engine, places in the queue, turns of the loop.
+
+Work is counted, not timed: a busy machine changes none of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.requests import Limits, plan_samples
+from api.schemas import Endpoint, parse_request
+from api.text_codec import TextCodec
+from decode_node.server import create_decode_app
+from service import engine_messages
+from service.engine_link import EngineLink, LinkState, QueueLimits, SampleGroup
+from service.engine_messages import (
+    FromEngine,
+    Generate,
+    GenerateGroup,
+    RequestFailed,
+    ToEngine,
+    Tokens,
+    unpack_token_ids,
+)
+from service.engine_sockets import FrontSocket
+from service.http_errors import ApiError, QueueFull
+from tests.property.fuzzing import peak_bytes
+from tests.unit.api import scripted_engine
+from tests.unit.api.scripted_engine import deliver, ready, say
+from tests.unit.api.test_front import BODY, ROOM, Node, call_app, serving, socketless_front, until
+from tests.unit.api.tiny_tokenizer import make_tokenizer
+from vocabulary import FinishReason, SamplingParams, TokenLogprob
+
+TOKENIZER = make_tokenizer()
+CODEC = TextCodec(TOKENIZER, len(TOKENIZER))
+GREEDY = SamplingParams(1, temperature=0.0)
+
+
+def group_of(num_samples: int, num_prompt_tokens: int, name: str = "r") -> GenerateGroup:
+    return GenerateGroup(
+        tuple(
+            Generate(f"{name}-{i}", i, num_prompt_tokens, GREEDY, "127.0.0.1", 1) for i in range(num_samples)
+        )
+    )
+
+
+def connectionless_link(limits: QueueLimits) -> EngineLink:
+    """One whose engine takes nothing in."""
+    link = EngineLink("unused.ipc", 5.0, limits=limits)
+    link.ready, link.state = ready(), LinkState.SERVING
+    return link
+
+
+class Turns:
+    """Counts the turns that the event loop takes for everybody else."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._task = asyncio.ensure_future(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            self.count += 1
+            await asyncio.sleep(0)
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+
+# --- what goes to the engine -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("role", "max_bytes"), [("prefill", 4 * 131_072), ("decode", 0)])
+def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, max_bytes: int
+) -> None:
+    for name in ("CONTEXT_LENGTH", "POOL_HISPARSE", "POOL_DENSE"):
+        monkeypatch.setattr(scripted_engine, name, 140_000)
+    sent: list[bytes] = []
+
+    class Spy(FrontSocket):
+        async def send(self, message: ToEngine) -> None:
+            sent.append(engine_messages.encoder.encode(message))
+            await super().send(message)
+
+    monkeypatch.setattr("service.engine_link.FrontSocket", Spy)
+    prompt = [i % 251 for i in range(131_072)]
+
+    async def main() -> None:
+        async with serving(deliver if role == "prefill" else say("x"), tmp_path, role=role) as node:
+            answer = await node.post("/v1/completions", **{**BODY, "prompt": prompt, "n": 128})
+            assert answer.status_code == 200
+            (group,) = node.engine.groups
+            assert len(group.samples) == 128
+            assert unpack_token_ids(group.prompt).tolist() == (prompt if role == "prefill" else [])
+            assert {sample.num_prompt_tokens for sample in group.samples} == {131_072}
+
+    asyncio.run(main())
+    assert sum(map(len, sent)) < max_bytes + 128 * 400
+
+
+# --- what a request may ask for ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("item", [b"[0]", b'"a"', b"{}"])
+def test_a_hostile_body_makes_no_objects(item: bytes) -> None:
+    room = json.dumps(ROOM).encode()[1:]
+    body = b'{"prompt":[[0],' + b",".join([item] * (1 << 20)) + b"]," + room
+    refused = []
+
+    def refuse() -> None:
+        with pytest.raises(ApiError) as caught:
+            parse_request(Endpoint.COMPLETIONS, body, "tiny")
+        refused.append(caught.value)
+
+    assert peak_bytes(refuse) < len(body) + (2 << 20)
+    assert (refused[0].status, refused[0].param) == (400, "prompt")
+    assert "at most 4096" in refused[0].message
+
+
+def test_a_large_value_of_a_small_field_is_not_decoded() -> None:
+    body = (
+        b'{"prompt":"a","logit_bias":['
+        + b",".join([b"[0]"] * (1 << 20))
+        + b"],"
+        + json.dumps(ROOM).encode()[1:]
+    )
+    with pytest.raises(ApiError, match=r"logit_bias: has .* bytes of JSON; 2097152 are the most"):
+        parse_request(Endpoint.COMPLETIONS, body, "tiny")
+
+
+def test_ids_of_many_pieces_are_checked_one_by_one() -> None:
+    ids = [i % 251 for i in range(60_000)]
+
+    def packed(*changes: tuple[int, object]) -> list[int]:
+        changed: list[object] = [*ids]
+        for index, value in changes:
+            changed[index] = value
+        body = json.dumps({"prompt": changed, **ROOM}).encode()
+        (prompt,) = parse_request(Endpoint.COMPLETIONS, body, "tiny").prompts
+        assert isinstance(prompt, bytes)
+        values: list[int] = unpack_token_ids(prompt).tolist()
+        return values
+
+    assert packed() == ids
+    for value, shown in ((True, "true"), (1.5, "1.5"), (-1, "-1"), (2**31, "2147483648"), ("7", '"7"')):
+        with pytest.raises(ApiError) as caught:
+            packed((45_000, value))
+        assert caught.value.param == "prompt[45000]"
+        assert caught.value.message.startswith(f"prompt[45000]: {shown} must be")
+    with pytest.raises(ApiError, match="prompt: must have nothing but token ids"):
+        packed(*((index, [1, 2, 3]) for index in range(1, 60_000)))
+
+
+@pytest.mark.parametrize(("max_request_tokens", "most"), [(0, 128 * 256), (1000, 1000)])
+def test_prompt_tokens_times_samples_are_bounded(max_request_tokens: int, most: int) -> None:
+    limits = Limits(256, 256, 256, holds_output=False, max_request_tokens=max_request_tokens)
+
+    def plan(num_prompts: int, num_tokens: int, n: int) -> int:
+        body = {"prompt": [[1] * num_tokens] * num_prompts, "n": n, "max_tokens": 1, **ROOM}
+        request = parse_request(Endpoint.COMPLETIONS, json.dumps(body).encode(), "tiny")
+        return len(asyncio.run(plan_samples(request, CODEC, limits)))
+
+    n = min(128, most // 200)
+    each = most // n // 2
+    assert plan(2, each, n) == 2 * n
+    with pytest.raises(ApiError) as caught:
+        plan(2, each + 1, n)
+    assert caught.value.status == 400
+    assert (
+        f"at least {2 * (each + 1) * n}; one request may have {most} (max_request_tokens)"
+        in caught.value.message
+    )
+
+
+# --- the queue ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_full_queue_answers_429_until_there_is_a_place(tmp_path: Path, role: str) -> None:
+    def script(generate: Generate) -> Iterable[FromEngine | float]:
+        return [60.0]
+
+    async def check(node: Node) -> None:
+        posts = [asyncio.create_task(node.post("/v1/completions", **BODY)) for _ in range(3)]
+        await until(lambda: node.link.num_in_flight == 3, "three are in flight")
+        refused = await node.post("/v1/completions", **BODY)
+        assert refused.status_code == 429
+        assert "3 requests run or wait here, and 1 more would exceed 3" in refused.json()["error"]["message"]
+        assert "max_queued_requests" in refused.json()["error"]["message"]
+        never = await node.post("/v1/completions", **{**BODY, "n": 4})
+        assert never.status_code == 400
+        assert "4 samples are in this request, 3 fit" in never.json()["error"]["message"]
+        posts.pop().cancel()
+        await until(lambda: len(node.engine.aborts) == 1, "the engine heard of it")
+        posts.append(asyncio.create_task(node.post("/v1/completions", **BODY)))
+        await until(lambda: len(node.engine.generates) == 4, "there was a place")
+        for post in posts:
+            post.cancel()
+        await asyncio.gather(*posts, return_exceptions=True)
+
+    async def main() -> None:
+        limits = QueueLimits(3, 1000)
+        async with serving(script, tmp_path, role=role) as node:
+            node.link.limits = limits
+            await check(node)
+
+    asyncio.run(main())
+
+
+def test_prompts_in_flight_are_bounded_by_their_tokens() -> None:
+    async def main() -> None:
+        link = connectionless_link(QueueLimits(1000, 100))
+        with link.open([group_of(128, 60)]):  # once for all samples
+            with pytest.raises(QueueFull, match="60 tokens run or wait here, and 50 more would exceed 100"):
+                link.open([group_of(1, 50, "other")]).__enter__()
+            link.require_place(1, 40)
+            with pytest.raises(ApiError, match="101 prompt tokens are in this request, 100 fit") as caught:
+                link.require_place(1, 101)
+            assert caught.value.status == 400
+
+    asyncio.run(main())
+
+
+def test_what_an_engine_that_hangs_has_not_taken_counts_though_its_client_left() -> None:
+    """Else clients that come and go would fill the memory of a front whose engine takes nothing in."""
+
+    async def main() -> None:
+        link = connectionless_link(QueueLimits(50, 1000))
+        num_opened = 0
+        with contextlib.suppress(QueueFull):
+            for number in range(100):
+                with link.open([group_of(1, 10, f"r{number}")]):
+                    num_opened += 1
+        assert 0 < num_opened <= 50
+        link.limits = QueueLimits(10**6, 10 * num_opened)
+        with pytest.raises(QueueFull, match="tokens run or wait"):
+            link.require_place(1, 1)
+
+    asyncio.run(main())
+
+
+def test_tokens_have_a_place_again_once_the_engine_took_the_prompt(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(say("x"), tmp_path) as node:
+            node.link.limits = QueueLimits(1000, 5)
+            for _ in range(3):
+                assert (await node.post("/v1/completions", **BODY)).status_code == 200
+
+    asyncio.run(main())
+
+
+# --- turns of the loop -------------------------------------------------------------------------------
+
+
+class RecordingBackend:
+    """A tokenizer that notes what it was given at once, and in which turn of the loop."""
+
+    normalizer = None
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.turns_at: list[int] = []
+        self.turns: Turns | None = None
+
+    def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool) -> list[Any]:
+        assert self.turns is not None
+        self.batches.append([len(text) for text in texts])
+        self.turns_at.append(self.turns.count)
+        return TOKENIZER.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize(("num_prompts", "num_chars"), [(4096, 60), (300, 5_000), (2, 300_000)])
+def test_many_prompts_are_tokenized_in_batches_between_which_others_have_turns(
+    num_prompts: int, num_chars: int
+) -> None:
+    codec = TextCodec(TOKENIZER, len(TOKENIZER))
+    backend = codec._backend = RecordingBackend()  # type: ignore[assignment]
+    prompts = [("ab" * num_chars)[:num_chars]] * num_prompts
+
+    async def main() -> tuple[bytes, ...]:
+        backend.turns = Turns()
+        packed = await codec.encode(prompts, ["prompt"] * num_prompts, 10**9)
+        backend.turns.stop()
+        return packed
+
+    packed = asyncio.run(main())
+    assert [len(unpack_token_ids(prompt)) for prompt in packed] == [num_chars] * num_prompts
+    assert sum(map(len, backend.batches)) == num_prompts
+    assert all(len(batch) <= 64 and (sum(batch) <= 1 << 18 or len(batch) == 1) for batch in backend.batches)
+    assert len(set(backend.turns_at)) == len(backend.batches), "two batches in one turn of the loop"
+
+
+def test_few_short_prompts_do_not_wait_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unreachable(*args: object) -> None:
+        raise AssertionError("a thread for a short prompt")
+
+    monkeypatch.setattr("api.text_codec.off_loop", unreachable)
+    assert asyncio.run(CODEC.encode(["ab", "c"], ["x", "y"], 100)) == (b"a\0\0\0b\0\0\0", b"c\0\0\0")
+
+
+def test_long_bodies_are_parsed_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed_in: list[int] = []
+
+    async def recorded(function: Callable[..., Any], *args: Any) -> Any:
+        if function is parse_request:
+            parsed_in.append(len(args[1]))
+        return function(*args)
+
+    monkeypatch.setattr("api.app.off_loop", recorded)
+
+    async def main() -> None:
+        front = socketless_front(tmp_path, connectionless_link(QueueLimits(10, 10)))
+        for num_chars in (10, 100_000):
+            body = {**BODY, "prompt": "a" * num_chars, "n": 11}
+            await call_app(create_decode_app(front), "/v1/completions", body, leaves=False)
+
+    asyncio.run(main())
+    (num_bytes,) = parsed_in
+    assert num_bytes > 100_000
+
+
+@pytest.mark.parametrize("direction", ["receive", "send"])
+def test_a_backlog_on_the_link_lets_others_have_their_turns(direction: str) -> None:
+    """ZMQ's sockets answer at once while there is something: awaiting them is no turn for anybody."""
+
+    class Backlog:
+        num_left = 1000
+
+        async def receive(self) -> FromEngine:
+            self.num_left -= 1
+            if self.num_left == 0:
+                await asyncio.Event().wait()
+            return RequestFailed("unknown", 503, "late")
+
+        async def send(self, message: ToEngine) -> None:
+            self.num_left -= 1
+
+    async def main() -> int:
+        link = connectionless_link(QueueLimits(10**6, 10**6))
+        backlog = link._socket = Backlog()  # type: ignore[assignment]
+        with link.open([group_of(1, 1, f"r{number}") for number in range(1000)]):
+            turns = Turns()
+            task = asyncio.create_task(link._receive() if direction == "receive" else link._send())
+            while backlog.num_left:
+                await asyncio.sleep(0)
+            task.cancel()
+            turns.stop()
+            return turns.count
+
+    assert asyncio.run(main()) >= 1000 // 8 - 1
+
+
+def test_a_backlog_of_one_request_lets_others_have_their_turns() -> None:
+    async def main() -> tuple[int, int]:
+        link = connectionless_link(QueueLimits(10, 10))
+        with link.open([group_of(1, 1)]) as group:
+            for _ in range(500):
+                group.put(Tokens("r-0", (97,)))
+            turns = Turns()
+            await asyncio.sleep(0)
+            before = turns.count
+            for _ in range(500):
+                await group.next_event()
+            turns.stop()
+            return before, turns.count
+
+    before, after = asyncio.run(main())
+    assert after - before >= 500
+
+
+class Backlogged(EngineLink):
+    """All of an answer has come before its first token is looked at."""
+
+    num_messages = 200
+
+    @contextlib.contextmanager
+    def open(self, prompts: Sequence[GenerateGroup]) -> Iterator[SampleGroup]:
+        with super().open(prompts) as group:
+            for number in range(self.num_messages):
+                reason = FinishReason.LENGTH if number == self.num_messages - 1 else None
+                top = tuple((97 + k, -float(k)) for k in range(20))
+                entry = TokenLogprob(97 + number % 26, -0.5, top)
+                group.put(Tokens(prompts[0].samples[0].request_id, (entry.token_id,), (entry,), reason))
+            yield group
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**BODY, "logprobs": 20}),
+        (
+            "/v1/chat/completions",
+            {**ROOM, "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 20},
+        ),
+        (
+            "/generate",
+            {
+                **ROOM,
+                "text": "a",
+                "return_logprob": True,
+                "top_logprobs_num": 20,
+                "return_text_in_logprobs": True,
+            },
+        ),
+    ],
+    ids=["completions", "chat", "generate"],
+)
+def test_logprobs_of_a_long_answer_are_encoded_message_by_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    looked_up_in: Counter[int] = Counter()
+
+    async def main() -> bytes:
+        front = socketless_front(tmp_path, Backlogged(str(tmp_path / "unused.ipc"), 5.0))
+        turns = Turns()
+        look_up = type(CODEC.token_bytes).of
+
+        def counted(self: Any, token_id: int, **options: bool) -> bytes:
+            looked_up_in[turns.count] += 1
+            return look_up(self, token_id, **options)
+
+        monkeypatch.setattr(type(CODEC.token_bytes), "of", counted)
+        sent = await call_app(create_decode_app(front), path, {**body, "stream": stream}, leaves=False)
+        turns.stop()
+        return b"".join(message.get("body", b"") for message in sent)
+
+    answer = asyncio.run(main())
+    assert answer.count(b"-19.0") == Backlogged.num_messages or path == "/generate"
+    assert sum(looked_up_in.values()) >= 21 * Backlogged.num_messages, "each token was shown"
+    assert sum(looked_up_in.values()) <= 30 * Backlogged.num_messages, "and no more than once"
+    assert max(looked_up_in.values()) <= 60, "the work of one or two messages in a turn"
+
+
+def test_a_whole_answer_has_the_logprobs_of_all_its_messages(tmp_path: Path) -> None:
+    async def main() -> None:
+        script = say("abcdef", per_message=2)
+        body = {**BODY, "max_tokens": 6, "logprobs": 1, "n": 2}
+        async with serving(script, tmp_path) as node:
+            whole = (await node.post("/v1/completions", **body)).json()["choices"]
+        for choice in whole:
+            assert choice["logprobs"]["tokens"] == list("abcdef")
+            assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 5]
+            assert choice["logprobs"]["token_logprobs"] == [-0.5] * 6
+            assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [1] * 6
+
+    asyncio.run(main())

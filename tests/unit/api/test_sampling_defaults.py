@@ -1,0 +1,137 @@
+"""What a request that does not say is drawn with: the checkpoint's own defaults, or OpenAI's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.sampling_defaults import SamplingDefaults
+from api.schemas import Endpoint, parse_request
+from prefill_node import server as prefill_server
+from service.settings import DecodeSettings, PrefillSettings
+from tests.unit.api.scripted_engine import deliver, say
+from tests.unit.api.test_front import BODY, MESSAGES, NATIVE, ROOM, Node, serving
+from tests.unit.api.tiny_tokenizer import write_checkpoint
+from vocabulary import CheckpointError
+
+GLM = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "eos_token_id": [1, 2]}
+OURS = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=40)
+MINIMAL: dict[Endpoint, dict[str, Any]] = {
+    Endpoint.COMPLETIONS: {"prompt": "hi", **ROOM},
+    Endpoint.CHAT: {"messages": MESSAGES, **ROOM},
+    Endpoint.GENERATE: {"text": "hi", **ROOM},
+}
+
+
+def write(directory: Path, content: object) -> Path:
+    directory.mkdir(exist_ok=True)
+    text = content if isinstance(content, str) else json.dumps(content)
+    (directory / "generation_config.json").write_text(text)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (GLM, SamplingDefaults(0.6, 0.95, 0)),
+        ({"temperature": 0, "top_k": 20}, SamplingDefaults(0.0, 1.0, 20)),
+        ({"temperature": None, "top_p": None, "top_k": -1}, SamplingDefaults()),
+        ({"do_sample": False, "temperature": 0.7}, SamplingDefaults(0.7)),
+        ({"repetition_penalty": 1.1, "min_p": 0.1}, SamplingDefaults()),
+        ({}, SamplingDefaults()),
+    ],
+)
+def test_what_generation_config_says(tmp_path: Path, content: object, expected: SamplingDefaults) -> None:
+    assert SamplingDefaults.of_checkpoint(write(tmp_path, content)) == expected
+
+
+def test_without_the_file_they_are_openais(tmp_path: Path) -> None:
+    assert SamplingDefaults.of_checkpoint(tmp_path) == SamplingDefaults(1.0, 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "cannot be read"),
+        ('{"temperature": NaN}', "cannot be read"),
+        ("[]", "holds list, expected a JSON object"),
+        ({"temperature": "hot"}, 'temperature: "hot" must be a number; correct it'),
+        ({"temperature": -1}, "temperature: -1 must be at least 0; correct it"),
+        ({"top_p": 0}, "top_p: 0 must be above 0; correct it"),
+        ({"top_p": 1.5}, "top_p: 1.5 must be at most 1; correct it"),
+        ({"top_k": 2.5}, "top_k: 2.5 must be an integer; correct it"),
+    ],
+)
+def test_what_is_no_use_is_refused(tmp_path: Path, content: object, reason: str) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        SamplingDefaults.of_checkpoint(write(tmp_path, content))
+    assert str(refused.value).startswith(f"{tmp_path}/generation_config.json: {reason}")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_node_does_not_start_with_what_is_no_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.node.setup_logging", lambda *args: None)
+    model_path = write(write_checkpoint(tmp_path), {"top_p": 7})
+    settings = PrefillSettings(model_path=model_path, port=0, bootstrap_port=0)
+    with caplog.at_level(logging.ERROR):
+        assert prefill_server.run(settings) == 1
+    (line,) = caplog.messages
+    assert "generation_config.json: top_p: 7 must be at most 1; correct it, or start all nodes" in line
+
+
+def test_the_option_turns_them_off(tmp_path: Path) -> None:
+    model_path = write(tmp_path, GLM)
+    for settings in (DecodeSettings(model_path=model_path), PrefillSettings(model_path=model_path)):
+        assert SamplingDefaults.of(settings) == SamplingDefaults(0.6, 0.95, 0)
+    off = DecodeSettings(model_path=write(tmp_path, {"top_p": 7}), sampling_defaults="openai")
+    assert SamplingDefaults.of(off) == SamplingDefaults()
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_a_request_that_does_not_say_gets_them(endpoint: Endpoint) -> None:
+    def options(**said: Any) -> tuple[float, float, int]:
+        body = MINIMAL[endpoint] | ({"sampling_params": said} if endpoint is Endpoint.GENERATE else said)
+        (found,) = parse_request(endpoint, json.dumps(body).encode(), "tiny", OURS).options
+        return found.temperature, found.top_p, found.top_k
+
+    assert options() == (0.6, 0.95, 40)
+    assert options(temperature=None) == (0.6, 0.95, 40)
+    assert options(temperature=0) == (0.0, 0.95, 40)
+    assert options(top_p=1) == (0.6, 1.0, 40)
+    assert options(top_k=-1) == options(top_k=0) == (0.6, 0.95, 0)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_both_kinds_of_nodes_hand_them_to_their_engine(role: str, tmp_path: Path) -> None:
+    async def ask(node: Node) -> None:
+        for path, body in (("/v1/completions", BODY), ("/generate", NATIVE)):
+            assert (await node.post(path, **body)).status_code == 200
+        assert (await node.client.get("/model_info")).json()["default_sampling_params"] == {
+            "temperature": 0.6,
+            "top_p": 0.95,
+            "top_k": 40,
+        }
+        for generate in node.engine.generates:
+            sampling = generate.sampling
+            assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.95, 40)
+
+    async def main() -> None:
+        script = deliver if role == "prefill" else say("abcde")
+        write(tmp_path / "model", asdict(OURS))
+        async with serving(script, tmp_path, role=role) as node:
+            await ask(node)
+
+    asyncio.run(main())
+
+
+def test_nodes_compare_what_differs_from_openais() -> None:
+    assert str(SamplingDefaults()) == ""
+    assert str(OURS) == "temperature 0.6, top_p 0.95, top_k 40"

@@ -1,0 +1,637 @@
+"""Bodies of requests: what they mean, and the error for each that cannot be served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import struct
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api.prompts import ChatPrompt
+from api.requests import Limits, SampleRequest, plan_samples
+from api.schemas import ApiRequest, Endpoint, derive_room, parse_request
+from api.text_codec import TextCodec
+from service.engine_messages import pack_token_ids, unpack_token_ids
+from service.http_errors import ApiError
+from tests.unit.api.scripted_engine import CONTEXT_LENGTH
+from tests.unit.api.tiny_tokenizer import BOS, make_tokenizer
+from vocabulary import HisparseFlag
+
+MODEL = "tiny"
+ROOM: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9000, "bootstrap_room": 7}
+MESSAGES = [{"role": "user", "content": "hi"}]
+MINIMAL: dict[Endpoint, dict[str, Any]] = {
+    Endpoint.COMPLETIONS: {"model": MODEL, "prompt": "hello", **ROOM},
+    Endpoint.CHAT: {"model": MODEL, "messages": MESSAGES, **ROOM},
+    Endpoint.GENERATE: {"text": "hello", **ROOM},
+}
+DECODE_LIMITS = Limits(CONTEXT_LENGTH, 200, 100, holds_output=True)
+PREFILL_LIMITS = Limits(CONTEXT_LENGTH, 200, 200, holds_output=False)
+
+
+def parse(endpoint: Endpoint, **changes: Any) -> ApiRequest:
+    body = {**MINIMAL[endpoint], **changes}
+    return parse_request(endpoint, json.dumps(body).encode(), MODEL)
+
+
+def completion(**changes: Any) -> ApiRequest:
+    return parse(Endpoint.COMPLETIONS, **changes)
+
+
+def chat(**changes: Any) -> ApiRequest:
+    return parse(Endpoint.CHAT, **changes)
+
+
+def generate(**changes: Any) -> ApiRequest:
+    if "input_ids" in changes:
+        changes.setdefault("text", None)
+    return parse(Endpoint.GENERATE, **changes)
+
+
+def plan(request: ApiRequest, limits: Limits = DECODE_LIMITS, **tokenizer: Any) -> tuple[SampleRequest, ...]:
+    tokens = make_tokenizer(**tokenizer)
+    return asyncio.run(plan_samples(request, TextCodec(tokens, len(tokens)), limits))
+
+
+def ids_of(sample: SampleRequest) -> list[int]:
+    ids: list[int] = unpack_token_ids(sample.prompt).tolist()
+    return ids
+
+
+# --- prompts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_batch", "prompts"),
+    [
+        ("ab", False, ("ab",)),
+        (["ab"], True, ("ab",)),
+        (["ab", "c"], True, ("ab", "c")),
+        ([1, 2], False, (pack_token_ids((1, 2)),)),
+        ([[1, 2], [3]], True, (pack_token_ids((1, 2)), pack_token_ids((3,)))),
+    ],
+    ids=str,
+)
+def test_prompt_shapes(prompt: object, is_batch: bool, prompts: tuple[object, ...]) -> None:
+    request = completion(prompt=prompt)
+    assert (request.is_batch, request.prompts) == (is_batch, prompts)
+
+
+def test_generate_takes_text_or_ids() -> None:
+    assert generate(text=["a", "b"]).prompts == ("a", "b")
+    assert generate(input_ids=[[1], [2, 3]]).prompts == (pack_token_ids((1,)), pack_token_ids((2, 3)))
+    assert not generate(input_ids=[1, 2]).is_batch
+
+
+def test_chat_joins_text_parts_and_uses_the_template() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = chat(messages=[{"role": "system", "content": "s"}, {"role": "user", "content": parts}])
+    assert request.prompts == (
+        ChatPrompt(
+            ({"role": "system", "content": "s"}, {"role": "user", "content": "ab"}), {}, False, (), True
+        ),
+    )
+    (sample,) = plan(request)
+    tokenizer = make_tokenizer()
+    assert tokenizer.decode(ids_of(sample)) == "[system]s[user]ab[assistant]"
+
+
+def test_only_plain_text_gets_the_tokenizers_own_special_tokens() -> None:
+    bos_id = make_tokenizer().convert_tokens_to_ids(BOS)
+    assert ids_of(plan(completion(), bos=True)[0])[0] == bos_id
+    assert bos_id not in ids_of(plan(chat(), bos=True)[0])
+    assert ids_of(plan(completion(prompt=[1, 2]), bos=True)[0]) == [1, 2]
+
+
+def test_a_continued_message_gets_no_generation_prompt() -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "so"}]
+    (sample,) = plan(chat(messages=messages, continue_final_message=True))
+    assert make_tokenizer().decode(ids_of(sample)) == "[user]hi[assistant]so"
+
+
+def test_a_continued_message_may_say_so_twice() -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "so"}]
+    chat(messages=messages, continue_final_message=True, add_generation_prompt=False)
+    chat(add_generation_prompt=True, add_special_tokens=False)
+    completion(add_special_tokens=True)
+
+
+def test_the_template_hears_of_the_reasoning_effort() -> None:
+    (prompt,) = chat(reasoning_effort="low").prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.template_arguments == {"reasoning_effort": "low"}
+    arguments = {"reasoning_effort": "high", "thinking": True}
+    (prompt,) = chat(reasoning_effort="low", chat_template_kwargs=arguments).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.template_arguments == arguments
+
+
+# --- sampling --------------------------------------------------------------------------------------
+
+
+def test_defaults() -> None:
+    assert plan(completion())[0].generate.sampling.max_new_tokens == 16
+    assert plan(generate())[0].generate.sampling.max_new_tokens == 128
+    chat_sample = plan(chat())[0].generate
+    assert chat_sample.sampling.max_new_tokens == 201 - chat_sample.num_prompt_tokens
+    sampling = plan(completion())[0].generate.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 1.0, 0, None)
+    assert sampling.num_logprobs is None
+
+
+def test_a_default_gives_way_where_little_room_is_left() -> None:
+    (sample,) = plan(completion(prompt="x" * 195))
+    assert sample.generate.sampling.max_new_tokens == 6
+
+
+def test_a_chat_without_a_number_gets_the_nodes_default() -> None:
+    limits = replace(DECODE_LIMITS, default_max_tokens=20)
+    assert plan(chat(), limits)[0].generate.sampling.max_new_tokens == 20
+    assert plan(chat(max_tokens=30), limits)[0].generate.sampling.max_new_tokens == 30
+    assert plan(completion(), limits)[0].generate.sampling.max_new_tokens == 16
+    room = 201 - plan(chat())[0].generate.num_prompt_tokens
+    large = replace(limits, default_max_tokens=1000)
+    assert plan(chat(), large)[0].generate.sampling.max_new_tokens == room
+
+
+def test_openai_sampling() -> None:
+    request = completion(
+        max_tokens=5, min_tokens=2, temperature=0, top_p=0.5, top_k=-1, seed=-1, logprobs=0, stop="x",
+        ignore_eos=True, stop_token_ids=[3],
+    )  # fmt: skip
+    sampling = plan(request)[0].generate.sampling
+    assert (sampling.max_new_tokens, sampling.min_new_tokens) == (5, 2)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 0.5, 0)
+    assert sampling.seed == 2**63 - 1
+    assert sampling.num_logprobs == 0
+    assert sampling.stop_token_ids == (3,)
+    assert sampling.ignore_eos
+    assert request.options[0].stop == ("x",)
+
+
+def test_chat_sampling() -> None:
+    assert plan(chat(max_tokens=3))[0].generate.sampling.max_new_tokens == 3
+    assert plan(chat(max_completion_tokens=4, max_tokens=3))[0].generate.sampling.max_new_tokens == 4
+    assert plan(chat(logprobs=True))[0].generate.sampling.num_logprobs == 0
+    assert plan(chat(logprobs=True, top_logprobs=20))[0].generate.sampling.num_logprobs == 20
+    assert plan(chat(logprobs=False, top_logprobs=None))[0].generate.sampling.num_logprobs is None
+
+
+def test_sglang_sampling() -> None:
+    params = {
+        "max_new_tokens": 9, "min_new_tokens": 1, "temperature": 0.25, "top_k": 5, "top_p": 0.75, "n": 2,
+        "stop": ["a", "b"], "sampling_seed": 4, "no_stop_trim": True, "skip_special_tokens": False,
+    }  # fmt: skip
+    request = generate(sampling_params=params, return_logprob=True, top_logprobs_num=3)
+    first, second = plan(request)
+    assert first.options.no_stop_trim
+    assert not first.options.skip_special_tokens
+    assert first.generate.sampling.max_new_tokens == 9
+    assert first.generate.sampling.num_logprobs == 3
+    assert (first.generate.sampling.seed, second.generate.sampling.seed) == (4, 5)
+
+
+def test_sampling_params_of_each_prompt() -> None:
+    request = generate(
+        text=["a", "b"], sampling_params=[{"n": 2, "max_new_tokens": 1}, {"max_new_tokens": 2}],
+        bootstrap_room=[5, 6], bootstrap_host=["h", "h"], bootstrap_port=[1, 2],
+    )  # fmt: skip
+    samples = plan(request)
+    assert [sample.prompt_index for sample in samples] == [0, 0, 1]
+    assert [sample.generate.sampling.max_new_tokens for sample in samples] == [1, 1, 2]
+    assert [sample.generate.room for sample in samples] == [5, derive_room(5, 1), 6]
+    assert [sample.generate.bootstrap_port for sample in samples] == [1, 1, 2]
+
+
+def test_floats_that_were_rounded_to_float32_pass() -> None:
+    def rounded(value: float) -> float:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+
+    request = completion(temperature=rounded(0.7), top_p=rounded(0.95), presence_penalty=0.0)
+    assert request.options[0].top_p == pytest.approx(0.95)
+
+
+# --- rooms -----------------------------------------------------------------------------------------
+
+
+def rooms(request: ApiRequest) -> list[int]:
+    return [meeting.room for meeting in request.rendezvous]
+
+
+def test_derived_rooms_are_pinned() -> None:
+    """Both nodes must derive the same, whatever their release."""
+    assert derive_room(7, 0) == 7
+    assert derive_room(7, 1) == 4211983861799653044
+    assert derive_room(2**63 - 1, 127) == 6930189573723372579
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 5000))
+@settings(deadline=None, derandomize=True)
+def test_derived_rooms_are_rooms(room: int, sample_index: int) -> None:
+    assert 0 <= derive_room(room, sample_index) < 2**63
+
+
+def test_one_room_serves_all_samples() -> None:
+    expected = [7, derive_room(7, 1), derive_room(7, 2), derive_room(7, 3)]
+    assert rooms(completion(n=4)) == expected
+    assert rooms(completion(prompt=["a", "b"], n=2)) == expected
+
+
+def test_a_list_of_rooms_has_one_a_prompt_or_one_a_sample() -> None:
+    lists = {"bootstrap_host": ["a", "b"], "bootstrap_port": [1, None], "bootstrap_room": [3, 4]}
+    request = completion(prompt=["x", "y"], n=2, **lists)
+    assert rooms(request) == [3, derive_room(3, 1), 4, derive_room(4, 1)]
+    assert [meeting.bootstrap_host for meeting in request.rendezvous] == ["a", "a", "b", "b"]
+    assert [meeting.bootstrap_port for meeting in request.rendezvous] == [1, 1, 8998, 8998]
+    assert rooms(completion(prompt=["x"], **{**ROOM, "bootstrap_room": [3]})) == [3]
+    assert rooms(chat(n=2, **lists)) == [3, 4]
+
+
+def test_ipv6_hosts_lose_their_brackets() -> None:
+    assert completion(bootstrap_host="[::1]").rendezvous[0].bootstrap_host == "::1"
+
+
+# --- the flag --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+@pytest.mark.parametrize(
+    ("value", "flag"),
+    [(True, HisparseFlag.TRUE), (False, HisparseFlag.FALSE), ("auto", HisparseFlag.AUTO), (None, None)],
+)
+def test_the_flag_at_the_top_level(endpoint: Endpoint, value: object, flag: HisparseFlag | None) -> None:
+    assert parse(endpoint, hisparse=value).hisparse is flag
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "carrier"), [(Endpoint.CHAT, "metadata"), (Endpoint.GENERATE, "custom_labels")]
+)
+@pytest.mark.parametrize("value", [True, "true", False, "false", "auto"])
+def test_the_flag_where_public_routers_leave_it(endpoint: Endpoint, carrier: str, value: object) -> None:
+    request = parse(endpoint, **{carrier: {"hisparse": value}})
+    assert request.hisparse is HisparseFlag(str(value).lower())
+    assert parse(endpoint, hisparse="auto", **{carrier: {"hisparse": value}}).hisparse is HisparseFlag.AUTO
+
+
+# --- errors ----------------------------------------------------------------------------------------
+
+EVERYWHERE = [
+    ({"hisparse": "sometimes"}, "hisparse", '"sometimes" must be true, false or "auto"'),
+    ({"hisparse": "true"}, "hisparse", "must be true, false"),
+    ({"hisparse": 1}, "hisparse", "1 must be"),
+    ({"stream": "yes"}, "stream", '"yes" must be true or false'),
+    ({"bootstrap_room": -1}, "bootstrap_room", "-1 must be at least 0"),
+    ({"bootstrap_room": 2**63}, "bootstrap_room", "9223372036854775808 must be at most 9223372036854775807"),
+    ({"bootstrap_room": "7"}, "bootstrap_room", "must be an integer"),
+    ({"bootstrap_room": [1, 2, 3]}, "bootstrap_room", "one entry a prompt"),
+    ({"bootstrap_room": None}, "bootstrap_room", "send the request through the router"),
+    ({"bootstrap_host": None}, "bootstrap_host", "send the request through the router"),
+    ({"bootstrap_host": 5}, "bootstrap_host", "must be a host name"),
+    ({"bootstrap_host": "127.0.0.1:80/admin?"}, "bootstrap_host", "must be a host name"),
+    ({"bootstrap_host": "user@127.0.0.1"}, "bootstrap_host", "must be a host name"),
+    ({"bootstrap_host": "a\nb"}, "bootstrap_host", "must be a host name"),
+    ({"bootstrap_port": 70000}, "bootstrap_port", "70000 must be at most 65535"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    ({"lora_path": "x"}, "lora_path", "not supported"),
+    ({"allowed_token_ids": [5]}, "allowed_token_ids", "not supported"),
+    ({"bad_words": ["x"]}, "bad_words", "not supported"),
+    ({"custom_logit_processor": "x"}, "custom_logit_processor", "not supported"),
+    ({"guided_choice": ["a", "b"]}, "guided_choice", "not supported"),
+    ({"guided_json": {"type": "object"}}, "guided_json", "not supported"),
+    ({"guided_regex": "a*"}, "guided_regex", "not supported"),
+    ({"logits_processors": ["x"]}, "logits_processors", "not supported"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs", "0 is not supported"),
+    ({"return_token_ids": True}, "return_token_ids", "not supported"),
+    ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids", "not supported"),
+    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "not supported"),
+    ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
+    ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "not supported"),
+    ({"use_beam_search": True}, "use_beam_search", "not supported"),
+]
+OPENAI = [
+    ({"max_tokens": -1}, "max_tokens", "-1 must be at least 1"),
+    ({"max_tokens": 0}, "max_tokens", "0 must be at least 1"),
+    ({"max_tokens": 1.5}, "max_tokens", "1.5 must be an integer"),
+    ({"max_tokens": True}, "max_tokens", "true must be an integer"),
+    ({"max_tokens": "many"}, "max_tokens", '"many" must be an integer'),
+    ({"max_tokens": 10**30}, "max_tokens", "must be at most 2147483647"),
+    ({"max_tokens": 4, "min_tokens": 5}, "min_tokens", "5 must be at most max_tokens, which is 4"),
+    ({"temperature": -0.5}, "temperature", "-0.5 must be at least 0"),
+    ({"temperature": 2.5}, "temperature", "2.5 must be at most 2"),
+    ({"temperature": "hot"}, "temperature", '"hot" must be a number'),
+    ({"top_p": 0}, "top_p", "0 must be above 0"),
+    ({"top_p": 1.01}, "top_p", "1.01 must be at most 1"),
+    ({"top_k": -2}, "top_k", "-2 must be at least -1"),
+    ({"n": 0}, "n", "0 must be at least 1"),
+    ({"n": 129}, "n", "129 must be at most 128"),
+    ({"best_of": 3}, "best_of", "3 must equal n"),
+    ({"seed": 2**63}, "seed", "must be at most"),
+    ({"stop": ["x"] * 17}, "stop", "at most 16 strings"),
+    ({"stop": ["ok", ""]}, "stop[1]", "not empty"),
+    ({"stop": 5}, "stop", "5 must be a string or a list of strings"),
+    ({"stop": ["x" * 1025]}, "stop[0]", "at most 1024 characters"),
+    ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]", "-1 must be at least 0"),
+    ({"presence_penalty": 0.5}, "presence_penalty", "0.5 is not supported"),
+    ({"frequency_penalty": -1}, "frequency_penalty", "not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type", "not supported"),
+    ({"response_format": "text"}, "response_format", "must be an object"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
+    (
+        {"stream": True, "stream_options": {"include_usage": 1}},
+        "stream_options.include_usage",
+        "true or false",
+    ),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": 1}},
+        "stream_options.continuous_usage_stats",
+        "true or false",
+    ),
+    ({"model": 5}, "model", "5 must be a string"),
+]
+COMPLETIONS = [
+    ({"prompt": None}, "prompt", "is needed"),
+    ({"prompt": ""}, "prompt", '"" must not be empty'),
+    ({"prompt": []}, "prompt", "must not be empty"),
+    ({"prompt": ["a", ""]}, "prompt[1]", "must not be empty"),
+    ({"prompt": [[1], []]}, "prompt[1]", "must not be empty"),
+    ({"prompt": {"a": 1}}, "prompt", "an object with 1 fields must be a string"),
+    ({"prompt": 5}, "prompt", "5 must be a string"),
+    ({"prompt": [1, "a"]}, "prompt[1]", '"a" must be an integer'),
+    ({"prompt": ["a", 1]}, "prompt[1]", "1 must be a string"),
+    ({"prompt": [[1], "a"]}, "prompt[1]", "must be a list of token ids"),
+    ({"prompt": [True]}, "prompt[0]", "true must be an integer"),
+    ({"prompt": [1, -2]}, "prompt[1]", "-2 must be at least 0"),
+    ({"prompt": ["a"] * 4097}, "prompt", "at most 4096 entries"),
+    ({"prompt": ["a"] * 100, "n": 128}, "prompt", "12800 samples"),
+    ({"echo": True}, "echo", "true is not supported"),
+    ({"suffix": "x"}, "suffix", "not supported"),
+    ({"add_special_tokens": False}, "add_special_tokens", "not supported"),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds", "not supported"),
+    ({"logprobs": 21}, "logprobs", "21 must be at most 20"),
+    ({"logprobs": -1}, "logprobs", "-1 must be at least 0"),
+    ({"logprobs": True}, "logprobs", "true must be an integer"),
+    ({"prompt": ["a", "b"], "bootstrap_room": [1, 1]}, "bootstrap_room", "different room"),
+]
+CHAT = [
+    ({"messages": None}, "messages", "at least one message"),
+    ({"messages": []}, "messages", "at least one message"),
+    ({"messages": "hi"}, "messages", '"hi" must be a list'),
+    ({"messages": ["hi"]}, "messages[0]", "must be an object"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", '"robot" must be one of system'),
+    ({"messages": [{"role": {}, "content": "x"}]}, "messages[0].role", "must be one of system"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a string"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+        "other parts are not supported",
+    ),
+    ({"logprobs": 3}, "logprobs", "3 must be true or false"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "21 must be at most 20"),
+    ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
+    ({"metadata": {"hisparse": "maybe"}}, "metadata.hisparse", '"maybe" must be true'),
+    ({"metadata": "x"}, "metadata", "must be an object"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "must not set"),
+    ({"continue_final_message": True}, "continue_final_message", "last message of the assistant"),
+    ({"modalities": ["audio"]}, "modalities", "not supported"),
+    ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
+    ({"add_special_tokens": True}, "add_special_tokens", "not supported"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+    ({"documents": [{"text": "x"}]}, "documents", "not supported"),
+    ({"reasoning_effort": 3}, "reasoning_effort", "must be a string"),
+    ({"separate_reasoning": 1}, "separate_reasoning", "must be true or false"),
+    ({"tools": {}}, "tools", "must be a list"),
+    ({"tools": ["x"]}, "tools[0]", "must be an object"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", 'must be "function"'),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "an object with a name"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function", "an object with a name"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+        "tools[0].function.parameters",
+        "must be a JSON schema",
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "not supported"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not supported"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls", "not supported"),
+    (
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
+        "messages[0].tool_calls",
+        "belong to a message of the assistant",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        "messages[0].tool_calls[0].function",
+        "an object with name and arguments",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        "must be a JSON object",
+    ),
+    ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content", "must be a string"),
+    (
+        {"messages": [{"role": "assistant", "function_call": {}}]},
+        "messages[0].function_call",
+        "not supported",
+    ),
+]
+GENERATE = [
+    ({"text": None}, "text", "exactly one of text and input_ids"),
+    ({"input_ids": [1], "text": "a"}, "text", "exactly one of text and input_ids"),
+    ({"text": ["a", 1]}, "text[1]", "must be a string"),
+    ({"text": [1]}, "text", "must be a string or a list of strings"),
+    ({"input_ids": "ab", "text": None}, "input_ids", "must be a list of token ids"),
+    ({"sampling_params": 5}, "sampling_params", "must be an object"),
+    ({"sampling_params": [{}, {}]}, "sampling_params", "one entry a prompt, 1"),
+    ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "-1 must be at least 1"),
+    ({"sampling_params": [{"temperature": -1}]}, "sampling_params[0].temperature", "-1 must be at least 0"),
+    ({"sampling_params": {"min_p": 0.5}}, "sampling_params.min_p", "not supported"),
+    ({"sampling_params": {"regex": "a*"}}, "sampling_params.regex", "not supported"),
+    ({"top_logprobs_num": 21}, "top_logprobs_num", "21 must be at most 20"),
+    ({"return_logprob": True, "logprob_start_len": 0}, "logprob_start_len", "not supported"),
+    ({"return_hidden_states": True}, "return_hidden_states", "not supported"),
+    ({"custom_labels": {"hisparse": "maybe"}}, "custom_labels.hisparse", '"maybe" must be true'),
+    ({"rid": ["a", "b"]}, "rid", "one string a prompt, 1"),
+]
+CASES = (
+    [(endpoint, *case) for endpoint in Endpoint for case in EVERYWHERE]
+    + [(endpoint, *case) for endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT) for case in OPENAI]
+    + [(Endpoint.COMPLETIONS, *case) for case in COMPLETIONS]
+    + [(Endpoint.CHAT, *case) for case in CHAT]
+    + [(Endpoint.GENERATE, *case) for case in GENERATE]
+    + [
+        (endpoint, {"tools": [{}]}, "tools", "not supported")
+        for endpoint in (Endpoint.COMPLETIONS, Endpoint.GENERATE)
+    ]
+)
+
+
+@pytest.mark.parametrize(("endpoint", "changes", "param", "said"), CASES)
+def test_errors_name_field_value_and_bound(
+    endpoint: Endpoint, changes: dict[str, Any], param: str, said: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(endpoint, **changes)
+    error = caught.value
+    assert error.status == 400
+    assert error.param == param
+    assert said in error.message
+    assert param in error.message or param == "text"
+    shape = json.loads(error.body())["error"]
+    assert set(shape) == {"message", "type", "param", "code"}
+    assert shape["type"] == "invalid_request_error"
+    assert len(error.message) < 400
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_another_model_is_404(endpoint: Endpoint) -> None:
+    with pytest.raises(ApiError, match=r"other.*tiny") as caught:
+        parse(endpoint, model="other")
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("model", [None, MODEL, "", "unknown", "default"])
+def test_naming_no_model_is_fine(model: str | None) -> None:
+    chat(model=model)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[]", "must be a JSON object, not a list"),
+        (b"null", "not null"),
+        (b'{"prompt": "\xff"}', "not valid UTF-8"),
+        (b'{"unknown": "\xc3\x28"}', "not valid UTF-8"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"a": NaN}', "not valid JSON"),
+        (b'{"stream": 1e999}', "not valid JSON"),
+        (b'{"stop":' + b"[" * 200_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+    ],
+    ids=lambda value: str(value[:20]),
+)
+def test_bodies_that_are_no_json_object(body: bytes, said: str) -> None:
+    with pytest.raises(ApiError, match=said) as caught:
+        parse_request(Endpoint.COMPLETIONS, body, MODEL)
+    assert caught.value.status == 400
+
+
+def test_unknown_and_harmless_fields_are_ignored() -> None:
+    extras = {
+        "separate_reasoning": True, "stream_reasoning": True, "return_hidden_states": False, "tools": None,
+        "tool_choice": "auto", "log_metrics": True, "user": "me", "echo": False, "logit_bias": {},
+        "session_params": {"id": 1}, "something": [{"new": 1}], "repetition_penalty": 1.0, "min_p": 0.0,
+        "response_format": {"type": "text"}, "best_of": 1, "bad_words": [], "use_beam_search": False,
+        "guided_json": None, "return_token_ids": False, "spaces_between_special_tokens": True, "priority": 0,
+    }  # fmt: skip
+    for endpoint in Endpoint:
+        parse(endpoint, **extras)
+
+
+@given(
+    st.sampled_from(sorted(Endpoint)),
+    st.dictionaries(
+        st.sampled_from(sorted({field for _, changes, *_ in CASES for field in changes})),
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats(allow_nan=False, allow_infinity=False)
+            | st.text(),
+            lambda inner: (
+                st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+            ),
+            max_leaves=6,
+        ),
+        max_size=4,
+    ),
+)
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_any_json_parses_or_is_a_client_error(endpoint: Endpoint, changes: dict[str, Any]) -> None:
+    with contextlib.suppress(ApiError):  # which can only be made for a client error
+        parse(endpoint, **changes)
+
+
+# --- lengths ---------------------------------------------------------------------------------------
+
+
+LONG = "x" * 250
+TOO_LONG = [
+    (
+        {"prompt": LONG, "max_tokens": 8},
+        "prompt: the prompt has 250 tokens and max_tokens is 8: 258 together",
+    ),
+    ({"prompt": LONG, "max_tokens": 8}, "the context holds 256, and one token more"),
+    ({"prompt": "x" * 257}, "at least one more is generated; the context holds 256"),
+    ({"prompt": "x" * 9000}, "200"),
+    ({"prompt": "x" * 190, "max_tokens": 12}, "202 together; the pools of this node can hold 200"),
+    ({"prompt": "x" * 90, "max_tokens": 12, "hisparse": False}, "can hold 100"),
+    ({"prompt": ["a", "x" * 300]}, "prompt[1]: the prompt has 300 tokens"),
+    ({"prompt": [1, 2, 100000]}, "prompt[2]: 100000 is no token id: the vocabulary has"),
+    ({"stop_token_ids": [100000]}, "stop_token_ids: 100000 is no token id"),
+    ({"prompt": "x" * 200, "min_tokens": 5}, "min_tokens: 5 is above 1"),
+    ({"messages": [{"role": "user", "content": LONG}]}, "messages: the prompt has"),
+    ({"messages": [*MESSAGES, {"role": "system", "content": "x"}]}, "system must come first"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": 300}}, "sampling_params.max_new_tokens is 300"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), TOO_LONG)
+def test_what_does_not_fit_is_400(changes: dict[str, Any], said: str) -> None:
+    endpoints = {"messages": Endpoint.CHAT, "text": Endpoint.GENERATE}
+    request = parse(endpoints.get(next(iter(changes)), Endpoint.COMPLETIONS), **changes)
+    with pytest.raises(ApiError) as caught:
+        plan(request)
+    assert caught.value.status == 400
+    assert said in caught.value.message
+
+
+def test_a_prefill_node_needs_room_for_the_prompt_only() -> None:
+    assert plan(completion(prompt="x" * 200, max_tokens=56), PREFILL_LIMITS)
+    with pytest.raises(ApiError, match="can hold 200"):
+        plan(completion(prompt="x" * 201, max_tokens=5), PREFILL_LIMITS)
+
+
+def test_what_just_fits() -> None:
+    assert plan(completion(prompt="x" * 190, max_tokens=10))[0].generate.sampling.max_new_tokens == 10
+    assert plan(completion(prompt="x" * 90, max_tokens=10, hisparse=False))
+
+
+def test_a_hopeless_text_is_refused_without_encoding_it() -> None:
+    request = completion(prompt="ab c" * (4 << 20))
+    began = time.perf_counter()
+    with pytest.raises(ApiError, match=r"at least .* tokens, 200 are the most"):
+        plan(request)
+    assert time.perf_counter() - began < 1.0  # encoding takes several seconds
+
+
+def test_long_prompts_are_encoded_off_the_event_loop() -> None:
+    tokenizer = make_tokenizer()
+    codec = TextCodec(tokenizer, len(tokenizer))
+
+    async def ticks_while_encoding() -> int:
+        encoding = asyncio.create_task(codec.encode(["the page pool " * 80_000], ["prompt"], 10**7))
+        ticks = 0
+        while not encoding.done():
+            await asyncio.sleep(0.001)
+            ticks += 1
+        return ticks
+
+    assert asyncio.run(ticks_while_encoding()) > 20
+
+
+def test_both_nodes_see_the_same_samples() -> None:
+    body = completion(prompt=["a", "b"], n=3, seed=5, bootstrap_room=[1, 2])
+    decode, prefill = plan(body), plan(body, PREFILL_LIMITS)
+    assert [s.prompt for s in decode] == [s.prompt for s in prefill]
+    for field in ("room", "num_prompt_tokens", "sampling"):
+        assert [getattr(s.generate, field) for s in decode] == [getattr(s.generate, field) for s in prefill]
+    assert len({sample.generate.request_id for sample in decode}) == 6

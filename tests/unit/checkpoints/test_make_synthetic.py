@@ -1,0 +1,168 @@
+"""The synthetic checkpoint: it loads whole, its text shows every token, and its selections have locality."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from checkpoints.make_synthetic import NUM_BYTES, SyntheticShape, main, write_synthetic
+from checkpoints.make_tiny import SPECIAL_TOKENS
+from kernels.indexer import index_topk
+from model.loader import load_model
+from model.spec import load_spec
+
+TOP_K = 64
+CONTEXT = 1024
+SMALL = SyntheticShape(
+    num_layers=2,
+    num_experts=4,
+    hidden_size=128,
+    vocab_size=5000,
+    context_length=4096,
+    jitter=0.03,
+    num_heads=4,
+    q_lora_rank=96,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=32,
+    v_head_dim=32,
+    index_n_heads=16,
+    index_head_dim=128,
+    index_topk=TOP_K,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("synthetic")
+    write_synthetic(directory, SMALL, seed=3)
+    return directory
+
+
+class WholeContext:
+    """Keys and values of one request in plain tensors; keeps what each layer selects."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self._positions = positions
+        self._items: dict[int, Tensor] = {}
+        self._keys: list[Tensor] = []
+        self.selected: list[Tensor] = []
+
+    def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
+        assert index_keys is not None
+        self._items[layer] = kv
+        self._keys.append(index_keys)
+
+    def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        self.selected.append(index_topk(q_index, weights, self._keys[group], self._positions, TOP_K))
+        return self.selected[-1]
+
+    def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
+        items = self._items[layer][positions.clamp_min(0).long()]  # [num_tokens, top_k, item_dim]
+        logits = torch.einsum("thd,tkd->thk", q.float(), items.float()) * scale
+        logits.masked_fill_((positions < 0)[:, None, :], float("-inf"))
+        values = items[..., : SMALL.kv_lora_rank].float()
+        return torch.einsum("thk,tkd->thd", logits.softmax(-1), values).to(q.dtype)
+
+
+def run(directory: Path) -> tuple[Tensor, list[Tensor]]:
+    """Logits of the last token and each layer's selections for CONTEXT random tokens."""
+    spec = load_spec(directory)
+    token_ids = torch.randint(0, SMALL.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(CONTEXT)
+    kv = WholeContext(positions)
+    logits = load_model(directory, spec).forward(token_ids, positions, kv, torch.tensor([CONTEXT - 1]))
+    return logits, kv.selected
+
+
+def overlap(selected: Tensor, lag: int) -> float:
+    """Share of a selection that is in the one ``lag`` steps later, over the last 100 steps."""
+    steps = [set(row.tolist()) for row in selected[-100 - lag :]]
+    shares = [len(now & later) / TOP_K for now, later in zip(steps, steps[lag:], strict=False)]
+    return sum(shares) / len(shares)
+
+
+def test_the_attention_is_deepseek_v32s_by_default() -> None:
+    shape = SyntheticShape()
+    assert (shape.num_heads, shape.q_lora_rank, shape.kv_lora_rank) == (128, 1536, 512)
+    assert (shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim) == (128, 64, 128)
+    assert (shape.index_n_heads, shape.index_head_dim, shape.index_topk) == (64, 128, 2048)
+
+
+def test_it_loads_whole_and_runs(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = load_spec(checkpoint, device="cuda")
+    assert spec.dtype == torch.bfloat16
+    assert (spec.num_layers, spec.num_index_layers, spec.context_length) == (2, 2, 4096)
+    assert spec.eos_token_ids == (SMALL.eos_id,)
+    assert "UNEXPECTED" not in caplog.text
+    index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
+    sizes = [file.stat().st_size for file in checkpoint.glob("*.safetensors")]
+    assert len(sizes) == 3
+    assert 0 <= sum(sizes) - index["metadata"]["total_size"] < 16 << 10  # headers
+
+    logits, _ = run(checkpoint)
+    assert logits.isfinite().all()
+    # Whatever the input, the next token is a word: bytes and special tokens are out of reach.
+    words = slice(NUM_BYTES, SMALL.vocab_size - len(SPECIAL_TOKENS))
+    others = torch.cat((logits[0, : words.start], logits[0, words.stop :]))
+    assert float(others.max()) < float(logits[0, words].max()) - 10
+
+
+def test_transformers_finds_no_weight_missing_or_left_over(checkpoint: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    _, report = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.bfloat16, local_files_only=True, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+
+
+def test_consecutive_selections_overlap_as_the_jitter_says(checkpoint: Path, tmp_path: Path) -> None:
+    _, with_locality = run(checkpoint)
+    shape = SyntheticShape(**{**vars(SMALL), "jitter": 1.0})
+    write_synthetic(tmp_path, shape, seed=3)
+    _, without = run(tmp_path)
+    by_chance = TOP_K / CONTEXT
+    for layer in range(SMALL.num_layers):
+        assert overlap(with_locality[layer], 1) > 0.7
+        assert overlap(without[layer], 1) < 3 * by_chance
+        # The drifting part: far apart, selections share less than next to one another.
+        assert overlap(with_locality[layer], 200) < overlap(with_locality[layer], 1) - 0.05
+
+
+def test_every_token_of_a_word_shows_text(checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
+    assert len(tokenizer) == SMALL.vocab_size
+    assert tokenizer.eos_token_id == SMALL.eos_id
+    words = [tokenizer.decode([token_id]) for token_id in range(NUM_BYTES, SMALL.vocab_size - 6)]
+    assert all(word.isascii() and word.isprintable() and len(word) >= 2 for word in words)
+    assert len(set(words)) == len(words)
+    ids = tokenizer.encode("abc 12", add_special_tokens=False)
+    assert tokenizer.decode(ids) == "abc 12"
+
+
+def test_the_seed_decides(checkpoint: Path, tmp_path: Path) -> None:
+    first = load_spec(checkpoint).fingerprint
+    for directory, seed in (("same", 3), ("other", 4)):
+        write_synthetic(tmp_path / directory, SMALL, seed=seed)
+    assert load_spec(tmp_path / "same").fingerprint == first
+    assert load_spec(tmp_path / "other").fingerprint != first
+
+
+def test_stale_weights_and_impossible_shapes_are_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="exists already"):
+        write_synthetic(checkpoint, SMALL)
+    with pytest.raises(ValueError, match="vocab_size is 100; expected at least 262"):
+        SyntheticShape(vocab_size=100)
+    with pytest.raises(SystemExit):
+        main(["--out", "unused", "--jitter", "2"])
+    assert "jitter is 2.0; expected a share" in capsys.readouterr().err

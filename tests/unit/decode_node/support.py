@@ -1,0 +1,426 @@
+"""What the decode engine's tests drive: an engine without its process, and a prefill node in their hands.
+
+The prefill node is real where it meets the decode node: HTTP discovery, control socket, Mooncake writes, KV
+of the real model. What it does with a room is the test's choice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from decode_node.engine import DecodeEngine
+from model.dsa import DsaModel
+from model.loader import load_model
+from model.paged_kv import PagedKv, PagedRequest
+from model.sampling import sample
+from model.spec import ModelSpec, load_spec
+from protocol.bootstrap import BootstrapInfo
+from protocol.channels import ControlServer
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    AbortRoom,
+    Bootstrap,
+    Heartbeat,
+    HeartbeatAck,
+    Refused,
+    Region,
+    RegionKind,
+    Register,
+    Registered,
+    RoomDone,
+    RoomQuiet,
+    ToDecode,
+    ToPrefill,
+)
+from service import engine_messages
+from service.engine_messages import (
+    EngineLoading,
+    EngineStats,
+    FromEngine,
+    Generate,
+    GenerateGroup,
+    RequestFailed,
+    ToEngine,
+    Tokens,
+)
+from service.engine_sockets import EngineSocket
+from service.settings import DecodeSettings
+from transfer.aux_record import AuxLayout
+from transfer.engine import TransferEngine
+from transfer.extents import extents_to_slots
+from transfer.transport import TCP
+from vocabulary import HisparseFlag, SamplingParams, TokenLogprob
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    spec: ModelSpec
+    model: DsaModel
+
+
+@lru_cache
+def load_checkpoint(path: Path) -> Checkpoint:
+    torch.set_num_threads(1)
+    spec = load_spec(path)
+    return Checkpoint(path, spec, load_model(path, spec))
+
+
+def random_prompt(seed: int, num_tokens: int) -> Prompt:
+    return tuple(np.random.default_rng(seed).integers(32, 127, num_tokens).tolist())
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A computed prompt, at the start of its own pools."""
+
+    kv: torch.Tensor
+    index: torch.Tensor
+    first_token: int
+    logprob: TokenLogprob | None
+    hint: np.ndarray[Any, Any]
+
+
+@lru_cache
+def _prefill_model(path: Path) -> DsaModel:
+    """The prefill side's own: a test may break the decode engine's before the first prompt is computed."""
+    return load_model(path, load_checkpoint(path).spec)
+
+
+@lru_cache(maxsize=256)
+def _prefill(path: Path, prompt: Prompt, page_size: int) -> Prefilled:
+    spec = load_checkpoint(path).spec
+    num_pages = -(-len(prompt) // page_size)
+    num_slots = num_pages * page_size
+    kv = torch.zeros((spec.num_layers, num_slots, spec.item_bytes), dtype=torch.uint8)
+    index = torch.zeros((spec.num_index_layers, num_slots, spec.index_item_bytes), dtype=torch.uint8)
+    request = PagedRequest(torch.arange(num_pages), 0, len(prompt), want_hint=True)
+    access = PagedKv(spec, kv, index, page_size, [request])
+    logits = _prefill_model(path).forward(torch.tensor(prompt), access.positions, access, access.last_rows)
+    greedy = SamplingParams(max_new_tokens=1, temperature=0.0, num_logprobs=2)
+    token_ids, logprobs = sample(logits, [greedy], [0], ())
+    hint = access.hints[0]
+    assert hint is not None
+    return Prefilled(kv, index, token_ids[0], logprobs[0], hint.numpy())
+
+
+@lru_cache
+def _shared_transfer() -> TransferEngine:
+    """One for all doubles: starting and stopping Mooncake takes a second."""
+    return TransferEngine("127.0.0.1")
+
+
+class PrefillDouble:
+    """A prefill node whose behaviour the test decides. ``poll`` answers what has arrived."""
+
+    def __init__(self, checkpoint: Checkpoint, page_size: int = 64) -> None:
+        self.checkpoint = checkpoint
+        self.page_size = page_size
+        self.instance_id = uuid.uuid4().hex
+        self.geometry = checkpoint.spec.geometry(page_size)
+        self.prompts: dict[int, Prompt] = {}
+        self.bootstraps: list[Bootstrap] = []
+        self.aborts: list[AbortRoom] = []
+        self.delivers = True
+        """Deliver a room as soon as its Bootstrap is here."""
+        self.answers_aborts = True
+        self.answers_heartbeats = True
+        self.is_hung = False
+        """The bootstrap endpoint does not say that the engine is alive."""
+        self.refusal: Refused | None = None
+        self.curve = False
+        """What the bootstrap endpoint says of the control channel."""
+        self.num_cached_tokens = 0
+        self.batch_failed = False
+        """What it says of the batches that it delivers with."""
+        self.num_registrations = 0
+        self._layout = AuxLayout(checkpoint.spec.num_index_layers, checkpoint.spec.index_topk)
+        self._transfer = _shared_transfer()
+        self._registered: dict[bytes, Register] = {}
+        self.control = ControlServer("127.0.0.1", 0)
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.port = self._http.server_port
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        double = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if double.is_hung:
+                    self.send_error(503)
+                    return
+                info = BootstrapInfo(
+                    PROTOCOL_VERSION,
+                    double.instance_id,
+                    "127.0.0.1",
+                    double.control.port,
+                    double.geometry,
+                    double.curve,
+                )
+                body = msgspec.json.encode(info)
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        return Handler
+
+    @property
+    def name(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def restart(self) -> None:
+        """Another run of the same node, on another control port."""
+        self.control.close()
+        self.control = ControlServer("127.0.0.1", 0)
+        self.instance_id = uuid.uuid4().hex
+        self._registered.clear()
+
+    def forget(self) -> None:
+        """Lose the registrations, as after a silence of the decode node."""
+        self._registered.clear()
+
+    def close_http(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self.close_http()
+        self.control.close()
+
+    def poll(self) -> None:
+        for identity, message in self.control.receive():
+            self._handle(identity, message)
+
+    def _handle(self, identity: bytes, message: ToPrefill) -> None:
+        match message:
+            case Register():
+                if self.refusal is not None:
+                    self.control.send(identity, self.refusal)
+                    return
+                self.num_registrations += 1
+                self._transfer.renew(message.session)
+                self._registered[identity] = message
+                self.control.send(identity, Registered(PROTOCOL_VERSION, self.instance_id, self.geometry))
+            case Heartbeat(seq):
+                if identity not in self._registered:
+                    self.control.send(identity, Refused("not registered", False))
+                elif self.answers_heartbeats:
+                    self.control.send(identity, HeartbeatAck(seq, self.instance_id))
+            case Bootstrap():
+                self.bootstraps.append(message)
+                if self.delivers:
+                    self.deliver(message)
+            case AbortRoom(room):
+                self.aborts.append(message)
+                if self.answers_aborts:
+                    self.control.send(identity, RoomQuiet(room, False))
+
+    def say(self, message: ToDecode) -> None:
+        """Send to every registered decode node."""
+        for identity in self._registered:
+            self.control.send(identity, message)
+
+    def write(self, bootstrap: Bootstrap) -> None:
+        """Write the room's KV, indexer keys and aux record to the decode node that asked last."""
+        register = list(self._registered.values())[-1]
+        regions = {region.kind: region for region in register.regions}
+        spec = self.checkpoint.spec
+        ready = _prefill(self.checkpoint.path, self.prompts[bootstrap.room], self.page_size)
+        kv_region = regions[RegionKind.KV_HOST if bootstrap.hisparse else RegionKind.KV_DEVICE]
+        self._write_pool(register.session, ready.kv, spec.item_bytes, kv_region, bootstrap.kv_extents)
+        self._write_pool(
+            register.session,
+            ready.index,
+            spec.index_item_bytes,
+            regions[RegionKind.INDEX],
+            bootstrap.index_extents,
+        )
+        record = torch.zeros(self._layout.slot_bytes, dtype=torch.uint8)
+        self._layout.pack_into(record.numpy(), bootstrap.room, ready.first_token, ready.logprob, ready.hint)
+        aux = regions[RegionKind.AUX]
+        dst_addr = aux.base_addr + bootstrap.aux_slot * self._layout.slot_bytes
+        self._send(register.session, record, [record.data_ptr()], [dst_addr], [record.nbytes])
+
+    def deliver(self, bootstrap: Bootstrap) -> None:
+        self.write(bootstrap)
+        self.say(RoomDone(bootstrap.room, 1000, self.num_cached_tokens, 0.001, self.batch_failed))
+
+    def _write_pool(
+        self, session: str, source: torch.Tensor, item_bytes: int, region: Region, extents: tuple[Any, ...]
+    ) -> None:
+        src_addrs, dst_addrs, lengths = [], [], []
+        num_layers = source.shape[0]
+        position = 0
+        for extent in extents:
+            for layer in range(num_layers):
+                src_addrs.append(source.data_ptr() + (layer * source.shape[1] + position) * item_bytes)
+                dst_addrs.append(region.base_addr + (layer * region.num_slots + extent.start) * item_bytes)
+                lengths.append(extent.length * item_bytes)
+            position += extent.length
+        self._send(session, source, src_addrs, dst_addrs, lengths)
+
+    def _send(
+        self, session: str, source: torch.Tensor, src: list[int], dst: list[int], lengths: list[int]
+    ) -> None:
+        addr = self._transfer.register(source)
+        try:
+            self._transfer.write(session, src, dst, lengths)
+        finally:
+            self._transfer.unregister(addr)
+
+
+@dataclass
+class Answer:
+    """What the front got of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    last: Tokens | None = None
+    failure: RequestFailed | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.last is not None or self.failure is not None
+
+
+class EngineHarness:
+    """A decode engine whose loop the test turns, and the front's end of its ipc channel."""
+
+    def __init__(self, checkpoint: Checkpoint, ipc_dir: Path, **settings: Any) -> None:
+        path = ipc_dir / "engine.ipc"
+        self._front = zmq.Context.instance().socket(zmq.PAIR)
+        self._front.setsockopt(zmq.SNDHWM, 0)  # a flood is sent before the engine, in the same thread, reads
+        self._front.setsockopt(zmq.LINGER, 0)
+        self._front.bind(f"ipc://{path}")
+        self._engine_socket = EngineSocket(str(path))
+        self.settings = DecodeSettings(
+            model_path=checkpoint.path,
+            **{
+                "debug_checks": True,
+                "heartbeat_interval_secs": 0.1,
+                "heartbeat_max_failures": 50,
+                "host_pool_tokens": 8192,
+                "device_pool_tokens": 4096,
+                "device_buffer_size": 128,
+                "max_running_requests": 16,
+                **settings,
+            },
+        )
+        self.engine = DecodeEngine(self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP)
+        self.answers: dict[str, Answer] = {}
+        self.stats: EngineStats | None = None
+        self.max_turn_secs = 0.0
+        self._num_requests = 0
+
+    def close(self) -> None:
+        self.engine.close()
+        self._engine_socket.close()
+        self._front.close()
+
+    def send(self, message: ToEngine) -> None:
+        self._front.send(engine_messages.encoder.encode(message))
+
+    def generate(
+        self,
+        double: PrefillDouble,
+        prompt: Prompt,
+        num_new_tokens: int,
+        hisparse: HisparseFlag | None = None,
+        *,
+        room: int | None = None,
+        port: int | None = None,
+        **sampling: Any,
+    ) -> Answer:
+        """Send one request on both legs."""
+        self._num_requests += 1
+        room = 1000 + self._num_requests if room is None else room
+        request_id = f"request-{self._num_requests}"
+        double.prompts[room] = prompt
+        params = {"temperature": 0.0, "ignore_eos": True, **sampling}
+        self.answers[request_id] = answer = Answer()
+        self.send(
+            GenerateGroup(
+                (
+                    Generate(
+                        request_id=request_id,
+                        room=room,
+                        num_prompt_tokens=len(prompt),
+                        sampling=SamplingParams(max_new_tokens=num_new_tokens, **params),
+                        bootstrap_host="127.0.0.1",
+                        bootstrap_port=double.port if port is None else port,
+                        hisparse=hisparse,
+                    ),
+                )
+            )
+        )
+        return answer
+
+    def turn(self, *doubles: PrefillDouble) -> None:
+        for double in doubles:
+            double.poll()
+        start = time.perf_counter()
+        self.engine.turn(max_wait_secs=0.005)
+        self.max_turn_secs = max(self.max_turn_secs, time.perf_counter() - start)
+        self.engine.hot_buffers.state.check_consistency()
+        while self._front.poll(0):
+            self._take(engine_messages.from_engine_decoder.decode(self._front.recv()))
+
+    def turn_until(
+        self, condition: Callable[[], object], *doubles: PrefillDouble, timeout_secs: float = 20.0
+    ) -> None:
+        deadline = time.monotonic() + timeout_secs
+        while not condition():
+            assert time.monotonic() < deadline, "the condition did not come true in time"
+            self.turn(*doubles)
+
+    def turn_for(self, secs: float, *doubles: PrefillDouble) -> None:
+        deadline = time.monotonic() + secs
+        while time.monotonic() < deadline:
+            self.turn(*doubles)
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Tokens():
+                answer = self.answers[message.request_id]
+                assert not answer.is_over
+                answer.token_ids.extend(message.token_ids)
+                answer.logprobs.extend(message.logprobs)
+                if message.finish_reason is not None:
+                    answer.last = message
+            case RequestFailed():
+                answer = self.answers[message.request_id]
+                assert not answer.is_over
+                answer.failure = message
+            case EngineLoading():
+                pass
+            case EngineStats():
+                self.stats = message
+            case _:
+                raise AssertionError(f"unexpected {message}")
+
+
+def landing_slots(bootstrap: Bootstrap) -> set[int]:
+    return set(extents_to_slots(bootstrap.kv_extents).tolist())

@@ -1,0 +1,381 @@
+"""The decode engine against a prefill double: greedy tokens equal those of transformers' generate (I5).
+
+Real model, real Mooncake over TCP, real control sockets; only the prefill node's decisions are the test's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints.oracle import greedy_tokens
+from decode_node.device_step import HostStep
+from decode_node.memory import slots_tensor
+from decode_node.pools import PoolKind
+from decode_node.request import Request, RequestState
+from decode_node.scheduler import Exchange, StepPlan
+from kernels.indexer import index_topk
+from service.engine_messages import RequestStats
+from tests.unit.decode_node.support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    Prompt,
+    load_checkpoint,
+    random_prompt,
+)
+from vocabulary import FinishReason, HisparseFlag, Mode
+
+NUM_NEW = 20
+HOT_BUFFER = 128
+TOP_K = 64
+LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 387]
+PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module", params=["v32", "glm"])
+def checkpoint(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
+    return load_checkpoint(tiny_checkpoint(request.param))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
+    return dict(zip(PROMPTS, greedy_tokens(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
+
+
+@pytest.fixture(scope="module")
+def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
+    double = PrefillDouble(checkpoint)
+    yield double
+    double.close()
+
+
+@contextmanager
+def harness(checkpoint: Checkpoint, tmp_path: Path, **settings: Any) -> Iterator[EngineHarness]:
+    harness = EngineHarness(checkpoint, tmp_path, device_buffer_size=HOT_BUFFER, **settings)
+    try:
+        yield harness
+    finally:
+        harness.close()
+
+
+@pytest.fixture(scope="module")
+def roomy(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
+    with harness(checkpoint, tmp_path_factory.mktemp("roomy")) as node:
+        yield node
+
+
+def _stats(answer: Answer) -> RequestStats:
+    assert answer.last is not None
+    assert answer.last.finish_reason is FinishReason.LENGTH
+    assert answer.last.stats is not None
+    return answer.last.stats
+
+
+def _finish(harness: EngineHarness, answers: list[Answer], *doubles: PrefillDouble) -> None:
+    harness.turn_until(lambda: all(answer.is_over for answer in answers), *doubles)
+    assert [answer.failure for answer in answers] == [None] * len(answers)
+    pools = harness.engine.rooms.pools
+    assert pools.free == pools.totals, "every pool is whole again"
+
+
+@pytest.mark.parametrize("flag", list(HisparseFlag))
+def test_greedy_tokens_of_a_batch_equal_the_oracle(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, roomy: EngineHarness, flag: HisparseFlag
+) -> None:
+    before = roomy.engine.hot_buffers.totals(())
+    answers = [roomy.generate(double, prompt, NUM_NEW, flag) for prompt in PROMPTS]
+    _finish(roomy, answers, double)
+    each = [(stats.hits, stats.misses, stats.evictions) for stats in map(_stats, answers)]
+    assert roomy.engine.hot_buffers.totals(()) == tuple(map(sum, zip(before, *each, strict=True)))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
+        stats = _stats(answer)
+        match flag:
+            case HisparseFlag.TRUE:
+                assert stats.mode is Mode.HISPARSE
+                assert stats.hits > 0
+                # A hot buffer that holds the whole life never misses; one that does not must.
+                if len(prompt) + NUM_NEW <= HOT_BUFFER:
+                    assert stats.misses == 0
+                if len(prompt) > 2 * HOT_BUFFER:
+                    assert stats.misses > 0
+                    assert stats.evictions > 0
+            case HisparseFlag.FALSE | HisparseFlag.AUTO:
+                assert stats.mode is Mode.DENSE
+                assert (stats.hits, stats.misses) == (0, 0)
+
+
+def test_every_step_selects_what_the_indexer_says(
+    double: PrefillDouble, roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While all positions fit in the top-k nothing is scored; one more, and the indexer decides."""
+    select = HostStep.select
+    seq_lens: set[int] = set()
+
+    def select_and_compare(step: HostStep, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        selected = select(step, group, q_index, weights)
+        keys_of_layer = step._kernels.index_format.load(step._memory.index[group])
+        top_k = step._spec.index_topk
+        for req in range(len(selected)):
+            one, seq_len = slice(req, req + 1), int(step.positions[req]) + 1
+            keys = step._keys(req, keys_of_layer)
+            expected = index_topk(q_index[one], weights[one], keys, step.positions[one], top_k)
+            assert set(selected[req].tolist()) == set(expected[0].tolist()), f"seq_len {seq_len}"
+            seq_lens.add(seq_len)
+        return selected
+
+    monkeypatch.setattr(HostStep, "select", select_and_compare)
+    answers = [roomy.generate(double, prompt, 4, HisparseFlag.TRUE) for prompt in PROMPTS[1:5]]
+    _finish(roomy, answers, double)
+    assert {TOP_K, TOP_K + 1} <= seq_lens
+
+
+def test_index_pages_may_be_scattered(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
+) -> None:
+    """The pages that a short request leaves between two long ones, and the rest of the pool behind them."""
+    before, between, after, prompt = (PROMPTS[LENGTHS.index(length)] for length in (66, 129, 65, 200))
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        harness(checkpoint, tmp_path, page_size=4, index_pool_tokens=128 + 132 + 128 + 100) as node,
+    ):
+        long_lived = [node.generate(double, before, 60, HisparseFlag.TRUE)]
+        short_lived = node.generate(double, between, 2, HisparseFlag.TRUE)
+        long_lived.append(node.generate(double, after, 60, HisparseFlag.TRUE))
+        node.turn_until(lambda: short_lived.is_over, double)
+        answer = node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE)
+        node.turn_until(lambda: answer.token_ids, double)
+        (scattered,) = (r for r in node.engine.rooms.all() if r.num_prompt_tokens == len(prompt))
+        assert len(scattered.owned[PoolKind.INDEX]) == 2
+        _finish(node, [*long_lived, answer], double)
+        assert answer.token_ids == expected[prompt]
+
+
+@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+def test_the_context_can_be_filled_to_its_end(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, flag: HisparseFlag
+) -> None:
+    """The last token that is generated may be the one past the end."""
+    prompt = PROMPTS[LENGTHS.index(200)]
+    for context_length, num_tokens in ((200, 1), (205, 6)):
+        small = Checkpoint(
+            checkpoint.path, replace(checkpoint.spec, context_length=context_length), checkpoint.model
+        )
+        ipc_dir = tmp_path / str(context_length)
+        ipc_dir.mkdir()
+        with closing(PrefillDouble(checkpoint)) as double, harness(small, ipc_dir) as node:
+            answer = node.generate(double, prompt, NUM_NEW, flag)
+            too_long = node.generate(double, prompt + prompt[: context_length - 199], 1, flag)
+            node.turn_until(lambda: answer.is_over and too_long.is_over, double)  # noqa: B023
+            assert answer.token_ids == expected[prompt][:num_tokens]
+            assert _stats(answer)
+            assert too_long.failure is not None
+            assert str(context_length) in too_long.failure.error
+
+
+def test_mixed_modes_share_a_batch_under_pressure(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
+) -> None:
+    """A device pool that is too small: hot buffers shrink for the next in the queue, requests come and go."""
+    flags = [HisparseFlag.FALSE, HisparseFlag.TRUE, HisparseFlag.TRUE, HisparseFlag.AUTO]
+    prompts = sorted(PROMPTS, key=lambda prompt: len(prompt) % 200, reverse=True)
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        harness(checkpoint, tmp_path, page_size=4, device_pool_tokens=680, max_running_requests=10) as node,
+    ):
+        answers = [
+            node.generate(double, prompt, NUM_NEW, flags[number % len(flags)])
+            for number, prompt in enumerate(prompts)
+        ]
+        _finish(node, answers, double)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
+        node.turn_for(0.5, double)
+        assert node.stats is not None
+        misses = node.stats.counters["swap_in_misses_total"]
+        assert misses > 0
+        layers_per_group = checkpoint.spec.num_layers / checkpoint.spec.num_index_layers
+        bytes_per_miss = checkpoint.spec.item_bytes * layers_per_group
+        assert node.stats.counters["swap_in_bytes_total"] == misses * bytes_per_miss
+        assert node.stats.counters["retractions_total"] > 0
+
+
+@contextmanager
+def _room_for_almost_two(
+    checkpoint: Checkpoint, tmp_path: Path, device_pool_tokens: int
+) -> Iterator[tuple[PrefillDouble, EngineHarness]]:
+    """A node for two dense requests of 200 tokens, which grow side by side, and need 220 slots each."""
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        harness(
+            checkpoint, tmp_path, page_size=4, device_pool_tokens=device_pool_tokens, growth_tokens=4
+        ) as node,
+    ):
+        yield double, node
+
+
+def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
+    checkpoint: Checkpoint,
+    expected: dict[Prompt, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = PROMPTS[LENGTHS.index(200)]
+    with _room_for_almost_two(checkpoint, tmp_path, 420) as (double, node):
+        hot_buffers = node.engine.hot_buffers
+        memory, retract = hot_buffers.memory, hot_buffers.retract
+
+        def retract_and_compare(request: Request) -> None:
+            retract(request)
+            num_tokens = request.num_prompt_tokens + len(request.output_token_ids) - 1
+            host_slots, device_slots = (
+                slots_tensor(request.owned[kind])[:num_tokens] for kind in (PoolKind.HOST, PoolKind.DEVICE)
+            )
+            assert torch.equal(memory.k_host[:, host_slots], memory.k_dev[:, device_slots])
+
+        monkeypatch.setattr(hot_buffers, "retract", retract_and_compare)
+        answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
+        _finish(node, answers, double)
+        for answer in answers:
+            assert answer.token_ids == expected[prompt]
+        kept, spilled = sorted(map(_stats, answers), key=lambda stats: stats.num_retractions)
+        assert [kept.num_retractions, spilled.num_retractions] == [0, 1]
+        assert spilled.mode is Mode.HISPARSE
+        assert spilled.hits > 0
+
+
+def test_a_growing_dense_request_waits_where_a_repeated_batch_may_land(
+    checkpoint: Checkpoint,
+    expected: dict[Prompt, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cannot be retracted, for its pages may be written once more; and what it computed stays right."""
+    prompt = PROMPTS[LENGTHS.index(200)]
+    with _room_for_almost_two(checkpoint, tmp_path, 432) as (double, node):
+        rooms = node.engine.rooms
+        monkeypatch.setattr(rooms.quarantine, "_quarantine_secs", 1e6)
+        double.batch_failed = True
+        answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
+        node.turn_until(lambda: answers[0].is_over, double)
+        (waiting,) = rooms.select(RequestState.RUNNING)
+        node.turn_until(lambda: not waiting.has_slots_for_next, double)
+        num_tokens = len(waiting.output_token_ids)
+        for _ in range(5):
+            node.turn(double)
+        assert len(waiting.output_token_ids) == num_tokens < NUM_NEW
+        assert len(rooms.quarantine) == 1, "the pages of the first are not given to the second"
+        rooms.expire(time.monotonic() + 1e7)
+        _finish(node, answers, double)
+        assert [answer.token_ids for answer in answers] == [expected[prompt]] * 2
+        assert _stats(answers[1]).num_retractions == 0, "the pages of the first are free by now"
+
+
+def test_every_running_request_survives_another_hot_buffer_in_every_step(
+    expected: dict[Prompt, list[int]],
+    double: PrefillDouble,
+    roomy: EngineHarness,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hot buffers are lost after each step, with all they hold: the host has everything by then (I4)."""
+    prompts = PROMPTS[4:]
+    answers = [roomy.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+    rooms, lifecycle = roomy.engine.rooms, roomy.engine.lifecycle
+    exchange = rooms.exchange
+    num_exchanges: Counter[str] = Counter()
+
+    def exchange_and_lose(planned: Exchange) -> None:
+        device_slots = slots_tensor(planned.request.owned[PoolKind.DEVICE])
+        exchange(planned)
+        num_exchanges[planned.request.request_id] += 1
+        roomy.engine.hot_buffers.memory.k_dev[:, device_slots] = 0xFF  # they are somebody else's now
+
+    monkeypatch.setattr(rooms, "exchange", exchange_and_lose)
+    sizes = (TOP_K + 1, HOT_BUFFER)
+    for turn in count():
+        roomy.turn(double)
+        if all(answer.is_over for answer in answers):
+            break
+        running = rooms.select(RequestState.RUNNING)
+        exchanges = tuple(Exchange(request, sizes[turn % 2]) for request in running)
+        lifecycle.carry_out(StepPlan(exchanges=exchanges), 0.0)
+    assert min(num_exchanges.values()) > NUM_NEW // 2
+    assert len(num_exchanges) == len(prompts)
+    undisturbed = [roomy.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+    roomy.turn_until(lambda: all(answer.is_over for answer in undisturbed), double)
+    for prompt, answer, other in zip(prompts, answers, undisturbed, strict=True):
+        assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
+        num_selected = [_stats(each).hits + _stats(each).misses for each in (answer, other)]
+        assert num_selected[0] == num_selected[1], "counts of rows that were given up"
+
+
+def test_tokens_are_those_of_the_oracle_when_slots_come_one_by_one(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
+) -> None:
+    """A host pool of little more than two lives, of which every request gets as few slots as possible."""
+    prompts = PROMPTS[-4:]
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        harness(checkpoint, tmp_path, page_size=4, growth_tokens=1, host_pool_tokens=1000) as node,
+    ):
+        flags = [HisparseFlag.TRUE, HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.TRUE]
+        answers = [
+            node.generate(double, prompt, NUM_NEW, flag) for prompt, flag in zip(prompts, flags, strict=True)
+        ]
+        node.turn_until(lambda: answers[-1].token_ids, double)
+        (request,) = (r for r in node.engine.rooms.all() if r.num_prompt_tokens == len(prompts[-1]))
+        assert request.reserved_tokens < request.life_tokens
+        _finish(node, answers, double)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
+
+
+def test_nobody_waits_for_messages_before_it_grows(
+    double: PrefillDouble, roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roomy.engine, "limits", replace(roomy.engine.limits, growth_tokens=1))
+    answer = roomy.generate(double, PROMPTS[LENGTHS.index(64)], 2 * 64, HisparseFlag.TRUE)
+    roomy.turn_until(lambda: answer.token_ids, double)
+    (request,) = roomy.engine.rooms.select(RequestState.RUNNING)
+    waits: list[float] = []
+    monkeypatch.setattr(roomy.engine._poller, "wait", waits.append)
+    num_growths = 0
+    while not answer.is_over:
+        reserved = request.reserved_tokens
+        roomy.turn(double)
+        num_growths += request.reserved_tokens > reserved
+    assert num_growths >= 1
+    assert set(waits) == {0.0}
+
+
+def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
+) -> None:
+    """Two lives of 219 positions in a host pool of 430: one lacks its last slots until the other ends."""
+    prompt = PROMPTS[LENGTHS.index(200)]
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        harness(checkpoint, tmp_path, page_size=4, growth_tokens=4, host_pool_tokens=430) as node,
+    ):
+        answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for _ in range(2)]
+
+        def is_one_paused() -> bool:
+            node.engine._next_stats_at = 0.0
+            return node.stats is not None and node.stats.gauges["num_paused_reqs"] == 1
+
+        node.turn_until(is_one_paused, double)
+        _finish(node, answers, double)
+        assert [answer.token_ids for answer in answers] == [expected[prompt]] * 2
+        assert [_stats(answer).num_retractions for answer in answers] == [0, 0]

@@ -1,0 +1,843 @@
+"""Peers that fail, fall silent, restart or refuse; rooms that time out; impossible requests: I1, I2, I7."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import decode_node.engine
+import decode_node.scheduler
+from decode_node.pools import PoolKind, SlotCounts, Stage
+from decode_node.prefill_peers import PeerLost, RoomMessage
+from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.reserve import Reserve
+from decode_node.scheduler import Exchange, StepPlan
+from kernels.hot_state import HotBufferError
+from protocol.messages import Refused, Room, RoomDone, RoomFailed, RoomQuiet
+from service.engine_messages import Abort, ReleaseQuarantine
+from tests.unit.decode_node.support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    landing_slots,
+    load_checkpoint,
+    random_prompt,
+)
+from transfer.aux_record import AuxRecord
+from vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode
+
+PROMPT = random_prompt(7, 300)
+HOST_TOKENS = 576
+"""Room for one request with PROMPT, not for two."""
+QUARANTINE_SECS = 0.4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
+    return load_checkpoint(tiny_checkpoint("v32"))
+
+
+@pytest.fixture(scope="module")
+def shared_node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
+    harness = EngineHarness(
+        checkpoint,
+        tmp_path_factory.mktemp("engine"),
+        host_pool_tokens=HOST_TOKENS,
+        device_pool_tokens=1024,
+        max_running_requests=4,
+        quarantine_secs=QUARANTINE_SECS,
+        room_timeout_secs=30.0,
+        heartbeat_max_failures=10,
+    )
+    yield harness
+    harness.close()
+
+
+@pytest.fixture
+def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
+    """The shared engine; whatever a test does, every pool must be whole again soon after it (I2)."""
+    lifecycle = shared_node.engine.lifecycle
+    settings = lifecycle.room_timeout_secs, lifecycle.contact_timeout_secs
+    yield shared_node
+    lifecycle.room_timeout_secs, lifecycle.contact_timeout_secs = settings
+    pools = shared_node.engine.rooms.pools
+    shared_node.turn_until(lambda: pools.free == pools.totals, timeout_secs=5)
+
+
+@pytest.fixture
+def double(checkpoint: Checkpoint, node: EngineHarness) -> Iterator[PrefillDouble]:
+    """Closed before the pools are checked: what it never acknowledged is freed because it is gone."""
+    with closing(PrefillDouble(checkpoint)) as double:
+        yield double
+
+
+def _quarantined(node: EngineHarness) -> int:
+    return node.engine.rooms.pools.used(Stage.QUARANTINED)[PoolKind.HOST]
+
+
+def _land(node: EngineHarness, double: PrefillDouble) -> Answer:
+    """A hisparse request that has been entrusted to a prefill node which does not deliver."""
+    double.delivers = False
+    answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+    already = len(double.bootstraps)
+    node.turn_until(lambda: len(double.bootstraps) > already, double)
+    return answer
+
+
+def _abort(node: EngineHarness, answer: Answer) -> None:
+    request_id = next(key for key, value in node.answers.items() if value is answer)
+    node.send(Abort(request_id))
+
+
+def _completes(node: EngineHarness, double: PrefillDouble) -> None:
+    """The node serves on."""
+    double.delivers = True
+    answer = node.generate(double, PROMPT, 4, HisparseFlag.TRUE)
+    node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is None
+    assert len(answer.token_ids) == 4
+
+
+# --- I1 -------------------------------------------------------------------------------------------
+
+
+def test_slots_of_an_aborted_room_wait_until_the_room_is_quiet(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    double.answers_aborts = False
+    aborted = _land(node, double)
+    slots = landing_slots(double.bootstraps[0])
+    _abort(node, aborted)
+    waiting = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+    node.turn_until(lambda: double.aborts, double)
+    node.turn_for(0.5, double)
+    assert _quarantined(node) >= len(slots)
+    assert len(double.bootstraps) == 1, "the second request fits only where the first one's KV may still land"
+    double.write(double.bootstraps[0])  # The late write harms nobody.
+    double.delivers = True
+    double.say(RoomQuiet(double.bootstraps[0].room, batch_failed=False))
+    node.turn_until(lambda: waiting.is_over, double)
+    assert waiting.failure is None
+    assert landing_slots(double.bootstraps[1]) & slots
+    assert not aborted.is_over, "an aborted request gets no answer"
+
+
+def test_slots_that_nobody_acknowledges_do_not_hold_up_the_queue(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    double.answers_aborts = False
+    _abort(node, _land(node, double))
+    node.turn_until(lambda: double.aborts, double)
+    double.delivers = True
+    large = node.generate(double, PROMPT, 4, HisparseFlag.TRUE)
+    small = node.generate(double, PROMPT[:100], 4, HisparseFlag.TRUE)
+    node.turn_until(lambda: small.is_over, double)
+    assert small.failure is None
+    assert not large.is_over
+    double.say(RoomQuiet(double.aborts[0].room, False))
+    node.turn_until(lambda: large.is_over, double)
+    assert large.failure is None
+
+
+def test_slots_of_a_failed_batch_wait_longer_than_quiet(node: EngineHarness, double: PrefillDouble) -> None:
+    failed = _land(node, double)
+    room = double.bootstraps[0].room
+    double.say(RoomFailed(room, 502, "the write failed", quiet=False, batch_failed=True))
+    node.turn_until(lambda: failed.failure, double)
+    assert failed.failure is not None
+    assert (failed.failure.status, failed.failure.error) == (502, "the write failed")
+    double.say(RoomQuiet(room, batch_failed=False))
+    node.turn_for(QUARANTINE_SECS / 2, double)
+    assert _quarantined(node) > 0, "quiet is not enough after a failed batch"
+    node.turn_until(lambda: _quarantined(node) == 0, double, timeout_secs=3 * QUARANTINE_SECS)
+
+
+@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+def test_slots_of_a_delivery_with_a_repeated_batch_wait_when_it_ends_early(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag
+) -> None:
+    """The request is served at once; its bytes may come again, and then nobody else must be there."""
+    quarantine = node.engine.rooms.quarantine
+    monkeypatch.setattr(quarantine, "_quarantine_secs", 1e6)
+    double.delivers = False
+    answer = node.generate(double, PROMPT, 4, flag)
+    node.turn_until(lambda: double.bootstraps, double)
+    double.write(double.bootstraps[0])
+    double.say(RoomDone(double.bootstraps[0].room, 1000, 0, 0.001, batch_failed=True))
+    node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is None
+    assert len(answer.token_ids) == 4
+    quarantined = node.engine.rooms.pools.used(Stage.QUARANTINED)
+    assert quarantined.aux == 1
+    assert (quarantined.host > 0, quarantined.device > 0) == (
+        flag is HisparseFlag.TRUE,
+        flag is HisparseFlag.FALSE,
+    )
+    double.write(double.bootstraps[0])  # the late attempt harms nobody
+    (entry,) = quarantine
+    assert not entry.is_unresolved
+    quarantine.expire(entry.free_at)
+    assert len(quarantine) == 0
+
+
+def test_a_quiet_failure_frees_at_once(node: EngineHarness, double: PrefillDouble) -> None:
+    failed = _land(node, double)
+    double.say(RoomFailed(double.bootstraps[0].room, 400, "too long", quiet=True, batch_failed=False))
+    node.turn_until(lambda: failed.failure, double)
+    assert failed.failure is not None
+    assert failed.failure.status == 400
+    assert _quarantined(node) == 0
+    _completes(node, double)
+
+
+def test_a_delivery_that_crosses_the_abort_makes_the_room_quiet(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    double.answers_aborts = False
+    aborted = _land(node, double)
+    _abort(node, aborted)
+    node.turn_until(lambda: double.aborts, double)
+    assert _quarantined(node) > 0
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: _quarantined(node) == 0, double)
+    assert aborted.token_ids == []
+
+
+def _room_message(node: EngineHarness, double: PrefillDouble, message: RoomFailed | RoomQuiet) -> None:
+    address = PeerAddress("127.0.0.1", double.port)
+    node.engine.lifecycle.peer_event(RoomMessage(address, double.instance_id, message), time.monotonic())
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+@pytest.mark.parametrize("is_quiet", [False, True])
+@pytest.mark.parametrize("batch_failed", [False, True])
+def test_slots_of_a_failed_room_are_free_when_nothing_can_land_any_more(
+    node: EngineHarness, double: PrefillDouble, is_aborted: bool, is_quiet: bool, batch_failed: bool
+) -> None:
+    double.answers_aborts = False
+    answer = _land(node, double)
+    room, quarantine = Room(double.bootstraps[0].room), node.engine.rooms.quarantine
+    if is_aborted:
+        _abort(node, answer)
+        node.turn_until(lambda: room in quarantine, double)
+    _room_message(node, double, RoomFailed(room, 502, "the write failed", is_quiet, batch_failed))
+    assert node.engine.rooms.get(room) is None
+    entry = quarantine.get(room)
+    if is_quiet and not batch_failed:
+        assert entry is None
+        return
+    assert entry is not None
+    assert (entry.is_unresolved, entry.batch_failed) == (not is_quiet, batch_failed)
+    _room_message(node, double, RoomQuiet(room, batch_failed=False))
+    assert (room in quarantine) is batch_failed
+    quarantine.expire(time.monotonic() + QUARANTINE_SECS)
+    assert room not in quarantine
+
+
+@pytest.mark.parametrize("batch_failed", [False, True])
+def test_only_the_rooms_own_peer_can_call_it_quiet(
+    node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint, batch_failed: bool
+) -> None:
+    double.answers_aborts = False
+    aborted = _land(node, double)
+    room, quarantine = Room(double.bootstraps[0].room), node.engine.rooms.quarantine
+    _abort(node, aborted)
+    node.turn_until(lambda: room in quarantine, double)
+    with closing(PrefillDouble(checkpoint)) as stranger:
+        _room_message(node, stranger, RoomQuiet(room, batch_failed=False))
+    run, double.instance_id = double.instance_id, "the run after it, which never heard of the room"
+    _room_message(node, double, RoomQuiet(room, batch_failed=False))
+    double.instance_id = run
+    entry = quarantine.get(room)
+    assert entry is not None
+    assert entry.is_unresolved
+    _room_message(node, double, RoomQuiet(room, batch_failed=batch_failed))
+    assert not entry.is_unresolved
+    assert (room in quarantine) is batch_failed
+    quarantine.expire(time.monotonic() + QUARANTINE_SECS)
+    assert room not in quarantine
+
+
+# --- timeouts, loss, return -----------------------------------------------------------------------
+
+
+def test_a_room_that_is_not_delivered_in_time_ends_with_504(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    node.engine.lifecycle.room_timeout_secs = 0.3
+    double.answers_aborts = False
+    late = _land(node, double)
+    node.turn_until(lambda: late.failure, double, timeout_secs=3)
+    assert late.failure is not None
+    assert late.failure.status == 504
+    assert double.name in late.failure.error
+    node.turn_until(lambda: double.aborts, double)
+    assert _quarantined(node) > 0
+    double.say(RoomQuiet(double.bootstraps[0].room, batch_failed=False))
+    node.turn_until(lambda: _quarantined(node) == 0, double)
+
+
+def test_a_silent_peer_is_lost_and_found_again(node: EngineHarness, double: PrefillDouble) -> None:
+    """Its rooms fail, their slots wait; once it answers again the abort is repeated and frees them."""
+    lost = _land(node, double)
+    double.is_hung = True
+    node.turn_until(lambda: lost.failure)  # Nobody polls the double: it is as if stopped.
+    assert lost.failure is not None
+    assert lost.failure.status == 502
+    assert double.name in lost.failure.error
+    node.turn_for(2 * QUARANTINE_SECS)
+    assert _quarantined(node) > 0, "the run of the peer is not gone, so its writes may still land"
+    double.is_hung = False
+    node.turn_until(lambda: double.aborts, double)
+    node.turn_until(lambda: _quarantined(node) == 0, double)
+    assert double.num_registrations >= 2
+    _completes(node, double)
+
+
+def test_an_engine_goes_on_reporting_when_its_only_peer_is_gone(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """The front takes an engine that sends no statistics for a hung one, and /health says so."""
+    with closing(EngineHarness(checkpoint, tmp_path)) as node:
+        with closing(PrefillDouble(checkpoint)) as double:
+            answer = _land(node, double)
+        node.turn_until(lambda: answer.failure)
+        assert answer.failure is not None
+        assert answer.failure.status == 502
+        waiting = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+        node.turn_until(lambda: len(node.engine.rooms))
+        for _ in range(2):
+            node.stats = None
+            node.turn_until(lambda: node.stats is not None)
+            assert node.stats is not None
+            assert node.stats.gauges["num_registered_peers"] == 0
+        assert not waiting.is_over, "somebody looks for the peer all the time"
+
+
+def test_a_peer_that_computes_for_long_is_not_lost(node: EngineHarness, double: PrefillDouble) -> None:
+    """Its engine answers nothing for twice the limit, and its front says that it is alive."""
+    late = _land(node, double)
+    node.turn_for(2 * node.settings.heartbeat_timeout_secs)
+    assert late.failure is None
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: late.is_over, double)
+    assert late.failure is None
+    assert double.num_registrations == 1
+
+
+def test_a_pause_of_this_node_is_no_silence_of_its_peer(node: EngineHarness, double: PrefillDouble) -> None:
+    """A step that took longer than the limit: nobody was asked, so nobody failed to answer."""
+    landing = _land(node, double)
+    address = PeerAddress("127.0.0.1", double.port)
+    peers = node.engine.peers
+    node.turn_until(lambda: peers._peers[address].unanswered_since == float("inf"), double)
+    double.is_hung = True
+    later = time.monotonic() + 3 * node.settings.heartbeat_timeout_secs
+
+    def is_lost(now: float) -> bool:  # doubles of other tests may be lost at any time
+        events = peers.poll(now, {address})
+        return any(isinstance(event, PeerLost) and event.address == address for event in events)
+
+    assert not is_lost(later)
+    lookup = peers._peers[address].lookup  # by which its front is asked
+    assert lookup is not None
+    assert lookup.exception(timeout=10.0) is not None
+    assert is_lost(later + 1.0)
+    double.is_hung = False
+    node.turn_until(lambda: double.num_registrations == 2, double)
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: landing.is_over, double)
+
+
+def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: PrefillDouble) -> None:
+    lost = _land(node, double)
+    double.restart()
+    node.turn_until(lambda: lost.failure, double)
+    assert lost.failure is not None
+    assert lost.failure.status == 502
+    assert "restarted" in lost.failure.error
+    assert _quarantined(node) > 0, "bytes of the old run may still sit in the transport"
+    node.turn_until(lambda: _quarantined(node) == 0, double, timeout_secs=3 * QUARANTINE_SECS)
+    _completes(node, double)
+
+
+def test_running_requests_outlive_their_peer(node: EngineHarness, double: PrefillDouble) -> None:
+    answer = node.generate(double, PROMPT, 60, HisparseFlag.TRUE)
+    node.turn_until(lambda: answer.token_ids, double)
+    double.close()
+    node.turn_until(lambda: answer.is_over)
+    assert answer.failure is None
+    assert len(answer.token_ids) == 60
+
+
+def test_a_peer_that_forgot_us_gets_registration_and_bootstrap_again(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    answer = _land(node, double)
+    double.forget()
+    double.delivers = True
+    node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is None
+    assert len(double.bootstraps) == 2
+
+
+def test_a_peer_that_is_not_there_fails_in_time(node: EngineHarness, double: PrefillDouble) -> None:
+    node.engine.lifecycle.contact_timeout_secs = 0.7
+    double.close_http()
+    answer = node.generate(double, PROMPT, 8)
+    node.turn_until(lambda: answer.failure, timeout_secs=3)
+    assert answer.failure is not None
+    assert (answer.failure.status, answer.failure.code) == (503, PREFILL_NODE_FAILED)
+    assert double.name in answer.failure.error
+
+
+@pytest.mark.parametrize("status", [400, 502, 503])
+def test_an_error_of_the_prefill_node_is_passed_on_as_one(
+    node: EngineHarness, double: PrefillDouble, status: int
+) -> None:
+    failed = _land(node, double)
+    double.say(RoomFailed(double.bootstraps[0].room, status, "no", quiet=True, batch_failed=False))
+    node.turn_until(lambda: failed.failure, double)
+    assert failed.failure is not None
+    assert failed.failure.status == status
+    assert failed.failure.code == ("" if status == 400 else PREFILL_NODE_FAILED)
+
+
+def test_a_refusal_reaches_the_client_once(node: EngineHarness, double: PrefillDouble) -> None:
+    double.refusal = Refused("model_fingerprint: the decode node has 'a', this node 'b'", permanent=True)
+    answer = node.generate(double, PROMPT, 8)
+    node.turn_until(lambda: answer.failure, double)
+    assert answer.failure is not None
+    assert answer.failure.status == 502
+    assert "model_fingerprint" in answer.failure.error
+    double.refusal = None
+    _completes(node, double)
+
+
+def test_a_plain_node_says_why_it_cannot_talk_to_an_encrypted_one(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    double.curve = True
+    answer = node.generate(double, PROMPT, 8)
+    node.turn_until(lambda: answer.failure, double, timeout_secs=3)
+    assert answer.failure is not None
+    assert answer.failure.status == 502
+    assert "control_key_file" in answer.failure.error
+
+
+def test_a_peer_without_work_is_closed_and_found_again(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _completes(node, double)
+    with monkeypatch.context() as patch:
+        patch.setattr("decode_node.prefill_peers.IDLE_CLOSE_SECS", 0.2)
+        node.turn_until(lambda: node.engine.peers.num_registered == 0, double, timeout_secs=3)
+    _completes(node, double)
+    assert double.num_registrations == 2
+
+
+# --- requests that end early ----------------------------------------------------------------------
+
+
+def test_a_duplicate_room_is_refused_and_the_first_stands(node: EngineHarness, double: PrefillDouble) -> None:
+    first = _land(node, double)
+    room = double.bootstraps[0].room
+    second = node.generate(double, PROMPT, 8, room=room)
+    node.turn_until(lambda: second.failure, double)
+    assert second.failure is not None
+    assert second.failure.status == 400
+    assert str(room) in second.failure.error
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: first.is_over, double)
+    assert len(first.token_ids) == 8
+
+
+@pytest.mark.parametrize(
+    ("flag", "num_prompt_tokens", "bound"),
+    [(HisparseFlag.TRUE, 600, "576"), (HisparseFlag.FALSE, 1100, "1024"), (HisparseFlag.AUTO, 1100, "1024")],
+)
+def test_what_can_never_fit_is_refused_at_once(
+    node: EngineHarness, double: PrefillDouble, flag: HisparseFlag, num_prompt_tokens: int, bound: str
+) -> None:
+    answer = node.generate(double, random_prompt(1, num_prompt_tokens), 8, flag)
+    node.turn_until(lambda: answer.failure, double, timeout_secs=1)
+    assert answer.failure is not None
+    assert answer.failure.status == 400
+    assert bound in answer.failure.error
+    assert double.num_registrations == 0
+
+
+@pytest.mark.parametrize("stops", [{}, {"stop_token_ids": True}])
+def test_the_first_token_may_be_the_last(
+    node: EngineHarness, double: PrefillDouble, stops: dict[str, bool]
+) -> None:
+    """It comes from the aux record, with its logprob; no decode step happens."""
+    one = node.generate(double, PROMPT, 1, num_logprobs=2)
+    node.turn_until(lambda: one.is_over, double)
+    assert one.last is not None
+    assert one.last.finish_reason is FinishReason.LENGTH
+    assert one.logprobs[0].token_id == one.token_ids[0]
+    assert len(one.logprobs[0].top) == 2
+    if stops:
+        stopped = node.generate(double, PROMPT, 9, stop_token_ids=(one.token_ids[0],))
+        node.turn_until(lambda: stopped.is_over, double)
+        assert stopped.last is not None
+        assert stopped.last.finish_reason is FinishReason.STOP
+        assert stopped.last.matched_stop_token == one.token_ids[0]
+
+
+def test_an_abort_of_a_running_request_frees_everything(node: EngineHarness, double: PrefillDouble) -> None:
+    answer = node.generate(double, PROMPT, 60, HisparseFlag.TRUE)
+    node.turn_until(lambda: answer.token_ids, double)
+    _abort(node, answer)
+    pools = node.engine.rooms.pools
+    node.turn_until(lambda: pools.free == pools.totals, double)
+    assert not double.aborts, "nothing of a delivered room is in flight"
+
+
+def test_a_failing_forward_ends_its_batch_only(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("4 GiB wanted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.engine._runner._model, "forward", out_of_memory)
+        node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is not None
+    assert answer.failure.status == 500
+    assert "4 GiB wanted" in answer.failure.error
+    _completes(node, double)
+
+
+def test_a_lost_device_ends_the_engine(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every later step would fail as well, on a node that calls itself healthy."""
+    answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+
+    def lost(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.engine._runner._model, "forward", lost)
+        with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+            node.turn_until(lambda: answer.is_over, double)
+    node.turn_until(lambda: answer.is_over, double)  # here the device was not really lost
+    assert answer.failure is None
+
+
+def test_a_hint_that_does_not_fit_ends_its_request_only(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = node.engine.hot_buffers.memory
+    take_aux = memory.take_aux
+
+    def take_another_models(aux_slot: int, room: Room) -> AuxRecord:
+        record = take_aux(aux_slot, room)
+        assert record.hint is not None
+        return replace(record, hint=record.hint + len(PROMPT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "take_aux", take_another_models)
+        answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+        node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is not None
+    assert answer.failure.status == 500
+    assert "cannot be started" in answer.failure.error
+    _completes(node, double)
+
+
+def test_a_pause_of_this_node_ends_no_quarantine(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its sockets took in while it was stopped lands when it goes on."""
+    jump_secs = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jump_secs)
+    harness = EngineHarness(
+        checkpoint, tmp_path, host_pool_tokens=HOST_TOKENS, max_running_requests=4, quarantine_secs=2.0
+    )
+    with closing(harness), closing(PrefillDouble(checkpoint)) as double:
+        monkeypatch.setattr(decode_node.engine, "time", clock)
+        answer = _land(harness, double)
+        double.say(RoomFailed(double.bootstraps[0].room, 502, "reset", quiet=True, batch_failed=True))
+        harness.turn_until(lambda: answer.failure, double)
+        assert _quarantined(harness)
+        jump_secs = 100.0
+        harness.turn(double)
+        assert _quarantined(harness)
+        harness.turn_until(lambda: not _quarantined(harness), double)
+
+
+def check_one_fails(
+    node: EngineHarness, double: PrefillDouble, doomed: Answer, spared: Answer, error: str
+) -> None:
+    """``doomed`` ends with that ``error``, and ``spared`` with its 40 tokens."""
+    node.turn_until(lambda: doomed.is_over and spared.is_over, double)
+    assert doomed.failure is not None
+    assert doomed.failure.status == 500
+    assert error in doomed.failure.error
+    assert spared.failure is None
+    assert len(spared.token_ids) == 40
+
+
+@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+def test_a_retraction_that_fails_ends_its_request_only(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag
+) -> None:
+    doomed = node.generate(double, PROMPT, 40, flag)
+    spared = node.generate(double, PROMPT[:100], 40, HisparseFlag.TRUE)
+    node.turn_until(lambda: doomed.token_ids and spared.token_ids, double)
+    running = {request.num_prompt_tokens: request for request in node.engine.rooms.all()}
+    plan = StepPlan(
+        exchanges=(
+            Exchange(running[300], 128, SlotCounts(host=340 * (flag is HisparseFlag.FALSE))),
+            Exchange(running[100], 128),
+        )
+    )
+    retract = node.engine.hot_buffers.retract
+
+    def out_of_memory(request: Request) -> None:
+        if request is running[300]:
+            raise torch.OutOfMemoryError("150 MiB wanted")
+        retract(request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.engine.hot_buffers, "retract", out_of_memory)
+        node.engine.lifecycle.carry_out(plan, 0.0)
+    node.engine.rooms.check_integrity()
+    check_one_fails(node, double, doomed, spared, "cannot be retracted: 150 MiB wanted")
+
+
+def test_a_wrong_hot_buffer_ends_its_request_only(node: EngineHarness, double: PrefillDouble) -> None:
+    doomed, spared = (node.generate(double, PROMPT[:length], 40, HisparseFlag.TRUE) for length in (100, 150))
+    node.turn_until(lambda: doomed.token_ids and spared.token_ids, double)
+    (request,) = (r for r in node.engine.rooms.all() if r.num_prompt_tokens == 100)
+    flags = node.engine.hot_buffers.state.error_flags
+    flags[request.req_row] = int(HotBufferError.TOO_MANY_MISSES)
+    check_one_fails(node, double, doomed, spared, "TOO_MANY_MISSES")
+
+
+def test_a_room_without_its_aux_record_fails(node: EngineHarness, double: PrefillDouble) -> None:
+    """Neither is the record of an earlier request taken for it that had the same room and aux slot."""
+    earlier = node.generate(double, PROMPT, 1, HisparseFlag.TRUE, room=4242)
+    node.turn_until(lambda: earlier.is_over, double)
+    double.delivers = False
+    answer = node.generate(double, PROMPT, 8, HisparseFlag.TRUE, room=4242)
+    node.turn_until(lambda: len(double.bootstraps) == 2, double)
+    assert double.bootstraps[0].aux_slot == double.bootstraps[1].aux_slot
+    double.say(RoomDone(4242, 1, 0, 0.0))
+    node.turn_until(lambda: answer.failure, double)
+    assert answer.failure is not None
+    assert answer.failure.status == 500
+    assert "aux record" in answer.failure.error
+
+
+def test_messages_about_rooms_that_are_not_landing_are_counted(
+    node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint
+) -> None:
+    answer = _land(node, double)
+    room = double.bootstraps[0].room
+    with closing(PrefillDouble(checkpoint)) as stranger:
+        other = node.generate(stranger, PROMPT[:10], 4, HisparseFlag.FALSE)
+        node.turn_until(lambda: other.is_over, double, stranger)
+        stranger.say(RoomFailed(room, 500, "not mine to fail", quiet=True, batch_failed=False))
+        double.say(RoomQuiet(room, batch_failed=False))
+        double.say(RoomDone(4711, 1, 0, 0.0))
+        node.turn_for(0.6, double, stranger)
+    assert answer.failure is None
+    assert node.stats is not None
+    assert node.stats.counters['control_messages_dropped_total{reason="unknown_room"}'] >= 1
+    assert node.stats.counters['control_messages_dropped_total{reason="late"}'] >= 2
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is None
+
+
+def test_pages_that_differ_rule_out_dense(node: EngineHarness, checkpoint: Checkpoint) -> None:
+    with closing(PrefillDouble(checkpoint, page_size=16)) as double:
+        dense = node.generate(double, PROMPT, 4, HisparseFlag.FALSE)
+        automatic = node.generate(double, PROMPT, 4, HisparseFlag.AUTO)
+        node.turn_until(lambda: dense.is_over and automatic.is_over, double)
+        assert dense.failure is not None
+        assert dense.failure.status == 400
+        assert "16" in dense.failure.error
+        assert "64" in dense.failure.error
+        assert automatic.last is not None
+        assert automatic.last.stats is not None
+        assert automatic.last.stats.mode is Mode.HISPARSE
+
+
+def test_requests_that_wait_have_a_deadline(node: EngineHarness, double: PrefillDouble) -> None:
+    first = _land(node, double)
+    node.engine.lifecycle.room_timeout_secs = 0.4
+    second = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+    node.turn_until(lambda: second.failure, double, timeout_secs=3)
+    assert second.failure is not None
+    assert second.failure.status == 503
+    assert "no room" in second.failure.error
+    assert [request.state for request in node.engine.rooms.all()] == [RequestState.LANDING]
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: first.is_over, double)
+
+
+def test_a_request_in_the_queue_goes_to_no_peer_that_fell_silent(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _land(node, double)
+    second = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
+    node.turn_until(lambda: node.engine.rooms.select(RequestState.WAITING), double)
+    peers, address, now = node.engine.peers, PeerAddress("127.0.0.1", double.port), time.monotonic()
+    assert peers.may_entrust(address, now)
+    assert not peers.may_entrust(address, now + 3 * node.settings.heartbeat_interval_secs)
+    node.engine.lifecycle.contact_timeout_secs = 0.0
+    with monkeypatch.context() as patch:
+        patch.setattr(peers, "may_entrust", lambda *_: False)
+        node.turn_until(lambda: second.failure, double)
+    assert second.failure is not None
+    assert second.failure.status == 503
+    assert f"no contact with prefill node {double.name}" in second.failure.error
+    double.deliver(double.bootstraps[0])
+    node.turn_until(lambda: first.is_over, double)
+    assert first.failure is None
+
+
+def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
+    node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats leave, and running requests get their tokens, between any two bursts of it."""
+    seen: list[str] = []
+    abort, poll = node.engine.lifecycle.abort, node.engine.peers.poll
+
+    def aborted(request_id: str, now: float, **options: bool) -> None:
+        seen.append(request_id)
+        abort(request_id, now, **options)
+
+    def polled(*args: object) -> object:
+        seen.append("poll")
+        return poll(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.engine.lifecycle, "abort", aborted)
+        patch.setattr(node.engine.peers, "poll", polled)
+        flood = [f"unknown-{i}" for i in range(1000)]
+        for request_id in flood:
+            node.send(Abort(request_id))
+        node.turn_until(lambda: flood[-1] in seen)
+    assert [entry for entry in seen if entry != "poll"] == flood, "nothing is lost"
+    bursts = [len(list(run)) for entry, run in itertools.groupby(seen, lambda e: e == "poll") if not entry]
+    assert max(bursts) <= 256
+
+
+def test_whoever_cannot_be_admitted_is_looked_at_again_when_something_has_changed(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots are there, but the first may come to need them: finding that out takes a look at all."""
+    looks: list[object] = []
+
+    class CountedReserve(Reserve):
+        def __init__(self, *args: Any) -> None:
+            looks.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(decode_node.scheduler, "Reserve", CountedReserve)
+    harness = EngineHarness(checkpoint, tmp_path, host_pool_tokens=HOST_TOKENS, growth_tokens=64)
+    with closing(harness) as node, closing(PrefillDouble(checkpoint)) as double:
+        first = node.generate(double, PROMPT[:100], 300, HisparseFlag.TRUE)
+        node.turn_until(lambda: first.token_ids, double)
+        second = node.generate(double, PROMPT[:100], 300, HisparseFlag.TRUE)
+        node.turn_until(lambda: node.engine.rooms.select(RequestState.WAITING), double)
+        looks.clear()
+        num_tokens = len(first.token_ids)
+        node.turn_until(lambda: first.is_over, double)
+        assert first.failure is None
+        assert 0 < len(looks) < (len(first.token_ids) - num_tokens) / 8
+        node.turn_until(lambda: second.is_over, double)
+        assert second.failure is None
+
+
+# --- prefill nodes that vanish --------------------------------------------------------------------
+
+
+def _vanish(node: EngineHarness, double: PrefillDouble, num_rooms: int) -> None:
+    """Everything that fits into a batch is entrusted to a node whose machine is then gone without a trace."""
+    double.delivers = False
+    lost = [node.generate(double, PROMPT[:10], 4, HisparseFlag.TRUE) for _ in range(num_rooms)]
+    node.turn_until(lambda: len(double.bootstraps) == num_rooms, double)
+    double.is_hung = True
+    node.turn_until(lambda: all(answer.failure for answer in lost))
+
+
+def test_prefill_nodes_that_vanish_with_full_batches_stop_nobody_and_can_be_declared_dead(
+    checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_rooms = 64
+    harness = EngineHarness(
+        checkpoint,
+        tmp_path,
+        max_running_requests=num_rooms,
+        host_pool_tokens=3 * num_rooms * 64,
+        heartbeat_max_failures=10,
+        quarantine_secs=QUARANTINE_SECS,
+    )
+    one, two, alive = (PrefillDouble(checkpoint) for _ in range(3))
+    with closing(harness) as node, closing(one), closing(two), closing(alive):
+        for double in (one, two):
+            _vanish(node, double, num_rooms)
+        _completes(node, alive)
+        node.turn_until(lambda: node.stats and node.stats.gauges["stuck_rooms"] == 2 * num_rooms, alive)
+        stats = node.stats
+        assert stats is not None
+        assert (stats.gauges["aux_slots_used"], stats.gauges["aux_slots_total"]) == (128, 256)
+        assert stats.trouble == "", "there are slots left"
+        held = {run.prefill_node: run for run in stats.quarantine}
+        assert set(held) == {one.name, two.name}
+        for double in (one, two):
+            run = held[double.name]
+            assert (run.instance_id, run.num_rooms, run.aux_slots) == (double.instance_id, 64, 64)
+            assert (run.num_unacknowledged, run.host_slots, run.device_slots) == (64, 64 * 64, 0)
+            assert f"prefill node {double.name} (run {double.instance_id}) has not said" in caplog.text
+        node.send(ReleaseQuarantine(one.instance_id))
+        node.turn_until(lambda: node.engine.rooms.pools.used(Stage.QUARANTINED).aux == 64, alive)
+        node.send(ReleaseQuarantine(two.instance_id))
+        pools = node.engine.rooms.pools
+        node.turn_until(lambda: pools.free == pools.totals, alive)
+        _completes(node, alive)
+
+
+def test_a_run_that_answers_cannot_be_declared_dead(
+    node: EngineHarness, double: PrefillDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    double.answers_aborts = False
+    _abort(node, _land(node, double))
+    node.turn_until(lambda: double.aborts, double)
+    node.send(ReleaseQuarantine(double.instance_id))
+    node.turn_until(lambda: "answers: nothing is released" in caplog.text, double)
+    (entry,) = node.engine.rooms.quarantine
+    assert entry.is_unresolved
+
+
+def test_a_node_that_can_admit_nobody_says_so(node: EngineHarness, double: PrefillDouble) -> None:
+    double.answers_aborts = False
+    _abort(node, _land(node, double))
+    node.turn_until(lambda: double.aborts, double)
+    rooms = node.engine.rooms
+    later = time.monotonic() + QUARANTINE_SECS
+    assert rooms.trouble(later) == ""
+    pools = rooms.pools
+    (entry,) = rooms.quarantine
+    pools.grow(entry.holding, PoolKind.AUX, pools.free.aux)
+    assert rooms.trouble(time.monotonic() - 1.0) == "", "it may still say that the room is quiet"
+    assert "all slots of the aux pool are kept" in rooms.trouble(later)

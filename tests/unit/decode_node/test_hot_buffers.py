@@ -1,0 +1,113 @@
+"""What admission and retraction ask of the tables: one call a row, and host slots in scattered pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode_node import hot_buffers
+from decode_node.hot_buffers import HotBuffers
+from decode_node.memory import DecodeMemory
+from decode_node.pools import PoolKind, Pools, SlotCounts
+from decode_node.request import PeerAddress, Request
+from protocol.messages import Room
+from tests.unit.model.model_specs import make_spec
+from vocabulary import HisparseFlag, Mode, SamplingParams
+
+PAGE_SIZE, NUM_GROUPS = 16, 3
+
+
+class Node:
+    """Pools of which every other host page is somebody else's, and the tables over them."""
+
+    def __init__(self) -> None:
+        self.spec = make_spec(
+            num_layers=4, index_group_of_layer=(0, 1, 1, 2), context_length=500, index_topk=8, kv_lora_rank=4,
+            qk_rope_head_dim=2,
+        )  # fmt: skip
+        self.pools = Pools(SlotCounts(host=640, device=256, index=640, aux=1, req_row=2), PAGE_SIZE)
+        holdings = [self.pools.reserve(Room(100 + n), SlotCounts(host=PAGE_SIZE)) for n in range(40)]
+        for holding in holdings[::2]:
+            self.pools.release(holding)
+        self.memory = DecodeMemory(self.spec, self.pools.totals, PAGE_SIZE, torch.device("cpu"))
+        self.memory.k_host.random_(generator=torch.Generator().manual_seed(1))
+        self.hot = HotBuffers(self.spec, self.memory, num_rows=2, max_capacity=32, page_size=PAGE_SIZE)
+
+    def request(self, hot_positions: list[Any] | None) -> Request:
+        request = Request(
+            "r", Room(1), 100, SamplingParams(max_new_tokens=9), HisparseFlag.TRUE, PeerAddress("", 0),
+            arrived_at=0.0,
+        )  # fmt: skip
+        request.mode, request.hot_capacity = Mode.HISPARSE, 32
+        need = SlotCounts(host=108, device=32, index=108, aux=0, req_row=1)
+        request.holding = self.pools.reserve(request.room, need)
+        request.output_token_ids.append(5)
+        request.hot_positions = hot_positions
+        return request
+
+
+def test_what_was_hot_comes_back_in_the_same_order() -> None:
+    node = Node()
+    hints = [np.array([99, 3, 50 + group, 17], np.int32) for group in range(NUM_GROUPS)]
+    request = node.request(list(hints))
+    node.hot.start(request)
+    node.hot.state.check_consistency()
+    state, row = node.hot.state, request.req_row
+    for group, hint in enumerate(hints):
+        for entry, position in enumerate(hint.tolist()):
+            host_slot, device_slot = (
+                int(state.hot_to_host[group, row, entry]),
+                int(state.hot_slots[row, entry]),
+            )
+            assert int(state.host_pages[row, position // PAGE_SIZE]) == host_slot // PAGE_SIZE
+            for layer in node.spec.layers_of_group[group]:
+                item = node.memory.k_dev[layer, device_slot]
+                assert torch.equal(item, node.memory.k_host[layer, host_slot])
+    state.stamps[:, row, 1] = 7  # position 3 was used last
+    state.step[:, row] = 7
+    node.hot.retract(request)
+    assert request.hot_positions is not None
+    assert [hot.tolist() for hot in request.hot_positions] == [
+        [3, 99, 50 + group, 17] for group in range(NUM_GROUPS)
+    ]
+    assert (state.host_to_hot == -1).all()
+    assert (state.host_pages[row] == -1).all()
+
+
+def test_all_groups_of_a_row_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node()
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(hot_buffers, "start_row", lambda *_, **arguments: calls.append(arguments))
+    node.hot.start(node.request(None))
+    (arguments,) = calls
+    assert arguments["layers_of_group"] == ((0,), (1, 2), (3,))
+    (most_recent,) = arguments["hints"]
+    assert most_recent.tolist() == list(range(99, 68, -1))
+
+
+@pytest.mark.parametrize("mode", [Mode.HISPARSE, Mode.DENSE])
+def test_a_row_grows_in_its_own_pools(mode: Mode) -> None:
+    node = Node()
+    request = node.request(None)
+    request.mode, kv_pool = mode, PoolKind.HOST if mode is Mode.HISPARSE else PoolKind.DEVICE
+    if mode is Mode.DENSE:
+        node.pools.grow(request.owned, PoolKind.DEVICE, 80)
+    node.hot.start(request)
+    state, row = node.hot.state, request.req_row
+    table = state.host_pages if mode is Mode.HISPARSE else state.page_table
+    assert (table[row] >= 0).sum() == 7
+    node.pools.grow(request.owned, kv_pool, 2 * PAGE_SIZE)
+    node.pools.grow(request.owned, PoolKind.INDEX, PAGE_SIZE)
+    node.hot.grow(request)
+    for pages, kind, num_pages in ((table[row], kv_pool, 9), (state.index_pages[row], PoolKind.INDEX, 8)):
+        slots = [
+            slot
+            for extent in request.owned[kind]
+            for slot in range(extent.start, extent.start + extent.length)
+        ]
+        assert pages[:num_pages].tolist() == [slot // PAGE_SIZE for slot in slots[::PAGE_SIZE]]
+    if mode is Mode.HISPARSE:
+        state.check_consistency()

@@ -1,0 +1,74 @@
+"""What the decode engine tells of its requests and of its swap-ins."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from decode_node.live_requests import Rooms
+from decode_node.metrics import Metrics
+from decode_node.pools import Pools, SlotCounts
+from decode_node.request import PeerAddress, Request
+from decode_node.scheduler import Admission
+from protocol.messages import Room
+from service.engine_messages import EngineStats
+from vocabulary import HisparseFlag, Mode, SamplingParams
+
+BYTES_PER_MISS = 1152 * 3
+
+
+def _open(rooms: Rooms, room: int, flag: HisparseFlag) -> Request:
+    peer = PeerAddress("prefill", 8998)
+    request = Request(f"id-{room}", Room(room), 8, SamplingParams(max_new_tokens=3), flag, peer, 0.0)
+    rooms.open(request)
+    return request
+
+
+def _run(rooms: Rooms, room: int, mode: Mode) -> None:
+    request = _open(rooms, room, HisparseFlag.AUTO)
+    need = SlotCounts(host=10, device=16, index=10, aux=1, req_row=1)
+    rooms.queue(request, 9.0)
+    rooms.admit(Admission(request, mode, need, 8 if mode is Mode.HISPARSE else 0), "first", 9.0)
+    rooms.start(request)
+
+
+def _stats(rooms: Rooms, swap_ins: tuple[int, int, int] = (0, 0, 0)) -> EngineStats:
+    return Metrics().stats(
+        rooms,
+        swap_ins=swap_ins,
+        bytes_per_miss=BYTES_PER_MISS,
+        num_dropped=Counter(),
+        num_peers=1,
+        transfer_info="transfer_info",
+        step=3,
+        now=1.0,
+    )
+
+
+def _rooms() -> Rooms:
+    return Rooms(Pools(SlotCounts(host=100, device=64, index=128, aux=4, req_row=4), 16), 1.0)
+
+
+def test_requests_are_told_apart_by_mode_and_by_what_they_asked_for() -> None:
+    rooms = _rooms()
+    _run(rooms, 1, Mode.HISPARSE)
+    _run(rooms, 2, Mode.HISPARSE)
+    _run(rooms, 3, Mode.DENSE)
+    for room, flag in enumerate((HisparseFlag.FALSE, HisparseFlag.AUTO, HisparseFlag.AUTO), start=4):
+        _open(rooms, room, flag)
+    gauges = _stats(rooms).gauges
+    assert {mode: gauges[f'running_reqs{{mode="{mode}"}}'] for mode in Mode} == {"hisparse": 2, "dense": 1}
+    asked_for = {flag: gauges[f'queue_reqs{{hisparse="{flag}"}}'] for flag in HisparseFlag}
+    assert asked_for == {"true": 0, "false": 1, "auto": 2}
+    assert (gauges["num_running_reqs"], gauges["num_queue_reqs"]) == (3, 3)
+
+
+def test_modes_without_requests_are_there_too() -> None:
+    gauges = _stats(_rooms()).gauges
+    assert [gauges[f'running_reqs{{mode="{mode}"}}'] for mode in Mode] == [0, 0]
+    assert [gauges[f'queue_reqs{{hisparse="{flag}"}}'] for flag in HisparseFlag] == [0, 0, 0]
+
+
+def test_swapped_in_bytes_follow_the_misses() -> None:
+    counters = _stats(_rooms(), swap_ins=(50, 7, 2)).counters
+    assert counters["swap_in_misses_total"] == 7
+    assert counters["swap_in_bytes_total"] == 7 * BYTES_PER_MISS

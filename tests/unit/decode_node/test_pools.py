@@ -1,0 +1,239 @@
+"""Books of the decode node: what they say when they do not add up, and who may move where."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from decode_node.live_requests import DuplicateRoom, Landing, Rooms
+from decode_node.pools import Holding, PoolKind, Pools, SlotCounts, Stage
+from decode_node.quarantine import Quarantine, Quarantined
+from decode_node.request import IllegalMove, PeerAddress, Request, RequestState
+from decode_node.scheduler import Admission, Exchange
+from protocol.messages import Extent, Room
+from transfer.allocator import PoolExhausted, PoolIntegrityError
+from vocabulary import HisparseFlag, Mode, SamplingParams
+
+TOTALS = SlotCounts(host=100, device=64, index=128, aux=4, req_row=4)
+NEED = SlotCounts(host=10, device=17, index=10, aux=1, req_row=1)
+PEER = PeerAddress("prefill", 8998)
+
+
+def make_request(room: int = 1, flag: HisparseFlag = HisparseFlag.TRUE) -> Request:
+    return Request(f"id-{room}", Room(room), 8, SamplingParams(max_new_tokens=3), flag, PEER, arrived_at=0.0)
+
+
+def landed(rooms: Rooms, room: int, mode: Mode = Mode.HISPARSE) -> Request:
+    request = make_request(room)
+    rooms.open(request)
+    rooms.queue(request, 9.0)
+    rooms.admit(Admission(request, mode, NEED, 8 if mode is Mode.HISPARSE else 0), "first", 9.0)
+    return request
+
+
+def test_slot_counts_list_the_pools_in_order() -> None:
+    counts = SlotCounts(*range(1, 6))
+    assert [counts[kind] for kind in PoolKind] == [1, 2, 3, 4, 5]
+    assert SlotCounts(1, 1, 1, 1, 1).fits_in(counts)
+    assert not SlotCounts(aux=5).fits_in(counts)
+
+
+def test_a_reservation_takes_whole_pages_and_is_all_or_nothing() -> None:
+    pools = Pools(TOTALS, page_size=16)
+    holding = pools.reserve(Room(1), NEED)
+    assert pools.totals - pools.free == SlotCounts(host=16, device=32, index=16, aux=1, req_row=1)
+    before = pools.free
+    with pytest.raises(PoolExhausted, match=r"room 2, device pool.*33 token slots needed, 32 of 64 free"):
+        pools.reserve(Room(2), SlotCounts(host=5, device=33))
+    assert pools.free == before
+    pools.release(holding)
+    assert pools.free == pools.totals
+    with pytest.raises(PoolIntegrityError, match="released already"):
+        pools.release(holding)
+
+
+def test_integrity_prints_every_term() -> None:
+    pools = Pools(TOTALS, page_size=16)
+    stages = dict(zip((1, 2, 4), Stage, strict=True))
+    holdings = {room: pools.reserve(Room(room), SlotCounts(host=room)) for room in stages}
+    for room, stage in stages.items():
+        pools.move(holdings[room], stage)
+    pools.check_integrity(dict.fromkeys(Stage, 1))
+    holdings[2].extents[PoolKind.HOST] = ()
+    law = "free 48 + landing 16 + running 0 + quarantined 16 is not total 96"
+    with pytest.raises(PoolIntegrityError, match=re.escape(law)):
+        pools.check_integrity()
+
+
+def test_integrity_finds_slots_with_two_owners() -> None:
+    pools = Pools(TOTALS, page_size=16)
+    first, second = (pools.reserve(Room(room), SlotCounts(host=5)) for room in (1, 2))
+    second.extents[PoolKind.HOST] = first[PoolKind.HOST]
+    with pytest.raises(PoolIntegrityError, match=r"belongs to two.*free 64 \+ landing 32"):
+        pools.check_integrity()
+
+
+def test_integrity_finds_a_holding_that_nobody_knows() -> None:
+    rooms = Rooms(Pools(TOTALS, 16), 1.0)
+    rooms.pools.reserve(Room(1), NEED)
+    with pytest.raises(PoolIntegrityError, match="landing: 1 held, 0 known"):
+        rooms.check_integrity()
+
+
+def test_an_illegal_move_names_the_room() -> None:
+    request = make_request(77)
+    with pytest.raises(IllegalMove, match="room 77 cannot go from connecting to running"):
+        request.move(RequestState.RUNNING)
+    with pytest.raises(IllegalMove, match="room 77 is connecting and owns nothing"):
+        _ = request.req_row
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("known", list(Landing))
+def test_the_release_path_keeps_exactly_what_may_still_be_written(mode: Mode, known: Landing) -> None:
+    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    rooms.end(landed(rooms, 1, mode), known, now=0.0)
+    used = rooms.pools.totals - rooms.pools.free
+    if known is Landing.QUIET:
+        assert used == SlotCounts()
+        return
+    kv = SlotCounts(host=16) if mode is Mode.HISPARSE else SlotCounts(device=32)
+    assert used == rooms.pools.used(Stage.QUARANTINED) == kv + SlotCounts(index=16, aux=1)
+    with pytest.raises(DuplicateRoom, match="quarantined"):
+        rooms.open(make_request(1))
+    rooms.quarantine.quiet(Room(1), batch_failed=False, now=1.0)  # an earlier failure is not forgotten
+    is_free = rooms.pools.free == rooms.pools.totals
+    assert is_free is (known is Landing.IN_FLIGHT)
+    rooms.quarantine.expire(6.0)
+    assert rooms.pools.free == rooms.pools.totals
+
+
+def test_what_has_landed_is_freed_at_once() -> None:
+    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    request = landed(rooms, 1)
+    assert rooms.expired(9.0) == [request], "what is on its way has a deadline"
+    rooms.start(request)
+    assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED) - SlotCounts(aux=1)
+    assert rooms.expired(1e9) == [], "who runs ends by itself"
+    rooms.end(request, Landing.IN_FLIGHT, now=0.0)
+    assert rooms.pools.free == rooms.pools.totals
+    rooms.open(make_request(1))  # The room may be used again.
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_after_a_repeated_batch_a_delivered_landing_zone_serves_nobody_else_for_a_while(mode: Mode) -> None:
+    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    request = landed(rooms, 1, mode)
+    rooms.start(request, lands_until=rooms.quarantine.free_at(10.0))
+    assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED), "the aux slot is part of it"
+    assert not request.may_leave_pages
+    rooms.end(request, Landing.QUIET, now=14.0)
+    kv = SlotCounts(host=16) if mode is Mode.HISPARSE else SlotCounts(device=32)
+    used = rooms.pools.totals - rooms.pools.free
+    assert used == rooms.pools.used(Stage.QUARANTINED) == kv + SlotCounts(index=16, aux=1)
+    rooms.check_integrity()
+    rooms.expire(14.9)
+    assert rooms.pools.free != rooms.pools.totals
+    rooms.expire(15.0)
+    assert rooms.pools.free == rooms.pools.totals
+
+
+def test_a_dense_request_leaves_its_pages_for_a_hot_buffer() -> None:
+    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    request = landed(rooms, 1, Mode.DENSE)
+    rooms.start(request)
+    assert request.reserved_tokens == 16, "of 32 device and 16 index slots"
+    rooms.exchange(Exchange(request, hot_capacity=16))
+    assert (request.mode, request.hot_capacity, request.num_device_slots) == (Mode.HISPARSE, 16, 16)
+    assert request.reserved_tokens == 16
+    rooms.grow(request, SlotCounts(host=16, index=16))
+    assert (request.reserved_tokens, request.held_tokens.index) == (32, 32)
+    rooms.check_integrity()
+
+
+def test_a_request_that_outlives_a_repeated_batch_is_as_any_other() -> None:
+    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    request = landed(rooms, 1, Mode.DENSE)
+    rooms.start(request, lands_until=5.0)
+    rooms.expire(4.9)
+    assert not request.may_leave_pages
+    rooms.expire(5.0)
+    assert request.may_leave_pages
+    assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED) - SlotCounts(aux=1)
+    rooms.end(request, Landing.QUIET, now=5.0)
+    assert rooms.pools.free == rooms.pools.totals
+
+
+def test_a_room_belongs_to_the_first_that_comes() -> None:
+    rooms = Rooms(Pools(TOTALS, 16), 1.0)
+    first = make_request(5)
+    rooms.open(first)
+    with pytest.raises(DuplicateRoom, match="bootstrap_room 5 is in use"):
+        rooms.open(make_request(5))
+    assert rooms.get(5) is first
+
+
+# --- quarantine -----------------------------------------------------------------------------------
+
+
+def quarantine_with_one() -> tuple[Quarantine, list[Holding]]:
+    freed: list[Holding] = []
+    quarantine = Quarantine(10.0, freed.append)
+    holding = Holding(Room(1), Stage.QUARANTINED, {PoolKind.HOST: (Extent(0, 4),)})
+    quarantine.add(Quarantined(Room(1), holding, PEER, "first", batch_failed=False, since=0.0))
+    return quarantine, freed
+
+
+def test_nothing_is_freed_by_time_alone() -> None:
+    quarantine, freed = quarantine_with_one()
+    quarantine.expire(1e9)
+    assert not freed
+    assert Room(1) in quarantine
+
+
+def test_a_failed_batch_is_not_forgotten_when_the_room_goes_quiet() -> None:
+    quarantine, freed = quarantine_with_one()
+    quarantine.failed(Room(1))
+    quarantine.quiet(Room(1), batch_failed=False, now=5.0)
+    quarantine.expire(14.9)
+    assert not freed
+    quarantine.expire(15.0)
+    assert len(freed) == 1
+    assert len(quarantine) == 0
+
+
+def test_a_pause_of_this_node_counts_for_no_quarantine() -> None:
+    pools = Pools(SlotCounts(host=32, device=16, index=16, aux=2, req_row=1), 16)
+    rooms = Rooms(pools, quarantine_secs=60.0)
+    request = Request(
+        "1", Room(1), 4, SamplingParams(max_new_tokens=1), HisparseFlag.TRUE, PEER, arrived_at=0.0
+    )
+    rooms.open(request)
+    rooms.queue(request, 9.0)
+    rooms.admit(Admission(request, Mode.HISPARSE, SlotCounts(host=4, aux=1), 0), "first", 9.0)
+    rooms.start(request, lands_until=60.0)
+    rooms.postpone(100.0)
+    rooms.expire(159.0)
+    assert pools.free.aux == 1, "delivered after a repeated batch"
+    rooms.end(request, Landing.QUIET, 159.0)
+    rooms.expire(159.5)
+    assert pools.free.host == 16
+    rooms.postpone(100.0)
+    rooms.expire(259.0)
+    assert pools.free.host == 16
+    rooms.expire(260.0)
+    assert pools.free == pools.totals
+
+
+def test_a_run_that_is_gone_frees_its_own_rooms_only_and_later() -> None:
+    quarantine, freed = quarantine_with_one()
+    quarantine.instance_gone("second", now=0.0)
+    quarantine.expire(100.0)
+    assert not freed
+    quarantine.instance_gone("first", now=100.0)
+    quarantine.instance_gone("first", now=105.0)
+    quarantine.expire(109.9)
+    assert not freed
+    quarantine.expire(110.0)
+    assert len(freed) == 1

@@ -1,0 +1,288 @@
+"""What a decode node believes of bootstrap endpoints: forged answers neither connect it nor end a peer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import pytest
+
+from decode_node import prefill_peers as peers_module
+from decode_node.prefill_peers import InstanceGone, PeerEvent, PeerLost, PeerReady, PeerRefused, Peers
+from decode_node.request import PeerAddress
+from protocol.access import PeerList
+from protocol.bootstrap import (
+    CODE_HEADER,
+    NONCE_HEADER,
+    BootstrapGate,
+    BootstrapInfo,
+    BootstrapLookupError,
+    BootstrapRefused,
+)
+from protocol.channels import ControlAddressError, ControlKeys, ControlServer
+from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Register, Registered
+from protocol.polling import Poller
+from tests.unit.protocol.test_messages import GEOMETRY
+
+WAIT_SECS = 10.0
+
+
+class PrefillNode:
+    """A bootstrap endpoint and a control socket. ``forges``: its answers are not signed."""
+
+    def __init__(self, keys: ControlKeys | None) -> None:
+        self.keys = keys
+        self.instance_id = "first"
+        self.forges = False
+        self.num_asked = 0
+        self.control = ControlServer("127.0.0.1", 0, keys)
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+        self._thread.start()
+        self.address = PeerAddress("127.0.0.1", self._http.server_port)
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        node = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                gate = BootstrapGate(None if node.forges else node.keys, PeerList())
+                nonce = self.headers.get(NONCE_HEADER, "")
+                info = BootstrapInfo(
+                    PROTOCOL_VERSION,
+                    node.instance_id,
+                    "127.0.0.1",
+                    node.control.port,
+                    GEOMETRY,
+                    node.keys is not None,
+                )
+                status, body = 200, msgspec.json.encode(info)
+                try:
+                    gate.check(self.client_address[0], nonce, self.headers.get(CODE_HEADER, ""))
+                except BootstrapRefused as error:
+                    refusal = {"error": {"message": str(error), "code": error.code}}
+                    status, body = error.status, msgspec.json.encode(refusal)
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                for name, value in gate.proof(nonce, body).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+                node.num_asked += 1
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        return Handler
+
+    def answer(self, *, heartbeats: bool = True) -> None:
+        for identity, message in self.control.receive():
+            match message:
+                case Register():
+                    self.control.send(identity, Registered(PROTOCOL_VERSION, "first", GEOMETRY))
+                case Heartbeat(seq) if heartbeats:
+                    self.control.send(identity, HeartbeatAck(seq, "first"))
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+        self.control.close()
+
+
+@pytest.fixture
+def keys() -> ControlKeys:
+    return ControlKeys.generate()
+
+
+@pytest.fixture
+def prefill(keys: ControlKeys) -> Iterator[PrefillNode]:
+    with closing(PrefillNode(keys)) as node:
+        yield node
+
+
+def make_peers(keys: ControlKeys | None, allowed: PeerList | None = None) -> Peers:
+    return Peers(
+        node_id="decode",
+        session="127.0.0.1:1",
+        transfer_protocol="tcp",
+        geometry=GEOMETRY,
+        regions=(),
+        heartbeat_interval_secs=0.05,
+        heartbeat_timeout_secs=60.0,
+        poller=Poller(),
+        keys=keys,
+        allowed=allowed,
+    )
+
+
+def poll_until(
+    peers: Peers, address: PeerAddress, until: Callable[[list[PeerEvent]], Any], turn: Callable[[], None]
+) -> list[PeerEvent]:
+    """All events until the condition holds of them."""
+    events: list[PeerEvent] = []
+    deadline = time.monotonic() + WAIT_SECS
+    while not until(events):
+        assert time.monotonic() < deadline, f"not within {WAIT_SECS} s: {events}"
+        peers.poller.wait(0.01)
+        turn()
+        peers.use(address, time.monotonic())
+        events += peers.poll(time.monotonic(), {address})
+    return events
+
+
+def test_nodes_with_one_key_find_each_other(prefill: PrefillNode, keys: ControlKeys) -> None:
+    with closing(make_peers(keys)) as peers:
+        events = poll_until(peers, prefill.address, bool, prefill.answer)
+        assert events == [PeerReady(prefill.address, "first")]
+
+
+def test_a_forged_answer_connects_nothing_and_is_reported(prefill: PrefillNode, keys: ControlKeys) -> None:
+    prefill.forges = True
+    with closing(make_peers(keys)) as peers:
+        (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+        assert isinstance(event, PeerRefused)
+        assert "control_key_file" in event.error
+        assert peers.last_error(prefill.address) == event.error
+        assert not list(prefill.control.receive())
+
+
+@pytest.mark.parametrize("forges", [True, False])
+def test_only_a_signed_answer_can_say_that_a_run_is_gone(
+    prefill: PrefillNode, keys: ControlKeys, forges: bool
+) -> None:
+    """A run that is gone frees the slots that it may still write to, so nobody else may claim it."""
+    with closing(make_peers(keys)) as peers:
+        poll_until(peers, prefill.address, bool, prefill.answer)
+        prefill.forges, prefill.instance_id = forges, "second"
+        asked_before = prefill.num_asked
+
+        def turn() -> None:
+            prefill.answer(heartbeats=False)  # silence makes the decode node ask again
+
+        is_told = lambda events: (prefill.num_asked >= asked_before + 2) if forges else events  # noqa: E731
+        events = poll_until(peers, prefill.address, is_told, turn)
+        gone = [event for event in events if isinstance(event, InstanceGone | PeerLost)]
+        assert bool(gone) == (not forges)
+        assert peers.num_registered == (1 if forges else 0)
+
+
+def test_a_node_without_the_key_is_told_so(prefill: PrefillNode) -> None:
+    with closing(make_peers(None)) as peers:
+        (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+        assert isinstance(event, PeerRefused)
+        assert "status 401" in event.error
+        assert "control_key_file" in event.error
+
+
+def test_an_address_outside_the_list_is_not_even_asked(prefill: PrefillNode, keys: ControlKeys) -> None:
+    with closing(make_peers(keys, PeerList.parse(["10.0.0.0/8"]))) as peers:
+        (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+        assert isinstance(event, PeerRefused)
+        assert "'127.0.0.1' is not in allowed_peers (10.0.0.0/8)" in event.error
+        assert prefill.num_asked == 0
+
+
+def test_a_control_address_that_zmq_refuses_ends_no_loop(
+    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(endpoint: str, keys: ControlKeys | None) -> None:
+        raise ControlAddressError(f"cannot connect to {endpoint!r}")
+
+    with closing(make_peers(keys)) as peers:
+        with monkeypatch.context() as patch:
+            patch.setattr(peers_module, "ControlClient", refuses)
+            (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+            assert isinstance(event, PeerRefused)
+            assert "cannot connect" in event.error
+        ready = PeerReady(prefill.address, "first")
+        poll_until(peers, prefill.address, lambda events: ready in events, prefill.answer)
+
+
+def _until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {WAIT_SECS} s"
+        time.sleep(0.005)
+
+
+def test_a_busy_peer_is_confirmed_however_many_others_are_gone(
+    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is registered and falls silent; what the others are asked does not come back."""
+    is_over = threading.Event()
+    asked: set[str] = set()
+
+    def black_hole(host: str, *_: object) -> BootstrapInfo:
+        asked.add(host)
+        is_over.wait()
+        raise BootstrapLookupError("no route")
+
+    with closing(make_peers(keys)) as peers:
+        poll_until(peers, prefill.address, bool, prefill.answer)
+        monkeypatch.setattr(peers_module, "look_up", black_hole)
+        gone = {PeerAddress(f"gone-{number}", 1) for number in range(64)}
+        try:
+            for address in gone:
+                peers.use(address, time.monotonic())
+            peers.poll(time.monotonic(), gone)
+            _until(lambda: len(asked) >= 16)
+            _until(lambda: peers.poll(time.monotonic(), gone) or prefill.address.host in asked)
+            assert prefill.address.host in asked
+        finally:
+            is_over.set()
+
+
+@pytest.mark.parametrize("vouches", [True, False])
+def test_silence_counts_once_the_front_has_had_its_time_to_vouch(
+    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch, vouches: bool
+) -> None:
+    """On a starved machine its answer takes longer than what is left of the limit when it is asked."""
+    is_asked, may_answer = threading.Event(), threading.Event()
+    info = BootstrapInfo(PROTOCOL_VERSION, "first", "127.0.0.1", prefill.control.port, GEOMETRY, True)
+
+    def slow(*_: object) -> BootstrapInfo:
+        is_asked.set()
+        may_answer.wait()
+        if not vouches:
+            raise BootstrapLookupError("no whole answer")
+        return info
+
+    with closing(make_peers(keys)) as peers:
+        poll_until(peers, prefill.address, bool, prefill.answer)
+        peers.heartbeat_interval_secs, peers.heartbeat_timeout_secs = 5.0, 10.0
+        peer = peers._peers[prefill.address]
+        _until(lambda: not peers.poll(time.monotonic(), ()) and peer.lookup is None)
+        monkeypatch.setattr(peers_module, "look_up", slow)
+        start = time.monotonic()
+        try:
+            for secs in (5.5, 6.5, 10.5, 12.2, 14.0):
+                assert not peers.poll(start + secs, ())
+            assert is_asked.wait(WAIT_SECS)
+        finally:
+            may_answer.set()
+        _until(lambda: peer.lookup is not None and peer.lookup.done())
+        events = peers.poll(start + 14.5, ())
+        assert [type(event) for event in events] == ([] if vouches else [PeerLost])
+
+
+def test_an_address_at_which_nobody_was_found_is_forgotten_with_its_last_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nobody(*_: object) -> BootstrapInfo:
+        raise BootstrapLookupError("no route")
+
+    monkeypatch.setattr(peers_module, "look_up", nobody)
+    address = PeerAddress("nowhere", 1)
+    with closing(make_peers(None)) as peers:
+        now = time.monotonic()
+        peers.use(address, now)
+        _until(lambda: not peers.poll(now, {address}) and peers.last_error(address) == "no route")
+        peers.poll(now + 1.0, {address})
+        assert peers.last_error(address) == "no route", "somebody waits"
+        _until(lambda: not peers.poll(now + 1.0, ()) and peers.last_error(address) == "no answer yet")

@@ -1,0 +1,74 @@
+"""What an operator is told about the quarantine, and may say."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from api.app import json_response
+from decode_node.quarantine_routes import quarantine_routes
+from service.engine_link import EngineLink, LinkState
+from service.engine_messages import EngineReady, EngineStats, QuarantinedRun, ReleaseQuarantine
+from service.http_errors import ApiError
+
+RUN = QuarantinedRun("10.0.0.1:8998", "run-1", 64, 60, 300.0, 640, 0, 4096, 64)
+
+
+def serving(trouble: str = "") -> EngineLink:
+    link = EngineLink("unused", health_timeout_secs=60.0)
+    link._handle(EngineReady(100, 100, 50))
+    link._handle(EngineStats({}, {}, 0, 0, 0, 0, trouble=trouble, quarantine=(RUN,)))
+    return link
+
+
+def ask(link: EngineLink, method: str, path: str) -> httpx.Response:
+    def answer_error(request: object, error: Exception) -> object:
+        assert isinstance(error, ApiError)
+        return json_response(error.to_dict(), error.status)
+
+    app = Starlette(routes=quarantine_routes(link), exception_handlers={ApiError: answer_error})  # type: ignore[dict-item]
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://decode") as client:
+            return await client.request(method, path)
+
+    return asyncio.run(send())
+
+
+def sent(link: EngineLink) -> list[object]:
+    return [link._outbox.get_nowait() for _ in range(link._outbox.qsize())]
+
+
+def test_what_is_kept_is_shown_by_run() -> None:
+    (shown,) = ask(serving(), "GET", "/quarantine").json()
+    assert shown["prefill_node"] == "10.0.0.1:8998"
+    assert (shown["instance_id"], shown["num_rooms"], shown["aux_slots"]) == ("run-1", 64, 64)
+
+
+def test_a_run_is_declared_dead_by_its_id() -> None:
+    link = serving()
+    answer = ask(link, "POST", "/release_quarantine?instance_id=run-1")
+    assert (answer.status_code, answer.json()["released"]["num_rooms"]) == (200, 64)
+    assert sent(link) == [ReleaseQuarantine("run-1")]
+
+
+@pytest.mark.parametrize(
+    ("method", "query", "status"),
+    [("POST", "", 400), ("POST", "?instance_id=run-2", 404), ("GET", "?instance_id=run-1", 405)],
+)
+def test_what_is_no_declaration_releases_nothing(method: str, query: str, status: int) -> None:
+    link = serving()
+    assert ask(link, method, f"/release_quarantine{query}").status_code == status
+    assert sent(link) == []
+
+
+def test_a_node_whose_engine_can_admit_nobody_is_not_healthy() -> None:
+    assert serving().trouble() is None
+    assert serving("all slots of the aux pool are kept").trouble() == "all slots of the aux pool are kept"
+    stopping = serving("all slots of the aux pool are kept")
+    stopping.state = LinkState.STOPPING
+    assert stopping.trouble() == str(LinkState.STOPPING)

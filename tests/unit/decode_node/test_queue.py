@@ -1,0 +1,203 @@
+"""What a turn of the decode node's loop costs when many wait, in requests that it looks at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+
+from decode_node.hot_buffers import HotBuffers
+from decode_node.live_requests import Landing, Rooms
+from decode_node.metrics import Metrics
+from decode_node.pools import Pools, SlotCounts
+from decode_node.prefill_peers import Peers
+from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.request_life import Lifecycle
+from decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits, plan_step
+from service.engine_messages import Generate
+from service.settings import HisparsePolicy
+from vocabulary import HisparseFlag, Mode, SamplingParams
+
+NUM_WAITING = 3000
+NUM_RUNNING = 8
+LIMITS = Limits(
+    totals=SlotCounts(host=4000, device=2048, index=6000, aux=32, req_row=NUM_RUNNING),
+    page_size=16,
+    max_context=300,
+    index_topk=20,
+    device_buffer_size=64,
+    auto_dense_margin=0.25,
+    growth_tokens=16,
+)
+PEERS = [PeerAddress("prefill", port) for port in (1, 2, 3)]
+
+
+class FakePeers:
+    """Prefill nodes that may be entrusted with rooms unless they are in ``away``."""
+
+    def __init__(self) -> None:
+        self.away: set[PeerAddress] = set()
+
+    def may_entrust(self, peer: PeerAddress, now: float) -> bool:
+        return peer not in self.away
+
+    def page_size(self, peer: PeerAddress) -> int:
+        return LIMITS.page_size
+
+    def use(self, peer: PeerAddress, now: float) -> None:
+        pass
+
+    def send(self, peer: PeerAddress, message: object) -> bool:
+        return True
+
+    def last_error(self, peer: PeerAddress) -> str:
+        return "no answer yet"
+
+    def instance_id(self, peer: PeerAddress) -> str:
+        return "run"
+
+
+class Node:
+    """The parts of a turn that look at requests, without the model."""
+
+    def __init__(self) -> None:
+        self.rooms = Rooms(Pools(LIMITS.totals, LIMITS.page_size), 60.0)
+        self.peers = FakePeers()
+        self.sent: list[Any] = []
+        self.lifecycle = Lifecycle(
+            limits=LIMITS,
+            policy=HisparsePolicy.ALWAYS,
+            room_timeout_secs=300.0,
+            rooms=self.rooms,
+            hot_buffers=cast(HotBuffers, None),
+            peers=cast(Peers, self.peers),
+            metrics=Metrics(),
+            send=self.sent.append,
+        )
+
+    def arrive(self, number: int, now: float = 0.0) -> None:
+        peer = PEERS[number % len(PEERS)]
+        sampling = SamplingParams(max_new_tokens=200)
+        message = Generate(f"id-{number}", number, 20, sampling, *peer, HisparseFlag.TRUE)
+        self.lifecycle.generate(message, now)
+
+    def turn(self, now: float) -> None:
+        self.lifecycle.expire(now)
+        self.lifecycle.refresh_queue(now)
+        plan = plan_step(
+            LIMITS,
+            self.rooms.pools.free,
+            self.rooms.select(RequestState.RUNNING),
+            self.rooms.select(RequestState.LANDING),
+            self.rooms.waiting(),
+            self.rooms.stuck(now),
+        )
+        for admission in plan.admissions:
+            self.rooms.admit(admission, "run", now + 300.0)
+            self.rooms.start(admission.request)
+            admission.request.output_token_ids.append(0)
+
+    def queue(self) -> list[int]:
+        return [int(request.room) for request in self.rooms.waiting()]
+
+
+@pytest.fixture
+def touched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Ids of the requests of which anything was read."""
+    found: set[str] = set()
+    read = object.__getattribute__
+
+    def note(request: Request, name: str) -> Any:
+        found.add(read(request, "request_id"))
+        return read(request, name)
+
+    monkeypatch.setattr(Request, "__getattribute__", note)
+    return found
+
+
+def _crowd() -> Node:
+    node = Node()
+    for number in range(NUM_RUNNING + NUM_WAITING):
+        node.arrive(number)
+    node.turn(0.0)
+    assert len(node.rooms.select(RequestState.RUNNING)) == NUM_RUNNING
+    return node
+
+
+def test_a_turn_looks_at_those_that_run_and_the_first_that_wait(touched: set[str]) -> None:
+    node = _crowd()
+    for now in (1.0, 2.0):
+        touched.clear()
+        node.turn(now)
+        assert len(touched) <= NUM_RUNNING + 2 * len(PEERS)
+    node.rooms.end(node.rooms.select(RequestState.RUNNING)[0], Landing.QUIET, 3.0)
+    touched.clear()
+    node.turn(3.0)
+    assert len(node.rooms.select(RequestState.RUNNING)) == NUM_RUNNING, "one more was admitted"
+    assert len(touched) <= NUM_RUNNING + 3 * len(PEERS)
+
+
+def test_beside_stuck_slots_a_bounded_number_is_passed_over(touched: set[str]) -> None:
+    node = Node()
+    node.arrive(0)
+    node.lifecycle.refresh_queue(0.0)
+    (lost,) = node.rooms.waiting()
+    most = SlotCounts(host=LIMITS.totals.host - 100, index=224, aux=1)
+    node.rooms.admit(Admission(lost, Mode.HISPARSE, most, 0), "run", 300.0)
+    node.rooms.end(lost, Landing.IN_FLIGHT, 0.0)
+    for number in range(1, NUM_WAITING):
+        node.arrive(number)  # each with a life of 219
+    node.turn(60.0)
+    touched.clear()
+    node.turn(61.0)
+    assert len(touched) <= MAX_LOOKED_AT + 2 * len(PEERS)
+    assert not node.rooms.select(RequestState.RUNNING)
+
+
+def test_the_queue_is_in_order_of_arrival_whatever_becomes_of_its_prefill_nodes() -> None:
+    node = Node()
+    for number in range(9):
+        node.arrive(number)
+    node.lifecycle.refresh_queue(0.0)
+    assert node.queue() == list(range(9))
+    node.peers.away = {PEERS[1]}
+    node.arrive(9)
+    node.arrive(10)
+    node.lifecycle.refresh_queue(1.0)
+    assert node.queue() == [0, 2, 3, 5, 6, 8, 9]
+    node.peers.away = set()
+    node.arrive(11)
+    node.lifecycle.refresh_queue(2.0)
+    assert node.queue() == list(range(12))
+    assert Counter(r.state for r in node.rooms.all()) == {RequestState.WAITING: 12}
+
+
+def test_everybody_who_waits_too_long_is_told_once_and_nobody_else() -> None:
+    node = Node()
+    for number, now in ((0, 0.0), (1, 5.0), (2, 0.0)):
+        node.arrive(number, now)
+    node.lifecycle.refresh_queue(5.0)
+    for now in (6.0, 7.0):  # away and back: the deadlines are as they were
+        node.peers.away = {PEERS[0]}
+        node.lifecycle.refresh_queue(now)
+        node.peers.away = set()
+        node.lifecycle.refresh_queue(now)
+    node.lifecycle.expire(299.0)
+    assert node.sent == []
+    node.lifecycle.expire(300.0)
+    assert [(failed.request_id, failed.status) for failed in node.sent] == [("id-0", 503), ("id-2", 503)]
+    assert all("the pools had no room" in failed.error for failed in node.sent)
+    node.lifecycle.expire(305.0)
+    assert [failed.request_id for failed in node.sent[2:]] == ["id-1"]
+    assert len(node.rooms) == 0
+    assert node.rooms.num_queued.total() == 0
+
+
+def test_deadlines_that_are_over_do_not_pile_up() -> None:
+    node = Node()
+    node.arrive(0)
+    for flap in range(1000):
+        node.peers.away = {PEERS[0]} if flap % 2 else set()
+        node.lifecycle.refresh_queue(float(flap) / 100)
+    assert len(node.rooms._deadlines) < 200

@@ -1,0 +1,272 @@
+"""Steps that overlap: the device step and the engine's commit, one step late, on the CPU's references.
+
+A GPU runs the same code in CUDA graphs. Here a step's result is there at once, but it is taken when the next
+step has been launched, and input tokens come from the step before without the host having seen them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import decode_node.engine
+from checkpoints.oracle import greedy_tokens
+from decode_node.hot_buffers import HotBuffers
+from decode_node.request import Request, RequestState
+from decode_node.runner import GraphRunner, Launched, Runner, StepResult, matmuls_without
+from model.attention_kernels import AttentionKernels
+from model.dsa import DsaModel
+from service.engine_messages import Abort
+from service.settings import DecodeSettings
+from tests.unit.decode_node.support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    Prompt,
+    load_checkpoint,
+    random_prompt,
+)
+from vocabulary import FinishReason, HisparseFlag, Mode
+
+NUM_NEW = 20
+HOT_BUFFER = 128
+MIN_SPLIT_REQS = 3
+LENGTHS = [1, 63, 64, 65, 66, HOT_BUFFER - 1, HOT_BUFFER, HOT_BUFFER + 1, 200, 387]
+PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+
+
+def overlapping_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
+    kernels = AttentionKernels.reference(model.spec)
+    max_reqs = settings.max_running_requests
+    return GraphRunner(
+        model, hot_buffers, kernels, max_reqs=max_reqs, graph_batches=(), min_split_reqs=MIN_SPLIT_REQS
+    )
+
+
+@pytest.fixture(scope="module", params=["v32", "glm"])
+def checkpoint(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
+    return load_checkpoint(tiny_checkpoint(request.param))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
+    return dict(zip(PROMPTS, greedy_tokens(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
+
+
+@pytest.fixture(scope="module")
+def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
+    double = PrefillDouble(checkpoint)
+    yield double
+    double.close()
+
+
+@pytest.fixture(scope="module")
+def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_node.engine, "make_runner", overlapping_runner)
+        harness = EngineHarness(
+            checkpoint, tmp_path_factory.mktemp("node"), device_buffer_size=HOT_BUFFER, debug_checks=True
+        )
+    yield harness
+    harness.close()
+
+
+def finish(harness: EngineHarness, answers: list[Answer], double: PrefillDouble) -> None:
+    harness.turn_until(lambda: all(answer.is_over for answer in answers), double)
+    assert [answer.failure for answer in answers] == [None] * len(answers)
+    assert harness.engine.rooms.pools.free == harness.engine.rooms.pools.totals
+
+
+@pytest.mark.parametrize("flag", list(HisparseFlag))
+def test_tokens_equal_the_oracle_when_steps_overlap(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, flag: HisparseFlag
+) -> None:
+    answers = [node.generate(double, prompt, NUM_NEW, flag) for prompt in PROMPTS]
+    finish(node, answers, double)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
+        assert answer.last is not None
+        assert answer.last.stats is not None
+        if flag is HisparseFlag.TRUE and len(prompt) > HOT_BUFFER:
+            assert answer.last.stats.misses > 0
+            assert answer.last.stats.mode is Mode.HISPARSE
+
+
+def test_a_dense_request_never_gets_a_page_past_its_last_token(
+    expected: dict[Prompt, list[int]],
+    double: PrefillDouble,
+    node: EngineHarness,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its life fills its pages exactly: while its last token is in flight there is no next one to place."""
+    prompt, num_new = PROMPTS[1], 2  # 63 + 2 - 1 tokens of KV
+    growths: list[int] = []
+    monkeypatch.setattr(node.engine.rooms, "grow", lambda growth: growths.append(growth.num_slots))
+    answer = node.generate(double, prompt, num_new, HisparseFlag.FALSE)
+    finish(node, [answer], double)
+    assert answer.token_ids == expected[prompt][:num_new]
+    assert growths == []
+
+
+def test_the_context_can_be_filled_when_steps_overlap(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """To its last page exactly: there is no table entry for one more."""
+    prompt, num_new = PROMPTS[8], 57
+    small = replace(checkpoint, spec=replace(checkpoint.spec, context_length=len(prompt) + num_new - 1))
+    assert small.spec.context_length % 64 == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_node.engine, "make_runner", overlapping_runner)
+        harness = EngineHarness(small, tmp_path, device_buffer_size=HOT_BUFFER)
+    with closing(PrefillDouble(checkpoint)) as double, closing(harness):
+        answers = [harness.generate(double, prompt, num_new, flag) for flag in HisparseFlag]
+        finish(harness, answers, double)
+    assert [len(answer.token_ids) for answer in answers] == [num_new] * len(answers)
+
+
+def test_a_stop_token_ends_a_request_that_is_in_the_next_step_already(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+) -> None:
+    prompt = PROMPTS[-1]
+    tokens = expected[prompt]
+    stop = next(token for number, token in enumerate(tokens) if number > 2 and token not in tokens[:number])
+    beside = node.generate(double, PROMPTS[3], NUM_NEW, HisparseFlag.TRUE)
+    stopped = node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE, stop_token_ids=(stop,))
+    finish(node, [beside, stopped], double)
+    assert stopped.token_ids == tokens[: tokens.index(stop) + 1]
+    assert stopped.last is not None
+    assert stopped.last.finish_reason is FinishReason.STOP
+    assert beside.token_ids == expected[PROMPTS[3]]
+
+
+def test_drawn_and_logged_requests_overlap_their_steps_as_greedy_ones_do(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+) -> None:
+    greedy = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
+    drawn = [
+        node.generate(double, PROMPTS[9], NUM_NEW, flag, temperature=1.0, seed=5)
+        for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE)
+    ]
+    logged = node.generate(double, PROMPTS[7], NUM_NEW, HisparseFlag.FALSE, num_logprobs=2)
+    node.turn_until(lambda: all(len(answer.token_ids) > 3 for answer in (*drawn, logged)), double)
+    assert node.engine._in_flight is not None
+    finish(node, [greedy, *drawn, logged], double)
+    assert greedy.token_ids == expected[PROMPTS[8]]
+    assert len(logged.logprobs) == NUM_NEW
+    assert all(logprob.token_id == logprob.top[0][0] for logprob in logged.logprobs)
+    assert drawn[0].token_ids == drawn[1].token_ids
+    assert logged.token_ids == expected[PROMPTS[7]]
+
+
+def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
+    expected: dict[Prompt, list[int]],
+    double: PrefillDouble,
+    node: EngineHarness,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    doomed = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
+    node.turn_until(lambda: len(doomed.token_ids) > 3, double)
+    engine = node.engine
+    waited: list[object] = []
+
+    def unreadable(launched: Launched) -> StepResult:
+        assert engine._in_flight is not launched
+        raise RuntimeError("no such token")
+
+    def release(request: Request) -> None:
+        assert waited == [engine._in_flight], "the next step still uses its slots"
+        hot_buffers_release(request)
+
+    hot_buffers_release = engine.hot_buffers.release
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine._in_flight), "result", unreadable)
+        patch.setattr(type(engine._in_flight), "wait", lambda launched: waited.append(launched))
+        patch.setattr(engine.hot_buffers, "release", release)
+        node.turn_until(lambda: doomed.is_over, double)
+    assert doomed.failure is not None
+    assert "no such token" in doomed.failure.error
+    spared = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
+    finish(node, [spared], double)
+    assert spared.token_ids == expected[PROMPTS[8]]
+
+
+def num_aborted(node: EngineHarness, double: PrefillDouble) -> float:
+    node.stats = None
+    node.turn_until(lambda: node.stats, double)
+    assert node.stats is not None
+    return node.stats.counters["aborted_requests_total"]
+
+
+@pytest.mark.parametrize("has_finished", [False, True])
+def test_an_abort_between_steps_leaves_the_others_and_the_pools_whole(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, has_finished: bool
+) -> None:
+    """A request that ends at a stop string goes the same way, and counts as none that its client gave up."""
+    num_aborted_before = num_aborted(node, double)
+    staying = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
+    leaving = node.generate(double, PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
+    node.turn_until(lambda: len(leaving.token_ids) > 3, double)
+    request_id = next(name for name, answer in node.answers.items() if answer is leaving)
+    node.send(Abort(request_id, has_finished))
+    finish(node, [staying], double)
+    assert staying.token_ids == expected[PROMPTS[8]]
+    assert num_aborted(node, double) == num_aborted_before + (not has_finished)
+
+
+class Filling:
+    """The event of a row whose filling goes on until it is waited for, or let be over."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.num_waits = 0
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        self.is_over = True
+        self.num_waits += 1
+
+
+def test_a_row_that_is_being_filled_is_in_no_step_and_is_waited_for_before_it_is_released(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+) -> None:
+    warming = node.engine.hot_buffers._warming
+    staying = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
+    leaving = node.generate(double, PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
+    node.turn_until(lambda: len(staying.token_ids) > 3 and len(leaving.token_ids) > 3, double)
+    requests = node.engine.rooms.select(RequestState.RUNNING)
+    fillings = {request.room: Filling() for request in requests}
+    node.engine._settle()
+    for request in requests:
+        warming[request.req_row] = fillings[request.room]  # type: ignore[assignment]
+    num_before = [len(request.output_token_ids) for request in requests]
+    for _ in range(5):
+        node.turn(double)
+    assert [len(request.output_token_ids) for request in requests] == num_before
+    stays, leaves = fillings.values()
+    stays.is_over = True
+    node.send(Abort(next(name for name, answer in node.answers.items() if answer is leaving)))
+    finish(node, [staying], double)
+    assert staying.token_ids == expected[PROMPTS[8]]
+    assert (stays.num_waits, leaves.num_waits) == (0, 1)
+
+
+def test_matrix_products_leave_room_for_as_long_as_they_are_asked_to() -> None:
+    carveout = torch._C._get_sm_carveout_experimental
+    with matmuls_without(16):
+        assert carveout() == 16
+    assert carveout() is None
+    with pytest.raises(ZeroDivisionError), matmuls_without(16):
+        raise ZeroDivisionError
+    assert carveout() is None
+
+
+def test_a_torch_without_that_setting_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
+    with matmuls_without(16):
+        assert torch._C._get_sm_carveout_experimental() is None

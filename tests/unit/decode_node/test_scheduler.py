@@ -1,0 +1,394 @@
+"""Planning on small numbers: mode choice, order, hot-buffer sizes, growth, and who sits out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from decode_node.live_requests import Landing, Rooms
+from decode_node.pools import Pools, SlotCounts
+from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
+from protocol.messages import Room
+from service.settings import DecodeSettings
+from vocabulary import HisparseFlag, Mode, SamplingParams
+
+LIMITS = Limits(
+    totals=SlotCounts(host=400, device=160, index=560, aux=16, req_row=8),
+    page_size=16,
+    max_context=300,
+    index_topk=20,
+    device_buffer_size=64,
+    auto_dense_margin=0.25,
+    growth_tokens=1000,
+)
+"""Everything that a request may need is there or reserved at its admission."""
+STEP_BY_STEP = replace(LIMITS, growth_tokens=16)
+TRUE, FALSE, AUTO = HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.AUTO
+
+
+class Node:
+    """Books plus planner, with deliveries at once."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.limits = limits
+        self.rooms = Rooms(Pools(limits.totals, limits.page_size), 1.0)
+        self.num_requests = 0
+
+    def arrive(self, flag: HisparseFlag, num_prompt_tokens: int, max_new_tokens: int = 1) -> Request:
+        self.num_requests += 1
+        request = Request(
+            str(self.num_requests),
+            Room(self.num_requests),
+            num_prompt_tokens,
+            SamplingParams(max_new_tokens=max_new_tokens),
+            flag,
+            PeerAddress("prefill", 1),
+            arrived_at=0.0,
+        )
+        assert refusal(self.limits, request) == ""
+        self.rooms.open(request)
+        self.rooms.queue(request, 9.0)
+        return request
+
+    def plan(self, now: float = 0.0) -> StepPlan:
+        return plan_step(
+            self.limits,
+            self.rooms.pools.free,
+            self.rooms.select(RequestState.RUNNING),
+            self.rooms.select(RequestState.LANDING),
+            self.rooms.waiting(),
+            self.rooms.stuck(now),
+        )
+
+    def step(self, now: float = 0.0) -> StepPlan:
+        plan = self.plan(now)
+        for exchange in plan.exchanges:
+            self.rooms.grow(exchange.request, exchange.need)
+            self.rooms.exchange(exchange)
+        for growth in plan.growths:
+            self.rooms.grow(growth.request, growth.need)
+        for admission in plan.admissions:
+            self.rooms.admit(admission, "first", 9.0)
+            self.rooms.start(admission.request)
+            admission.request.output_token_ids.append(0)
+        self.rooms.check_integrity()
+        return plan
+
+    def run(self, request: Request, num_tokens: int) -> None:
+        request.output_token_ids.extend([0] * num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("flag", "num_prompt_tokens", "mode", "need"),
+    [
+        # Dense takes whole pages of the device pool; 160 * 0.25 = 40 slots stay free for auto.
+        (FALSE, 100, Mode.DENSE, SlotCounts(device=112, index=112, aux=1, req_row=1)),
+        (AUTO, 112, Mode.DENSE, SlotCounts(device=112, index=112, aux=1, req_row=1)),
+        # One page more, and auto is not comfortable.
+        (AUTO, 113, Mode.HISPARSE, SlotCounts(host=128, device=64, index=128, aux=1, req_row=1)),
+        # A hot buffer never exceeds the whole life.
+        (TRUE, 30, Mode.HISPARSE, SlotCounts(host=32, device=32, index=32, aux=1, req_row=1)),
+        # Not even when the top-k does.
+        (TRUE, 5, Mode.HISPARSE, SlotCounts(host=16, device=16, index=16, aux=1, req_row=1)),
+    ],
+)
+def test_what_a_request_gets(
+    flag: HisparseFlag, num_prompt_tokens: int, mode: Mode, need: SlotCounts
+) -> None:
+    node = Node()
+    request = node.arrive(flag, num_prompt_tokens)
+    (admission,) = node.plan().admissions
+    assert admission.mode is mode
+    assert node.rooms.pools.rounded(admission.need) == need
+    assert admission.hot_capacity == (0 if mode is Mode.DENSE else min(64, num_prompt_tokens))
+    assert admission.request is request
+
+
+def test_auto_takes_what_is_possible_at_all() -> None:
+    node = Node(replace(LIMITS, totals=replace(LIMITS.totals, host=100)))
+    node.arrive(AUTO, 150)  # Not comfortable dense, but beyond the host pool.
+    assert node.plan().admissions[0].mode is Mode.DENSE
+    blocked = node.arrive(AUTO, 20)
+    blocked.dense_refusal = "page sizes differ"
+    assert node.plan().admissions[0].mode is Mode.DENSE
+
+
+@pytest.mark.parametrize(
+    ("flag", "num_prompt_tokens", "dense_refusal", "parts"),
+    [
+        (TRUE, 401, "", ["401", "400", "host pool"]),
+        (FALSE, 161, "", ["161", "160", "device pool"]),
+        (FALSE, 10, "page_size 64 and 16", ["page_size 64 and 16"]),
+        (AUTO, 401, "", ["400", "160"]),
+        (AUTO, 161, "", []),
+        (AUTO, 161, "page sizes differ", []),
+        (TRUE, 400, "page sizes differ", []),
+    ],
+)
+def test_a_refusal_names_the_bound(
+    flag: HisparseFlag, num_prompt_tokens: int, dense_refusal: str, parts: list[str]
+) -> None:
+    request = Request(
+        "1",
+        Room(1),
+        num_prompt_tokens,
+        SamplingParams(max_new_tokens=1),
+        flag,
+        PeerAddress("prefill", 1),
+        0.0,
+        dense_refusal=dense_refusal,
+    )
+    error = refusal(LIMITS, request)
+    assert bool(error) is bool(parts)
+    assert all(part in error for part in parts)
+
+
+def test_nobody_overtakes_the_first_in_the_queue() -> None:
+    node = Node()
+    node.arrive(TRUE, 300)
+    node.step()
+    first, second = node.arrive(TRUE, 200), node.arrive(TRUE, 10)
+    assert node.plan().admissions == ()
+    assert [first.state, second.state] == [RequestState.WAITING] * 2
+
+
+def _lose(node: Node, flag: HisparseFlag, num_prompt_tokens: int) -> Request:
+    """A request that ends at time 0 while its prefill node may write, which says nothing any more."""
+    lost = node.arrive(flag, num_prompt_tokens)
+    (admission,) = node.plan().admissions
+    node.rooms.admit(admission, "lost", 9.0)
+    node.rooms.end(lost, Landing.IN_FLIGHT, 0.0)
+    return lost
+
+
+@pytest.mark.parametrize(("flag", "num_lost", "num_large"), [(TRUE, 150, 300), (FALSE, 100, 60)])
+def test_slots_that_may_never_be_free_again_hold_up_only_who_needs_them(
+    flag: HisparseFlag, num_lost: int, num_large: int
+) -> None:
+    node = Node()
+    lost = _lose(node, flag, num_lost)
+    large, small = node.arrive(flag, num_large), node.arrive(TRUE, 9)
+    node.step(now=0.5)
+    assert small.state is RequestState.WAITING, "the prefill node may still say that the room is quiet"
+    node.step(now=1.0)
+    assert [large.state, small.state] == [RequestState.WAITING, RequestState.RUNNING]
+    node.rooms.quarantine.quiet(lost.room, False, now=2.0)
+    node.rooms.end(small, Landing.QUIET, now=2.0)
+    late = node.arrive(TRUE, 9)
+    node.step(now=2.0)
+    assert large.state is RequestState.RUNNING, "it has kept its place"
+    node.rooms.end(large, Landing.QUIET, now=2.0)
+    node.step(now=2.0)
+    assert late.state is RequestState.RUNNING
+
+
+def test_who_fits_beside_stuck_slots_is_not_overtaken() -> None:
+    node = Node()
+    _lose(node, TRUE, 150)
+    node.arrive(TRUE, 200)
+    node.step(now=1.0)
+    first, second = node.arrive(TRUE, 60), node.arrive(TRUE, 10)
+    node.step(now=1.0)
+    assert [first.state, second.state] == [RequestState.WAITING] * 2
+
+
+def test_auto_is_dense_beyond_its_margin_rather_than_waiting_for_the_host() -> None:
+    node = Node()
+    hisparse = node.arrive(TRUE, 390)
+    node.step()
+    (admission,) = (node.arrive(AUTO, 80), node.plan().admissions)[1]
+    assert (admission.mode, admission.need.device) == (Mode.DENSE, 80)
+    # Who does not get all its pages, or cannot be dense, waits for the host.
+    node.step()
+    long, unequal = node.arrive(AUTO, 15, max_new_tokens=40), node.arrive(AUTO, 15)
+    unequal.dense_refusal = "page sizes differ"
+    assert node.plan().admissions == ()
+    node.rooms.end(hisparse, Landing.QUIET, 0.0)
+    assert [admission.request for admission in node.plan().admissions] == [long, unequal]
+
+
+def test_hot_buffers_shrink_before_anybody_waits_for_one_and_grow_back() -> None:
+    """160 device slots are 64 + 64 + 32; the fourth needs 32 more, which the latest large buffer gives up."""
+    node = Node()
+    requests = [node.arrive(TRUE, 80, max_new_tokens=10) for _ in range(3)]
+    node.step()
+    assert [request.hot_capacity for request in requests] == [64, 64, 32]
+    fourth = node.arrive(TRUE, 80, max_new_tokens=10)
+    plan = node.step()
+    assert [exchange.request for exchange in plan.exchanges] == [requests[1]]
+    assert [request.hot_capacity for request in requests] == [64, 21, 32]
+    assert fourth.hot_capacity == 32
+    # 64 of 160 are free again: less than the margin of 40 would be left.
+    node.rooms.end(requests[0], Landing.QUIET, 0.0)
+    assert node.plan() == StepPlan()
+    # 96: the oldest gets its 64 back, the other not.
+    node.rooms.end(fourth, Landing.QUIET, 0.0)
+    waiting = node.arrive(TRUE, 300, max_new_tokens=90)
+    assert node.plan().exchanges == (), "not while somebody waits"
+    node.rooms.end(waiting, Landing.QUIET, 0.0)
+    node.step()
+    assert [request.hot_capacity for request in requests[1:]] == [64, 32]
+    assert [request.num_retractions for request in requests] == [0, 1, 0]
+    assert node.plan() == StepPlan()
+
+
+def test_a_hot_buffer_that_misses_nothing_stays_as_it_is() -> None:
+    node = Node()
+    *long, short = (node.arrive(TRUE, num_prompt_tokens, 60) for num_prompt_tokens in (80, 80, 30))
+    node.step()
+    assert short.hot_capacity == 32
+    for request in long:
+        node.rooms.end(request, Landing.QUIET, 0.0)
+    assert node.plan() == StepPlan(), "its 30 tokens are all there"
+    node.run(short, 10)
+    node.step()
+    assert short.hot_capacity == 64
+
+
+# --- step by step -------------------------------------------------------------------------------------
+
+
+def test_a_request_gets_slots_before_it_needs_them_and_never_more_than_its_life() -> None:
+    node = Node(STEP_BY_STEP)
+    request = node.arrive(TRUE, 30, max_new_tokens=48)
+    node.step()
+    assert (request.held_tokens.host, request.held_tokens.index) == (48, 48)
+    assert node.plan() == StepPlan()
+    node.run(request, 18)
+    assert not request.has_slots_for_next
+    (growth,) = node.step().growths
+    assert growth.need == SlotCounts(host=16, index=16)
+    node.run(request, 16)
+    node.step()
+    assert (request.held_tokens.host, request.held_tokens.index) == (80, 80)
+    assert (request.reserved_tokens, request.life_tokens) == (80, 77)
+
+
+@pytest.mark.parametrize("flag", [TRUE, FALSE])
+def test_answers_of_any_length_run_together_though_their_lives_do_not_fit(flag: HisparseFlag) -> None:
+    """Each may take 15 of the host pool's 25 pages, or all of the device pool, and ends far earlier."""
+    node = Node(STEP_BY_STEP)
+    life = 240 if flag is TRUE else 160
+    requests = [node.arrive(flag, 10, max_new_tokens=life - 9) for _ in range(3)]
+    node.step()
+    assert [request.state for request in requests] == [RequestState.RUNNING] * 3
+    for _ in range(20):
+        node.step()
+        assert all(request.has_slots_for_next for request in requests)
+        for request in requests:
+            node.run(request, 1)
+
+
+def test_chats_without_max_tokens_share_a_node_of_the_default_size() -> None:
+    """Each may fill DeepSeek-V3.2's context, of which the host pool holds one and a half."""
+    options, context = DecodeSettings.model_fields, 163_840
+    host, page_size = options["host_pool_tokens"].default, options["page_size"].default
+    node = Node(
+        Limits(
+            totals=SlotCounts(host=host, device=1 << 20, index=host + (1 << 20), aux=256, req_row=64),
+            page_size=page_size,
+            max_context=context,
+            index_topk=2048,
+            device_buffer_size=options["device_buffer_size"].default,
+            auto_dense_margin=0.25,
+            growth_tokens=options["growth_tokens"].default,
+        )
+    )
+    chats = [node.arrive(TRUE, 4096, max_new_tokens=context - 4095) for _ in range(64)]
+    node.step()
+    node.step()
+    assert sum(chat.state is RequestState.RUNNING for chat in chats) == 20
+
+
+def test_who_cannot_get_slots_sits_out_and_keeps_what_it_has_until_others_end() -> None:
+    node = Node(replace(STEP_BY_STEP, totals=replace(LIMITS.totals, host=176)))
+    older, younger = node.arrive(TRUE, 20, max_new_tokens=101), node.arrive(TRUE, 20, max_new_tokens=101)
+    node.step()
+    assert older.held_tokens.host == younger.held_tokens.host == 48
+    while younger.has_slots_for_next:
+        node.run(older, 1)
+        node.run(younger, 1)
+        node.step()
+    held = younger.held_tokens
+    newcomer = node.arrive(TRUE, 1)
+    while older.has_next_step:
+        assert older.has_slots_for_next, "whoever is nearest to its end gets all that it needs"
+        node.run(older, 1)
+        node.step()
+        assert younger.held_tokens == held
+        assert newcomer.state is RequestState.WAITING, "its slots are wanted"
+    node.rooms.end(older, Landing.QUIET, 0.0)
+    node.step()
+    assert younger.has_slots_for_next
+    assert newcomer.state is RequestState.RUNNING
+
+
+def test_two_lives_that_are_the_whole_pool_each_run_one_after_the_other() -> None:
+    """Together they could both come to need what the other has, and nothing is ever taken away."""
+    node = Node(STEP_BY_STEP)
+    first, second = node.arrive(TRUE, 20, max_new_tokens=381), node.arrive(TRUE, 20, max_new_tokens=381)
+    node.step()
+    assert [first.state, second.state] == [RequestState.RUNNING, RequestState.WAITING]
+    node.rooms.end(first, Landing.QUIET, 0.0)
+    node.step()
+    assert second.state is RequestState.RUNNING
+
+
+def test_nobody_counts_on_slots_of_kv_that_is_on_its_way() -> None:
+    """100 slots of the host are in the zone of a room whose prefill node may vanish, and for good."""
+    node = Node(STEP_BY_STEP)
+    landing = node.arrive(TRUE, 84)
+    (admission,) = node.plan().admissions
+    node.rooms.admit(admission, "first", 9.0)
+    needs_them = node.arrive(TRUE, 20, max_new_tokens=320)
+    node.step()
+    assert needs_them.state is RequestState.WAITING
+    node.rooms.start(landing)
+    node.step()
+    assert needs_them.state is RequestState.RUNNING, "whoever runs ends"
+
+
+def test_a_dense_request_without_a_page_goes_on_as_hisparse() -> None:
+    node = Node(replace(STEP_BY_STEP, totals=replace(LIMITS.totals, device=112)))
+    other = node.arrive(FALSE, 47, max_new_tokens=2)
+    grower = node.arrive(FALSE, 30, max_new_tokens=70)
+    node.step()
+    assert [other.mode, grower.mode] == [Mode.DENSE] * 2
+    late = node.arrive(TRUE, 40)
+    assert node.plan().admissions == (), "the page that the growing request may need is not given away"
+    node.run(grower, 18)
+    assert [growth.request for growth in node.step().growths] == [grower]
+    node.run(grower, 16)
+    (exchange,) = node.step().exchanges
+    assert exchange == Exchange(grower, 64, SlotCounts(host=80, index=16))
+    assert (grower.mode, grower.num_retractions, grower.has_slots_for_next) == (Mode.HISPARSE, 1, True)
+    node.rooms.end(other, Landing.QUIET, 0.0)
+    node.step()
+    assert late.state is RequestState.RUNNING
+
+
+def test_where_a_repeated_batch_may_land_pages_are_not_given_up_and_who_must_grow_waits() -> None:
+    node = Node(replace(STEP_BY_STEP, totals=replace(LIMITS.totals, device=96)))
+    node.arrive(FALSE, 47, max_new_tokens=2)
+    grower = node.arrive(FALSE, 30, max_new_tokens=60)
+    node.step()
+    grower.lands_until = 5.0
+    node.run(grower, 18)
+    assert node.step() == StepPlan()
+    assert not grower.has_slots_for_next
+    node.rooms.expire(5.0)
+    (exchange,) = node.step().exchanges
+    assert exchange.request is grower
+    assert grower.has_slots_for_next
+
+
+def test_a_page_for_everybody_who_will_grow_is_kept_from_those_behind_it() -> None:
+    node = Node(STEP_BY_STEP)
+    node.arrive(FALSE, 64)
+    growing = [node.arrive(FALSE, 14, max_new_tokens=90) for _ in range(2)]
+    node.arrive(TRUE, 9)
+    plan = node.step()
+    assert [admission.request for admission in plan.admissions[1:]] == growing
+    assert node.rooms.pools.free.device == 2 * node.limits.page_size

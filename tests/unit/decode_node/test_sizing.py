@@ -1,0 +1,337 @@
+"""How large pools are made: from what a GPU has free, and what is said when it is not enough."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from decode_node import sizing
+from decode_node.hot_buffers import HotBuffers
+from decode_node.memory import DecodeMemory, num_host_bytes
+from decode_node.pools import SlotCounts
+from decode_node.sizing import DecodeSettingsError, device_demand, make_limits, size_device_pool, table_bytes
+from kernels.device_memory import DeviceMemory, DeviceMemoryError, DeviceMissingError, check_devices
+from kernels.hot_state import HotBufferState
+from kernels.miss_plan import MissPlan
+from model.spec import ModelSpec, load_spec
+from prefill_node import sizing as prefill_sizing
+from prefill_node.sizing import PrefillSettingsError, size_kv_pool
+from service.settings import DecodeSettings, PrefillSettings
+from tests.unit.model.model_specs import make_spec
+from vocabulary import CheckpointError
+
+GIB = 1 << 30
+GPU = torch.device("meta")
+"""Memory of tensors on it is counted and not taken."""
+
+
+def decode(**changes: Any) -> DecodeSettings:
+    return DecodeSettings(model_path=Path("/m"), **{"device": "cuda", "device_pool_tokens": 0, **changes})
+
+
+def prefill(**changes: Any) -> PrefillSettings:
+    return PrefillSettings(model_path=Path("/m"), **{"device": "cuda", "kv_pool_tokens": 0, **changes})
+
+
+def num_device_bytes(settings: DecodeSettings, spec: ModelSpec, totals: SlotCounts) -> int:
+    """What the node really allocates on a GPU for its pools and tables."""
+    memory = DecodeMemory(spec, dataclasses.replace(totals, host=1, aux=1), settings.page_size, GPU)
+    state = HotBufferState.create(
+        spec.num_index_layers,
+        settings.max_running_requests,
+        spec.context_length,
+        min(settings.device_buffer_size, spec.context_length),
+        settings.page_size,
+        totals.host,
+        GPU,
+    )
+    num_rows = settings.max_running_requests
+    rooms = [num_rows]
+    if 0 < settings.micro_batch_min_bs <= num_rows:
+        rooms += [-(-num_rows // 2)] * 2  # as GraphRunner makes them
+    miss_plans = [MissPlan.create(room, spec.index_topk, GPU) for room in rooms]
+    tables = [
+        value
+        for owner in (state, *miss_plans)
+        for field in dataclasses.fields(owner)
+        if isinstance(value := getattr(owner, field.name), Tensor)
+    ]
+    return memory.k_dev.nbytes + memory.index.nbytes + sum(table.nbytes for table in tables)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "index_format", "item_bytes", "index_item_bytes"),
+    [
+        ("float32", "float32", 2304, 512),
+        ("bfloat16", "bfloat16", 1152, 256),
+        ("fp8_e4m3", "fp8_e4m3", 656, 132),
+        ("fp8_e4m3", "bfloat16", 656, 256),
+    ],
+)
+def test_items_of_every_format(
+    kv_format: str, index_format: str, item_bytes: int, index_item_bytes: int
+) -> None:
+    spec = make_spec(kv_format=kv_format, index_format=index_format)
+    assert (spec.item_bytes, spec.index_item_bytes) == (item_bytes, index_item_bytes)
+    geometry = spec.geometry(64)
+    assert (geometry.dtype, geometry.item_bytes) == (kv_format, item_bytes)
+    assert geometry.index_item_bytes == index_item_bytes
+
+
+@given(
+    num_layers=st.integers(1, 5),
+    num_rows=st.integers(1, 9),
+    context=st.integers(8, 5000),
+    buffer=st.integers(9, 6000),
+    page_size=st.sampled_from([1, 16, 64]),
+    host=st.integers(64, 10_000),
+    index=st.sampled_from([0, 64, 1000]),
+    min_split=st.sampled_from([0, 2, 64]),
+    num_gib=st.floats(1.3, 200),
+)
+@example(1, 1, 785, 785, 1, 785, 0, 64, 71.15137075404881)  # four bytes that were not counted
+def test_what_is_allocated_is_what_was_counted(
+    num_layers: int,
+    num_rows: int,
+    context: int,
+    buffer: int,
+    page_size: int,
+    host: int,
+    index: int,
+    min_split: int,
+    num_gib: float,
+) -> None:
+    spec = make_spec(
+        num_layers=num_layers,
+        index_group_of_layer=tuple(layer // 2 for layer in range(num_layers)),
+        index_topk=8,
+        context_length=context,
+        vocab_size=100,
+    )
+    settings = decode(
+        max_running_requests=num_rows,
+        device_buffer_size=buffer,
+        page_size=page_size,
+        host_pool_tokens=host,
+        index_pool_tokens=index,
+        micro_batch_min_bs=min_split,
+        mem_fraction_static=0.5,
+    )
+    memory = DeviceMemory(int(2 * num_gib * GIB), GIB // 10)
+    num_tokens = size_device_pool(settings, spec, memory)
+    totals = make_limits(settings, spec, num_tokens).totals
+    assert totals.device == num_tokens
+    taken = num_device_bytes(settings, spec, totals) + sizing.reserve_bytes(settings, spec)
+    page_bytes = page_size * (
+        num_layers * spec.item_bytes + (spec.num_index_layers * spec.index_item_bytes if not index else 0)
+    )
+    slack = memory.budget(0.5) - taken
+    # Less than a page is left; an index pool of a given size may end in a part of a page, which is not made.
+    assert 0 <= slack < page_bytes + page_size * spec.num_index_layers * spec.index_item_bytes
+
+
+def test_tables_are_counted_as_the_hot_buffers_make_them() -> None:
+    spec = make_spec(num_layers=2, index_group_of_layer=(0, 0), context_length=1000, index_topk=16)
+    settings = decode(
+        max_running_requests=3, device_buffer_size=64, page_size=16, host_pool_tokens=50, micro_batch_min_bs=0
+    )
+    memory = DecodeMemory(spec, SlotCounts(48, 16, 16, 1, 1), 16, torch.device("cpu"))
+    hot = HotBuffers(spec, memory, num_rows=3, max_capacity=64, page_size=16)
+    found = 0
+    for owner in (hot, hot.state, hot.miss_plan):
+        values = vars(owner).values()
+        found += sum(value.nbytes for value in values if isinstance(value, Tensor))
+    assert table_bytes(settings, spec) == found
+
+
+def test_a_long_context_costs_a_row_page_ids_only() -> None:
+    """At most 12 bytes a page and row; 4 bytes a group for each token of the host pool, however many rows."""
+
+    def tables(**changes: int) -> int:
+        fields = {"num_rows": 128, "context": 163_840, "host": 1 << 20, **changes}
+        spec = make_spec(context_length=fields["context"])
+        return table_bytes(
+            decode(max_running_requests=fields["num_rows"], host_pool_tokens=fields["host"]), spec
+        )
+
+    num_groups = make_spec().num_index_layers
+    assert tables() - tables(context=81_920) == 128 * 12 * 81_920 // 64
+    assert tables(host=2 << 20) - tables() == 4 * num_groups * (1 << 20)
+    assert (tables(num_rows=256) - tables()) / 128 < 3_000_000
+
+
+# --- a decode node's device pool --------------------------------------------------------------------------
+
+
+def test_more_memory_or_a_larger_fraction_gives_more_tokens() -> None:
+    spec, memory = make_spec(kv_format="fp8_e4m3", index_format="fp8_e4m3"), DeviceMemory(140 * GIB, 60 * GIB)
+    sizes = [size_device_pool(decode(mem_fraction_static=f), spec, memory) for f in (0.6, 0.85, 0.95)]
+    assert sizes == sorted(set(sizes))
+    assert all(size % 64 == 0 for size in sizes)
+    # 0.85 * 140 - 60 - keys of 262144 tokens 1.97 - tables 0.2 - reserve 1.2 GiB, at 48068 bytes a token
+    assert sizes[1] == pytest.approx(1.243e6, rel=0.001)
+
+
+def test_the_index_pool_covers_host_and_device_tokens() -> None:
+    spec, memory = make_spec(), DeviceMemory(140 * GIB, 20 * GIB)
+    settings = decode(host_pool_tokens=1000)
+    totals = make_limits(settings, spec, size_device_pool(settings, spec, memory)).totals
+    assert totals.index == 1024 + totals.device
+    given_size = decode(host_pool_tokens=1000, index_pool_tokens=6400)
+    assert make_limits(given_size, spec, 640).totals.index == 6400
+
+
+def test_what_does_not_fit_is_named_with_bytes_and_options() -> None:
+    memory = DeviceMemory(24 * GIB, 20 * GIB)
+    with pytest.raises(DeviceMemoryError) as caught:
+        size_device_pool(decode(), make_spec(), memory)
+    budget = memory.budget(0.85)
+    needed = device_demand(decode(), make_spec()).num_bytes(2112)
+    for words in (
+        "--device-pool-tokens 0",
+        f"{needed} bytes",
+        f"{budget} bytes",
+        f"{20 * GIB} bytes (20.00 GiB) in use",
+        "per-request tables",
+        "2112 tokens",
+        "--mem-fraction-static",
+        "--max-running-requests",
+        "--host-pool-tokens",
+    ):
+        assert words in str(caught.value)
+
+
+def test_a_size_that_is_given_is_kept_and_checked() -> None:
+    spec, settings = make_spec(), decode(device_pool_tokens=65536)
+    needed = device_demand(settings, spec).num_bytes(65536)
+    assert size_device_pool(settings, spec, DeviceMemory(needed + GIB, GIB)) == 65536
+    with pytest.raises(DeviceMemoryError, match=rf"65536: {needed} bytes .* lower --device-pool-tokens"):
+        size_device_pool(settings, spec, DeviceMemory(needed + GIB - 1, GIB))
+
+
+def test_at_least_one_hot_buffer_has_to_fit() -> None:
+    spec, settings = make_spec(), decode()
+    demand = device_demand(settings, spec)
+    least = DeviceMemory(int(demand.num_bytes(2112) / 0.85) + 2, 0)
+    assert size_device_pool(settings, spec, least) == 2112
+    with pytest.raises(DeviceMemoryError):
+        size_device_pool(settings, spec, DeviceMemory(least.total_bytes - 16, 0))
+
+
+def test_without_a_gpu_the_size_is_the_settings() -> None:
+    cpu = decode(device="cpu", device_pool_tokens=640)
+    assert size_device_pool(cpu, make_spec(), None) == 640
+    with pytest.raises(DecodeSettingsError, match="device is cpu; give a number of tokens"):
+        size_device_pool(cpu.model_copy(update={"device_pool_tokens": 0}), make_spec(), None)
+
+
+def test_main_memory_is_known_before_the_gpu_is() -> None:
+    spec, settings = make_spec(num_layers=1, index_group_of_layer=(0,)), decode(host_pool_tokens=100)
+    unknown = make_limits(settings, spec, 0).totals
+    known = make_limits(settings, spec, 6400).totals
+    sizes = {num_host_bytes(spec, totals, 64, torch.device("cuda")) for totals in (unknown, known)}
+    assert len(sizes) == 1
+    assert sizes.pop() > 100 * spec.item_bytes
+
+
+# --- a prefill node's KV pool -----------------------------------------------------------------------------
+
+
+@given(st.integers(4 * GIB, 300 * GIB), st.floats(0, 0.2), st.sampled_from([1, 64, 256]))
+def test_the_kv_pool_fills_its_share(total: int, used: float, page_size: int) -> None:
+    spec, memory = (
+        make_spec(num_layers=4, index_group_of_layer=(0, 1, 2, 3)),
+        DeviceMemory(total, int(used * total)),
+    )
+    settings = prefill(page_size=page_size, chunked_prefill_size=512)
+    try:
+        num_tokens = size_kv_pool(settings, spec, memory)
+    except DeviceMemoryError:
+        num_tokens = 0
+    token_bytes = 4 * (spec.item_bytes + spec.index_item_bytes)
+    slack = memory.budget(0.85) - prefill_sizing.reserve_bytes(settings, spec) - num_tokens * token_bytes
+    assert num_tokens % page_size == 0
+    assert slack < page_size * token_bytes
+    assert slack >= 0 or num_tokens == 0
+
+
+def test_a_prefill_node_that_does_not_fit_says_so() -> None:
+    with pytest.raises(DeviceMemoryError, match=r"--kv-pool-tokens 0: .*--chunked-prefill-size"):
+        size_kv_pool(prefill(), make_spec(), DeviceMemory(24 * GIB, 23 * GIB))
+    with pytest.raises(DeviceMemoryError, match=r"lower --kv-pool-tokens"):
+        size_kv_pool(prefill(kv_pool_tokens=1 << 30), make_spec(), DeviceMemory(24 * GIB, GIB))
+    with pytest.raises(PrefillSettingsError, match="give a number of tokens"):
+        size_kv_pool(prefill(), make_spec(), None)
+
+
+# --- formats of a checkpoint ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "formats"),
+    [
+        ({}, ("float32", "float32")),
+        ({"dtype": "bfloat16"}, ("bfloat16", "bfloat16")),
+        ({"kv_cache_dtype": "fp8_e4m3"}, ("fp8_e4m3", "fp8_e4m3")),
+        ({"kv_cache_dtype": "fp8_e4m3", "indexer_cache_dtype": "bfloat16"}, ("fp8_e4m3", "bfloat16")),
+        ({"indexer_cache_dtype": "fp8_e4m3"}, ("float32", "fp8_e4m3")),
+    ],
+)
+def test_indexer_keys_are_stored_like_items_unless_told(
+    tiny_checkpoint: Callable[[str], Path], options: dict[str, str], formats: tuple[str, str]
+) -> None:
+    spec = load_spec(tiny_checkpoint("v32"), **options)  # type: ignore[arg-type]
+    assert (spec.kv_format, spec.index_format) == formats
+
+
+@pytest.mark.parametrize("name", ["kv_cache_dtype", "indexer_cache_dtype"])
+def test_an_unknown_format_is_named_with_those_there_are(
+    tiny_checkpoint: Callable[[str], Path], name: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} is 'int4'; supported are auto, .*fp8_e4m3"):
+        load_spec(tiny_checkpoint("v32"), **{name: "int4"})  # type: ignore[arg-type]
+
+
+# --- devices ---------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_devices(("cpu", "cuda", "cuda:0", "cuda:1"))
+    with pytest.raises(
+        DeviceMissingError, match="device cuda:2: this process sees 2 CUDA devices; check nvidia"
+    ):
+        check_devices(("cuda:0", "cuda:2"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(DeviceMissingError, match="device cuda: this process sees 0 CUDA devices"):
+        check_devices(("cuda",))
+
+
+def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    check_devices(("cpu",))
+    with pytest.raises(
+        DeviceMissingError, match=r"device cuda:1: torch .* is built without CUDA; .* --device cpu"
+    ):
+        check_devices(("cuda:1",))
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:x", "cpu:1", "cuda:1 "])
+def test_a_device_is_cpu_or_cuda(name: str) -> None:
+    with pytest.raises(ValidationError, match="device"):
+        decode(device=name)
+    with pytest.raises(ValidationError, match="expert_devices"):
+        decode(expert_devices=(name,))

@@ -1,0 +1,134 @@
+"""The compose files without Docker: their variables are explained, their commands are understood.
+
+``make test-compose`` runs them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import hisparse_pd
+from service.settings import DecodeSettings, PrefillSettings, RouterSettings
+from service.settings_sources import load_settings
+
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+COMPOSE_FILES = sorted(DEPLOY.glob("*.yml"))
+VARIABLE = re.compile(r"(?<!\$)\$\{([A-Z0-9_]+)(?::?-([^}]*))?\}")
+SETTINGS = {"prefill": PrefillSettings, "decode": DecodeSettings, "router": RouterSettings}
+OURS = [path.name for path in COMPOSE_FILES if path.name not in ("common.yml", "compose.sglang-router.yml")]
+
+
+def explained() -> dict[str, str]:
+    lines = (DEPLOY / ".env.example").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def services(name: str, values: dict[str, str]) -> dict[str, Any]:
+    """The services of a file as compose sees them, after substitution."""
+    text = (DEPLOY / name).read_text()
+    document = yaml.safe_load(VARIABLE.sub(lambda match: values[match[1]], text))
+    assert isinstance(document["services"], dict)
+    return document["services"]
+
+
+@pytest.mark.parametrize("path", COMPOSE_FILES, ids=lambda path: path.name)
+def test_every_variable_has_the_default_that_the_example_tells(path: Path) -> None:
+    values = explained()
+    for name, default in VARIABLE.findall(path.read_text()):
+        assert name in values, f"{path.name} uses {name}, of which .env.example does not know"
+        assert default == values[name], f"{path.name}: the default of {name}"
+
+
+def test_the_example_explains_nothing_that_is_not_used() -> None:
+    used = {match[0] for path in COMPOSE_FILES for match in VARIABLE.findall(path.read_text())}
+    assert set(explained()) == used
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_commands_are_understood(name: str) -> None:
+    """By the command line of this version: an option that is renamed breaks here, not at the operator's."""
+    num_commands = 0
+    for service, definition in services(name, explained()).items():
+        words = shlex.split(definition.get("command", ""))
+        if not words or service in ("prometheus", "grafana"):
+            continue
+        namespace, unknown = hisparse_pd._make_parser().parse_known_args(words)
+        assert unknown == []
+        given = {key: value for key, value in vars(namespace).items() if key not in hisparse_pd._NO_SETTINGS}
+        settings = load_settings(SETTINGS[namespace.command], given)
+        assert settings.exposure is None, "a service of the deployment has all its doors closed"
+        num_commands += 1
+    assert num_commands or name in ("compose.gpu.yml", "compose.monitoring.yml")
+
+
+def test_only_the_router_and_monitoring_are_published() -> None:
+    values = explained()
+    for path in COMPOSE_FILES:
+        for service, definition in services(path.name, values).items():
+            if ports := definition.get("ports"):
+                assert service in ("router", "prometheus", "grafana")
+                assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_docker_waits_longer_than_a_drain() -> None:
+    values = explained()
+    assert float(values["STOP_GRACE_PERIOD"].removesuffix("s")) >= float(values["DRAIN_TIMEOUT_SECS"]) + 20
+
+
+KEYGEN = """#!/bin/sh
+set -eu -o noclobber
+test "$1" = keygen
+echo "key ${3:---control}" > "$2"
+"""
+
+
+def test_setup_asks_for_each_key_that_is_not_there(tmp_path: Path) -> None:
+    for name in ("setup.sh", ".env.example"):
+        shutil.copy(DEPLOY / name, tmp_path)
+    (tmp_path / "keygen").write_text(KEYGEN)
+    (tmp_path / "keygen").chmod(0o755)
+    environment = {**os.environ, "HISPARSE_PD": str(tmp_path / "keygen")}
+    directory = tmp_path / "secrets"
+
+    def set_up() -> dict[str, str]:
+        subprocess.run(["sh", "setup.sh"], cwd=tmp_path, env=environment, check=True, timeout=60)
+        return {path.name: path.read_text() for path in directory.iterdir()}
+
+    written = set_up()
+    mounted = re.findall(r"file: \./secrets/([\w.]+)", "".join(path.read_text() for path in COMPOSE_FILES))
+    assert set(written) == set(mounted)
+    assert {name for name, text in written.items() if text != "key --api\n"} == {"control.key"}
+    assert (tmp_path / ".env").read_text() == (tmp_path / ".env.example").read_text()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {
+        0o444
+    }  # for the containers' user
+    (tmp_path / ".env").write_text("IMAGE=mine\n")
+    (directory / "control.key").unlink()
+    (directory / "api.key").chmod(0o644)
+    (directory / "api.key").write_text("mine")
+    assert set_up() == {**written, "api.key": "mine"}
+    assert (tmp_path / ".env").read_text() == "IMAGE=mine\n"
+
+
+def test_what_the_gpu_image_adds_is_pinned_and_no_pin_is_stated_twice() -> None:
+    def pins(path: Path) -> dict[str, str]:
+        lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+        return dict(line.split("==") for line in lines)
+
+    ours, cuda = pins(DEPLOY.parent / "constraints.txt"), pins(DEPLOY / "constraints-cuda.txt")
+    assert not ours.keys() & cuda.keys()
+    name = "mooncake-transfer-engine"
+    assert ours[f"{name}-non-cuda"] == cuda[f"{name}-cuda13"]
+    extras = re.search(r"^cuda = \[(.*)\]$", (DEPLOY.parent / "pyproject.toml").read_text(), re.MULTILINE)
+    assert extras is not None
+    assert {re.split(r"[>=<]", word)[0] for word in re.findall(r'"([^"]+)"', extras[1])} == set(cuda)

@@ -1,0 +1,242 @@
+"""Two doctors over real sockets and the real Mooncake on loopback: bytes, refusals, malformed messages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from doctor import bandwidth
+from doctor.bandwidth import BandwidthError, Buffer, Rate, measure, serve
+from doctor.channel import (
+    DOCTOR_VERSION,
+    MAX_MESSAGE_BYTES,
+    Answer,
+    AskChecksum,
+    Checksum,
+    DoctorChannelError,
+    DoctorClient,
+    DoctorServer,
+    Hello,
+    Offer,
+    Question,
+    Refused,
+)
+from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine
+
+BUFFER_BYTES = 1 << 20
+TIMEOUT_SECS = 20.0
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[tuple[TransferEngine, TransferEngine]]:
+    """The one that measures and the one that serves."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("MC_LOG_LEVEL", "ERROR")
+    pair = TransferEngine("127.0.0.1"), TransferEngine("127.0.0.1")
+    yield pair
+    for engine in pair:
+        engine.close()
+    patch.undo()
+
+
+@pytest.fixture
+def buffer(engines: tuple[TransferEngine, TransferEngine]) -> Iterator[Buffer]:
+    buffer = Buffer(engines[1], BUFFER_BYTES)
+    yield buffer
+    buffer.close()
+
+
+@contextmanager
+def answering(answer: Callable[[Question], Answer] | None, serve_in: Callable[..., None]) -> Iterator[int]:
+    """A server in a thread; its port."""
+    server = DoctorServer("127.0.0.1", 0)
+    stopped = threading.Event()
+    thread = threading.Thread(target=serve_in, args=(server, stopped.is_set, answer))
+    thread.start()
+    try:
+        yield server.port
+    finally:
+        stopped.set()
+        thread.join(TIMEOUT_SECS)
+        server.close()
+
+
+def scripted(
+    server: DoctorServer, is_stopped: Callable[[], bool], answer: Callable[[Question], Answer]
+) -> None:
+    while not is_stopped():
+        server.serve_one(answer, 0.02)
+
+
+@pytest.fixture
+def port(engines: tuple[TransferEngine, TransferEngine], buffer: Buffer) -> Iterator[int]:
+    """Of a doctor that serves ``buffer``."""
+
+    def run(server: DoctorServer, is_stopped: Callable[[], bool], _: None) -> None:
+        serve(server, engines[1], buffer, time.monotonic() + 60, is_stopped)
+
+    with answering(None, run) as port:
+        yield port
+
+
+@pytest.fixture
+def client(port: int) -> Iterator[DoctorClient]:
+    client = DoctorClient("127.0.0.1", port, TIMEOUT_SECS)
+    yield client
+    client.close()
+
+
+# --- measuring --------------------------------------------------------------------------------------------
+
+
+def test_every_size_is_measured_and_the_bytes_arrive(
+    engines: tuple[TransferEngine, TransferEngine], buffer: Buffer, client: DoctorClient
+) -> None:
+    rates = measure(client, engines[0], [64, 1152, 65536], 0.001)
+    assert [rate.message_bytes for rate in rates] == [64, 1152, 65536]
+    assert [rate.num_messages % size for rate, size in zip(rates, (512, 512, 16), strict=True)] == [0, 0, 0]
+    assert all(rate.num_messages > 0 and rate.secs > 0 and rate.bytes_per_sec > 0 for rate in rates)
+    sent = np.random.default_rng(bandwidth._SEED).integers(0, 256, BUFFER_BYTES, np.uint8)
+    assert np.array_equal(buffer._memory, sent)
+
+
+def test_a_message_may_fill_the_whole_buffer(
+    engines: tuple[TransferEngine, TransferEngine], client: DoctorClient
+) -> None:
+    (rate,) = measure(client, engines[0], [BUFFER_BYTES], 1e-6)
+    assert rate.num_messages >= 1
+
+
+def test_a_message_that_does_not_fit_is_refused(
+    engines: tuple[TransferEngine, TransferEngine], client: DoctorClient
+) -> None:
+    with pytest.raises(BandwidthError, match=f"offers {BUFFER_BYTES} bytes.*{BUFFER_BYTES + 1}"):
+        measure(client, engines[0], [BUFFER_BYTES + 1], 0.001)
+
+
+def test_bytes_that_did_not_arrive_are_noticed(
+    engines: tuple[TransferEngine, TransferEngine], client: DoctorClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines[0], "write", lambda *_: None)
+    with pytest.raises(BandwidthError, match="arrived with checksum"):
+        measure(client, engines[0], [64], 0.001)
+
+
+def test_the_source_is_unregistered_whatever_happens(
+    engines: tuple[TransferEngine, TransferEngine], client: DoctorClient
+) -> None:
+    before = list(engines[0]._starts)
+    measure(client, engines[0], [64], 0.001)
+    assert engines[0]._starts == before
+
+
+def test_a_doctor_on_another_transport_is_refused_with_both(
+    engines: tuple[TransferEngine, TransferEngine], client: DoctorClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines[0], "transport", replace(engines[0].transport, protocol="rdma"))
+    with pytest.raises(BandwidthError, match="you are on 'rdma', this doctor on 'tcp'"):
+        measure(client, engines[0], [64], 0.001)
+
+
+def test_rates() -> None:
+    rate = Rate(message_bytes=1000, num_messages=MAX_BATCH_DESCRIPTORS, secs=0.5)
+    assert rate.bytes_per_sec == 1000 * 512 / 0.5
+    assert rate.secs_per_message == 0.5 / 512
+
+
+def test_a_device_that_is_not_there_is_told(
+    engines: tuple[TransferEngine, TransferEngine], client: DoctorClient
+) -> None:
+    with pytest.raises(BandwidthError, match="64 bytes on device nonsense cannot be had"):
+        Buffer(engines[0], 64, "nonsense")
+    with pytest.raises(BandwidthError, match="nonsense"):
+        measure(client, engines[0], [64], 0.001, "nonsense")
+
+
+# --- questions and answers --------------------------------------------------------------------------------
+
+
+def test_another_version_is_refused_with_both(client: DoctorClient) -> None:
+    answer = client.ask(Hello(99, "tcp"))
+    assert isinstance(answer, Refused)
+    assert f"you speak 99, this doctor {DOCTOR_VERSION}" in answer.error
+
+
+def test_a_checksum_of_more_than_there_is_is_refused(client: DoctorClient) -> None:
+    answer = client.ask(AskChecksum(BUFFER_BYTES + 1))
+    assert isinstance(answer, Refused)
+    assert str(BUFFER_BYTES) in answer.error
+    assert isinstance(client.ask(AskChecksum(BUFFER_BYTES)), Checksum)
+
+
+@pytest.mark.parametrize(
+    "frames", [[b""], [b"\xc1"], [b"\x80\x04pickle"], [msgspec.msgpack.encode([9, 1])], [b"a", b"b"]]
+)
+def test_a_malformed_question_is_refused_and_the_next_one_answered(port: int, frames: list[bytes]) -> None:
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.send_multipart(frames)
+        assert socket.poll(TIMEOUT_SECS * 1000)
+        answer = msgspec.msgpack.decode(socket.recv(), type=Offer | Checksum | Refused)
+        assert isinstance(answer, Refused)
+        assert "malformed question" in answer.error
+        socket.send(msgspec.msgpack.encode(Hello(DOCTOR_VERSION, "tcp")))
+        assert socket.poll(TIMEOUT_SECS * 1000)
+        assert isinstance(msgspec.msgpack.decode(socket.recv(), type=Offer | Checksum | Refused), Offer)
+
+
+def test_an_oversized_question_costs_only_its_sender_the_connection(port: int, client: DoctorClient) -> None:
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.send(bytes(MAX_MESSAGE_BYTES + 1))
+        assert monitor.poll(TIMEOUT_SECS * 1000), "the connection stands"
+        socket.disable_monitor()
+        monitor.close()
+    assert isinstance(client.ask(Hello(DOCTOR_VERSION, "tcp")), Offer)
+
+
+def test_an_answer_that_is_none_is_an_error(engines: tuple[TransferEngine, TransferEngine]) -> None:
+    with answering(lambda question: Checksum(1), scripted) as port:
+        client = DoctorClient("127.0.0.1", port, TIMEOUT_SECS)
+        with pytest.raises(DoctorChannelError, match="expected Offer, got Checksum"):
+            measure(client, engines[0], [64], 0.001)
+        client.close()
+    with answering(lambda question: Offer("s", -1, 5), scripted) as port:
+        client = DoctorClient("127.0.0.1", port, TIMEOUT_SECS)
+        with pytest.raises(DoctorChannelError, match="answers what is no answer"):
+            client.ask(Hello(DOCTOR_VERSION, "tcp"))
+        client.close()
+
+
+def test_nobody_answers() -> None:
+    client = DoctorClient("127.0.0.1", 1, 0.05)
+    with pytest.raises(DoctorChannelError, match=r"no answer from tcp://127\.0\.0\.1:1 within 0\.05 s"):
+        client.ask(Hello(DOCTOR_VERSION, "tcp"))
+    client.close()
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(DoctorChannelError, match="cannot connect"):
+        DoctorClient("no host", 1, 0.05)
+
+
+def test_a_taken_port_is_told(port: int) -> None:
+    with pytest.raises(DoctorChannelError, match=f"cannot listen on tcp://127.0.0.1:{port}"):
+        DoctorServer("127.0.0.1", port)
+
+
+def test_serving_ends_in_time(engines: tuple[TransferEngine, TransferEngine], buffer: Buffer) -> None:
+    server = DoctorServer("127.0.0.1", 0)
+    serve(server, engines[1], buffer, time.monotonic() + 0.01, lambda: False)
+    server.close()

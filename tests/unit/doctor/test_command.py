@@ -1,0 +1,451 @@
+"""The doctor's checks on fake machines: each of their outcomes, and the report that is made of them."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Console
+
+from doctor import command as doctor
+from doctor.bandwidth import Rate
+from doctor.checks import (
+    Check,
+    CudaFacts,
+    Status,
+    check_address,
+    check_cuda,
+    check_descriptors,
+    check_devices,
+    check_gpu_direct,
+    check_memlock,
+    check_memory,
+    check_mooncake,
+    check_pinned,
+    check_transport,
+    check_verbs,
+    cuda_facts,
+    mooncake_version,
+)
+from doctor.command import Report, examine, print_report
+from doctor.settings import DoctorSettings
+from service.free_memory import cgroup_available_bytes
+from tests.unit.transfer.fake_machine import GIB, INFINIBAND, LINK_LOCAL_GID, ROCE, FakeDevice, FakeMachine
+from transfer.machine import Machine
+from transfer.transport import AskedProtocol, Transport
+
+HOST = "192.0.2.7"
+OK, INFO, WARN, FAIL = Status.OK, Status.INFO, Status.WARN, Status.FAIL
+H200 = CudaFacts("2.13.0", "13.0", ("NVIDIA H200 (140.0 GiB)",))
+NO_CUDA = CudaFacts("2.13.0", "", error="this build of torch has no CUDA")
+DOWN = replace(ROCE, name="mlx5_1", uverbs="uverbs1", state="1: DOWN")
+
+
+def fail_to_import() -> str:
+    raise ImportError("libibverbs.so.1: cannot open shared object file")
+
+
+def fail_to_load() -> tuple[str, ...]:
+    raise OSError("libibverbs.so.1: cannot open shared object file")
+
+
+# --- software ---------------------------------------------------------------------------------------------
+
+
+def test_mooncake_is_imported() -> None:
+    check = check_mooncake(mooncake_version)
+    assert check.status is OK
+    assert check.found.startswith("mooncake-transfer-engine")
+
+
+def test_mooncake_that_cannot_be_imported_fails() -> None:
+    check = check_mooncake(fail_to_import)
+    assert check.status is FAIL
+    assert "cannot open shared object file" in check.found
+    assert "libibverbs1" in check.remedy
+
+
+def test_libibverbs(tmp_path: Path) -> None:
+    loaded = check_verbs(FakeMachine(tmp_path / "a", ROCE).machine)
+    assert (loaded.status, loaded.found) == (OK, "loads, devices with a driver: mlx5_0")
+    missing = check_verbs(FakeMachine(tmp_path / "b", verbs_devices=fail_to_load).machine)
+    assert missing.status is FAIL
+    assert "libibverbs1" in missing.remedy
+
+
+@pytest.mark.parametrize(
+    ("device", "facts", "status", "words"),
+    [
+        ("cuda", H200, OK, "H200 (140.0 GiB); driver 580.95.05, torch 2.13.0, CUDA 13.0"),
+        ("cpu", H200, INFO, "H200"),
+        ("cuda:0", NO_CUDA, FAIL, "this build of torch has no CUDA; driver 580.95.05"),
+        ("cpu", NO_CUDA, INFO, "no CUDA"),
+        ("cuda", CudaFacts(error="ImportError: no torch"), FAIL, "ImportError: no torch"),
+    ],
+)
+def test_cuda(tmp_path: Path, device: str, facts: CudaFacts, status: Status, words: str) -> None:
+    fake = FakeMachine(tmp_path)
+    fake.write(
+        "proc/driver/nvidia/version",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build",
+    )
+    check = check_cuda(device, facts, fake.machine)
+    assert check.status is status
+    assert words in check.found
+    assert bool(check.remedy) is (status is FAIL)
+
+
+def test_no_driver_is_told(tmp_path: Path) -> None:
+    assert "driver none" in check_cuda("cpu", NO_CUDA, FakeMachine(tmp_path).machine).found
+
+
+def test_the_facts_of_this_machine_can_be_had() -> None:
+    facts = cuda_facts()
+    assert facts.torch_version
+    assert facts.devices or facts.error
+
+
+@pytest.mark.parametrize(
+    ("device", "facts", "status"),
+    [
+        ("cuda", H200, OK),
+        ("cpu", H200, INFO),
+        ("cpu", NO_CUDA, INFO),
+        ("cuda", replace(H200, pin_error="RuntimeError: out of memory"), FAIL),
+        ("cpu", replace(H200, pin_error="RuntimeError: out of memory"), INFO),
+    ],
+)
+def test_pinned_memory(device: str, facts: CudaFacts, status: Status) -> None:
+    check = check_pinned(device, facts)
+    assert check.status is status
+    assert facts.pin_error in check.found
+
+
+# --- memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_gib", "status"), [(0, INFO), (32, OK), (33, FAIL)])
+def test_free_memory(tmp_path: Path, num_gib: int, status: Status) -> None:
+    check = check_memory(num_gib * GIB, FakeMachine(tmp_path).machine)
+    assert check.status is status
+    assert "32.0 GiB in the machine" in check.found
+    assert num_gib == 0 or f"{num_gib}.0 GiB asked for" in check.found
+
+
+def test_free_memory_is_bounded_by_the_control_group(tmp_path: Path) -> None:
+    fake = FakeMachine(tmp_path)
+    fake.write("proc/self/cgroup", "0::/pod/one\n")
+    fake.write("sys/fs/cgroup/pod/one/memory.max", f"{16 * GIB}\n")
+    fake.write("sys/fs/cgroup/pod/one/memory.current", f"{6 * GIB}\n")
+    fake.write("sys/fs/cgroup/pod/one/memory.stat", f"anon 5\ninactive_file {2 * GIB}\n")
+    check = check_memory(13 * GIB, fake.machine)
+    assert check.status is FAIL
+    assert "12.0 GiB in the control group" in check.found
+    assert check_memory(12 * GIB, fake.machine).status is OK
+
+
+def test_every_control_group_above_counts(tmp_path: Path) -> None:
+    fake = FakeMachine(tmp_path)
+    fake.write("proc/self/cgroup", "0::/pod/one\n")
+    for group, limit in (("pod/one", "max"), ("pod", str(8 * GIB)), (".", str(9 * GIB))):
+        fake.write(f"sys/fs/cgroup/{group}/memory.max", limit)
+        fake.write(f"sys/fs/cgroup/{group}/memory.current", "0")
+    assert cgroup_available_bytes(fake.machine) == 8 * GIB
+
+
+def test_control_groups_of_version_1(tmp_path: Path) -> None:
+    fake = FakeMachine(tmp_path)
+    fake.write("proc/self/cgroup", "9:name=systemd:/\n4:memory:/pod\n0::/\n")
+    fake.write("sys/fs/cgroup/memory/pod/memory.limit_in_bytes", str(4 * GIB))
+    fake.write("sys/fs/cgroup/memory/pod/memory.usage_in_bytes", str(5 * GIB))
+    fake.write("sys/fs/cgroup/memory/pod/memory.stat", "total_inactive_file 10\n")
+    assert cgroup_available_bytes(fake.machine) == 0
+
+
+def test_no_control_group_has_a_limit(tmp_path: Path) -> None:
+    assert cgroup_available_bytes(FakeMachine(tmp_path).machine) is None
+
+
+def test_a_machine_that_does_not_tell_its_memory(tmp_path: Path) -> None:
+    fake = FakeMachine(tmp_path)
+    fake.write("proc/meminfo", "")
+    assert check_memory(GIB, fake.machine).status is WARN
+
+
+@pytest.mark.parametrize(
+    ("limit", "status", "of_router", "of_node"), [(1024, WARN, 277, 832), (1 << 20, OK, 8192, 8192)]
+)
+def test_descriptors_are_told_in_connections(
+    limit: int, status: Status, of_router: int, of_node: int
+) -> None:
+    check = check_descriptors(limit)
+    assert check.status is status
+    assert f"a router has {of_router} connections at most, a node {of_node}" in check.found
+    assert ("nofile" in check.remedy) == (status is WARN)
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "num_bytes", "status"),
+    [
+        ("rdma", None, 64 * GIB, OK),
+        ("rdma", 64 * GIB, 64 * GIB, OK),
+        ("rdma", 8 << 20, 64 * GIB, FAIL),
+        ("auto", 8 << 20, 64 * GIB, WARN),
+        ("tcp", 8 << 20, 64 * GIB, INFO),
+    ],
+)
+def test_locked_memory(
+    tmp_path: Path, asked: AskedProtocol, limit: int | None, num_bytes: int, status: Status
+) -> None:
+    fake = FakeMachine(tmp_path, memlock_bytes=lambda: limit)
+    check = check_memlock(num_bytes, 1, asked, fake.machine)
+    assert check.status is status
+    assert bool(check.remedy) is (status in (WARN, FAIL))
+    fake.grant_ipc_lock()
+    lifted = check_memlock(num_bytes, 1, asked, fake.machine)
+    assert lifted.status in (OK, INFO)
+    assert limit is None or "CAP_IPC_LOCK" in lifted.found
+
+
+# --- RDMA -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("asked", "status"), [("tcp", INFO), ("auto", WARN), ("rdma", FAIL)])
+def test_a_machine_without_devices(tmp_path: Path, asked: AskedProtocol, status: Status) -> None:
+    (check,) = check_devices(asked, "", HOST, FakeMachine(tmp_path).machine)
+    assert check.status is status
+    assert "class/infiniband" in check.found
+    assert bool(check.remedy) is (status is not INFO)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ib_device", "devices", "statuses"),
+    [
+        ("rdma", "", [ROCE], [OK]),
+        ("rdma", "", [INFINIBAND], [OK]),
+        ("rdma", "", [DOWN], [FAIL]),
+        ("rdma", "", [ROCE, DOWN], [OK, WARN]),
+        ("rdma", "mlx5_0", [ROCE, DOWN], [OK, INFO]),
+        ("rdma", "mlx5_1", [ROCE, DOWN], [FAIL, INFO]),
+        ("rdma", "mlx5_9", [ROCE], [FAIL, INFO]),
+        ("auto", "", [ROCE, DOWN], [OK, WARN]),
+        ("auto", "mlx5_1", [ROCE, DOWN], [WARN, INFO]),
+        ("tcp", "", [ROCE, DOWN], [INFO, INFO]),
+    ],
+)
+def test_each_device_gets_a_line(
+    tmp_path: Path,
+    asked: AskedProtocol,
+    ib_device: str,
+    devices: list[FakeDevice],
+    statuses: list[Status],
+) -> None:
+    checks = check_devices(asked, ib_device, HOST, FakeMachine(tmp_path, *devices).machine)
+    assert [check.status for check in checks] == statuses
+    assert all(bool(check.remedy) is (check.status in (WARN, FAIL)) for check in checks)
+
+
+def test_the_line_of_a_device_shows_port_and_gid(tmp_path: Path) -> None:
+    (good,) = check_devices("rdma", "", HOST, FakeMachine(tmp_path / "a", ROCE).machine)
+    assert good.found == "4: ACTIVE, Ethernet; GID 3 192.0.2.7 of ens1f0, RoCE v2"
+    link_local = replace(ROCE, gids=[(LINK_LOCAL_GID, "RoCE v2")])
+    (near,) = check_devices("rdma", "", HOST, FakeMachine(tmp_path / "b", link_local).machine)
+    assert "same link only" in near.found
+    (other,) = check_devices("rdma", "", "198.51.100.4", FakeMachine(tmp_path / "c", ROCE).machine)
+    assert "not the advertised 198.51.100.4" in other.found
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "has_dma_buf", "status"),
+    [
+        ("cuda", "rdma", True, OK),
+        ("cuda", "rdma", False, FAIL),
+        ("cuda", "auto", False, WARN),
+        ("cuda", "tcp", False, INFO),
+        ("cpu", "rdma", False, INFO),
+        ("cpu", "rdma", True, INFO),
+    ],
+)
+def test_gpu_direct(
+    tmp_path: Path, device: str, asked: AskedProtocol, has_dma_buf: bool, status: Status
+) -> None:
+    machine = FakeMachine(tmp_path, has_dma_buf=lambda: has_dma_buf).machine
+    check = check_gpu_direct(device, asked, machine)
+    assert check.status is status
+    assert ("dma-buf" in check.found) or not has_dma_buf
+
+
+@pytest.mark.parametrize(("host", "status"), [("127.0.0.1", INFO), ("203.0.113.77", WARN)])
+def test_the_advertised_address(host: str, status: Status) -> None:
+    assert check_address(host).status is status
+
+
+def test_an_address_of_a_network_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.transport.is_local", lambda address: True)
+    assert check_address(HOST).status is OK
+
+
+@pytest.mark.parametrize(
+    ("asked", "environ", "status", "words"),
+    [
+        ("rdma", {}, OK, "rdma: RDMA devices usable: mlx5_0"),
+        ("auto", {}, OK, "rdma: RDMA devices usable: mlx5_0"),
+        ("tcp", {}, OK, "tcp: asked for"),
+        (
+            "rdma",
+            {"MC_IB_PORT": "7"},
+            FAIL,
+            "would not start: --transfer-protocol rdma: mlx5_0 has no port 7",
+        ),
+        ("tcp", {"MC_TCP_PROTO": "1"}, FAIL, "would not start: MC_TCP_PROTO=1"),
+    ],
+)
+def test_the_transport(
+    tmp_path: Path, asked: AskedProtocol, environ: dict[str, str], status: Status, words: str
+) -> None:
+    machine = FakeMachine(tmp_path, ROCE, environ=environ).machine
+    check, transport = check_transport(asked, "", HOST, GIB, "cpu", machine)
+    assert check.status is status
+    assert words in check.found
+    assert (transport is None) is (status is FAIL)
+
+
+# --- the whole --------------------------------------------------------------------------------------------
+
+
+def settings(**values: Any) -> DoctorSettings:
+    return DoctorSettings(advertise_host=HOST, **values)
+
+
+def test_a_good_machine_is_all_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cuda_facts", lambda: H200)
+    machine = FakeMachine(tmp_path, ROCE, has_dma_buf=lambda: True).machine
+    report = examine(settings(transfer_protocol="rdma", device="cuda", host_pool_gib=16), machine)
+    assert report.is_ok
+    assert report.transport is not None
+    assert report.transport.devices == ("mlx5_0",)
+    assert {check.status for check in report.checks} <= {OK, WARN}
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "name"),
+    [
+        ({"transfer_protocol": "rdma"}, [], "RDMA"),
+        ({"transfer_protocol": "rdma", "ib_device": "mlx5_9"}, [ROCE], "RDMA mlx5_9"),
+        ({"device": "cuda"}, [], "CUDA"),
+        ({"host_pool_gib": 40}, [], "free memory"),
+    ],
+)
+def test_what_is_missing_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    devices: list[FakeDevice],
+    name: str,
+) -> None:
+    monkeypatch.setattr(doctor, "cuda_facts", lambda: NO_CUDA)
+    report = examine(settings(**changes), FakeMachine(tmp_path, *devices).machine)
+    assert not report.is_ok
+    assert name in [check.name for check in report.checks if check.status is FAIL]
+
+
+def test_the_pool_of_a_pair_of_devices_must_fit_the_limit_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "cuda_facts", lambda: NO_CUDA)
+    second = replace(ROCE, name="mlx5_1", uverbs="uverbs1")
+    machine = FakeMachine(tmp_path, ROCE, second, memlock_bytes=lambda: 3 * GIB).machine
+    one = examine(settings(transfer_protocol="rdma", ib_device="mlx5_1", host_pool_gib=2), machine)
+    both = examine(settings(transfer_protocol="rdma", host_pool_gib=2), machine)
+    assert one.is_ok
+    assert [check.name for check in both.checks if check.status is FAIL] == ["locked memory", "KV transport"]
+
+
+def test_a_peer_that_is_not_there_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cuda_facts", lambda: NO_CUDA)
+    report = examine(settings(peer="127.0.0.1:1", peer_timeout_secs=0.1), FakeMachine(tmp_path).machine)
+    (check,) = [check for check in report.checks if check.status is FAIL]
+    assert "no answer from tcp://127.0.0.1:1 within 0.1 s" in check.found
+    assert "--serve" in check.remedy
+
+
+def test_no_peer_is_asked_when_there_is_no_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cuda_facts", lambda: NO_CUDA)
+    monkeypatch.setattr(doctor, "check_peer", lambda *_: pytest.fail("it was asked"))
+    report = examine(settings(transfer_protocol="rdma", peer="127.0.0.1:1"), FakeMachine(tmp_path).machine)
+    assert report.transport is None
+
+
+REPORT = Report(
+    (Check("one", OK, "[fd00::2] is here"), Check("two", FAIL, "gone", "bring it back")),
+    Transport("rdma", ("mlx5_0",), "usable"),
+    (Rate(1152, 512, 0.016),),
+)
+
+
+def test_the_report_for_programs() -> None:
+    report = json.loads(json.dumps(REPORT.to_dict()))
+    assert report["ok"] is False
+    assert report["transport"] == {"protocol": "rdma", "devices": ["mlx5_0"], "reason": "usable"}
+    assert report["checks"][1] == {
+        "name": "two",
+        "status": "fail",
+        "found": "gone",
+        "remedy": "bring it back",
+    }
+    (rate,) = report["bandwidth"]
+    assert rate["bytes_per_sec"] == pytest.approx(1152 * 512 / 0.016)
+    assert rate["secs_per_message"] == pytest.approx(0.016 / 512)
+
+
+def test_the_report_for_people() -> None:
+    text = io.StringIO()
+    print_report(REPORT, Console(file=text, width=100))
+    for words in ("[fd00::2] is here", "-> bring it back", "0.037", "31.2", "1 missing"):
+        assert words in text.getvalue()
+
+
+def test_warnings_do_not_fail(tmp_path: Path) -> None:
+    text = io.StringIO()
+    report = Report((Check("one", WARN, "odd"),), None)
+    print_report(report, Console(file=text, width=100))
+    assert report.is_ok
+    assert "all good, 1 to look at" in text.getvalue()
+
+
+# --- settings ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peer", ["10.0.0.1", "10.0.0.1:", ":8997", "10.0.0.1:0", "10.0.0.1:99999", "a:b"])
+def test_a_peer_is_host_and_port(peer: str) -> None:
+    with pytest.raises(ValidationError, match="HOST:PORT"):
+        DoctorSettings(peer=peer)
+
+
+def test_a_peer_may_have_an_ipv6_address() -> None:
+    assert DoctorSettings(peer="[fd00::2]:8997").peer_address == ("fd00::2", "8997")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"peer": "a:1", "serve": True},
+        {"message_bytes": ()},
+        {"message_bytes": (0,)},
+        {"message_bytes": ((64 << 20) + 1,)},
+        {"host_pool_gib": -1},
+        {"no_such": 1},
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        DoctorSettings(**values)
+
+
+def test_the_real_machine_can_be_examined() -> None:
+    assert examine(DoctorSettings(transfer_protocol="auto"), Machine()).is_ok

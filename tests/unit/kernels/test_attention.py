@@ -1,0 +1,207 @@
+"""Attention backends: which one is chosen and why, the reference over formats, Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import flashmla
+from kernels.attention import (
+    BACKEND_NAMES,
+    FLASHMLA_KV,
+    FLASHMLA_SPARSE,
+    TORCH,
+    TRITON,
+    AttentionBackendError,
+    TorchAttention,
+    sparse_mla_attention,
+)
+from kernels.attention_backends import choose_backend
+from kernels.checks import KernelArgumentError
+from kernels.kv_format import BFLOAT16, FLOAT32, FORMAT_NAMES, FP8_E4M3, KvFormat
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU machine with FlashMLA, as far as the choice of a backend looks at it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flashmla, "_flash_mla", lambda: object())
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_a_cpu_gets_the_reference(name: str) -> None:
+    kv_format = KvFormat(name, 512, 64)
+    backend = choose_backend("auto", device=CPU, kv_format=kv_format, num_heads=128, top_k=2048)
+    assert (backend.name, backend.reason) == (TORCH, "auto on cpu")
+
+
+@pytest.mark.parametrize("name", [TRITON, FLASHMLA_SPARSE, FLASHMLA_KV])
+def test_a_cpu_refuses_gpu_backends_and_names_what_works(name: str) -> None:
+    kv_format = KvFormat(BFLOAT16, 512, 64)
+    with pytest.raises(AttentionBackendError, match=rf"{name}: .*; these would work here: torch$"):
+        choose_backend(name, device=CPU, kv_format=kv_format, num_heads=128, top_k=2048)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(AttentionBackendError, match=r"expected auto or one of .*triton, torch, got 'fa3'"):
+        choose_backend("fa3", device=CPU, kv_format=KvFormat(FLOAT32, 8, 4), num_heads=1, top_k=1)
+
+
+@pytest.mark.usefixtures("an_h200")
+@pytest.mark.parametrize(
+    ("name", "num_heads", "top_k", "chosen"),
+    [
+        (BFLOAT16, 128, 2048, FLASHMLA_SPARSE),
+        (BFLOAT16, 64, 128, FLASHMLA_SPARSE),
+        (FP8_E4M3, 128, 2048, FLASHMLA_KV),
+        (FP8_E4M3, 64, 64, FLASHMLA_KV),
+    ],
+)
+def test_flashmla_where_it_fits(name: str, num_heads: int, top_k: int, chosen: str) -> None:
+    backend = choose_backend(
+        "auto", device=CUDA, kv_format=KvFormat(name, 512, 64), num_heads=num_heads, top_k=top_k
+    )
+    assert backend.name == chosen
+
+
+@pytest.mark.usefixtures("an_h200")
+@pytest.mark.parametrize(
+    ("name", "kv_format", "num_heads", "top_k", "reason"),
+    [
+        (FLASHMLA_SPARSE, KvFormat(FP8_E4M3, 512, 64), 128, 2048, "reads bfloat16 items, not fp8_e4m3"),
+        (FLASHMLA_KV, KvFormat(BFLOAT16, 512, 64), 128, 2048, "reads fp8_e4m3 items, not bfloat16"),
+        (FLASHMLA_KV, KvFormat(FP8_E4M3, 96, 16), 128, 2048, r"512 \+ 64 numbers, not 96 \+ 16"),
+        (FLASHMLA_SPARSE, KvFormat(BFLOAT16, 512, 64), 16, 2048, "64 or 128 heads, not 16"),
+        (FLASHMLA_SPARSE, KvFormat(BFLOAT16, 512, 64), 128, 64, "multiple of 128, not 64"),
+        (FLASHMLA_KV, KvFormat(FP8_E4M3, 512, 64), 128, 32, "multiple of 64, not 32"),
+    ],
+)
+def test_flashmla_is_refused_where_it_does_not_fit(
+    name: str, kv_format: KvFormat, num_heads: int, top_k: int, reason: str
+) -> None:
+    with pytest.raises(AttentionBackendError, match=rf"{name}: .*{reason}; these would work here: .*torch"):
+        choose_backend(name, device=CUDA, kv_format=kv_format, num_heads=num_heads, top_k=top_k)
+    backend = choose_backend("auto", device=CUDA, kv_format=kv_format, num_heads=num_heads, top_k=top_k)
+    assert backend.name != name
+
+
+def test_gpus_without_flashmla_or_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flashmla, "_flash_mla", lambda: "no such wheel")
+    monkeypatch.setitem(sys.modules, "kernels.triton_attention", None)
+    monkeypatch.delattr("kernels.triton_attention", raising=False)
+    kv_format = KvFormat(BFLOAT16, 512, 64)
+    backend = choose_backend("auto", device=CUDA, kv_format=kv_format, num_heads=128, top_k=2048)
+    assert backend.name == TORCH
+    assert "no such wheel" in backend.reason
+    assert "not triton: triton cannot be imported" in backend.reason
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_every_name_can_be_asked_for() -> None:
+    for name in BACKEND_NAMES:
+        if name == TRITON and importlib.util.find_spec("triton") is None:
+            continue
+        kv_format = KvFormat(FP8_E4M3 if name == FLASHMLA_KV else BFLOAT16, 512, 64)
+        backend = choose_backend(name, device=CUDA, kv_format=kv_format, num_heads=128, top_k=2048)
+        assert (backend.name, backend.reason) == (name, "configured")
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_the_reference_attends_to_loaded_items(name: str, generator: torch.Generator) -> None:
+    kv_format = KvFormat(name, 33, 7)
+    pool = torch.full((20, kv_format.item_bytes), 0xFF, dtype=torch.uint8)
+    kv_format.store(pool, torch.arange(1, 20), torch.randn((19, 40), generator=generator))
+    q = torch.randn((6, 3, 40), generator=generator)
+    slots = torch.randint(1, 20, (6, 11), dtype=torch.int32, generator=generator)
+    slots[torch.rand((6, 11), generator=generator) < 0.4] = -1
+    slots[3] = -1
+    out = TorchAttention(kv_format).attend(q, pool, slots, 0.3)
+    expected = sparse_mla_attention(q, kv_format.load(pool), slots, 33, 0.3)
+    assert torch.equal(out, expected)
+    assert not out[3].any()
+    assert not out.isnan().any()
+
+
+def test_wrong_arguments_are_named() -> None:
+    backend = TorchAttention(KvFormat(BFLOAT16, 8, 4))
+    q, pool = torch.zeros((2, 3, 12)), torch.zeros((5, 24), dtype=torch.uint8)
+    slots = torch.zeros((2, 4), dtype=torch.int32)
+    with pytest.raises(KernelArgumentError, match=r"q: expected shape \[\*, \*, 12\], got \[2, 3, 11\]"):
+        backend.attend(q[..., :11], pool, slots, 1.0)
+    with pytest.raises(KernelArgumentError, match=r"layer_pool: expected shape \[\*, 24\], got \[5, 20\]"):
+        backend.attend(q, pool[:, :20].contiguous(), slots, 1.0)
+    with pytest.raises(KernelArgumentError, match=r"device_slots: expected shape \[2, \*\], got \[1, 4\]"):
+        backend.attend(q, pool, slots[:1], 1.0)
+
+
+def test_triton_kernels_agree_with_the_reference() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    answer = subprocess.run(
+        [sys.executable, "-m", "tests.unit.kernels.interpreted_attention"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == "same\n"
+
+
+def test_splits_fill_the_gpu_and_no_more() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from kernels.triton_attention import MAX_SPLITS, num_splits_for
+
+    assert num_splits_for(num_programs=2, num_blocks=32, num_places=132) == MAX_SPLITS
+    assert num_splits_for(num_programs=132, num_blocks=32, num_places=132) == 1
+    assert num_splits_for(num_programs=16384, num_blocks=32, num_places=132) == 1
+    assert num_splits_for(num_programs=1, num_blocks=1, num_places=132) == 1
+    for num_programs in range(1, 300, 7):
+        for num_blocks in (1, 2, 3, 5, 31, 32, 64):
+            num_splits = num_splits_for(num_programs, num_blocks, 132)
+            # No split is left without a block.
+            assert 1 <= num_splits <= num_blocks
+            assert (num_splits - 1) * -(-num_blocks // num_splits) < num_blocks
+
+
+@given(st.integers(1, 140), st.integers(1, 40), st.integers(1, 132), st.integers(1, 132))
+def test_a_schedule_has_every_block_once(num_queries: int, per_query: int, num_parts: int, rows: int) -> None:
+    table, starts = flashmla.spread(num_queries, per_query, num_parts, rows)
+    assert flashmla.num_scheduled_blocks(table, num_queries, per_query) == num_queries * per_query
+    cuts: dict[int, list[tuple[int, int, int, int]]] = {query: [] for query in range(num_queries)}
+    lengths = []
+    for first, last, begin, end, cut, first_is_cut, last_is_cut, _ in table.tolist():
+        if first == num_queries:  # a part without work
+            continue
+        lengths.append((last - first) * per_query + end - begin)
+        for query in range(first, last + 1):
+            is_first, is_last = query == first, query == last
+            is_cut = first_is_cut if is_first else last_is_cut if is_last else 0
+            from_to = begin if is_first else 0, end if is_last else per_query
+            cuts[query].append((*from_to, cut if is_first else 0, is_cut))
+        assert first != last or first_is_cut == last_is_cut
+    assert len(lengths) <= min(num_parts, rows)
+    assert max(lengths) - min(lengths) <= 1
+    for query, parts in cuts.items():
+        begins, ends, numbers, are_cut = zip(*parts, strict=True)
+        assert [*begins, per_query] == [0, *ends]
+        assert list(numbers) == list(range(len(parts)))
+        assert set(are_cut) == {int(len(parts) > 1)}
+        assert starts[query + 1] - starts[query] == len(parts)

@@ -1,0 +1,207 @@
+"""Routed experts: block-scaled fp8 weights, the routing tables, the reference, and the kernel interpreted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.block_fp8 import BLOCK, dequantize, quantize, scales_shape
+from kernels.expert_routing import ExpertMatrices, Routing, most_tiles
+from kernels.experts import run_experts
+
+ROOT = Path(__file__).resolve().parents[3]
+NUM_EXPERTS, TOP_K = 7, 3
+
+
+def draw(num_tokens: int, hidden: int = 160, inner: int = 136) -> tuple[Tensor, ...]:
+    """Tokens, expert ids, weights, and the two matrices of every expert as an expert shard holds them."""
+    torch.manual_seed(num_tokens)
+    x = torch.randn(num_tokens, hidden)
+    expert_ids = torch.stack([torch.randperm(NUM_EXPERTS)[:TOP_K] for _ in range(num_tokens)])
+    weights = torch.rand(num_tokens, TOP_K)
+    gate_up = torch.randn(NUM_EXPERTS, 2, inner, hidden) / hidden**0.5
+    down = torch.randn(NUM_EXPERTS, 1, hidden, inner) / inner**0.5
+    return x, expert_ids, weights, gate_up, down
+
+
+def matrices(dense: Tensor, *, is_fp8: bool) -> ExpertMatrices:
+    if not is_fp8:
+        return ExpertMatrices(dense, None)
+    values, scales = zip(*(quantize(matrix) for matrix in dense.flatten(0, 1)), strict=True)
+    num = dense.shape[:2]
+    return ExpertMatrices(torch.stack(values).unflatten(0, num), torch.stack(scales).unflatten(0, num))
+
+
+def part(whole: ExpertMatrices, experts: slice) -> ExpertMatrices:
+    return ExpertMatrices(whole.values[experts], None if whole.scales is None else whole.scales[experts])
+
+
+def one_by_one(
+    x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: ExpertMatrices, down: ExpertMatrices
+) -> Tensor:
+    """A token and an expert at a time, in float64."""
+    total = torch.zeros_like(x, dtype=torch.float64)
+    for token, ids in enumerate(expert_ids.tolist()):
+        for choice, expert in enumerate(ids):
+            gate, up = gate_up.of(expert, torch.float64) @ x[token].double()
+            result = down.of(expert, torch.float64)[0] @ (torch.nn.functional.silu(gate) * up)
+            total[token] += weights[token, choice] * result
+    return total.float()
+
+
+# --- weights ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (1, 1), (129, 300), (5, 128)])
+def test_block_scales_bound_the_error_of_a_weight(shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    matrix = torch.randn(shape) * torch.logspace(-4, 2, shape[1])
+    values, scales = quantize(matrix)
+    assert tuple(scales.shape) == scales_shape(*shape)
+    back = dequantize(values, scales, torch.float32)
+    largest_of_block = (
+        scales.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]] * 448
+    )
+    # e4m3 has 3 bits of mantissa, and steps of 2^-9 below its normal range.
+    assert torch.all((back - matrix).abs() <= matrix.abs() / 16 + largest_of_block * 2**-10 / 448)
+
+
+def test_scales_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"scales of \[129, 4\]: expected \[2, 1\], got \[1, 1\]"):
+        dequantize(torch.zeros(129, 4).to(torch.float8_e4m3fn), torch.ones(1, 1), torch.float32)
+
+
+# --- routing ---------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 300), st.integers(0, 2**31))
+def test_every_row_is_in_exactly_one_tile_of_its_expert(
+    num_experts: int, top_k: int, num_tokens: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    top_k = min(top_k, num_experts)
+    popular = torch.rand(num_experts) ** 4
+    expert_ids = torch.multinomial(popular.expand(num_tokens, -1) + 1e-9, top_k)
+    routing = Routing.plan(expert_ids, torch.rand(num_tokens, top_k), num_experts)
+    flat = expert_ids.flatten()
+    seen: list[int] = []
+    num_tiles = int(routing.tile_starts[-1])
+    assert num_tiles <= most_tiles(len(flat), num_experts, routing.tile_rows) == len(routing.tile_experts)
+    for tile in range(num_tiles):
+        expert = int(routing.tile_experts[tile])
+        assert routing.tile_starts[expert] <= tile < routing.tile_starts[expert + 1]
+        first = int(routing.starts[expert] + (tile - routing.tile_starts[expert]) * routing.tile_rows)
+        rows = routing.order[first : min(first + routing.tile_rows, int(routing.starts[expert + 1]))]
+        assert len(rows) > 0
+        assert torch.all(flat[rows.long()] == expert)
+        seen += rows.tolist()
+    assert sorted(seen) == list(range(num_tokens * top_k))
+
+
+# --- products --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 5, 90])
+def test_the_experts_of_all_devices_add_up(num_tokens: int, is_fp8: bool) -> None:
+    x, expert_ids, weights, *dense = draw(num_tokens)
+    gate_up, down = (matrices(matrix, is_fp8=is_fp8) for matrix in dense)
+    routing = Routing.plan(expert_ids, weights, NUM_EXPERTS)
+    total = torch.zeros_like(x)
+    for first, end in ((0, 2), (2, 3), (3, NUM_EXPERTS)):
+        experts = slice(first, end)
+        total += run_experts(x, routing, part(gate_up, experts), part(down, experts), first)
+    torch.testing.assert_close(total, one_by_one(x, expert_ids, weights, gate_up, down))
+
+
+def interpret_cases() -> None:
+    """A program of its own, because Triton reads ``TRITON_INTERPRET`` when it is imported."""
+    from kernels.triton_experts import run_experts_triton
+
+    for num_tokens, is_fp8 in ((1, False), (1, True), (60, True), (9, False)):
+        x, expert_ids, weights, *dense = draw(num_tokens)
+        gate_up, down = (matrices(matrix, is_fp8=is_fp8) for matrix in dense)
+        routing = Routing.plan(expert_ids, weights, NUM_EXPERTS)
+        for first, end in ((0, NUM_EXPERTS), (2, 5)):
+            experts = slice(first, end)
+            shard = part(gate_up, experts), part(down, experts), first
+            torch.testing.assert_close(
+                run_experts_triton(x, routing, *shard), run_experts(x, routing, *shard)
+            )
+    print("same")
+
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+@needs_triton
+def test_interpreted_kernel() -> None:
+    command = [sys.executable, "-c", "from tests.unit.kernels import test_experts as t; t.interpret_cases()"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout == "same\n", done.stderr
+
+
+def compile_kernel() -> None:
+    """For an H200, of which this machine needs none."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from kernels.triton_experts import TILINGS, _product_kernel
+
+    names = _product_kernel.arg_names
+    pointers = {"x": "*bf16", "out": "*bf16", "values": "*fp8e4nv", "scales": "*fp32", "weights": "*fp32"}
+    pointers |= dict.fromkeys(("order", "starts", "tile_starts", "tile_experts"), "*i32")
+    result = {}
+    for tile_rows, tiling in TILINGS.items():
+        constants = {
+            "NUM_MATRICES": 2,
+            "ROWS": 2048,
+            "COLUMNS": 7168,
+            "IS_FIRST": True,
+            "HAS_SCALES": True,
+            "SCALE_BLOCK": BLOCK,
+            "TILE_ROWS": tile_rows,
+            "BLOCK_ROWS": tiling.block_rows,
+            "BLOCK_COLUMNS": tiling.block_columns,
+        }
+        signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
+        source = triton.compiler.ASTSource(
+            fn=_product_kernel,
+            signature=signature,
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
+        )
+        options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        result[tile_rows] = {"ptx": compiled.asm["ptx"], "shared_bytes": compiled.metadata.shared}
+    print(json.dumps(result))
+
+
+@needs_triton
+def test_weights_come_wide_and_meet_the_tensor_cores(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from tests.unit.kernels import test_experts as t; t.compile_kernel()"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    for tile_rows, compiled in json.loads(done.stdout.splitlines()[-1]).items():
+        lines = compiled["ptx"].splitlines()
+        assert any("mma" in line for line in lines), tile_rows
+        assert any("cp.async" in line and "], 0x10" in line for line in lines), tile_rows
+        assert not any("cvt" in line and "e4m3" in line for line in lines), tile_rows
+        assert compiled["shared_bytes"] <= 227 << 10

@@ -1,0 +1,55 @@
+"""Who is chosen among equals: the lowest positions, whatever the row's length, and at no one's cost."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoints.oracle import LowestFirst
+from kernels.indexer import index_topk
+from kernels.selection import ranked_topk, select_topk
+
+SCORES = st.sampled_from([0.0, -0.0, 1.0, 2.5, -1.0, -math.inf, 3e38, 1e-40])
+
+
+def by_definition(row: list[float], top_k: int) -> list[int]:
+    return sorted(range(len(row)), key=lambda position: -row[position])[:top_k]
+
+
+@given(st.lists(SCORES, min_size=1, max_size=40), st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_selection_has_the_one_rule(row: list[float], data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, len(row)))
+    num_seen = data.draw(st.integers(0, len(row)))
+    scores = torch.tensor([row])
+    values, positions = ranked_topk(scores, top_k)
+    assert positions[0].tolist() == by_definition(row, top_k)
+    assert torch.equal(values, scores.gather(1, positions))
+    with LowestFirst():
+        assert scores.topk(top_k).indices.sort().values.tolist() == [sorted(by_definition(row, top_k))]
+    expected = sorted(by_definition(row[:num_seen], top_k)) + [-1] * max(0, top_k - num_seen)
+    assert select_topk(scores, torch.tensor([num_seen]), top_k)[0].tolist() == expected
+
+
+def test_nan_counts_as_the_least_score() -> None:
+    scores = torch.tensor([[math.nan, 1.0, math.nan, 0.0, 0.0], [math.nan] * 5])
+    assert select_topk(scores, torch.tensor([5, 5]), 2).tolist() == [[1, 3], [0, 1]]
+
+
+@pytest.mark.parametrize("seq_len", [500, 512, 700, 4000])
+def test_a_selection_does_not_depend_on_what_comes_later(seq_len: int) -> None:
+    """Token 300's, of keys most of which score zero, in chunks that end elsewhere."""
+    generator = torch.Generator().manual_seed(5)
+    keys = torch.randn((4000, 24), generator=generator)
+    q_index = torch.randn((1, 5, 24), generator=generator)
+    weights = torch.randn((1, 5), generator=generator).abs().neg()  # zero is the best score
+    position = torch.tensor([300])
+    alone = index_topk(q_index, weights, keys[:301], position, 37)
+    assert torch.equal(index_topk(q_index, weights, keys[:seq_len], position, 37), alone)
+    scores = (q_index[0] @ keys[:301].T).relu().T @ weights[0]
+    zeros = (scores == 0).nonzero().flatten()
+    assert alone[0, : len(zeros)].tolist() == zeros[:37].tolist() or len(zeros) < 37

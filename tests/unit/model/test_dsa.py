@@ -1,0 +1,407 @@
+"""The model against transformers' own generate, and the spec of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints.make_tiny import CONTEXT_LENGTH, EOS_ID, INDEX_TOPK, VOCAB_SIZE, write_checkpoint
+from checkpoints.oracle import greedy_tokens
+from checkpoints.oracle import load as load_oracle
+from kernels.attention import TorchAttention
+from kernels.rope import rotate
+from model.dsa import DsaModel
+from model.loader import load_model
+from model.paged_kv import PagedKv, PagedRequest
+from model.spec import ModelSpec, load_spec
+from vocabulary import CheckpointError
+
+PAGE_SIZE = 64
+NUM_PAGES = 48
+NUM_OUTPUT = 20
+PROMPT_LENGTHS = (1, PAGE_SIZE - 1, PAGE_SIZE, INDEX_TOPK + 1, 200, 700)
+
+Tokens = list[int]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tiny")
+    for variant in ("v32", "glm"):
+        write_checkpoint(root / variant, variant)
+    return {variant: root / variant for variant in ("v32", "glm")}
+
+
+class Runner:
+    """Our model over a paged pool whose free slots hold garbage."""
+
+    def __init__(self, path: Path) -> None:
+        self.spec: ModelSpec = load_spec(path)
+        self.model: DsaModel = load_model(path, self.spec)
+        generator = torch.Generator().manual_seed(0)
+        num_slots = NUM_PAGES * PAGE_SIZE
+        self.device_pool, self.index_pool = (
+            torch.rand((num_layers, num_slots, num_bytes // 4), generator=generator).view(torch.uint8)
+            for num_layers, num_bytes in (
+                (self.spec.num_layers, self.spec.item_bytes),
+                (self.spec.num_index_layers, self.spec.index_item_bytes),
+            )
+        )
+        self.free_pages = torch.randperm(NUM_PAGES, generator=generator)
+
+    def pages(self, lengths: list[int]) -> list[Tensor]:
+        counts = [-(-(length + NUM_OUTPUT) // PAGE_SIZE) for length in lengths]
+        return list(self.free_pages[: sum(counts)].split(counts))
+
+    def extend(
+        self, parts: list[tuple[Tensor, int, Tokens]], want_hint: bool = False
+    ) -> tuple[Tensor, PagedKv]:
+        """Run (page_ids, prefix_len, new tokens) of several requests; logits of each last token."""
+        requests = [
+            PagedRequest(page_ids, prefix_len, len(tokens), want_hint)
+            for page_ids, prefix_len, tokens in parts
+        ]
+        kv = PagedKv(self.spec, self.device_pool, self.index_pool, PAGE_SIZE, requests)
+        token_ids = torch.tensor([token_id for _, _, tokens in parts for token_id in tokens])
+        return self.model.forward(token_ids, kv.positions, kv, kv.last_rows), kv
+
+    def generate(
+        self, prompts: list[Tokens], chunk: int, on_decode: Callable[[], None] | None = None
+    ) -> list[Tokens]:
+        """Greedy: prompts chunk by chunk in one batch, then all of them decode together."""
+        pages = self.pages([len(prompt) for prompt in prompts])
+        outputs: list[Tokens] = [[] for _ in prompts]
+        done = [0] * len(prompts)
+        while any(count < len(prompt) for count, prompt in zip(done, prompts, strict=True)):
+            waiting = [number for number, prompt in enumerate(prompts) if done[number] < len(prompt)]
+            parts = [
+                (pages[number], done[number], prompts[number][done[number] : done[number] + chunk])
+                for number in waiting
+            ]
+            logits, _ = self.extend(parts)
+            for number, (_, _, tokens), row in zip(waiting, parts, logits, strict=True):
+                done[number] += len(tokens)
+                outputs[number] = [int(row.argmax())]
+        if on_decode is not None:
+            on_decode()
+        while len(outputs[0]) < NUM_OUTPUT:
+            parts = [
+                (pages[number], len(prompts[number]) + len(output) - 1, output[-1:])
+                for number, output in enumerate(outputs)
+            ]
+            for output, row in zip(outputs, self.extend(parts)[0], strict=True):
+                output.append(int(row.argmax()))
+        return outputs
+
+
+@pytest.fixture(scope="module", params=["v32", "glm"])
+def variant(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def runner(variant: str, checkpoints: dict[str, Path]) -> Runner:
+    return Runner(checkpoints[variant])
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Tokens]:
+    text = Path(__file__).read_bytes()
+    return [list(text[start : start + length]) for start, length in enumerate(PROMPT_LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def expected(variant: str, checkpoints: dict[str, Path], prompts: list[Tokens]) -> list[Tokens]:
+    return greedy_tokens(checkpoints[variant], prompts, NUM_OUTPUT)
+
+
+def test_tokens_equal_transformers_one_by_one(
+    runner: Runner, prompts: list[Tokens], expected: list[Tokens]
+) -> None:
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        assert runner.generate([prompt], chunk=2048)[0] == tokens
+
+
+@pytest.mark.parametrize("chunk", [1000, 129])
+def test_tokens_equal_transformers_in_a_batch_of_chunks(
+    runner: Runner, prompts: list[Tokens], expected: list[Tokens], chunk: int
+) -> None:
+    assert runner.generate(prompts, chunk) == expected
+
+
+def test_generated_text_is_varied(expected: list[Tokens]) -> None:
+    num_distinct = [len(set(tokens)) for tokens in expected]
+    assert min(num_distinct) >= 4
+    assert sum(num_distinct) / len(num_distinct) > NUM_OUTPUT / 2
+    assert len({tuple(tokens[-4:]) for tokens in expected}) == len(expected)
+
+
+@pytest.mark.parametrize("fault", ["kv off by one position", "index keys off by one", "one wrong slot"])
+def test_wrong_kv_or_selection_changes_tokens(
+    runner: Runner,
+    prompts: list[Tokens],
+    expected: list[Tokens],
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The comparisons with transformers see faults: each of these changes what long prompts generate."""
+    long_prompts, tokens = prompts[-2:], expected[-2:]
+
+    attend = TorchAttention.attend
+
+    def one_wrong_slot(self: TorchAttention, q: Tensor, pool: Tensor, slots: Tensor, scale: float) -> Tensor:
+        if q.shape[0] == len(long_prompts):
+            slots = slots.clone()
+            slots[:, -1] = slots[:, -2]
+        return attend(self, q, pool, slots, scale)
+
+    def shift(pool: Tensor) -> Callable[[], None]:
+        return lambda: pool.copy_(pool.roll(1, dims=1))
+
+    match fault:
+        case "kv off by one position":
+            outputs = runner.generate(long_prompts, 2048, shift(runner.device_pool))
+        case "index keys off by one":
+            outputs = runner.generate(long_prompts, 2048, shift(runner.index_pool))
+        case _:
+            monkeypatch.setattr(TorchAttention, "attend", one_wrong_slot)
+            outputs = runner.generate(long_prompts, 2048)
+    assert outputs != tokens
+
+
+def test_hint_is_the_last_tokens_selection(runner: Runner, prompts: list[Tokens]) -> None:
+    prompt = prompts[-1]
+    pages = runner.pages([len(prompt)])[0]
+    whole = runner.extend([(pages, 0, prompt)], want_hint=True)[1].hints[0]
+    assert whole is not None
+    assert whole.shape == (runner.spec.num_index_layers, INDEX_TOPK)
+    for positions in whole.tolist():
+        assert len(set(positions)) == INDEX_TOPK
+        assert 0 <= min(positions) <= max(positions) < len(prompt)
+    last = runner.extend([(pages, len(prompt) - 1, prompt[-1:])], want_hint=True)[1].hints[0]
+    assert last is not None
+    assert last.sort().values.tolist() == whole.sort().values.tolist()
+    short = runner.extend([(pages, 0, prompt[:3])], want_hint=True)[1].hints[0]
+    assert short is not None
+    assert short[0].tolist() == [0, 1, 2] + [-1] * (INDEX_TOPK - 3)
+    assert runner.extend([(pages, 0, prompt[:3])])[1].hints == [None]
+
+
+def test_writes_touch_the_requests_own_new_slots_only(runner: Runner) -> None:
+    page_ids = torch.tensor([7, 2])
+    runner.extend([(page_ids, 0, [65] * 66)])
+    before, before_index = runner.device_pool.clone(), runner.index_pool.clone()
+    runner.extend([(page_ids, 66, [66, 67])])
+    new_slots = [2 * PAGE_SIZE + 2, 2 * PAGE_SIZE + 3]
+    for pool, old in ((runner.device_pool, before), (runner.index_pool, before_index)):
+        changed = (pool != old).any(dim=2).any(dim=0).nonzero().flatten().tolist()
+        assert changed == new_slots
+
+
+def test_paged_kv_refuses_requests_that_do_not_fit(runner: Runner) -> None:
+    pools = (runner.device_pool, runner.index_pool, PAGE_SIZE)
+    with pytest.raises(ValueError, match="request 0: 65 tokens do not fit in 1 pages of 64"):
+        PagedKv(runner.spec, *pools, [PagedRequest(torch.tensor([1]), 60, 5)])
+    with pytest.raises(ValueError, match="prefix_len 3 and num_new_tokens 0"):
+        PagedKv(runner.spec, *pools, [PagedRequest(torch.tensor([1]), 3, 0)])
+
+
+def test_bfloat16_pools_hold_half_the_bytes(checkpoints: dict[str, Path], prompts: list[Tokens]) -> None:
+    spec = load_spec(checkpoints["v32"], kv_cache_dtype="bfloat16")
+    wide = load_spec(checkpoints["v32"])
+    assert spec.item_bytes * 2 == wide.item_bytes
+    assert spec.geometry(64).dtype == "bfloat16"
+    tiny_model = load_model(checkpoints["v32"], spec)
+    pools = [
+        torch.zeros((layers, 8 * PAGE_SIZE, num_bytes), dtype=torch.uint8)
+        for layers, num_bytes in (
+            (spec.num_layers, spec.item_bytes),
+            (spec.num_index_layers, spec.index_item_bytes),
+        )
+    ]
+    kv = PagedKv(spec, *pools, PAGE_SIZE, [PagedRequest(torch.arange(8), 0, 200)])
+    logits = tiny_model.forward(torch.tensor(prompts[4]), kv.positions, kv, kv.last_rows)
+    assert logits.dtype == torch.float32
+    assert logits.shape == (1, VOCAB_SIZE)
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "eps"), [("glm", 1e-3), ("v32", 1e-6)])
+def test_latent_norms_have_glms_configured_epsilon_and_deepseeks_constant(
+    tmp_path: Path, name: str, eps: float
+) -> None:
+    """Where latents are small the epsilon decides; another one changes the output by a factor."""
+    write_checkpoint(tmp_path, name)
+    edit_config(tmp_path, rms_norm_eps=1e-3)
+    attention = load_model(tmp_path, load_spec(tmp_path))._layers[1]._attention
+    theirs = load_oracle(tmp_path).model.layers[1].self_attn
+    x = torch.full((1, 64), 1e-3)
+    expected = x * (x.pow(2).mean() + eps).rsqrt()
+    for norm in (attention._q_a_norm, attention._kv_a_norm, theirs.q_a_layernorm, theirs.kv_a_layernorm):
+        torch.testing.assert_close(norm(x), expected)
+
+
+@torch.inference_mode()
+def test_key_norms_and_rotary_tables_are_float32_in_a_bfloat16_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    write_checkpoint(tmp_path, "v32")
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    norm_weight = torch.linspace(1.0, 1.001, 32)  # all the same in bfloat16
+    weights["model.layers.2.self_attn.indexer.k_norm.weight"] = norm_weight
+    save_file(weights, file, metadata={"format": "pt"})
+    spec = load_spec(tmp_path, dtype="bfloat16")
+    tables = []
+
+    def spy(x: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Tensor:
+        tables.append((cos, sin))
+        return rotate(x, cos, sin, **options)
+
+    monkeypatch.setattr("model.dsa.rotate", spy)
+    for expert_devices in ((), ("cpu",)):  # the two ways to read a checkpoint
+        tiny_model = load_model(tmp_path, spec, expert_devices=expert_devices)
+        indexer = tiny_model._layers[2]._attention._indexer
+        assert indexer is not None
+        x, q_resid = torch.randn(3, 128).bfloat16(), torch.randn(3, 64).bfloat16()
+        no_turn = (torch.ones(3, 8), torch.zeros(3, 8))
+        _, keys, _ = indexer.project(x, q_resid, no_turn)
+        projected = indexer._wk(x).float()
+        expected = torch.nn.functional.layer_norm(projected, (32,), norm_weight, torch.zeros(32), 1e-6)
+        torch.testing.assert_close(keys, expected.bfloat16(), rtol=0, atol=0)
+        del tables[:]
+        positions = torch.tensor([0, 5, 4001])
+        kv = _NoKv(spec)
+        tiny_model.forward(torch.tensor([65, 66, 67]), positions, kv, torch.tensor([2]))
+        angles = positions[:, None].float() * 10000.0 ** (-torch.arange(0, 16, 2).float() / 16)
+        for cos, sin in tables:
+            torch.testing.assert_close(cos, angles.cos(), rtol=0, atol=1e-4)  # bfloat16 has 4e-3
+            torch.testing.assert_close(sin, angles.sin(), rtol=0, atol=1e-4)  # bfloat16 has 4e-3
+        assert len(tables) == 4 * spec.num_layers
+
+
+class _NoKv:
+    """Stands in for memory: every token attends to nothing."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+
+    def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
+        pass
+
+    def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        return torch.full((len(q_index), self._spec.index_topk), -1, dtype=torch.int32)
+
+    def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
+        return q.new_zeros((*q.shape[:2], self._spec.kv_lora_rank))
+
+
+def test_spec_of_the_variants(checkpoints: dict[str, Path]) -> None:
+    v32, glm = load_spec(checkpoints["v32"]), load_spec(checkpoints["glm"])
+    assert v32.index_group_of_layer == (0, 1, 2, 3)
+    assert glm.index_group_of_layer == (0, 0, 1, 1)
+    assert glm.layers_of_group == ((0, 1), (2, 3))
+    assert glm.num_index_layers == 2
+    assert v32.item_bytes == (64 + 16) * 4
+    assert v32.index_item_bytes == 32 * 4
+    assert v32.context_length == CONTEXT_LENGTH
+    assert v32.eos_token_ids == (EOS_ID,)
+    geometry = glm.geometry(16)
+    assert (geometry.page_size, geometry.num_layers, geometry.num_index_layers) == (16, 4, 2)
+    assert geometry.model_fingerprint == glm.fingerprint != v32.fingerprint
+
+
+def test_checkpoints_are_deterministic_and_fingerprints_follow_content(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, "v32")
+    original = load_spec(checkpoints["v32"])
+    assert load_spec(tmp_path) == original
+    weights = tmp_path / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert load_spec(tmp_path).fingerprint != original.fingerprint
+    assert replace(load_spec(tmp_path), fingerprint=original.fingerprint) == original
+
+
+def edit_config(path: Path, **changes: object) -> None:
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'; supported are deepseek_v32, glm_moe_dsa"),
+        ({"indexer_types": ["shared", "full", "full", "full"]}, "the first layer is 'shared'"),
+        ({"indexer_types": ["full"]}, "has 1 entries; expected one of each of 4 layers"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank is 0; expected a positive integer"),
+    ],
+)
+def test_bad_configurations_are_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    write_checkpoint(tmp_path, "glm")
+    edit_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_spec(tmp_path)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere: no such directory"):
+        load_spec(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"there is no config\.json"):
+        load_spec(tmp_path)
+    write_checkpoint(tmp_path, "v32")
+    with pytest.raises(CheckpointError, match=r"context_length 9000: the model in .* has 8192 at most"):
+        load_spec(tmp_path, context_length=9000)
+    with pytest.raises(CheckpointError, match="dtype is 'int4'; supported are float32, bfloat16"):
+        load_spec(tmp_path, dtype="int4")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"1 weight files are missing, first model-1\.safetensors"):
+        load_spec(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"there is no \*\.safetensors"):
+        load_spec(tmp_path)
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    write_checkpoint(tmp_path, "v32")
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.2.self_attn.indexer.wk.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.self_attn\.indexer\.wk\.weight is missing"):
+        load_model(tmp_path, load_spec(tmp_path))
+
+
+def test_tokenizer_is_byte_level(checkpoints: dict[str, Path]) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints["v32"], local_files_only=True)
+    text = "naïve\tcafé 😀\n  <eos> \x00"
+    token_ids = tokenizer(text)["input_ids"]
+    before, after = text.split("<eos>")
+    assert token_ids == [*before.encode(), EOS_ID, *after.encode()]
+    assert tokenizer.decode(token_ids) == text
+    for byte in range(256):
+        assert isinstance(tokenizer.decode([byte, 65]), str)
+    assert tokenizer.decode([0xC3]) == "\ufffd"
+    assert len(tokenizer) == VOCAB_SIZE
+    assert tokenizer.eos_token_id == EOS_ID
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == (
+        "<bos><|user|>hi<|assistant|>"
+    )

@@ -1,0 +1,44 @@
+"""The expert router: transformers' choice, and of equal scores the lowest experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DeepseekV32Config
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32TopkRouter
+
+from model.expert_router import ExpertRouter
+
+
+def pair(num_experts: int, top_k: int, num_groups: int, num_chosen_groups: int) -> tuple[Any, ExpertRouter]:
+    config = DeepseekV32Config(
+        hidden_size=24, n_routed_experts=num_experts, num_experts_per_tok=top_k, n_group=num_groups,
+        topk_group=num_chosen_groups, norm_topk_prob=True, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    module = DeepseekV32TopkRouter(config)
+    torch.nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(1))
+    module.e_score_correction_bias.copy_(torch.linspace(-0.2, 0.2, num_experts))
+    return module, ExpertRouter(module)
+
+
+@torch.inference_mode()
+def test_chooses_and_weighs_as_transformers_does() -> None:
+    hidden = torch.randn((50, 24), generator=torch.Generator().manual_seed(2))
+    for sizes in ((6, 2, 1, 1), (16, 4, 4, 2), (16, 3, 4, 4)):
+        theirs, ours = pair(*sizes)
+        (_, their_weights, their_ids), (_, weights, ids) = theirs(hidden), ours(hidden)
+        by_expert = torch.zeros(50, sizes[0]).scatter(1, ids, weights)
+        torch.testing.assert_close(by_expert, torch.zeros(50, sizes[0]).scatter(1, their_ids, their_weights))
+
+
+@torch.inference_mode()
+def test_of_equal_scores_the_lowest_experts_and_groups() -> None:
+    for num_tokens in (1, 3, 40):
+        _, router = pair(16, 3, 4, 2)
+        router._bias.zero_()
+        _, _, ids = router(torch.zeros(num_tokens, 24))
+        assert ids.tolist() == [[0, 1, 2]] * num_tokens
+        router._bias[8:] = 1.0  # the last two groups
+        _, _, ids = router(torch.zeros(num_tokens, 24))
+        assert ids.tolist() == [[8, 9, 10]] * num_tokens

@@ -1,0 +1,240 @@
+"""Loading weights: onto one device by transformers, in fp8 or onto several devices by ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from checkpoints.make_tiny import write_checkpoint
+from kernels.block_fp8 import BLOCK
+from model import loader
+from model.loader import load_model
+from model.spec import ModelSpec, load_spec
+from service.settings import DecodeSettings
+from tests.fp8_checkpoints import in_two_files, write_fp8_checkpoint
+from vocabulary import CheckpointError
+
+CPU = torch.device("cpu")
+EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
+ATTENTION = "model.layers.1.self_attn.o_proj.weight"
+
+
+@pytest.fixture(scope="module", params=["v32", "glm"])
+def checkpoints(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    return write_fp8_checkpoint(tmp_path_factory.mktemp("fp8"), request.param)
+
+
+def load_ours(path: Path, spec: ModelSpec, num_devices: int) -> Any:
+    return loader._Loader(path, spec, CPU, [CPU] * num_devices).load()
+
+
+def load_theirs(path: Path, spec: ModelSpec) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=spec.dtype, attn_implementation="eager", experts_implementation="grouped_mm"
+    ).eval()
+
+
+def assert_same_model(ours: Any, expected: Any) -> None:
+    """Weights and buffers bit for bit, and of the experts, which are kept otherwise, what they compute."""
+    wanted = dict(expected.state_dict()) | dict(expected.named_buffers())
+    found = dict(ours.state_dict()) | dict(ours.named_buffers())
+    assert set(found) == {name for name in wanted if ".mlp.experts." not in name}
+    for name, tensor in found.items():
+        dtype = torch.float32 if loader.KEY_NORM in name else wanted[name].dtype
+        assert tensor.dtype == dtype, name
+        assert torch.equal(tensor, wanted[name].to(dtype)), name
+    for layer, module in enumerate(expected.model.layers):
+        if (experts := getattr(module.mlp, "experts", None)) is not None:
+            shards = ours.model.layers[layer].mlp.experts.shards
+            dtype = experts.down_proj.dtype
+            gate_up = [part.gate_up.of(i, dtype) for part in shards for i in range(len(part.experts))]
+            down = [part.down.of(i, dtype) for part in shards for i in range(len(part.experts))]
+            assert torch.equal(torch.stack(gate_up).flatten(1, 2), experts.gate_up_proj)
+            assert torch.equal(torch.cat(down), experts.down_proj)
+            x = torch.randn(9, down[0].shape[1], dtype=dtype)
+            result, theirs = ours.model.layers[layer].mlp(x[None]), module.mlp(x[None])
+            tolerance = {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {}
+            torch.testing.assert_close(result, theirs, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_those_that_transformers_loads(checkpoints: tuple[Path, Path], dtype: str) -> None:
+    _, path = checkpoints
+    spec = load_spec(path, dtype)
+    assert_same_model(load_ours(path, spec, 3), load_theirs(path, spec))
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_fp8_weights_are_what_their_scales_make_of_them(
+    checkpoints: tuple[Path, Path], num_devices: int
+) -> None:
+    in_fp8, in_float32 = checkpoints
+    spec = load_spec(in_fp8)
+    assert spec.weights_are_fp8
+    expected = load_theirs(in_float32, load_spec(in_float32))
+    assert_same_model(load_ours(in_fp8, spec, num_devices), expected)
+
+
+def test_transformers_reads_the_same_from_blocks_that_are_whole(checkpoints: tuple[Path, Path]) -> None:
+    """It has another view of those at the edges, which DeepSeek's own conversion does not share."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    in_fp8, _ = checkpoints
+    theirs = AutoModelForCausalLM.from_pretrained(
+        in_fp8, quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.float32
+    ).state_dict()
+    ours = load_ours(in_fp8, load_spec(in_fp8), 1).state_dict()
+    of_whole_blocks = [
+        name
+        for name, weight in ours.items()
+        if name in theirs and weight.ndim == 2 and all(size <= BLOCK for size in weight.shape)
+    ]
+    assert len(of_whole_blocks) > 20
+    for name in of_whole_blocks:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_scales_may_be_in_another_file_than_their_matrix(
+    checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    in_fp8, in_float32 = checkpoints
+    split = tmp_path / "split"
+    shutil.copytree(in_fp8, split)
+    in_two_files(split)
+    expected = load_theirs(in_float32, load_spec(in_float32))
+    assert_same_model(load_ours(split, load_spec(split), 2), expected)
+
+
+# --- what is refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [EXPERT, f"{EXPERT}_scale_inv", ATTENTION, f"{ATTENTION}_scale_inv"])
+def test_what_is_missing_is_named(tmp_path: Path, name: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32")
+    tensors = load_file(in_fp8 / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, in_fp8 / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{name} is missing$"):
+        load_model(in_fp8, load_spec(in_fp8))
+
+
+def test_an_expert_in_another_format_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32")
+    tensors = load_file(in_fp8 / "model.safetensors")
+    tensors[EXPERT] = tensors[EXPERT].to(torch.bfloat16)
+    save_file(tensors, in_fp8 / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{EXPERT} is in torch\.bfloat16; .* in torch\.float8_e4m3fn"):
+        load_model(in_fp8, load_spec(in_fp8))
+
+
+@pytest.mark.parametrize("name", [EXPERT, f"{EXPERT}_scale_inv", ATTENTION, f"{ATTENTION}_scale_inv"])
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path, name: str) -> None:
+    """Not spread over a larger one's elements, as torch copies."""
+    from safetensors.torch import load_file, save_file
+
+    in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32")
+    tensors = load_file(in_fp8 / "model.safetensors")
+    tensors[name] = torch.cat((tensors[name], tensors[name]))
+    save_file(tensors, in_fp8 / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{name.removesuffix('_scale_inv')}.*\["):
+        load_model(in_fp8, load_spec(in_fp8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "gptq"}, "quant_method is 'gptq'; supported is 'fp8'"),
+        ({"fmt": "e5m2"}, "fmt is 'e5m2'; supported is 'e4m3'"),
+        ({"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]; supported is \[128, 128\]"),
+        ({"weight_block_size": None}, r"weight_block_size is None; supported is \[128, 128\]"),
+    ],
+)
+def test_other_quantizations_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32")
+    config = json.loads((in_fp8 / "config.json").read_text())
+    config["quantization_config"] |= change
+    (in_fp8 / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        load_spec(in_fp8)
+
+
+def test_a_gpu_that_converts_no_fp8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32")
+    with pytest.raises(
+        CheckpointError, match=r"in fp8, which cuda:1 cannot convert: it has compute capability 8\.0"
+    ):
+        load_model(in_fp8, load_spec(in_fp8), "cuda:0", ["cuda:1"])
+
+
+def test_gpus_that_do_not_reach_each_other_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop(*_: object) -> None:
+        raise CheckpointError("far enough")
+
+    write_checkpoint(tmp_path, "v32")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other.index != 2)
+    monkeypatch.setattr(loader, "_Loader", stop)
+    with pytest.raises(CheckpointError, match="far enough"):
+        load_model(tmp_path, load_spec(tmp_path), "cuda:0", ["cuda:0", "cuda:1", "cuda:2"])
+    (warning,) = caplog.messages
+    assert warning.startswith("cuda:0 and cuda:2 cannot access each other's memory")
+
+
+@pytest.mark.parametrize("expert_devices", [[], ["cpu", "cpu"]])
+def test_weights_larger_than_the_device_get_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expert_devices: list[str]
+) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    write_checkpoint(tmp_path, "v32")
+    monkeypatch.setattr(loader, "read_weights", no_room)
+    with pytest.raises(CheckpointError, match=r"CUDA out of memory; spread .* --expert-devices"):
+        load_model(tmp_path, load_spec(tmp_path), "cpu", expert_devices)
+
+
+def test_experts_of_another_activation_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "v32")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"hidden_act": "gelu"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"hidden_act is 'gelu'; .* only 'silu' is supported"):
+        load_model(tmp_path, load_spec(tmp_path), "cpu", ["cpu", "cpu"])
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its experts would run in a stream of their own, with no copy that the tokens' stream waits for."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert loader._with_index("cuda") == torch.device("cuda:2")
+    assert loader._with_index("cuda:1") == torch.device("cuda:1")
+    assert loader._with_index("cpu") == CPU
+
+
+def test_experts_stay_with_their_kind_of_device(tmp_path: Path) -> None:
+    DecodeSettings(model_path=tmp_path, device="cuda:0", expert_devices=("cuda:1", "cuda"))
+    with pytest.raises(
+        ValidationError, match="expert_devices 'cpu': device is 'cuda:0'; expected cuda devices"
+    ):
+        DecodeSettings(model_path=tmp_path, device="cuda:0", expert_devices=("cuda:1", "cpu"))
+
+
+def test_a_checkpoint_without_experts_on_other_devices_loads_as_ever(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "v32")
+    model = load_model(tmp_path, load_spec(tmp_path))
+    assert "Experts" in type(model._layers[-1]._mlp.experts).__name__
+    assert not isinstance(model._layers[-1]._mlp.experts, loader.RoutedExperts)

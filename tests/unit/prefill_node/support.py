@@ -1,0 +1,438 @@
+"""What the prefill engine's tests drive: an engine in a thread, a front and a decode node in its hands.
+
+The decode node is real where it meets the prefill node: control client, Mooncake engine, registered memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from model.dsa import DsaModel
+from model.loader import load_model
+from model.paged_kv import PagedKv, PagedRequest
+from model.spec import ModelSpec, load_spec
+from prefill_node.compute import LayerWritten
+from prefill_node.engine import PrefillEngine
+from prefill_node.kv_pool import PageId, PageState
+from prefill_node.memory import PrefillMemory
+from prefill_node.rooms import RoomRecord
+from prefill_node.scheduler import Chunk
+from protocol.channels import ControlClient
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Bootstrap,
+    Extent,
+    Heartbeat,
+    HeartbeatAck,
+    Region,
+    RegionKind,
+    Register,
+    Registered,
+    RoomDone,
+    ToDecode,
+)
+from protocol.polling import Poller
+from service import engine_messages
+from service.engine_messages import (
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    Generate,
+    GenerateGroup,
+    PrefillFinished,
+    Shutdown,
+    ToEngine,
+    pack_token_ids,
+)
+from service.engine_sockets import EngineSocket
+from service.settings import PrefillSettings
+from transfer.aux_record import AuxLayout, AuxRecord
+from transfer.engine import TransferEngine
+from transfer.extents import expand_pages, extents_to_slots
+from transfer.sender import Ready, WriteBatch
+from transfer.transport import TCP
+from vocabulary import SamplingParams
+
+T = TypeVar("T")
+TIMEOUT_SECS = 10.0
+GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
+
+
+@lru_cache
+def checkpoint(path: Path) -> tuple[ModelSpec, DsaModel]:
+    torch.set_num_threads(1)
+    spec = load_spec(path)
+    return spec, load_model(path, spec)
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {TIMEOUT_SECS} s for {what}"
+        time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A batch as it was given to the sender, with the source bytes of that moment."""
+
+    batch: WriteBatch
+    source: bytes
+
+    @classmethod
+    def now(cls, batch: WriteBatch) -> Submission:
+        return cls(batch, cls.bytes_of(batch))
+
+    @staticmethod
+    def bytes_of(batch: WriteBatch) -> bytes:
+        """What the source addresses hold now; its memory must be there."""
+        return b"".join(
+            ctypes.string_at(addr, length)
+            for writes in batch.slices
+            for addr, length in zip(writes.src_addrs.tolist(), writes.lengths.tolist(), strict=True)
+        )
+
+
+class EngineThread:
+    """A real PrefillEngine that serves in a thread, and its front's end of the ipc socket.
+
+    ``before_run`` is called before each forward with its batch, ``after_layer`` in it when a layer is written
+    and the node's own hook is through: to look, to wait, or to raise.
+    """
+
+    def __init__(self, path: Path, ipc_path: Path, **overrides: Any) -> None:
+        options: dict[str, Any] = {
+            "page_size": 16,
+            "chunked_prefill_size": 48,
+            "kv_pool_tokens": 1024,
+            "max_running_requests": 4,
+            "num_threads": 1,
+            "debug_checks": True,
+        }
+        self.settings = PrefillSettings(model_path=path, **{**options, **overrides})
+        self.spec, self.model = checkpoint(path)
+        self.before_run: Callable[[Sequence[tuple[RoomRecord, Chunk]]], None] = lambda batch: None
+        self.after_layer: Callable[[int], None] = lambda layer: None
+        self.computed: dict[int, list[tuple[int, int]]] = {}
+        """Room -> the chunks that were computed."""
+        self.page_ids: dict[int, list[PageId]] = {}
+        """Room -> the pages of its prompt."""
+        self.submitted: dict[int, list[Submission]] = {}
+        """Room -> what was given to the sender, in order."""
+        self.stats: EngineStats | None = None
+        self._inbox: list[FromEngine] = []
+        self._front = zmq.Context.instance().socket(zmq.PAIR)
+        self._front.setsockopt(zmq.LINGER, 0)
+        self._front.bind(f"ipc://{ipc_path}")
+        self._ipc_path = str(ipc_path)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="prefill engine")
+        self._thread.start()
+        self.ready = self.expect(EngineReady)
+
+    def _serve(self) -> None:
+        front = EngineSocket(self._ipc_path)
+        try:
+            self.engine = PrefillEngine(self.settings, self.spec, self.model, front, TCP)
+            run, submit = self.engine._runner.run, self.engine._sender.submit
+
+            def observed(batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten) -> Any:
+                def layer_written(layer: int, ready: Ready | None) -> None:
+                    on_written(layer, ready)
+                    self.after_layer(layer)
+
+                for record, _ in batch:
+                    self.page_ids[record.room] = list(record.page_ids)
+                self.before_run(batch)
+                result = run(batch, layer_written)
+                for record, chunk in batch:
+                    self.computed.setdefault(record.room, []).append((chunk.start, chunk.stop))
+                return result
+
+            def recorded(session: str, batch: WriteBatch) -> None:
+                self.submitted.setdefault(batch.room, []).append(Submission.now(batch))
+                submit(session, batch)
+
+            self.engine._runner.run = observed  # type: ignore[method-assign]
+            self.engine._sender.submit = recorded  # type: ignore[method-assign]
+            try:
+                self.engine.run()
+            finally:
+                self.engine.close()
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            front.close()
+
+    @property
+    def memory(self) -> PrefillMemory:
+        return self.engine._memory
+
+    def send(self, message: ToEngine) -> None:
+        self._front.send(engine_messages.encoder.encode(message))
+
+    def generate(self, room: int, tokens: Sequence[int], sampling: SamplingParams = GREEDY) -> str:
+        sample = Generate(f"request-{room}", room, len(tokens), sampling, "127.0.0.1", 1)
+        self.send(GenerateGroup((sample,), pack_token_ids(tokens)))
+        return f"request-{room}"
+
+    def expect(self, kind: type[T], which: Callable[[T], bool] = lambda _: True) -> T:
+        """The first message of a kind; others stay for later. Statistics are kept aside."""
+        deadline = time.monotonic() + TIMEOUT_SECS
+        while True:
+            for position, message in enumerate(self._inbox):
+                if isinstance(message, kind) and which(message):
+                    del self._inbox[position]
+                    return message
+            assert self._error is None, f"the engine died: {self._error!r}"
+            remaining = deadline - time.monotonic()
+            assert remaining > 0, f"no {kind.__name__} in {TIMEOUT_SECS} s, only {self._inbox}"
+            if self._front.poll(min(remaining, 0.2) * 1000):
+                message = engine_messages.from_engine_decoder.decode(self._front.recv())
+                if isinstance(message, EngineStats):
+                    self.stats = message
+                else:
+                    self._inbox.append(message)
+
+    def next_stats(self) -> EngineStats:
+        """Statistics from after this call: of two in a row, the second."""
+        for _ in range(2):
+            self.stats = None
+            while self.stats is None:
+                assert self._front.poll(TIMEOUT_SECS * 1000), "the engine sends no statistics"
+                message = engine_messages.from_engine_decoder.decode(self._front.recv())
+                if isinstance(message, EngineStats):
+                    self.stats = message
+                else:
+                    self._inbox.append(message)
+        return self.stats
+
+    def forget(self) -> None:
+        """Clear messages that earlier tests left."""
+        while self._front.poll(0):
+            self._front.recv()
+        self._inbox.clear()
+
+    def num_dropped(self, reason: str) -> int:
+        return (self.engine._life.dropped + self.engine._control.dropped)[reason]
+
+    def count(self, state: PageState) -> int:
+        return self.engine._life.pool.count(state)
+
+    def slots(self, room: int, num_tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return expand_pages(np.array(self.page_ids[room]), self.settings.page_size, 0, num_tokens)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            with suppress(zmq.Again):  # it may be on its way out and have closed its socket
+                self._front.send(engine_messages.encoder.encode(Shutdown()), zmq.NOBLOCK)
+        self._thread.join(TIMEOUT_SECS)
+        self._front.close()
+        assert not self._thread.is_alive(), "the engine did not stop"
+        assert self._error is None, f"the engine died: {self._error!r}"
+
+
+class ControlPeer:
+    """A decode node's control connection, without memory behind it."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        self.engine = engine
+        self._inbox: list[ToDecode] = []
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        if hasattr(self, "client"):
+            self.client.close()
+        self.client = ControlClient(f"tcp://{self.engine.ready.control_endpoint}")
+        self._poller = Poller()
+        self._poller.register(self.client)
+
+    def expect(self, kind: type[T], which: Callable[[T], bool] = lambda _: True) -> T:
+        """The first message of a kind; others stay for later."""
+        deadline = time.monotonic() + TIMEOUT_SECS
+        while True:
+            for position, message in enumerate(self._inbox):
+                if isinstance(message, kind) and which(message):
+                    del self._inbox[position]
+                    return message
+            remaining = deadline - time.monotonic()
+            assert remaining > 0, f"no {kind.__name__} in {TIMEOUT_SECS} s, only {self._inbox}"
+            self._poller.wait(min(remaining, 0.2))
+            self._inbox.extend(self.client.receive())
+
+    def assert_nothing_more(self) -> None:
+        """Nothing else was said: an answered heartbeat proves that all before it was."""
+        self.heartbeat()
+        assert self._inbox == []
+
+    def heartbeat(self, seq: int = 1) -> HeartbeatAck:
+        self.client.send(Heartbeat(seq))
+        return self.expect(HeartbeatAck)
+
+    def bootstrap(
+        self,
+        room: int,
+        num_tokens: int,
+        *,
+        kv: tuple[Extent, ...] | None = None,
+        index: tuple[Extent, ...] | None = None,
+        aux_slot: int = 0,
+        hisparse: bool = True,
+    ) -> Bootstrap:
+        """Sends and returns the Bootstrap; landing zones start at slot 0 unless given."""
+        whole = (Extent(0, num_tokens),)
+        message = Bootstrap(room, num_tokens, kv or whole, index or whole, aux_slot, hisparse)
+        self.client.send(message)
+        return message
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class DecodePeer(ControlPeer):
+    """A decode node: registered memory, a control connection, and landing zones of the test's choice."""
+
+    NUM_SLOTS = 1024
+    NUM_AUX_SLOTS = 8
+
+    def __init__(self, engine: EngineThread, node_id: str = "decode-0", page_size: int = 16) -> None:
+        spec = engine.spec
+        super().__init__(engine)
+        self.node_id = node_id
+        self.geometry = spec.geometry(page_size)
+        self.layout = AuxLayout(spec.num_index_layers, spec.index_topk)
+        self.kv_host = torch.zeros(spec.num_layers, self.NUM_SLOTS, spec.item_bytes, dtype=torch.uint8)
+        self.kv_device = torch.zeros_like(self.kv_host)
+        self.index = torch.zeros(
+            spec.num_index_layers, self.NUM_SLOTS, spec.index_item_bytes, dtype=torch.uint8
+        )
+        self.aux = torch.zeros(self.NUM_AUX_SLOTS, self.layout.slot_bytes, dtype=torch.uint8)
+        self.transfer = TransferEngine("127.0.0.1")
+        for memory in (self.kv_host, self.kv_device, self.index, self.aux):
+            self.transfer.register(memory)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return tuple(
+            Region(kind, memory.data_ptr(), memory.nbytes, num_slots)
+            for kind, memory, num_slots in (
+                (RegionKind.KV_HOST, self.kv_host, self.NUM_SLOTS),
+                (RegionKind.KV_DEVICE, self.kv_device, self.NUM_SLOTS),
+                (RegionKind.INDEX, self.index, self.NUM_SLOTS),
+                (RegionKind.AUX, self.aux, self.NUM_AUX_SLOTS),
+            )
+        )
+
+    def registration(self, **changes: Any) -> Register:
+        session = self.transfer.session
+        register = Register(PROTOCOL_VERSION, self.node_id, session, self.geometry, self.regions)
+        return msgspec.structs.replace(register, **changes)
+
+    def forget(self) -> None:
+        """Clear what earlier tests left: memory and messages."""
+        for memory in (self.kv_host, self.kv_device, self.index, self.aux):
+            memory.zero_()
+        self._inbox.extend(self.client.receive())
+        self._inbox.clear()
+
+    def register(self, **changes: Any) -> Registered:
+        self.client.send(self.registration(**changes))
+        return self.expect(Registered)
+
+    def aux_record(self, bootstrap: Bootstrap) -> AuxRecord:
+        return self.layout.unpack(self.aux[bootstrap.aux_slot].numpy(), bootstrap.room)
+
+    def assert_holds(self, bootstrap: Bootstrap) -> None:
+        """KV and indexer keys of the room are bitwise those of the prefill node's pools."""
+        num_tokens = bootstrap.num_prompt_tokens
+        src_slots = self.engine.slots(bootstrap.room, num_tokens)
+        kv = self.kv_host if bootstrap.hisparse else self.kv_device
+        for name, source, target, extents in (
+            ("KV", self.engine.memory.kv, kv, bootstrap.kv_extents),
+            ("indexer keys", self.engine.memory.index, self.index, bootstrap.index_extents),
+        ):
+            sent, landed = source[:, src_slots], target[:, extents_to_slots(extents)[:num_tokens]]
+            assert sent.any(dim=-1).all(), f"{name}: the source has items of zeros"
+            differing = torch.nonzero(sent != landed)
+            where = differing[:1].tolist()
+            assert where == [], f"{name}: first difference at [layer, position, byte] {where}"
+
+    def close(self) -> None:
+        super().close()
+        self.transfer.close()
+
+
+@contextmanager
+def engine_thread(path: Path, ipc_path: Path, **overrides: Any) -> Iterator[EngineThread]:
+    engine = EngineThread(path, ipc_path, **overrides)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def decode_peer(engine: EngineThread, node_id: str = "decode-0", page_size: int = 16) -> Iterator[DecodePeer]:
+    peer = DecodePeer(engine, node_id, page_size)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 250, (num_tokens,), generator=generator).tolist()
+
+
+def reference(engine: EngineThread, tokens: Sequence[int]) -> tuple[int, torch.Tensor]:
+    """First token and hint from one forward of the whole prompt over pools of its own."""
+    spec, page_size = engine.spec, 16
+    num_pages = -(-len(tokens) // page_size)
+    num_slots = num_pages * page_size
+    kv = PagedKv(
+        spec,
+        torch.zeros(spec.num_layers, num_slots, spec.item_bytes, dtype=torch.uint8),
+        torch.zeros(spec.num_index_layers, num_slots, spec.index_item_bytes, dtype=torch.uint8),
+        page_size,
+        [PagedRequest(torch.arange(num_pages), 0, len(tokens), want_hint=True)],
+    )
+    logits = engine.model.forward(torch.tensor(tokens), kv.positions, kv, kv.last_rows)
+    hint = kv.hints[0]
+    assert hint is not None
+    return int(logits.argmax()), hint
+
+
+def deliver(
+    engine: EngineThread, peer: DecodePeer, room: int, tokens: Sequence[int], **landing: Any
+) -> RoomDone:
+    """One request through; checks what arrived."""
+    bootstrap = peer.bootstrap(room, len(tokens), **landing)
+    request_id = engine.generate(room, tokens)
+    done = peer.expect(RoomDone)
+    finished = engine.expect(PrefillFinished)
+    assert (done.room, finished.request_id) == (room, request_id)
+    assert (finished.num_prompt_tokens, finished.transfer_bytes) == (len(tokens), done.num_bytes)
+    assert finished.num_cached_tokens == done.num_cached_tokens
+    peer.assert_holds(bootstrap)
+    first_token, hint = reference(engine, tokens)
+    record = peer.aux_record(bootstrap)
+    assert record.first_token == first_token
+    assert record.hint is not None
+    for ours, theirs in zip(record.hint.tolist(), hint.tolist(), strict=True):
+        assert set(ours) == set(theirs)
+    return done

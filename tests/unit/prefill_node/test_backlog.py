@@ -1,0 +1,208 @@
+"""What waits to be sent to one decode node: whom it keeps from being admitted, and whom not.
+
+The rooms' lives, plans and queue are the node's own. Nothing is ever read or written: addresses are made up.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from prefill_node.kv_pool import PagePool
+from prefill_node.prefix_cache import PrefixCache
+from prefill_node.push import MAX_PENDING_SHARE, Pusher, SourceRegions
+from prefill_node.registrations import Peer
+from prefill_node.room_life import Lifecycle, RequestLimits
+from prefill_node.scheduler import StepLimits
+from protocol.messages import AbortRoom, Bootstrap, Extent, RegionKind, Room
+from service.engine_messages import Generate, GenerateGroup, pack_token_ids
+from transfer.plan import SLICE_BYTES, RegionView
+from transfer.send_queue import Completion, Outcome, SendQueue
+from vocabulary import SamplingParams
+
+PAGE_SIZE, NUM_PAGES = 16, 256
+NUM_SLOTS = PAGE_SIZE * NUM_PAGES
+ITEM_BYTES, NUM_LAYERS = 64 << 10, 4
+TOKEN_BYTES = (NUM_LAYERS + 1) * ITEM_BYTES
+SHORT = SLICE_BYTES // TOKEN_BYTES
+MAX_PENDING = NUM_SLOTS // MAX_PENDING_SHARE
+"""Tokens of long prompts that may be pending for a node before the next has to wait."""
+TRANSFER_TIMEOUT_SECS = 60.0
+
+
+class QueuedSender:
+    """A transport that writes when it is told to."""
+
+    def __init__(self) -> None:
+        self.queue = SendQueue()
+        self.submit = self.queue.submit
+        self.num_pending = self.queue.num_pending
+        self.num_bytes_pending = self.queue.num_bytes_pending
+        self.cancel = self.queue.cancel
+
+    def poll(self) -> list[Completion]:
+        return self.queue.take_completions(0.0)
+
+    def overdue(self) -> list[Room]:
+        return []
+
+    def write(self, session: str) -> None:
+        """All there is for a peer."""
+        while (taken := self.queue.next(session, 0.0)) is not None:
+            self.queue.finish(taken, Outcome())
+
+
+def view(base: int, num_layers: int, item_bytes: int) -> RegionView:
+    return RegionView(base, num_layers * NUM_SLOTS * item_bytes, num_layers, NUM_SLOTS, item_bytes)
+
+
+def regions(base: int) -> dict[RegionKind, RegionView]:
+    return {
+        RegionKind.KV_HOST: view(base, NUM_LAYERS, ITEM_BYTES),
+        RegionKind.INDEX: view(base + (1 << 40), 1, ITEM_BYTES),
+        RegionKind.AUX: view(base + (2 << 40), 1, 64),
+    }
+
+
+class Node:
+    """A prefill node's rooms, and two decode nodes."""
+
+    def __init__(self) -> None:
+        self.sender = QueuedSender()
+        source = regions(1 << 50)
+        self.peers = [
+            Peer(name, name, b"", PAGE_SIZE, regions(1 << shift), 0.0)
+            for name, shift in (("a", 51), ("b", 52))
+        ]
+        pool = PagePool(NUM_PAGES, PAGE_SIZE)
+        self.life = Lifecycle(
+            pool=pool,
+            cache=PrefixCache(pool),
+            pusher=Pusher(
+                self.sender,
+                SourceRegions(
+                    source[RegionKind.KV_HOST],
+                    source[RegionKind.INDEX],
+                    source[RegionKind.AUX],
+                    (0,) * NUM_LAYERS,
+                ),
+                PAGE_SIZE,
+                TRANSFER_TIMEOUT_SECS,
+                layers_per_batch=1,
+            ),
+            limits=StepLimits(NUM_SLOTS, 0, 8, PAGE_SIZE, NUM_PAGES),
+            request_limits=RequestLimits(context_length=NUM_SLOTS, vocab_size=1000, max_logprobs=0),
+            num_aux_slots=16,
+            use_prefix_cache=True,
+            tell_front=lambda message: None,
+            tell_peer=lambda peer, message: None,
+            room_timeout_secs=300.0,
+            grace_secs=10.0,
+        )
+
+    def arrive(self, room: int, peer: int, num_tokens: int, family: int = 0) -> None:
+        """Both halves. Prompts of a family begin alike."""
+        tokens = (*[family or room] * (num_tokens - 1), room)
+        whole = (Extent(0, num_tokens),)
+        request = Generate(f"r{room}", room, num_tokens, SamplingParams(1), "host", 1)
+        self.life.accept(GenerateGroup((request,), pack_token_ids(tokens)), 0.0)
+        self.life.bootstrap(self.peers[peer], Bootstrap(room, num_tokens, whole, whole, 0, True), 0.0)
+
+    def compute(self, room: int) -> None:
+        """Admit a room and compute its prompt: all of it is with the sender then."""
+        record = self.life.rooms.live(Room(room))
+        self.life.admit([record], 0.0)
+        push = self.life.start_chunk(record, record.num_prompt_tokens)
+        for layer in range(NUM_LAYERS):
+            self.life.layer_written([push], layer)
+        self.life.computed(push)
+        self.life.prompt_computed(record, 0.0)
+
+    def candidates(self) -> list[int]:
+        return [waiting.room for waiting in self.life.candidates()]
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+def test_a_node_that_is_behind_keeps_long_prompts_waiting_and_no_others(node: Node) -> None:
+    node.arrive(1, 0, MAX_PENDING + PAGE_SIZE)
+    assert node.candidates() == [1], "with nothing pending any prompt is taken"
+    node.compute(1)
+    for room, peer, num_tokens in ((2, 0, SHORT + 1), (3, 0, SHORT), (4, 1, SHORT + 1), (5, 0, 1000)):
+        node.arrive(room, peer, num_tokens)
+    assert node.candidates() == [3, 4]
+    taken = node.sender.queue.next("a", 0.0)
+    while node.sender.num_bytes_pending("a") > MAX_PENDING * TOKEN_BYTES:
+        assert node.candidates() == [3, 4]
+        assert taken is not None
+        node.sender.queue.finish(taken, Outcome())
+        taken = node.sender.queue.next("a", 0.0)
+    assert node.candidates() == [2, 3, 4, 5], "in order of arrival"
+
+
+def test_an_abort_makes_place_at_once(node: Node) -> None:
+    node.arrive(1, 0, MAX_PENDING + PAGE_SIZE)
+    node.compute(1)
+    node.arrive(2, 0, 1000)
+    in_flight = node.sender.queue.next("a", 0.0)
+    assert in_flight is not None
+    assert node.candidates() == []
+    node.life.abort_room(node.peers[0], AbortRoom(1, "bored"), 0.0)
+    assert node.sender.num_pending(Room(1)) == 1
+    node.sender.queue.finish(in_flight, Outcome())
+    assert node.sender.num_bytes_pending("a") == 0
+    assert node.candidates() == [2]
+
+
+def test_cached_prefixes_of_one_turn_count_before_they_are_sent(node: Node) -> None:
+    num_cached = MAX_PENDING // 2 + PAGE_SIZE
+    node.arrive(1, 1, num_cached + 1, family=7)
+    node.compute(1)
+    node.sender.write("b")
+    for room in (2, 3, 4):
+        node.arrive(room, 0, num_cached + PAGE_SIZE, family=7)
+    assert node.candidates() == [2, 3], "the third waits until the first two have been sent"
+
+
+def test_a_long_prefix_is_one_batch_that_has_the_rooms_time(node: Node) -> None:
+    node.arrive(1, 1, 1025, family=7)
+    node.compute(1)
+    node.sender.write("b")
+    node.arrive(2, 0, 1030, family=7)
+    node.life.admit([node.life.rooms.live(Room(2))], 250.0)
+    assert node.sender.num_pending(Room(2)) == 1
+    assert node.sender.num_bytes_pending("a") == 1024 * TOKEN_BYTES
+    taken = node.sender.queue.next("a", 290.0)
+    assert taken is not None
+    assert taken.writes.num_bytes == SLICE_BYTES
+    assert taken.deadline == 310.0, "the room's own, since its Bootstrap"
+    node.sender.queue.finish(taken, Outcome())
+    taken = node.sender.queue.next("a", 240.0)
+    assert taken is not None
+    assert taken.deadline == 240.0 + TRANSFER_TIMEOUT_SECS
+
+
+def test_a_forward_that_admits_many_rooms_evicts_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk of the whole cache for each of them would grow with rooms times cached prompts."""
+    for room in range(1, 9):
+        node.arrive(room, 1, NUM_SLOTS // 8)
+        node.compute(room)
+    node.sender.write("b")
+    for completion in node.sender.poll():
+        node.life.completed(completion, 0.0)
+    assert (node.life.pool.num_free, node.life.cache.num_evictable) == (0, NUM_PAGES)
+    asked: list[int] = []
+    evict = node.life.cache.evict
+
+    def counted(num_pages: int) -> int:
+        asked.append(num_pages)
+        return evict(num_pages)
+
+    monkeypatch.setattr(node.life.cache, "evict", counted)
+    for room in range(11, 16):
+        node.arrive(room, 1, 3 * PAGE_SIZE)
+    node.life.admit([node.life.rooms.live(Room(room)) for room in range(11, 16)], 0.0)
+    assert asked == [15]
+    node.life.check_integrity()

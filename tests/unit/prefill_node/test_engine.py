@@ -1,0 +1,446 @@
+"""The prefill engine end to end: a real model, real control messages, real Mooncake writes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefill_node.kv_pool import PageState
+from protocol.messages import AbortRoom, Extent, Room, RoomDone, RoomFailed, RoomQuiet
+from service.engine_messages import (
+    Abort,
+    FlushCache,
+    Generate,
+    GenerateGroup,
+    PrefillFinished,
+    RequestFailed,
+    pack_token_ids,
+)
+from tests.unit.prefill_node.support import (
+    GREEDY,
+    DecodePeer,
+    EngineThread,
+    decode_peer,
+    deliver,
+    engine_thread,
+    prompt,
+    reference,
+    wait_for,
+)
+from transfer.errors import TransferError
+from vocabulary import SamplingParams
+
+_rooms = iter(range(1000, 1_000_000))
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    return tiny_checkpoint("glm")  # its shared-index layer makes index layers and layers differ
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineThread]:
+    with engine_thread(tiny, tmp_path_factory.mktemp("prefill") / "front") as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(served: EngineThread) -> Iterator[EngineThread]:
+    """The module's engine with an empty cache; after the test it must serve on and be whole."""
+    served.send(FlushCache())
+    served.forget()
+    yield served
+    served.before_run = lambda batch: None
+    wait_for(lambda: len(served.engine._life.rooms) == 0, "the rooms to end")
+    assert served.count(PageState.OWNED) == served.count(PageState.IN_FLIGHT) == 0
+    assert served.engine._life.num_free_aux_slots == 8
+
+
+@pytest.fixture(scope="module")
+def node(served: EngineThread) -> Iterator[DecodePeer]:
+    with decode_peer(served) as node:
+        yield node
+
+
+@pytest.fixture
+def peer(engine: EngineThread, node: DecodePeer) -> DecodePeer:
+    """The module's decode node, registered and blank."""
+    node.register()
+    node.forget()
+    return node
+
+
+@pytest.fixture
+def room() -> int:
+    return next(_rooms)
+
+
+# --- delivery -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 48, 49, 100])
+def test_delivers_prompts_of_every_shape(
+    engine: EngineThread, peer: DecodePeer, room: int, num_tokens: int
+) -> None:
+    done = deliver(engine, peer, room, prompt(num_tokens, num_tokens))
+    spec = engine.spec
+    per_token = spec.num_layers * spec.item_bytes + spec.num_index_layers * spec.index_item_bytes
+    assert done.num_bytes == num_tokens * per_token + peer.layout.slot_bytes
+    assert done.num_cached_tokens == 0
+    chunks = engine.computed[room]
+    assert chunks[0][0] == 0
+    assert chunks[-1][1] == num_tokens
+    assert all(stop - start <= 48 for start, stop in chunks)
+
+
+def test_lands_in_scattered_host_slots_and_index_pages(
+    engine: EngineThread, peer: DecodePeer, room: int
+) -> None:
+    kv = (Extent(700, 3), Extent(5, 50), Extent(300, 1), Extent(100, 46))
+    index = (Extent(512, 64), Extent(64, 32), Extent(0, 16))
+    deliver(engine, peer, room, prompt(1, 100), kv=kv, index=index, aux_slot=5)
+    untouched = torch.ones(peer.NUM_SLOTS, dtype=torch.bool)
+    for extent in kv:
+        untouched[extent.start : extent.end] = False
+    assert not peer.kv_host[:, untouched].any(), "bytes landed outside the landing zone"
+    assert not peer.kv_device.any()
+
+
+def test_lands_in_device_pages_when_dense(engine: EngineThread, peer: DecodePeer, room: int) -> None:
+    kv = (Extent(64, 32), Extent(0, 8))
+    deliver(engine, peer, room, prompt(2, 40), kv=kv, hisparse=False)
+    assert not peer.kv_host.any()
+
+
+def test_either_half_may_come_first(engine: EngineThread, peer: DecodePeer, room: int) -> None:
+    tokens = prompt(3, 30)
+    request_id = engine.generate(room, tokens)
+    wait_for(lambda: engine.engine._life.rooms.of_request(request_id) is not None, "the request")
+    bootstrap = peer.bootstrap(room, 30)
+    peer.expect(RoomDone)
+    engine.expect(PrefillFinished)
+    peer.assert_holds(bootstrap)
+
+
+def test_a_cached_prefix_is_sent_but_not_computed_again(engine: EngineThread, peer: DecodePeer) -> None:
+    tokens = prompt(4, 100)
+    first, second, longer, exact = (next(_rooms) for _ in range(4))
+    deliver(engine, peer, first, tokens)
+    done = deliver(engine, peer, second, tokens, kv=(Extent(500, 100),))
+    assert done.num_cached_tokens == 96
+    assert engine.computed[second] == [(96, 100)]
+    done = deliver(engine, peer, longer, tokens[:70] + prompt(5, 60))
+    assert done.num_cached_tokens == 64
+    assert engine.computed[longer][0][0] == 64
+    done = deliver(engine, peer, exact, tokens[:96])  # the last token is always computed
+    assert done.num_cached_tokens == 80
+    stats = engine.next_stats()
+    assert stats.gauges["cache_hit_rate"] > 0
+    assert stats.counters["cached_tokens_total"] >= 96 + 64 + 80
+
+
+def test_equal_prompts_at_once_are_computed_once(engine: EngineThread, peer: DecodePeer) -> None:
+    tokens = prompt(6, 40)
+    rooms = [next(_rooms) for _ in range(3)]
+    is_complete = threading.Event()
+    engine.before_run = lambda batch: None if is_complete.wait(10) else pytest.fail("not released")
+    for number, room in enumerate(rooms):
+        peer.bootstrap(room, 40, kv=(Extent(100 * number, 40),), aux_slot=number)
+        engine.generate(room, tokens)
+    is_complete.set()
+    done = {message.room: message for message in (peer.expect(RoomDone) for _ in rooms)}
+    assert sorted(message.num_cached_tokens for message in done.values()) == [0, 32, 32]
+    for _ in rooms:
+        engine.expect(PrefillFinished)
+
+
+def test_many_prompts_share_forwards_and_a_pool_that_holds_few(
+    engine: EngineThread, peer: DecodePeer
+) -> None:
+    sizes = [30, 200, 17, 300, 5, 120, 250, 64]  # 1024 tokens of pages do not hold them all
+    rooms = [next(_rooms) for _ in sizes]
+    bootstraps = {}
+    for number, (room, size) in enumerate(zip(rooms, sizes, strict=True)):
+        bootstraps[room] = peer.bootstrap(
+            room, size, kv=(Extent(sum(sizes[:number]), size),), aux_slot=number
+        )
+    for number, (room, size) in enumerate(zip(rooms, sizes, strict=True)):
+        engine.generate(room, prompt(100 + number, size))
+    for _ in rooms:
+        peer.expect(RoomDone)
+        engine.expect(PrefillFinished)
+    for number, (room, size) in enumerate(zip(rooms, sizes, strict=True)):
+        first_token, _ = reference(engine, prompt(100 + number, size))
+        assert peer.aux_record(bootstraps[room]).first_token == first_token
+
+
+def test_logprobs_travel_in_the_aux_record(engine: EngineThread, peer: DecodePeer, room: int) -> None:
+    bootstrap = peer.bootstrap(room, 20)
+    engine.generate(room, prompt(7, 20), SamplingParams(4, temperature=0.0, num_logprobs=3))
+    peer.expect(RoomDone)
+    engine.expect(PrefillFinished)
+    record = peer.aux_record(bootstrap)
+    assert record.logprob is not None
+    assert record.logprob.token_id == record.first_token == record.logprob.top[0][0]
+    assert len(record.logprob.top) == 3
+    assert record.logprob.logprob < 0
+
+
+# --- ends that are no delivery --------------------------------------------------------------------------
+
+
+class Gate:
+    """Holds the engine before a forward until the test opens it."""
+
+    def __init__(self, engine: EngineThread, chunk_start: int) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        self._chunk_start = chunk_start
+        engine.before_run = self._wait
+
+    def _wait(self, batch: Sequence[Any]) -> None:
+        if any(chunk.start == self._chunk_start for _, chunk in batch):
+            self.reached.set()
+            assert self.opened.wait(10)
+
+
+def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, room: int) -> None:
+    gate = Gate(engine, chunk_start=48)
+    counters = engine.engine._life.counters
+    before = dict(counters)
+    peer.bootstrap(room, 200)
+    request_id = engine.generate(room, prompt(8, 200))
+    assert gate.reached.wait(10)
+    peer.client.send(AbortRoom(room, "client gone"))
+    gate.opened.set()
+    assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
+    failed = engine.expect(RequestFailed)
+    assert (failed.request_id, failed.status) == (request_id, 503)
+    assert "client gone" in failed.error
+    assert counters["aborted_requests_total"] == before["aborted_requests_total"] + 1
+    assert counters["failed_requests_total"] == before["failed_requests_total"], "counted as both"
+    assert len(engine.computed[room]) < 5, "the room was computed to its end"
+    peer.assert_nothing_more()
+    peer.bootstrap(room, 200)
+    late = peer.expect(RoomFailed)
+    assert (late.room, late.status, late.quiet) == (room, 503, True)
+
+
+def test_the_front_aborts_midway(engine: EngineThread, peer: DecodePeer, room: int) -> None:
+    gate = Gate(engine, chunk_start=48)
+    peer.bootstrap(room, 200)
+    request_id = engine.generate(room, prompt(9, 200))
+    assert gate.reached.wait(10)
+    engine.send(Abort(request_id))
+    gate.opened.set()
+    failed = peer.expect(RoomFailed)
+    assert (failed.room, failed.status) == (room, 499)
+    if not failed.quiet:
+        peer.expect(RoomQuiet)
+    peer.assert_nothing_more()
+    engine.send(Abort(request_id))  # unknown by now: ignored
+
+
+def test_a_forward_that_fails_ends_its_batch_only(engine: EngineThread, peer: DecodePeer) -> None:
+    tokens = prompt(10, 20)
+    doomed, spared = next(_rooms), next(_rooms)
+
+    def out_of_memory(batch: Sequence[Any]) -> None:
+        if any(record.room == doomed for record, _ in batch):
+            raise torch.OutOfMemoryError("no memory for 1 GiB")
+
+    engine.before_run = out_of_memory
+    peer.bootstrap(doomed, 20)
+    engine.generate(doomed, tokens)
+    failed = peer.expect(RoomFailed)
+    assert (failed.room, failed.status, failed.quiet, failed.batch_failed) == (doomed, 500, True, False)
+    assert "OutOfMemoryError: no memory for 1 GiB" in engine.expect(RequestFailed).error
+    done = deliver(engine, peer, spared, tokens)
+    assert done.num_cached_tokens == 0, "pages of a failed forward must not be cached"
+
+
+def test_pages_stay_until_a_stuck_write_returns(
+    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_released = threading.Event()
+    write = engine.engine._transfer.write
+
+    def stuck(*args: Any, **options: Any) -> None:
+        assert is_released.wait(10)
+        write(*args, **options)
+
+    monkeypatch.setattr(engine.engine._transfer, "write", stuck)
+    monkeypatch.setattr(engine.engine._life._pusher, "_transfer_timeout_secs", 0.2)
+    peer.bootstrap(room, 40)
+    engine.generate(room, prompt(11, 40))
+    failed = peer.expect(RoomFailed)
+    assert (failed.room, failed.status, failed.quiet) == (room, 504, False)
+    assert engine.expect(RequestFailed).status == 504
+    wait_for(lambda: engine.count(PageState.IN_FLIGHT) == 1, "the partial page to be held")
+    engine.send(FlushCache())
+    wait_for(lambda: engine.next_stats().gauges["num_transfer_queue_reqs"] == 1, "the room to drain")
+    assert engine.count(PageState.CACHED) == 2, "cached pages in the transport were evicted"
+    peer.assert_nothing_more()
+    is_released.set()
+    assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
+
+
+def test_a_failed_batch_is_reported_as_such(engine: EngineThread, peer: DecodePeer, room: int) -> None:
+    peer.register(session="127.0.0.1:9")  # nobody listens there
+    peer.bootstrap(room, 40)
+    engine.generate(room, prompt(12, 40))
+    failed = peer.expect(RoomFailed)
+    assert (failed.room, failed.status, failed.batch_failed) == (room, 502, True)
+    if not failed.quiet:
+        assert peer.expect(RoomQuiet).batch_failed
+    assert "decode-0" in engine.expect(RequestFailed).error
+    peer.register()
+    peer.bootstrap(room, 40)
+    late = peer.expect(RoomFailed)
+    assert (late.room, late.quiet, late.batch_failed) == (room, True, True), "the failed batch is forgotten"
+    deliver(engine, peer, next(_rooms), prompt(12, 40))
+
+
+@pytest.mark.parametrize("failing", ["keys and values", "aux record"])
+def test_after_a_repeated_batch_the_source_stands_for_a_while(
+    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """What the first attempt left in the transport reads the pages and the aux slot once more."""
+    num_writes = itertools.count()
+    write = engine.engine._transfer.write
+
+    def flaky(session: str, src_addrs: Any, *args: Any, **options: Any) -> None:
+        write(session, src_addrs, *args, **options)
+        if (len(src_addrs) == 1) == (failing == "aux record") and next(num_writes) == 0:
+            raise TransferError("the connection was reset", may_still_land=True)
+
+    monkeypatch.setattr(engine.engine._transfer, "write", flaky)
+    monkeypatch.setattr(engine.engine._life.quarantine, "quarantine_secs", 1e6)
+    before = engine.next_stats().counters
+    done = deliver(engine, peer, room, prompt(14, 40))
+    assert done.batch_failed
+    after = engine.next_stats()
+    assert after.counters["kv_transfer_retries_total"] == before["kv_transfer_retries_total"] + 1
+    assert after.counters["kv_transfer_failures_total"] == before["kv_transfer_failures_total"]
+    assert after.gauges["quarantined_tokens"] == 16
+    assert engine.count(PageState.IN_FLIGHT) == 1
+    assert engine.engine._life.num_free_aux_slots == 7
+    engine.send(FlushCache())
+    second = deliver(engine, peer, next(_rooms), prompt(14, 40))
+    assert second.num_cached_tokens == 32, "pages that may still be read were evicted"
+    assert not second.batch_failed
+    (kept,) = engine.engine._life.quarantine
+
+    def has_paused() -> bool:
+        engine.engine._last_turn_secs -= 100.0
+        (source,) = engine.engine._life.quarantine
+        return source.free_at_secs > kept.free_at_secs + 90.0
+
+    wait_for(has_paused, "a pause of this node to be left out")
+    engine.engine._life.quarantine._sources[0] = replace(kept, free_at_secs=-1e9)
+    wait_for(lambda: engine.next_stats().gauges["quarantined_tokens"] == 0, "the source to be free")
+    engine.send(FlushCache())
+    assert not deliver(engine, peer, next(_rooms), prompt(14, 40)).num_cached_tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sampling", "error"),
+    [
+        ([], None, "empty"),
+        ([5, 100_000], None, "token id 100000 is not in"),
+        ([5, -1], None, "token id -1 is not in"),
+        ([5] * 1025, None, "needs 65 pages"),
+        ([5] * 8193, None, "context of 8192"),
+        ([5], SamplingParams(4, num_logprobs=21), "at most 20"),
+    ],
+)
+def test_a_prompt_that_can_never_run_is_refused_at_once(
+    engine: EngineThread,
+    peer: DecodePeer,
+    room: int,
+    tokens: list[int],
+    sampling: SamplingParams | None,
+    error: str,
+) -> None:
+    engine.generate(room, tokens, sampling or SamplingParams(4))
+    failed = engine.expect(RequestFailed)
+    assert failed.status == 400
+    assert error in failed.error
+    peer.bootstrap(room, max(len(tokens), 1) if len(tokens) < 1000 else 10)
+    told = peer.expect(RoomFailed)
+    assert (told.status, told.quiet) == (400, True)
+    assert error in told.error
+
+
+def test_a_prompt_may_fill_the_context(
+    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = replace(engine.engine._life._request_limits, context_length=40)
+    monkeypatch.setattr(engine.engine._life, "_request_limits", limits)
+    deliver(engine, peer, room, prompt(13, 40))
+    engine.generate(next(_rooms), prompt(13, 41))
+    assert "context of 40" in engine.expect(RequestFailed).error
+
+
+def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: int) -> None:
+    engine.generate(room, [5, 6, 7])
+    another = Generate("another", room, 3, GREEDY, "127.0.0.1", 1)
+    engine.send(GenerateGroup((another,), pack_token_ids((5, 6, 7))))
+    failed = engine.expect(RequestFailed)
+    assert (failed.request_id, failed.status) == ("another", 400)
+    assert "in use" in failed.error
+    peer.bootstrap(room, 3)
+    peer.expect(RoomDone)
+    engine.expect(PrefillFinished)
+    engine.generate(room, [5, 6, 7])
+    assert "served before" in engine.expect(RequestFailed).error
+
+
+def test_the_rooms_of_a_group_share_one_prompt(engine: EngineThread, peer: DecodePeer) -> None:
+    rooms = [next(_rooms) for _ in range(3)]
+    tokens = prompt(3, 40)
+    samples = tuple(Generate(f"request-{room}", room, 40, GREEDY, "127.0.0.1", 1) for room in rooms)
+    engine.send(GenerateGroup(samples, pack_token_ids(tokens)))
+    table = engine.engine._life.rooms
+    wait_for(lambda: all(table.get(Room(room)) is not None for room in rooms), "the rooms to open")
+    first, *others = (table.live(Room(room)) for room in rooms)
+    assert first.token_ids.tolist() == list(tokens)
+    assert len(first.keys) == 2
+    assert all(record.token_ids is first.token_ids and record.keys is first.keys for record in others)
+    for aux_slot, room in enumerate(rooms):
+        peer.bootstrap(room, 40, aux_slot=aux_slot)
+    for _ in rooms:
+        peer.expect(RoomDone)
+        engine.expect(PrefillFinished)
+
+
+def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats are answered, and writes that are over are noticed, between any two bursts of it."""
+    seen: list[str] = []
+    expire = engine.engine._expire
+
+    def expired() -> None:
+        seen.append("turn")
+        expire()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            engine.engine._life, "abort_request", lambda request_id, now_secs: seen.append(request_id)
+        )
+        patch.setattr(engine.engine, "_expire", expired)
+        flood = [f"unknown-{i}" for i in range(1000)]
+        for request_id in flood:
+            engine.send(Abort(request_id))
+        wait_for(lambda: flood[-1] in seen, "the flood to be over")
+    assert [entry for entry in seen if entry != "turn"] == flood, "nothing is lost"
+    bursts = [len(list(run)) for entry, run in itertools.groupby(seen, lambda e: e == "turn") if not entry]
+    assert max(bursts) <= 256

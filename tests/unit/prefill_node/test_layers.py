@@ -1,0 +1,311 @@
+"""KV that leaves layer by layer while the forward runs: a real engine, model and transport."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefill_node import push as push_module
+from prefill_node.compute import layer_hook
+from prefill_node.kv_pool import PageState
+from prefill_node.rooms import RoomRecord
+from protocol.messages import AbortRoom, Extent, RoomDone, RoomFailed, RoomQuiet
+from service.engine_messages import FlushCache, PrefillFinished, RequestFailed
+from tests.unit.prefill_node.support import (
+    TIMEOUT_SECS,
+    DecodePeer,
+    EngineThread,
+    Submission,
+    decode_peer,
+    deliver,
+    engine_thread,
+    prompt,
+    wait_for,
+)
+from transfer.send_queue import Outcome, Slice
+from transfer.sender import MAX_ATTEMPTS
+
+_rooms = iter(range(1000, 1_000_000))
+AUX = "aux record"
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    return tiny_checkpoint("glm")  # layers and index layers differ
+
+
+@pytest.fixture(scope="module", params=[0, 1, 3])
+def served(
+    request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineThread]:
+    """Engines that send whole chunks, single layers, and three layers in a batch, of which there are four."""
+    ipc_path = tmp_path_factory.mktemp("prefill") / "front"
+    with engine_thread(tiny, ipc_path, push_layers=request.param) as engine:
+        engine.engine._life._pusher._min_batch_bytes = 0
+        yield engine
+
+
+@pytest.fixture
+def engine(served: EngineThread) -> Iterator[EngineThread]:
+    """The module's engine with an empty cache; after the test it must serve on and be whole."""
+    served.send(FlushCache())
+    served.forget()
+    yield served
+    served.before_run = lambda batch: None
+    served.after_layer = lambda layer: None
+    wait_for(lambda: len(served.engine._life.rooms) == 0, "the rooms to end")
+    assert served.count(PageState.OWNED) == served.count(PageState.IN_FLIGHT) == 0
+    assert served.engine._life.num_free_aux_slots == 8
+
+
+@pytest.fixture(scope="module")
+def node(served: EngineThread) -> Iterator[DecodePeer]:
+    with decode_peer(served) as node:
+        yield node
+
+
+@pytest.fixture
+def peer(engine: EngineThread, node: DecodePeer) -> DecodePeer:
+    """The module's decode node, registered and blank."""
+    node.register()
+    node.forget()
+    return node
+
+
+@pytest.fixture
+def room() -> int:
+    return next(_rooms)
+
+
+def covered(submissions: Sequence[Submission]) -> dict[tuple[int, int], list[int]]:
+    """Positions [start, stop) -> the layers that left, in order of submission; the aux record is last."""
+    tags = [submission.batch.tag for submission in submissions]
+    assert tags[-1] == AUX
+    layers: dict[tuple[int, int], list[int]] = {}
+    for tag in tags[:-1]:
+        start, stop, first, last = map(int, re.findall(r"\d+", tag))
+        layers.setdefault((start, stop), []).extend(range(first, last))
+    return layers
+
+
+def test_no_layer_leaves_before_it_is_written(
+    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_the_end: list[bytes] = []
+    push_aux = engine.engine._life._pusher.push_aux
+
+    def look(record: Any) -> None:  # the prompt is computed, and its pages stand
+        at_the_end.extend(Submission.bytes_of(sent.batch) for sent in engine.submitted[room])
+        push_aux(record)
+
+    monkeypatch.setattr(engine.engine._life._pusher, "push_aux", look)
+    deliver(engine, peer, room, prompt(1, 100))
+    submissions = engine.submitted[room]
+    assert len(at_the_end) == len(submissions) - 1
+    for sent, final in zip(submissions, at_the_end, strict=False):
+        assert sent.source == final, f"{sent.batch.tag} left before it was written"
+    assert covered(submissions) == {chunk: [0, 1, 2, 3] for chunk in ((0, 48), (48, 96), (96, 100))}
+
+
+def test_layers_leave_while_the_next_ones_compute(engine: EngineThread, peer: DecodePeer, room: int) -> None:
+    num_submitted: list[int] = []
+    engine.after_layer = lambda layer: num_submitted.append(len(engine.submitted.get(room, ())))
+    deliver(engine, peer, room, prompt(2, 40))
+    match engine.settings.push_layers:
+        case 0:
+            assert num_submitted == [0, 0, 0, 0]
+        case 1:
+            assert num_submitted[0] == 1
+            assert num_submitted[3] > num_submitted[0], "the last layer waits for the end of the forward"
+        case 3:
+            assert num_submitted == [0, 0, 1, 2]
+
+
+def test_prompts_of_one_forward_leave_side_by_side(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = engine.engine._life
+    waiting = life.waiting
+
+    def both_or_none() -> list[RoomRecord]:
+        queued = waiting()
+        return queued if len(queued) == 2 else []
+
+    monkeypatch.setattr(life, "waiting", both_or_none)
+    first, second = next(_rooms), next(_rooms)
+    bootstraps = [
+        peer.bootstrap(first, 20, kv=(Extent(100, 20),), index=(Extent(112, 32),), aux_slot=1),
+        peer.bootstrap(
+            second, 25, kv=(Extent(300, 9), Extent(200, 16)), index=(Extent(512, 32),), aux_slot=2
+        ),
+    ]
+    num_sending: list[int] = []
+    engine.after_layer = lambda layer: num_sending.append(len({first, second} & set(engine.submitted)))
+    engine.generate(first, prompt(4, 20))
+    engine.generate(second, prompt(5, 25))
+    assert {peer.expect(RoomDone).room for _ in range(2)} == {first, second}
+    for bootstrap in bootstraps:
+        engine.expect(PrefillFinished)
+        assert engine.computed[bootstrap.room] == [(0, bootstrap.num_prompt_tokens)]
+        assert covered(engine.submitted[bootstrap.room]) == {(0, bootstrap.num_prompt_tokens): [0, 1, 2, 3]}
+        peer.assert_holds(bootstrap)
+    assert num_sending == {0: [0, 0, 0, 0], 1: [2, 2, 2, 2], 3: [0, 0, 2, 2]}[engine.settings.push_layers]
+
+
+def test_a_cached_prefix_leaves_whole_and_the_rest_by_layers(engine: EngineThread, peer: DecodePeer) -> None:
+    tokens = prompt(6, 70)
+    first, second = next(_rooms), next(_rooms)
+    deliver(engine, peer, first, tokens)
+    done = deliver(engine, peer, second, tokens, kv=(Extent(400, 70),))
+    assert done.num_cached_tokens == 64
+    assert engine.submitted[second][0].batch.tag == "positions [0, 64) of layers [0, 4)"
+    assert covered(engine.submitted[second]) == {(0, 64): [0, 1, 2, 3], (64, 70): [0, 1, 2, 3]}
+
+
+def test_a_chunk_is_planned_once(
+    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+    plan_writes = push_module.plan_writes
+
+    def counted(src_slots: Any, dst_slots: Any) -> Any:
+        planned.append(len(src_slots))
+        return plan_writes(src_slots, dst_slots)
+
+    monkeypatch.setattr(push_module, "plan_writes", counted)
+    deliver(engine, peer, room, prompt(7, 100))
+    assert planned == [48, 48, 48, 48, 4, 4, 1], "KV and indexer keys of three chunks, and the aux record"
+
+
+def test_on_a_gpu_every_layer_leaves_with_an_event_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are not there when the hook runs: the event is behind the kernels that store them."""
+    recorded: list[object] = []
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self) -> None:
+            recorded.append(self)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    told: list[tuple[int, object, int]] = []
+    hook = layer_hook(lambda layer, ready: told.append((layer, ready, len(recorded))), torch.device("cuda"))
+    assert hook is not None
+    hook(0)
+    hook(1)
+    assert told == [(0, recorded[0], 1), (1, recorded[1], 2)]
+
+
+class StuckTransport:
+    """Writes that wait for ``release``, and how many began."""
+
+    def __init__(self, engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release = threading.Event()
+        self.started = threading.Event()
+        self.num_started = 0
+        self._write = engine.engine._transfer.write
+        monkeypatch.setattr(engine.engine._transfer, "write", self.write)
+
+    def write(self, *args: Any, **options: Any) -> None:
+        self.num_started += 1
+        self.started.set()
+        assert self.release.wait(6 * TIMEOUT_SECS)  # longer than anything that the test waits for
+        self._write(*args, **options)
+
+
+def test_a_forward_that_raises_midway_keeps_its_pages_until_its_layers_are_back(
+    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = StuckTransport(engine, monkeypatch)
+
+    def fail(layer: int) -> None:
+        if layer == 2:
+            assert engine.settings.push_layers == 0 or transport.started.wait(TIMEOUT_SECS)
+            raise RuntimeError("a bad kernel")
+
+    engine.after_layer = fail
+    peer.bootstrap(room, 40)
+    engine.generate(room, prompt(8, 40))
+    failed = peer.expect(RoomFailed)
+    assert (failed.room, failed.status, failed.batch_failed) == (room, 500, False)
+    assert "a bad kernel" in engine.expect(RequestFailed).error
+    assert failed.quiet == (engine.settings.push_layers == 0)
+    if not failed.quiet:
+        peer.assert_nothing_more()
+        assert engine.count(PageState.IN_FLIGHT) == 3
+        transport.release.set()
+        assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
+        assert transport.num_started == 1, "a batch of a failed room was started"
+    transport.release.set()
+    engine.after_layer = lambda layer: None
+    done = deliver(engine, peer, next(_rooms), prompt(8, 40))
+    assert done.num_cached_tokens == 0, "pages of a failed forward must not be cached"
+
+
+def test_an_abort_between_layers_is_quiet_when_all_that_left_is_back(
+    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = StuckTransport(engine, monkeypatch)
+    is_between_layers = threading.Event()
+    is_sending = engine.settings.push_layers == 1  # otherwise nothing has left when the abort arrives
+
+    def wait_for_the_abort(layer: int) -> None:
+        if layer == 1:
+            assert not is_sending or transport.started.wait(TIMEOUT_SECS)
+            is_between_layers.set()
+            assert engine.engine._control.socket.poll(TIMEOUT_SECS * 1000)
+
+    engine.after_layer = wait_for_the_abort
+    peer.bootstrap(room, 90)
+    request_id = engine.generate(room, prompt(9, 90))
+    assert is_between_layers.wait(TIMEOUT_SECS)
+    peer.client.send(AbortRoom(room, "client gone"))
+    failed = engine.expect(RequestFailed)
+    assert (failed.request_id, failed.status) == (request_id, 503)
+    assert "client gone" in failed.error
+    if is_sending:
+        peer.assert_nothing_more()
+        assert engine.count(PageState.IN_FLIGHT) == 6
+    transport.release.set()
+    assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
+    assert transport.num_started <= 1, "a batch was started after the abort"
+    assert engine.computed[room] == [(0, 48)], "computed on after the abort"
+    assert all(sent.batch.tag != AUX for sent in engine.submitted[room])
+
+
+def test_a_batch_that_fails_midway_stops_the_layers_behind_it(
+    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = StuckTransport(engine, monkeypatch)
+    transport.release.set()
+    peer.register(session="127.0.0.1:9")  # nobody listens there
+    has_failed = threading.Event()
+    finish = engine.engine._sender._queue.finish
+
+    def finished(written: Slice, outcome: Outcome) -> None:
+        finish(written, outcome)
+        has_failed.set()
+
+    monkeypatch.setattr(engine.engine._sender._queue, "finish", finished)
+    if engine.settings.push_layers == 1:
+        engine.after_layer = lambda layer: (
+            None if has_failed.wait(TIMEOUT_SECS) else pytest.fail("no failure")
+        )
+    peer.bootstrap(room, 40)
+    engine.generate(room, prompt(10, 40))
+    failed = peer.expect(RoomFailed)
+    assert (failed.room, failed.status, failed.batch_failed) == (room, 502, True)
+    if not failed.quiet:
+        assert peer.expect(RoomQuiet).batch_failed
+    error = engine.expect(RequestFailed).error
+    assert "sending positions [0, 40) of layers [0, " in error
+    assert transport.num_started == MAX_ATTEMPTS, "a batch was started behind the failed one"
+    peer.register()
+    deliver(engine, peer, next(_rooms), prompt(10, 40))

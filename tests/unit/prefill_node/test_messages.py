@@ -1,0 +1,484 @@
+"""Control messages that do not fit, and peers that vanish: documented outcomes, and the node serves on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from prefill_node.kv_pool import PageState
+from prefill_node.registrations import PeerTable
+from protocol.access import PeerList
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    AbortRoom,
+    Bootstrap,
+    Extent,
+    Geometry,
+    Heartbeat,
+    Refused,
+    RegionKind,
+    Registered,
+    Room,
+    RoomDone,
+    RoomFailed,
+    RoomQuiet,
+    encoder,
+)
+from service.engine_messages import PrefillFinished, RequestFailed, Shutdown
+from tests.unit.prefill_node.support import (
+    ControlPeer,
+    DecodePeer,
+    EngineThread,
+    decode_peer,
+    engine_thread,
+    wait_for,
+)
+from vocabulary import DECODE_NODE_FAILED
+
+_rooms = iter(range(1000, 1_000_000))
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    return tiny_checkpoint("v32")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineThread]:
+    with engine_thread(tiny, tmp_path_factory.mktemp("prefill") / "front") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def node(engine: EngineThread) -> Iterator[DecodePeer]:
+    with decode_peer(engine) as node:
+        yield node
+
+
+@pytest.fixture
+def peer(engine: EngineThread, node: DecodePeer) -> Iterator[DecodePeer]:
+    """The module's decode node on a fresh connection, not registered. Afterwards the engine must serve on."""
+    node.reconnect()
+    node.forget()
+    engine.forget()
+    yield node
+    node.register()
+    room = next(_rooms)
+    node.bootstrap(room, 5)
+    engine.generate(room, [5, 6, 7, 8, 9])
+    assert node.expect(RoomDone, lambda done: done.room == room)
+    engine.expect(PrefillFinished, lambda finished: finished.request_id == f"request-{room}")
+    wait_for(lambda: len(engine.engine._life.rooms) == 0, "the rooms to end")
+    assert engine.count(PageState.OWNED) == engine.count(PageState.IN_FLIGHT) == 0
+
+
+# --- registration ---------------------------------------------------------------------------------------
+
+
+def test_registers_and_answers_heartbeats(engine: EngineThread, peer: DecodePeer) -> None:
+    registered = peer.register()
+    assert registered.protocol_version == PROTOCOL_VERSION
+    assert registered.instance_id == engine.ready.instance_id
+    assert registered.geometry == msgspec.msgpack.decode(engine.ready.geometry, type=Geometry)
+    acknowledged = peer.heartbeat(seq=7)
+    assert (acknowledged.seq, acknowledged.instance_id) == (7, engine.ready.instance_id)
+    assert engine.next_stats().gauges["num_registered_peers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_fingerprint", "another"),
+        ("dtype", "bfloat16"),
+        ("num_layers", 61),
+        ("num_index_layers", 61),
+        ("item_bytes", 656),
+        ("index_item_bytes", 132),
+        ("index_topk", 2048),
+        ("sampling_defaults", "temperature 0.6"),
+    ],
+)
+def test_another_geometry_is_refused_with_both_values(
+    engine: EngineThread, peer: DecodePeer, field: str, value: Any
+) -> None:
+    ours = getattr(peer.geometry, field)
+    peer.client.send(peer.registration(geometry=msgspec.structs.replace(peer.geometry, **{field: value})))
+    refused = peer.expect(Refused)
+    assert refused.permanent
+    assert field in refused.error
+    assert repr(value) in refused.error
+    assert repr(ours) in refused.error
+    peer.client.send(Heartbeat(1))
+    assert not peer.expect(Refused).permanent, "a refused node is not registered"
+
+
+def test_another_protocol_version_is_refused_with_both(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.client.send(peer.registration(protocol_version=99))
+    error = peer.expect(Refused).error
+    assert "99" in error
+    assert f"prefill node {PROTOCOL_VERSION}" in error
+
+
+def test_another_transport_is_refused_with_both(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.client.send(peer.registration(transfer_protocol="rdma"))
+    refused = peer.expect(Refused)
+    assert refused.permanent
+    assert "transfer_protocol: the decode node is on 'rdma', this prefill node on 'tcp'" in refused.error
+    peer.client.send(Heartbeat(1))
+    assert not peer.expect(Refused).permanent, "a refused node is not registered"
+
+
+@pytest.mark.parametrize("transfer_protocol", ["", "tcp"])
+def test_the_same_transport_or_none_named_is_registered(
+    engine: EngineThread, peer: DecodePeer, transfer_protocol: str
+) -> None:
+    peer.register(transfer_protocol=transfer_protocol)
+
+
+def test_a_prefill_node_says_what_its_transport_is(engine: EngineThread) -> None:
+    assert engine.ready.transfer_protocol == "tcp"
+    assert engine.ready.transfer_devices == ()
+    assert engine.next_stats().gauges['transfer_info{protocol="tcp",devices="",reason="asked for"}'] == 1
+
+
+@pytest.mark.parametrize(
+    "session",
+    ["10.0.0.2", "10.0.0.2:0", "10.0.0.2:70000", "10.0.0.2:x", "a b:1", ":1", "http://a:1", "a/b:1"],
+)
+def test_a_session_that_is_no_address_is_refused(
+    engine: EngineThread, peer: DecodePeer, session: str
+) -> None:
+    peer.client.send(peer.registration(session=session))
+    refused = peer.expect(Refused)
+    assert refused.permanent
+    assert repr(session) in refused.error
+    assert "HOST:PORT" in refused.error
+
+
+@pytest.mark.parametrize(
+    ("session", "is_listed"),
+    [
+        ("10.0.0.2:15001", True),
+        ("[2001:db8::1]:15001", True),
+        ("10.0.1.2:15001", False),
+        ("decode-0:15001", False),
+    ],
+)
+def test_kv_goes_to_sessions_of_the_list_only(peer: DecodePeer, session: str, is_listed: bool) -> None:
+    allowed = PeerList.parse(["10.0.0.0/24", "2001:db8::/32"])
+    table = PeerTable(peer.geometry, peer.layout.slot_bytes, "tcp", allowed)
+    error = table.why_refused(peer.registration(session=session))
+    assert (error is None) == is_listed
+    if error is not None:
+        for word in (session.rpartition(":")[0], "10.0.0.0/24, 2001:db8::/32", "advertise_host"):
+            assert word in error
+
+
+def test_regions_must_be_whole(engine: EngineThread, peer: DecodePeer) -> None:
+    host, device, index, aux = peer.regions
+
+    def refusal(*regions: Any) -> str:
+        peer.client.send(peer.registration(regions=regions))
+        refused = peer.expect(Refused)
+        assert refused.permanent
+        return refused.error
+
+    shorter = msgspec.structs.replace(host, num_bytes=host.num_bytes - 1)
+    error = refusal(shorter, device, index, aux)
+    assert "kv_host" in error
+    assert str(host.num_bytes - 1) in error
+    assert str(host.num_bytes) in error
+    other_aux = msgspec.structs.replace(aux, num_slots=aux.num_slots + 1)
+    assert "region aux" in refusal(host, device, index, other_aux)
+    assert "index is missing" in refusal(host, device, aux)
+    assert "aux is missing" in refusal(host, device, index)
+    assert "both missing" in refusal(index, aux)
+    assert "registered 2 times" in refusal(host, host, index, aux)
+    assert "no memory" in refusal(msgspec.structs.replace(host, base_addr=2**63 - 2), device, index, aux)
+    assert "no memory" in refusal(host, device, msgspec.structs.replace(index, num_slots=0), aux)
+
+
+def test_a_page_size_of_its_own_is_legal_when_hisparse(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.register(geometry=msgspec.structs.replace(peer.geometry, page_size=64))
+    sparse, dense = next(_rooms), next(_rooms)
+    bootstrap = peer.bootstrap(sparse, 20)
+    engine.generate(sparse, range(5, 25))
+    peer.expect(RoomDone)
+    peer.assert_holds(bootstrap)
+    peer.bootstrap(dense, 20, hisparse=False)
+    failed = peer.expect(RoomFailed)
+    assert (failed.room, failed.status, failed.quiet) == (dense, 400, True)
+    assert "64" in failed.error
+    assert "16" in failed.error
+
+
+# --- rooms ----------------------------------------------------------------------------------------------
+
+
+def test_before_register_everything_is_refused(engine: EngineThread, peer: DecodePeer) -> None:
+    before = engine.num_dropped("unregistered")
+    room = next(_rooms)
+    messages = (
+        Bootstrap(room, 1, (Extent(0, 1),), (Extent(0, 1),), 0, True),
+        AbortRoom(room, ""),
+        Heartbeat(1),
+    )
+    for message in messages:
+        peer.client.send(message)
+        refused = peer.expect(Refused)
+        assert not refused.permanent
+        assert type(message).__name__ in refused.error
+    assert engine.num_dropped("unregistered") == before + 3
+    assert engine.engine._life.rooms.get(room) is None
+
+
+def test_malformed_messages_are_dropped_and_counted(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.register()
+    before = engine.num_dropped("malformed")
+    valid = encoder.encode(Bootstrap(1, 1, (Extent(0, 1),), (Extent(0, 1),), 0, True))
+    for frame in (
+        b"",
+        b"\xc1",
+        b"garbage",
+        valid[:-3],
+        encoder.encode([99, 1]),
+        encoder.encode([3, -1, 1, [], [], 0]),
+    ):
+        peer.client.socket.send(frame)
+    peer.client.socket.send_multipart([valid, b"one frame too many"])
+    peer.heartbeat()
+    assert engine.num_dropped("malformed") == before + 7
+    counters = engine.next_stats().counters
+    assert counters['control_messages_dropped_total{reason="malformed"}'] == before + 7
+
+
+def test_a_second_bootstrap_is_dropped_and_the_first_stands(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.register()
+    before = engine.num_dropped("duplicate")
+    room = next(_rooms)
+    first = peer.bootstrap(room, 20)
+    peer.bootstrap(room, 20, kv=(Extent(500, 20),), aux_slot=3)
+    peer.assert_nothing_more()
+    assert engine.num_dropped("duplicate") == before + 1
+    engine.generate(room, range(5, 25))
+    peer.expect(RoomDone)
+    peer.assert_holds(first)
+    assert not peer.kv_host[:, 500:].any()
+
+
+def test_a_bootstrap_of_a_served_room_is_answered(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.register()
+    before = engine.num_dropped("late")
+    room = next(_rooms)
+    peer.bootstrap(room, 20)
+    engine.generate(room, range(5, 25))
+    peer.expect(RoomDone)
+    peer.bootstrap(room, 20)
+    failed = peer.expect(RoomFailed)
+    assert (failed.room, failed.status, failed.quiet, failed.batch_failed) == (room, 400, True, False)
+    peer.client.send(AbortRoom(room, "too late"))
+    assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
+    assert engine.num_dropped("late") == before + 2
+
+
+def test_an_abort_of_an_unknown_room_is_answered_quiet(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.register()
+    before = engine.num_dropped("unknown_room")
+    room = next(_rooms)
+    peer.client.send(AbortRoom(room, "never heard of it"))
+    assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
+    assert engine.num_dropped("unknown_room") == before + 1
+
+
+def test_a_room_that_the_decode_node_gave_up_is_not_this_nodes_failure(
+    engine: EngineThread, peer: DecodePeer
+) -> None:
+    peer.register()
+    room = next(_rooms)
+    request_id = engine.generate(room, range(5, 25))
+    wait_for(lambda: len(engine.engine._life.rooms) == 1, "the request's own way to the engine")
+    peer.client.send(AbortRoom(room, "no room in the pools"))
+    peer.expect(RoomQuiet)
+    failed = engine.expect(RequestFailed)
+    assert (failed.request_id, failed.code) == (request_id, DECODE_NODE_FAILED)
+
+
+def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.register()
+    room = next(_rooms)
+    peer.bootstrap(room, 20)
+    peer.heartbeat()
+    with closing(ControlPeer(engine)) as other:
+        other.client.send(peer.registration(node_id="decode-1", session="127.0.0.1:9"))
+        other.expect(Registered)
+        other.client.send(AbortRoom(room, "mine now"))
+        other.expect(RoomQuiet)
+    engine.generate(room, range(5, 25))
+    assert peer.expect(RoomDone).room == room
+
+
+@pytest.mark.parametrize(
+    ("landing", "error"),
+    [
+        ({"kv": (Extent(1020, 20),)}, "kv_host extent [1020, 1040) ends past the region's 1024 slots"),
+        ({"kv": (Extent(2**47, 20),)}, "ends past the region's 1024 slots"),
+        ({"kv": (Extent(0, 19),)}, "kv_host extents hold 19 tokens, the prompt needs 20"),
+        ({"kv": (Extent(0, 21),)}, "kv_host extents hold 21 tokens, the prompt needs 20"),
+        ({"kv": (Extent(0, 12), Extent(11, 8))}, "kv_host extents overlap at slot 11"),
+        ({"index": (Extent(1020, 20),)}, "index extent [1020, 1040)"),
+        ({"index": (Extent(0, 16),)}, "index extents hold 16 tokens, the prompt needs at least 20"),
+        ({"aux_slot": 8}, "aux_slot 8 is not in [0, 8)"),
+        ({"kv": (Extent(1020, 20),), "hisparse": False}, "kv_device extent [1020, 1040)"),
+    ],
+)
+def test_a_landing_zone_outside_the_regions_is_refused(
+    engine: EngineThread, peer: DecodePeer, landing: dict[str, Any], error: str
+) -> None:
+    peer.register()
+    room = next(_rooms)
+    peer.bootstrap(room, 20, **landing)
+    failed = peer.expect(RoomFailed)
+    assert (failed.room, failed.status, failed.quiet, failed.batch_failed) == (room, 400, True, False)
+    assert error in failed.error
+    request_id = engine.generate(room, range(5, 25))
+    told = engine.expect(RequestFailed)
+    assert (told.request_id, told.status) == (request_id, 400)
+    assert error in told.error
+
+
+def test_a_region_that_was_not_registered_is_refused(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.register(regions=tuple(region for region in peer.regions if region.kind is not RegionKind.KV_DEVICE))
+    peer.bootstrap(next(_rooms), 20, hisparse=False)
+    assert "has not registered a region kv_device" in peer.expect(RoomFailed).error
+
+
+def test_another_prompt_length_is_refused_with_both(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.register()
+    room = next(_rooms)
+    peer.bootstrap(room, 21)
+    engine.generate(room, range(5, 25))
+    for failed in (peer.expect(RoomFailed), engine.expect(RequestFailed)):
+        assert failed.status == 400
+        assert "21 prompt tokens on the decode node, 20 on the prefill node" in failed.error
+
+
+# --- peers that come and go -----------------------------------------------------------------------------
+
+
+def test_a_reconnected_peer_keeps_its_rooms(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.register()
+    room = next(_rooms)
+    bootstrap = peer.bootstrap(room, 20)
+    peer.heartbeat()
+    peer.reconnect()
+    peer.register()
+    engine.generate(room, range(5, 25))
+    assert peer.expect(RoomDone).room == room
+    peer.assert_holds(bootstrap)
+
+
+def test_a_restarted_peer_loses_its_rooms(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.register()
+    room = next(_rooms)
+    peer.bootstrap(room, 20)
+    peer.heartbeat()
+    peer.reconnect()
+    peer.register(session="127.0.0.1:9")
+    engine.generate(room, range(5, 25))
+    failed = engine.expect(RequestFailed)
+    assert failed.status == 502
+    assert "restarted" in failed.error
+
+
+def test_rooms_without_their_other_half_and_silent_peers_end(
+    tiny: Path, tmp_path: Path, engine: EngineThread, peer: DecodePeer
+) -> None:
+    impatience = {"room_timeout_secs": 0.3, "heartbeat_interval_secs": 0.25, "heartbeat_max_failures": 4}
+    with (
+        engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
+        closing(ControlPeer(impatient)) as other,
+    ):
+        other.client.send(peer.registration())
+        other.expect(Registered)
+        half, other_half = next(_rooms), next(_rooms)
+        request_id = impatient.generate(half, range(5, 25))
+        other.bootstrap(other_half, 20)
+        other.heartbeat()
+
+        def have_ended() -> bool:
+            other.client.send(Heartbeat(1))
+            return len(impatient.engine._life.rooms) == 0
+
+        wait_for(have_ended, "both halves to be given up while the decode node is alive")
+        failed = impatient.expect(RequestFailed)
+        assert (failed.request_id, failed.status) == (request_id, 504)
+        margin = "within 1.3 s (room_timeout_secs 0.3, and 1 s in which the decode node would have said why)"
+        assert f"did not reach the decode node {margin}" in failed.error
+        told = other.expect(RoomFailed)
+        assert (told.room, told.status, told.quiet) == (other_half, 504, True)
+        assert f"did not reach the prefill node {margin}" in told.error
+        wait_for(lambda: len(impatient.engine._peers) == 0, "the silent peer to be lost")
+        other.client.send(Heartbeat(2))
+        assert not other.expect(Refused).permanent
+        other.client.send(peer.registration())
+        other.expect(Registered)
+
+
+def test_a_decode_node_that_is_busy_keeps_its_rooms(tiny: Path, tmp_path: Path, peer: DecodePeer) -> None:
+    """It sends nothing for long, but its transport answers; once that is gone, its rooms end."""
+    impatience = {"heartbeat_interval_secs": 0.1, "heartbeat_max_failures": 5}
+    with (
+        engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
+        closing(ControlPeer(impatient)) as other,
+    ):
+        other.client.send(peer.registration())
+        other.expect(Registered)
+        asked: list[str] = []
+        answers = threading.Event()
+        answers.set()
+
+        def is_reachable(session: str) -> bool:
+            asked.append(session)
+            return answers.is_set()
+
+        impatient.engine._probes._is_reachable = is_reachable
+        room = next(_rooms)
+        other.bootstrap(room, 20)
+        wait_for(lambda: len(asked) >= 10, "as much silence as would end it twice")
+        assert set(asked) == {peer.transfer.session}
+        assert impatient.engine._life.rooms.get(Room(room)) is not None
+        answers.clear()
+        wait_for(lambda: len(impatient.engine._life.rooms) == 0, "the rooms of the lost node to end")
+        impatient.generate(room, range(5, 25))
+        failed = impatient.expect(RequestFailed)
+        assert failed.status == 502
+        assert "silent for more than 0.5 s" in failed.error
+
+
+def test_a_session_with_other_memory_is_another_process(engine: EngineThread, peer: DecodePeer) -> None:
+    peer.register()
+    room = next(_rooms)
+    peer.bootstrap(room, 20)
+    with closing(ControlPeer(engine)) as successor:
+        kept = tuple(region for region in peer.regions if region.kind is not RegionKind.KV_DEVICE)
+        successor.client.send(peer.registration(node_id="decode-1", regions=kept))
+        successor.expect(Registered)
+    engine.generate(room, range(5, 25))
+    failed = engine.expect(RequestFailed)
+    assert failed.status == 502
+    assert "restarted" in failed.error
+
+
+def test_a_shutdown_tells_everyone(tiny: Path, tmp_path: Path, peer: DecodePeer) -> None:
+    with engine_thread(tiny, tmp_path / "front") as stopping:
+        stopping.generate(next(_rooms), range(5, 25))
+        stopping.send(Shutdown())
+        failed = stopping.expect(RequestFailed)
+        assert failed.status == 503
+        assert "shutting down" in failed.error

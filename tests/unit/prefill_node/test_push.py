@@ -1,0 +1,301 @@
+"""The pusher alone: what leaves with which layer, how often it plans, and how much it has under way.
+
+The sender here copies at the moment of submission. So a layer that is submitted before it was written lands
+as the poison that stood there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefill_node import push as push_module
+from prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
+from prefill_node.registrations import Peer
+from prefill_node.rooms import RoomRecord, RoomState
+from protocol.messages import Bootstrap, Extent, RegionKind, Room
+from transfer.extents import expand_pages, extents_to_slots
+from transfer.plan import Descriptors, RegionView, RunPlan, join_descriptors
+from transfer.sender import Completion, Ready, WriteBatch
+
+PAGE_SIZE = 4
+NUM_SLOTS = 64
+GROUPS = (0, 0, 1, 2, 2)
+NUM_LAYERS, NUM_INDEX_LAYERS = len(GROUPS), 3
+ITEM_BYTES, INDEX_BYTES = 6, 3
+POISON = 0xEE
+
+
+class CopyingSender:
+    """Copies at submission; ``num_waiting`` is what it says of every room."""
+
+    def __init__(self) -> None:
+        self.batches: list[WriteBatch] = []
+        self.num_waiting = 0
+        self.num_waiting_bytes = 0
+
+    def submit(self, session: str, batch: WriteBatch) -> None:
+        assert session == "host:1"
+        self.batches.append(batch)
+        writes = whole(batch)
+        assert batch.num_bytes == writes.num_bytes
+        for src, dst, length in zip(*(column.tolist() for column in writes), strict=True):
+            ctypes.memmove(dst, src, length)
+
+    def num_pending(self, room: Room) -> int:
+        return self.num_waiting
+
+    def num_bytes_pending(self, session: str) -> int:
+        return self.num_waiting_bytes
+
+    def cancel(self, room: Room) -> bool:
+        raise AssertionError("nothing is cancelled here")
+
+    def poll(self) -> list[Completion]:
+        return []
+
+    def overdue(self) -> list[Room]:
+        return []
+
+    @property
+    def tags(self) -> list[str]:
+        return [batch.tag for batch in self.batches]
+
+
+def whole(batch: WriteBatch) -> Descriptors:
+    return join_descriptors(list(batch.slices))
+
+
+def poisoned(num_layers: int, item_bytes: int) -> np.ndarray:
+    return np.full((num_layers, NUM_SLOTS, item_bytes), POISON, np.uint8)
+
+
+def view(memory: np.ndarray) -> RegionView:
+    return RegionView(memory.ctypes.data, memory.nbytes, *memory.shape)
+
+
+@dataclass
+class World:
+    """One room between two pools, and a pusher that moves its bytes."""
+
+    layers_per_batch: int = 1
+    min_batch_bytes: int = 0
+    sender: CopyingSender = field(default_factory=CopyingSender)
+
+    def __post_init__(self) -> None:
+        self.kv, self.index = poisoned(NUM_LAYERS, ITEM_BYTES), poisoned(NUM_INDEX_LAYERS, INDEX_BYTES)
+        self.kv_dst, self.index_dst = np.zeros_like(self.kv), np.zeros_like(self.index)
+        self.aux = np.full((1, 1, 8), 7, np.uint8)
+        self.aux_dst = np.zeros_like(self.aux)
+        source = SourceRegions(view(self.kv), view(self.index), view(self.aux), GROUPS)
+        self.pusher = Pusher(
+            self.sender, source, PAGE_SIZE, 60.0, self.layers_per_batch, self.min_batch_bytes
+        )
+        self.record = self.room(Room(1), [3, 4, 9], Extent(10, 7), Extent(40, 5))
+
+    def room(self, room: Room, page_ids: list[int], *extents: Extent) -> RoomRecord:
+        regions = {
+            RegionKind.KV_HOST: view(self.kv_dst),
+            RegionKind.INDEX: view(self.index_dst),
+            RegionKind.AUX: view(self.aux_dst),
+        }
+        num_tokens = sum(extent.length for extent in extents)
+        record = RoomRecord(room, RoomState.COMPUTING, 0.0, page_ids=page_ids, aux_slot_src=0)
+        record.peer = Peer("node", "host:1", b"", PAGE_SIZE, regions, 0.0)
+        record.bootstrap = Bootstrap(room, num_tokens, extents, extents[::-1], 0, True)
+        return record
+
+    def write(self, pushes: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
+        """What a forward does with a layer: store its rows, then tell."""
+        for push in pushes:
+            slots = expand_pages(push.record.page_ids, PAGE_SIZE, push.start, push.stop)
+            self.kv[layer, slots] = np.arange(1, len(slots) + 1)[:, None] + 16 * layer
+            if layer == 0 or GROUPS[layer] != GROUPS[layer - 1]:
+                self.index[GROUPS[layer], slots] = np.arange(1, len(slots) + 1)[:, None] + 16 * GROUPS[layer]
+        self.pusher.layer_written(pushes, layer, ready)
+
+    def forward(self, *pushes: ChunkPush) -> None:
+        for layer in range(NUM_LAYERS):
+            self.write(pushes, layer)
+        for push in pushes:
+            self.pusher.push_rest(push)
+
+    def assert_landed(self, push: ChunkPush) -> None:
+        bootstrap = push.record.bootstrap
+        assert bootstrap is not None
+        src = expand_pages(push.record.page_ids, PAGE_SIZE, push.start, push.stop)
+        for source, target, extents in (
+            (self.kv, self.kv_dst, bootstrap.kv_extents),
+            (self.index, self.index_dst, bootstrap.index_extents),
+        ):
+            dst = extents_to_slots(extents)[push.start : push.stop]
+            assert not (source[:, src] == POISON).any()
+            np.testing.assert_array_equal(target[:, dst], source[:, src])
+
+
+def layers_of(tags: Sequence[str]) -> list[str]:
+    return [tag.partition(" of layers ")[2] for tag in tags]
+
+
+@pytest.mark.parametrize(
+    ("layers_per_batch", "layers"),
+    [
+        (0, ["[0, 5)"]),
+        (1, ["[0, 1)", "[1, 2)", "[2, 3)", "[3, 4)", "[4, 5)"]),
+        (2, ["[0, 2)", "[2, 4)", "[4, 5)"]),
+        (5, ["[0, 5)"]),
+        (61, ["[0, 5)"]),
+    ],
+)
+def test_layers_leave_once_and_only_when_written(layers_per_batch: int, layers: list[str]) -> None:
+    world = World(layers_per_batch)
+    push = world.pusher.plan(world.record, 2, 11)
+    world.forward(push)
+    assert layers_of(world.sender.tags) == layers
+    assert world.sender.tags[0].startswith("positions [2, 11) ")
+    world.assert_landed(push)
+    assert world.record.num_writes_pending == len(layers)
+    num_bytes = sum(batch.num_bytes for batch in world.sender.batches)
+    assert num_bytes == 9 * (NUM_LAYERS * ITEM_BYTES + NUM_INDEX_LAYERS * INDEX_BYTES), "something left twice"
+
+
+def test_a_layer_leaves_before_the_next_is_written() -> None:
+    world = World()
+    pushes = [world.pusher.plan(world.record, 0, 12)]
+    for layer in range(NUM_LAYERS):
+        world.write(pushes, layer)
+        assert len(world.sender.batches) == layer + 1
+    world.assert_landed(pushes[0])
+
+
+def test_index_keys_leave_with_the_first_layer_of_their_group() -> None:
+    world = World()
+    world.forward(world.pusher.plan(world.record, 0, 4))
+    landed = [
+        {
+            layer
+            for layer in range(NUM_INDEX_LAYERS)
+            for addr in whole(batch).dst_addrs.tolist()
+            if 0 <= addr - world.index_dst[layer].ctypes.data < world.index_dst[layer].nbytes
+        }
+        for batch in world.sender.batches
+    ]
+    assert landed == [{0}, set(), {1}, {2}, set()]
+
+
+@pytest.mark.parametrize("layers_per_batch", [0, 1, 3])
+def test_a_chunk_is_planned_once(monkeypatch: pytest.MonkeyPatch, layers_per_batch: int) -> None:
+    num_plans = 0
+    plan_writes = push_module.plan_writes
+
+    def counted(*args: Any) -> RunPlan:
+        nonlocal num_plans
+        num_plans += 1
+        return plan_writes(*args)
+
+    monkeypatch.setattr(push_module, "plan_writes", counted)
+    world = World(layers_per_batch)
+    world.forward(world.pusher.plan(world.record, 0, 9))
+    assert num_plans == 2, "KV and indexer keys, each once"
+
+
+def test_layers_wait_for_a_slow_transport_and_then_leave_together() -> None:
+    world = World()
+    pushes = [world.pusher.plan(world.record, 0, 12)]
+    world.write(pushes, 0)
+    world.sender.num_waiting = MAX_PENDING_BATCHES
+    world.write(pushes, 1)
+    world.write(pushes, 2)
+    assert layers_of(world.sender.tags) == ["[0, 1)"]
+    world.sender.num_waiting = MAX_PENDING_BATCHES - 1
+    world.write(pushes, 3)
+    assert layers_of(world.sender.tags) == ["[0, 1)", "[1, 4)"]
+    world.sender.num_waiting = MAX_PENDING_BATCHES
+    world.write(pushes, 4)
+    assert layers_of(world.sender.tags) == ["[0, 1)", "[1, 4)", "[4, 5)"], "the chunk's last layer waits"
+    world.assert_landed(pushes[0])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "layers"),
+    [
+        (12, ["[0, 1)", "[1, 2)", "[2, 3)", "[3, 4)", "[4, 5)"]),
+        (6, ["[0, 2)", "[2, 4)", "[4, 5)"]),
+        (2, ["[0, 5)"]),
+    ],
+)
+def test_short_chunks_wait_until_a_batch_is_worth_it(num_tokens: int, layers: list[str]) -> None:
+    world = World(min_batch_bytes=12 * ITEM_BYTES)
+    push = world.pusher.plan(world.record, 0, num_tokens)
+    world.forward(push)
+    assert layers_of(world.sender.tags) == layers
+    world.assert_landed(push)
+
+
+def test_what_is_under_way_is_bounded_when_nothing_is_ever_written() -> None:
+    world = World()
+    submit = world.sender.submit
+
+    def stuck(session: str, batch: WriteBatch) -> None:
+        submit(session, batch)
+        world.sender.num_waiting += 1
+
+    world.sender.submit = stuck  # type: ignore[method-assign]
+    world.pusher.push_tokens(world.record, 0, 2)
+    for start in range(2, 12):
+        world.forward(world.pusher.plan(world.record, start, start + 1))
+    world.pusher.push_aux(world.record)
+    num_chunks = 10
+    assert len(world.sender.batches) <= MAX_PENDING_BATCHES + num_chunks + 2
+    assert world.record.num_writes_pending == len(world.sender.batches)
+    assert world.sender.tags[-1] == "aux record"
+
+
+def test_prompts_of_one_forward_leave_side_by_side() -> None:
+    world = World()
+    other = world.room(Room(2), [1, 0], Extent(30, 8))
+    pushes = [world.pusher.plan(world.record, 4, 12), world.pusher.plan(other, 0, 5)]
+    world.forward(*pushes)
+    assert [batch.room for batch in world.sender.batches] == [1, 2] * NUM_LAYERS
+    for push in pushes:
+        world.assert_landed(push)
+
+
+def test_positions_known_already_leave_in_one_batch() -> None:
+    world = World()
+    world.pusher.push_tokens(world.record, 0, 8)
+    assert world.sender.tags == ["positions [0, 8) of layers [0, 5)"]
+    world.pusher.push_tokens(world.record, 8, 8)
+    assert len(world.sender.batches) == 1
+
+
+def test_layers_out_of_order_are_refused_before_anything_wrong_leaves() -> None:
+    world = World()
+    pushes = [world.pusher.plan(world.record, 0, 12)]
+    world.write(pushes, 0)
+    for layer in (2, 0):
+        with pytest.raises(ValueError, match=f"layer {layer} was written after 1 of 5 layers"):
+            world.pusher.layer_written(pushes, layer)
+    assert layers_of(world.sender.tags) == ["[0, 1)"]
+
+
+def test_what_to_wait_for_goes_with_the_batch_that_reads_it() -> None:
+    class Event:
+        def query(self) -> bool:
+            raise AssertionError("the pusher does not ask")
+
+        def synchronize(self) -> None:
+            raise AssertionError("the pusher does not wait")
+
+    world = World(layers_per_batch=2)
+    events = [Event() for _ in range(NUM_LAYERS)]
+    pushes = [world.pusher.plan(world.record, 0, 12)]
+    for layer, event in enumerate(events):
+        world.write(pushes, layer, event)
+    world.pusher.push_aux(world.record)
+    assert [batch.ready for batch in world.sender.batches] == [events[1], events[3], events[4], None]

@@ -1,0 +1,190 @@
+"""Lists of peers, and what a service opens to other machines with the settings it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hisparse_pd import pair_settings
+from protocol.access import MAX_NETWORKS, PeerList, is_host, is_loopback
+from service.settings import DecodeSettings, NodeSettings, PrefillSettings, RouterSettings
+from service.settings_sources import SettingsError, load_settings, to_options
+from tests.unit.service.test_settings import parsed
+
+NODES: list[type[NodeSettings]] = [PrefillSettings, DecodeSettings]
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed"),
+    [
+        ("10.0.0.1", True),
+        ("10.0.1.1", False),
+        ("192.0.2.7", True),
+        ("192.0.2.8", False),
+        ("::ffff:10.0.0.1", True),
+        ("::ffff:10.0.1.1", False),
+        ("2001:db8::5", True),
+        ("[2001:db8::5]", True),
+        ("2001:db9::5", False),
+        ("fe80::1%eth0", True),
+        ("prefill.example", False),
+        ("", False),
+        ("unix", False),
+    ],
+)
+def test_who_is_in_a_list(address: str, allowed: bool) -> None:
+    peers = PeerList.parse(["10.0.0.0/24", "192.0.2.7", "2001:db8::/32", "fe80::/64"])
+    assert peers.allows(address) == allowed
+    why = peers.why_refused(address)
+    assert (why is None) == allowed
+    if why is not None:
+        assert repr(address) in why
+        assert "10.0.0.0/24, 192.0.2.7, 2001:db8::/32" in why
+
+
+def test_an_empty_list_allows_everybody() -> None:
+    assert not PeerList()
+    assert PeerList().allows("10.0.0.1")
+    assert PeerList().allows("anything")
+
+
+@pytest.mark.parametrize(
+    "entry", ["", "10.0.0", "10.0.0.1/24", "10.0.0.0/33", "prefill.example", "*", "::1/129"]
+)
+def test_a_bad_entry_is_named_with_its_option(entry: str) -> None:
+    with pytest.raises(SettingsError, match="--allowed-peers") as caught:
+        load_settings(PrefillSettings, {"model_path": "/m", "allowed_peers": ["10.0.0.0/8", entry]})
+    assert repr(entry) in str(caught.value)
+
+
+def test_a_list_has_a_bound() -> None:
+    addresses = [f"10.0.{number // 256}.{number % 256}" for number in range(MAX_NETWORKS + 1)]
+    with pytest.raises(SettingsError, match=f"{MAX_NETWORKS} at most"):
+        load_settings(PrefillSettings, {"model_path": "/m", "allowed_peers": addresses})
+
+
+def test_the_option_takes_several_and_is_repeatable() -> None:
+    options = ["--model-path", "/m", "--allowed-peers", "10.0.0.0/8", "::1", "--allowed-peers", "192.0.2.7"]
+    settings = load_settings(DecodeSettings, parsed("decode", options))
+    assert settings.allowed_peers == ("10.0.0.0/8", "::1", "192.0.2.7")
+    assert load_settings(DecodeSettings, parsed("decode", to_options(settings))) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("prefill-0.cluster.local", True),
+        ("prefill_0", True),
+        ("10.0.0.1", True),
+        ("::1", True),
+        ("fe80::1%eth0", True),
+        ("", False),
+        ("a b", False),
+        ("a/b", False),
+        ("a:80", False),
+        ("user@host", False),
+        ("host?x", False),
+        ("host#x", False),
+        ("a\n", False),
+        ("-a", False),
+        ("[::1]", False),
+        ("::1%a/b", False),
+        ("\u00e4", False),
+        ("a" * 254, False),
+    ],
+)
+def test_what_a_host_is(text: str, is_one: bool) -> None:
+    assert is_host(text) == is_one
+
+
+# --- what is open to whom ----------------------------------------------------------------------------------
+
+
+def test_by_default_every_service_stays_on_this_machine() -> None:
+    nodes = [model(model_path=Path("/m")) for model in NODES]
+    router = RouterSettings(prefill=(("http://a:1", None),), decode=("http://b:2",))
+    for settings in (*nodes, router, *pair_settings({"model_path": "/m"})[1:]):
+        assert settings.host == "127.0.0.1"
+        assert settings.exposure is None
+    assert {node.reachable_host for node in nodes} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("host", "on_loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("prefill.example", False),
+    ],
+)
+def test_which_addresses_are_this_machine_alone(host: str, on_loopback: bool) -> None:
+    assert is_loopback(host) == on_loopback
+    # Peers cannot connect to every address of a machine, so a node that binds it names another one.
+    advertised = "127.0.0.1" if host in ("0.0.0.0", "::") else ""
+    settings = PrefillSettings(model_path=Path("/m"), host=host, advertise_host=advertised)
+    assert (settings.exposure is None) == on_loopback
+
+
+PROTECTED: dict[str, Any] = {
+    "api_key_file": Path("/keys/api"),
+    "control_key_file": Path("/keys/control"),
+    "allowed_peers": ("10.0.0.0/24",),
+}
+
+
+@pytest.mark.parametrize("model", NODES)
+@pytest.mark.parametrize("missing", [*PROTECTED, None])
+def test_an_open_node_is_warned_of_once_with_the_options_that_it_lacks(
+    model: type[NodeSettings], missing: str | None
+) -> None:
+    given = {name: value for name, value in PROTECTED.items() if name != missing}
+    warning = model(model_path=Path("/m"), host="10.0.0.1", **given).exposure
+    if missing is None:
+        assert warning is None
+        return
+    assert warning is not None
+    assert "10.0.0.1" in warning
+    for name in PROTECTED:
+        assert (f"--{name.replace('_', '-')}" in warning) == (name == missing)
+
+
+def test_a_node_that_is_only_reached_elsewhere_is_open_too() -> None:
+    warning = DecodeSettings(model_path=Path("/m"), advertise_host="10.0.0.1").exposure
+    assert warning is not None
+    assert "at 10.0.0.1:" in warning
+
+
+def test_an_open_router_is_warned_of() -> None:
+    given: dict[str, Any] = {"prefill": (("http://a:1", None),), "decode": ("http://b:2",), "host": "0.0.0.0"}
+    warning = RouterSettings(**given).exposure
+    assert warning is not None
+    assert "--api-key-file" in warning
+    assert RouterSettings(**given, api_key_file=Path("/keys/api")).exposure is None
+
+
+# --- the keys of a pair ---------------------------------------------------------------------------------
+
+
+def test_one_api_key_file_serves_a_pair() -> None:
+    _, prefill, decode, router = pair_settings({"model_path": "/m", "api_key_file": "/keys/api"})
+    files = {prefill.api_key_file, decode.api_key_file, router.api_key_file, router.node_api_key_file}
+    assert files == {Path("/keys/api")}
+
+
+def test_the_nodes_of_a_pair_may_have_a_key_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "pair.toml"
+    path.write_text(
+        'model_path = "/m"\n[prefill]\napi_key_file = "/keys/node"\n[decode]\napi_key_file = "/keys/node"\n'
+    )
+    _, prefill, _, router = pair_settings({}, path)
+    assert prefill.api_key_file == router.node_api_key_file == Path("/keys/node")
+    assert router.api_key_file is None
+    _, _, _, router = pair_settings({"node_api_key_file": "/keys/mine"}, path)
+    assert router.node_api_key_file == Path("/keys/mine")

@@ -1,0 +1,347 @@
+"""The bootstrap endpoint and the look-up: who is answered, and which answers are believed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from protocol import bootstrap, names
+from protocol.access import PeerList
+from protocol.bootstrap import (
+    BOOTSTRAP_PATH,
+    CODE_HEADER,
+    MAX_INFO_BYTES,
+    NONCE_HEADER,
+    BootstrapInfo,
+    BootstrapLookupError,
+    look_up,
+)
+from protocol.channels import ControlAddressError, ControlClient, ControlKeys
+from protocol.messages import PROTOCOL_VERSION
+from tests.unit.api.scripted_engine import deliver
+from tests.unit.api.test_front import Node, serving
+from tests.unit.protocol.test_messages import GEOMETRY
+
+CLIENT = httpx.Client(trust_env=False, verify=False)
+"""One for all: reading the system's certificates takes longer than a test."""
+
+INFO = BootstrapInfo(PROTOCOL_VERSION, "inst", "127.0.0.1", 7000, GEOMETRY, False)
+
+
+def on_prefill_node(tmp_path: Path, check: Callable[[Node], None], **options: Any) -> None:
+    """Serve a prefill node's front, and run ``check`` in a thread, where blocking calls belong."""
+
+    async def main() -> None:
+        async with serving(deliver, tmp_path, role="prefill", **options) as node:
+            await asyncio.to_thread(check, node)
+
+    asyncio.run(main())
+
+
+def key_file(tmp_path: Path) -> tuple[Path, ControlKeys]:
+    keys = ControlKeys.generate()
+    path = tmp_path / "control.key"
+    path.write_bytes(keys.secret)
+    return path, keys
+
+
+def refusals(node: Node, reason: str) -> float:
+    text = CLIENT.get(f"http://127.0.0.1:{node.port}/metrics").text
+    name = f'hisparse_pd:bootstrap_refusals_total{{reason="{reason}"}} '
+    return sum(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name))
+
+
+# --- the endpoint -------------------------------------------------------------------------------------
+
+
+def test_holders_of_one_key_understand_each_other_and_nobody_else_is_answered(tmp_path: Path) -> None:
+    path, keys = key_file(tmp_path)
+
+    def check(node: Node) -> None:
+        info = look_up("127.0.0.1", node.bootstrap_port, keys)
+        assert info.curve
+        for stranger in (None, ControlKeys.generate()):
+            with pytest.raises(BootstrapLookupError, match=r"status 401.*same control_key_file") as caught:
+                look_up("127.0.0.1", node.bootstrap_port, stranger)
+            assert caught.value.rejected
+            assert not caught.value.refused
+            assert info.instance_id not in str(caught.value)
+        assert refusals(node, "wrong_key") == 2
+        # The other reason is there from the start, or the first refusal would be no growth.
+        text = CLIENT.get(f"http://127.0.0.1:{node.port}/metrics").text
+        assert 'hisparse_pd:bootstrap_refusals_total{reason="address_not_allowed"} 0.0' in text.splitlines()
+
+    on_prefill_node(tmp_path, check, control_key_file=path)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_nothing_can_be_changed_at_the_endpoint(tmp_path: Path, keyed: bool) -> None:
+    path, _ = key_file(tmp_path)
+
+    def check(node: Node) -> None:
+        url = f"http://127.0.0.1:{node.bootstrap_port}"
+        for method in ("PUT", "POST", "DELETE", "PATCH"):
+            assert CLIENT.request(method, url + BOOTSTRAP_PATH, json={"room": 1}).status_code == 405, method
+        for other in ("/route", "/", "/register_dp_rank", "/flush_cache", "/v1/completions"):
+            assert CLIENT.put(url + other).status_code == 404
+            assert CLIENT.get(url + other).status_code == 404
+        assert node.engine.received == []
+
+    on_prefill_node(tmp_path, check, control_key_file=path if keyed else None)
+
+
+def test_a_recorded_request_gets_nothing_but_the_same_information(tmp_path: Path) -> None:
+    path, keys = key_file(tmp_path)
+
+    def check(node: Node) -> None:
+        url = f"http://127.0.0.1:{node.bootstrap_port}{BOOTSTRAP_PATH}"
+        nonce = "0" * 32
+        code = keys.sign("bootstrap request", nonce.encode())
+        answers = [
+            CLIENT.get(url, headers={NONCE_HEADER: sent, CODE_HEADER: code})
+            for sent in (nonce, nonce, "1" * 32, "", nonce + "0")
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200, 401, 401, 401]
+        assert answers[0].content == answers[1].content
+        no_text = [(NONCE_HEADER.encode(), b"caf\xe9"), (CODE_HEADER.encode(), b"\xff\xfe")]
+        refused = CLIENT.get(url, headers=no_text)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "wrong_key")
+
+    on_prefill_node(tmp_path, check, control_key_file=path)
+
+
+def test_only_the_list_is_answered_and_a_header_does_not_change_an_address(tmp_path: Path) -> None:
+    def check(node: Node) -> None:
+        with pytest.raises(BootstrapLookupError) as caught:
+            look_up("127.0.0.1", node.bootstrap_port)
+        assert caught.value.rejected
+        assert "'127.0.0.1' is not in allowed_peers (127.0.0.2)" in str(caught.value)
+        url = f"http://127.0.0.1:{node.bootstrap_port}{BOOTSTRAP_PATH}"
+        headers = {"x-forwarded-for": "127.0.0.2", "forwarded": "for=127.0.0.2"}
+        assert CLIENT.get(url, headers=headers).status_code == 403
+        transport = httpx.HTTPTransport(local_address="127.0.0.2", verify=False)
+        with httpx.Client(transport=transport) as client:
+            assert client.get(url).status_code == 200
+        assert refusals(node, "address_not_allowed") == 2
+
+    on_prefill_node(tmp_path, check, allowed_peers=("127.0.0.2",))
+
+
+# --- the look-up, of endpoints that are hostile -----------------------------------------------------------
+
+
+@contextmanager
+def answering(parts: Iterable[bytes], hangs: bool = False) -> Iterator[int]:
+    """A port at which every connection gets ``parts`` as its answer."""
+    server = socket.create_server(("127.0.0.1", 0))
+    stopped = threading.Event()
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection:
+                if stopped.is_set():
+                    return
+                connection.recv(65536)
+                try:
+                    for part in parts:
+                        connection.sendall(part)
+                        if stopped.is_set():
+                            return
+                    if hangs:
+                        stopped.wait()
+                except OSError:
+                    continue
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield server.getsockname()[1]
+    finally:
+        stopped.set()
+        socket.create_connection(server.getsockname()).close()
+        thread.join()
+        server.close()
+
+
+def http(body: bytes, status: bytes = b"200 OK", **headers: str) -> bytes:
+    lines = [b"HTTP/1.1 " + status, b"Content-Length: %d" % len(body)]
+    lines += [f"{name.replace('_', '-')}: {value}".encode() for name, value in headers.items()]
+    return b"\r\n".join([*lines, b"", body])
+
+
+def test_a_forged_or_recorded_answer_is_not_believed() -> None:
+    keys = ControlKeys.generate()
+    body = msgspec.json.encode(INFO)
+    recorded = keys.sign("bootstrap answer", b"0" * 32, body)
+    for headers in ({}, {CODE_HEADER: "0" * 64}, {CODE_HEADER: recorded}):
+        with answering((http(body, **headers),)) as port:
+            assert look_up("127.0.0.1", port).instance_id == "inst", "without a key there is nothing to check"
+            with pytest.raises(BootstrapLookupError, match="same control_key_file") as caught:
+                look_up("127.0.0.1", port, keys)
+            assert caught.value.rejected
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (http(b"{}"), "no bootstrap information"),
+        (http(b"[" * 60_000), "no bootstrap information"),
+        (http(b'{"instance_id": "\xff"}'), "no bootstrap information"),
+        (http(b"x" * (MAX_INFO_BYTES + 1)), "more than 65536 bytes"),
+        (http(msgspec.json.encode(INFO).replace(b"7000", b"70000")), "control_port"),
+        (http(msgspec.json.encode(INFO).replace(b'"127.0.0.1"', b'"a:1/?x"')), "no name and no address"),
+        (http(msgspec.json.encode(INFO).replace(b'"inst"', b'"a\\nb"')), "instance_id"),
+        (
+            http(b'{"error": {"message": "the engine is loading"}}', b"503 No"),
+            "status 503: the engine is loading",
+        ),
+        (http(b"[1]", b"500 No"), "status 500"),
+        (http(b"", b"302 Found", location="http://127.0.0.1:1/"), "status 302"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (MAX_INFO_BYTES + 1), "more than 65536 bytes"),
+        (b"\x00\xff nothing of the kind\r\n\r\n", "RemoteProtocolError"),
+        (b"", "RemoteProtocolError"),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error_that_says_so(answer: bytes, words: str) -> None:
+    with answering((answer,)) as port, pytest.raises(BootstrapLookupError, match=words) as caught:
+        look_up("127.0.0.1", port)
+    assert not caught.value.refused
+    assert len(str(caught.value)) < 1000
+
+
+def drips(byte: bytes) -> Iterator[bytes]:
+    while True:
+        yield byte
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("drip", [b"", b"x"])
+@pytest.mark.parametrize(
+    "begin", [b"", b"HTTP/1.1 200 OK\r\nx: ", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n{"]
+)
+def test_an_answer_that_drips_ends_with_the_time(
+    begin: bytes, drip: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "LOOKUP_TIMEOUT_SECS", 0.2)
+    parts = itertools.chain((begin,), drips(drip) if drip else ())
+    with (
+        answering(parts, hangs=True) as port,
+        pytest.raises(BootstrapLookupError, match=r"no whole answer in 0\.\d+ s"),
+    ):
+        look_up("127.0.0.1", port)
+
+
+def test_a_name_server_that_does_not_answer_takes_no_more_than_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither from the look-up nor, through it, from ZMQ: it is given addresses only."""
+    is_over, is_asked = threading.Event(), threading.Event()
+
+    def never(*_: Any, **__: Any) -> Any:
+        is_asked.set()
+        is_over.wait()
+        return []
+
+    monkeypatch.setattr(bootstrap, "LOOKUP_TIMEOUT_SECS", 0.2)
+    monkeypatch.setattr(names, "socket", SimpleNamespace(**vars(socket) | {"getaddrinfo": never}))
+    named = msgspec.structs.replace(INFO, control_host="control.example")
+    try:
+        with pytest.raises(BootstrapLookupError, match="name servers"):
+            look_up("prefill.example", 1)
+        assert is_asked.is_set()
+        with (
+            answering((http(msgspec.json.encode(named)),)) as port,
+            pytest.raises(BootstrapLookupError, match=r"control\.example: not resolved in time"),
+        ):
+            look_up("127.0.0.1", port)
+    finally:
+        is_over.set()
+    with pytest.raises(ControlAddressError, match="a name stalls ZMQ"):
+        ControlClient("tcp://prefill.example:7000")
+
+
+def test_a_name_of_several_addresses_is_that_of_the_one_which_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def resolve(host: str, *args: Any, **kwargs: Any) -> Any:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(names, "socket", SimpleNamespace(**vars(socket) | {"getaddrinfo": resolve}))
+    with answering((http(msgspec.json.encode(msgspec.structs.replace(INFO, control_host="*"))),)) as port:
+        addresses = ["127.0.0.9", "127.0.0.1"]
+        assert look_up("prefill.example", port).control_host == "127.0.0.1"
+        addresses = ["127.0.0.9", "127.0.0.8"]
+        with pytest.raises(BootstrapLookupError, match="refused") as caught:
+            look_up("prefill.example", port)
+        assert caught.value.refused
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1/x?", "user@127.0.0.1", "127.0.0.1#", "a b", "", "127.0.0.1:1"])
+def test_a_host_cannot_lead_to_another_url(host: str) -> None:
+    with pytest.raises(BootstrapLookupError, match="no name and no address") as caught:
+        look_up(host, 1)
+    assert caught.value.rejected
+
+
+def test_a_decode_node_asks_and_connects_to_its_list_only() -> None:
+    allowed = PeerList.parse(["127.0.0.1"])
+    with answering((http(msgspec.json.encode(INFO)),)) as port:
+        info = look_up("127.0.0.1", port, None, allowed)
+        assert info.control_endpoint("127.0.0.1") == "tcp://127.0.0.1:7000"
+        with pytest.raises(BootstrapLookupError, match=r"'127\.0\.0\.2' is not in allowed_peers") as caught:
+            look_up("127.0.0.2", port, None, allowed)
+        assert caught.value.rejected
+    elsewhere = msgspec.structs.replace(INFO, control_host="192.0.2.9")
+    with (
+        answering((http(msgspec.json.encode(elsewhere)),)) as port,
+        pytest.raises(BootstrapLookupError, match=r"'192\.0\.2\.9' is not in allowed_peers"),
+    ):
+        look_up("127.0.0.1", port, None, allowed)
+    wildcard = msgspec.structs.replace(INFO, control_host="0.0.0.0")
+    with answering((http(msgspec.json.encode(wildcard)),)) as port:
+        assert look_up("127.0.0.1", port, None, allowed).control_endpoint("x") == "tcp://127.0.0.1:7000"
+
+
+def test_a_name_stands_for_the_address_that_the_list_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the connection goes to that address: a second look-up of the name could give another."""
+    resolved: list[str] = []
+
+    def resolve(host: str, *args: Any, **kwargs: Any) -> Any:
+        resolved.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
+
+    with answering((http(msgspec.json.encode(msgspec.structs.replace(INFO, control_host="*"))),)) as port:
+        addresses = ["192.0.2.9", "127.0.0.1"]
+        with monkeypatch.context() as patch:
+            patch.setattr(names, "socket", SimpleNamespace(**vars(socket) | {"getaddrinfo": resolve}))
+            info = look_up("prefill.example", port, None, PeerList.parse(["127.0.0.0/8"]))
+            assert info.control_host == "127.0.0.1"
+            addresses = ["192.0.2.9"]
+            with pytest.raises(BootstrapLookupError, match=r"'192\.0\.2\.9' is not in allowed_peers"):
+                look_up("prefill.example", port, None, PeerList.parse(["127.0.0.0/8"]))
+    assert resolved == ["prefill.example", "prefill.example"]
+
+
+def test_nothing_listening_is_told_apart() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(BootstrapLookupError) as caught:
+        look_up("127.0.0.1", port)
+    assert caught.value.refused
+    assert not caught.value.rejected

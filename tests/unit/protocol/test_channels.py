@@ -1,0 +1,427 @@
+"""The control and ipc channels over real ZMQ sockets."""
+
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from protocol import messages
+from protocol.access import PeerList
+from protocol.channels import ControlAddressError, ControlClient, ControlKeyError, ControlKeys, ControlServer
+from protocol.decoding import TypedDecoder
+from protocol.messages import Bootstrap, Extent, Heartbeat, HeartbeatAck, ToDecode, ToPrefill
+from protocol.polling import Poller, Wakeup
+from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
+from service import engine_messages
+from service.engine_messages import Abort, EngineStats, Generate, GenerateGroup, RequestFailed
+from service.engine_sockets import EngineSocket, FrontSocket
+from vocabulary import SamplingParams
+
+WAIT_SECS = 10.0
+
+
+def receive_one(server: ControlServer) -> tuple[bytes, ToPrefill]:
+    """The next message that decodes."""
+    poller = Poller()
+    poller.register(server)
+    while poller.wait(WAIT_SECS):
+        for received in server.receive():
+            return received
+    raise AssertionError("nothing arrived")
+
+
+def receive_answer(client: ControlClient) -> ToDecode:
+    """The next message that decodes."""
+    poller = Poller()
+    poller.register(client)
+    while poller.wait(WAIT_SECS):
+        for message in client.receive():
+            return message
+    raise AssertionError("nothing arrived")
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., ControlServer]]:
+    servers: list[ControlServer] = []
+
+    def make(keys: ControlKeys | None = None, allowed: Sequence[str] = ()) -> ControlServer:
+        servers.append(ControlServer("127.0.0.1", 0, keys, PeerList.parse(allowed)))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def make_client() -> Iterator[Callable[..., ControlClient]]:
+    clients: list[ControlClient] = []
+
+    def make(server: ControlServer, keys: ControlKeys | None = None, source: str = "") -> ControlClient:
+        """``source``: the address that it connects from."""
+        port = f"127.0.0.1:{server.port}"
+        clients.append(ControlClient(f"tcp://{source}:0;{port}" if source else f"tcp://{port}", keys))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+Make = Callable[..., ControlServer]
+MakeClient = Callable[..., ControlClient]
+
+
+def test_a_message_and_its_answer(make_server: Make, make_client: MakeClient) -> None:
+    server = make_server()
+    client = make_client(server)
+    assert client.send(Heartbeat(1))
+    peer, message = receive_one(server)
+    assert message == Heartbeat(1)
+    assert server.send(peer, HeartbeatAck(1, "inst"))
+    assert receive_answer(client) == HeartbeatAck(1, "inst")
+
+
+def test_malformed_frames_are_counted_and_the_next_message_arrives(
+    make_server: Make, make_client: MakeClient
+) -> None:
+    server = make_server()
+    client = make_client(server)
+    client.socket.send(b"\xc1garbage")
+    client.socket.send_multipart([b"two", b"frames"])
+    client.socket.send(b"")
+    client.send(Heartbeat(2))
+    seen: list[ToPrefill] = []
+    poller = Poller()
+    poller.register(server)
+    while not seen:
+        assert poller.wait(WAIT_SECS), "nothing arrived"
+        seen.extend(message for _, message in server.receive())
+    assert seen == [Heartbeat(2)]
+    assert server.dropped["malformed"] == 3
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        b"\x93\x04\x03\xa2\xff\xfe",  # AbortRoom whose reason is no UTF-8
+        b"\x93\x02\x09" + b"\x91" * 100_000 + b"\xc0",  # Heartbeat with a deeply nested further field
+    ],
+    ids=["utf8", "nesting"],
+)
+def test_frames_at_which_a_plain_decoder_trips_are_malformed_too(
+    make_server: Make, make_client: MakeClient, hostile: bytes
+) -> None:
+    server = make_server()
+    client = make_client(server)
+    client.socket.send(hostile)
+    client.send(Heartbeat(2))
+    assert receive_one(server)[1] == Heartbeat(2)
+    assert server.dropped["malformed"] == 1
+    server.socket.send_multipart([_identity(server, client), hostile])
+    server.send(_identity(server, client), HeartbeatAck(2, "inst"))
+    assert receive_answer(client) == HeartbeatAck(2, "inst")
+    assert client.dropped["malformed"] == 1
+
+
+def _identity(server: ControlServer, client: ControlClient) -> bytes:
+    client.send(Heartbeat(1))
+    return receive_one(server)[0]
+
+
+def test_a_message_that_the_peer_would_not_take_is_not_sent(
+    make_server: Make, make_client: MakeClient
+) -> None:
+    server = make_server()
+    client = make_client(server)
+    extents = tuple(Extent(2**40 + number, 2**40) for number in range(messages.MAX_EXTENTS))
+    assert not client.send(Bootstrap(1, 1, extents, extents, 0))
+    assert client.dropped["oversized"] == 1
+    client.send(Heartbeat(2))
+    assert receive_one(server)[1] == Heartbeat(2), "the connection is as it was"
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://a b:1", "tcp://127.0.0.1", "http://a:1"])
+def test_an_address_that_is_none_is_an_error_of_its_own(endpoint: str) -> None:
+    with pytest.raises(ControlAddressError) as caught:
+        ControlClient(endpoint)
+    assert repr(endpoint) in str(caught.value)
+
+
+def test_an_oversized_frame_costs_only_its_sender_the_connection(
+    make_server: Make, make_client: MakeClient
+) -> None:
+    server = make_server()
+    hostile = make_client(server)
+    hostile.socket.send(bytes(messages.MAX_MESSAGE_BYTES + 1))
+    client = make_client(server)
+    client.send(Heartbeat(3))
+    assert receive_one(server)[1] == Heartbeat(3)
+
+
+def test_an_answer_to_a_peer_that_left_is_counted(make_server: Make, make_client: MakeClient) -> None:
+    server = make_server()
+    assert not server.send(b"nobody", HeartbeatAck(1, "inst"))
+    assert server.dropped["unroutable"] == 1
+
+
+def test_with_keys_only_a_holder_of_the_key_gets_through(make_server: Make, make_client: MakeClient) -> None:
+    keys = ControlKeys.generate()
+    server = make_server(keys)
+    stranger_public, stranger_secret = zmq.curve_keypair()
+    stranger = zmq.Context.instance().socket(zmq.DEALER)
+    stranger.setsockopt(zmq.LINGER, 0)
+    stranger.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
+    stranger.setsockopt(zmq.CURVE_PUBLICKEY, stranger_public)
+    stranger.setsockopt(zmq.CURVE_SECRETKEY, stranger_secret)
+    stranger.connect(f"tcp://127.0.0.1:{server.port}")
+    stranger.send(messages.encoder.encode(Heartbeat(666)))
+    plain = make_client(server)
+    plain.send(Heartbeat(667))
+    member = make_client(server, keys)
+    member.send(Heartbeat(4))
+    try:
+        assert receive_one(server)[1] == Heartbeat(4)
+        poller = Poller()
+        poller.register(server)
+        assert not poller.wait(0.3), "a peer without the key was let in"
+        _until(lambda: server.dropped[FOREIGN_KEY] > 0)
+    finally:
+        stranger.close()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {WAIT_SECS} s"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_with_a_list_only_its_addresses_get_through(
+    make_server: Make, make_client: MakeClient, with_keys: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ControlKeys.generate() if with_keys else None
+    server = make_server(keys, ["127.0.0.2", "10.0.0.0/8"])
+    stranger = make_client(server, keys, "127.0.0.3")
+    stranger.send(Heartbeat(666))
+    _until(lambda: server.dropped[FOREIGN_ADDRESS] > 0)
+    member = make_client(server, keys, "127.0.0.2")
+    member.send(Heartbeat(5))
+    peer, message = receive_one(server)
+    assert message == Heartbeat(5)
+    assert server.send(peer, HeartbeatAck(5, "inst"))
+    assert receive_answer(member) == HeartbeatAck(5, "inst")
+    assert not list(server.receive())
+    (record,) = [record for record in caplog.records if record.name == "protocol.zap"]
+    assert "'127.0.0.3' is not in allowed_peers (127.0.0.2, 10.0.0.0/8)" in record.getMessage()
+
+
+def test_a_signature_binds_key_purpose_and_parts() -> None:
+    keys, others = ControlKeys.generate(), ControlKeys.generate()
+    code = keys.sign("asking", b"ab", b"c")
+    assert keys.has_signed(code, "asking", b"ab", b"c")
+    for wrong in (
+        keys.has_signed(code, "answering", b"ab", b"c"),
+        keys.has_signed(code, "asking", b"a", b"bc"),
+        keys.has_signed(code, "asking", b"ab"),
+        keys.has_signed(code[:-1], "asking", b"ab", b"c"),
+        keys.has_signed("\u00e4", "asking", b"ab", b"c"),
+        others.has_signed(code, "asking", b"ab", b"c"),
+    ):
+        assert not wrong
+
+
+def test_a_secret_key_is_in_no_representation() -> None:
+    keys = ControlKeys.generate()
+    assert keys.secret.decode() not in f"{keys} {keys!r}"
+
+
+def test_a_key_survives_its_file(tmp_path: Path) -> None:
+    keys = ControlKeys.generate()
+    path = tmp_path / "key"
+    path.write_bytes(keys.secret + b"\n")
+    assert ControlKeys.load(path) == keys
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"not a key", b"x" * 41, b"x" * 39 + b"~", b"x" * 39 + b"\xa4", b"x" * 20 + b"\0" * 20],
+)
+def test_a_bad_key_file_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ControlKeyError, match="control_key_file"):
+        ControlKeys.load(path)
+
+
+def test_the_ipc_channel_carries_both_directions(tmp_path: Path) -> None:
+    import asyncio
+
+    async def talk() -> None:
+        front = FrontSocket(str(tmp_path / "ipc"))
+        engine = EngineSocket(str(tmp_path / "ipc"))
+        try:
+            await front.send(Abort("r1"))
+            poller = Poller()
+            poller.register(engine)
+            assert await asyncio.to_thread(poller.wait, WAIT_SECS)
+            assert list(engine.receive()) == [Abort("r1")]
+            engine.send(RequestFailed("r1", 503, "full"))
+            answer = await asyncio.wait_for(front.receive(), WAIT_SECS)
+            assert answer == RequestFailed("r1", 503, "full")
+        finally:
+            engine.close()
+            front.close()
+
+    asyncio.run(talk())
+
+
+class _Endless:
+    """A socket at which there is always one more message."""
+
+    def __init__(self, *frames: bytes) -> None:
+        self._frames = list(frames)
+        self.num_received = 0
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        self.num_received += 1
+        return self._frames
+
+
+_BIG = Bootstrap(1, 1, tuple(Extent(2**40 + i, 2**40) for i in range(50_000)), (Extent(0, 1),), 0, True)
+_SAMPLES = tuple(Generate(f"r{i}", i, 3, SamplingParams(1), "127.0.0.1", 1) for i in range(100))
+
+
+@pytest.mark.parametrize(("message", "most"), [(Heartbeat(1), 256), (_BIG, 5)], ids=["small", "large"])
+def test_a_server_takes_in_a_burst_between_two_turns(
+    make_server: Make, monkeypatch: pytest.MonkeyPatch, message: ToPrefill, most: int
+) -> None:
+    server = make_server()
+    endless = _Endless(b"peer", messages.encoder.encode(message))
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "socket", endless)
+        assert len(list(server.receive())) == endless.num_received == most
+
+
+def test_a_client_takes_in_a_burst_between_two_turns(
+    make_server: Make, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_client(make_server())
+    endless = _Endless(messages.encoder.encode(HeartbeatAck(1, "run")))
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "socket", endless)
+        assert len(list(client.receive())) == endless.num_received == 256
+
+
+@pytest.mark.parametrize(
+    ("message", "most"),
+    [
+        (Abort("r"), 256),
+        (GenerateGroup(_SAMPLES[:1], b"\0" * (1 << 20)), 4),
+        (GenerateGroup(_SAMPLES), 3),
+    ],
+    ids=["messages", "bytes", "samples"],
+)
+def test_an_engine_takes_in_a_burst_of_its_fronts_messages_between_two_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: engine_messages.ToEngine, most: int
+) -> None:
+    engine = EngineSocket(str(tmp_path / "ipc"))
+    endless = _Endless(engine_messages.encoder.encode(message))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "socket", endless)
+        assert len(list(engine.receive())) == endless.num_received == most
+    engine.close()
+
+
+def test_a_slow_front_neither_blocks_its_engine_nor_loses_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        num_free = 2
+
+        def __init__(self) -> None:
+            self.sent: list[bytes] = []
+
+        def send(self, frame: bytes, flags: int) -> None:
+            assert flags == zmq.NOBLOCK
+            if not self.num_free:
+                raise zmq.Again
+            self.num_free -= 1
+            self.sent.append(frame)
+
+        def recv_multipart(self, flags: int) -> list[bytes]:
+            raise zmq.Again
+
+    engine = EngineSocket(str(tmp_path / "ipc"))
+    failures = [RequestFailed(f"r{i}", 503, "full") for i in range(10)]
+    stats = EngineStats({}, {}, 0, 0, 0, 1)
+    with monkeypatch.context() as patch:
+        full = Full()
+        patch.setattr(engine, "socket", full)
+        for failure in failures:
+            engine.send(failure)
+            engine.send(stats)
+        assert len(full.sent) == 2
+        assert len(engine.backlog) == 9, "statistics do not pile up"
+        full.num_free = 100
+        assert not list(engine.receive())
+        assert not engine.backlog
+    decoded = [engine_messages.from_engine_decoder.decode(frame) for frame in full.sent]
+    assert [message for message in decoded if message != stats] == failures
+    engine.close()
+
+
+class _Exploit:
+    """What runs where its pickle is loaded."""
+
+    ran = False
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[object, ...]]:
+        return setattr, (_Exploit, "ran", True)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        messages.to_prefill_decoder,
+        messages.to_decode_decoder,
+        engine_messages.to_engine_decoder,
+        engine_messages.from_engine_decoder,
+    ],
+)
+def test_a_pickle_is_a_malformed_message_and_is_never_loaded(decoder: TypedDecoder[object]) -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        frame = pickle.dumps(_Exploit(), protocol)
+        with pytest.raises(msgspec.MsgspecError):
+            decoder.decode(frame)
+    assert not _Exploit.ran
+    pickle.loads(frame)
+    assert _Exploit.ran, "the pickle would have shown"
+    _Exploit.ran = False
+
+
+def test_a_wakeup_ends_a_wait_and_is_cleared() -> None:
+    wakeup = Wakeup()
+    poller = Poller()
+    poller.register(wakeup)
+    try:
+        assert not poller.wait(0)
+        for _ in range(100_000):  # more than the pipe holds: setting must neither block nor raise
+            wakeup.set()
+        assert poller.wait(WAIT_SECS)
+        wakeup.clear()
+        assert not poller.wait(0)
+    finally:
+        wakeup.close()
+
+
+def test_a_thread_that_is_late_for_a_shutdown_wakes_nobody() -> None:
+    wakeup = Wakeup()
+    wakeup.close()
+    wakeup.set()

@@ -1,0 +1,319 @@
+"""``/status`` and the live page: what they say of nodes that are well, away, slow or talk nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tomllib
+from collections import Counter
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Send
+
+from decode_node.live_requests import Rooms
+from decode_node.metrics import Metrics
+from decode_node.pools import Pools, SlotCounts
+from router import status
+from router.drain import Drain
+from router.live_page import PAGE_PATHS
+from router.nodes import NodeKind
+from router.status import MetricsError, NodeLoad, PoolUse, SwapIns, Transfers, parse_load
+from service.engine_messages import EngineStats
+from service.metrics import FrontMetrics
+from tests.unit.router.test_server import Behaviour, FakeNode, cluster, never, says, start, streams, write
+from vocabulary import Mode
+
+pytestmark = pytest.mark.anyio
+
+REPO = Path(__file__).resolve().parents[3]
+PAGE_DIR = REPO / "router" / "page"
+MAX_PAGE_BYTES = 48 << 10
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def _render(stats: EngineStats) -> bytes:
+    metrics = FrontMetrics()
+    metrics.update(stats)
+    metrics.time_to_first_token.observe(0.1)
+    metrics.count_request("/generate", 200)
+    return metrics.render()
+
+
+def _decode_metrics() -> bytes:
+    """What a decode node that has served three requests shows, in its own words."""
+    metrics = Metrics()
+    for mode in (Mode.HISPARSE, Mode.HISPARSE, Mode.DENSE):
+        metrics.add("requests_total", mode=mode)
+        metrics.generated(mode)
+    metrics.add("kv_transfer_bytes_total", 1_000_000)
+    metrics.add("kv_transfer_seconds_total", 0.5)
+    metrics.add("prompt_tokens_total", 300)
+    metrics.add("cached_tokens_total", 64)
+    rooms = Rooms(Pools(SlotCounts(host=1000, device=640, index=1280, aux=4, req_row=4), 16), 1.0)
+    return _render(
+        metrics.stats(
+            rooms,
+            swap_ins=(90, 10, 4),
+            bytes_per_miss=1152,
+            num_dropped=Counter(),
+            num_peers=1,
+            transfer_info='transfer_info{protocol="tcp"}',
+            step=7,
+            now=1.0,
+        )
+    )
+
+
+def _prefill_metrics() -> bytes:
+    """The names that ``prefill_node/engine.py`` sends; the test of a real pair holds them to it."""
+    gauges = {"num_running_reqs": 1.0, "num_queue_reqs": 2.0, "num_transfer_queue_reqs": 3.0}
+    pool = {'pool_used_tokens{pool="kv"}': 128.0, 'pool_total_tokens{pool="kv"}': 4096.0}
+    counters = {"prompt_tokens_total": 300.0, "cached_tokens_total": 64.0, "kv_transfer_failures_total": 2.0}
+    return _render(EngineStats(gauges | pool, counters, 4, 2, 128, 5))
+
+
+DECODE_LOAD = NodeLoad(
+    running=0,
+    queued=0,
+    transferring=0,
+    running_by_mode={"hisparse": 0, "dense": 0},
+    requests_by_mode={"hisparse": 2, "dense": 1},
+    pools={"host": PoolUse(0, 992), "device": PoolUse(0, 640), "index": PoolUse(0, 1280)},
+    prompt_tokens=300,
+    cached_tokens=64,
+    generated_tokens=3,
+    transfers=Transfers(1_000_000, 0.5, 0),
+    swap_ins=SwapIns(90, 10, 11520),
+)
+
+
+def shows(body: bytes) -> Behaviour:
+    return says(body, content_type="text/plain; version=0.0.4")
+
+
+async def _status(client: httpx.AsyncClient) -> dict[str, Any]:
+    response = await client.get("/status")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["cache-control"] == "no-store"
+    decoded: dict[str, Any] = response.json()
+    return decoded
+
+
+# --- what a node says --------------------------------------------------------------------------------
+
+
+async def test_numbers_of_a_decode_node() -> None:
+    assert parse_load(_decode_metrics().decode(), NodeKind.DECODE) == DECODE_LOAD
+
+
+async def test_numbers_of_a_prefill_node() -> None:
+    load = parse_load(_prefill_metrics().decode(), NodeKind.PREFILL)
+    assert (load.running, load.queued, load.transferring) == (1, 2, 3)
+    assert load.pools == {"kv": PoolUse(128, 4096)}
+    assert load.transfers == Transfers(0, 0.0, 2)
+    assert (load.requests_by_mode, load.generated_tokens, load.swap_ins) == ({}, 0, None)
+
+
+async def test_a_prefill_node_that_had_no_request_yet() -> None:
+    gauges = dict.fromkeys(("num_running_reqs", "num_queue_reqs", "num_transfer_queue_reqs"), 0.0)
+    text = _render(EngineStats(gauges, {}, 0, 0, 0, 0)).decode()
+    assert parse_load(text, NodeKind.PREFILL).prompt_tokens == 0
+
+
+BROKEN = {
+    "no metrics at all": (b"<html>It works!</html>", "no hisparse_pd:"),
+    "nothing": (b"", "no hisparse_pd:"),
+    "bytes that are no text": (b"\xff\xfe\x00" * 30, "no hisparse_pd:"),
+    "a value that is no number": (b"hisparse_pd:num_running_reqs many\n", "no Prometheus text"),
+    "an open label": (b'hisparse_pd:pool_total_tokens{pool="host 3\n', "no Prometheus text"),
+    "a label without a name": (b'hisparse_pd:pool_total_tokens{="host"} 3\n', "no Prometheus text"),
+    "no value": (b"hisparse_pd:num_running_reqs\n", "no Prometheus text"),
+    "NaN": (b"hisparse_pd:num_running_reqs NaN\n", "num_running_reqs is nan"),
+    "infinity": (b"hisparse_pd:num_running_reqs +Inf\n", "num_running_reqs is inf"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+async def test_malformed_metrics_are_told_from_good_ones(broken: str) -> None:
+    body, message = BROKEN[broken]
+    with pytest.raises(MetricsError, match=re.escape(message)):
+        parse_load(body.decode(errors="replace"), NodeKind.DECODE)
+
+
+async def test_a_prefill_node_is_no_decode_node() -> None:
+    with pytest.raises(MetricsError, match="no hisparse_pd:swap_in_hits_total"):
+        parse_load(_prefill_metrics().decode(), NodeKind.DECODE)
+
+
+# --- the endpoint ------------------------------------------------------------------------------------
+
+
+async def test_status_of_healthy_nodes() -> None:
+    async with cluster(prefill=shows(_prefill_metrics()), decode=shows(_decode_metrics())) as pair:
+        await pair.client.post("/generate", content=b"no json")
+        status = await _status(pair.client)
+        assert status["ready"] is True
+        assert status["policy"] == "round_robin"
+        assert status["answers"] == {"400": 1}
+        assert status["retries"] == 0
+        prefill, decode = status["nodes"]
+        assert (prefill["url"], decode["url"]) == (pair.prefill[0].url, pair.decode[0].url)
+        assert (prefill["kind"], decode["kind"]) == ("prefill", "decode")
+        for node in (prefill, decode):
+            assert node["healthy"] is True
+            assert (node["trouble"], node["load_trouble"], node["in_flight"]) == ("", "", 0)
+        assert prefill["load"]["pools"] == {"kv": {"used": 128, "total": 4096}}
+        assert prefill["load"]["swap_ins"] is None
+        assert decode["load"]["requests_by_mode"] == {"hisparse": 2, "dense": 1}
+        assert decode["load"]["swap_ins"] == {"hits": 90, "misses": 10, "num_bytes": 11520}
+
+
+async def test_a_dead_node_is_named_and_the_others_are_shown() -> None:
+    decode = [shows(_decode_metrics())] * 2
+    async with cluster(prefill=shows(_prefill_metrics()), decode=decode) as nodes:
+        await nodes.decode[0].close()
+        status = await _status(nodes.client)
+        gone, alive = (node for node in status["nodes"] if node["kind"] == "decode")
+        assert gone["url"] == nodes.decode[0].url
+        assert gone["load"] is None
+        assert "/metrics" in gone["load_trouble"]
+        assert alive["load"]["generated_tokens"] == 3
+        assert status["ready"] is True  # /status only looks: the table is the health watch's
+
+
+async def test_the_routers_judgement_is_shown() -> None:
+    async with cluster(prefill=shows(_prefill_metrics()), decode=shows(_decode_metrics())) as pair:
+        await pair.decode[0].close()
+        await pair.client.post("/generate", json={"text": "a"})
+        status = await _status(pair.client)
+        assert status["ready"] is False
+        decode = status["nodes"][1]
+        assert decode["healthy"] is False
+        assert "cannot be reached" in decode["trouble"]
+        assert status["answers"] == {"502": 1}
+
+
+async def test_a_router_that_drains_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "MAX_AGE_SECS", 0.0)
+    drain = Drain()
+    async with cluster(
+        prefill=shows(_prefill_metrics()), decode=shows(_decode_metrics()), drain=drain
+    ) as pair:
+        before = await _status(pair.client)
+        assert (before["ready"], before["draining"]) == (True, False)
+        await drain.finish(0.0, is_hurried=lambda: False)
+        after = await _status(pair.client)
+        assert (after["ready"], after["draining"]) == (False, True)
+        assert (await pair.client.get("/readiness")).status_code == 503
+        assert [node["healthy"] for node in after["nodes"]] == [True, True]
+
+
+async def _endless(node: FakeNode, send: Send) -> None:
+    await start(send, content_type="text/plain")
+    while True:
+        await write(send, b"# nothing to see here\n" * 4096)
+        await asyncio.sleep(0)  # once the router has left, a write waits for nothing
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "trouble"),
+    [
+        (says(b"<html>", content_type="text/html"), "no hisparse_pd:"),
+        (says(b"", 500), "answered 500"),
+        (says(b"", 302), "answered 302"),
+        (_endless, f"more than {status.MAX_METRICS_BYTES} bytes"),
+    ],
+    ids=["html", "error", "redirect", "endless"],
+)
+async def test_a_node_that_tells_nothing_of_use_is_named(behaviour: Behaviour, trouble: str) -> None:
+    async with cluster(prefill=shows(_prefill_metrics()), decode=behaviour) as pair:
+        prefill, decode = (await _status(pair.client))["nodes"]
+        assert prefill["load"]["running"] == 1
+        assert decode["load"] is None
+        assert trouble in decode["load_trouble"]
+        assert decode["healthy"] is True
+
+
+async def test_a_silent_node_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "NODE_TIMEOUT_SECS", 0.2)
+    async with cluster(prefill=shows(_prefill_metrics()), decode=never) as pair:
+        decode = (await _status(pair.client))["nodes"][1]
+        assert (decode["load"], decode["load_trouble"]) == (None, "no answer to /metrics in 0.2 s")
+        assert decode["healthy"] is True
+
+
+async def test_many_viewers_cost_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "MAX_AGE_SECS", 3600.0)
+    async with cluster(prefill=shows(_prefill_metrics()), decode=shows(_decode_metrics())) as pair:
+        answers = await asyncio.gather(*(_status(pair.client) for _ in range(20)))
+        assert [path for path, _, _ in pair.decode[0].requests] == ["/metrics"]
+        assert len({answer["at"] for answer in answers}) == 1
+        monkeypatch.setattr(status, "MAX_AGE_SECS", 0.0)
+        assert (await _status(pair.client))["at"] > answers[0]["at"]
+        assert len(pair.decode[0].requests) == len(pair.prefill[0].requests) == 2
+
+
+async def test_a_viewer_that_leaves_does_not_hold_up_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "NODE_TIMEOUT_SECS", 0.5)
+    async with cluster(prefill=shows(_prefill_metrics()), decode=never) as pair:
+        with pytest.raises(httpx.TimeoutException):
+            await pair.client.get("/status", timeout=0.05)
+        assert (await _status(pair.client))["nodes"][1]["load"] is None
+
+
+# --- the page and the key ----------------------------------------------------------------------------
+
+
+async def test_status_needs_the_key_and_the_page_does_not(tmp_path: Path) -> None:
+    key = "a-key-of-the-test-0123456789"
+    (tmp_path / "api.keys").write_text(f"{key}\n")
+    async with cluster(decode=streams, api_key_file=tmp_path / "api.keys") as pair:
+        for path in PAGE_PATHS:
+            assert (await pair.client.get(path)).status_code == 200, path
+        assert (await pair.client.get("/status")).status_code == 401
+        assert (await pair.client.get("/page/..%2fstatus")).status_code == 401
+        wrong = {"authorization": "Bearer wrong-key-0123456789"}
+        assert (await pair.client.get("/status", headers=wrong)).status_code == 401
+        right = {"authorization": f"Bearer {key}"}
+        assert (await pair.client.get("/status", headers=right)).status_code == 200
+
+
+async def test_the_page_is_served_whole_and_allows_nothing_from_elsewhere() -> None:
+    async with cluster() as pair:
+        page = await pair.client.get("/")
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        linked = set(re.findall(r'(?:src|href)="([^"]+)"', page.text))
+        for path in linked:
+            response = await pair.client.get(path)
+            assert response.status_code == 200, path
+            policy = response.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; ")
+            assert "unsafe" not in policy
+            assert "*" not in policy
+            linked = linked | set(re.findall(r'from "([^"]+)"', response.text))
+        assert linked | {"/"} == PAGE_PATHS
+        assert not re.search(r"<script[^>]*>[^<]|\son\w+=|\sstyle=", page.text), (
+            "the policy forbids inline code"
+        )
+
+
+async def test_the_pages_files_are_small_local_and_packaged() -> None:
+    files = list(PAGE_DIR.iterdir())
+    assert sum(file.stat().st_size for file in files) < MAX_PAGE_BYTES
+    assert {file.name for file in files} == {path.rpartition("/")[2] or "index.html" for path in PAGE_PATHS}
+    for file in files:
+        addresses = set(re.findall(r"(?:https?:)?//[\w.]+\.\w+", file.read_text(encoding="utf-8")))
+        assert addresses <= {"http://www.w3.org"}, f"{file}: an address of another machine"
+    patterns = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for file in files:
+        name = file.relative_to(REPO / "router").as_posix()
+        assert any(fnmatch(name, pattern) for pattern in patterns["router"]), f"{name} is in no wheel"

@@ -1,0 +1,43 @@
+"""An engine tells its front how far it is while it reads the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+import decode_node.engine
+import prefill_node.engine
+from service import engine_messages, process
+from service.engine_messages import EngineLoading
+from service.process import StartError
+from service.settings import DecodeSettings, PrefillSettings
+from vocabulary import CheckpointError
+
+
+@pytest.mark.parametrize("module", [prefill_node.engine, decode_node.engine])
+def test_the_front_hears_how_much_of_the_weights_is_read(
+    module: Any, tiny_checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*arguments: Any) -> None:
+        on_progress = arguments[-1]
+        on_progress(3, 9)
+        raise CheckpointError("the third shard is gone")
+
+    monkeypatch.setattr(module, "load_model", load)
+    for owner in (process, decode_node.engine):  # the tests' own logging stays
+        monkeypatch.setattr(owner, "setup_logging", lambda *_: None)
+    kind = DecodeSettings if module is decode_node.engine else PrefillSettings
+    front = zmq.Context.instance().socket(zmq.PAIR)
+    try:
+        front.bind(f"ipc://{tmp_path}/front")
+        with pytest.raises(StartError, match="the third shard is gone"):
+            module.run_engine(kind(model_path=tiny_checkpoint("v32")), f"{tmp_path}/front")
+        assert front.poll(20_000)
+        said = engine_messages.from_engine_decoder.decode(front.recv())
+        assert said == EngineLoading("weights", 3, 9)
+    finally:
+        front.close(linger=0)

@@ -1,0 +1,116 @@
+"""The aux record: every value comes back, and nothing but the room's own whole record is accepted."""
+
+import numpy as np
+import pytest
+import torch
+
+from transfer.aux_record import AuxLayout, AuxMismatch
+from vocabulary import TokenLogprob
+
+LAYOUT = AuxLayout(num_index_layers=3, index_topk=8, max_logprobs=4)
+HINT = np.arange(24, dtype=np.int32).reshape(3, 8) - 1
+LOGPROB = TokenLogprob(42, -0.1234567890123, ((42, -0.1234567890123), (7, -2.5), (9, float("-inf"))))
+ROOM = 2**63 - 1
+
+
+def packed(room: int = ROOM) -> np.ndarray:
+    slot = np.full(LAYOUT.slot_bytes, 0xAB, np.uint8)
+    LAYOUT.pack_into(slot, room, 42, LOGPROB, HINT)
+    return slot
+
+
+def test_every_value_comes_back() -> None:
+    record = LAYOUT.unpack(packed(), ROOM)
+    assert (record.room, record.first_token, record.logprob) == (ROOM, 42, LOGPROB)
+    assert record.hint is not None
+    np.testing.assert_array_equal(record.hint, HINT)
+    assert record.hint.dtype == np.int32
+
+
+def test_logprob_and_hint_are_optional() -> None:
+    slot = bytearray(LAYOUT.slot_bytes)
+    LAYOUT.pack_into(slot, 0, 5)
+    record = LAYOUT.unpack(bytes(slot), 0)
+    assert (record.first_token, record.logprob, record.hint) == (5, None, None)
+
+
+def test_a_torch_tensor_holds_a_record_and_a_hint() -> None:
+    slots = torch.zeros(2, LAYOUT.slot_bytes, dtype=torch.uint8)
+    LAYOUT.pack_into(slots[1].numpy(), ROOM, 42, None, torch.from_numpy(HINT))
+    assert LAYOUT.unpack(slots[1].numpy(), ROOM).first_token == 42
+    assert not slots[0].any()
+
+
+def test_the_record_is_copied_out() -> None:
+    slot = packed()
+    record = LAYOUT.unpack(slot, ROOM)
+    slot[:] = 0
+    assert record.hint is not None
+    np.testing.assert_array_equal(record.hint, HINT)
+
+
+def test_slots_are_whole_cache_lines_and_the_rest_is_left_alone() -> None:
+    assert LAYOUT.slot_bytes % 64 == 0
+    assert LAYOUT.record_bytes == 40 + 4 * 16 + 3 * 8 * 4
+    assert (packed()[LAYOUT.record_bytes :] == 0xAB).all()
+
+
+@pytest.mark.parametrize("offset", [*range(LAYOUT.record_bytes)])
+def test_one_flipped_bit_anywhere_is_found(offset: int) -> None:
+    slot = packed()
+    slot[offset] ^= 1
+    with pytest.raises(AuxMismatch):
+        LAYOUT.unpack(slot, ROOM)
+
+
+def test_an_empty_slot_is_no_record() -> None:
+    with pytest.raises(AuxMismatch, match="no aux record of room 7"):
+        LAYOUT.unpack(bytes(LAYOUT.slot_bytes), 7)
+
+
+def test_the_record_of_the_slots_previous_room_is_refused() -> None:
+    with pytest.raises(AuxMismatch, match="room 6 where that of room 7 is due"):
+        LAYOUT.unpack(packed(room=6), 7)
+
+
+def test_a_half_overwritten_record_is_refused() -> None:
+    old, new = packed(), packed()
+    LAYOUT.pack_into(new, ROOM, 1, None, HINT + 5)
+    new[LAYOUT.record_bytes // 2 :] = old[LAYOUT.record_bytes // 2 :]
+    with pytest.raises(AuxMismatch, match="damaged"):
+        LAYOUT.unpack(new, ROOM)
+
+
+def test_a_record_of_another_geometry_is_refused() -> None:
+    wider = AuxLayout(num_index_layers=3, index_topk=9, max_logprobs=4)
+    slot = np.zeros(wider.slot_bytes, np.uint8)
+    wider.pack_into(slot, ROOM, 1)
+    with pytest.raises(AuxMismatch, match="damaged"):
+        LAYOUT.unpack(slot, ROOM)
+
+
+def test_a_cleared_slot_holds_no_record() -> None:
+    slot = packed()
+    LAYOUT.clear(slot)
+    with pytest.raises(AuxMismatch, match="no aux record"):
+        LAYOUT.unpack(slot, ROOM)
+
+
+@pytest.mark.parametrize(
+    ("first_token", "logprob", "hint", "message"),
+    [
+        (42, TokenLogprob(42, 0.0, ((1, 0.0),) * 5), HINT, "5 top logprobs do not fit"),
+        (41, LOGPROB, HINT, "logprob of token 42 given with first token 41"),
+        (42, LOGPROB, HINT[:2], r"hint has shape \(2, 8\), expected \(3, 8\)"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(
+    first_token: int, logprob: TokenLogprob, hint: np.ndarray, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LAYOUT.pack_into(bytearray(LAYOUT.slot_bytes), ROOM, first_token, logprob, hint)
+
+
+def test_a_slot_that_is_too_small_is_refused() -> None:
+    with pytest.raises(ValueError, match="aux slot of 10 bytes"):
+        LAYOUT.unpack(bytes(10), ROOM)

@@ -1,0 +1,381 @@
+"""The Mooncake wrapper, with the real Mooncake over TCP on loopback and a peer in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.transfer.peer import Peer, peer_process
+from transfer import engine as engine_module
+from transfer.engine import (
+    MAX_BATCH_DESCRIPTORS,
+    TransferEngine,
+    TransferError,
+    TransferSetupError,
+    quiet_mooncake_logs,
+)
+from transfer.plan import MAX_DESCRIPTOR_BYTES
+from transfer.transport import TCP, Transport
+
+PEER_BYTES = 12 << 20
+SOURCE_BYTES = 10 << 20
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Peer]:
+    with peer_process(PEER_BYTES) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[TransferEngine]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("MC_LOG_LEVEL", "ERROR")
+    started = TransferEngine("127.0.0.1")
+    yield started
+    started.close()
+    patch.undo()
+
+
+@pytest.fixture
+def source(engine: TransferEngine) -> Iterator[torch.Tensor]:
+    """Registered random bytes."""
+    memory = torch.randint(
+        0, 256, (SOURCE_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    addr = engine.register(memory)
+    yield memory
+    engine.unregister(addr)
+
+
+def test_bytes_land_in_the_other_process(engine: TransferEngine, peer: Peer, source: torch.Tensor) -> None:
+    engine.write(
+        peer.session,
+        [source.data_ptr() + 100, source.data_ptr()],
+        [peer.base_addr, peer.base_addr + 1000],
+        [50, 7],
+    )
+    assert peer.read(0, 50) == source[100:150].numpy().tobytes()
+    assert peer.read(1000, 1007) == source[:7].numpy().tobytes()
+    assert not any(peer.read(50, 1000))
+
+
+def test_two_engines_in_one_process(engine: TransferEngine, source: torch.Tensor) -> None:
+    other = TransferEngine("127.0.0.1")
+    landing = torch.zeros(64, dtype=torch.uint8)
+    addr = other.register(landing)
+    engine.write(other.session, [source.data_ptr()], [addr], [64])
+    assert torch.equal(landing, source[:64])
+    assert other.session != engine.session
+    assert engine.is_reachable(other.session)
+    other.close()
+
+
+def test_a_long_range_and_many_short_ones_arrive_whole(
+    engine: TransferEngine, peer: Peer, source: torch.Tensor
+) -> None:
+    """More descriptors than one batch of Mooncake may have, among them one that has to be cut."""
+    num_items, item_bytes = 3 * MAX_BATCH_DESCRIPTORS + 5, 64
+    long_bytes = 2 * MAX_DESCRIPTOR_BYTES + 13
+    starts = np.random.default_rng(0).permutation(num_items) * item_bytes
+    src = np.concatenate((starts, [0])) + source.data_ptr()
+    dst = np.concatenate((starts[::-1], [PEER_BYTES - long_bytes])) + peer.base_addr
+    engine.write(peer.session, src, dst, np.array([item_bytes] * num_items + [long_bytes]))
+
+    items = source[: num_items * item_bytes].numpy().reshape(num_items, item_bytes)
+    expected = np.empty_like(items)
+    expected[starts[::-1] // item_bytes] = items[starts // item_bytes]
+    assert peer.read(0, num_items * item_bytes) == expected.tobytes()
+    assert peer.read(PEER_BYTES - long_bytes, PEER_BYTES) == source[:long_bytes].numpy().tobytes()
+
+
+def test_writes_of_many_threads_to_one_session_do_not_overflow_it(
+    engine: TransferEngine, peer: Peer, source: torch.Tensor
+) -> None:
+    """Unserialized, three full batches at once end in -1 and break Mooncake's connections to the peer."""
+    failures: list[Exception] = []
+
+    def write() -> None:
+        offsets = np.arange(2 * MAX_BATCH_DESCRIPTORS) * 256
+        try:
+            lengths = np.full(offsets.size, 256)
+            engine.write(peer.session, offsets + source.data_ptr(), offsets + peer.base_addr, lengths)
+        except TransferError as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=write) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+
+
+@pytest.mark.parametrize(
+    ("offset", "num_bytes"),
+    [(-1, 4), (SOURCE_BYTES - 3, 4), (1 << 30, 4), (0, SOURCE_BYTES + 1), (0, 0), (0, 2**62)],
+)
+def test_an_unregistered_source_is_refused_before_anything_is_sent(
+    engine: TransferEngine, peer: Peer, source: torch.Tensor, offset: int, num_bytes: int
+) -> None:
+    before = peer.read(2000, 2064)
+    with pytest.raises(TransferError, match=r"descriptor 1 of 2.*nothing was sent") as error:
+        engine.write(
+            peer.session,
+            [source.data_ptr(), source.data_ptr() + offset],
+            [peer.base_addr + 2000] * 2,
+            [64, num_bytes],
+        )
+    assert not error.value.may_still_land
+    assert peer.read(2000, 2064) == before
+
+
+def test_a_source_across_two_registered_pieces_is_refused(engine: TransferEngine, peer: Peer) -> None:
+    memory = torch.zeros(128, dtype=torch.uint8)
+    low, high = engine.register(memory.data_ptr(), 64), engine.register(memory.data_ptr() + 64, 64)
+    try:
+        assert engine.is_registered(low, 64)
+        assert engine.is_registered(high, 64)
+        assert not engine.is_registered(low, 65)
+        with pytest.raises(TransferError, match="not in registered memory"):
+            engine.write(peer.session, [low], [peer.base_addr], [128])
+    finally:
+        engine.unregister(low)
+        engine.unregister(high)
+
+
+def test_a_destination_outside_the_peers_memory_fails_and_the_session_lives(
+    engine: TransferEngine, peer: Peer, source: torch.Tensor
+) -> None:
+    with pytest.raises(TransferError, match=f"session {peer.session} failed with code -1") as error:
+        engine.write(peer.session, [source.data_ptr()], [peer.base_addr + PEER_BYTES], [64])
+    assert error.value.may_still_land
+    engine.write(peer.session, [source.data_ptr() + 5], [peer.base_addr], [64])
+    assert peer.read(0, 64) == source[5:69].numpy().tobytes()
+
+
+def test_a_peer_that_is_gone_fails_the_write_at_once(engine: TransferEngine, source: torch.Tensor) -> None:
+    with peer_process(1 << 20) as gone:
+        engine.write(gone.session, [source.data_ptr()], [gone.base_addr], [64])
+        assert engine.is_reachable(gone.session)
+        gone.kill()
+        with pytest.raises(TransferError, match="the peer is gone"):
+            engine.write(gone.session, [source.data_ptr()], [gone.base_addr], [64])
+        assert not engine.is_reachable(gone.session)
+
+
+class Forwarder:
+    """A session whose process changes: a port that passes connections on to ``session``."""
+
+    def __init__(self, session: str) -> None:
+        self.behind = session
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.session = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # the listener was closed
+            while True:
+                client, _ = self._listener.accept()
+                host, port = self.behind.split(":")
+                server = socket.create_connection((host, int(port)))
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError), source:
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+
+def test_another_process_behind_a_session_is_written_to_once_it_is_renewed(
+    engine: TransferEngine, peer: Peer, source: torch.Tensor
+) -> None:
+    """Its memory and its data port are others than those of the process before it."""
+    with peer_process(1 << 20) as first, closing(Forwarder(first.session)) as forwarder:
+        engine.write(forwarder.session, [source.data_ptr()], [first.base_addr], [64])
+        assert first.read(0, 64) == source[:64].numpy().tobytes()
+        for second in (peer, first):
+            forwarder.behind = second.session
+            engine.renew(forwarder.session)
+            engine.write(forwarder.session, [source.data_ptr() + 9], [second.base_addr], [64])
+            assert second.read(0, 64) == source[9:73].numpy().tobytes()
+
+
+def test_a_session_that_was_never_written_to_can_be_renewed(
+    engine: TransferEngine, source: torch.Tensor
+) -> None:
+    with peer_process(1 << 20) as fresh:
+        engine.renew(fresh.session)
+        engine.write(fresh.session, [source.data_ptr()], [fresh.base_addr], [64])
+        assert fresh.read(0, 64) == source[:64].numpy().tobytes()
+
+
+def test_a_write_stops_between_its_parts(engine: TransferEngine, peer: Peer, source: torch.Tensor) -> None:
+    answers = iter(["", "nobody wants it"])
+    offsets = np.arange(2 * MAX_BATCH_DESCRIPTORS)
+    with pytest.raises(TransferError, match=f"stopped after {MAX_BATCH_DESCRIPTORS} bytes: nobody") as error:
+        engine.write(
+            peer.session,
+            offsets + source.data_ptr(),
+            offsets + peer.base_addr,
+            np.ones_like(offsets),
+            stop=lambda: next(answers),
+        )
+    assert not error.value.may_still_land
+
+
+def test_nothing_to_write_is_no_error(engine: TransferEngine) -> None:
+    engine.write("127.0.0.1:1", [], [], [])
+
+
+def test_columns_of_different_length_are_refused(engine: TransferEngine, peer: Peer) -> None:
+    with pytest.raises(TransferError, match="1 sources, 2 destinations and 1 lengths"):
+        engine.write(peer.session, [1], [1, 2], [1])
+
+
+def test_registration_is_checked(engine: TransferEngine, source: torch.Tensor) -> None:
+    addr = source.data_ptr()
+    assert engine.is_registered(addr, source.nbytes)
+    assert not engine.is_registered(addr - 1, 1)
+    for overlapping in (addr, addr + 100, addr - 1):
+        with pytest.raises(TransferError, match="overlaps the registered"):
+            engine.register(overlapping, 2)
+    with pytest.raises(TransferError, match="is not registered"):
+        engine.unregister(addr + 1)
+    with pytest.raises(TransferError, match="not contiguous"):
+        engine.register(torch.zeros(4, 4).t())
+    with pytest.raises(TransferError, match="needs num_bytes"):
+        engine.register(4096)
+    with pytest.raises(TransferError, match="cannot register 65 of 64 bytes"):
+        engine.register(torch.zeros(64, dtype=torch.uint8), 65)
+
+
+def test_unregistered_memory_is_no_source_any_more(engine: TransferEngine, peer: Peer) -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    addr = engine.register(memory)
+    engine.write(peer.session, [addr], [peer.base_addr], [64])
+    engine.unregister(addr)
+    with pytest.raises(TransferError, match="not in registered memory"):
+        engine.write(peer.session, [addr], [peer.base_addr], [64])
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_a_wildcard_is_no_host(host: str) -> None:
+    with pytest.raises(TransferSetupError, match="advertise_host"):
+        TransferEngine(host)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:5000", "[::1]:5000"])
+def test_an_address_with_a_port_is_no_host(host: str) -> None:
+    with pytest.raises(TransferSetupError, match="without a port"):
+        TransferEngine(host)
+
+
+def test_the_session_is_the_host_that_was_asked_for_and_answers() -> None:
+    for host, shown in (("localhost", "localhost"), ("127.0.0.2", "127.0.0.2")):
+        started = TransferEngine(host)
+        assert started.session.rpartition(":")[0] == shown
+        assert started.is_reachable(started.session)
+        assert started.transport == TCP
+        started.close()
+
+
+def test_an_ipv6_host_is_reached_at_its_session() -> None:
+    """In a process of its own, because Mooncake decides once a process whether it listens on IPv6."""
+    code = (
+        "import os; from transfer.engine import *; "
+        "print(TransferEngine('::1').session, flush=True); os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    if not has_ipv6():
+        assert "does not answer" in done.stderr
+        return
+    assert done.stdout.startswith("[::1]:"), done.stderr
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_an_engine_that_does_not_answer_at_its_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TransferEngine, "is_reachable", lambda self, session: False)
+    with pytest.raises(TransferSetupError, match=r"does not answer at 127\.0\.0\.1:\d+.*advertise_host"):
+        TransferEngine("127.0.0.1")
+
+
+def test_a_foreign_address_may_be_advertised(caplog: pytest.LogCaptureFixture) -> None:
+    """Behind a NAT no interface here has it."""
+    started = TransferEngine("203.0.113.77")
+    assert started.session.startswith("203.0.113.77:")
+    assert "203.0.113.77 belongs to no network interface" in caplog.text
+    started.close()
+
+
+def test_rdma_without_a_device_that_mooncake_can_open_does_not_fall_back_to_tcp() -> None:
+    with pytest.raises(TransferSetupError, match="protocol rdma on nothing_0: code -1"):
+        TransferEngine("127.0.0.1", Transport("rdma", ("nothing_0",)))
+
+
+@pytest.mark.parametrize(
+    ("transport", "inside"),
+    [(TCP, {"MC_FORCE_TCP": "1"}), (Transport("rdma", ("mlx5_0",)), {"MC_FORCE_HCA": "1"})],
+)
+def test_mooncake_is_held_to_the_transport_by_its_environment(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport, inside: dict[str, str]
+) -> None:
+    seen: dict[str, str] = {}
+
+    class Mooncake:
+        def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
+            seen.update({name: os.environ[name] for name in NAMES if name in os.environ})
+            seen.update(protocol=protocol, devices=devices)
+            return 0
+
+        def get_rpc_port(self) -> int:
+            return 1
+
+        def send_probe(self, session: str) -> int:
+            return 0
+
+    NAMES = ("MC_FORCE_TCP", "MC_FORCE_HCA")
+    monkeypatch.setenv("MC_FORCE_TCP", "kept")
+    monkeypatch.delenv("MC_FORCE_HCA", raising=False)
+    monkeypatch.setattr(engine_module, "_new_mooncake_engine", Mooncake)
+    TransferEngine("127.0.0.1", transport)
+    assert seen == {**inside, "protocol": transport.protocol, "devices": ",".join(transport.devices)}
+    assert os.environ["MC_FORCE_TCP"] == "kept"
+    assert "MC_FORCE_HCA" not in os.environ
+
+
+def test_the_tcp_protocol_without_acknowledgements_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_PROTO", "1")
+    with pytest.raises(TransferSetupError, match="MC_TCP_PROTO"):
+        TransferEngine("127.0.0.1")
+
+
+def test_quieting_keeps_a_level_that_the_operator_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
+    quiet_mooncake_logs()
+    assert engine_module.os.environ["MC_LOG_LEVEL"] == "INFO"

@@ -1,0 +1,88 @@
+"""Both kinds of nodes and their transport: chosen before the model loads, registered, and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode_node import engine as decode_engine
+from decode_node import memory as decode_memory
+from decode_node.pools import SlotCounts
+from prefill_node import engine as prefill_engine
+from prefill_node import memory as prefill_memory
+from service.settings import DecodeSettings, PrefillSettings
+from tests.unit.decode_node.support import (
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    load_checkpoint,
+    random_prompt,
+)
+from tests.unit.transfer.fake_machine import ROCE, FakeMachine
+from transfer.errors import TransferSetupError
+
+CPU, GPU = torch.device("cpu"), torch.device("meta")
+PAGE_SIZE = 64
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
+    return load_checkpoint(tiny_checkpoint("v32"))
+
+
+def test_a_decode_node_knows_what_it_registers_before_it_has_it(checkpoint: Checkpoint) -> None:
+    totals = SlotCounts(host=192, device=128, index=256, aux=3, req_row=2)
+    for device in (CPU, GPU):
+        memory = decode_memory.DecodeMemory(checkpoint.spec, totals, PAGE_SIZE, device)
+        tensors = (memory.k_host, memory.k_dev, memory.index, memory.aux)
+        assert decode_memory.num_host_bytes(checkpoint.spec, totals, PAGE_SIZE, device) == host_bytes(tensors)
+
+
+def test_a_prefill_node_knows_what_it_registers_before_it_has_it(checkpoint: Checkpoint) -> None:
+    sizes = {"num_slots": 192, "num_aux_slots": 5}
+    for device in (CPU, GPU):
+        memory = prefill_memory.PrefillMemory(checkpoint.spec, device=device, **sizes)
+        tensors = (memory.kv, memory.index, memory.aux)
+        assert prefill_memory.num_host_bytes(checkpoint.spec, device=device, **sizes) == host_bytes(tensors)
+
+
+def host_bytes(tensors: tuple[torch.Tensor, ...]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor.device == CPU)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_a_node_asks_for_the_memory_that_it_registers(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def transport(**settings: Any) -> Any:
+        node = {"model_path": checkpoint.path, "advertise_host": "192.0.2.7", **settings}
+        if kind == "prefill":
+            return prefill_engine._transport(PrefillSettings(**node), checkpoint.spec)
+        return decode_engine._transport(DecodeSettings(**node), checkpoint.spec)
+
+    machine = FakeMachine(tmp_path, ROCE, memlock_bytes=lambda: 4096).machine
+    monkeypatch.setattr("transfer.transport.Machine", lambda: machine)
+    assert transport().protocol == "tcp"
+    assert "limited to 4096 bytes" in transport(transfer_protocol="auto").reason
+    with pytest.raises(TransferSetupError, match="limited to 4096 bytes"):
+        transport(transfer_protocol="rdma", ib_device="mlx5_0")
+    with pytest.raises(TransferSetupError, match="mlx5_9 is not in"):
+        transport(transfer_protocol="rdma", ib_device="mlx5_9")
+
+
+def test_a_decode_node_registers_and_shows_its_transport(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with (
+        closing(EngineHarness(checkpoint, tmp_path)) as node,
+        closing(PrefillDouble(checkpoint)) as double,
+    ):
+        answer = node.generate(double, random_prompt(3, 40), 2)
+        node.turn_until(lambda: answer.is_over and node.stats is not None, double)
+        (register,) = double._registered.values()
+        assert register.transfer_protocol == "tcp"
+        assert node.stats is not None
+        assert node.stats.gauges['transfer_info{protocol="tcp",devices="",reason="asked for"}'] == 1

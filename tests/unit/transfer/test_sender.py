@@ -1,0 +1,506 @@
+"""The sender: order, turns, failures, deadlines and stuck peers.
+
+A scripted writer stands in for the transport where a failure has to happen at a given moment; the last
+tests run the real Mooncake.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import ArrayLike
+
+from protocol.messages import Room
+from tests.unit.transfer.peer import peer_process
+from transfer.engine import TransferEngine, TransferError
+from transfer.plan import SLICE_BYTES, Descriptors
+from transfer.sender import MAX_ATTEMPTS, Completion, Sender, WriteBatch
+
+PEER, OTHER_PEER = "10.0.0.1:1", "10.0.0.2:2"
+PATIENCE_SECS = 10.0
+
+
+class ScriptedWriter:
+    """Records writes by their first source address; ``stuck`` sessions hold back, ``bad`` addresses fail.
+
+    ``flaky``: addresses that fail the first time, and with ``refused`` without anything being sent.
+    """
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, int]] = []
+        self.bad: set[int] = set()
+        self.flaky: set[int] = set()
+        self.refused: set[int] = set()
+        self.num_attempts: Counter[int] = Counter()
+        self.after_failure: Callable[[], object] = lambda: None
+        self.stuck: dict[str, threading.Event] = {}
+        self.started = threading.Semaphore(0)
+
+    def write(
+        self,
+        session: str,
+        src_addrs: ArrayLike,
+        dst_addrs: ArrayLike,
+        lengths: ArrayLike,
+        stop: Callable[[], str] | None = None,
+    ) -> None:
+        addr = int(np.asarray(src_addrs)[0])
+        self.num_attempts[addr] += 1
+        gate = self.stuck.get(session)
+        self.started.release()
+        if gate is not None:
+            assert gate.wait(PATIENCE_SECS)
+        if addr in self.bad or (addr in self.flaky and self.num_attempts[addr] == 1):
+            self.after_failure()
+            raise TransferError(f"cannot write {addr}", may_still_land=addr not in self.refused)
+        if stop is not None and (reason := stop()):
+            raise TransferError(f"stopped: {reason}")
+        self.written.append((session, addr))
+
+    def block(self, session: str) -> threading.Event:
+        """Make writes to ``session`` hang until the event is set."""
+        self.stuck[session] = threading.Event()
+        return self.stuck[session]
+
+    def wait_for_start(self) -> None:
+        assert self.started.acquire(timeout=PATIENCE_SECS)
+
+
+@pytest.fixture
+def writer() -> ScriptedWriter:
+    return ScriptedWriter()
+
+
+@pytest.fixture
+def sender(writer: ScriptedWriter) -> Iterator[Sender]:
+    sender = Sender(writer)
+    yield sender
+    for event in writer.stuck.values():
+        event.set()
+    assert sender.close(PATIENCE_SECS)
+
+
+def ranges(addrs: Sequence[int], lengths: Sequence[int]) -> Descriptors:
+    return Descriptors(np.array(addrs), np.array(addrs), np.array(lengths))
+
+
+def batch(room: int, addr: int, timeout_secs: float = 60.0) -> WriteBatch:
+    deadline = time.monotonic() + timeout_secs
+    return WriteBatch(Room(room), f"tag {addr}", [ranges([addr], [100])], 100, deadline)
+
+
+def long_batch(room: int, *addrs: int) -> WriteBatch:
+    """A slice at each of ``addrs``, each of which takes a whole turn."""
+    slices = [ranges([addr], [SLICE_BYTES]) for addr in addrs]
+    return WriteBatch(Room(room), f"tag {addrs[0]}", slices, len(addrs) * SLICE_BYTES)
+
+
+def let_time_pass(sender: Sender, room: int) -> None:
+    """Past the deadline of what the room has in flight."""
+    in_flight = sender._queue._rooms[Room(room)].slice
+    assert in_flight is not None
+    in_flight.deadline = time.monotonic() - 1.0
+
+
+def collect(sender: Sender, num_completions: int) -> list[Completion]:
+    completions: list[Completion] = []
+    give_up = time.monotonic() + PATIENCE_SECS
+    while len(completions) < num_completions and time.monotonic() < give_up:
+        completions += sender.poll()
+        time.sleep(0.001)
+    assert len(completions) == num_completions
+    return completions
+
+
+def test_a_completion_says_what_was_written(sender: Sender) -> None:
+    slices = [ranges([1, 2], [10, 15]), ranges([3], [5])]
+    sender.submit(PEER, WriteBatch(Room(7), ("kv", 3), slices, 30))
+    (completion,) = collect(sender, 1)
+    assert (completion.room, completion.tag) == (7, ("kv", 3))
+    assert (completion.ok, completion.error, completion.may_still_land) == (True, "", False)
+    assert completion.num_bytes == 30
+    assert 0 <= completion.secs < PATIENCE_SECS
+    assert sender.poll() == []
+
+
+def test_batches_of_a_room_go_out_in_order(sender: Sender, writer: ScriptedWriter) -> None:
+    for addr in range(1, 41):
+        sender.submit(PEER, batch(1, addr))
+    assert [completion.tag for completion in collect(sender, 40)] == [f"tag {addr}" for addr in range(1, 41)]
+    assert writer.written == [(PEER, addr) for addr in range(1, 41)]
+
+
+def test_rooms_of_a_peer_take_turns(sender: Sender, writer: ScriptedWriter) -> None:
+    """A short prompt does not wait until a long one has been sent whole."""
+    gate = writer.block(PEER)
+    sender.submit(PEER, long_batch(1, 1, 2, 3))
+    sender.submit(PEER, batch(1, 4))
+    writer.wait_for_start()
+    for addr in (10, 11):
+        sender.submit(PEER, batch(2, addr))
+    gate.set()
+    assert [completion.tag for completion in collect(sender, 4)] == ["tag 10", "tag 11", "tag 1", "tag 4"]
+    assert [addr for _, addr in writer.written] == [1, 10, 11, 2, 3, 4]
+
+
+def test_a_slice_is_written_again_and_not_the_batch(sender: Sender, writer: ScriptedWriter) -> None:
+    writer.flaky.add(2)
+    sender.submit(PEER, long_batch(1, 1, 2, 3))
+    (completion,) = collect(sender, 1)
+    assert (completion.ok, completion.num_bytes) == (True, 3 * SLICE_BYTES)
+    assert (completion.num_retries, completion.may_still_land) == (1, True)
+    assert writer.num_attempts == {1: 1, 2: 2, 3: 1}
+
+
+def test_an_abort_waits_for_one_slice_at_most(sender: Sender, writer: ScriptedWriter) -> None:
+    """Of a room in mid-batch: none when another has its turn, else the one in flight."""
+    gate = writer.block(PEER)
+    sender.submit(PEER, long_batch(1, 1, 2, 3))
+    sender.submit(PEER, long_batch(2, 11, 12, 13))
+    writer.wait_for_start()
+    next_gate = writer.block(PEER)
+    gate.set()
+    writer.wait_for_start()
+    assert writer.written == [(PEER, 1)]
+    assert not sender.cancel(Room(1))
+    assert sender.num_pending(Room(1)) == 0
+    assert [completion.tag for completion in sender.poll()] == ["tag 1"]
+    assert sender.cancel(Room(2))
+    assert sender.poll() == []
+    next_gate.set()
+    (in_flight,) = collect(sender, 1)
+    assert (in_flight.tag, in_flight.ok, in_flight.may_still_land) == ("tag 11", False, False)
+    assert writer.written == [(PEER, 1)]
+
+
+def test_a_stuck_peer_does_not_delay_another(sender: Sender, writer: ScriptedWriter) -> None:
+    gate = writer.block(PEER)
+    sender.submit(PEER, batch(1, 1))
+    writer.wait_for_start()
+    sender.submit(OTHER_PEER, batch(2, 2))
+    (completion,) = collect(sender, 1)
+    assert completion.room == 2
+    assert sender.in_flight(Room(1))
+    gate.set()
+    assert collect(sender, 1)[0].room == 1
+    assert not sender.in_flight(Room(1))
+
+
+def test_after_a_failed_batch_nothing_of_the_room_is_sent(sender: Sender, writer: ScriptedWriter) -> None:
+    writer.bad.add(2)
+    gate = writer.block(PEER)
+    for addr in (1, 2, 3):
+        sender.submit(PEER, batch(1, addr))
+    sender.submit(PEER, batch(2, 9))
+    gate.set()
+    completions = {completion.tag: completion for completion in collect(sender, 4)}
+    assert writer.written == [(PEER, 1), (PEER, 9)]
+    assert completions["tag 1"].ok
+    assert completions["tag 9"].ok
+    failed, behind = completions["tag 2"], completions["tag 3"]
+    assert (failed.ok, failed.error, failed.may_still_land) == (False, "in 2 attempts: cannot write 2", True)
+    assert (failed.num_retries, writer.num_attempts[2]) == (1, 2)
+    assert not behind.ok
+    assert "an earlier batch of the room failed: in 2 attempts: cannot write 2" in behind.error
+    assert not behind.may_still_land
+    assert (failed.num_bytes, behind.num_bytes) == (0, 0)
+
+
+def test_a_batch_that_fails_once_is_written_again_before_those_behind_it(
+    sender: Sender, writer: ScriptedWriter
+) -> None:
+    writer.flaky.add(2)
+    gate = writer.block(PEER)
+    for addr in (1, 2, 3):
+        sender.submit(PEER, batch(1, addr))
+    gate.set()
+    first, again, behind = collect(sender, 3)
+    assert writer.written == [(PEER, 1), (PEER, 2), (PEER, 3)]
+    assert (first.may_still_land, first.num_retries) == (False, 0)
+    assert (again.ok, again.error, again.num_bytes, again.num_retries) == (True, "", 100, 1)
+    assert again.may_still_land, "bytes of the first attempt are forgotten"
+    assert (behind.ok, behind.may_still_land, behind.num_retries) == (True, False, 0)
+
+
+@pytest.mark.parametrize("why", ["refused", "cancelled", "late"])
+def test_what_cannot_get_better_is_not_written_again(
+    sender: Sender, writer: ScriptedWriter, why: str
+) -> None:
+    """The transport refuses it, nobody wants it any more, its time is up."""
+    writer.flaky.add(1)
+    match why:
+        case "refused":
+            writer.refused.add(1)
+        case "cancelled":
+            writer.after_failure = lambda: sender.cancel(Room(1))
+        case "late":
+            writer.after_failure = lambda: let_time_pass(sender, 1)
+    sender.submit(PEER, batch(1, 1))
+    (failed,) = collect(sender, 1)
+    assert (failed.ok, failed.error, failed.num_retries) == (False, "cannot write 1", 0)
+    assert failed.may_still_land == (why != "refused")
+    assert (writer.num_attempts[1], writer.written) == (1, [])
+
+
+def test_a_retry_that_is_called_off_may_still_land(sender: Sender, writer: ScriptedWriter) -> None:
+    """Its own attempt ended between two parts, but the first one had failed."""
+    writer.flaky.add(1)
+    gate = threading.Event()
+    writer.after_failure = lambda: writer.stuck.update({PEER: gate})
+    sender.submit(PEER, batch(1, 1))
+    writer.wait_for_start()
+    writer.wait_for_start()
+    assert sender.cancel(Room(1))
+    gate.set()
+    (failed,) = collect(sender, 1)
+    assert (failed.ok, failed.may_still_land, failed.num_retries) == (False, True, 1)
+    assert "the room was cancelled" in failed.error
+
+
+def test_a_batch_submitted_before_the_failure_was_seen_is_not_sent(
+    sender: Sender, writer: ScriptedWriter
+) -> None:
+    writer.bad.add(1)
+    sender.submit(PEER, batch(1, 1))
+    for _ in range(MAX_ATTEMPTS):
+        writer.wait_for_start()
+    while sender.num_pending(Room(1)):
+        time.sleep(0.001)
+    sender.submit(PEER, batch(1, 2))
+    assert [completion.ok for completion in collect(sender, 2)] == [False, False]
+    assert not writer.started.acquire(blocking=False)
+    assert writer.written == []
+    sender.submit(PEER, batch(2, 3))
+    assert collect(sender, 1)[0].ok, "of another room to the same peer"
+
+
+def test_a_failed_room_does_not_condemn_its_session_or_its_number(
+    sender: Sender, writer: ScriptedWriter
+) -> None:
+    writer.bad.add(1)
+    sender.submit(PEER, batch(1, 1))
+    assert not collect(sender, 1)[0].ok
+    sender.submit(PEER, batch(2, 2))
+    assert collect(sender, 1)[0].ok
+    sender.submit(OTHER_PEER, batch(1, 3))
+    assert collect(sender, 1)[0].ok
+
+
+def test_an_unexpected_exception_ends_the_batch_and_not_the_thread(
+    sender: Sender, writer: ScriptedWriter
+) -> None:
+    sender.submit(PEER, WriteBatch(Room(1), "bad", [ranges([], [])], 0))  # the writer wants an address
+    (completion,) = collect(sender, 1)
+    assert not completion.ok
+    assert completion.may_still_land
+    assert completion.error.startswith("IndexError")
+    sender.submit(PEER, batch(2, 2))
+    assert collect(sender, 1)[0].ok
+
+
+def test_cancel_drops_what_waits_and_reports_what_flies(sender: Sender, writer: ScriptedWriter) -> None:
+    gate = writer.block(PEER)
+    for addr in (1, 2):
+        sender.submit(PEER, batch(1, addr))
+    sender.submit(PEER, batch(2, 5))
+    writer.wait_for_start()
+    assert sender.num_pending(Room(1)) == 2
+    assert sender.cancel(Room(1))
+    assert not sender.cancel(Room(2))
+    assert not sender.cancel(Room(3))
+    assert [completion.tag for completion in collect(sender, 2)] == ["tag 2", "tag 5"]
+    assert sender.in_flight(Room(1))
+    gate.set()
+    (in_flight,) = collect(sender, 1)
+    assert (in_flight.tag, in_flight.ok, in_flight.may_still_land) == ("tag 1", False, False)
+    assert "the room was cancelled" in in_flight.error
+    assert not sender.in_flight(Room(1))
+    assert writer.written == []
+
+
+def test_a_batch_whose_peer_was_busy_past_its_deadline_is_not_sent(
+    sender: Sender, writer: ScriptedWriter
+) -> None:
+    gate = writer.block(PEER)
+    sender.submit(PEER, batch(1, 1))
+    writer.wait_for_start()
+    sender.submit(PEER, batch(2, 2, timeout_secs=0.02))
+    sender.submit(PEER, batch(2, 3))
+    expired = collect(sender, 2)  # reported while the peer is still busy
+    assert {completion.room for completion in expired} == {2}
+    assert "time was up before the peer was free" in expired[0].error
+    gate.set()
+    assert collect(sender, 1)[0].ok
+    assert writer.written == [(PEER, 1)]
+
+
+def test_an_overdue_batch_is_reported_once_and_still_completes(
+    sender: Sender, writer: ScriptedWriter
+) -> None:
+    gate = writer.block(PEER)
+    sender.submit(PEER, batch(1, 1))
+    sender.submit(PEER, batch(1, 2))
+    writer.wait_for_start()
+    assert sender.overdue() == []
+    let_time_pass(sender, 1)
+    assert sender.overdue() == [1]
+    assert sender.overdue() == []
+    assert collect(sender, 1)[0].tag == "tag 2"
+    assert sender.in_flight(Room(1))
+    gate.set()
+    assert collect(sender, 1)[0].tag == "tag 1"
+    assert writer.written == []
+
+
+def test_a_batch_waits_for_its_source_bytes(sender: Sender, writer: ScriptedWriter) -> None:
+    is_there = threading.Event()
+    is_asked = threading.Event()
+
+    class Event:
+        def query(self) -> bool:
+            return is_there.is_set()
+
+        def synchronize(self) -> None:
+            is_asked.set()
+            assert is_there.wait(PATIENCE_SECS)
+
+    sender.submit(PEER, replace(batch(1, 1), ready=Event()))
+    sender.submit(PEER, batch(1, 2))
+    sender.submit(OTHER_PEER, batch(2, 9))
+    assert is_asked.wait(PATIENCE_SECS)
+    assert collect(sender, 1)[0].room == 2
+    assert sender.in_flight(Room(1))
+    assert writer.written == [(OTHER_PEER, 9)]
+    is_there.set()
+    assert [completion.tag for completion in collect(sender, 2)] == ["tag 1", "tag 2"]
+
+
+def test_source_bytes_that_never_come_fail_the_batch(sender: Sender, writer: ScriptedWriter) -> None:
+    class Event:
+        def query(self) -> bool:
+            raise RuntimeError("the device is lost")
+
+        def synchronize(self) -> None:
+            raise RuntimeError("the device is lost")
+
+    sender.submit(PEER, replace(batch(1, 1), ready=Event()))
+    sender.submit(PEER, batch(1, 2))
+    failed, behind = collect(sender, 2)
+    assert (failed.ok, failed.error) == (False, "RuntimeError: the device is lost")
+    assert not behind.ok
+    assert writer.written == []
+
+
+def test_a_room_writes_to_one_session_at_a_time(sender: Sender, writer: ScriptedWriter) -> None:
+    writer.block(PEER)
+    sender.submit(PEER, batch(1, 1))
+    with pytest.raises(ValueError, match=f"room 1 writes to session {PEER}, not to {OTHER_PEER}"):
+        sender.submit(OTHER_PEER, batch(1, 2))
+
+
+def test_every_completion_wakes_the_loop(writer: ScriptedWriter) -> None:
+    wakeups = threading.Semaphore(0)
+    sender = Sender(writer, wakeups.release)
+    for addr in (1, 2):
+        sender.submit(PEER, batch(1, addr))
+        assert wakeups.acquire(timeout=PATIENCE_SECS)
+        assert len(sender.poll()) == 1
+    assert sender.close(PATIENCE_SECS)
+
+
+def test_an_idle_peers_thread_ends_and_comes_back(writer: ScriptedWriter) -> None:
+    sender = Sender(writer, idle_thread_secs=0.01)
+    name = f"sender {PEER}"
+    for addr in (1, 2):
+        sender.submit(PEER, batch(addr, addr))
+        assert collect(sender, 1)[0].ok
+        give_up = time.monotonic() + PATIENCE_SECS
+        while any(thread.name == name for thread in threading.enumerate()) and time.monotonic() < give_up:
+            time.sleep(0.005)
+        assert all(thread.name != name for thread in threading.enumerate())
+    assert sender.close(PATIENCE_SECS)
+
+
+def test_close_fails_what_waits_and_does_not_wait_for_ever(writer: ScriptedWriter) -> None:
+    gate = writer.block(PEER)
+    sender = Sender(writer)
+    for addr in (1, 2):
+        sender.submit(PEER, batch(1, addr))
+    writer.wait_for_start()
+    started = time.monotonic()
+    assert not sender.close(0.05)
+    assert time.monotonic() - started < PATIENCE_SECS / 2
+    assert [completion.error for completion in sender.poll()] == ["the sender was closed"]
+    with pytest.raises(ValueError, match="room 1: the sender is closed"):
+        sender.submit(PEER, batch(1, 3))
+    gate.set()
+    assert sender.close(PATIENCE_SECS)
+    assert len(sender.poll()) == 1
+
+
+def test_nothing_is_remembered_of_rooms_that_are_over(sender: Sender, writer: ScriptedWriter) -> None:
+    writer.bad.add(3)
+    for room in range(1, 6):
+        sender.submit(PEER, batch(room, room))
+    collect(sender, 5)
+    assert sender._queue._rooms == {}
+    assert sender._queue._peers == {}
+
+
+# --- with the real transport --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferEngine]:
+    """An engine that gives a silent peer up after 2 seconds instead of 30."""
+    monkeypatch.setenv("MC_LOG_LEVEL", "ERROR")
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "2")
+    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "2")
+    started = TransferEngine("127.0.0.1")
+    yield started
+    started.close()
+
+
+def test_a_stopped_peer_fails_alone_and_is_served_again(engine: TransferEngine) -> None:
+    memory = torch.arange(4096, dtype=torch.int32).view(torch.uint8)
+    src_addr = engine.register(memory)
+    sender = Sender(engine)
+
+    def copy(src: int, dst: int) -> Descriptors:
+        return Descriptors(np.array([src]), np.array([dst]), np.array([1000]))
+
+    def submit(peer_session: str, base_addr: int, room: int, num_batches: int = 1) -> None:
+        for number in range(num_batches):
+            start = number * 1000
+            sender.submit(
+                peer_session,
+                WriteBatch(Room(room), number, [copy(src_addr + start, base_addr + start)], 1000),
+            )
+
+    with peer_process(1 << 16) as stopped, peer_process(1 << 16) as healthy:
+        submit(stopped.session, stopped.base_addr, 1)
+        assert collect(sender, 1)[0].ok
+        stopped.pause()
+        submit(stopped.session, stopped.base_addr, 2, num_batches=2)
+        submit(healthy.session, healthy.base_addr, 3, num_batches=4)
+        started = time.monotonic()
+        assert [completion.room for completion in collect(sender, 4)] == [3] * 4
+        assert time.monotonic() - started < 1.5
+        assert sender.in_flight(Room(2))
+        assert healthy.read(0, 4000) == memory[:4000].numpy().tobytes()
+
+        failed = collect(sender, 2)
+        assert [completion.ok for completion in failed] == [False, False]
+        assert [completion.may_still_land for completion in failed] == [True, False]
+        stopped.resume()
+        submit(stopped.session, stopped.base_addr, 4)
+        assert collect(sender, 1)[0].ok
+        assert stopped.read(0, 1000) == memory[:1000].numpy().tobytes()
+    assert sender.close(PATIENCE_SECS)

@@ -1,0 +1,65 @@
+"""The words of all rooms: what a request asks for, how it was served, how it ended. Imports none of ours."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+PREFILL_NODE_FAILED = "prefill_node_failed"
+DECODE_NODE_FAILED = "decode_node_failed"
+"""Codes of an error that is about the other node, or about the one that answers when it is of that kind.
+
+Another node of the named kind may do better. Without one of them a 502 or 503 is about the node that answers,
+except a decode node's 502, which is about the transfer to it.
+"""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, incomplete or not supported; the message says which, and what is."""
+
+
+class HisparseFlag(StrEnum):
+    """What a request asks for. ``AUTO`` lets the decode node choose by the room in its device pool."""
+
+    TRUE = "true"
+    FALSE = "false"
+    AUTO = "auto"
+
+
+class Mode(StrEnum):
+    """How the decode node served a request."""
+
+    HISPARSE = "hisparse"
+    DENSE = "dense"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class SamplingParams(Struct, frozen=True):
+    """Validated sampling settings of one sample. Stop strings are the front's business, not the engine's."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    num_logprobs: int | None = None
+    """None: no logprobs; n: the sampled token's and those of the n likeliest tokens."""
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """Natural-log probability of a sampled token under the unscaled logits, with the likeliest ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
