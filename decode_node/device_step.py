@@ -29,15 +29,15 @@ from model.attention_kernels import AttentionKernels
 
 
 @dataclass
-class Turn:
+class InOrder:
     """Lets streams of ``device`` do something one after the other, in the order in which they ask."""
 
     device: torch.device
     _last: torch.cuda.Event | None = field(default=None, init=False)
 
     @contextmanager
-    def take(self) -> Iterator[None]:
-        """Around what the current stream does in its turn."""
+    def next(self) -> Iterator[None]:
+        """Around what the current stream does behind those that asked before it."""
         if self.device.type != "cuda":  # where everything happens in order
             yield
             return
@@ -48,7 +48,7 @@ class Turn:
         self._last = stream.record_event()
 
 
-class MicroBatchTurns:
+class MicroBatchOrder:
     """What the micro-batches of one step, each in its own stream, do not do at the same time.
 
     ``planning``: launches of the swap-in share a workspace. Copies go to a stream of their own, one after the
@@ -57,7 +57,7 @@ class MicroBatchTurns:
     """
 
     def __init__(self, device: torch.device, copy_blocks: int, copy_stream: torch.cuda.Stream | None) -> None:
-        self.planning = Turn(device)
+        self.planning = InOrder(device)
         self.copy_blocks = copy_blocks
         self._copy_stream = copy_stream
 
@@ -78,8 +78,8 @@ class DeviceStep:
 
     ``seq_lens`` and ``req_rows``: int64 [num_reqs], with values that may be used as indices in padding too;
     ``num_real_reqs``: int32 [1]. ``backup_stream``: where newest items are copied to the host while the last
-    layer computes; None: the current stream. A micro-batch has a ``miss_plan`` of its own, and ``turns`` with
-    the others of its step.
+    layer computes; None: the current stream. A micro-batch has a ``miss_plan`` of its own, and its ``order``
+    among the others of its step.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class DeviceStep:
         backup_stream: torch.cuda.Stream | None = None,
         *,
         miss_plan: MissPlan | None = None,
-        turns: MicroBatchTurns | None = None,
+        order: MicroBatchOrder | None = None,
     ) -> None:
         self._spec = hot_buffers.spec
         self._state = hot_buffers.state
@@ -105,7 +105,7 @@ class DeviceStep:
         self.req_rows = req_rows
         self._num_real_reqs = num_real_reqs
         self._backup_stream = backup_stream
-        self._turns = turns
+        self._order = order
         self.positions = seq_lens - 1
         """int64 [num_reqs] of the new tokens."""
         num_reqs = seq_lens.shape[0]
@@ -142,10 +142,10 @@ class DeviceStep:
         )
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
-        if self._turns is None:
+        if self._order is None:
             self._swap_in(layer, positions)
         else:
-            self._swap_in_by_turns(layer, positions, self._turns)
+            self._swap_in_beside_others(layer, positions, self._order)
         if self._device_slots is None:
             raise RuntimeError(f"layer {layer}: its index group has not been swapped in")
         return self._kernels.attention.attend(q, self._memory.k_dev[layer], self._device_slots, scale)
@@ -171,12 +171,12 @@ class DeviceStep:
             miss_plan=self._miss_plan if len(layers) > 1 else None,
         )
 
-    def _swap_in_by_turns(self, layer: int, positions: Tensor, turns: MicroBatchTurns) -> None:
+    def _swap_in_beside_others(self, layer: int, positions: Tensor, order: MicroBatchOrder) -> None:
         """The same in two launches, so that one that only waits for PCIe can run beside others' kernels."""
         memory = self._memory
         group = self._spec.index_group_of_layer[layer]
         if layer == self._spec.layers_of_group[group][0]:
-            with turns.planning.take():
+            with order.planning.next():
                 self._device_slots = plan_misses(
                     positions,
                     self._seq_lens,
@@ -186,8 +186,8 @@ class DeviceStep:
                     group=group,
                     miss_plan=self._miss_plan,
                 )
-        with turns.copying():
-            replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev, max_blocks=turns.copy_blocks)
+        with order.copying():
+            replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev, max_blocks=order.copy_blocks)
 
     def finish(self) -> None:
         """Order what follows in the current stream after the backup of the new tokens (I4)."""

@@ -21,7 +21,7 @@ from decode_node.live_requests import Landing, Rooms
 from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
 from decode_node.metrics import Metrics
 from decode_node.pools import Pools, SlotCounts
-from decode_node.prefill_peers import Peers
+from decode_node.prefill_peers import PrefillPeers
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.request_life import Lifecycle
 from decode_node.runner import Launched, make_runner
@@ -151,7 +151,7 @@ class DecodeEngine:
         allowed = PeerList.parse(settings.allowed_peers)
         with guarded_listeners(settings.reachable_host, allowed):
             self._transfer = TransferEngine(settings.reachable_host, transport)
-        self.peers = Peers(
+        self.peers = PrefillPeers(
             node_id=f"decode-{uuid.uuid4().hex}",
             session=self._transfer.session,
             transfer_protocol=transport.protocol,

@@ -1,15 +1,11 @@
-"""Owns the connections to prefill nodes: discovery, registration, heartbeats, loss and return.
+"""Owns the connections to prefill nodes: found, registered with, heard of, lost, and found again.
 
 A peer is named by its bootstrap endpoint. What is known of it is only ever as old as its last answer: no
 failure is remembered beyond the next attempt, and a node that comes back, as the same run or another, on
-the same control port or another, is found again through its bootstrap endpoint.
+the same control port or another, is found again through its bootstrap endpoint (``discovery.py``). Whether a
+silent one is lost is judged by ``liveness.py``.
 
-A peer answers heartbeats between two forwards, so one that computes for long falls silent. Its front, another
-process, does not: when a heartbeat stays unanswered the bootstrap endpoint is asked, and a peer is lost only
-when that does not say either that the run is alive, and has had all its time to. It does not say so of an
-engine that hangs.
-
-``poll`` never waits (look-ups run in threads) and reports what happened as events, oldest first.
+``poll`` never waits and reports what happened as events, oldest first.
 """
 
 from __future__ import annotations
@@ -17,14 +13,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Container
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias, assert_never
 
+from decode_node.discovery import LOOKUP_RETRY_SECS, Discovery, LookUps
+from decode_node.liveness import Liveness
 from decode_node.request import PeerAddress
 from protocol.access import PeerList
-from protocol.bootstrap import BootstrapInfo, BootstrapLookupError, look_up
+from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from protocol.channels import ControlAddressError, ControlClient, ControlKeys
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -45,18 +42,9 @@ from protocol.polling import Poller, Wakeup
 
 log = logging.getLogger(__name__)
 
-LOOKUP_RETRY_SECS = 0.5
 REGISTER_TIMEOUT_SECS = 5.0
 REGISTER_REPEAT_SECS = 1.0
 IDLE_CLOSE_SECS = 300.0
-_MAX_LOOKUP_THREADS = 16
-"""Of each kind. A host that drops packets holds one for seconds, again and again while it is wanted."""
-_SUSPECT_AFTER_HEARTBEATS = 1.25
-"""Silence, in heartbeat intervals, after which no room is entrusted to a peer until it is heard of again.
-
-Early enough for the bootstrap endpoint to answer before a second heartbeat fails.
-"""
-_NEVER = float("inf")
 
 
 class PeerPhase(StrEnum):
@@ -117,6 +105,8 @@ PeerEvent: TypeAlias = PeerReady | PeerRefused | PeerLost | InstanceGone | RoomM
 class _Peer:
     address: PeerAddress
     node_id: str
+    lookups: LookUps
+    liveness: Liveness
     phase: PeerPhase = PeerPhase.AWAY
     client: ControlClient | None = None
     instance_id: str = ""
@@ -125,27 +115,13 @@ class _Peer:
     """When that run was last heard, as opposed to a successor of it."""
     page_size: int = 0
     last_error: str = ""
-    lookup: Future[BootstrapInfo] | None = None
-    lookup_began_at: float = 0.0
-    looked_up_for: str = ""
-    """The registered run when the look-up was started: its answer is older than any run that came since."""
-    next_lookup_at: float = 0.0
     last_used_at: float = 0.0
-    last_heard_at: float = 0.0
-    confirmed_at: float = 0.0
-    """When the bootstrap endpoint last said that the registered run is alive."""
-    denied_at: float = 0.0
-    """When the last look-up began that did not confirm it: silence counts only with one that began in it."""
     connected_at: float = 0.0
     register_sent_at: float = 0.0
-    heartbeat_sent_at: float = 0.0
-    heartbeat_seq: int = 0
-    unanswered_since: float = _NEVER
-    """When the first heartbeat left that nothing followed: this node's own pauses are nobody's silence."""
 
 
 @dataclass
-class Peers:
+class PrefillPeers:
     """All prefill nodes that this node knows, for one thread. Times are of ``time.monotonic``."""
 
     node_id: str
@@ -165,10 +141,8 @@ class Peers:
     def __post_init__(self) -> None:
         self._peers: dict[PeerAddress, _Peer] = {}
         self._num_peers_ever = 0
-        self._threads = ThreadPoolExecutor(_MAX_LOOKUP_THREADS, thread_name_prefix="bootstrap-lookup")
-        self._confirming = ThreadPoolExecutor(_MAX_LOOKUP_THREADS, thread_name_prefix="bootstrap-confirm")
-        """For registered peers: whether a busy one is lost must not hang on how many others are gone."""
         self._wakeup = Wakeup()
+        self._discovery = Discovery(self.keys, self.allowed, self._wakeup.set)
         self.poller.register(self._wakeup)
 
     # --- what others ask --------------------------------------------------------------------------
@@ -178,13 +152,18 @@ class Peers:
         peer = self._peers.get(address)
         if peer is None:
             self._num_peers_ever += 1
-            peer = self._peers[address] = _Peer(address, f"{self.node_id}-{self._num_peers_ever}")
+            peer = self._peers[address] = _Peer(
+                address,
+                f"{self.node_id}-{self._num_peers_ever}",
+                LookUps(self._discovery, address),
+                Liveness(self.heartbeat_interval_secs, self.heartbeat_timeout_secs),
+            )
         peer.last_used_at = now
 
     def may_entrust(self, address: PeerAddress, now: float) -> bool:
         """Whether the peer is registered with and was alive just now."""
         peer = self._peers.get(address)
-        return peer is not None and peer.phase is PeerPhase.READY and not self._is_suspect(peer, now)
+        return peer is not None and peer.phase is PeerPhase.READY and not peer.liveness.is_suspect(now)
 
     def instance_id(self, address: PeerAddress) -> str:
         """Of a peer that may be entrusted with a room; so ``page_size``."""
@@ -217,8 +196,7 @@ class Peers:
         for peer in self._peers.values():
             self._disconnect(peer)
         self._peers.clear()
-        for threads in (self._threads, self._confirming):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._discovery.close()
         self._wakeup.close()
 
     # --- the loop's part --------------------------------------------------------------------------
@@ -236,7 +214,7 @@ class Peers:
     def _receive(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
         messages = peer.client.receive() if peer.client is not None else ()
         for message in messages:
-            peer.last_heard_at, peer.unanswered_since = now, _NEVER
+            peer.liveness.heard(now)
             self._handle(peer, message, now, events)
             if peer.client is None:
                 return
@@ -290,28 +268,24 @@ class Peers:
             self._register(peer, now)
 
     def _take_lookup(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
-        if peer.lookup is None or not peer.lookup.done():
+        answer = peer.lookups.take(now)
+        if answer is None or (peer.instance_id and peer.instance_id != answer.instance_id):
             return
-        lookup, peer.lookup = peer.lookup, None
-        peer.next_lookup_at = now + LOOKUP_RETRY_SECS
-        if peer.instance_id and peer.instance_id != peer.looked_up_for:
-            return
-        try:
-            info = lookup.result()
-        except BootstrapLookupError as error:
-            peer.last_error = str(error)
-            peer.denied_at = peer.lookup_began_at
-            if error.refused and peer.instance_id:
-                self._give_up(peer, f"prefill node {peer.address} is gone: {error}", events)
+        info = answer.info
+        if isinstance(info, BootstrapLookupError):
+            peer.last_error = str(info)
+            peer.liveness.denied(answer.asked_at)
+            if info.refused and peer.instance_id:
+                self._give_up(peer, f"prefill node {peer.address} is gone: {info}", events)
                 self._report_gone(peer, events)
-            elif error.rejected and peer.phase is PeerPhase.AWAY:
+            elif info.rejected and peer.phase is PeerPhase.AWAY:
                 events.append(PeerRefused(peer.address, peer.last_error))
             return
         if peer.instance_id and info.instance_id != peer.instance_id:
             self._give_up(peer, f"prefill node {peer.address} was restarted", events)
             self._report_gone(peer, events)
         elif peer.phase is PeerPhase.READY:
-            peer.confirmed_at, peer.unanswered_since = now, _NEVER
+            peer.liveness.confirmed(now)
         if peer.phase is PeerPhase.AWAY:
             self._connect(peer, info, now, events)
 
@@ -340,7 +314,7 @@ class Peers:
     def _register(self, peer: _Peer, now: float) -> None:
         peer.phase = PeerPhase.REGISTERING
         peer.register_sent_at = now
-        peer.connected_at = max(peer.connected_at, peer.last_heard_at)
+        peer.connected_at = max(peer.connected_at, peer.liveness.heard_at)
         register = Register(
             PROTOCOL_VERSION,
             peer.node_id,
@@ -354,8 +328,8 @@ class Peers:
     def _keep_up(self, peer: _Peer, now: float, is_wanted: bool, events: list[PeerEvent]) -> None:
         match peer.phase:
             case PeerPhase.AWAY:
-                if is_wanted and now >= peer.next_lookup_at:
-                    self._start_lookup(peer, now)
+                if is_wanted:
+                    peer.lookups.ask(now, peer.instance_id, is_registered=False)
             case PeerPhase.REGISTERING:
                 if now - peer.connected_at >= REGISTER_TIMEOUT_SECS:
                     error = peer.last_error or f"prefill node {peer.address} does not register this node"
@@ -368,38 +342,22 @@ class Peers:
                 assert_never(peer.phase)
         was_found = peer.client is not None or peer.instance_id != ""
         keep_secs = IDLE_CLOSE_SECS if was_found else LOOKUP_RETRY_SECS
-        if not is_wanted and now - peer.last_used_at >= keep_secs and peer.lookup is None:
+        if not is_wanted and now - peer.last_used_at >= keep_secs and not peer.lookups.is_under_way:
             if was_found:
                 log.info("closing the connection to prefill node %s: not used lately", peer.address)
             self._disconnect(peer)
             del self._peers[peer.address]
 
     def _beat(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
-        alive_at = max(peer.last_heard_at, peer.confirmed_at)
-        silence = now - alive_at
-        had_time = now - peer.unanswered_since >= self.heartbeat_timeout_secs - self.heartbeat_interval_secs
-        is_denied = peer.lookup is None and peer.denied_at > alive_at
-        if silence >= self.heartbeat_timeout_secs and had_time and is_denied:
-            self._give_up(peer, f"prefill node {peer.address} has been silent for {silence:.1f} s", events)
+        liveness = peer.liveness
+        if liveness.is_lost(now, is_being_asked=peer.lookups.is_under_way):
+            error = f"prefill node {peer.address} has been silent for {liveness.silence(now):.1f} s"
+            self._give_up(peer, error, events)
             return
-        if now - peer.heartbeat_sent_at >= self.heartbeat_interval_secs:
-            peer.heartbeat_sent_at = now
-            peer.unanswered_since = min(peer.unanswered_since, now)
-            peer.heartbeat_seq += 1
-            self.send(peer.address, Heartbeat(peer.heartbeat_seq))
-        if self._is_suspect(peer, now) and now >= peer.next_lookup_at:
-            self._start_lookup(peer, now)
-
-    def _is_suspect(self, peer: _Peer, now: float) -> bool:
-        silence = now - max(peer.last_heard_at, peer.confirmed_at)
-        return silence >= _SUSPECT_AFTER_HEARTBEATS * self.heartbeat_interval_secs
-
-    def _start_lookup(self, peer: _Peer, now: float) -> None:
-        if peer.lookup is None:
-            peer.looked_up_for, peer.lookup_began_at = peer.instance_id, now
-            threads = self._threads if peer.phase is PeerPhase.AWAY else self._confirming
-            peer.lookup = threads.submit(look_up, *peer.address, self.keys, self.allowed)
-            peer.lookup.add_done_callback(lambda _: self._wakeup.set())
+        if (seq := liveness.beat(now)) is not None:
+            self.send(peer.address, Heartbeat(seq))
+        if liveness.is_suspect(now):
+            peer.lookups.ask(now, peer.instance_id, is_registered=True)
 
     def _give_up(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:
         """Disconnect; a peer whose run was registered with is reported lost."""

@@ -24,7 +24,7 @@ from decode_node.prefill_peers import (
     PeerLost,
     PeerReady,
     PeerRefused,
-    Peers,
+    PrefillPeers,
     RoomMessage,
 )
 from decode_node.quarantine import Quarantined
@@ -67,7 +67,7 @@ class Lifecycle:
     room_timeout_secs: float
     rooms: Rooms
     hot_buffers: HotBuffers
-    peers: Peers
+    peers: PrefillPeers
     metrics: Metrics
     send: Callable[[FromEngine], None]
     contact_timeout_secs: float = CONTACT_TIMEOUT_SECS

@@ -4,28 +4,26 @@
 graph of the next larger batch size, its input tokens may still be on the device (the last step's, which
 nobody has read yet), and the host reads tokens, counters and error flags in one copy.
 
-A large hisparse batch is bound by PCIe. Its step runs as micro-batches, each in a stream of its own: while
-one copies its misses of a layer, the others compute theirs.
+A batch with many hisparse requests runs as micro-batches.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from decode_node.device_step import DeviceStep, HostStep, MicroBatchTurns
+from decode_node.device_step import DeviceStep, HostStep
 from decode_node.hot_buffers import HotBuffers
+from decode_node.micro_batches import NUM_MICRO_BATCHES, MicroBatches
 from decode_node.request import Request
 from kernels.hot_state import HotBufferError
 from kernels.kv_format import FP8_E4M3
-from kernels.miss_plan import MissPlan
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.sampling import Sampled, enqueue_sample, sample
@@ -36,12 +34,6 @@ log = logging.getLogger(__name__)
 
 FROM_DEVICE = -1
 """In place of an input token: the one that the row's last step sampled."""
-
-NUM_MICRO_BATCHES = 2
-COPY_BLOCKS = 12
-"""Multiprocessors that the copies of a micro-batch take from the computing of the others."""
-TAKEN_SMS = 16
-"""Multiprocessors that the computing does without: kernels that fill a GPU would begin twice otherwise."""
 
 
 @dataclass(frozen=True)
@@ -153,28 +145,16 @@ class GraphRunner:
         self._max_reqs = max_reqs
         device = hot_buffers.device
         self._backup_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        # Copies come first: one that waits for a multiprocessor leaves PCIe idle.
-        self._copy_stream = (
-            torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        )
         self._inputs = torch.zeros(3 * max_reqs + 1, dtype=torch.int64, device=device)
         """Tokens, lengths and rows, each [max_reqs], and the number of requests that are real."""
         self._last_tokens = torch.zeros(hot_buffers.state.num_rows + 1, dtype=torch.int64, device=device)
         """What each row sampled last; the last entry is of padding."""
-        self._turns = [_Turn.create(max_reqs, is_pinned=device.type == "cuda") for _ in range(2)]
+        self._buffers = [_StepBuffers.create(max_reqs, is_pinned=device.type == "cuda") for _ in range(2)]
         self._num_launched = 0
         self._min_split_reqs = max(min_split_reqs, NUM_MICRO_BATCHES) if min_split_reqs else max_reqs + 1
-        self._micro_batches: list[_MicroBatch] = []
+        self._micro_batches: MicroBatches | None = None
         if self._min_split_reqs <= max_reqs:
-            room = -(-max_reqs // NUM_MICRO_BATCHES)
-            self._micro_batches = [
-                _MicroBatch(
-                    own_kernels,
-                    MissPlan.create(room, model.spec.index_topk, device),
-                    torch.cuda.Stream(device) if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
-                )
-                for own_kernels in kernels.split(NUM_MICRO_BATCHES, TAKEN_SMS)
-            ]
+            self._micro_batches = MicroBatches(model, hot_buffers, kernels, max_reqs, self._backup_stream)
         self._graphs: dict[bool, dict[int, tuple[torch.cuda.CUDAGraph, _Outputs]]] = {False: {}, True: {}}
         """By whether a batch runs as micro-batches, then by its size, smallest first."""
         if graph_batches and device.type == "cuda":
@@ -183,10 +163,10 @@ class GraphRunner:
     @torch.inference_mode()  # as the capture, whose results are written to
     def launch(self, batch: Sequence[Request]) -> Launched:
         _check_slots(batch)
-        turn = self._turns[self._num_launched % 2]
+        buffers = self._buffers[self._num_launched % 2]
         self._num_launched += 1
-        turn.fill(batch, self._max_reqs)
-        self._inputs.copy_(turn.inputs, non_blocking=True)
+        buffers.fill(batch, self._max_reqs)
+        self._inputs.copy_(buffers.inputs, non_blocking=True)
         is_split = sum(request.mode is Mode.HISPARSE for request in batch) >= self._min_split_reqs
         num_reqs = len(batch)
         size = next((size for size in self._graphs[is_split] if size >= num_reqs), None)
@@ -196,9 +176,9 @@ class GraphRunner:
             graph, outputs = self._graphs[is_split][size]
             graph.replay()
         sampled = self._sample(batch, outputs)
-        turn.results[:num_reqs].copy_(outputs.results[:num_reqs], non_blocking=True)
-        turn.record()
-        return _OnDevice(batch, turn, sampled)
+        buffers.results[:num_reqs].copy_(outputs.results[:num_reqs], non_blocking=True)
+        buffers.record()
+        return _OnDevice(batch, buffers, sampled)
 
     def _sample(self, batch: Sequence[Request], outputs: _Outputs) -> Sampled | None:
         """Put what the requests ask for in the likeliest tokens' place; None when these are all they want.
@@ -226,9 +206,8 @@ class GraphRunner:
         num_real_reqs = inputs[3 * most :].to(torch.int32)
         token_ids = torch.where(given == FROM_DEVICE, self._last_tokens[req_rows], given)
         rows = torch.arange(num_reqs, device=inputs.device)
-        if is_split:
-            with matmuls_without(TAKEN_SMS):
-                logits = self._forward_split(token_ids, seq_lens, req_rows, num_real_reqs)
+        if is_split and self._micro_batches is not None:
+            logits = self._micro_batches.forward(token_ids, seq_lens, req_rows, num_real_reqs)
         else:
             step = DeviceStep(
                 self._hot_buffers, self._kernels, seq_lens, req_rows, num_real_reqs, self._backup_stream
@@ -241,43 +220,6 @@ class GraphRunner:
         row_results = self._hot_buffers.row_results(req_rows)
         return _Outputs(logits, torch.cat((sampled[:, None], row_results), dim=1))
 
-    def _forward_split(
-        self, token_ids: Tensor, seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor
-    ) -> Tensor:
-        """float32 [num_reqs, vocab_size]. Requests go to the micro-batches in turn, and so does padding."""
-        num_parts = len(self._micro_batches)
-        turns = MicroBatchTurns(token_ids.device, COPY_BLOCKS, self._copy_stream)
-        forwards = []
-        for number, part in enumerate(self._micro_batches):
-            with part.after_current_stream():
-                of_part = slice(number, None, num_parts)
-                step = DeviceStep(
-                    self._hot_buffers,
-                    part.kernels,
-                    seq_lens[of_part].contiguous(),
-                    req_rows[of_part].contiguous(),
-                    (num_real_reqs + (num_parts - 1 - number)) // num_parts,
-                    self._backup_stream,
-                    miss_plan=part.miss_plan,
-                    turns=turns,
-                )
-                rows = torch.arange(step.positions.shape[0], device=token_ids.device)
-                forwards.append(self._model.forward_by_layer(token_ids[of_part], step.positions, step, rows))
-        logits = token_ids.new_empty((len(token_ids), self._model.spec.vocab_size), dtype=torch.float32)
-        running = list(range(num_parts))
-        while running:
-            for number in list(running):
-                with torch.cuda.stream(self._micro_batches[number].stream):
-                    try:
-                        next(forwards[number])
-                    except StopIteration as end:
-                        logits[number::num_parts] = end.value
-                        running.remove(number)
-        for part in self._micro_batches:
-            part.join_current_stream()
-        step.finish()  # of any: their backups share a stream
-        return logits
-
     @torch.inference_mode()
     def _capture(self, sizes: Sequence[int]) -> None:
         """Capture a graph of each size, largest first, so that they can share their memory.
@@ -286,8 +228,8 @@ class GraphRunner:
         their first launch.
         """
         started = time.monotonic()
-        self._turns[0].fill((), self._max_reqs)
-        self._inputs.copy_(self._turns[0].inputs)
+        self._buffers[0].fill((), self._max_reqs)
+        self._inputs.copy_(self._buffers[0].inputs)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         kinds = [
@@ -316,39 +258,6 @@ class GraphRunner:
         )
 
 
-@contextmanager
-def matmuls_without(num_sms: int) -> Iterator[None]:
-    """Products of matrices that are launched meanwhile are spread over so many multiprocessors less.
-
-    torch warns in the log that this setting may go some day; without it steps are some 3% longer.
-    """
-    set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", lambda num_sms: None)
-    set_carveout(num_sms)
-    try:
-        yield
-    finally:
-        set_carveout(None)
-
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    """What the part of a batch has to itself that runs beside the others. ``stream``: None on a CPU."""
-
-    kernels: AttentionKernels
-    miss_plan: MissPlan
-    stream: torch.cuda.Stream | None
-
-    def after_current_stream(self) -> torch.cuda.StreamContext:
-        """The context in which work goes to ``stream``, behind what the current stream has."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.stream)
-
-    def join_current_stream(self) -> None:
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
-
-
 @dataclass(frozen=True)
 class _Outputs:
     logits: Tensor
@@ -358,7 +267,7 @@ class _Outputs:
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _StepBuffers:
     """The host's side of every other step: what goes to the device, and what comes back."""
 
     inputs: Tensor
@@ -368,7 +277,7 @@ class _Turn:
     done: torch.cuda.Event | None
 
     @classmethod
-    def create(cls, max_reqs: int, is_pinned: bool) -> _Turn:
+    def create(cls, max_reqs: int, is_pinned: bool) -> _StepBuffers:
         return cls(
             torch.zeros(3 * max_reqs + 1, dtype=torch.int64, pin_memory=is_pinned),
             torch.zeros((max_reqs, 5), dtype=torch.int64, pin_memory=is_pinned),
@@ -400,16 +309,16 @@ class _OnDevice:
     """A step that a GPU works on. ``sampled``: None when all tokens are just the likeliest."""
 
     batch: Sequence[Request]
-    turn: _Turn
+    buffers: _StepBuffers
     sampled: Sampled | None
     feeds_next: bool = True
 
     def wait(self) -> None:
-        self.turn.wait()
+        self.buffers.wait()
 
     def result(self) -> StepResult:
-        self.turn.wait()
-        rows: list[list[int]] = self.turn.results[: len(self.batch)].tolist()
+        self.buffers.wait()
+        rows: list[list[int]] = self.buffers.results[: len(self.batch)].tolist()
         token_ids = [row[0] for row in rows]
         logprobs: list[TokenLogprob | None] = [None] * len(rows)
         if self.sampled is not None:

@@ -6,8 +6,8 @@ the device pool's may come from what the model leaves of the GPU.
 
 from __future__ import annotations
 
+from decode_node.micro_batches import NUM_MICRO_BATCHES
 from decode_node.pools import SlotCounts, round_up
-from decode_node.runner import NUM_MICRO_BATCHES
 from decode_node.scheduler import Limits
 from kernels.device_memory import DeviceMemory, PoolDemand
 from kernels.gpu_sizes import check_swap_in_sizes

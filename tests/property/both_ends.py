@@ -156,8 +156,10 @@ class World:
         replaced: dict[str, dict[str, Any]] = {
             "decode_node.prefill_peers": {
                 "ControlClient": lambda endpoint, keys: SimClient(self.network, endpoint),
-                "ThreadPoolExecutor": lambda *_, **__: self._lookups,
                 "Wakeup": NoWakeup,
+            },
+            "decode_node.discovery": {
+                "ThreadPoolExecutor": lambda *_, **__: self._lookups,
                 "look_up": look_up,
             },
             "decode_node.engine": {

@@ -340,7 +340,7 @@ def test_a_pause_of_this_node_is_no_silence_of_its_peer(node: EngineHarness, dou
     landing = _land(node, double)
     address = PeerAddress("127.0.0.1", double.port)
     peers = node.engine.peers
-    node.turn_until(lambda: peers._peers[address].unanswered_since == float("inf"), double)
+    node.turn_until(lambda: peers._peers[address].liveness.unanswered_since == float("inf"), double)
     double.is_hung = True
     later = time.monotonic() + 3 * node.settings.heartbeat_timeout_secs
 
@@ -349,7 +349,7 @@ def test_a_pause_of_this_node_is_no_silence_of_its_peer(node: EngineHarness, dou
         return any(isinstance(event, PeerLost) and event.address == address for event in events)
 
     assert not is_lost(later)
-    lookup = peers._peers[address].lookup  # by which its front is asked
+    lookup = peers._peers[address].lookups._future  # by which its front is asked
     assert lookup is not None
     assert lookup.exception(timeout=10.0) is not None
     assert is_lost(later + 1.0)

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from decode_node import prefill_peers as peers_module
-from decode_node.prefill_peers import InstanceGone, PeerEvent, PeerLost, PeerReady, PeerRefused, Peers
+from decode_node import discovery, prefill_peers
+from decode_node.prefill_peers import InstanceGone, PeerEvent, PeerLost, PeerReady, PeerRefused, PrefillPeers
 from decode_node.request import PeerAddress
 from protocol.access import PeerList
 from protocol.bootstrap import (
@@ -106,8 +106,8 @@ def prefill(keys: ControlKeys) -> Iterator[PrefillNode]:
         yield node
 
 
-def make_peers(keys: ControlKeys | None, allowed: PeerList | None = None) -> Peers:
-    return Peers(
+def make_peers(keys: ControlKeys | None, allowed: PeerList | None = None) -> PrefillPeers:
+    return PrefillPeers(
         node_id="decode",
         session="127.0.0.1:1",
         transfer_protocol="tcp",
@@ -122,7 +122,10 @@ def make_peers(keys: ControlKeys | None, allowed: PeerList | None = None) -> Pee
 
 
 def poll_until(
-    peers: Peers, address: PeerAddress, until: Callable[[list[PeerEvent]], Any], turn: Callable[[], None]
+    peers: PrefillPeers,
+    address: PeerAddress,
+    until: Callable[[list[PeerEvent]], Any],
+    turn: Callable[[], None],
 ) -> list[PeerEvent]:
     """All events until the condition holds of them."""
     events: list[PeerEvent] = []
@@ -196,7 +199,7 @@ def test_a_control_address_that_zmq_refuses_ends_no_loop(
 
     with closing(make_peers(keys)) as peers:
         with monkeypatch.context() as patch:
-            patch.setattr(peers_module, "ControlClient", refuses)
+            patch.setattr(prefill_peers, "ControlClient", refuses)
             (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
             assert isinstance(event, PeerRefused)
             assert "cannot connect" in event.error
@@ -225,7 +228,7 @@ def test_a_busy_peer_is_confirmed_however_many_others_are_gone(
 
     with closing(make_peers(keys)) as peers:
         poll_until(peers, prefill.address, bool, prefill.answer)
-        monkeypatch.setattr(peers_module, "look_up", black_hole)
+        monkeypatch.setattr(discovery, "look_up", black_hole)
         gone = {PeerAddress(f"gone-{number}", 1) for number in range(64)}
         try:
             for address in gone:
@@ -255,10 +258,10 @@ def test_silence_counts_once_the_front_has_had_its_time_to_vouch(
 
     with closing(make_peers(keys)) as peers:
         poll_until(peers, prefill.address, bool, prefill.answer)
-        peers.heartbeat_interval_secs, peers.heartbeat_timeout_secs = 5.0, 10.0
         peer = peers._peers[prefill.address]
-        _until(lambda: not peers.poll(time.monotonic(), ()) and peer.lookup is None)
-        monkeypatch.setattr(peers_module, "look_up", slow)
+        peer.liveness.heartbeat_interval_secs, peer.liveness.heartbeat_timeout_secs = 5.0, 10.0
+        _until(lambda: not peers.poll(time.monotonic(), ()) and not peer.lookups.is_under_way)
+        monkeypatch.setattr(discovery, "look_up", slow)
         start = time.monotonic()
         try:
             for secs in (5.5, 6.5, 10.5, 12.2, 14.0):
@@ -266,7 +269,8 @@ def test_silence_counts_once_the_front_has_had_its_time_to_vouch(
             assert is_asked.wait(WAIT_SECS)
         finally:
             may_answer.set()
-        _until(lambda: peer.lookup is not None and peer.lookup.done())
+        lookup = peer.lookups._future
+        _until(lambda: lookup is not None and lookup.done())
         events = peers.poll(start + 14.5, ())
         assert [type(event) for event in events] == ([] if vouches else [PeerLost])
 
@@ -277,7 +281,7 @@ def test_an_address_at_which_nobody_was_found_is_forgotten_with_its_last_request
     def nobody(*_: object) -> BootstrapInfo:
         raise BootstrapLookupError("no route")
 
-    monkeypatch.setattr(peers_module, "look_up", nobody)
+    monkeypatch.setattr(discovery, "look_up", nobody)
     address = PeerAddress("nowhere", 1)
     with closing(make_peers(None)) as peers:
         now = time.monotonic()

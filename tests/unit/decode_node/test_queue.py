@@ -11,7 +11,7 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import Landing, Rooms
 from decode_node.metrics import Metrics
 from decode_node.pools import Pools, SlotCounts
-from decode_node.prefill_peers import Peers
+from decode_node.prefill_peers import PrefillPeers
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.request_life import Lifecycle
 from decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits, plan_step
@@ -71,7 +71,7 @@ class Node:
             room_timeout_secs=300.0,
             rooms=self.rooms,
             hot_buffers=cast(HotBuffers, None),
-            peers=cast(Peers, self.peers),
+            peers=cast(PrefillPeers, self.peers),
             metrics=Metrics(),
             send=self.sent.append,
         )

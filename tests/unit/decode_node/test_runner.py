@@ -17,8 +17,9 @@ import torch
 import decode_node.engine
 from checkpoints.oracle import greedy_tokens
 from decode_node.hot_buffers import HotBuffers
+from decode_node.micro_batches import matmuls_without
 from decode_node.request import Request, RequestState
-from decode_node.runner import GraphRunner, Launched, Runner, StepResult, matmuls_without
+from decode_node.runner import GraphRunner, Launched, Runner, StepResult
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from service.engine_messages import Abort

@@ -222,7 +222,11 @@ def check_logits(batch: Batch, token: int, logits: Tensor, max_len: int = 384) -
 
 @needs_triton
 def test_interpreted_logits() -> None:
-    command = [sys.executable, "-c", "from tests.unit.kernels import test_paged_indexer as t; t.interpret_cases()"]
+    command = [
+        sys.executable,
+        "-c",
+        "from tests.unit.kernels import test_paged_indexer as t; t.interpret_cases()",
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,133 @@
+"""One step in micro-batches, each in a stream of its own: while one copies its misses of a layer, the others
+compute theirs.
+
+A large hisparse batch is bound by PCIe; this hides much of it behind the computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode_node.device_step import DeviceStep, MicroBatchOrder
+from decode_node.hot_buffers import HotBuffers
+from kernels.miss_plan import MissPlan
+from model.attention_kernels import AttentionKernels
+from model.dsa import DsaModel
+
+NUM_MICRO_BATCHES = 2
+COPY_BLOCKS = 12
+"""Multiprocessors that the copies of a micro-batch take from the computing of the others."""
+TAKEN_SMS = 16
+"""Multiprocessors that the computing does without: kernels that fill a GPU would begin twice otherwise."""
+
+
+class MicroBatches:
+    """The forward of a batch in ``NUM_MICRO_BATCHES`` parts. ``backup_stream``: as of ``DeviceStep``."""
+
+    def __init__(
+        self,
+        model: DsaModel,
+        hot_buffers: HotBuffers,
+        kernels: AttentionKernels,
+        max_reqs: int,
+        backup_stream: torch.cuda.Stream | None,
+    ) -> None:
+        self._model = model
+        self._hot_buffers = hot_buffers
+        self._backup_stream = backup_stream
+        device = hot_buffers.device
+        # Copies come first: one that waits for a multiprocessor leaves PCIe idle.
+        self._copy_stream = (
+            torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        )
+        most_reqs = -(-max_reqs // NUM_MICRO_BATCHES)
+        self._parts = [
+            _MicroBatch(
+                own_kernels,
+                MissPlan.create(most_reqs, model.spec.index_topk, device),
+                torch.cuda.Stream(device) if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
+            )
+            for own_kernels in kernels.split(NUM_MICRO_BATCHES, TAKEN_SMS)
+        ]
+
+    def forward(self, token_ids: Tensor, seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor) -> Tensor:
+        """float32 [num_reqs, vocab_size]. Every second request goes to the second part, and so does padding.
+
+        Arguments as of ``DeviceStep``.
+        """
+        with matmuls_without(TAKEN_SMS):
+            return self._forward(token_ids, seq_lens, req_rows, num_real_reqs)
+
+    def _forward(
+        self, token_ids: Tensor, seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor
+    ) -> Tensor:
+        num_parts = len(self._parts)
+        order = MicroBatchOrder(token_ids.device, COPY_BLOCKS, self._copy_stream)
+        forwards = []
+        for number, part in enumerate(self._parts):
+            with part.after_current_stream():
+                of_part = slice(number, None, num_parts)
+                step = DeviceStep(
+                    self._hot_buffers,
+                    part.kernels,
+                    seq_lens[of_part].contiguous(),
+                    req_rows[of_part].contiguous(),
+                    (num_real_reqs + (num_parts - 1 - number)) // num_parts,
+                    self._backup_stream,
+                    miss_plan=part.miss_plan,
+                    order=order,
+                )
+                rows = torch.arange(step.positions.shape[0], device=token_ids.device)
+                forwards.append(self._model.forward_by_layer(token_ids[of_part], step.positions, step, rows))
+        logits = token_ids.new_empty((len(token_ids), self._model.spec.vocab_size), dtype=torch.float32)
+        running = list(range(num_parts))
+        while running:
+            for number in list(running):
+                with torch.cuda.stream(self._parts[number].stream):
+                    try:
+                        next(forwards[number])
+                    except StopIteration as end:
+                        logits[number::num_parts] = end.value
+                        running.remove(number)
+        for part in self._parts:
+            part.join_current_stream()
+        step.finish()  # of any: their backups share a stream
+        return logits
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What the part of a batch has to itself that runs beside the others. ``stream``: None on a CPU."""
+
+    kernels: AttentionKernels
+    miss_plan: MissPlan
+    stream: torch.cuda.Stream | None
+
+    def after_current_stream(self) -> torch.cuda.StreamContext:
+        """The context in which work goes to ``stream``, behind what the current stream has."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.stream)
+
+    def join_current_stream(self) -> None:
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+
+@contextmanager
+def matmuls_without(num_sms: int) -> Iterator[None]:
+    """Products of matrices that are launched meanwhile are spread over so many multiprocessors less.
+
+    torch warns in the log that this setting may go some day; without it steps are some 3% longer.
+    """
+    set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", lambda num_sms: None)
+    set_carveout(num_sms)
+    try:
+        yield
+    finally:
+        set_carveout(None)
