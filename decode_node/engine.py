@@ -17,13 +17,13 @@ import torch
 
 from api.sampling_defaults import SamplingDefaults
 from decode_node.hot_buffers import HotBuffers
-from decode_node.live_requests import Landing, Rooms
+from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
 from decode_node.metrics import Metrics
 from decode_node.pools import Pools, SlotCounts
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.request_life import Lifecycle
+from decode_node.request_life import RequestLife
 from decode_node.runner import Launched, make_runner
 from decode_node.scheduler import StepPlan, plan_step
 from decode_node.sizing import DecodeSettingsError, check_swap_in, make_limits, size_device_pool
@@ -138,9 +138,9 @@ class DecodeEngine:
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         self.limits = make_limits(settings, spec, size_device_pool(settings, spec, gpu_memory))
-        self.rooms = Rooms(Pools(self.limits.totals, settings.page_size), settings.quarantine_secs)
+        self.requests = LiveRequests(Pools(self.limits.totals, settings.page_size), settings.quarantine_secs)
         front.send(EngineLoading("pools"))
-        self._memory = DecodeMemory(spec, self.rooms.pools.totals, settings.page_size, device)
+        self._memory = DecodeMemory(spec, self.requests.pools.totals, settings.page_size, device)
         self.hot_buffers = HotBuffers(
             spec,
             self._memory,
@@ -163,11 +163,11 @@ class DecodeEngine:
             keys=load_control_keys(settings.control_key_file),
             allowed=allowed,
         )
-        self.lifecycle = Lifecycle(
+        self.lifecycle = RequestLife(
             limits=self.limits,
             policy=settings.hisparse,
             room_timeout_secs=settings.room_timeout_secs,
-            rooms=self.rooms,
+            requests=self.requests,
             hot_buffers=self.hot_buffers,
             peers=self.peers,
             metrics=self._metrics,
@@ -205,12 +205,12 @@ class DecodeEngine:
         """One turn of the loop. Without work it waits for messages, ``max_wait_secs`` at most."""
         # After a step there are tokens to follow, or slots for those who sat it out.
         has_work = self._has_launched or any(
-            request.has_slots_for_next for request in self.rooms.select(RequestState.RUNNING)
+            request.has_slots_for_next for request in self.requests.select(RequestState.RUNNING)
         )
         self._poller.wait(0.0 if has_work else max_wait_secs)
         now = time.monotonic()
         if (pause_secs := now - self._last_turn_at - MAX_TURN_SECS) > 0:
-            self.rooms.postpone(pause_secs)
+            self.requests.postpone(pause_secs)
         self._last_turn_at = now
         self._receive(now)
         self._plan(now)
@@ -221,14 +221,14 @@ class DecodeEngine:
             self._commit(previous)
         if self._in_flight is not None and not self._in_flight.feeds_next:
             self._settle()
-        self._check(is_idle=not self.rooms)
+        self._check(is_idle=not self.requests)
         self._report(time.monotonic())
 
     def close(self) -> None:
         """End what is still live, say so, and leave."""
         self._settle()
         now = time.monotonic()
-        for request in self.rooms.all():
+        for request in self.requests.all():
             self.lifecycle.fail(request, 503, "the decode node is shutting down", Landing.IN_FLIGHT, now)
         self.peers.close()
         self._transfer.close()
@@ -266,14 +266,14 @@ class DecodeEngine:
         self.lifecycle.carry_out(plan, now)
 
     def _next_plan(self, now: float) -> StepPlan:
-        stuck = self.rooms.stuck(now)
-        situation = self.rooms.pools.num_changes, next(self.rooms.waiting(), None), stuck
+        stuck = self.requests.stuck(now)
+        situation = self.requests.pools.num_changes, next(self.requests.waiting(), None), stuck
         plan = plan_step(
             self.limits,
-            self.rooms.pools.free,
-            self.rooms.select(RequestState.RUNNING),
-            self.rooms.select(RequestState.LANDING),
-            self.rooms.waiting() if situation != self._nothing_to_do_in else None,
+            self.requests.pools.free,
+            self.requests.select(RequestState.RUNNING),
+            self.requests.select(RequestState.LANDING),
+            self.requests.waiting() if situation != self._nothing_to_do_in else None,
             stuck,
         )
         # Those that run may need slots in any step; for who waits to be admitted something has to change.
@@ -286,7 +286,7 @@ class DecodeEngine:
         return sorted(
             (
                 request
-                for request in self.rooms.select(RequestState.RUNNING)
+                for request in self.requests.select(RequestState.RUNNING)
                 if request.has_next_step and request.has_slots_for_next and self.hot_buffers.is_ready(request)
             ),
             key=lambda request: request.admitted_seq,
@@ -363,16 +363,16 @@ class DecodeEngine:
 
     def _wanted_peers(self) -> set[PeerAddress]:
         """Peers that somebody waits for: requests on their way, and slots that wait for quiet rooms."""
-        wanted = {request.peer for request in self.rooms.select(RequestState.LANDING)}
+        wanted = {request.peer for request in self.requests.select(RequestState.LANDING)}
         for state in (RequestState.CONNECTING, RequestState.WAITING):
-            wanted.update(self.rooms.queued_at(state))
-        return wanted | {entry.peer for entry in self.rooms.quarantine if entry.is_unresolved}
+            wanted.update(self.requests.queued_at(state))
+        return wanted | {entry.peer for entry in self.requests.quarantine if entry.is_unresolved}
 
     def _check(self, is_idle: bool) -> None:
         now = time.monotonic()
         if self._settings.debug_checks or (is_idle and now >= self._next_check_at):
             self._next_check_at = now + IDLE_CHECK_INTERVAL_SECS
-            self.rooms.check_integrity()
+            self.requests.check_integrity()
 
     def _report(self, now: float) -> None:
         if now < self._next_stats_at:
@@ -380,8 +380,8 @@ class DecodeEngine:
         self._next_stats_at = now + STATS_INTERVAL_SECS
         self._front.send(
             self._metrics.stats(
-                self.rooms,
-                swap_ins=self.hot_buffers.totals(self.rooms.select(RequestState.RUNNING)),
+                self.requests,
+                swap_ins=self.hot_buffers.totals(self.requests.select(RequestState.RUNNING)),
                 bytes_per_miss=self.hot_buffers.bytes_per_miss,
                 num_dropped=self.peers.num_dropped,
                 num_peers=self.peers.num_registered,

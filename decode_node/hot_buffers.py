@@ -1,7 +1,7 @@
 """Owns the per-request tables, and does to memory what a request's moves between states need.
 
-``rooms.py`` decides who owns which slots; this module fills the tables that the kernels read, warms hot
-buffers up, and spills dense requests. ``device_step.py`` is the model's view of the pools in one forward.
+``live_requests.py`` decides who owns which slots; this module fills the tables that the kernels read, warms
+hot buffers up, and spills dense requests. ``device_step.py`` is the model's view of the pools in one forward.
 """
 
 from __future__ import annotations

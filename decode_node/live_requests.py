@@ -46,7 +46,7 @@ class DuplicateRoom(Exception):
     """The room, or the request id, belongs to a live request, or to a quarantined one."""
 
 
-class Rooms:
+class LiveRequests:
     """All requests between their arrival and their end. Times are of ``time.monotonic``."""
 
     def __init__(self, pools: Pools, quarantine_secs: float) -> None:

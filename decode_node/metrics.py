@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from decode_node.live_requests import Rooms
+from decode_node.live_requests import LiveRequests
 from decode_node.pools import PoolKind, Pools, Stage
 from decode_node.request import RequestState
 from protocol.messages import DROP_REASONS
@@ -46,7 +46,7 @@ class Metrics:
 
     def stats(
         self,
-        rooms: Rooms,
+        requests: LiveRequests,
         *,
         swap_ins: tuple[int, int, int],
         bytes_per_miss: float,
@@ -61,15 +61,15 @@ class Metrics:
         ``bytes_per_miss``: what one miss brings from the host, in all layers that it is for;
         ``transfer_info``: name and labels of the gauge that tells of the KV transport.
         """
-        pools = rooms.pools
+        pools = requests.pools
         used = pools.totals - pools.free
         quarantined = pools.used(Stage.QUARANTINED)
-        all_running = rooms.select(RequestState.RUNNING)
+        all_running = requests.select(RequestState.RUNNING)
         running = Counter(request.mode for request in all_running)
         num_paused = sum(r.has_next_step and not r.has_slots_for_next for r in all_running)
-        queued = rooms.num_queued
+        queued = requests.num_queued
         num_running, num_queued = running.total(), queued.total()
-        num_landing = len(rooms.select(RequestState.LANDING))
+        num_landing = len(requests.select(RequestState.LANDING))
         gauges = {
             "num_running_reqs": num_running,
             "num_paused_reqs": num_paused,
@@ -77,7 +77,7 @@ class Metrics:
             "num_transfer_queue_reqs": num_landing,
             "token_usage": max(used[kind] / pools.totals[kind] for kind in _TOKEN_POOLS),
             "quarantined_tokens": quarantined.host + quarantined.device,
-            "stuck_rooms": len(rooms.quarantine.stuck(now)),
+            "stuck_rooms": len(requests.quarantine.stuck(now)),
             "aux_slots_used": used.aux,
             "aux_slots_total": pools.totals.aux,
             "num_registered_peers": num_peers,
@@ -102,8 +102,8 @@ class Metrics:
             num_waiting=num_queued + num_landing,
             num_used_tokens=used.host + used.device,
             step=step,
-            trouble=rooms.trouble(now),
-            quarantine=rooms.quarantined_runs(now),
+            trouble=requests.trouble(now),
+            quarantine=requests.quarantined_runs(now),
         )
 
     def _throughput(self, now: float) -> float:

@@ -1,6 +1,6 @@
 """The record of one request on the decode node, and the states it may go through.
 
-A record holds no tensors and knows no pool; ``rooms.py`` is the only module that moves it between states.
+A record holds no tensors and knows no pool; only ``live_requests.py`` moves it between states.
 """
 
 from __future__ import annotations

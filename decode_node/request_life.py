@@ -1,6 +1,6 @@
 """Moves requests through their states as things happen: front messages, peer events, deadlines, plans.
 
-Each handler does the three parts of a move together: the books (``rooms``), the memory and tables
+Each handler does the three parts of a move together: the books (``LiveRequests``), the memory and tables
 (``hot_buffers``), and the word to whoever has to know (front, prefill node). Nothing here waits.
 """
 
@@ -15,7 +15,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from decode_node.hot_buffers import HotBuffers
-from decode_node.live_requests import DuplicateRoom, Landing, Rooms
+from decode_node.live_requests import DuplicateRoom, Landing, LiveRequests
 from decode_node.metrics import Metrics
 from decode_node.pools import PoolKind
 from decode_node.prefill_peers import (
@@ -59,13 +59,13 @@ _DEFAULT_FLAG = {
 
 
 @dataclass
-class Lifecycle:
+class RequestLife:
     """``send`` takes messages to the front. Times are of ``time.monotonic``."""
 
     limits: Limits
     policy: HisparsePolicy
     room_timeout_secs: float
-    rooms: Rooms
+    requests: LiveRequests
     hot_buffers: HotBuffers
     peers: PrefillPeers
     metrics: Metrics
@@ -99,7 +99,7 @@ class Lifecycle:
         error = error or refusal(self.limits, request)
         try:
             if not error:
-                self.rooms.open(request)
+                self.requests.open(request)
         except DuplicateRoom as duplicate:
             error = str(duplicate)
         if error:
@@ -110,7 +110,7 @@ class Lifecycle:
 
     def abort(self, request_id: str, now: float, *, has_finished: bool = False) -> None:
         """The client is gone, or has all it asked for: no answer. Unknown ids are of requests that ended."""
-        request = self.rooms.get_by_id(request_id)
+        request = self.requests.get_by_id(request_id)
         if request is not None:
             if not has_finished:
                 self.metrics.add("aborted_requests_total")
@@ -119,13 +119,13 @@ class Lifecycle:
 
     def release_quarantine(self, instance_id: str, now: float) -> None:
         """The operator says that this run of a prefill node is over. One that answers is not."""
-        peers = {entry.peer for entry in self.rooms.quarantine if entry.instance_id == instance_id}
+        peers = {entry.peer for entry in self.requests.quarantine if entry.instance_id == instance_id}
         for peer in peers:
             if self.peers.may_entrust(peer, now) and self.peers.instance_id(peer) == instance_id:
                 log.error("run %s of prefill node %s answers: nothing is released", instance_id, peer)
                 return
         log.warning("run %s of %s is over, says an operator", instance_id, ", ".join(map(str, peers)) or "-")
-        self.rooms.quarantine.instance_gone(instance_id, now)
+        self.requests.quarantine.instance_gone(instance_id, now)
 
     # --- from the prefill nodes -------------------------------------------------------------------
 
@@ -134,13 +134,13 @@ class Lifecycle:
             case PeerReady():
                 self._repeat_messages(event)
             case PeerRefused():
-                for request in self.rooms.of_peer(event.address):
+                for request in self.requests.of_peer(event.address):
                     if request.state in (RequestState.CONNECTING, RequestState.WAITING):
                         self.fail(request, 502, event.error, Landing.QUIET, now, PREFILL_NODE_FAILED)
             case PeerLost():
                 self._peer_lost(event, now)
             case InstanceGone():
-                self.rooms.quarantine.instance_gone(event.instance_id, now)
+                self.requests.quarantine.instance_gone(event.instance_id, now)
             case RoomMessage():
                 self._room_message(event, now)
             case _:
@@ -148,16 +148,16 @@ class Lifecycle:
 
     def _repeat_messages(self, event: PeerReady) -> None:
         """The same run may have missed what was said before it registered us; repetition is harmless."""
-        for request in self.rooms.of_peer(event.address):
+        for request in self.requests.of_peer(event.address):
             if request.state is RequestState.LANDING and request.instance_id == event.instance_id:
                 self.peers.send(event.address, _bootstrap(request))
-        for entry in self.rooms.quarantine:
+        for entry in self.requests.quarantine:
             if entry.peer == event.address and entry.instance_id == event.instance_id and entry.is_unresolved:
                 self.peers.send(event.address, AbortRoom(entry.room, "the request has ended"))
 
     def _peer_lost(self, event: PeerLost, now: float) -> None:
         """Running requests need the peer no more, and what came after its last word was not its to lose."""
-        for request in self.rooms.of_peer(event.address):
+        for request in self.requests.of_peer(event.address):
             match request.state:
                 case RequestState.LANDING:
                     if request.instance_id == event.instance_id:
@@ -175,8 +175,8 @@ class Lifecycle:
         """Only the run that was given the room knows what is in flight; its successor never heard of it."""
         message = event.message
         room = Room(message.room)
-        request = self.rooms.get(room)
-        entry = self.rooms.quarantine.get(room)
+        request = self.requests.get(room)
+        entry = self.requests.quarantine.get(room)
         sender = (event.address, event.instance_id)
         if (
             request is not None
@@ -204,14 +204,14 @@ class Lifecycle:
     ) -> None:
         match message:
             case RoomDone():
-                self.rooms.quarantine.quiet(entry.room, message.batch_failed, now)
+                self.requests.quarantine.quiet(entry.room, message.batch_failed, now)
             case RoomQuiet():
-                self.rooms.quarantine.quiet(entry.room, message.batch_failed, now)
+                self.requests.quarantine.quiet(entry.room, message.batch_failed, now)
             case RoomFailed():
                 if message.batch_failed:
-                    self.rooms.quarantine.failed(entry.room)
+                    self.requests.quarantine.failed(entry.room)
                 if message.quiet:
-                    self.rooms.quarantine.quiet(entry.room, message.batch_failed, now)
+                    self.requests.quarantine.quiet(entry.room, message.batch_failed, now)
             case _:
                 assert_never(message)
 
@@ -234,7 +234,7 @@ class Lifecycle:
         request.transfer_bytes = message.num_bytes
         request.transfer_secs = message.transfer_secs
         request.hot_positions = None if record.hint is None else list(record.hint)
-        self.rooms.start(request, self.rooms.quarantine.free_at(now) if message.batch_failed else 0.0)
+        self.requests.start(request, self.requests.quarantine.free_at(now) if message.batch_failed else 0.0)
         self.emit(request, record.first_token, record.logprob, now)
         if request.state is RequestState.RUNNING:
             self._fill_row(request, now)
@@ -243,12 +243,12 @@ class Lifecycle:
 
     def refresh_queue(self, now: float) -> None:
         """Queue the requests whose prefill node may be entrusted with a room, and only those."""
-        for peer in self.rooms.queued_at(RequestState.WAITING):
+        for peer in self.requests.queued_at(RequestState.WAITING):
             if not self.peers.may_entrust(peer, now):
-                self.rooms.unqueue(peer, now + self.contact_timeout_secs, self.room_timeout_secs)
-        for peer in self.rooms.queued_at(RequestState.CONNECTING):
+                self.requests.unqueue(peer, now + self.contact_timeout_secs, self.room_timeout_secs)
+        for peer in self.requests.queued_at(RequestState.CONNECTING):
             if self.peers.may_entrust(peer, now):
-                for request in self.rooms.queued(RequestState.CONNECTING, peer):
+                for request in self.requests.queued(RequestState.CONNECTING, peer):
                     self._queue(request, now)
 
     def _queue(self, request: Request, now: float) -> None:
@@ -258,16 +258,16 @@ class Lifecycle:
                 f"dense needs equal pages: page_size is {page_size} on prefill node {request.peer}, "
                 f"{self.limits.page_size} here; use hisparse or equal page sizes"
             )
-        self.rooms.queue(request, request.arrived_at + self.room_timeout_secs)
+        self.requests.queue(request, request.arrived_at + self.room_timeout_secs)
         if error := refusal(self.limits, request):
             self._tell_peer(request, error)
             self.fail(request, 400, error, Landing.QUIET, now)
 
     def expire(self, now: float) -> None:
         """End what has taken too long, and free what has been quarantined for long enough."""
-        self.rooms.expire(now)
+        self.requests.expire(now)
         self._report_stuck(now)
-        for request in self.rooms.expired(now):
+        for request in self.requests.expired(now):
             secs, code = self.room_timeout_secs, ""
             match request.state:
                 case RequestState.CONNECTING:
@@ -287,7 +287,7 @@ class Lifecycle:
             self.fail(request, status, error, Landing.IN_FLIGHT, now, code)
 
     def _report_stuck(self, now: float) -> None:
-        stuck = self.rooms.quarantine.newly_stuck(now)
+        stuck = self.requests.quarantine.newly_stuck(now)
         for (peer, instance_id), num_rooms in Counter((e.peer, e.instance_id) for e in stuck).items():
             log.warning(
                 "prefill node %s (run %s) has not said of %d rooms that nothing lands there any more; their "
@@ -305,7 +305,7 @@ class Lifecycle:
         for exchange in plan.exchanges:
             self._exchange(exchange, now)
         for growth in plan.growths:
-            self.rooms.grow(growth.request, growth.need)
+            self.requests.grow(growth.request, growth.need)
             self.hot_buffers.grow(growth.request)
         for admission in plan.admissions:
             self._admit(admission, now)
@@ -313,7 +313,7 @@ class Lifecycle:
     def _admit(self, admission: Admission, now: float) -> None:
         request = admission.request
         instance_id = self.peers.instance_id(request.peer)
-        self.rooms.admit(admission, instance_id, now + self.room_timeout_secs)
+        self.requests.admit(admission, instance_id, now + self.room_timeout_secs)
         self.metrics.add("requests_total", mode=admission.mode)
         if not self.peers.send(request.peer, _bootstrap(request)):
             error = f"prefill node {request.peer} takes no messages; try again"
@@ -322,9 +322,9 @@ class Lifecycle:
     def _exchange(self, exchange: Exchange, now: float) -> None:
         request = exchange.request
         num_before = request.num_retractions
-        self.rooms.grow(request, exchange.need)
+        self.requests.grow(request, exchange.need)
         if self._on_device(self.hot_buffers.retract, request, "retracted", now):
-            self.rooms.exchange(exchange)
+            self.requests.exchange(exchange)
             self.metrics.add("retractions_total", request.num_retractions - num_before)
             self._fill_row(request, now)
 
@@ -402,7 +402,7 @@ class Lifecycle:
     def _end(self, request: Request, landing: Landing, now: float) -> None:
         if request.state is RequestState.RUNNING:
             self.hot_buffers.release(request)
-        self.rooms.end(request, landing, now)
+        self.requests.end(request, landing, now)
 
     def _tell_peer(self, request: Request, reason: str) -> None:
         """Spare the prefill node the work, and its wait for a Bootstrap, of a room that ends here."""

@@ -41,8 +41,8 @@ from prefill_node.memory import PrefillMemory, num_host_bytes
 from prefill_node.prefix_cache import PrefixCache
 from prefill_node.probes import Probes
 from prefill_node.push import Pusher
-from prefill_node.registrations import Peer, PeerTable
-from prefill_node.room_life import MAX_ERROR_CHARS, Lifecycle, RequestLimits
+from prefill_node.registrations import Peer, Registrations
+from prefill_node.room_life import MAX_ERROR_CHARS, RequestLimits, RoomLife
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk, StepLimits, plan_step
 from prefill_node.sizing import PrefillSettingsError, size_kv_pool
@@ -144,7 +144,7 @@ def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
 
 
 class PrefillEngine:
-    """Wires the parts together and turns the loop; what happens to a room is ``Lifecycle``'s.
+    """Wires the parts together and turns the loop; what happens to a room is ``RoomLife``'s.
 
     Raises PrefillSettingsError, TransferError, and DeviceMemoryError when the pools do not fit.
     """
@@ -201,11 +201,11 @@ class PrefillEngine:
             self._poller.register(channel)
 
         pool = PagePool(num_pages, settings.page_size)
-        self._peers = PeerTable(
+        self._peers = Registrations(
             self._geometry, self._memory.aux_layout.slot_bytes, self._transfer.transport.protocol, allowed
         )
         self._probes = Probes(self._transfer.is_reachable)
-        self._life = Lifecycle(
+        self._life = RoomLife(
             pool=pool,
             cache=PrefixCache(pool),
             pusher=Pusher(

@@ -28,7 +28,7 @@ class Source:
     free_at_secs: float
 
 
-class SourceQuarantine:
+class KeptSources:
     """Times are on ``time.monotonic()``'s clock, in seconds."""
 
     def __init__(self, quarantine_secs: float) -> None:

@@ -35,7 +35,7 @@ class Peer:
         return (self.session, self.page_size, self.regions) == (session, page_size, regions)
 
 
-class PeerTable:
+class Registrations:
     """Registered decode nodes by node id and by connection."""
 
     def __init__(

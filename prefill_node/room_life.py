@@ -17,7 +17,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from prefill_node.kept_sources import SourceQuarantine
+from prefill_node.kept_sources import KeptSources
 from prefill_node.kv_pool import IntegrityError, PagePool
 from prefill_node.prefix_cache import PageKey, PrefixCache, page_keys
 from prefill_node.push import ChunkPush, Pusher, landing_of
@@ -66,7 +66,7 @@ class RequestLimits:
     max_logprobs: int
 
 
-class Lifecycle:
+class RoomLife:
     """Rooms and what they hold. ``tell_front`` and ``tell_peer`` send a message and never wait."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Lifecycle:
         """``room_timeout_secs``: how long a decode node waits for anything about a room; this node waits for
         ``grace_secs`` more, so that the decode node's error is what clients get."""
         self.rooms = RoomTable()
-        self.quarantine = SourceQuarantine(quarantine_secs)
+        self.quarantine = KeptSources(quarantine_secs)
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
         """Monotone totals, by metric name."""
         self.dropped: Counter[str] = Counter()

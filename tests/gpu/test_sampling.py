@@ -10,6 +10,7 @@ from tests.gpu.support import no_waiting
 from vocabulary import SamplingParams
 
 pytestmark = [
+    pytest.mark.I5,
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: this samples on one"),
 ]

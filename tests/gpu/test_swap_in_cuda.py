@@ -17,7 +17,7 @@ from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.pools import PLAIN, Layout, registered
 from tests.gpu.support import DEVICE, needs_gpu
 
-pytestmark = needs_gpu
+pytestmark = [needs_gpu, pytest.mark.I3]
 
 
 @pytest.mark.parametrize("item_bytes", [1, 7, 8, 15, 24, 576, 640, 656, 1152, 1153, 4608])
@@ -113,6 +113,7 @@ def test_history_of_each_batch_size(num_rows: int, top_k: int, num_steps: int) -
     ).run(num_steps, num_started=num_rows)  # fmt: skip
 
 
+@pytest.mark.I5
 @pytest.mark.parametrize(
     ("copy_blocks", "num_rows", "item_bytes", "top_k", "num_steps"),
     [

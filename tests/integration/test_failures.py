@@ -151,6 +151,7 @@ def test_two_by_two_under_load_while_nodes_stop_and_start(nodes: Deployment) -> 
         wait_until(lambda node=node: is_idle(node), 30, f"{node.name} idle")  # type: ignore[misc]
 
 
+@pytest.mark.I7
 def test_requests_of_a_stopped_prefill_node_go_on_with_another(nodes: Deployment, tmp_path: Path) -> None:
     """SIGSTOP: the node accepts connections and never answers. Everybody is served, within the timeouts."""
     stopped, other = nodes.prefill

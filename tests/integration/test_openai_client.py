@@ -220,6 +220,7 @@ def test_generate_speaks_sglangs_native_api(pair: Deployment) -> None:
     assert json.loads(events[-2])["text"] == whole["text"]
 
 
+@pytest.mark.I6
 @pytest.mark.parametrize("hisparse", [True, False])
 def test_a_prompt_may_fill_the_context(pair: Deployment, hisparse: bool) -> None:
     """The one token after it takes no place; a second one, or a longer prompt, is refused."""

@@ -203,6 +203,8 @@ def test_alone(subject: Subject) -> None:
     check_pass(subject, in_turn(0), num_concurrent=1, warm=False)
 
 
+@pytest.mark.I3
+@pytest.mark.I5
 @pytest.mark.parametrize("subject", SAMPLE, indirect=True)
 def test_mixed_batches_of_16_in_every_mode(subject: Subject) -> None:
     for shift in range(len(FLAGS)):

@@ -12,6 +12,8 @@ import pytest
 from protocol.access import parse_address
 from tests.integration.harness import Deployment, Service
 
+pytestmark = [pytest.mark.I1, pytest.mark.I7]
+
 _LISTENING = "0A"
 
 

@@ -19,6 +19,7 @@ NUM_CONCURRENT = 12
 LENGTHS = (1, 36, 37, 38, 64, 127, 129, 150, 200, 257, 300, 380, 450, 512)
 
 
+@pytest.mark.I5
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("variant", ["v32", "glm"])

@@ -91,6 +91,7 @@ def test_right_tokens_or_a_clear_error(
     assert canaries["bytes_checked"] > 0
 
 
+@pytest.mark.I7
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_prefill_node_that_is_killed_in_mid_transfer_fails_its_request_and_serves_again(

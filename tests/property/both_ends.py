@@ -97,7 +97,7 @@ class DecodeNode:
     def owners(self, kind: PoolKind) -> dict[int, tuple[Room, Stage]]:
         return {
             slot: (holding.room, holding.stage)
-            for holding in self.engine.rooms.pools._holdings
+            for holding in self.engine.requests.pools._holdings
             for slot in extents_to_slots(holding[kind]).tolist()
         }
 
@@ -254,7 +254,7 @@ class World:
         if answers_lookups:
             self.decode.lookups.answer()
         self.decode.engine.turn()
-        self.decode.engine.rooms.check_integrity()
+        self.decode.engine.requests.check_integrity()
 
     def work(self, fates: Iterator[WriteFate], *, decode_first: bool = False) -> None:
         """Everything moves on: messages arrive, nodes turn, and writes have the next of ``fates``."""

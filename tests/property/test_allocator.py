@@ -11,6 +11,8 @@ from protocol.messages import Extent
 from transfer.allocator import ExtentAllocator, ExtentError, PoolExhausted, PoolIntegrityError
 from transfer.extents import slice_extents, total_length
 
+pytestmark = pytest.mark.I2
+
 GRANULARITY = 4
 NUM_SLOTS = 24 * GRANULARITY
 FREE = -1

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decode_node.live_requests import Landing, Rooms
+from decode_node.live_requests import Landing, LiveRequests
 from decode_node.pools import Holding, PoolKind, Pools, SlotCounts
 from decode_node.quarantine import Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
@@ -22,6 +22,8 @@ from decode_node.scheduler import Limits, plan_step, refusal
 from protocol.messages import Extent, Room
 from transfer.extents import extents_to_slots
 from vocabulary import HisparseFlag, Mode, SamplingParams
+
+pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I4, pytest.mark.I6, pytest.mark.I7]
 
 PAGE_SIZE = 4
 QUARANTINE_SECS = 10.0
@@ -62,7 +64,7 @@ def slots_of(request: Request) -> dict[PoolKind, list[int]]:
 class DecodeNodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.rooms = Rooms(Pools(TOTALS, PAGE_SIZE), QUARANTINE_SECS)
+        self.rooms = LiveRequests(Pools(TOTALS, PAGE_SIZE), QUARANTINE_SECS)
         self.now = 0.0
         self.num_arrived = 0
         self.writable: dict[Room, SlotsByKind] = {}

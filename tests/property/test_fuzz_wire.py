@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from prefill_node.registrations import PeerTable, why_not_landing
+from prefill_node.registrations import Registrations, why_not_landing
 from protocol import bootstrap, messages
 from protocol.access import PeerList
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
@@ -53,6 +53,8 @@ from tests.property.fuzzing import (
 from tests.unit.protocol.test_messages import BOOTSTRAP, GEOMETRY, TO_DECODE, TO_PREFILL
 from transfer.aux_record import AuxLayout, AuxMismatch
 from vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
+
+pytestmark = pytest.mark.I7
 
 _SAMPLING = SamplingParams(8, temperature=0.5, seed=-1, stop_token_ids=(1, 2), num_logprobs=2)
 _STATS = RequestStats(Mode.HISPARSE, 1, 2, 3, 4, 5, 0.5, 6)
@@ -204,7 +206,7 @@ _ALLOWED = PeerList.parse(["10.0.0.0/24"])
 def test_registrations_that_stand_lie_in_memory_and_in_the_list(seed: int) -> None:
     def check(frame: bytes) -> None:
         register = outcome(lambda: messages.to_prefill_decoder.decode(frame), msgspec.MsgspecError)
-        table = PeerTable(GEOMETRY, AUX.slot_bytes, "tcp", _ALLOWED)
+        table = Registrations(GEOMETRY, AUX.slot_bytes, "tcp", _ALLOWED)
         if not isinstance(register, Register) or table.why_refused(register) is not None:
             return
         peer, _ = table.register(b"identity", register, 0.0)
@@ -225,7 +227,7 @@ _extents = st.lists(st.builds(Extent, _slots, st.integers(1, 8) | st.integers(1,
 @given(st.builds(Bootstrap, st.just(1), st.integers(1, 40), _extents, _extents, _slots, st.booleans()))
 @fuzz
 def test_a_landing_zone_that_stands_lies_in_its_regions(message: Bootstrap) -> None:
-    table = PeerTable(GEOMETRY, AUX.slot_bytes, "tcp")
+    table = Registrations(GEOMETRY, AUX.slot_bytes, "tcp")
     peer, _ = table.register(b"identity", REGISTER, 0.0)
     if why_not_landing(message, peer, GEOMETRY.page_size) is not None:
         return
@@ -237,10 +239,10 @@ def test_a_landing_zone_that_stands_lies_in_its_regions(message: Bootstrap) -> N
 
 
 def test_the_strategy_for_landing_zones_finds_some_that_stand() -> None:
-    table = PeerTable(GEOMETRY, AUX.slot_bytes, "tcp")
+    table = Registrations(GEOMETRY, AUX.slot_bytes, "tcp")
     peer, _ = table.register(b"identity", REGISTER, 0.0)
     assert why_not_landing(BOOTSTRAP, peer, GEOMETRY.page_size) is None
-    assert PeerTable(GEOMETRY, AUX.slot_bytes, "tcp", _ALLOWED).why_refused(REGISTER) is None
+    assert Registrations(GEOMETRY, AUX.slot_bytes, "tcp", _ALLOWED).why_refused(REGISTER) is None
 
 
 # --- the bootstrap endpoint's answer -------------------------------------------------------------------

@@ -80,6 +80,7 @@ class NaiveGroup:
         return len(wanted) - len(missing), len(missing), evictions, len(targets) == len(missing)
 
 
+@pytest.mark.I3
 @dataclass
 class NaiveRequest:
     seq_len: int

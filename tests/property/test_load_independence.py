@@ -27,6 +27,8 @@ from tests.tied_checkpoint import INDEX_TOPK
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, PrefillDouble, Prompt, load_checkpoint
 from vocabulary import HisparseFlag, SamplingParams, TokenLogprob
 
+pytestmark = pytest.mark.I5
+
 NUM_NEW = 8
 LOGPROB_TOLERANCE = 1e-4
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, num_logprobs=2)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -22,7 +23,7 @@ from prefill_node.kv_pool import PagePool, PageState
 from prefill_node.prefix_cache import PrefixCache, PrefixMatch
 from prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
 from prefill_node.registrations import Peer
-from prefill_node.room_life import Lifecycle, RequestLimits
+from prefill_node.room_life import RequestLimits, RoomLife
 from prefill_node.rooms import RoomState
 from prefill_node.scheduler import MAX_LOOKED_AT, Running, StepLimits, Waiting, plan_step, why_never
 from protocol.messages import (
@@ -48,6 +49,8 @@ from transfer.extents import expand_pages
 from transfer.plan import Descriptors, RegionView, join_descriptors
 from transfer.sender import Completion, WriteBatch
 from vocabulary import SamplingParams
+
+pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I5, pytest.mark.I7, pytest.mark.I8]
 
 PAGE_SIZE = 4
 ITEM_BYTES = 8
@@ -335,7 +338,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.late_reads: list[tuple[float, set[int]]] = []
         """Until when, and which source addresses, first attempts of delivered rooms may still read."""
         self.pusher = Pusher(self.sender, SOURCE, PAGE_SIZE, 60.0, layers_per_batch=1, min_batch_bytes=0)
-        self.life = Lifecycle(
+        self.life = RoomLife(
             pool=self.pool,
             cache=PrefixCache(self.pool),
             pusher=self.pusher,

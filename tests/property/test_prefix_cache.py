@@ -11,6 +11,8 @@ from prefill_node.kv_pool import IntegrityError, PageId, PagePool
 from prefill_node.prefix_cache import Lease, PageKey, PrefixCache, PrefixMatch, page_keys
 from service.engine_messages import pack_token_ids, unpack_token_ids
 
+pytestmark = [pytest.mark.I2, pytest.mark.I5]
+
 PAGE_SIZE = 2
 NUM_PAGES = 24
 

@@ -29,6 +29,8 @@ from tests.property.sim_nodes import FIRST_TOKEN, NEXT_TOKEN, SimFront
 from tests.property.sim_transport import WriteFate
 from vocabulary import HisparseFlag, SamplingParams
 
+pytestmark = pytest.mark.I7
+
 _ASKED = os.environ.get("ROOM_EXAMPLES")
 NUM_PREFILL = 2
 NUM_PREFILL = 2
@@ -315,7 +317,7 @@ class BothEndsMachine(RuleBasedStateMachine):
 
     @invariant()
     def pools_are_whole(self) -> None:
-        self.world.decode.engine.rooms.check_integrity()
+        self.world.decode.engine.requests.check_integrity()
         for node in self.world.prefill.values():
             node.engine._life.check_integrity()
 
@@ -339,7 +341,7 @@ class BothEndsMachine(RuleBasedStateMachine):
             if not self.unsettled():
                 break
         assert self.unsettled() == []
-        rooms = world.decode.engine.rooms
+        rooms = world.decode.engine.requests
         assert rooms.pools.free == rooms.pools.totals
         for node in world.prefill.values():
             life = node.engine._life
@@ -350,7 +352,7 @@ class BothEndsMachine(RuleBasedStateMachine):
 
     def unsettled(self) -> list[str]:
         world = self.world
-        rooms = world.decode.engine.rooms
+        rooms = world.decode.engine.requests
         left = [f"decode: room {request.room} is {request.state}" for request in rooms.all()]
         left += [f"decode: room {entry.room} is quarantined" for entry in rooms.quarantine]
         for node in world.prefill.values():
@@ -428,6 +430,7 @@ def test_what_became_of_a_room_is_said_again_when_its_connection_broke(fate: Wri
         world.close()
 
 
+@pytest.mark.I1
 def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
     """A refused look-up, given only when the next run of the prefill node is registered, is about the last.
 
@@ -463,12 +466,13 @@ def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
         world.close()
 
 
+@pytest.mark.I1
 def test_the_next_run_cannot_call_a_room_of_the_last_one_quiet() -> None:
     """It answers an abort that crosses its registration, and bytes of the dead run are still under way."""
     world = World(1)
     try:
         (address,) = world.addresses
-        rooms, front = world.decode.engine.rooms, world.decode.front
+        rooms, front = world.decode.engine.requests, world.decode.front
         request = Generate("r", 1, 2, SamplingParams(1), address.host, address.port)
         group = world.generate(request, (1, 2))
         for inbox in (front.inbox, world.prefill[address].front.inbox):

@@ -19,6 +19,8 @@ from protocol.messages import Room
 from transfer.plan import DESCRIPTOR_COST_BYTES, SLICE_BYTES, Descriptors, cost
 from transfer.send_queue import Completion, Outcome, SendQueue, Slice, WriteBatch
 
+pytestmark = [pytest.mark.I1, pytest.mark.I7]
+
 TURN = 4 * DESCRIPTOR_COST_BYTES
 SESSIONS = ("a", "b")
 

@@ -539,6 +539,7 @@ def test_a_room_that_fails_fails_the_prefill(on_node: OnNode) -> None:
     on_node(script, check, role="prefill")
 
 
+@pytest.mark.I7
 def test_bootstrap_endpoint(on_node: OnNode) -> None:
     async def check(node: Node) -> None:
         info = await asyncio.to_thread(look_up, "127.0.0.1", node.bootstrap_port)
@@ -741,6 +742,7 @@ def test_a_backlog_is_not_worked_off_for_a_client_that_left(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+@pytest.mark.I7
 def test_an_engine_that_dies_fails_what_is_in_flight(on_node: OnNode) -> None:
     async def check(node: Node) -> None:
         answer = asyncio.create_task(node.post("/v1/completions", **BODY))
@@ -755,6 +757,7 @@ def test_an_engine_that_dies_fails_what_is_in_flight(on_node: OnNode) -> None:
     on_node(lambda generate: [60.0], check)
 
 
+@pytest.mark.I7
 def test_an_engine_that_hangs_does_not_hang_its_clients(on_node: OnNode) -> None:
     async def check(node: Node) -> None:
         node.engine.num_running = 1  # stats come, steps do not

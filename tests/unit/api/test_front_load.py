@@ -78,6 +78,7 @@ class Turns:
 # --- what goes to the engine -------------------------------------------------------------------------
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(("role", "max_bytes"), [("prefill", 4 * 131_072), ("decode", 0)])
 def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, max_bytes: int
@@ -110,6 +111,7 @@ def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
 # --- what a request may ask for ----------------------------------------------------------------------
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize("item", [b"[0]", b'"a"', b"{}"])
 def test_a_hostile_body_makes_no_objects(item: bytes) -> None:
     room = json.dumps(ROOM).encode()[1:]
@@ -160,6 +162,7 @@ def test_ids_of_many_pieces_are_checked_one_by_one() -> None:
         packed(*((index, [1, 2, 3]) for index in range(1, 60_000)))
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(("max_request_tokens", "most"), [(0, 128 * 256), (1000, 1000)])
 def test_prompt_tokens_times_samples_are_bounded(max_request_tokens: int, most: int) -> None:
     limits = Limits(256, 256, 256, holds_output=False, max_request_tokens=max_request_tokens)
@@ -184,6 +187,7 @@ def test_prompt_tokens_times_samples_are_bounded(max_request_tokens: int, most: 
 # --- the queue ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_full_queue_answers_429_until_there_is_a_place(tmp_path: Path, role: str) -> None:
     def script(generate: Generate) -> Iterable[FromEngine | float]:
@@ -230,6 +234,7 @@ def test_prompts_in_flight_are_bounded_by_their_tokens() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.I7
 def test_what_an_engine_that_hangs_has_not_taken_counts_though_its_client_left() -> None:
     """Else clients that come and go would fill the memory of a front whose engine takes nothing in."""
 
@@ -278,6 +283,7 @@ class RecordingBackend:
         return TOKENIZER.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(("num_prompts", "num_chars"), [(4096, 60), (300, 5_000), (2, 300_000)])
 def test_many_prompts_are_tokenized_in_batches_between_which_others_have_turns(
     num_prompts: int, num_chars: int
@@ -307,6 +313,7 @@ def test_few_short_prompts_do_not_wait_for_a_thread(monkeypatch: pytest.MonkeyPa
     assert asyncio.run(CODEC.encode(["ab", "c"], ["x", "y"], 100)) == (b"a\0\0\0b\0\0\0", b"c\0\0\0")
 
 
+@pytest.mark.I7
 def test_long_bodies_are_parsed_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed_in: list[int] = []
 
@@ -328,6 +335,7 @@ def test_long_bodies_are_parsed_beside_the_loop(tmp_path: Path, monkeypatch: pyt
     assert num_bytes > 100_000
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize("direction", ["receive", "send"])
 def test_a_backlog_on_the_link_lets_others_have_their_turns(direction: str) -> None:
     """ZMQ's sockets answer at once while there is something: awaiting them is no turn for anybody."""
@@ -393,6 +401,7 @@ class Backlogged(EngineLink):
             yield group
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "body"),

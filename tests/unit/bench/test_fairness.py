@@ -8,6 +8,8 @@ import pytest
 from bench.fairness import BATCHES, NUM_LONG, RATES, SHORT_TOKENS, SLICES, main, num_bytes_of, simulate
 from transfer.plan import SLICE_BYTES
 
+pytestmark = pytest.mark.I7
+
 
 @pytest.mark.parametrize("rate", RATES)
 def test_a_short_prompt_waits_for_a_slice_of_each_long_one_and_its_own_bytes(rate: float) -> None:

@@ -86,10 +86,15 @@ def _stats(answer: Answer) -> RequestStats:
 def _finish(harness: EngineHarness, answers: list[Answer], *doubles: PrefillDouble) -> None:
     harness.turn_until(lambda: all(answer.is_over for answer in answers), *doubles)
     assert [answer.failure for answer in answers] == [None] * len(answers)
-    pools = harness.engine.rooms.pools
+    pools = harness.engine.requests.pools
     assert pools.free == pools.totals, "every pool is whole again"
 
 
+@pytest.mark.I2
+@pytest.mark.I3
+@pytest.mark.I4
+@pytest.mark.I5
+@pytest.mark.I6
 @pytest.mark.parametrize("flag", list(HisparseFlag))
 def test_greedy_tokens_of_a_batch_equal_the_oracle(
     expected: dict[Prompt, list[int]], double: PrefillDouble, roomy: EngineHarness, flag: HisparseFlag
@@ -117,6 +122,7 @@ def test_greedy_tokens_of_a_batch_equal_the_oracle(
                 assert (stats.hits, stats.misses) == (0, 0)
 
 
+@pytest.mark.I6
 def test_every_step_selects_what_the_indexer_says(
     double: PrefillDouble, roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +148,7 @@ def test_every_step_selects_what_the_indexer_says(
     assert {TOP_K, TOP_K + 1} <= seq_lens
 
 
+@pytest.mark.I6
 def test_index_pages_may_be_scattered(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
@@ -157,12 +164,13 @@ def test_index_pages_may_be_scattered(
         node.turn_until(lambda: short_lived.is_over, double)
         answer = node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE)
         node.turn_until(lambda: answer.token_ids, double)
-        (scattered,) = (r for r in node.engine.rooms.all() if r.num_prompt_tokens == len(prompt))
+        (scattered,) = (r for r in node.engine.requests.all() if r.num_prompt_tokens == len(prompt))
         assert len(scattered.owned[PoolKind.INDEX]) == 2
         _finish(node, [*long_lived, answer], double)
         assert answer.token_ids == expected[prompt]
 
 
+@pytest.mark.I6
 @pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
 def test_the_context_can_be_filled_to_its_end(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, flag: HisparseFlag
@@ -185,6 +193,7 @@ def test_the_context_can_be_filled_to_its_end(
             assert str(context_length) in too_long.failure.error
 
 
+@pytest.mark.I5
 def test_mixed_modes_share_a_batch_under_pressure(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
@@ -226,6 +235,7 @@ def _room_for_almost_two(
         yield double, node
 
 
+@pytest.mark.I4
 def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
     checkpoint: Checkpoint,
     expected: dict[Prompt, list[int]],
@@ -256,6 +266,7 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
         assert spilled.hits > 0
 
 
+@pytest.mark.I1
 def test_a_growing_dense_request_waits_where_a_repeated_batch_may_land(
     checkpoint: Checkpoint,
     expected: dict[Prompt, list[int]],
@@ -265,7 +276,7 @@ def test_a_growing_dense_request_waits_where_a_repeated_batch_may_land(
     """It cannot be retracted, for its pages may be written once more; and what it computed stays right."""
     prompt = PROMPTS[LENGTHS.index(200)]
     with _room_for_almost_two(checkpoint, tmp_path, 432) as (double, node):
-        rooms = node.engine.rooms
+        rooms = node.engine.requests
         monkeypatch.setattr(rooms.quarantine, "_quarantine_secs", 1e6)
         double.batch_failed = True
         answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
@@ -283,6 +294,7 @@ def test_a_growing_dense_request_waits_where_a_repeated_batch_may_land(
         assert _stats(answers[1]).num_retractions == 0, "the pages of the first are free by now"
 
 
+@pytest.mark.I4
 def test_every_running_request_survives_another_hot_buffer_in_every_step(
     expected: dict[Prompt, list[int]],
     double: PrefillDouble,
@@ -292,7 +304,7 @@ def test_every_running_request_survives_another_hot_buffer_in_every_step(
     """Hot buffers are lost after each step, with all they hold: the host has everything by then (I4)."""
     prompts = PROMPTS[4:]
     answers = [roomy.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
-    rooms, lifecycle = roomy.engine.rooms, roomy.engine.lifecycle
+    rooms, lifecycle = roomy.engine.requests, roomy.engine.lifecycle
     exchange = rooms.exchange
     num_exchanges: Counter[str] = Counter()
 
@@ -335,7 +347,7 @@ def test_tokens_are_those_of_the_oracle_when_slots_come_one_by_one(
             node.generate(double, prompt, NUM_NEW, flag) for prompt, flag in zip(prompts, flags, strict=True)
         ]
         node.turn_until(lambda: answers[-1].token_ids, double)
-        (request,) = (r for r in node.engine.rooms.all() if r.num_prompt_tokens == len(prompts[-1]))
+        (request,) = (r for r in node.engine.requests.all() if r.num_prompt_tokens == len(prompts[-1]))
         assert request.reserved_tokens < request.life_tokens
         _finish(node, answers, double)
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -348,7 +360,7 @@ def test_nobody_waits_for_messages_before_it_grows(
     monkeypatch.setattr(roomy.engine, "limits", replace(roomy.engine.limits, growth_tokens=1))
     answer = roomy.generate(double, PROMPTS[LENGTHS.index(64)], 2 * 64, HisparseFlag.TRUE)
     roomy.turn_until(lambda: answer.token_ids, double)
-    (request,) = roomy.engine.rooms.select(RequestState.RUNNING)
+    (request,) = roomy.engine.requests.select(RequestState.RUNNING)
     waits: list[float] = []
     monkeypatch.setattr(roomy.engine._poller, "wait", waits.append)
     num_growths = 0

@@ -70,7 +70,7 @@ def node(shared_node: EngineHarness) -> Iterator[EngineHarness]:
     settings = lifecycle.room_timeout_secs, lifecycle.contact_timeout_secs
     yield shared_node
     lifecycle.room_timeout_secs, lifecycle.contact_timeout_secs = settings
-    pools = shared_node.engine.rooms.pools
+    pools = shared_node.engine.requests.pools
     shared_node.turn_until(lambda: pools.free == pools.totals, timeout_secs=5)
 
 
@@ -82,7 +82,7 @@ def double(checkpoint: Checkpoint, node: EngineHarness) -> Iterator[PrefillDoubl
 
 
 def _quarantined(node: EngineHarness) -> int:
-    return node.engine.rooms.pools.used(Stage.QUARANTINED)[PoolKind.HOST]
+    return node.engine.requests.pools.used(Stage.QUARANTINED)[PoolKind.HOST]
 
 
 def _land(node: EngineHarness, double: PrefillDouble) -> Answer:
@@ -111,6 +111,7 @@ def _completes(node: EngineHarness, double: PrefillDouble) -> None:
 # --- I1 -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.I1
 def test_slots_of_an_aborted_room_wait_until_the_room_is_quiet(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
@@ -132,6 +133,7 @@ def test_slots_of_an_aborted_room_wait_until_the_room_is_quiet(
     assert not aborted.is_over, "an aborted request gets no answer"
 
 
+@pytest.mark.I7
 def test_slots_that_nobody_acknowledges_do_not_hold_up_the_queue(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
@@ -162,12 +164,13 @@ def test_slots_of_a_failed_batch_wait_longer_than_quiet(node: EngineHarness, dou
     node.turn_until(lambda: _quarantined(node) == 0, double, timeout_secs=3 * QUARANTINE_SECS)
 
 
+@pytest.mark.I1
 @pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
 def test_slots_of_a_delivery_with_a_repeated_batch_wait_when_it_ends_early(
     node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag
 ) -> None:
     """The request is served at once; its bytes may come again, and then nobody else must be there."""
-    quarantine = node.engine.rooms.quarantine
+    quarantine = node.engine.requests.quarantine
     monkeypatch.setattr(quarantine, "_quarantine_secs", 1e6)
     double.delivers = False
     answer = node.generate(double, PROMPT, 4, flag)
@@ -177,7 +180,7 @@ def test_slots_of_a_delivery_with_a_repeated_batch_wait_when_it_ends_early(
     node.turn_until(lambda: answer.is_over, double)
     assert answer.failure is None
     assert len(answer.token_ids) == 4
-    quarantined = node.engine.rooms.pools.used(Stage.QUARANTINED)
+    quarantined = node.engine.requests.pools.used(Stage.QUARANTINED)
     assert quarantined.aux == 1
     assert (quarantined.host > 0, quarantined.device > 0) == (
         flag is HisparseFlag.TRUE,
@@ -218,6 +221,7 @@ def _room_message(node: EngineHarness, double: PrefillDouble, message: RoomFaile
     node.engine.lifecycle.peer_event(RoomMessage(address, double.instance_id, message), time.monotonic())
 
 
+@pytest.mark.I1
 @pytest.mark.parametrize("is_aborted", [False, True])
 @pytest.mark.parametrize("is_quiet", [False, True])
 @pytest.mark.parametrize("batch_failed", [False, True])
@@ -226,12 +230,12 @@ def test_slots_of_a_failed_room_are_free_when_nothing_can_land_any_more(
 ) -> None:
     double.answers_aborts = False
     answer = _land(node, double)
-    room, quarantine = Room(double.bootstraps[0].room), node.engine.rooms.quarantine
+    room, quarantine = Room(double.bootstraps[0].room), node.engine.requests.quarantine
     if is_aborted:
         _abort(node, answer)
         node.turn_until(lambda: room in quarantine, double)
     _room_message(node, double, RoomFailed(room, 502, "the write failed", is_quiet, batch_failed))
-    assert node.engine.rooms.get(room) is None
+    assert node.engine.requests.get(room) is None
     entry = quarantine.get(room)
     if is_quiet and not batch_failed:
         assert entry is None
@@ -244,13 +248,14 @@ def test_slots_of_a_failed_room_are_free_when_nothing_can_land_any_more(
     assert room not in quarantine
 
 
+@pytest.mark.I1
 @pytest.mark.parametrize("batch_failed", [False, True])
 def test_only_the_rooms_own_peer_can_call_it_quiet(
     node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint, batch_failed: bool
 ) -> None:
     double.answers_aborts = False
     aborted = _land(node, double)
-    room, quarantine = Room(double.bootstraps[0].room), node.engine.rooms.quarantine
+    room, quarantine = Room(double.bootstraps[0].room), node.engine.requests.quarantine
     _abort(node, aborted)
     node.turn_until(lambda: room in quarantine, double)
     with closing(PrefillDouble(checkpoint)) as stranger:
@@ -271,6 +276,8 @@ def test_only_the_rooms_own_peer_can_call_it_quiet(
 # --- timeouts, loss, return -----------------------------------------------------------------------
 
 
+@pytest.mark.I1
+@pytest.mark.I7
 def test_a_room_that_is_not_delivered_in_time_ends_with_504(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
@@ -287,6 +294,8 @@ def test_a_room_that_is_not_delivered_in_time_ends_with_504(
     node.turn_until(lambda: _quarantined(node) == 0, double)
 
 
+@pytest.mark.I1
+@pytest.mark.I7
 def test_a_silent_peer_is_lost_and_found_again(node: EngineHarness, double: PrefillDouble) -> None:
     """Its rooms fail, their slots wait; once it answers again the abort is repeated and frees them."""
     lost = _land(node, double)
@@ -315,7 +324,7 @@ def test_an_engine_goes_on_reporting_when_its_only_peer_is_gone(
         assert answer.failure is not None
         assert answer.failure.status == 502
         waiting = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
-        node.turn_until(lambda: len(node.engine.rooms))
+        node.turn_until(lambda: len(node.engine.requests))
         for _ in range(2):
             node.stats = None
             node.turn_until(lambda: node.stats is not None)
@@ -324,6 +333,7 @@ def test_an_engine_goes_on_reporting_when_its_only_peer_is_gone(
         assert not waiting.is_over, "somebody looks for the peer all the time"
 
 
+@pytest.mark.I7
 def test_a_peer_that_computes_for_long_is_not_lost(node: EngineHarness, double: PrefillDouble) -> None:
     """Its engine answers nothing for twice the limit, and its front says that it is alive."""
     late = _land(node, double)
@@ -335,6 +345,7 @@ def test_a_peer_that_computes_for_long_is_not_lost(node: EngineHarness, double: 
     assert double.num_registrations == 1
 
 
+@pytest.mark.I7
 def test_a_pause_of_this_node_is_no_silence_of_its_peer(node: EngineHarness, double: PrefillDouble) -> None:
     """A step that took longer than the limit: nobody was asked, so nobody failed to answer."""
     landing = _land(node, double)
@@ -359,6 +370,7 @@ def test_a_pause_of_this_node_is_no_silence_of_its_peer(node: EngineHarness, dou
     node.turn_until(lambda: landing.is_over, double)
 
 
+@pytest.mark.I1
 def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: PrefillDouble) -> None:
     lost = _land(node, double)
     double.restart()
@@ -371,6 +383,7 @@ def test_a_restarted_peer_is_registered_with_again(node: EngineHarness, double: 
     _completes(node, double)
 
 
+@pytest.mark.I7
 def test_running_requests_outlive_their_peer(node: EngineHarness, double: PrefillDouble) -> None:
     answer = node.generate(double, PROMPT, 60, HisparseFlag.TRUE)
     node.turn_until(lambda: answer.token_ids, double)
@@ -380,6 +393,7 @@ def test_running_requests_outlive_their_peer(node: EngineHarness, double: Prefil
     assert len(answer.token_ids) == 60
 
 
+@pytest.mark.I7
 def test_a_peer_that_forgot_us_gets_registration_and_bootstrap_again(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
@@ -391,6 +405,7 @@ def test_a_peer_that_forgot_us_gets_registration_and_bootstrap_again(
     assert len(double.bootstraps) == 2
 
 
+@pytest.mark.I7
 def test_a_peer_that_is_not_there_fails_in_time(node: EngineHarness, double: PrefillDouble) -> None:
     node.engine.lifecycle.contact_timeout_secs = 0.7
     double.close_http()
@@ -500,11 +515,12 @@ def test_an_abort_of_a_running_request_frees_everything(node: EngineHarness, dou
     answer = node.generate(double, PROMPT, 60, HisparseFlag.TRUE)
     node.turn_until(lambda: answer.token_ids, double)
     _abort(node, answer)
-    pools = node.engine.rooms.pools
+    pools = node.engine.requests.pools
     node.turn_until(lambda: pools.free == pools.totals, double)
     assert not double.aborts, "nothing of a delivered room is in flight"
 
 
+@pytest.mark.I7
 def test_a_failing_forward_ends_its_batch_only(
     node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -539,6 +555,7 @@ def test_a_lost_device_ends_the_engine(
     assert answer.failure is None
 
 
+@pytest.mark.I7
 def test_a_hint_that_does_not_fit_ends_its_request_only(
     node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -560,6 +577,7 @@ def test_a_hint_that_does_not_fit_ends_its_request_only(
     _completes(node, double)
 
 
+@pytest.mark.I1
 def test_a_pause_of_this_node_ends_no_quarantine(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -593,6 +611,7 @@ def check_one_fails(
     assert len(spared.token_ids) == 40
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
 def test_a_retraction_that_fails_ends_its_request_only(
     node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag
@@ -600,7 +619,7 @@ def test_a_retraction_that_fails_ends_its_request_only(
     doomed = node.generate(double, PROMPT, 40, flag)
     spared = node.generate(double, PROMPT[:100], 40, HisparseFlag.TRUE)
     node.turn_until(lambda: doomed.token_ids and spared.token_ids, double)
-    running = {request.num_prompt_tokens: request for request in node.engine.rooms.all()}
+    running = {request.num_prompt_tokens: request for request in node.engine.requests.all()}
     plan = StepPlan(
         exchanges=(
             Exchange(running[300], 128, SlotCounts(host=340 * (flag is HisparseFlag.FALSE))),
@@ -617,19 +636,21 @@ def test_a_retraction_that_fails_ends_its_request_only(
     with monkeypatch.context() as patch:
         patch.setattr(node.engine.hot_buffers, "retract", out_of_memory)
         node.engine.lifecycle.carry_out(plan, 0.0)
-    node.engine.rooms.check_integrity()
+    node.engine.requests.check_integrity()
     check_one_fails(node, double, doomed, spared, "cannot be retracted: 150 MiB wanted")
 
 
+@pytest.mark.I7
 def test_a_wrong_hot_buffer_ends_its_request_only(node: EngineHarness, double: PrefillDouble) -> None:
     doomed, spared = (node.generate(double, PROMPT[:length], 40, HisparseFlag.TRUE) for length in (100, 150))
     node.turn_until(lambda: doomed.token_ids and spared.token_ids, double)
-    (request,) = (r for r in node.engine.rooms.all() if r.num_prompt_tokens == 100)
+    (request,) = (r for r in node.engine.requests.all() if r.num_prompt_tokens == 100)
     flags = node.engine.hot_buffers.state.error_flags
     flags[request.req_row] = int(HotBufferError.TOO_MANY_MISSES)
     check_one_fails(node, double, doomed, spared, "TOO_MANY_MISSES")
 
 
+@pytest.mark.I7
 def test_a_room_without_its_aux_record_fails(node: EngineHarness, double: PrefillDouble) -> None:
     """Neither is the record of an earlier request taken for it that had the same room and aux slot."""
     earlier = node.generate(double, PROMPT, 1, HisparseFlag.TRUE, room=4242)
@@ -645,6 +666,7 @@ def test_a_room_without_its_aux_record_fails(node: EngineHarness, double: Prefil
     assert "aux record" in answer.failure.error
 
 
+@pytest.mark.I7
 def test_messages_about_rooms_that_are_not_landing_are_counted(
     node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint
 ) -> None:
@@ -680,6 +702,7 @@ def test_pages_that_differ_rule_out_dense(node: EngineHarness, checkpoint: Check
         assert automatic.last.stats.mode is Mode.HISPARSE
 
 
+@pytest.mark.I7
 def test_requests_that_wait_have_a_deadline(node: EngineHarness, double: PrefillDouble) -> None:
     first = _land(node, double)
     node.engine.lifecycle.room_timeout_secs = 0.4
@@ -688,17 +711,18 @@ def test_requests_that_wait_have_a_deadline(node: EngineHarness, double: Prefill
     assert second.failure is not None
     assert second.failure.status == 503
     assert "no room" in second.failure.error
-    assert [request.state for request in node.engine.rooms.all()] == [RequestState.LANDING]
+    assert [request.state for request in node.engine.requests.all()] == [RequestState.LANDING]
     double.deliver(double.bootstraps[0])
     node.turn_until(lambda: first.is_over, double)
 
 
+@pytest.mark.I7
 def test_a_request_in_the_queue_goes_to_no_peer_that_fell_silent(
     node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = _land(node, double)
     second = node.generate(double, PROMPT, 8, HisparseFlag.TRUE)
-    node.turn_until(lambda: node.engine.rooms.select(RequestState.WAITING), double)
+    node.turn_until(lambda: node.engine.requests.select(RequestState.WAITING), double)
     peers, address, now = node.engine.peers, PeerAddress("127.0.0.1", double.port), time.monotonic()
     assert peers.may_entrust(address, now)
     assert not peers.may_entrust(address, now + 3 * node.settings.heartbeat_interval_secs)
@@ -714,6 +738,7 @@ def test_a_request_in_the_queue_goes_to_no_peer_that_fell_silent(
     assert first.failure is None
 
 
+@pytest.mark.I7
 def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -758,7 +783,7 @@ def test_whoever_cannot_be_admitted_is_looked_at_again_when_something_has_change
         first = node.generate(double, PROMPT[:100], 300, HisparseFlag.TRUE)
         node.turn_until(lambda: first.token_ids, double)
         second = node.generate(double, PROMPT[:100], 300, HisparseFlag.TRUE)
-        node.turn_until(lambda: node.engine.rooms.select(RequestState.WAITING), double)
+        node.turn_until(lambda: node.engine.requests.select(RequestState.WAITING), double)
         looks.clear()
         num_tokens = len(first.token_ids)
         node.turn_until(lambda: first.is_over, double)
@@ -780,6 +805,7 @@ def _vanish(node: EngineHarness, double: PrefillDouble, num_rooms: int) -> None:
     node.turn_until(lambda: all(answer.failure for answer in lost))
 
 
+@pytest.mark.I1
 def test_prefill_nodes_that_vanish_with_full_batches_stop_nobody_and_can_be_declared_dead(
     checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -810,13 +836,14 @@ def test_prefill_nodes_that_vanish_with_full_batches_stop_nobody_and_can_be_decl
             assert (run.num_unacknowledged, run.host_slots, run.device_slots) == (64, 64 * 64, 0)
             assert f"prefill node {double.name} (run {double.instance_id}) has not said" in caplog.text
         node.send(ReleaseQuarantine(one.instance_id))
-        node.turn_until(lambda: node.engine.rooms.pools.used(Stage.QUARANTINED).aux == 64, alive)
+        node.turn_until(lambda: node.engine.requests.pools.used(Stage.QUARANTINED).aux == 64, alive)
         node.send(ReleaseQuarantine(two.instance_id))
-        pools = node.engine.rooms.pools
+        pools = node.engine.requests.pools
         node.turn_until(lambda: pools.free == pools.totals, alive)
         _completes(node, alive)
 
 
+@pytest.mark.I1
 def test_a_run_that_answers_cannot_be_declared_dead(
     node: EngineHarness, double: PrefillDouble, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -825,7 +852,7 @@ def test_a_run_that_answers_cannot_be_declared_dead(
     node.turn_until(lambda: double.aborts, double)
     node.send(ReleaseQuarantine(double.instance_id))
     node.turn_until(lambda: "answers: nothing is released" in caplog.text, double)
-    (entry,) = node.engine.rooms.quarantine
+    (entry,) = node.engine.requests.quarantine
     assert entry.is_unresolved
 
 
@@ -833,7 +860,7 @@ def test_a_node_that_can_admit_nobody_says_so(node: EngineHarness, double: Prefi
     double.answers_aborts = False
     _abort(node, _land(node, double))
     node.turn_until(lambda: double.aborts, double)
-    rooms = node.engine.rooms
+    rooms = node.engine.requests
     later = time.monotonic() + QUARANTINE_SECS
     assert rooms.trouble(later) == ""
     pools = rooms.pools

@@ -49,6 +49,7 @@ class Node:
         return request
 
 
+@pytest.mark.I3
 def test_what_was_hot_comes_back_in_the_same_order() -> None:
     node = Node()
     hints = [np.array([99, 3, 50 + group, 17], np.int32) for group in range(NUM_GROUPS)]

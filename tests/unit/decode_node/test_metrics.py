@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from decode_node.live_requests import Rooms
+from decode_node.live_requests import LiveRequests
 from decode_node.metrics import Metrics
 from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request
@@ -16,14 +16,14 @@ from vocabulary import HisparseFlag, Mode, SamplingParams
 BYTES_PER_MISS = 1152 * 3
 
 
-def _open(rooms: Rooms, room: int, flag: HisparseFlag) -> Request:
+def _open(rooms: LiveRequests, room: int, flag: HisparseFlag) -> Request:
     peer = PeerAddress("prefill", 8998)
     request = Request(f"id-{room}", Room(room), 8, SamplingParams(max_new_tokens=3), flag, peer, 0.0)
     rooms.open(request)
     return request
 
 
-def _run(rooms: Rooms, room: int, mode: Mode) -> None:
+def _run(rooms: LiveRequests, room: int, mode: Mode) -> None:
     request = _open(rooms, room, HisparseFlag.AUTO)
     need = SlotCounts(host=10, device=16, index=10, aux=1, req_row=1)
     rooms.queue(request, 9.0)
@@ -31,7 +31,7 @@ def _run(rooms: Rooms, room: int, mode: Mode) -> None:
     rooms.start(request)
 
 
-def _stats(rooms: Rooms, swap_ins: tuple[int, int, int] = (0, 0, 0)) -> EngineStats:
+def _stats(rooms: LiveRequests, swap_ins: tuple[int, int, int] = (0, 0, 0)) -> EngineStats:
     return Metrics().stats(
         rooms,
         swap_ins=swap_ins,
@@ -44,8 +44,8 @@ def _stats(rooms: Rooms, swap_ins: tuple[int, int, int] = (0, 0, 0)) -> EngineSt
     )
 
 
-def _rooms() -> Rooms:
-    return Rooms(Pools(SlotCounts(host=100, device=64, index=128, aux=4, req_row=4), 16), 1.0)
+def _rooms() -> LiveRequests:
+    return LiveRequests(Pools(SlotCounts(host=100, device=64, index=128, aux=4, req_row=4), 16), 1.0)
 
 
 def test_requests_are_told_apart_by_mode_and_by_what_they_asked_for() -> None:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from decode_node.live_requests import DuplicateRoom, Landing, Rooms
+from decode_node.live_requests import DuplicateRoom, Landing, LiveRequests
 from decode_node.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import IllegalMove, PeerAddress, Request, RequestState
@@ -24,7 +24,7 @@ def make_request(room: int = 1, flag: HisparseFlag = HisparseFlag.TRUE) -> Reque
     return Request(f"id-{room}", Room(room), 8, SamplingParams(max_new_tokens=3), flag, PEER, arrived_at=0.0)
 
 
-def landed(rooms: Rooms, room: int, mode: Mode = Mode.HISPARSE) -> Request:
+def landed(rooms: LiveRequests, room: int, mode: Mode = Mode.HISPARSE) -> Request:
     request = make_request(room)
     rooms.open(request)
     rooms.queue(request, 9.0)
@@ -39,6 +39,7 @@ def test_slot_counts_list_the_pools_in_order() -> None:
     assert not SlotCounts(aux=5).fits_in(counts)
 
 
+@pytest.mark.I2
 def test_a_reservation_takes_whole_pages_and_is_all_or_nothing() -> None:
     pools = Pools(TOTALS, page_size=16)
     holding = pools.reserve(Room(1), NEED)
@@ -53,6 +54,7 @@ def test_a_reservation_takes_whole_pages_and_is_all_or_nothing() -> None:
         pools.release(holding)
 
 
+@pytest.mark.I2
 def test_integrity_prints_every_term() -> None:
     pools = Pools(TOTALS, page_size=16)
     stages = dict(zip((1, 2, 4), Stage, strict=True))
@@ -74,8 +76,9 @@ def test_integrity_finds_slots_with_two_owners() -> None:
         pools.check_integrity()
 
 
+@pytest.mark.I2
 def test_integrity_finds_a_holding_that_nobody_knows() -> None:
-    rooms = Rooms(Pools(TOTALS, 16), 1.0)
+    rooms = LiveRequests(Pools(TOTALS, 16), 1.0)
     rooms.pools.reserve(Room(1), NEED)
     with pytest.raises(PoolIntegrityError, match="landing: 1 held, 0 known"):
         rooms.check_integrity()
@@ -89,10 +92,12 @@ def test_an_illegal_move_names_the_room() -> None:
         _ = request.req_row
 
 
+@pytest.mark.I1
+@pytest.mark.I2
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("known", list(Landing))
 def test_the_release_path_keeps_exactly_what_may_still_be_written(mode: Mode, known: Landing) -> None:
-    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    rooms = LiveRequests(Pools(TOTALS, 16), quarantine_secs=5.0)
     rooms.end(landed(rooms, 1, mode), known, now=0.0)
     used = rooms.pools.totals - rooms.pools.free
     if known is Landing.QUIET:
@@ -109,8 +114,10 @@ def test_the_release_path_keeps_exactly_what_may_still_be_written(mode: Mode, kn
     assert rooms.pools.free == rooms.pools.totals
 
 
+@pytest.mark.I2
+@pytest.mark.I7
 def test_what_has_landed_is_freed_at_once() -> None:
-    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    rooms = LiveRequests(Pools(TOTALS, 16), quarantine_secs=5.0)
     request = landed(rooms, 1)
     assert rooms.expired(9.0) == [request], "what is on its way has a deadline"
     rooms.start(request)
@@ -121,9 +128,10 @@ def test_what_has_landed_is_freed_at_once() -> None:
     rooms.open(make_request(1))  # The room may be used again.
 
 
+@pytest.mark.I1
 @pytest.mark.parametrize("mode", list(Mode))
 def test_after_a_repeated_batch_a_delivered_landing_zone_serves_nobody_else_for_a_while(mode: Mode) -> None:
-    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    rooms = LiveRequests(Pools(TOTALS, 16), quarantine_secs=5.0)
     request = landed(rooms, 1, mode)
     rooms.start(request, lands_until=rooms.quarantine.free_at(10.0))
     assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED), "the aux slot is part of it"
@@ -140,7 +148,7 @@ def test_after_a_repeated_batch_a_delivered_landing_zone_serves_nobody_else_for_
 
 
 def test_a_dense_request_leaves_its_pages_for_a_hot_buffer() -> None:
-    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    rooms = LiveRequests(Pools(TOTALS, 16), quarantine_secs=5.0)
     request = landed(rooms, 1, Mode.DENSE)
     rooms.start(request)
     assert request.reserved_tokens == 16, "of 32 device and 16 index slots"
@@ -152,8 +160,9 @@ def test_a_dense_request_leaves_its_pages_for_a_hot_buffer() -> None:
     rooms.check_integrity()
 
 
+@pytest.mark.I1
 def test_a_request_that_outlives_a_repeated_batch_is_as_any_other() -> None:
-    rooms = Rooms(Pools(TOTALS, 16), quarantine_secs=5.0)
+    rooms = LiveRequests(Pools(TOTALS, 16), quarantine_secs=5.0)
     request = landed(rooms, 1, Mode.DENSE)
     rooms.start(request, lands_until=5.0)
     rooms.expire(4.9)
@@ -166,7 +175,7 @@ def test_a_request_that_outlives_a_repeated_batch_is_as_any_other() -> None:
 
 
 def test_a_room_belongs_to_the_first_that_comes() -> None:
-    rooms = Rooms(Pools(TOTALS, 16), 1.0)
+    rooms = LiveRequests(Pools(TOTALS, 16), 1.0)
     first = make_request(5)
     rooms.open(first)
     with pytest.raises(DuplicateRoom, match="bootstrap_room 5 is in use"):
@@ -185,6 +194,7 @@ def quarantine_with_one() -> tuple[Quarantine, list[Holding]]:
     return quarantine, freed
 
 
+@pytest.mark.I1
 def test_nothing_is_freed_by_time_alone() -> None:
     quarantine, freed = quarantine_with_one()
     quarantine.expire(1e9)
@@ -192,6 +202,7 @@ def test_nothing_is_freed_by_time_alone() -> None:
     assert Room(1) in quarantine
 
 
+@pytest.mark.I1
 def test_a_failed_batch_is_not_forgotten_when_the_room_goes_quiet() -> None:
     quarantine, freed = quarantine_with_one()
     quarantine.failed(Room(1))
@@ -203,9 +214,10 @@ def test_a_failed_batch_is_not_forgotten_when_the_room_goes_quiet() -> None:
     assert len(quarantine) == 0
 
 
+@pytest.mark.I1
 def test_a_pause_of_this_node_counts_for_no_quarantine() -> None:
     pools = Pools(SlotCounts(host=32, device=16, index=16, aux=2, req_row=1), 16)
-    rooms = Rooms(pools, quarantine_secs=60.0)
+    rooms = LiveRequests(pools, quarantine_secs=60.0)
     request = Request(
         "1", Room(1), 4, SamplingParams(max_new_tokens=1), HisparseFlag.TRUE, PEER, arrived_at=0.0
     )
@@ -226,6 +238,7 @@ def test_a_pause_of_this_node_counts_for_no_quarantine() -> None:
     assert pools.free == pools.totals
 
 
+@pytest.mark.I1
 def test_a_run_that_is_gone_frees_its_own_rooms_only_and_later() -> None:
     quarantine, freed = quarantine_with_one()
     quarantine.instance_gone("second", now=0.0)

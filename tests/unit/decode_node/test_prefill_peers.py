@@ -29,6 +29,8 @@ from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Registe
 from protocol.polling import Poller
 from tests.unit.protocol.test_messages import GEOMETRY
 
+pytestmark = pytest.mark.I7
+
 WAIT_SECS = 10.0
 
 
@@ -155,6 +157,7 @@ def test_a_forged_answer_connects_nothing_and_is_reported(prefill: PrefillNode, 
         assert not list(prefill.control.receive())
 
 
+@pytest.mark.I1
 @pytest.mark.parametrize("forges", [True, False])
 def test_only_a_signed_answer_can_say_that_a_run_is_gone(
     prefill: PrefillNode, keys: ControlKeys, forges: bool

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 
 from decode_node.hot_buffers import HotBuffers
-from decode_node.live_requests import Landing, Rooms
+from decode_node.live_requests import Landing, LiveRequests
 from decode_node.metrics import Metrics
 from decode_node.pools import Pools, SlotCounts
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.request_life import Lifecycle
+from decode_node.request_life import RequestLife
 from decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits, plan_step
 from service.engine_messages import Generate
 from service.settings import HisparsePolicy
@@ -62,14 +62,14 @@ class Node:
     """The parts of a turn that look at requests, without the model."""
 
     def __init__(self) -> None:
-        self.rooms = Rooms(Pools(LIMITS.totals, LIMITS.page_size), 60.0)
+        self.rooms = LiveRequests(Pools(LIMITS.totals, LIMITS.page_size), 60.0)
         self.peers = FakePeers()
         self.sent: list[Any] = []
-        self.lifecycle = Lifecycle(
+        self.lifecycle = RequestLife(
             limits=LIMITS,
             policy=HisparsePolicy.ALWAYS,
             room_timeout_secs=300.0,
-            rooms=self.rooms,
+            requests=self.rooms,
             hot_buffers=cast(HotBuffers, None),
             peers=cast(PrefillPeers, self.peers),
             metrics=Metrics(),

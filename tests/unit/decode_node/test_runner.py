@@ -81,9 +81,11 @@ def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> It
 def finish(harness: EngineHarness, answers: list[Answer], double: PrefillDouble) -> None:
     harness.turn_until(lambda: all(answer.is_over for answer in answers), double)
     assert [answer.failure for answer in answers] == [None] * len(answers)
-    assert harness.engine.rooms.pools.free == harness.engine.rooms.pools.totals
+    assert harness.engine.requests.pools.free == harness.engine.requests.pools.totals
 
 
+@pytest.mark.I3
+@pytest.mark.I5
 @pytest.mark.parametrize("flag", list(HisparseFlag))
 def test_tokens_equal_the_oracle_when_steps_overlap(
     expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, flag: HisparseFlag
@@ -108,13 +110,14 @@ def test_a_dense_request_never_gets_a_page_past_its_last_token(
     """Its life fills its pages exactly: while its last token is in flight there is no next one to place."""
     prompt, num_new = PROMPTS[1], 2  # 63 + 2 - 1 tokens of KV
     growths: list[int] = []
-    monkeypatch.setattr(node.engine.rooms, "grow", lambda growth: growths.append(growth.num_slots))
+    monkeypatch.setattr(node.engine.requests, "grow", lambda growth: growths.append(growth.num_slots))
     answer = node.generate(double, prompt, num_new, HisparseFlag.FALSE)
     finish(node, [answer], double)
     assert answer.token_ids == expected[prompt][:num_new]
     assert growths == []
 
 
+@pytest.mark.I6
 def test_the_context_can_be_filled_when_steps_overlap(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """To its last page exactly: there is no table entry for one more."""
     prompt, num_new = PROMPTS[8], 57
@@ -129,6 +132,8 @@ def test_the_context_can_be_filled_when_steps_overlap(checkpoint: Checkpoint, tm
     assert [len(answer.token_ids) for answer in answers] == [num_new] * len(answers)
 
 
+@pytest.mark.I1
+@pytest.mark.I2
 def test_a_stop_token_ends_a_request_that_is_in_the_next_step_already(
     expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
 ) -> None:
@@ -144,6 +149,7 @@ def test_a_stop_token_ends_a_request_that_is_in_the_next_step_already(
     assert beside.token_ids == expected[PROMPTS[3]]
 
 
+@pytest.mark.I5
 def test_drawn_and_logged_requests_overlap_their_steps_as_greedy_ones_do(
     expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
 ) -> None:
@@ -202,6 +208,8 @@ def num_aborted(node: EngineHarness, double: PrefillDouble) -> float:
     return node.stats.counters["aborted_requests_total"]
 
 
+@pytest.mark.I1
+@pytest.mark.I2
 @pytest.mark.parametrize("has_finished", [False, True])
 def test_an_abort_between_steps_leaves_the_others_and_the_pools_whole(
     expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, has_finished: bool
@@ -240,7 +248,7 @@ def test_a_row_that_is_being_filled_is_in_no_step_and_is_waited_for_before_it_is
     staying = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
     leaving = node.generate(double, PROMPTS[9], NUM_NEW, HisparseFlag.TRUE)
     node.turn_until(lambda: len(staying.token_ids) > 3 and len(leaving.token_ids) > 3, double)
-    requests = node.engine.rooms.select(RequestState.RUNNING)
+    requests = node.engine.requests.select(RequestState.RUNNING)
     fillings = {request.room: Filling() for request in requests}
     node.engine._settle()
     for request in requests:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from decode_node.live_requests import Landing, Rooms
+from decode_node.live_requests import Landing, LiveRequests
 from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
@@ -33,7 +33,7 @@ class Node:
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.limits = limits
-        self.rooms = Rooms(Pools(limits.totals, limits.page_size), 1.0)
+        self.rooms = LiveRequests(Pools(limits.totals, limits.page_size), 1.0)
         self.num_requests = 0
 
     def arrive(self, flag: HisparseFlag, num_prompt_tokens: int, max_new_tokens: int = 1) -> Request:
@@ -80,6 +80,7 @@ class Node:
         request.output_token_ids.extend([0] * num_tokens)
 
 
+@pytest.mark.I6
 @pytest.mark.parametrize(
     ("flag", "num_prompt_tokens", "mode", "need"),
     [
@@ -163,6 +164,7 @@ def _lose(node: Node, flag: HisparseFlag, num_prompt_tokens: int) -> Request:
     return lost
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(("flag", "num_lost", "num_large"), [(TRUE, 150, 300), (FALSE, 100, 60)])
 def test_slots_that_may_never_be_free_again_hold_up_only_who_needs_them(
     flag: HisparseFlag, num_lost: int, num_large: int
@@ -184,6 +186,7 @@ def test_slots_that_may_never_be_free_again_hold_up_only_who_needs_them(
     assert late.state is RequestState.RUNNING
 
 
+@pytest.mark.I7
 def test_who_fits_beside_stuck_slots_is_not_overtaken() -> None:
     node = Node()
     _lose(node, TRUE, 150)
@@ -302,6 +305,7 @@ def test_chats_without_max_tokens_share_a_node_of_the_default_size() -> None:
     assert sum(chat.state is RequestState.RUNNING for chat in chats) == 20
 
 
+@pytest.mark.I7
 def test_who_cannot_get_slots_sits_out_and_keeps_what_it_has_until_others_end() -> None:
     node = Node(replace(STEP_BY_STEP, totals=replace(LIMITS.totals, host=176)))
     older, younger = node.arrive(TRUE, 20, max_new_tokens=101), node.arrive(TRUE, 20, max_new_tokens=101)
@@ -336,6 +340,7 @@ def test_two_lives_that_are_the_whole_pool_each_run_one_after_the_other() -> Non
     assert second.state is RequestState.RUNNING
 
 
+@pytest.mark.I7
 def test_nobody_counts_on_slots_of_kv_that_is_on_its_way() -> None:
     """100 slots of the host are in the zone of a room whose prefill node may vanish, and for good."""
     node = Node(STEP_BY_STEP)
@@ -369,6 +374,7 @@ def test_a_dense_request_without_a_page_goes_on_as_hisparse() -> None:
     assert late.state is RequestState.RUNNING
 
 
+@pytest.mark.I1
 def test_where_a_repeated_batch_may_land_pages_are_not_given_up_and_who_must_grow_waits() -> None:
     node = Node(replace(STEP_BY_STEP, totals=replace(LIMITS.totals, device=96)))
     node.arrive(FALSE, 47, max_new_tokens=2)

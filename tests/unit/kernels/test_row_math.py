@@ -35,6 +35,7 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.I5
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
 def test_a_row_is_the_same_alone_and_among_others(case: str) -> None:

@@ -20,6 +20,7 @@ def by_definition(row: list[float], top_k: int) -> list[int]:
     return sorted(range(len(row)), key=lambda position: -row[position])[:top_k]
 
 
+@pytest.mark.I5
 @given(st.lists(SCORES, min_size=1, max_size=40), st.data())
 @settings(max_examples=60, deadline=None)
 def test_every_selection_has_the_one_rule(row: list[float], data: st.DataObject) -> None:

@@ -102,6 +102,7 @@ class Buffer:
         return result
 
 
+@pytest.mark.I6
 def test_short_request_is_identity_and_never_misses() -> None:
     buffer = Buffer()
     assert buffer.start(3, []) == 3
@@ -122,6 +123,7 @@ def test_short_request_without_preload_misses_to_its_own_entries() -> None:
     assert torch.equal(buffer.k_dev[0, HOT_SLOTS[2]], buffer.k_host[0, HOST_SLOTS[2]])
 
 
+@pytest.mark.I3
 def test_newest_takes_the_last_entry_and_is_never_copied_from_host() -> None:
     buffer = Buffer()
     buffer.start(10, [7, 3, 7, -1, 1, 9])
@@ -136,6 +138,7 @@ def test_newest_takes_the_last_entry_and_is_never_copied_from_host() -> None:
     assert buffer.counters() == [3, 1, 2]
 
 
+@pytest.mark.I3
 def test_least_recently_used_goes_first_and_used_entries_stay() -> None:
     buffer = Buffer()
     buffer.start(10, [0, 1, 2])
@@ -279,6 +282,7 @@ def test_bad_positions_and_missing_host_slots_are_flagged() -> None:
     assert buffer.counters() == [0, 2, 1]
 
 
+@pytest.mark.I4
 def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step() -> None:
     """It could not be backed up. With the page that it lacked it goes on as if nothing had been."""
     buffer = Buffer()
@@ -315,6 +319,7 @@ def test_a_started_row_has_all_its_tables() -> None:
         buffer.start(21, [])
 
 
+@pytest.mark.I3
 def test_a_host_page_in_two_rows_is_seen() -> None:
     buffer = Buffer()
     buffer.state.assign_row(2, torch.tensor([20, 21]), torch.tensor([8, 6]))
@@ -322,6 +327,7 @@ def test_a_host_page_in_two_rows_is_seen() -> None:
         buffer.state.check_consistency()
 
 
+@pytest.mark.I3
 def test_shared_layer_replays_the_miss_plan() -> None:
     buffer = Buffer()
     slots = buffer.swap_in(11, [4, 8, -1, -1])
@@ -334,6 +340,7 @@ def test_shared_layer_replays_the_miss_plan() -> None:
     assert buffer.k_dev[1].any(dim=1).sum() == 2
 
 
+@pytest.mark.I4
 def test_backup_writes_newest_items_of_hisparse_rows_only() -> None:
     buffer = Buffer()
     buffer.state.assign_dense_row(0, torch.tensor([5, 3]))
@@ -399,6 +406,7 @@ def test_strided_pools_are_as_good_as_contiguous_ones(
         assert (everything[~is_item] == 0xA5).all(), "bytes between the items changed"
 
 
+@pytest.mark.I3
 def test_dense_rows_go_through_the_page_table() -> None:
     buffer = Buffer()
     buffer.state.assign_dense_row(0, torch.tensor([5, 3]))
@@ -436,6 +444,7 @@ def test_padding_and_empty_batches_touch_nothing() -> None:
     assert torch.equal(buffer.state.hot_to_host, before)
 
 
+@pytest.mark.I2
 def test_reset_row_forgets_everything() -> None:
     buffer = Buffer()
     empty = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, NUM_HOST_SLOTS)
@@ -533,6 +542,7 @@ def test_other_devices_are_refused_by_name() -> None:
         newest_slots(requests, requests, requests, state)
 
 
+@pytest.mark.I6
 def test_attention_matches_float64_and_ignores_poison(generator: torch.Generator) -> None:
     num_tokens, num_heads, item_dim, rank, top_k = 700, 3, 12, 8, 40
     q = torch.randn((num_tokens, num_heads, item_dim), generator=generator)
@@ -566,6 +576,8 @@ def test_attention_of_nothing() -> None:
     assert not sparse_mla_attention(torch.ones(2, 2, 6), torch.zeros(3, 6), none, 4, 1.0).any()
 
 
+@pytest.mark.I5
+@pytest.mark.I6
 @pytest.mark.parametrize("seq_len", [1, 15, 16, 17, 400])
 def test_index_topk_matches_a_plain_loop(seq_len: int, generator: torch.Generator) -> None:
     num_heads, head_dim, top_k = 4, 16, 16
@@ -589,6 +601,7 @@ def test_index_topk_matches_a_plain_loop(seq_len: int, generator: torch.Generato
         assert row[len(best) :] == [-1] * (top_k - len(best))
 
 
+@pytest.mark.I6
 def test_gather_pages_reads_a_partial_last_page() -> None:
     pool = torch.arange(24).view(12, 2)
     keys = gather_pages(pool, torch.tensor([2, 0, 1]), 4, 6)

@@ -129,6 +129,7 @@ def test_tokens_equal_transformers_one_by_one(
         assert runner.generate([prompt], chunk=2048)[0] == tokens
 
 
+@pytest.mark.I5
 @pytest.mark.parametrize("chunk", [1000, 129])
 def test_tokens_equal_transformers_in_a_batch_of_chunks(
     runner: Runner, prompts: list[Tokens], expected: list[Tokens], chunk: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32TopkRouter
@@ -32,6 +33,7 @@ def test_chooses_and_weighs_as_transformers_does() -> None:
         torch.testing.assert_close(by_expert, torch.zeros(50, sizes[0]).scatter(1, their_ids, their_weights))
 
 
+@pytest.mark.I5
 @torch.inference_mode()
 def test_of_equal_scores_the_lowest_experts_and_groups() -> None:
     for num_tokens in (1, 3, 40):

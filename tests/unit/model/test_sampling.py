@@ -62,6 +62,7 @@ def test_draws_follow_the_distribution(settings: dict[str, float], expected: lis
         assert abs(counts[token_id] / num_draws - share) <= 4.5 * deviation
 
 
+@pytest.mark.I5
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(seed=st.integers(-(2**63), 2**63 - 1), index=st.integers(0, 10_000), temperature=st.floats(0.01, 2))
 def test_seeded_draw_ignores_batch_neighbours(seed: int, index: int, temperature: float) -> None:
@@ -92,6 +93,7 @@ def test_tiny_temperature_is_greedy_and_finite() -> None:
     assert one(logits, params(temperature=1e-6, seed=0)) == 1
 
 
+@pytest.mark.I5
 def test_min_new_tokens_masks_what_would_end_the_request() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 9.0, 8.0, 7.0])
     greedy = {"temperature": 0.0, "min_new_tokens": 2, "stop_token_ids": (4, -1, 99)}

@@ -11,13 +11,15 @@ from prefill_node.kv_pool import PagePool
 from prefill_node.prefix_cache import PrefixCache
 from prefill_node.push import MAX_PENDING_SHARE, Pusher, SourceRegions
 from prefill_node.registrations import Peer
-from prefill_node.room_life import Lifecycle, RequestLimits
+from prefill_node.room_life import RequestLimits, RoomLife
 from prefill_node.scheduler import StepLimits
 from protocol.messages import AbortRoom, Bootstrap, Extent, RegionKind, Room
 from service.engine_messages import Generate, GenerateGroup, pack_token_ids
 from transfer.plan import SLICE_BYTES, RegionView
 from transfer.send_queue import Completion, Outcome, SendQueue
 from vocabulary import SamplingParams
+
+pytestmark = [pytest.mark.I1, pytest.mark.I8]
 
 PAGE_SIZE, NUM_PAGES = 16, 256
 NUM_SLOTS = PAGE_SIZE * NUM_PAGES
@@ -74,7 +76,7 @@ class Node:
             for name, shift in (("a", 51), ("b", 52))
         ]
         pool = PagePool(NUM_PAGES, PAGE_SIZE)
-        self.life = Lifecycle(
+        self.life = RoomLife(
             pool=pool,
             cache=PrefixCache(pool),
             pusher=Pusher(

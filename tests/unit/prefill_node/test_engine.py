@@ -85,6 +85,7 @@ def room() -> int:
 # --- delivery -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.I6
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 48, 49, 100])
 def test_delivers_prompts_of_every_shape(
     engine: EngineThread, peer: DecodePeer, room: int, num_tokens: int
@@ -129,6 +130,7 @@ def test_either_half_may_come_first(engine: EngineThread, peer: DecodePeer, room
     peer.assert_holds(bootstrap)
 
 
+@pytest.mark.I5
 def test_a_cached_prefix_is_sent_but_not_computed_again(engine: EngineThread, peer: DecodePeer) -> None:
     tokens = prompt(4, 100)
     first, second, longer, exact = (next(_rooms) for _ in range(4))
@@ -211,6 +213,7 @@ class Gate:
             assert self.opened.wait(10)
 
 
+@pytest.mark.I7
 def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, room: int) -> None:
     gate = Gate(engine, chunk_start=48)
     counters = engine.engine._life.counters
@@ -248,6 +251,7 @@ def test_the_front_aborts_midway(engine: EngineThread, peer: DecodePeer, room: i
     engine.send(Abort(request_id))  # unknown by now: ignored
 
 
+@pytest.mark.I7
 def test_a_forward_that_fails_ends_its_batch_only(engine: EngineThread, peer: DecodePeer) -> None:
     tokens = prompt(10, 20)
     doomed, spared = next(_rooms), next(_rooms)
@@ -266,6 +270,8 @@ def test_a_forward_that_fails_ends_its_batch_only(engine: EngineThread, peer: De
     assert done.num_cached_tokens == 0, "pages of a failed forward must not be cached"
 
 
+@pytest.mark.I1
+@pytest.mark.I7
 def test_pages_stay_until_a_stuck_write_returns(
     engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +298,7 @@ def test_pages_stay_until_a_stuck_write_returns(
     assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
 
 
+@pytest.mark.I1
 def test_a_failed_batch_is_reported_as_such(engine: EngineThread, peer: DecodePeer, room: int) -> None:
     peer.register(session="127.0.0.1:9")  # nobody listens there
     peer.bootstrap(room, 40)
@@ -308,6 +315,7 @@ def test_a_failed_batch_is_reported_as_such(engine: EngineThread, peer: DecodePe
     deliver(engine, peer, next(_rooms), prompt(12, 40))
 
 
+@pytest.mark.I1
 @pytest.mark.parametrize("failing", ["keys and values", "aux record"])
 def test_after_a_repeated_batch_the_source_stands_for_a_while(
     engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch, failing: str
@@ -379,6 +387,7 @@ def test_a_prompt_that_can_never_run_is_refused_at_once(
     assert error in told.error
 
 
+@pytest.mark.I6
 def test_a_prompt_may_fill_the_context(
     engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,6 +412,7 @@ def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: i
     assert "served before" in engine.expect(RequestFailed).error
 
 
+@pytest.mark.I7
 def test_the_rooms_of_a_group_share_one_prompt(engine: EngineThread, peer: DecodePeer) -> None:
     rooms = [next(_rooms) for _ in range(3)]
     tokens = prompt(3, 40)
@@ -421,6 +431,7 @@ def test_the_rooms_of_a_group_share_one_prompt(engine: EngineThread, peer: Decod
         engine.expect(PrefillFinished)
 
 
+@pytest.mark.I7
 def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def test_every_state_is_left_by_its_own_operation_only() -> None:
     assert pool.num_free == 4
 
 
+@pytest.mark.I2
 def test_refuses_what_is_freed_twice_or_foreign() -> None:
     pool = PagePool(num_pages=4, page_size=4)
     owned = pool.allocate(2)

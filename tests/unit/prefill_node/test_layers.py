@@ -94,6 +94,7 @@ def covered(submissions: Sequence[Submission]) -> dict[tuple[int, int], list[int
     return layers
 
 
+@pytest.mark.I1
 def test_no_layer_leaves_before_it_is_written(
     engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +221,7 @@ class StuckTransport:
         self._write(*args, **options)
 
 
+@pytest.mark.I1
 def test_a_forward_that_raises_midway_keeps_its_pages_until_its_layers_are_back(
     engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +251,7 @@ def test_a_forward_that_raises_midway_keeps_its_pages_until_its_layers_are_back(
     assert done.num_cached_tokens == 0, "pages of a failed forward must not be cached"
 
 
+@pytest.mark.I1
 def test_an_abort_between_layers_is_quiet_when_all_that_left_is_back(
     engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from prefill_node.kv_pool import PageState
-from prefill_node.registrations import PeerTable
+from prefill_node.registrations import Registrations
 from protocol.access import PeerList
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -161,6 +161,8 @@ def test_a_session_that_is_no_address_is_refused(
     assert "HOST:PORT" in refused.error
 
 
+@pytest.mark.I1
+@pytest.mark.I7
 @pytest.mark.parametrize(
     ("session", "is_listed"),
     [
@@ -172,7 +174,7 @@ def test_a_session_that_is_no_address_is_refused(
 )
 def test_kv_goes_to_sessions_of_the_list_only(peer: DecodePeer, session: str, is_listed: bool) -> None:
     allowed = PeerList.parse(["10.0.0.0/24", "2001:db8::/32"])
-    table = PeerTable(peer.geometry, peer.layout.slot_bytes, "tcp", allowed)
+    table = Registrations(peer.geometry, peer.layout.slot_bytes, "tcp", allowed)
     error = table.why_refused(peer.registration(session=session))
     assert (error is None) == is_listed
     if error is not None:
@@ -258,6 +260,7 @@ def test_malformed_messages_are_dropped_and_counted(engine: EngineThread, peer: 
     assert counters['control_messages_dropped_total{reason="malformed"}'] == before + 7
 
 
+@pytest.mark.I7
 def test_a_second_bootstrap_is_dropped_and_the_first_stands(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register()
     before = engine.num_dropped("duplicate")
@@ -309,6 +312,7 @@ def test_a_room_that_the_decode_node_gave_up_is_not_this_nodes_failure(
     assert (failed.request_id, failed.code) == (request_id, DECODE_NODE_FAILED)
 
 
+@pytest.mark.I7
 def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register()
     room = next(_rooms)
@@ -323,6 +327,7 @@ def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: D
     assert peer.expect(RoomDone).room == room
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(
     ("landing", "error"),
     [
@@ -396,6 +401,7 @@ def test_a_restarted_peer_loses_its_rooms(engine: EngineThread, peer: DecodePeer
     assert "restarted" in failed.error
 
 
+@pytest.mark.I7
 def test_rooms_without_their_other_half_and_silent_peers_end(
     tiny: Path, tmp_path: Path, engine: EngineThread, peer: DecodePeer
 ) -> None:
@@ -430,6 +436,7 @@ def test_rooms_without_their_other_half_and_silent_peers_end(
         other.expect(Registered)
 
 
+@pytest.mark.I7
 def test_a_decode_node_that_is_busy_keeps_its_rooms(tiny: Path, tmp_path: Path, peer: DecodePeer) -> None:
     """It sends nothing for long, but its transport answers; once that is gone, its rooms end."""
     impatience = {"heartbeat_interval_secs": 0.1, "heartbeat_max_failures": 5}
@@ -461,6 +468,7 @@ def test_a_decode_node_that_is_busy_keeps_its_rooms(tiny: Path, tmp_path: Path, 
         assert "silent for more than 0.5 s" in failed.error
 
 
+@pytest.mark.I7
 def test_a_session_with_other_memory_is_another_process(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register()
     room = next(_rooms)

@@ -142,6 +142,7 @@ def layers_of(tags: Sequence[str]) -> list[str]:
     return [tag.partition(" of layers ")[2] for tag in tags]
 
 
+@pytest.mark.I1
 @pytest.mark.parametrize(
     ("layers_per_batch", "layers"),
     [
@@ -204,6 +205,8 @@ def test_a_chunk_is_planned_once(monkeypatch: pytest.MonkeyPatch, layers_per_bat
     assert num_plans == 2, "KV and indexer keys, each once"
 
 
+@pytest.mark.I1
+@pytest.mark.I8
 def test_layers_wait_for_a_slow_transport_and_then_leave_together() -> None:
     world = World()
     pushes = [world.pusher.plan(world.record, 0, 12)]
@@ -237,6 +240,8 @@ def test_short_chunks_wait_until_a_batch_is_worth_it(num_tokens: int, layers: li
     world.assert_landed(push)
 
 
+@pytest.mark.I1
+@pytest.mark.I8
 def test_what_is_under_way_is_bounded_when_nothing_is_ever_written() -> None:
     world = World()
     submit = world.sender.submit
@@ -274,6 +279,7 @@ def test_positions_known_already_leave_in_one_batch() -> None:
     assert len(world.sender.batches) == 1
 
 
+@pytest.mark.I1
 def test_layers_out_of_order_are_refused_before_anything_wrong_leaves() -> None:
     world = World()
     pushes = [world.pusher.plan(world.record, 0, 12)]

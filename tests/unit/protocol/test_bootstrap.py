@@ -34,6 +34,8 @@ from tests.unit.api.scripted_engine import deliver
 from tests.unit.api.test_front import Node, serving
 from tests.unit.protocol.test_messages import GEOMETRY
 
+pytestmark = [pytest.mark.I1, pytest.mark.I7]
+
 CLIENT = httpx.Client(trust_env=False, verify=False)
 """One for all: reading the system's certificates takes longer than a test."""
 

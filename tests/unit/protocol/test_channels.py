@@ -86,6 +86,7 @@ def test_a_message_and_its_answer(make_server: Make, make_client: MakeClient) ->
     assert receive_answer(client) == HeartbeatAck(1, "inst")
 
 
+@pytest.mark.I7
 def test_malformed_frames_are_counted_and_the_next_message_arrives(
     make_server: Make, make_client: MakeClient
 ) -> None:
@@ -105,6 +106,7 @@ def test_malformed_frames_are_counted_and_the_next_message_arrives(
     assert server.dropped["malformed"] == 3
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(
     "hostile",
     [
@@ -152,6 +154,7 @@ def test_an_address_that_is_none_is_an_error_of_its_own(endpoint: str) -> None:
     assert repr(endpoint) in str(caught.value)
 
 
+@pytest.mark.I7
 def test_an_oversized_frame_costs_only_its_sender_the_connection(
     make_server: Make, make_client: MakeClient
 ) -> None:
@@ -201,6 +204,8 @@ def _until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.I1
+@pytest.mark.I7
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_with_a_list_only_its_addresses_get_through(
     make_server: Make, make_client: MakeClient, with_keys: bool, caplog: pytest.LogCaptureFixture
@@ -298,6 +303,7 @@ _BIG = Bootstrap(1, 1, tuple(Extent(2**40 + i, 2**40) for i in range(50_000)), (
 _SAMPLES = tuple(Generate(f"r{i}", i, 3, SamplingParams(1), "127.0.0.1", 1) for i in range(100))
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(("message", "most"), [(Heartbeat(1), 256), (_BIG, 5)], ids=["small", "large"])
 def test_a_server_takes_in_a_burst_between_two_turns(
     make_server: Make, monkeypatch: pytest.MonkeyPatch, message: ToPrefill, most: int
@@ -319,6 +325,7 @@ def test_a_client_takes_in_a_burst_between_two_turns(
         assert len(list(client.receive())) == endless.num_received == 256
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(
     ("message", "most"),
     [
@@ -339,6 +346,7 @@ def test_an_engine_takes_in_a_burst_of_its_fronts_messages_between_two_turns(
     engine.close()
 
 
+@pytest.mark.I7
 def test_a_slow_front_neither_blocks_its_engine_nor_loses_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_golden_bytes_to_prefill(message: messages.ToPrefill, golden: str) -> No
     assert messages.to_prefill_decoder.decode(bytes.fromhex(golden)) == message
 
 
+@pytest.mark.I1
 @pytest.mark.parametrize(("message", "golden"), TO_DECODE, ids=lambda value: type(value).__name__)
 def test_golden_bytes_to_decode(message: messages.ToDecode, golden: str) -> None:
     assert messages.encoder.encode(message).hex() == golden

@@ -537,6 +537,8 @@ async def test_a_silent_node_is_a_gateway_timeout() -> None:
 # --- faults of this machine --------------------------------------------------------------------------
 
 
+@pytest.mark.I7
+@pytest.mark.I8
 @pytest.mark.parametrize(
     ("number", "named"),
     [
@@ -632,6 +634,7 @@ async def cuts_off(node: FakeNode, send: Send) -> None:
 BROKEN_TRANSFER = b'{"error": {"message": "the write failed", "type": "server_error", "code": null}}'
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(
     "fails",
     [cuts_off, says(BROKEN_TRANSFER, 502), says(b"shutting down", 503), says(b"full", 429)],
@@ -729,6 +732,7 @@ async def test_without_another_decode_node_the_one_that_is_not_ready_says_so() -
         assert (response.status_code, response.content) == (503, BROKEN_TRANSFER)
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(("max_retries", "num_asked"), [(0, 1), (1, 2), (2, 3)])
 async def test_retries_are_bounded(max_retries: int, num_asked: int) -> None:
     async with cluster([says(BROKEN_TRANSFER, 502)] * 4, never, max_retries=max_retries) as pair:
@@ -737,6 +741,7 @@ async def test_retries_are_bounded(max_retries: int, num_asked: int) -> None:
         assert [len(node.requests) for node in pair.prefill] == [1] * num_asked + [0] * (4 - num_asked)
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(("prefill", "decode"), [(429, None), (None, 429)], ids=["prefill", "decode"])
 async def test_where_all_queues_are_full_the_client_hears_it(prefill: int | None, decode: int | None) -> None:
     full = json.dumps({"error": {"message": "64 requests wait"}}).encode()
@@ -769,6 +774,7 @@ async def test_a_retry_needs_another_healthy_prefill_node() -> None:
         assert not pair.prefill[1].requests
 
 
+@pytest.mark.I7
 async def test_nothing_is_retried_once_the_client_has_a_byte() -> None:
     async def breaks_off(node: FakeNode, send: Send) -> None:
         await start(send)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.types import Send
 
-from decode_node.live_requests import Rooms
+from decode_node.live_requests import LiveRequests
 from decode_node.metrics import Metrics
 from decode_node.pools import Pools, SlotCounts
 from router import status
@@ -57,7 +57,7 @@ def _decode_metrics() -> bytes:
     metrics.add("kv_transfer_seconds_total", 0.5)
     metrics.add("prompt_tokens_total", 300)
     metrics.add("cached_tokens_total", 64)
-    rooms = Rooms(Pools(SlotCounts(host=1000, device=640, index=1280, aux=4, req_row=4), 16), 1.0)
+    rooms = LiveRequests(Pools(SlotCounts(host=1000, device=640, index=1280, aux=4, req_row=4), 16), 1.0)
     return _render(
         metrics.stats(
             rooms,

@@ -24,7 +24,7 @@ from service import connections, descriptors
 from service.connections import BODY_WINDOW_BYTES, BODY_WINDOW_SECS, HEAD_SECS, UNREAD_SECS, Connections
 from service.listening import HttpServer, Listener
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.I7, pytest.mark.I8]
 
 WAIT_SECS = 10.0
 LIMIT = 6

@@ -55,6 +55,7 @@ def test_slots_are_whole_cache_lines_and_the_rest_is_left_alone() -> None:
     assert (packed()[LAYOUT.record_bytes :] == 0xAB).all()
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize("offset", [*range(LAYOUT.record_bytes)])
 def test_one_flipped_bit_anywhere_is_found(offset: int) -> None:
     slot = packed()

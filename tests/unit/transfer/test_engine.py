@@ -153,6 +153,7 @@ def test_a_source_across_two_registered_pieces_is_refused(engine: TransferEngine
         engine.unregister(high)
 
 
+@pytest.mark.I1
 def test_a_destination_outside_the_peers_memory_fails_and_the_session_lives(
     engine: TransferEngine, peer: Peer, source: torch.Tensor
 ) -> None:
@@ -369,6 +370,7 @@ def test_mooncake_is_held_to_the_transport_by_its_environment(
     assert "MC_FORCE_HCA" not in os.environ
 
 
+@pytest.mark.I1
 def test_the_tcp_protocol_without_acknowledgements_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_PROTO", "1")
     with pytest.raises(TransferSetupError, match="MC_TCP_PROTO"):

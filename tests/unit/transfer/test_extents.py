@@ -71,6 +71,7 @@ def test_a_slice_outside_the_extents_is_refused(start: int, stop: int) -> None:
         slice_extents((Extent(10, 3), Extent(0, 2)), start, stop)
 
 
+@pytest.mark.I6
 @pytest.mark.parametrize(
     ("start", "stop", "slots"),
     [

@@ -11,6 +11,8 @@ from protocol.access import MAX_NETWORKS, PeerList
 from transfer.engine import TransferSetupError
 from transfer.listeners import guarded_listeners, reachable_from
 
+pytestmark = [pytest.mark.I1, pytest.mark.I7]
+
 ELSEWHERE = "192.0.2.1"
 
 

@@ -200,6 +200,8 @@ def test_slices_are_the_writes_in_order_and_none_is_long(data: st.DataObject) ->
     assert writes.num_bytes == sum(piece.num_bytes for piece in slices)
 
 
+@pytest.mark.I1
+@pytest.mark.I8
 def test_of_a_long_prompt_only_one_slice_is_planned_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """5 GB in the worst case for planning, rows that lie apart: the addresses of all would be 150 MB."""
     num_tokens, num_layers, item_bytes = 104_000, 61, 656

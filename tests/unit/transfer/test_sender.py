@@ -150,6 +150,7 @@ def test_rooms_of_a_peer_take_turns(sender: Sender, writer: ScriptedWriter) -> N
     assert [addr for _, addr in writer.written] == [1, 10, 11, 2, 3, 4]
 
 
+@pytest.mark.I1
 def test_a_slice_is_written_again_and_not_the_batch(sender: Sender, writer: ScriptedWriter) -> None:
     writer.flaky.add(2)
     sender.submit(PEER, long_batch(1, 1, 2, 3))
@@ -180,6 +181,7 @@ def test_an_abort_waits_for_one_slice_at_most(sender: Sender, writer: ScriptedWr
     assert writer.written == [(PEER, 1)]
 
 
+@pytest.mark.I7
 def test_a_stuck_peer_does_not_delay_another(sender: Sender, writer: ScriptedWriter) -> None:
     gate = writer.block(PEER)
     sender.submit(PEER, batch(1, 1))
@@ -193,6 +195,7 @@ def test_a_stuck_peer_does_not_delay_another(sender: Sender, writer: ScriptedWri
     assert not sender.in_flight(Room(1))
 
 
+@pytest.mark.I1
 def test_after_a_failed_batch_nothing_of_the_room_is_sent(sender: Sender, writer: ScriptedWriter) -> None:
     writer.bad.add(2)
     gate = writer.block(PEER)
@@ -213,6 +216,7 @@ def test_after_a_failed_batch_nothing_of_the_room_is_sent(sender: Sender, writer
     assert (failed.num_bytes, behind.num_bytes) == (0, 0)
 
 
+@pytest.mark.I1
 def test_a_batch_that_fails_once_is_written_again_before_those_behind_it(
     sender: Sender, writer: ScriptedWriter
 ) -> None:
@@ -229,6 +233,7 @@ def test_a_batch_that_fails_once_is_written_again_before_those_behind_it(
     assert (behind.ok, behind.may_still_land, behind.num_retries) == (True, False, 0)
 
 
+@pytest.mark.I1
 @pytest.mark.parametrize("why", ["refused", "cancelled", "late"])
 def test_what_cannot_get_better_is_not_written_again(
     sender: Sender, writer: ScriptedWriter, why: str
@@ -249,6 +254,7 @@ def test_what_cannot_get_better_is_not_written_again(
     assert (writer.num_attempts[1], writer.written) == (1, [])
 
 
+@pytest.mark.I1
 def test_a_retry_that_is_called_off_may_still_land(sender: Sender, writer: ScriptedWriter) -> None:
     """Its own attempt ended between two parts, but the first one had failed."""
     writer.flaky.add(1)
@@ -325,6 +331,7 @@ def test_cancel_drops_what_waits_and_reports_what_flies(sender: Sender, writer: 
     assert writer.written == []
 
 
+@pytest.mark.I7
 def test_a_batch_whose_peer_was_busy_past_its_deadline_is_not_sent(
     sender: Sender, writer: ScriptedWriter
 ) -> None:
@@ -341,6 +348,7 @@ def test_a_batch_whose_peer_was_busy_past_its_deadline_is_not_sent(
     assert writer.written == [(PEER, 1)]
 
 
+@pytest.mark.I7
 def test_an_overdue_batch_is_reported_once_and_still_completes(
     sender: Sender, writer: ScriptedWriter
 ) -> None:

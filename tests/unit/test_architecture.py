@@ -1,0 +1,146 @@
+"""The rooms of the house and who may import whom: the rule of docs/architecture.md, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FLOORS = (
+    ("vocabulary",),
+    ("protocol", "kernels"),
+    ("transfer", "model"),
+    ("service", "checkpoints"),
+    ("api", "training"),
+    ("prefill_node", "decode_node", "router", "doctor"),
+    ("bench",),
+    ("hisparse_pd",),
+)
+"""From the ground up. A room imports rooms of the floors below its own, and none beside it."""
+
+OWNERS: dict[str, tuple[str, ...]] = {
+    "mooncake": ("transfer/engine.py", "doctor/checks.py"),
+    "cupy": ("kernels/",),
+    "cuda": ("kernels/",),
+    "triton": ("kernels/",),
+    "sgl_kernel": ("kernels/",),
+    "zmq": ("protocol/", "service/engine_sockets.py", "doctor/channel.py"),
+    "starlette": ("api/", "service/", "router/", "prefill_node/server.py", "decode_node/"),
+    "uvicorn": ("service/", "router/"),
+    "transformers": ("model/", "checkpoints/", "api/text_codec.py", "bench/"),
+    "torch": (
+        "kernels/",
+        "model/",
+        "checkpoints/",
+        "training/",
+        "prefill_node/",
+        "decode_node/",
+        "bench/",
+        "doctor/",
+    ),
+}
+"""The files that may import a library, late or at once."""
+
+PURE = (
+    *("decode_node/scheduler.py", "decode_node/reserve.py", "decode_node/pools.py"),
+    *("decode_node/live_requests.py", "decode_node/quarantine.py", "decode_node/request.py"),
+    *("decode_node/liveness.py", "prefill_node/scheduler.py", "prefill_node/rooms.py"),
+    *("prefill_node/kv_pool.py", "prefill_node/prefix_cache.py", "prefill_node/kept_sources.py"),
+    *("transfer/allocator.py", "transfer/plan.py", "transfer/send_queue.py"),
+)
+"""Schedulers, pools and plans: no tensors, no sockets, no HTTP."""
+
+ROOMS = {room for floor in FLOORS for room in floor}
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Module -> file, of everything but the tests."""
+    files = [ROOT / "vocabulary.py", ROOT / "hisparse_pd.py"]
+    for room in ROOMS:
+        files += (ROOT / room).rglob("*.py")
+    return {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in files
+        if file.exists()
+    }
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """What a module imports, at its top, in a function or for types only; full names."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(sources()[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in sources() else node.module for name in names}
+    return frozenset(found)
+
+
+def test_every_folder_with_code_is_a_room() -> None:
+    folders = {file.parent.name for file in ROOT.glob("*/*.py")} - {"tests", "deploy"}
+    assert folders <= ROOMS
+
+
+def test_no_import_runs_upward_or_sideways() -> None:
+    floor_of = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+    wrong = [
+        f"{module} imports {name}"
+        for module in sources()
+        for name in imports(module)
+        if (room := name.split(".")[0]) in ROOMS
+        and room != (own := module.split(".")[0])
+        and floor_of[room] >= floor_of[own]
+    ]
+    assert not wrong
+
+
+def test_no_circle() -> None:
+    graph = {module: {name for name in imports(module) if name in sources()} for module in sources()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        raise AssertionError(" imported by ".join(circle)) from None
+
+
+@pytest.mark.parametrize("library", OWNERS)
+def test_a_library_has_its_owners(library: str) -> None:
+    strangers = [
+        str(file.relative_to(ROOT))
+        for module, file in sources().items()
+        if any(name.split(".")[0] == library for name in imports(module))
+        and not str(file.relative_to(ROOT)).startswith(OWNERS[library])
+    ]
+    assert not strangers
+
+
+@pytest.mark.parametrize("path", PURE)
+def test_schedulers_pools_and_plans_are_pure(path: str) -> None:
+    module = path.removesuffix(".py").replace("/", ".")
+    assert not {name.split(".")[0] for name in imports(module)} & OWNERS.keys()
+
+
+def test_the_page_names_every_room_in_this_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = [line for line in page.splitlines() if line.startswith("| `")]
+    named = [re.findall(r"`(\w+)(?:/|\.py)?`", line.split("|")[1]) for line in table]
+    assert [set(rooms) for rooms in reversed(named)] == [set(floor) for floor in FLOORS]
+
+
+def test_the_walk_of_the_page_names_files_that_exist_and_goes_forward() -> None:
+    """Files in the order in which a request meets them, each once."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    walk = re.findall(r"^\d+\. .*?`([\w/]+\.py)`", page.split("## The way of one request")[1], re.MULTILINE)
+    assert len(walk) == len(set(walk)) > 20
+    assert [path for path in walk if not (ROOT / path).is_file()] == []
+    assert all(first != second for first, second in pairwise(walk))
