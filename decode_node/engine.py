@@ -172,6 +172,7 @@ class DecodeEngine:
             peers=self.peers,
             metrics=self._metrics,
             send=front.send,
+            wait_for_step=self._wait_for_step,
             stream_interval=settings.stream_interval,
         )
         front.send(EngineLoading("kernels and CUDA graphs"))
@@ -243,7 +244,6 @@ class DecodeEngine:
                     for sample in message.samples:
                         self.lifecycle.generate(sample, now)
                 case Abort():
-                    self._settle()  # what it ends may be in a step
                     self.lifecycle.abort(message.request_id, now, has_finished=message.has_finished)
                 case FlushCache():
                     pass  # There is no cache on this side.
@@ -318,11 +318,15 @@ class DecodeEngine:
             self._in_flight = None
             self._commit(previous)
 
+    def _wait_for_step(self) -> None:
+        """Until no step reads or writes what a request owns. Its tokens are committed later."""
+        if self._in_flight is not None:
+            self._in_flight.wait()
+
     def _commit(self, launched: Launched) -> None:
         """Hand out the tokens of a step, and end the requests for which they are the last.
 
-        The step after it may be in flight. A request that ends now is in that one for nothing, but its memory
-        cannot be given to others before that step is over.
+        The step after it may be in flight. A request that ends now is in that one for nothing.
         """
         for request in launched.batch:
             request.num_in_flight -= 1
@@ -331,21 +335,14 @@ class DecodeEngine:
         except torch.AcceleratorError:
             raise
         except Exception as error:
-            if self._in_flight is not None:
-                self._in_flight.wait()
             self._fail_step(launched.batch, error)
             return
         now = time.monotonic()
-        rows = zip(launched.batch, result.token_ids, result.logprobs, result.errors, strict=True)
-        if self._in_flight is not None and any(
-            wrong or self.lifecycle.is_last(request, token_id) for request, token_id, _, wrong in rows
-        ):
-            self._in_flight.wait()
         for request, token_id, logprob, wrong, counters in zip(
             launched.batch, result.token_ids, result.logprobs, result.errors, result.counters, strict=True
         ):
             if request.state is not RequestState.RUNNING:
-                continue  # it ended with the token before
+                continue  # it ended while the step ran
             request.row_counters = counters
             if wrong:
                 self.lifecycle.fail(request, 500, f"the hot buffer reported {wrong}", Landing.QUIET, now)

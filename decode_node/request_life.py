@@ -1,7 +1,8 @@
 """Moves requests through their states as things happen: front messages, peer events, deadlines, plans.
 
 Each handler does the three parts of a move together: the books (``LiveRequests``), the memory and tables
-(``hot_buffers``), and the word to whoever has to know (front, prefill node). Nothing here waits.
+(``hot_buffers``), and the word to whoever has to know (front, prefill node). Nothing here waits, but for the
+step that a request is in when it ends.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class RequestLife:
     peers: PrefillPeers
     metrics: Metrics
     send: Callable[[FromEngine], None]
+    wait_for_step: Callable[[], None]
+    """Until no step in flight reads or writes what a request owns."""
     contact_timeout_secs: float = CONTACT_TIMEOUT_SECS
     stream_interval: int = 1
     """Tokens in a message to the front; a request's first and last ones do not wait."""
@@ -320,7 +323,10 @@ class RequestLife:
             self.fail(request, 503, error, Landing.QUIET, now, PREFILL_NODE_FAILED)
 
     def _exchange(self, exchange: Exchange, now: float) -> None:
+        """Other device slots for a running request that is in no step."""
         request = exchange.request
+        if request.num_in_flight:
+            raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions
         self.requests.grow(request, exchange.need)
         if self._on_device(self.hot_buffers.retract, request, "retracted", now):
@@ -336,7 +342,7 @@ class RequestLife:
     ) -> bool:
         """Do to a running request's memory and tables what its move needs. False when it failed and ended.
 
-        The request must be in no step, for its slots are given up. A hint that does not fit, or no memory, is
+        A hint that does not fit, or no memory, is
         one request's affair; the others find those slots free, as their plan wants them.
         """
         try:
@@ -348,12 +354,6 @@ class RequestLife:
         return True
 
     # --- the ways out -----------------------------------------------------------------------------
-
-    def is_last(self, request: Request, token_id: int) -> bool:
-        """Whether ``request`` ends with ``token_id`` as its next output token."""
-        num_output = len(request.output_token_ids) + 1
-        eos_token_ids = self.hot_buffers.spec.eos_token_ids
-        return finish_reason(token_id, num_output, request.sampling, eos_token_ids)[0] is not None
 
     def emit(self, request: Request, token_id: int, logprob: TokenLogprob | None, now: float) -> None:
         """Give one more token to the client, and end the request when it is the last."""
@@ -400,6 +400,9 @@ class RequestLife:
         self.send(RequestFailed(request.request_id, status, error, code))
 
     def _end(self, request: Request, landing: Landing, now: float) -> None:
+        """The one way out of every state: of steps, of the tables, of the books."""
+        if request.num_in_flight:  # the step that it is in may not use slots of others (I1)
+            self.wait_for_step()
         if request.state is RequestState.RUNNING:
             self.hot_buffers.release(request)
         self.requests.end(request, landing, now)

@@ -72,6 +72,7 @@ class Node:
             requests=self.rooms,
             hot_buffers=cast(HotBuffers, None),
             peers=cast(PrefillPeers, self.peers),
+            wait_for_step=lambda: None,
             metrics=Metrics(),
             send=self.sent.append,
         )
