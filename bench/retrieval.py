@@ -24,7 +24,7 @@ from bench.facts import ROOT
 from training.evaluate import held_out
 from training.vocabulary import text_of
 
-RETRIEVAL_MODEL = ROOT / "model" / "retrieval"
+RETRIEVAL_MODEL = ROOT / "checkpoints" / "retrieval"
 LENGTHS = (512, 1024, 2048, 4096, 8000)
 NUM_DEPTHS = 5
 _ANSWER = re.compile(r" ?(\w+ \w+) is (\d+)\.")

@@ -87,7 +87,7 @@ def imports(module: str) -> frozenset[str]:
 
 
 def test_every_folder_with_code_is_a_room() -> None:
-    folders = {file.parent.name for file in ROOT.glob("*/*.py")} - {"tests", "deploy"}
+    folders = {file.parent.name for file in ROOT.glob("[!.]*/*.py")} - {"tests", "deploy"}
     assert folders <= ROOMS
 
 

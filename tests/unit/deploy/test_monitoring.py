@@ -21,7 +21,7 @@ from tests.monitoring_files import (
 
 PROMTOOL = shutil.which("promtool")
 CASES = Path(__file__).with_name("alert_cases.yml")
-OPERATIONS = MONITORING.parents[2] / "docs" / "operations.md"
+OPERATIONS = MONITORING.parents[1] / "docs" / "operations.md"
 ROLES = ("prefill", "decode", "router")
 WIDTH = 24
 """Columns of a Grafana dashboard."""
