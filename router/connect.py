@@ -1,25 +1,82 @@
-"""How the router connects to nodes: a connect that nobody waits for any more leaves no connection behind.
+"""How the router connects to nodes: a connection of its own for each request, closed by whatever ends it.
 
-The library's backend can be cancelled between a connection's making and its being handed over. Its socket
-then belongs to nobody and stays open until the process ends.
+The library's pool is made for requests that end by themselves. One that is cancelled, as those of clients that
+leave are, can lose its connection in it: between the connection's making and its being handed over, and again
+before its first byte. Such a socket belongs to nobody, and stays open until the process ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import ssl
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Any
 
 import httpcore
 import httpx
 
 _OPTIONS = tuple[int, int, int] | tuple[int, int, bytes | bytearray] | tuple[int, int, None, int]
 
+_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Never used: httpx would read all certificates of the system, for a tenth of a second, to ask for http."""
+_LIMITS = httpx.Limits(max_connections=1, max_keepalive_connections=0)
 
-class ClosingBackend(httpcore.AnyIOBackend):
-    """Connects to the end, within the timeout, whoever is cancelled, and then closes what nobody takes."""
+
+class OwnConnections(httpx.AsyncBaseTransport):
+    """For URLs without TLS. Connections end with their request, also with one that is cancelled."""
 
     def __init__(self) -> None:
-        self._abandoned: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        transport = httpx.AsyncHTTPTransport(verify=_NO_TLS, trust_env=False, limits=_LIMITS)
+        transport._pool._network_backend = _Backend(self)  # for which httpx has no argument
+        try:
+            response = await transport.handle_async_request(request)
+        except BaseException:
+            await self.end(transport.aclose())
+            raise
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _Stream(response.stream, transport, self)
+        return response
+
+    def end(self, ending: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        """Start what must not be left in the middle, whoever waits for it and is cancelled meanwhile."""
+        task = asyncio.create_task(ending)
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+        return asyncio.shield(task)
+
+
+class _Stream(httpx.AsyncByteStream):
+    """The body of an answer, whose end is its connection's."""
+
+    def __init__(
+        self, stream: httpx.AsyncByteStream, transport: httpx.AsyncHTTPTransport, owner: OwnConnections
+    ) -> None:
+        self._stream = stream
+        self._transport = transport
+        self._owner = owner
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._stream:
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._owner.end(self._close())
+
+    async def _close(self) -> None:
+        try:
+            await self._stream.aclose()
+        finally:
+            await self._transport.aclose()
+
+
+class _Backend(httpcore.AnyIOBackend):
+    """Connects to the end, within the timeout, and closes what nobody waits for any more."""
+
+    def __init__(self, owner: OwnConnections) -> None:
+        self._owner = owner
 
     async def connect_tcp(
         self,
@@ -35,9 +92,7 @@ class ClosingBackend(httpcore.AnyIOBackend):
         try:
             return await asyncio.shield(connecting)
         except asyncio.CancelledError:
-            closing = asyncio.create_task(_close(connecting))
-            self._abandoned.add(closing)
-            closing.add_done_callback(self._abandoned.discard)
+            self._owner.end(_close(connecting))
             raise
 
 
@@ -47,10 +102,3 @@ async def _close(connecting: asyncio.Future[httpcore.AsyncNetworkStream]) -> Non
     except (httpcore.NetworkError, httpcore.TimeoutException):
         return
     await stream.aclose()
-
-
-def transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
-    """httpx's own, for URLs without TLS, with that backend, for which httpx has no argument."""
-    made = httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
-    made._pool._network_backend = ClosingBackend()
-    return made

@@ -26,7 +26,7 @@ from api.keys import ApiKeys, RequireKey, load_api_keys
 from protocol.access import KeyFileError
 from protocol.decoding import TypedDecoder
 from router.body import Endpoint, RequestBody
-from router.connect import transport
+from router.connect import OwnConnections
 from router.drain import Drain, ShuttingDown
 from router.errors import NodeFailed, RouterError
 from router.health import LOADING, HealthWatch
@@ -140,7 +140,7 @@ class _Router:
         # A connection a leg: its close is the node's abort signal, and none goes stale when a node restarts.
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(settings.request_timeout_secs, connect=settings.connect_timeout_secs),
-            transport=transport(httpx.Limits(max_connections=None, max_keepalive_connections=0)),
+            transport=OwnConnections(),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             auth=_NodeKey.of(settings),
             trust_env=False,

@@ -1,46 +1,132 @@
-"""A connect whose caller is cancelled: the connection is closed as soon as it is made."""
+"""The router's connections to nodes: each ends with its request, wherever in it that is cancelled."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpcore
 import httpx
 import pytest
 
-from router.connect import ClosingBackend, transport
+from router.connect import OwnConnections
+
+WAIT_SECS = 60.0
+ANSWER = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\nmore\r\n"
 
 
-class Stream(httpcore.AsyncNetworkStream):
+class Node:
+    """Answers with the beginning of a stream, and knows which connections stand."""
+
     def __init__(self) -> None:
-        self.closed = asyncio.Event()
+        self.num_accepted = 0
+        self.open: set[asyncio.StreamWriter] = set()
+        self.all_closed = asyncio.Event()
 
-    async def aclose(self) -> None:
-        self.closed.set()
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_accepted += 1
+        self.open.add(writer)
+        self.all_closed.clear()
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(ANSWER)
+            await reader.read()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        writer.close()
+        self.open.discard(writer)
+        if not self.open:
+            self.all_closed.set()
 
 
-def test_a_connection_that_nobody_waits_for_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+@asynccontextmanager
+async def node_and_client() -> AsyncIterator[tuple[Node, httpx.AsyncClient, str]]:
+    node = Node()
+    server = await asyncio.start_server(node.serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    async with server, httpx.AsyncClient(transport=OwnConnections(), timeout=WAIT_SECS) as client:
+        yield node, client, url
+
+
+async def ask(client: httpx.AsyncClient, url: str) -> None:
+    async with client.stream("GET", url) as response:
+        async for _ in response.aiter_raw():
+            pass
+
+
+@pytest.mark.I8
+def test_no_connection_outlives_a_request_that_is_cancelled_at_any_moment() -> None:
+    """Also between a connection's making and its first byte, and again while it is being closed."""
+
     async def main() -> None:
-        begun, is_made = asyncio.Event(), asyncio.Event()
-        stream = Stream()
-
-        async def connect(*args: Any) -> Stream:
-            begun.set()
-            await is_made.wait()
-            return stream
-
-        monkeypatch.setattr(httpcore.AnyIOBackend, "connect_tcp", connect)
-        caller = asyncio.create_task(ClosingBackend().connect_tcp("127.0.0.1", 1))
-        await begun.wait()
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
-        is_made.set()
-        await asyncio.wait_for(stream.closed.wait(), 5)
+        async with node_and_client() as (node, client, url):
+            for num_steps in range(60):
+                for num_more in (0, 1, 3):
+                    asking = asyncio.create_task(ask(client, url))
+                    for _ in range(num_steps):
+                        await asyncio.sleep(0)
+                    asking.cancel()
+                    for _ in range(num_more):
+                        await asyncio.sleep(0)
+                    asking.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await asking
+            whole = asyncio.create_task(ask(client, url))
+            while not node.open:
+                await asyncio.sleep(0)
+            whole.cancel()
+            await asyncio.wait_for(node.all_closed.wait(), WAIT_SECS)
+            assert node.num_accepted > 60
 
     asyncio.run(main())
 
 
-def test_the_routers_client_connects_by_it() -> None:
-    assert isinstance(transport(httpx.Limits())._pool._network_backend, ClosingBackend)
+def test_connections_end_with_their_answers() -> None:
+    async def main() -> None:
+        async with node_and_client() as (node, client, url):
+            async with client.stream("GET", url) as response:
+                assert await anext(response.aiter_raw()) == b"more"
+                assert len(node.open) == 1
+            await asyncio.wait_for(node.all_closed.wait(), WAIT_SECS)
+
+    asyncio.run(main())
+
+
+def test_errors_are_the_librarys() -> None:
+    async def main() -> None:
+        async with node_and_client() as (_, client, url):
+            pass
+        async with httpx.AsyncClient(transport=OwnConnections()) as client:
+            with pytest.raises(httpx.ConnectError):
+                await client.get(url)
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_nobody_waits_for_is_closed_when_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, is_made, is_closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Stream(httpcore.AsyncNetworkStream):
+        async def aclose(self) -> None:
+            is_closed.set()
+
+    async def connect(*args: object) -> Stream:
+        begun.set()
+        await is_made.wait()
+        return Stream()
+
+    async def main() -> None:
+        monkeypatch.setattr(httpcore.AnyIOBackend, "connect_tcp", connect)
+        async with httpx.AsyncClient(transport=OwnConnections()) as client:
+            asking = asyncio.create_task(client.get("http://127.0.0.1:1/"))
+            await begun.wait()
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            is_made.set()
+            await asyncio.wait_for(is_closed.wait(), WAIT_SECS)
+
+    asyncio.run(main())
