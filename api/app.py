@@ -404,7 +404,7 @@ def _flush_cache(front: Front) -> Response:
 
 def _answer_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return json_response(error.to_dict(), error.status)
+    return error.response()
 
 
 def _answer_http_error(request: Request, error: Exception) -> Response:
@@ -413,4 +413,4 @@ def _answer_http_error(request: Request, error: Exception) -> Response:
     shown = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     if request.scope["http_version"] not in ("1.0", "1.1"):
         shown = ApiError(400, f"HTTP/{request.scope['http_version']} is not spoken here; use HTTP/1.1")
-    return json_response(shown.to_dict(), shown.status)
+    return shown.response()
