@@ -18,7 +18,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
@@ -56,10 +56,6 @@ _PRIVATE_SETTINGS = {"model_path", "control_key_file", "api_key_file", "allowed_
 
 _OPEN_PATHS = frozenset(("/health", "/health_generate", "/liveness", "/metrics"))
 """Answered without an API key: probes and monitoring have none."""
-
-
-class ClientLeft(Exception):
-    """The client closed the connection before its answer was complete."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +167,9 @@ class _WorkEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = _Reply(send)
         try:
-            work = await self._check(Request(scope), receive)
+            work = await self._check(Request(scope, receive))
             await _unless_client_leaves(receive, self._work(work, reply))
-        except ClientLeft:
+        except ClientDisconnect:
             reply.status = _CLIENT_LEFT
         except ApiError as error:
             await reply.fail(error)
@@ -183,10 +179,10 @@ class _WorkEndpoint:
         finally:
             self._front.metrics.count_request(self._endpoint, reply.status)
 
-    async def _check(self, request: Request, receive: Receive) -> Work:
+    async def _check(self, request: Request) -> Work:
         arrived_at = time.monotonic()
         front = self._front
-        body = await _read_body(request, receive, front.settings.max_body_bytes)
+        body = await _read_body(request, front.settings.max_body_bytes)
         parsed = await self._parse(body)
         front.link.require_place(sum(options.n for options in parsed.options))
         limits = Limits.of(
@@ -256,8 +252,8 @@ class _Reply:
         await self._send(message)
 
 
-async def _read_body(request: Request, receive: Receive, max_bytes: int) -> bytes:
-    """Raises ApiError 413 or 408, or ClientLeft."""
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """Raises ApiError 413 or 408, or ClientDisconnect."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
@@ -265,18 +261,14 @@ async def _read_body(request: Request, receive: Receive, max_bytes: int) -> byte
     num_bytes = 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_SECS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientLeft
-                chunks.append(message.get("body", b""))
-                num_bytes += len(chunks[-1])
+            async for chunk in request.stream():
+                chunks.append(chunk)
+                num_bytes += len(chunk)
                 if num_bytes > max_bytes:
                     raise _too_large(max_bytes)
-                if not message.get("more_body", False):
-                    return b"".join(chunks)
     except TimeoutError as error:
         raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_SECS:g} s") from error
+    return b"".join(chunks)
 
 
 def _too_large(max_bytes: int) -> ApiError:
@@ -284,13 +276,13 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 async def _unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client leaves. Raises ClientLeft."""
+    """The result of ``work``, which is cancelled when the client leaves. Raises ClientDisconnect."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_client_leaves(receive))
     try:
         await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientLeft
+            raise ClientDisconnect
         return working.result()
     finally:
         for task in (working, watching):
@@ -404,7 +396,7 @@ def _flush_cache(front: Front) -> Response:
 
 def _answer_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return json_response(error.to_dict(), error.status)
+    return error.response()
 
 
 def _answer_http_error(request: Request, error: Exception) -> Response:
@@ -413,4 +405,4 @@ def _answer_http_error(request: Request, error: Exception) -> Response:
     shown = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     if request.scope["http_version"] not in ("1.0", "1.1"):
         shown = ApiError(400, f"HTTP/{request.scope['http_version']} is not spoken here; use HTTP/1.1")
-    return json_response(shown.to_dict(), shown.status)
+    return shown.response()

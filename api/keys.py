@@ -85,14 +85,7 @@ class RequireKey:
         client = (scope.get("client") or ("unknown",))[0]
         log.info("refused a request for %s from %s: %s", shown(scope["path"]), client, trouble)
         error = ApiError(401, f"{trouble}; send the header Authorization: Bearer KEY", code="invalid_api_key")
-        body = error.body()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"www-authenticate", b"Bearer"),
-        ]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await error.response({"www-authenticate": "Bearer"})(scope, receive, send)
 
     def _why_refused(self, given: list[bytes]) -> str | None:
         if not given:

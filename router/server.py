@@ -193,7 +193,7 @@ class _Router:
         lists = await asyncio.gather(*(self._models_of(node.url) for node in nodes))
         if not any(models is not None for models in lists):
             states = "; ".join(f"{node.url}: {node.trouble}" for node in self.pool.of_kind(NodeKind.DECODE))
-            return _error(503, f"no decode node told its models ({states})")
+            return ApiError(503, f"no decode node told its models ({states})").response()
         by_id = {model["id"]: model for models in lists for model in models or ()}
         name = request.path_params.get("model")
         if name is None:
@@ -202,7 +202,7 @@ class _Router:
             body = msgspec.json.encode(by_id[name])
         else:
             served = ", ".join(repr(model) for model in by_id)
-            return _error(404, f"model: {name!r} does not exist here; served are {served}")
+            return ApiError(404, f"model: {name!r} does not exist here; served are {served}").response()
         return Response(body, media_type=_JSON)
 
     async def _models_of(self, url: str) -> list[dict[str, object]] | None:
@@ -337,8 +337,7 @@ class _RelayEndpoint:
     async def _send_error(self, request: Request, send: Send, error: RouterError) -> int:
         if error.status >= 500:
             log.warning("%s: %s", self._endpoint, error)
-        response = Response(error.body(), error.status, dict(error.node_headers), media_type=_JSON)
-        await response(request.scope, request.receive, send)
+        await error.response(error.node_headers)(request.scope, request.receive, send)
         return error.status
 
 
@@ -347,14 +346,9 @@ async def _client_left(request: Request) -> None:
         pass
 
 
-def _error(status: int, message: str) -> Response:
-    return Response(ApiError(status, message).body(), status, media_type=_JSON)
-
-
 async def _http_error(request: Request, error: Exception) -> Response:
     """404 and 405 in the same shape as every other error."""
     if not isinstance(error, HTTPException):
         raise error
-    response = _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-    response.headers.update(error.headers or {})
-    return response
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return ApiError(error.status_code, message).response(error.headers)

@@ -213,14 +213,7 @@ class Connection(H11Protocol):
             f"this server has its {self._all.limit} connections, all with a request in flight: send the "
             "request again later, raise the server's limit of descriptors (ulimit -n), or add servers",
         )
-        body = error.body()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"connection", b"close"),
-        ]
-        await send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await error.response({"connection": "close"})(scope, receive, send)
 
 
 def _network_of(address: str) -> str:

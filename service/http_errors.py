@@ -12,9 +12,11 @@ Exception tree::
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
+from starlette.responses import Response
 
 _MAX_SHOWN_CHARS = 80
 
@@ -39,6 +41,10 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         return msgspec.json.encode(self.to_dict())
+
+    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+        """The whole answer, an ASGI application; ``headers`` beside those of its body."""
+        return Response(self.body(), self.status, headers, media_type="application/json")
 
 
 class InvalidField(ApiError):

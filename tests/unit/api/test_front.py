@@ -742,6 +742,26 @@ def test_a_backlog_is_not_worked_off_for_a_client_that_left(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+def test_a_client_that_leaves_amid_its_body_is_counted_and_not_answered(tmp_path: Path) -> None:
+    messages = iter(
+        ({"type": "http.request", "body": b'{"prompt"', "more_body": True}, {"type": "http.disconnect"})
+    )
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return next(messages)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    front = socketless_front(tmp_path, EngineLink(str(tmp_path / "unused.ipc"), 5.0))
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(create_decode_app(front)(scope, receive, send))
+    assert sent == []
+    counted = b'hisparse_pd:num_requests_total{endpoint="/v1/completions",status="499"} 1.0'
+    assert counted in front.metrics.render()
+
+
 @pytest.mark.I7
 def test_an_engine_that_dies_fails_what_is_in_flight(on_node: OnNode) -> None:
     async def check(node: Node) -> None:
