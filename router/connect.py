@@ -1,7 +1,7 @@
 """How the router connects to nodes: a connection of its own for each request, closed by whatever ends it.
 
-The library's pool is made for requests that end by themselves. One that is cancelled, as those of clients that
-leave are, can lose its connection in it: between the connection's making and its being handed over, and again
+The library's pool is made for requests that end by themselves. One that is cancelled, as when its client
+leaves, can lose its connection there: between the connection's making and its being handed over, and again
 before its first byte. Such a socket belongs to nobody, and stays open until the process ends.
 """
 
