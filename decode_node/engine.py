@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import assert_never
 
 import torch
@@ -27,21 +28,11 @@ from decode_node.request_life import RequestLife
 from decode_node.runner import Launched, make_runner
 from decode_node.scheduler import StepPlan, plan_step
 from decode_node.sizing import DecodeSettingsError, check_swap_in, make_limits, size_device_pool
-from kernels.attention import AttentionBackendError
 from kernels.device_memory import (
     DeviceMemory,
-    DeviceMemoryError,
-    DeviceMissingError,
-    check_devices,
-    use_device,
 )
-from kernels.gpu_sizes import KernelSizeError
-from kernels.host_memory import HostMemoryError
-from kernels.row_math import fix_products
-from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
-from model.loader import load_model
-from model.spec import ModelSpec, spec_of
+from model.spec import ModelSpec
 from protocol.access import PeerList
 from protocol.channels import load_control_keys
 from protocol.polling import Poller
@@ -54,13 +45,13 @@ from service.engine_messages import (
     ReleaseQuarantine,
     Shutdown,
 )
+from service.engine_process import run_engine_process
 from service.engine_sockets import EngineSocket
-from service.process import die_with_parent, parent_is_alive, setup_logging, start_errors
+from service.process import parent_is_alive
 from service.settings import DecodeSettings
-from transfer.engine import TransferEngine, TransferSetupError, quiet_mooncake_logs
+from transfer.engine import TransferEngine
 from transfer.listeners import guarded_listeners
 from transfer.transport import Transport, choose_transport
-from vocabulary import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -69,50 +60,23 @@ MAX_TURN_SECS = 1.0
 """Of a turn that took longer, the rest counts for no quarantine: the process may have been stopped."""
 STATS_INTERVAL_SECS = 0.4
 IDLE_CHECK_INTERVAL_SECS = 5.0
-START_ERRORS = (
-    AttentionBackendError,
-    CheckpointError,
-    DecodeSettingsError,
-    DeviceMemoryError,
-    DeviceMissingError,
-    HostMemoryError,
-    KernelSizeError,
-    TransferSetupError,
-)
 
 
 def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
     """The engine process: load everything, say EngineReady to the front, serve until it says Shutdown."""
-    die_with_parent()
-    setup_logging(settings.log_level, "decode-engine")
-    quiet_mooncake_logs()
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
-    if settings.device == "cpu":
-        fix_products()
-    front = EngineSocket(ipc_path)
-    try:
-        with start_errors(*START_ERRORS):
-            check_devices((settings.device, *settings.expert_devices))
-            use_device(settings.device)
-            spec = spec_of(settings)
-            AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
-            check_swap_in(settings, spec)
-            transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
-            model = load_model(
-                settings.model_path,
-                spec,
-                settings.device,
-                settings.expert_devices,
-                lambda done, total: front.send(EngineLoading("weights", done, total)),
-            )
-            engine = DecodeEngine(settings, spec, model, front, transport)
-        try:
-            engine.run()
-        finally:
-            engine.close()
-    finally:
-        front.close()
+
+    def choose(spec: ModelSpec) -> Transport:
+        check_swap_in(settings, spec)
+        return _transport(settings, spec)
+
+    run_engine_process(
+        settings,
+        ipc_path,
+        role="decode",
+        settings_error=DecodeSettingsError,
+        choose_transport=choose,
+        make=partial(DecodeEngine, settings),
+    )
 
 
 class DecodeEngine:

@@ -20,21 +20,11 @@ import msgspec
 import torch
 
 from api.sampling_defaults import SamplingDefaults
-from kernels.attention import AttentionBackendError
 from kernels.device_memory import (
     DeviceMemory,
-    DeviceMemoryError,
-    DeviceMissingError,
-    check_devices,
-    use_device,
 )
-from kernels.gpu_sizes import KernelSizeError
-from kernels.host_memory import HostMemoryError
-from kernels.row_math import fix_products
-from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
-from model.loader import load_model
-from model.spec import ModelSpec, spec_of
+from model.spec import ModelSpec
 from prefill_node.compute import PromptRunner
 from prefill_node.kv_pool import PagePool
 from prefill_node.memory import PrefillMemory, num_host_bytes
@@ -65,7 +55,6 @@ from protocol.polling import Poller, Wakeup
 from service import process
 from service.engine_messages import (
     Abort,
-    EngineLoading,
     EngineReady,
     EngineStats,
     FlushCache,
@@ -74,13 +63,13 @@ from service.engine_messages import (
     Shutdown,
     ToEngine,
 )
+from service.engine_process import run_engine_process
 from service.engine_sockets import EngineSocket
 from service.settings import PrefillSettings
-from transfer.engine import TransferEngine, TransferSetupError, quiet_mooncake_logs
+from transfer.engine import TransferEngine
 from transfer.listeners import guarded_listeners
 from transfer.sender import Sender
 from transfer.transport import Transport, choose_transport
-from vocabulary import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -97,50 +86,17 @@ CLOSE_TIMEOUT_SECS = 5.0
 AUX_SLOTS_PER_REQUEST = 2
 """Aux slots for each running request: rooms that send or drain keep theirs while others compute."""
 
-START_ERRORS = (
-    AttentionBackendError,
-    CheckpointError,
-    DeviceMemoryError,
-    DeviceMissingError,
-    HostMemoryError,
-    KernelSizeError,
-    PrefillSettingsError,
-    TransferSetupError,
-)
-
 
 def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
-    """The engine process: serve until the front says Shutdown or is gone."""
-    process.setup_logging(settings.log_level, f"prefill-engine:{settings.port}")
-    process.die_with_parent()
-    quiet_mooncake_logs()
-    if settings.num_threads > 0:
-        torch.set_num_threads(settings.num_threads)
-    if settings.device == "cpu":
-        fix_products()
-    front = EngineSocket(ipc_path)
-    try:
-        with process.start_errors(*START_ERRORS):
-            check_devices((settings.device, *settings.expert_devices))
-            use_device(settings.device)
-            spec = spec_of(settings)
-            AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
-            transport = _transport(settings, spec)  # before the model is loaded, which may take minutes
-            model = load_model(
-                settings.model_path,
-                spec,
-                settings.device,
-                settings.expert_devices,
-                lambda done, total: front.send(EngineLoading("weights", done, total)),
-            )
-            front.send(EngineLoading("pools and kernels"))
-            engine = PrefillEngine(settings, spec, model, front, transport)
-        try:
-            engine.run()
-        finally:
-            engine.close()
-    finally:
-        front.close()
+    """The engine process: load everything, say EngineReady to the front, serve until it says Shutdown."""
+    run_engine_process(
+        settings,
+        ipc_path,
+        role="prefill",
+        settings_error=PrefillSettingsError,
+        choose_transport=partial(_transport, settings),
+        make=partial(PrefillEngine, settings),
+    )
 
 
 class PrefillEngine:

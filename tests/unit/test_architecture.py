@@ -36,6 +36,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "uvicorn": ("service/", "router/"),
     "transformers": ("model/", "checkpoints/", "api/text_codec.py", "bench/"),
     "torch": (
+        "service/engine_process.py",
         "kernels/",
         "model/",
         "checkpoints/",

@@ -16,6 +16,7 @@ from kernels.device_memory import use_device
 from kernels.gpu_sizes import KernelSizeError, check_indexer_sizes, check_swap_in_sizes
 from model.attention_kernels import AttentionKernels
 from prefill_node import engine as prefill_engine
+from service import engine_process
 from service.process import StartError
 from service.settings import DecodeSettings, PrefillSettings
 from tests.unit.model.model_specs import make_spec
@@ -114,16 +115,15 @@ def test_a_size_is_refused_before_the_model_is_loaded(
 ) -> None:
     calls: list[object] = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
-    monkeypatch.setattr(engine, "check_devices", lambda names: calls.append(names))
-    monkeypatch.setattr(engine, "spec_of", lambda settings: make_spec(index_head_dim=300))
+    monkeypatch.setattr(engine_process, "check_devices", lambda names: calls.append(names))
+    monkeypatch.setattr(engine_process, "spec_of", lambda settings: make_spec(index_head_dim=300))
     for name in ("die_with_parent", "setup_logging", "quiet_mooncake_logs", "EngineSocket"):
-        owner = engine if hasattr(engine, name) else engine.process
-        monkeypatch.setattr(owner, name, lambda *_: FakeSocket())
+        monkeypatch.setattr(engine_process, name, lambda *_: FakeSocket())
 
     def load(*_: object) -> None:
         raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr(engine, "load_model", load)
+    monkeypatch.setattr(engine_process, "load_model", load)
     settings = settings_class(model_path=tmp_path, device="cuda:1", attention_backend="torch")
     with pytest.raises(StartError, match="index_head_dim 300: the GPU's indexer takes 256 at most"):
         engine.run_engine(settings, "ipc://nobody")

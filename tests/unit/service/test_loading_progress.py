@@ -11,7 +11,7 @@ import zmq
 
 import decode_node.engine
 import prefill_node.engine
-from service import engine_messages, process
+from service import engine_messages, engine_process
 from service.engine_messages import EngineLoading
 from service.process import StartError
 from service.settings import DecodeSettings, PrefillSettings
@@ -27,9 +27,8 @@ def test_the_front_hears_how_much_of_the_weights_is_read(
         on_progress(3, 9)
         raise CheckpointError("the third shard is gone")
 
-    monkeypatch.setattr(module, "load_model", load)
-    for owner in (process, decode_node.engine):  # the tests' own logging stays
-        monkeypatch.setattr(owner, "setup_logging", lambda *_: None)
+    monkeypatch.setattr(engine_process, "load_model", load)
+    monkeypatch.setattr(engine_process, "setup_logging", lambda *_: None)  # the tests' own stays
     kind = DecodeSettings if module is decode_node.engine else PrefillSettings
     front = zmq.Context.instance().socket(zmq.PAIR)
     try:
