@@ -26,10 +26,7 @@ BASE = ("docker-compose.yml", "compose.monitoring.yml")
 UNHURRIED = {"DRAIN_TIMEOUT_SECS": "280", "STOP_GRACE_PERIOD": "300s"}
 """Requests in flight finish before a drain is over, however slow this machine is."""
 
-_COPIED = ("hisparse_pd.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", ".dockerignore")
-_COPIED_FOLDERS = (
-    *("bench", "decode_node", "deploy", "kernels", "model", "prefill_node", "protocol", "router", "transfer"),
-)
+_NOT_COPIED = ("docs", "tests")
 PROMPT = "The key of room 41 is 7. " * 40
 _COMPLETION = {"model": "retrieval", "prompt": PROMPT, "temperature": 0, "ignore_eos": True}
 
@@ -45,11 +42,10 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_secs: float) ->
 
 def copy_tree(directory: Path) -> None:
     """What git has or would take of the files that a deployment needs: no keys, no .env, no results."""
-    listing = run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *_COPIED, *_COPIED_FOLDERS],
-        directory=REPO,
-    )
+    listing = run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], directory=REPO)
     for name in filter(None, listing.split("\0")):
+        if name.split("/")[0] in _NOT_COPIED:
+            continue
         source, target = REPO / name, directory / name
         if not source.is_file():
             continue  # deleted in the working tree

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,14 @@ def test_what_the_gpu_image_adds_is_pinned_and_no_pin_is_stated_twice() -> None:
     extras = re.search(r"^cuda = \[(.*)\]$", (DEPLOY.parent / "pyproject.toml").read_text(), re.MULTILINE)
     assert extras is not None
     assert {re.split(r"[>=<]", word)[0] for word in re.findall(r'"([^"]+)"', extras[1])} == set(cuda)
+
+
+def test_the_image_has_every_room_of_the_house() -> None:
+    root = DEPLOY.parent
+    setuptools = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    rooms = {*setuptools["packages"], *(f"{module}.py" for module in setuptools["py-modules"])}
+    source = (DEPLOY / "Dockerfile").read_text().split(" AS source\n")[1].split("\nFROM ")[0]
+    copied = {word for line in re.findall(r"^COPY (.*) /\w*$", source, re.MULTILINE) for word in line.split()}
+    seen = {line[1:] for line in (root / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert rooms == copied
+    assert rooms <= seen
