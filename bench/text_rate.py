@@ -2,12 +2,11 @@
 
     python bench/text_rate.py [--streams 256] [--step-ms 80] [--secs 10] [--direct]
 
-A decode engine that only emits tokens gives each of many streams one token a step, in messages of their own, as
-a decode node at its full rate does. The tokens go through the decode node's real front and the real router
+A decode engine that only emits tokens gives each of many streams one token a step, in messages of their own,
+as a decode node at its full rate does. The tokens go through the decode node's real front and the real router
 (``--direct``: the front alone) to a client in another process. A token's latency is from the beginning of its
-step in the engine to its arrival at the client: the engine's own sending is in it. CPU time is of each process,
-for each token; a process that takes more than its share of ``1 / rate`` is full, and latency then grows without
-bound.
+step in the engine to its arrival at the client: the engine's own sending is in it. CPU time is of each
+process, for each token; one that takes more than ``1 / rate`` is full, and latency then grows without bound.
 """
 
 from __future__ import annotations
@@ -212,9 +211,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=80.0)
     parser.add_argument("--secs", type=float, default=10.0)
