@@ -35,12 +35,19 @@ from service.http_errors import ApiError, QueueFull
 from tests.property.fuzzing import peak_bytes
 from tests.unit.api import scripted_engine
 from tests.unit.api.scripted_engine import deliver, ready, say
-from tests.unit.api.test_front import BODY, ROOM, Node, call_app, serving, socketless_front, until
-from tests.unit.api.tiny_tokenizer import make_tokenizer
+from tests.unit.api.support import (
+    BODY,
+    CODEC,
+    ROOM,
+    TOKENIZER,
+    Node,
+    call_app,
+    serving,
+    socketless_front,
+    until,
+)
 from vocabulary import FinishReason, SamplingParams, TokenLogprob
 
-TOKENIZER = make_tokenizer()
-CODEC = TextCodec(TOKENIZER, len(TOKENIZER))
 GREEDY = SamplingParams(1, temperature=0.0)
 
 

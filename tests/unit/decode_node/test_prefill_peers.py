@@ -27,7 +27,7 @@ from protocol.bootstrap import (
 from protocol.channels import ControlAddressError, ControlKeys, ControlServer
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Register, Registered
 from protocol.polling import Poller
-from tests.unit.protocol.test_messages import GEOMETRY
+from tests.unit.protocol.examples import GEOMETRY
 
 pytestmark = pytest.mark.I7
 

@@ -31,8 +31,8 @@ from protocol.bootstrap import (
 from protocol.channels import ControlAddressError, ControlClient, ControlKeys
 from protocol.messages import PROTOCOL_VERSION
 from tests.unit.api.scripted_engine import deliver
-from tests.unit.api.test_front import Node, serving
-from tests.unit.protocol.test_messages import GEOMETRY
+from tests.unit.api.support import Node, serving
+from tests.unit.protocol.examples import GEOMETRY
 
 pytestmark = [pytest.mark.I1, pytest.mark.I7]
 

@@ -24,7 +24,7 @@ from router.nodes import NodeKind
 from router.status import MetricsError, NodeLoad, PoolUse, SwapIns, Transfers, parse_load
 from service.engine_messages import EngineStats
 from service.metrics import FrontMetrics
-from tests.unit.router.test_server import Behaviour, FakeNode, cluster, never, says, start, streams, write
+from tests.unit.router.cluster import Behaviour, FakeNode, cluster, never, says, start, streams, write
 from vocabulary import Mode
 
 pytestmark = pytest.mark.anyio
@@ -32,11 +32,6 @@ pytestmark = pytest.mark.anyio
 REPO = Path(__file__).resolve().parents[3]
 PAGE_DIR = REPO / "router" / "page"
 MAX_PAGE_BYTES = 48 << 10
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 def _render(stats: EngineStats) -> bytes:

@@ -32,11 +32,6 @@ GET = b"GET /hello HTTP/1.1\r\nhost: a\r\n\r\n"
 POST = b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000\r\n\r\n"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Client:
     """A raw connection, from an address of loopback."""
 
