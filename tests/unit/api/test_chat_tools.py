@@ -80,7 +80,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         async def main() -> tuple[Any, str]:
             async with serving(stops_after(text), tmp_path) as node:
                 url = f"http://127.0.0.1:{node.port}/v1"
-                async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=10) as client:
+                async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=60) as client:
                     result = await check(client)
                 encoded = support.CODEC.encoded  # type: ignore[attr-defined]
                 token_ids = [i for prompt in encoded for i in unpack_token_ids(prompt).tolist()]

@@ -50,6 +50,7 @@ from tests.unit.api.support import (
     NATIVE,
     ROOM,
     TOKENIZER,
+    WAIT_SECS,
     Node,
     OnNode,
     call_app,
@@ -577,12 +578,16 @@ def test_a_client_that_leaves_aborts_its_samples(on_node: OnNode, role: str, str
         yield 60.0
 
     async def check(node: Node) -> None:
-        with contextlib.suppress(httpx.ReadTimeout):
-            async with node.client.stream(
-                "POST", "/v1/completions", json={**BODY, "n": 2, "stream": stream}, timeout=0.3
-            ) as response:
-                async for _ in response.aiter_bytes():
-                    break
+        async def ask() -> None:
+            body = {**BODY, "n": 2, "stream": stream}
+            async with node.client.stream("POST", "/v1/completions", json=body) as response:
+                await anext(response.aiter_bytes())
+
+        asking = asyncio.create_task(ask())
+        await until(lambda: len(node.engine.generates) == 2, "both samples are with the engine")
+        if not stream:
+            asking.cancel()
+        await asyncio.wait([asking])
         await until(lambda: len(node.engine.aborts) == 2, "both samples were aborted")
         assert set(node.engine.aborts) == {generate.request_id for generate in node.engine.generates}
         assert not any(m.has_finished for m in node.engine.received if isinstance(m, Abort))
@@ -640,7 +645,7 @@ def test_an_engine_that_hangs_does_not_hang_its_clients(on_node: OnNode) -> None
 
 def test_an_h2c_preface_is_turned_away_quietly(on_node: OnNode, caplog: pytest.LogCaptureFixture) -> None:
     def talk(port: int) -> bytes:
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECS) as connection:
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
             return connection.recv(4096)
 
@@ -662,6 +667,10 @@ def test_health_follows_the_engine(on_node: OnNode) -> None:
         response = await node.client.get("/health")
         return response.status_code, response.json().get("reason", "")
 
+    async def becomes(node: Node, status_code: int, reason: str) -> None:
+        while (shown := await status(node))[0] != status_code or reason not in shown[1]:
+            await asyncio.sleep(0.01)
+
     async def check(node: Node) -> None:
         assert await status(node) == (503, "the engine is loading")
         assert (await node.post("/v1/completions", **BODY)).status_code == 503
@@ -669,26 +678,19 @@ def test_health_follows_the_engine(on_node: OnNode) -> None:
         assert (await node.client.get("/liveness")).status_code == 200
         node.engine.is_ready = True
         await until(lambda: node.link.ready is not None, "the engine is ready")
-        assert (await status(node))[0] == 200
+        await becomes(node, 200, "")
         await asyncio.sleep(0.5)
-        assert (await status(node))[0] == 200  # idle is healthy
+        await becomes(node, 200, "")  # idle is healthy
         node.engine.num_running = 1
-        await asyncio.sleep(0.5)
-        code, reason = await status(node)
-        assert code == 503
-        assert "no progress" in reason
+        await becomes(node, 503, "no progress")
         node.engine.step += 1
         await until(lambda: node.link.trouble() is None, "progress")
         node.engine.is_silent = True
-        await asyncio.sleep(0.5)
-        code, reason = await status(node)
-        assert code == 503
-        assert "silent" in reason
+        await becomes(node, 503, "silent")
         assert (await node.client.get("/liveness")).status_code == 503
         node.engine.is_silent = False
         node.engine.num_running = 0
-        await until(lambda: node.link.trouble() is None, "it talks again")
-        assert (await status(node))[0] == 200
+        await becomes(node, 200, "")
 
     on_node(say("x"), check, is_ready=False, health_timeout_secs=0.4)
 
@@ -827,11 +829,11 @@ class FrontProcess:
         return int(pid)
 
     def wait_healthy(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + WAIT_SECS
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.process.communicate()
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(self.url + "/health", timeout=10, trust_env=False).is_success:
+                if httpx.get(self.url + "/health", timeout=WAIT_SECS, trust_env=False).is_success:
                     return
             time.sleep(0.05)
         raise TimeoutError("the front is not healthy")
@@ -880,13 +882,13 @@ def test_sigterm_lets_requests_finish_and_leaves_nothing(fronts: list[FrontProce
     engine_pid = front.engine_pid()
     body = {**BODY, "max_tokens": 8, "stream": True}
     with httpx.stream(
-        "POST", front.url + "/v1/completions", json=body, timeout=20, trust_env=False
+        "POST", front.url + "/v1/completions", json=body, timeout=WAIT_SECS, trust_env=False
     ) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         front.process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert front.process.wait(10) == 0
+    assert front.process.wait(WAIT_SECS) == 0
     assert not Path(f"/proc/{engine_pid}").exists()
     assert front.ipc_dirs() == []
 
@@ -895,14 +897,14 @@ def test_the_engines_death_ends_the_front(fronts: list[FrontProcess]) -> None:
     front = fronts[1]
     body = {**BODY, "max_tokens": 8, "stream": True}
     with httpx.stream(
-        "POST", front.url + "/v1/completions", json=body, timeout=20, trust_env=False
+        "POST", front.url + "/v1/completions", json=body, timeout=WAIT_SECS, trust_env=False
     ) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         os.kill(front.engine_pid(), signal.SIGKILL)
         last = [line for line in lines if line][-1]
     assert "engine has died" in json.loads(last.removeprefix("data: "))["error"]["message"]
-    assert front.process.wait(10) == 1
+    assert front.process.wait(WAIT_SECS) == 1
     assert front.ipc_dirs() == []
 
 

@@ -31,7 +31,7 @@ from tests.unit.protocol.examples import GEOMETRY
 
 pytestmark = pytest.mark.I7
 
-WAIT_SECS = 10.0
+WAIT_SECS = 60.0
 
 
 class PrefillNode:

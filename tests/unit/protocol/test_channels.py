@@ -21,7 +21,7 @@ from service.engine_messages import Abort, EngineStats, Generate, GenerateGroup,
 from service.engine_sockets import EngineSocket, FrontSocket
 from vocabulary import SamplingParams
 
-WAIT_SECS = 10.0
+WAIT_SECS = 60.0
 
 
 def receive_one(server: ControlServer) -> tuple[bytes, ToPrefill]:

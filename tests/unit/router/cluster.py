@@ -197,11 +197,7 @@ async def cluster(
             closing = _once(server.__aexit__)
             node.close = closing
             opened.append(closing)
-        fixed = {
-            "health_interval_secs": 60.0,
-            "request_timeout_secs": WAIT_SECS,
-            "connect_timeout_secs": WAIT_SECS,
-        }
+        fixed = {f"{name}_secs": 60.0 for name in ("health_interval", "request_timeout", "connect_timeout")}
         router_settings = RouterSettings(
             prefill=tuple((node.url, 7000 + i) for i, node in enumerate(nodes[NodeKind.PREFILL])),
             decode=tuple(node.url for node in nodes[NodeKind.DECODE]),
@@ -226,6 +222,12 @@ def _once(exit_server: Callable[[None, None, None], Awaitable[Any]]) -> Callable
             await exit_server(None, None, None)
 
     return close
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_SECS):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:

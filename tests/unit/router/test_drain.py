@@ -243,7 +243,7 @@ def test_a_node_gives_up_when_the_time_is_up_and_still_exits_cleanly(tmp_path: P
 
 def _is_healthy(url: str) -> bool:
     try:
-        return httpx.get(url + "/health", timeout=5, trust_env=False).is_success
+        return httpx.get(url + "/health", timeout=WAIT_SECS, trust_env=False).is_success
     except httpx.TransportError:
         return False
 
