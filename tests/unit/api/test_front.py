@@ -133,6 +133,7 @@ def test_an_event_stream_names_its_charset(on_node: OnNode) -> None:
     on_node(say("a€bc"), check)
 
 
+@pytest.mark.I8
 def test_streamed_logprobs_cost_the_same_for_every_token(
     on_node: OnNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +330,7 @@ def test_generate_streams_cumulative_text(on_node: OnNode) -> None:
     on_node(say("a€bc"), check)
 
 
+@pytest.mark.I8
 @pytest.mark.parametrize(("path", "num_events"), [("/generate", 1), ("/v1/completions", 5)])
 def test_generate_leaves_out_what_the_next_event_repeats(tmp_path: Path, path: str, num_events: int) -> None:
     """Each event has all the text so far: a reader that lags would cost the square of its length."""
@@ -469,6 +471,7 @@ def test_without_a_key_only_probes_and_metrics_are_answered(
     on_node(script, check, role=role, api_key_file=path)
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_headers_that_are_no_text_do_no_harm(role: str, on_node: OnNode, tmp_path: Path) -> None:
     names = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"origin", b"content-type")
@@ -531,6 +534,7 @@ def test_a_failure_in_a_stream_is_its_last_event(on_node: OnNode, path: str) -> 
     on_node(script, check)
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_bad_input_reaches_no_engine(on_node: OnNode, role: str) -> None:
     async def check(node: Node) -> None:
@@ -558,6 +562,7 @@ def test_bad_input_reaches_no_engine(on_node: OnNode, role: str) -> None:
     on_node(say("x"), check, role=role, max_body_bytes=4096)
 
 
+@pytest.mark.I8
 def test_a_body_without_a_length_is_limited_too(on_node: OnNode) -> None:
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(100):
@@ -570,6 +575,7 @@ def test_a_body_without_a_length_is_limited_too(on_node: OnNode) -> None:
     on_node(say("x"), check, max_body_bytes=4096)
 
 
+@pytest.mark.I8
 @pytest.mark.parametrize(("role", "stream"), [("decode", False), ("decode", True), ("prefill", False)])
 def test_a_client_that_leaves_aborts_its_samples(on_node: OnNode, role: str, stream: bool) -> None:
     def script(generate: Generate) -> Iterable[Tokens | float]:
@@ -599,6 +605,7 @@ def test_a_client_that_leaves_aborts_its_samples(on_node: OnNode, role: str, str
     on_node(script, check, role=role)
 
 
+@pytest.mark.I8
 def test_a_backlog_is_not_worked_off_for_a_client_that_left(tmp_path: Path) -> None:
     """Nothing in such a stream ever waits: neither the tokens, nor writing to a connection that is gone."""
 

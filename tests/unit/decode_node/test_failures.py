@@ -739,6 +739,7 @@ def test_a_request_in_the_queue_goes_to_no_peer_that_fell_silent(
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
     node: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -766,6 +767,7 @@ def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
     assert max(bursts) <= 256
 
 
+@pytest.mark.I8
 def test_whoever_cannot_be_admitted_is_looked_at_again_when_something_has_changed(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

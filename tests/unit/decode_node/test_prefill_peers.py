@@ -217,6 +217,7 @@ def _until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.I8
 def test_a_busy_peer_is_confirmed_however_many_others_are_gone(
     prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +279,7 @@ def test_silence_counts_once_the_front_has_had_its_time_to_vouch(
         assert [type(event) for event in events] == ([] if vouches else [PeerLost])
 
 
+@pytest.mark.I8
 def test_an_address_at_which_nobody_was_found_is_forgotten_with_its_last_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -414,6 +414,7 @@ def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: i
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 def test_the_rooms_of_a_group_share_one_prompt(engine: EngineThread, peer: DecodePeer) -> None:
     rooms = [next(_rooms) for _ in range(3)]
     tokens = prompt(3, 40)
@@ -433,6 +434,7 @@ def test_the_rooms_of_a_group_share_one_prompt(engine: EngineThread, peer: Decod
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ async def test_a_list_of_prompts_gets_lists_of_bootstrap_fields(
     assert {name: sent[name] for name in body} == body
 
 
+@pytest.mark.I8
 @pytest.mark.parametrize("prompt", ["a", [0]], ids=str)
 @pytest.mark.parametrize("num_prompts", [MAX_PROMPTS + 1, 1 << 20])
 async def test_too_many_prompts_are_refused(prompt: object, num_prompts: int) -> None:
@@ -317,6 +318,7 @@ async def test_a_stream_that_the_decode_node_breaks_off_ends_in_an_error_event()
         assert "router_truncated_answers_total 1.0" in await pair.metrics()
 
 
+@pytest.mark.I7
 async def test_a_silent_node_is_a_gateway_timeout() -> None:
     async with cluster(decode=never, request_timeout_secs=0.2) as pair:
         response = await pair.client.post("/generate", json={})
@@ -521,6 +523,7 @@ async def test_without_another_decode_node_the_one_that_is_not_ready_says_so() -
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 @pytest.mark.parametrize(("max_retries", "num_asked"), [(0, 1), (1, 2), (2, 3)])
 async def test_retries_are_bounded(max_retries: int, num_asked: int) -> None:
     async with cluster([says(BROKEN_TRANSFER, 502)] * 4, never, max_retries=max_retries) as pair:
@@ -620,6 +623,7 @@ async def _status_is(client: httpx.AsyncClient, path: str, status: int) -> bool:
 # --- clients that leave ------------------------------------------------------------------------------
 
 
+@pytest.mark.I8
 async def test_a_client_that_leaves_before_the_answer_closes_both_legs() -> None:
     async with cluster(prefill=never, decode=never) as pair:
         nodes = (*pair.prefill, *pair.decode)
@@ -633,6 +637,7 @@ async def test_a_client_that_leaves_before_the_answer_closes_both_legs() -> None
         )
 
 
+@pytest.mark.I8
 async def test_a_client_that_leaves_the_stream_closes_both_legs() -> None:
     async def endless(node: FakeNode, send: Send) -> None:
         await start(send)
@@ -657,6 +662,7 @@ async def _counts(pair: Cluster, line: str) -> bool:
 # --- what never reaches a node -----------------------------------------------------------------------
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b'"text"', b"null", b'{"a": NaN}', b'{"a": "\xff"}', b"[" * 100_000]
 )
@@ -669,6 +675,7 @@ async def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
         assert not pair.decode[0].requests
 
 
+@pytest.mark.I8
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_over_the_limit_is_refused(chunked: bool) -> None:
     async def chunks() -> AsyncIterator[bytes]:
@@ -853,6 +860,7 @@ def test_the_application_is_made_without_io() -> None:
     assert isinstance(create_app(settings), Starlette)
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(
     "said",
     [b"", b"\xff", b"[1]", b"[" * 100_000, b'{"a": "\xff"}', b'{"data": {}}', b'{"data": [1, {"id": [2]}]}'],

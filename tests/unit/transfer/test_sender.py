@@ -160,6 +160,7 @@ def test_a_slice_is_written_again_and_not_the_batch(sender: Sender, writer: Scri
     assert writer.num_attempts == {1: 1, 2: 2, 3: 1}
 
 
+@pytest.mark.I8
 def test_an_abort_waits_for_one_slice_at_most(sender: Sender, writer: ScriptedWriter) -> None:
     """Of a room in mid-batch: none when another has its turn, else the one in flight."""
     gate = writer.block(PEER)
@@ -423,6 +424,7 @@ def test_every_completion_wakes_the_loop(writer: ScriptedWriter) -> None:
     assert sender.close(PATIENCE_SECS)
 
 
+@pytest.mark.I8
 def test_an_idle_peers_thread_ends_and_comes_back(writer: ScriptedWriter) -> None:
     sender = Sender(writer, idle_thread_secs=0.01)
     name = f"sender {PEER}"
@@ -451,6 +453,7 @@ def test_close_fails_what_waits_and_does_not_wait_for_ever(writer: ScriptedWrite
     assert len(sender.poll()) == 1
 
 
+@pytest.mark.I8
 def test_nothing_is_remembered_of_rooms_that_are_over(sender: Sender, writer: ScriptedWriter) -> None:
     writer.bad.add(3)
     for room in range(1, 6):
