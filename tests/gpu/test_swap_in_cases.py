@@ -11,7 +11,7 @@ from kernels.swap_in import backup_newest, newest_slots, swap_in
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.support import DEVICE, needs_gpu
 
-pytestmark = [needs_gpu, pytest.mark.I4]
+pytestmark = [*needs_gpu, pytest.mark.I4]
 
 
 def wide(num_rows: int, capacity: int, *, top_k: int = 2048, max_context: int = 6000) -> History:

@@ -17,7 +17,7 @@ from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.pools import PLAIN, Layout, registered
 from tests.gpu.support import DEVICE, needs_gpu
 
-pytestmark = [needs_gpu, pytest.mark.I3]
+pytestmark = [*needs_gpu, pytest.mark.I3]
 
 
 @pytest.mark.parametrize("item_bytes", [1, 7, 8, 15, 24, 576, 640, 656, 1152, 1153, 4608])
