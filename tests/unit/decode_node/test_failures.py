@@ -151,19 +151,6 @@ def test_slots_that_nobody_acknowledges_do_not_hold_up_the_queue(
     assert large.failure is None
 
 
-def test_slots_of_a_failed_batch_wait_longer_than_quiet(node: EngineHarness, double: PrefillDouble) -> None:
-    failed = _land(node, double)
-    room = double.bootstraps[0].room
-    double.say(RoomFailed(room, 502, "the write failed", quiet=False, batch_failed=True))
-    node.turn_until(lambda: failed.failure, double)
-    assert failed.failure is not None
-    assert (failed.failure.status, failed.failure.error) == (502, "the write failed")
-    double.say(RoomQuiet(room, batch_failed=False))
-    node.turn_for(QUARANTINE_SECS / 2, double)
-    assert _quarantined(node) > 0, "quiet is not enough after a failed batch"
-    node.turn_until(lambda: _quarantined(node) == 0, double)
-
-
 @pytest.mark.I1
 @pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
 def test_slots_of_a_delivery_with_a_repeated_batch_wait_when_it_ends_early(
@@ -191,16 +178,6 @@ def test_slots_of_a_delivery_with_a_repeated_batch_wait_when_it_ends_early(
     assert not entry.is_unresolved
     quarantine.expire(entry.free_at)
     assert len(quarantine) == 0
-
-
-def test_a_quiet_failure_frees_at_once(node: EngineHarness, double: PrefillDouble) -> None:
-    failed = _land(node, double)
-    double.say(RoomFailed(double.bootstraps[0].room, 400, "too long", quiet=True, batch_failed=False))
-    node.turn_until(lambda: failed.failure, double)
-    assert failed.failure is not None
-    assert failed.failure.status == 400
-    assert _quarantined(node) == 0
-    _completes(node, double)
 
 
 def test_a_delivery_that_crosses_the_abort_makes_the_room_quiet(
@@ -416,7 +393,7 @@ def test_a_peer_that_is_not_there_fails_in_time(node: EngineHarness, double: Pre
     assert double.name in answer.failure.error
 
 
-@pytest.mark.parametrize("status", [400, 502, 503])
+@pytest.mark.parametrize("status", [400, 502])
 def test_an_error_of_the_prefill_node_is_passed_on_as_one(
     node: EngineHarness, double: PrefillDouble, status: int
 ) -> None:

@@ -64,14 +64,6 @@ async def test_both_nodes_get_the_same_body_with_the_bootstrap_fields(path: str)
         assert body["stream"] is False
 
 
-async def test_each_request_has_its_own_room() -> None:
-    async with cluster(decode=says(b"{}")) as pair:
-        for _ in range(4):
-            await pair.client.post("/generate", json={"text": "a"})
-        rooms = [pair.decode[0].body(number)["bootstrap_room"] for number in range(4)]
-        assert len(set(rooms)) == 4
-
-
 async def test_values_keep_the_bytes_of_the_client() -> None:
     values = b'"big": 123456789012345678901234567890, "f": 1.10, "e": 1E-2, '
     values += b'"nested": {"x" : [1.0,null]}, "u": "\\u00e4"'
@@ -183,17 +175,11 @@ async def test_a_key_that_is_no_text_is_refused_as_any_wrong_one(tmp_path: Path)
 # --- answers -----------------------------------------------------------------------------------------
 
 
-async def test_the_stream_is_the_decode_nodes_byte_for_byte() -> None:
-    async with cluster() as pair:
+async def test_the_stream_is_the_decode_nodes_and_does_not_wait_for_the_prefill_nodes_body() -> None:
+    async with cluster(prefill=never) as pair:
         response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
         assert response.status_code == 200
         assert response.headers["content-type"] == "text/event-stream"
-        assert response.content == b"".join(EVENTS)
-
-
-async def test_streaming_does_not_wait_for_the_prefill_nodes_body() -> None:
-    async with cluster(prefill=never) as pair:
-        response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
         assert response.content == b"".join(EVENTS)
         await asyncio.wait_for(pair.prefill[0].client_left.wait(), WAIT_SECS)
 

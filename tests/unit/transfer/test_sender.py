@@ -130,13 +130,6 @@ def test_a_completion_says_what_was_written(sender: Sender) -> None:
     assert sender.poll() == []
 
 
-def test_batches_of_a_room_go_out_in_order(sender: Sender, writer: ScriptedWriter) -> None:
-    for addr in range(1, 41):
-        sender.submit(PEER, batch(1, addr))
-    assert [completion.tag for completion in collect(sender, 40)] == [f"tag {addr}" for addr in range(1, 41)]
-    assert writer.written == [(PEER, addr) for addr in range(1, 41)]
-
-
 def test_rooms_of_a_peer_take_turns(sender: Sender, writer: ScriptedWriter) -> None:
     """A short prompt does not wait until a long one has been sent whole."""
     gate = writer.block(PEER)
@@ -288,18 +281,6 @@ def test_a_batch_submitted_before_the_failure_was_seen_is_not_sent(
     assert collect(sender, 1)[0].ok, "of another room to the same peer"
 
 
-def test_a_failed_room_does_not_condemn_its_session_or_its_number(
-    sender: Sender, writer: ScriptedWriter
-) -> None:
-    writer.bad.add(1)
-    sender.submit(PEER, batch(1, 1))
-    assert not collect(sender, 1)[0].ok
-    sender.submit(PEER, batch(2, 2))
-    assert collect(sender, 1)[0].ok
-    sender.submit(OTHER_PEER, batch(1, 3))
-    assert collect(sender, 1)[0].ok
-
-
 def test_an_unexpected_exception_ends_the_batch_and_not_the_thread(
     sender: Sender, writer: ScriptedWriter
 ) -> None:
@@ -330,23 +311,6 @@ def test_cancel_drops_what_waits_and_reports_what_flies(sender: Sender, writer: 
     assert "the room was cancelled" in in_flight.error
     assert not sender.in_flight(Room(1))
     assert writer.written == []
-
-
-@pytest.mark.I7
-def test_a_batch_whose_peer_was_busy_past_its_deadline_is_not_sent(
-    sender: Sender, writer: ScriptedWriter
-) -> None:
-    gate = writer.block(PEER)
-    sender.submit(PEER, batch(1, 1))
-    writer.wait_for_start()
-    sender.submit(PEER, batch(2, 2, timeout_secs=0.02))
-    sender.submit(PEER, batch(2, 3))
-    expired = collect(sender, 2)  # reported while the peer is still busy
-    assert {completion.room for completion in expired} == {2}
-    assert "time was up before the peer was free" in expired[0].error
-    gate.set()
-    assert collect(sender, 1)[0].ok
-    assert writer.written == [(PEER, 1)]
 
 
 @pytest.mark.I7
@@ -405,13 +369,6 @@ def test_source_bytes_that_never_come_fail_the_batch(sender: Sender, writer: Scr
     assert (failed.ok, failed.error) == (False, "RuntimeError: the device is lost")
     assert not behind.ok
     assert writer.written == []
-
-
-def test_a_room_writes_to_one_session_at_a_time(sender: Sender, writer: ScriptedWriter) -> None:
-    writer.block(PEER)
-    sender.submit(PEER, batch(1, 1))
-    with pytest.raises(ValueError, match=f"room 1 writes to session {PEER}, not to {OTHER_PEER}"):
-        sender.submit(OTHER_PEER, batch(1, 2))
 
 
 def test_every_completion_wakes_the_loop(writer: ScriptedWriter) -> None:
