@@ -106,6 +106,7 @@ def test_garbage_at_the_control_socket_is_counted_and_harmless(pair: Deployment)
     assert generate(pair.url).status_code == 200
 
 
+@pytest.mark.I5
 @pytest.mark.slow
 def test_retraction_under_pressure_keeps_the_tokens(pair: Deployment, cramped: Deployment) -> None:
     """Dense requests that outgrow the device pool push others out; every answer is as with room for all."""

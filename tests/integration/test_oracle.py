@@ -211,6 +211,7 @@ def test_mixed_batches_of_16_in_every_mode(subject: Subject) -> None:
         check_pass(subject, in_turn(shift), BATCH, warm=shift > 0)
 
 
+@pytest.mark.I5
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", FULL, indirect=True)
 @pytest.mark.parametrize("num_concurrent", [1, BATCH], ids=["alone", "batch"])
@@ -222,6 +223,7 @@ def test_full_matrix(subject: Subject, hisparse: bool | str, warm: bool, num_con
     check_pass(subject, lambda _: hisparse, num_concurrent, warm=warm)
 
 
+@pytest.mark.I5
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", FULL, indirect=True)
 @pytest.mark.parametrize("shift", range(3))

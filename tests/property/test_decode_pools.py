@@ -88,7 +88,7 @@ class PoolsMachine(RuleBasedStateMachine):
         assert self.pools.free == self.pools.totals
 
 
-TestPools = pytest.mark.timeout(60)(PoolsMachine.TestCase)
+TestPools = PoolsMachine.TestCase
 TestPools.settings = settings(
     deadline=None,
     derandomize=True,

@@ -318,7 +318,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         assert self.rooms.pools.free == self.rooms.pools.totals
 
 
-TestDecodeNode = pytest.mark.timeout(60)(DecodeNodeMachine.TestCase)
+TestDecodeNode = DecodeNodeMachine.TestCase
 TestDecodeNode.settings = settings(
     deadline=None,
     derandomize=True,

@@ -228,6 +228,7 @@ def check_body(endpoint: Endpoint, loop: asyncio.AbstractEventLoop, body: bytes)
         assert engine_messages.to_engine_decoder.decode(frame) == group
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize("endpoint", Endpoint)
 @given(data=st.data())
 @fuzz
@@ -237,6 +238,7 @@ def test_a_body_is_planned_or_refused_with_a_client_error(
     check_body(endpoint, loop, data.draw(bodies(endpoint)))
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize("endpoint", Endpoint)
 @given(seed=seeds)
 @fuzz_batches
@@ -252,6 +254,7 @@ def test_the_corpus_is_valid(endpoint: Endpoint) -> None:
         assert asyncio.run(plan_samples(parse_request(endpoint, body, "tiny"), CODEC, LIMITS))
 
 
+@pytest.mark.I8
 @pytest.mark.parametrize("endpoint", Endpoint)
 @given(seed=seeds)
 @fuzz_batches
@@ -306,6 +309,7 @@ def check_relayed(endpoint: router_body.Endpoint, content: bytes) -> None:
 _ERROR = json.dumps({"error": {"message": "no", "type": "x", "code": "y"}}).encode()
 
 
+@pytest.mark.I7
 @given(seeds)
 @fuzz_batches
 def test_what_a_node_says_of_an_error_never_breaks_the_answer(seed: int) -> None:

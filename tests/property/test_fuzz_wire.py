@@ -50,7 +50,7 @@ from tests.property.fuzzing import (
     peak_bytes,
     seeds,
 )
-from tests.unit.protocol.test_messages import BOOTSTRAP, GEOMETRY, TO_DECODE, TO_PREFILL
+from tests.unit.protocol.examples import BOOTSTRAP, GEOMETRY, TO_DECODE, TO_PREFILL
 from transfer.aux_record import AuxLayout, AuxMismatch
 from vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
 

@@ -200,7 +200,7 @@ def test_decode_in_any_mode_pages_company_and_retraction(
                 answers.append(node.generate(double, prompt, NUM_NEW, flag, num_logprobs=2))
                 for _ in range(turns_between):
                     node.turn(double)
-            node.turn_until(lambda: all(answer.is_over for answer in answers), double, timeout_secs=60)
+            node.turn_until(lambda: all(answer.is_over for answer in answers), double)
     for prompt, answer in zip(order, answers, strict=True):
         assert answer.failure is None
         assert len(answer.token_ids) == NUM_NEW

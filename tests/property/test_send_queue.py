@@ -293,6 +293,7 @@ def drain(queue: SendQueue) -> list[int]:
     return order
 
 
+@pytest.mark.I8
 def test_a_short_prompt_waits_for_one_slice_of_each_long_one() -> None:
     """Three prefixes of 5 GB, and a prompt of 100 tokens, in bytes and not in time."""
     queue = SendQueue()
@@ -318,6 +319,7 @@ def test_a_short_prompt_waits_for_one_slice_of_each_long_one() -> None:
     assert queue.num_bytes_pending("a") == (3 * 150 - 3) * SLICE_BYTES
 
 
+@pytest.mark.I8
 def test_rooms_share_a_peer_by_bytes_and_not_by_batches() -> None:
     """One has long batches and the other many short ones."""
     queue = SendQueue()

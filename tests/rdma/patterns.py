@@ -15,6 +15,8 @@ from transfer.engine import MAX_BATCH_DESCRIPTORS
 from transfer.extents import SlotArray, expand_pages
 from transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, RegionView, descriptors, plan_writes
 
+MAX_PAYLOAD_BYTES = 4096
+"""Of an RDMA packet, by the largest MTU that there is."""
 MEMORY_BYTES = 24 << 20
 """Of the memory that both sides register; every pattern's pools fit in it."""
 POOL_OFFSET = 4096 + 13

@@ -12,7 +12,7 @@ from bench.retrieval import retrievals
 from tests.rdma.conftest import without_device
 from tests.rdma.machines import DEVICE, NODE_PORT, Machine
 from tests.rdma.pair import HOT_BUFFER, Service, running_pair, start_node
-from tests.rdma.test_transfer import MAX_PAYLOAD_BYTES
+from tests.rdma.patterns import MAX_PAYLOAD_BYTES
 
 PROMPTS = [retrieval.token_ids for length in (140, 400) for retrieval in retrievals(length, 1)]
 """One that fits its hot buffer, one that does not."""

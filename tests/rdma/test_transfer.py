@@ -8,10 +8,7 @@ import pytest
 
 from tests.rdma.endpoint import Endpoint, endpoint
 from tests.rdma.machines import Machine
-from tests.rdma.patterns import MEMORY_BYTES, PATTERNS, Pattern
-
-MAX_PAYLOAD_BYTES = 4096
-"""Of an RDMA packet, by the largest MTU that there is."""
+from tests.rdma.patterns import MAX_PAYLOAD_BYTES, MEMORY_BYTES, PATTERNS, Pattern
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(1800)]
 

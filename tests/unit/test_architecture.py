@@ -74,17 +74,24 @@ def sources() -> dict[str, Path]:
     }
 
 
-@cache
-def imports(module: str) -> frozenset[str]:
-    """What a module imports, at its top, in a function or for types only; full names."""
+def imported(file: Path) -> set[str]:
+    """What a file imports, at its top, in a function or for types only: modules, and names of modules."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(sources()[module].read_text())):
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in sources() else node.module for name in names}
-    return frozenset(found)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """The modules that a module imports, by their full names."""
+    return frozenset(
+        name if name in sources() or "." not in name else name.rpartition(".")[0]
+        for name in imported(sources()[module])
+    )
 
 
 def test_every_folder_with_code_is_a_room() -> None:
@@ -123,6 +130,17 @@ def test_a_library_has_its_owners(library: str) -> None:
         and not str(file.relative_to(ROOT)).startswith(OWNERS[library])
     ]
     assert not strangers
+
+
+def test_no_test_module_is_imported() -> None:
+    """What tests share is in a module of its own: `support.py`, or named after what it is."""
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for file in (ROOT / "tests").rglob("*.py")
+        for name in imported(file)
+        if name.startswith("tests.") and any(part.startswith("test_") for part in name.split("."))
+    ]
+    assert not wrong
 
 
 @pytest.mark.parametrize("path", PURE)

@@ -119,7 +119,7 @@ class ScriptedEngine(threading.Thread):
 
     def stop(self) -> None:
         self._stopped.set()
-        self.join(5)
+        self.join(60)
 
     @property
     def generates(self) -> list[Generate]:
@@ -132,13 +132,6 @@ class ScriptedEngine(threading.Thread):
     @property
     def aborts(self) -> list[str]:
         return [message.request_id for message in self.received if isinstance(message, Abort)]
-
-    def wait_for(self, condition: Callable[[], bool], what: str, timeout_secs: float = 5.0) -> None:
-        deadline = time.monotonic() + timeout_secs
-        while not condition():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{what}: not within {timeout_secs} s; received {self.received}")
-            time.sleep(0.005)
 
     def turn(self, socket: EngineSocket) -> bool:
         """One iteration; False at the end."""

@@ -238,6 +238,7 @@ def glm_calls(num_calls: int) -> str:
     return "<tool_call>now</tool_call>" * num_calls
 
 
+@pytest.mark.I8
 @pytest.mark.parametrize("piece_chars", [1, 7, 1 << 20])
 @pytest.mark.parametrize(
     ("text", "markup"),

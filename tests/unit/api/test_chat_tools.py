@@ -14,9 +14,9 @@ import pytest
 from api.prompts import Prompt
 from api.text_codec import TextCodec
 from service.engine_messages import FromEngine, Generate, Tokens, unpack_token_ids
-from tests.unit.api import scripted_engine, test_front
+from tests.unit.api import scripted_engine, support
 from tests.unit.api.scripted_engine import Script
-from tests.unit.api.test_front import ROOM, serving
+from tests.unit.api.support import ROOM, serving
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 from vocabulary import FinishReason
 
@@ -74,15 +74,15 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Answer a request with the scripted text; returns what the check returns, and the prompt as text."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    monkeypatch.setattr(test_front, "CODEC", RecordingCodec(tokenizer, len(tokenizer), "glm_moe_dsa"))
+    monkeypatch.setattr(support, "CODEC", RecordingCodec(tokenizer, len(tokenizer), "glm_moe_dsa"))
 
     def run(text: str, check: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> tuple[Any, str]:
         async def main() -> tuple[Any, str]:
             async with serving(stops_after(text), tmp_path) as node:
                 url = f"http://127.0.0.1:{node.port}/v1"
-                async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=10) as client:
+                async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=60) as client:
                     result = await check(client)
-                encoded = test_front.CODEC.encoded  # type: ignore[attr-defined]
+                encoded = support.CODEC.encoded  # type: ignore[attr-defined]
                 token_ids = [i for prompt in encoded for i in unpack_token_ids(prompt).tolist()]
                 return result, str(tokenizer.decode(token_ids))
 
@@ -178,7 +178,7 @@ def test_tools_that_the_template_does_not_show_are_refused(
     ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = make_tokenizer()
-    monkeypatch.setattr(test_front, "CODEC", RecordingCodec(tokenizer, len(tokenizer), "glm_moe_dsa"))
+    monkeypatch.setattr(support, "CODEC", RecordingCodec(tokenizer, len(tokenizer), "glm_moe_dsa"))
 
     async def refused(client: openai.AsyncOpenAI) -> str:
         with pytest.raises(openai.BadRequestError) as caught:
@@ -206,7 +206,7 @@ DSML_CALL = (
 def ask_deepseek(ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    monkeypatch.setattr(test_front, "CODEC", RecordingCodec(tokenizer, len(tokenizer), "deepseek_v32"))
+    monkeypatch.setattr(support, "CODEC", RecordingCodec(tokenizer, len(tokenizer), "deepseek_v32"))
     for limit in ("CONTEXT_LENGTH", "POOL_HISPARSE", "POOL_DENSE"):
         monkeypatch.setattr(scripted_engine, limit, 4096)
     return ask

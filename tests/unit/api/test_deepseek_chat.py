@@ -252,6 +252,7 @@ def test_what_it_has_no_form_for_is_refused(
     assert refused.value.status == 400
 
 
+@pytest.mark.I8
 def test_what_is_nested_too_deeply_is_refused(checkpoint: Path) -> None:
     deep: list[Any] = []
     for _ in range(5_000):

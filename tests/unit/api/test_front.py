@@ -13,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,25 +21,19 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.types import Message
 
 from api import node
-from api.app import Answer, Front, Work, create_app
-from api.keys import load_api_keys
-from api.sampling_defaults import SamplingDefaults
-from api.text_codec import TextCodec
+from api.app import Answer, Work, create_app
 from decode_node.server import create_decode_app
-from prefill_node.server import create_bootstrap_app, create_prefill_app
 from protocol.bootstrap import BootstrapInfo, look_up
-from protocol.channels import load_control_keys
 from service import engine_link
 from service import front as front_module
-from service.engine_link import EngineLink, LinkState, SampleGroup
+from service.engine_link import EngineLink, SampleGroup
 from service.engine_messages import (
     Abort,
     EngineLoading,
     FlushCache,
+    FromEngine,
     Generate,
     GenerateGroup,
     RequestFailed,
@@ -48,145 +42,25 @@ from service.engine_messages import (
 )
 from service.listening import Listener
 from service.metrics import FrontMetrics
-from service.settings import DecodeSettings, NodeSettings, PrefillSettings
-from tests.unit.api.scripted_engine import Script, ScriptedEngine, deliver, ready, say, stats
-from tests.unit.api.tiny_tokenizer import EOS, make_tokenizer, write_checkpoint
+from service.settings import DecodeSettings
+from tests.unit.api.scripted_engine import deliver, say, stats
+from tests.unit.api.support import (
+    BODY,
+    CODEC,
+    MESSAGES,
+    NATIVE,
+    ROOM,
+    TOKENIZER,
+    WAIT_SECS,
+    Node,
+    OnNode,
+    call_app,
+    decode_events,
+    socketless_front,
+    until,
+)
+from tests.unit.api.tiny_tokenizer import EOS, write_checkpoint
 from vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode
-
-ROOM: dict[str, Any] = {"bootstrap_host": "10.0.0.1", "bootstrap_port": None, "bootstrap_room": 7}
-BODY: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 5, **ROOM}
-NATIVE: dict[str, Any] = {"text": "hello", "sampling_params": {"max_new_tokens": 5}, **ROOM}
-MESSAGES = [{"role": "user", "content": "hi"}]
-TOKENIZER = make_tokenizer()
-CODEC = TextCodec(TOKENIZER, len(TOKENIZER))
-
-
-@dataclass
-class Node:
-    client: httpx.AsyncClient
-    engine: ScriptedEngine
-    link: EngineLink
-    port: int
-    bootstrap_port: int
-
-    async def post(self, path: str, **body: Any) -> httpx.Response:
-        return await self.client.post(path, json=body)
-
-    async def events(self, path: str, **body: Any) -> list[Any]:
-        """The events of a stream, decoded, without [DONE]."""
-        return decode_events((await self.post(path, stream=True, **body)).text)
-
-    async def metric(self, name: str) -> float | None:
-        for line in (await self.client.get("/metrics")).text.splitlines():
-            if line.rsplit(" ", 1)[0] == name:
-                return float(line.rsplit(" ", 1)[1])
-        return None
-
-
-def decode_events(text: str) -> list[Any]:
-    lines = text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-
-
-@contextlib.asynccontextmanager
-async def serving(
-    script: Script, tmp_path: Path, *, role: str = "decode", is_ready: bool = True, **options: Any
-) -> AsyncIterator[Node]:
-    settings: NodeSettings = (PrefillSettings if role == "prefill" else DecodeSettings)(
-        model_path=tmp_path / "model", served_model_name="tiny", **options
-    )
-    metrics = FrontMetrics()
-    ipc_path = str(tmp_path / "engine.ipc")
-    link = EngineLink(ipc_path, settings.health_timeout_secs, metrics.update)
-    front = Front(
-        role,
-        settings,
-        CODEC,
-        link,
-        metrics,
-        holds_output=role == "decode",
-        api_keys=load_api_keys(settings.api_key_file),
-        control_keys=load_control_keys(settings.control_key_file),
-        sampling_defaults=SamplingDefaults.of(settings),
-    )
-    engine = ScriptedEngine(ipc_path, script, is_ready=is_ready)
-    listeners = [Listener("127.0.0.1", 0), Listener("127.0.0.1", 0)]
-    apps = [create_prefill_app(front) if role == "prefill" else create_decode_app(front)]
-    if isinstance(settings, PrefillSettings):
-        apps.append(create_bootstrap_app(settings, front))
-    servers = [listener.server(app) for listener, app in zip(listeners, apps, strict=False)]
-    link.start()
-    engine.start()
-    tasks = [
-        asyncio.create_task(server.serve(sockets=[listener.socket]))
-        for server, listener in zip(servers, listeners, strict=False)
-    ]
-    limits = httpx.Limits(max_keepalive_connections=0)
-    base_url = f"http://127.0.0.1:{listeners[0].port}"
-    async with httpx.AsyncClient(base_url=base_url, timeout=10, trust_env=False, limits=limits) as client:
-        try:
-            if is_ready:
-                await until(lambda: link.ready is not None, "the engine is ready")
-            yield Node(client, engine, link, listeners[0].port, listeners[1].port)
-        finally:
-            for server in servers:
-                server.should_exit = True
-            await asyncio.gather(*tasks)
-            await asyncio.to_thread(engine.stop)
-            await link.close()
-            for listener in listeners:
-                listener.socket.close()
-
-
-def socketless_front(tmp_path: Path, link: EngineLink) -> Front:
-    link.ready, link.state = ready(), LinkState.SERVING
-    settings = DecodeSettings(model_path=tmp_path, served_model_name="tiny")
-    return Front("decode", settings, CODEC, link, FrontMetrics(), holds_output=True)
-
-
-async def call_app(app: Starlette, path: str, body: dict[str, Any], *, leaves: bool) -> list[Message]:
-    """What the app sends without a server; the client ``leaves`` once it has sent its body, or never."""
-    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        if messages:
-            return messages.pop()
-        if not leaves:
-            await asyncio.Event().wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    await app({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
-    return sent
-
-
-async def until(condition: Callable[[], bool], what: str, timeout_secs: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_secs
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_secs} s"
-        await asyncio.sleep(0.005)
-
-
-@pytest.fixture
-def on_node(tmp_path: Path) -> Callable[..., None]:
-    """Serve with a script, and run the rest of the test against it."""
-
-    def run(script: Script, check: Callable[[Node], Awaitable[None]], **options: Any) -> None:
-        async def main() -> None:
-            async with serving(script, tmp_path, **options) as node:
-                await asyncio.wait_for(check(node), 15)
-
-        asyncio.run(main())
-
-    return run
-
-
-OnNode = Callable[..., None]
-
 
 # --- decode: OpenAI ----------------------------------------------------------------------------------
 
@@ -260,6 +134,7 @@ def test_an_event_stream_names_its_charset(on_node: OnNode) -> None:
     on_node(say("a€bc"), check)
 
 
+@pytest.mark.I8
 def test_streamed_logprobs_cost_the_same_for_every_token(
     on_node: OnNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +237,15 @@ def test_n_and_several_prompts(on_node: OnNode) -> None:
 
 @pytest.mark.parametrize("per_message", [1, 3, 8])
 def test_stop_strings(on_node: OnNode, per_message: int) -> None:
+    def script(generate: Generate) -> Iterable[FromEngine | float]:
+        """One that is not through before it hears of the stop: nobody would tell it of it."""
+        num_said = 0
+        for event in say("abcdefgh", per_message=per_message)(generate):
+            yield event
+            num_said += per_message
+            if 5 <= num_said < 8:
+                yield 60.0
+
     async def check(node: Node) -> None:
         body = {**BODY, "max_tokens": 8, "stop": ["never", "de"]}
         choice = (await node.post("/v1/completions", **body)).json()["choices"][0]
@@ -381,8 +265,7 @@ def test_stop_strings(on_node: OnNode, per_message: int) -> None:
             assert all(m.has_finished for m in node.engine.received if isinstance(m, Abort))
         assert node.link.num_in_flight == 0
 
-    # Slowly: an engine that is through before it hears of the stop is not told.
-    on_node(say("abcdefgh", per_message=per_message, delay_secs=0.2), check)
+    on_node(script, check)
 
 
 @pytest.mark.parametrize(("no_stop_trim", "text"), [(False, "ok"), (True, "ok!")])
@@ -456,6 +339,7 @@ def test_generate_streams_cumulative_text(on_node: OnNode) -> None:
     on_node(say("a€bc"), check)
 
 
+@pytest.mark.I8
 @pytest.mark.parametrize(("path", "num_events"), [("/generate", 1), ("/v1/completions", 5)])
 def test_generate_leaves_out_what_the_next_event_repeats(tmp_path: Path, path: str, num_events: int) -> None:
     """Each event has all the text so far: a reader that lags would cost the square of its length."""
@@ -596,6 +480,7 @@ def test_without_a_key_only_probes_and_metrics_are_answered(
     on_node(script, check, role=role, api_key_file=path)
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_headers_that_are_no_text_do_no_harm(role: str, on_node: OnNode, tmp_path: Path) -> None:
     names = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"origin", b"content-type")
@@ -658,6 +543,7 @@ def test_a_failure_in_a_stream_is_its_last_event(on_node: OnNode, path: str) -> 
     on_node(script, check)
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_bad_input_reaches_no_engine(on_node: OnNode, role: str) -> None:
     async def check(node: Node) -> None:
@@ -672,9 +558,7 @@ def test_bad_input_reaches_no_engine(on_node: OnNode, role: str) -> None:
             (b" " * 5000, 413),
         ]
         for content, status in bad:
-            began = time.perf_counter()
             response = await node.client.post("/v1/completions", content=content)
-            assert time.perf_counter() - began < 0.5
             assert response.status_code == status, response.text
             assert response.headers["content-type"] == "application/json"
             assert set(response.json()["error"]) == {"message", "type", "param", "code"}
@@ -687,6 +571,7 @@ def test_bad_input_reaches_no_engine(on_node: OnNode, role: str) -> None:
     on_node(say("x"), check, role=role, max_body_bytes=4096)
 
 
+@pytest.mark.I8
 def test_a_body_without_a_length_is_limited_too(on_node: OnNode) -> None:
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(100):
@@ -699,6 +584,7 @@ def test_a_body_without_a_length_is_limited_too(on_node: OnNode) -> None:
     on_node(say("x"), check, max_body_bytes=4096)
 
 
+@pytest.mark.I8
 @pytest.mark.parametrize(("role", "stream"), [("decode", False), ("decode", True), ("prefill", False)])
 def test_a_client_that_leaves_aborts_its_samples(on_node: OnNode, role: str, stream: bool) -> None:
     def script(generate: Generate) -> Iterable[Tokens | float]:
@@ -707,12 +593,16 @@ def test_a_client_that_leaves_aborts_its_samples(on_node: OnNode, role: str, str
         yield 60.0
 
     async def check(node: Node) -> None:
-        with contextlib.suppress(httpx.ReadTimeout):
-            async with node.client.stream(
-                "POST", "/v1/completions", json={**BODY, "n": 2, "stream": stream}, timeout=0.3
-            ) as response:
-                async for _ in response.aiter_bytes():
-                    break
+        async def ask() -> None:
+            body = {**BODY, "n": 2, "stream": stream}
+            async with node.client.stream("POST", "/v1/completions", json=body) as response:
+                await anext(response.aiter_bytes())
+
+        asking = asyncio.create_task(ask())
+        await until(lambda: len(node.engine.generates) == 2, "both samples are with the engine")
+        if not stream:
+            asking.cancel()
+        await asyncio.wait([asking])
         await until(lambda: len(node.engine.aborts) == 2, "both samples were aborted")
         assert set(node.engine.aborts) == {generate.request_id for generate in node.engine.generates}
         assert not any(m.has_finished for m in node.engine.received if isinstance(m, Abort))
@@ -724,6 +614,7 @@ def test_a_client_that_leaves_aborts_its_samples(on_node: OnNode, role: str, str
     on_node(script, check, role=role)
 
 
+@pytest.mark.I8
 def test_a_backlog_is_not_worked_off_for_a_client_that_left(tmp_path: Path) -> None:
     """Nothing in such a stream ever waits: neither the tokens, nor writing to a connection that is gone."""
 
@@ -790,7 +681,7 @@ def test_an_engine_that_hangs_does_not_hang_its_clients(on_node: OnNode) -> None
 
 def test_an_h2c_preface_is_turned_away_quietly(on_node: OnNode, caplog: pytest.LogCaptureFixture) -> None:
     def talk(port: int) -> bytes:
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECS) as connection:
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
             return connection.recv(4096)
 
@@ -812,6 +703,10 @@ def test_health_follows_the_engine(on_node: OnNode) -> None:
         response = await node.client.get("/health")
         return response.status_code, response.json().get("reason", "")
 
+    async def becomes(node: Node, status_code: int, reason: str) -> None:
+        while (shown := await status(node))[0] != status_code or reason not in shown[1]:
+            await asyncio.sleep(0.01)
+
     async def check(node: Node) -> None:
         assert await status(node) == (503, "the engine is loading")
         assert (await node.post("/v1/completions", **BODY)).status_code == 503
@@ -819,26 +714,19 @@ def test_health_follows_the_engine(on_node: OnNode) -> None:
         assert (await node.client.get("/liveness")).status_code == 200
         node.engine.is_ready = True
         await until(lambda: node.link.ready is not None, "the engine is ready")
-        assert (await status(node))[0] == 200
+        await becomes(node, 200, "")
         await asyncio.sleep(0.5)
-        assert (await status(node))[0] == 200  # idle is healthy
+        await becomes(node, 200, "")  # idle is healthy
         node.engine.num_running = 1
-        await asyncio.sleep(0.5)
-        code, reason = await status(node)
-        assert code == 503
-        assert "no progress" in reason
+        await becomes(node, 503, "no progress")
         node.engine.step += 1
         await until(lambda: node.link.trouble() is None, "progress")
         node.engine.is_silent = True
-        await asyncio.sleep(0.5)
-        code, reason = await status(node)
-        assert code == 503
-        assert "silent" in reason
+        await becomes(node, 503, "silent")
         assert (await node.client.get("/liveness")).status_code == 503
         node.engine.is_silent = False
         node.engine.num_running = 0
-        await until(lambda: node.link.trouble() is None, "it talks again")
-        assert (await status(node))[0] == 200
+        await becomes(node, 200, "")
 
     on_node(say("x"), check, is_ready=False, health_timeout_secs=0.4)
 
@@ -977,11 +865,11 @@ class FrontProcess:
         return int(pid)
 
     def wait_healthy(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + WAIT_SECS
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.process.communicate()
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(self.url + "/health", timeout=10, trust_env=False).is_success:
+                if httpx.get(self.url + "/health", timeout=WAIT_SECS, trust_env=False).is_success:
                     return
             time.sleep(0.05)
         raise TimeoutError("the front is not healthy")
@@ -1030,13 +918,13 @@ def test_sigterm_lets_requests_finish_and_leaves_nothing(fronts: list[FrontProce
     engine_pid = front.engine_pid()
     body = {**BODY, "max_tokens": 8, "stream": True}
     with httpx.stream(
-        "POST", front.url + "/v1/completions", json=body, timeout=20, trust_env=False
+        "POST", front.url + "/v1/completions", json=body, timeout=WAIT_SECS, trust_env=False
     ) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         front.process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert front.process.wait(10) == 0
+    assert front.process.wait(WAIT_SECS) == 0
     assert not Path(f"/proc/{engine_pid}").exists()
     assert front.ipc_dirs() == []
 
@@ -1045,14 +933,14 @@ def test_the_engines_death_ends_the_front(fronts: list[FrontProcess]) -> None:
     front = fronts[1]
     body = {**BODY, "max_tokens": 8, "stream": True}
     with httpx.stream(
-        "POST", front.url + "/v1/completions", json=body, timeout=20, trust_env=False
+        "POST", front.url + "/v1/completions", json=body, timeout=WAIT_SECS, trust_env=False
     ) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         os.kill(front.engine_pid(), signal.SIGKILL)
         last = [line for line in lines if line][-1]
     assert "engine has died" in json.loads(last.removeprefix("data: "))["error"]["message"]
-    assert front.process.wait(10) == 1
+    assert front.process.wait(WAIT_SECS) == 1
     assert front.ipc_dirs() == []
 
 

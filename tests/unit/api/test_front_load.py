@@ -35,12 +35,19 @@ from service.http_errors import ApiError, QueueFull
 from tests.property.fuzzing import peak_bytes
 from tests.unit.api import scripted_engine
 from tests.unit.api.scripted_engine import deliver, ready, say
-from tests.unit.api.test_front import BODY, ROOM, Node, call_app, serving, socketless_front, until
-from tests.unit.api.tiny_tokenizer import make_tokenizer
+from tests.unit.api.support import (
+    BODY,
+    CODEC,
+    ROOM,
+    TOKENIZER,
+    Node,
+    call_app,
+    serving,
+    socketless_front,
+    until,
+)
 from vocabulary import FinishReason, SamplingParams, TokenLogprob
 
-TOKENIZER = make_tokenizer()
-CODEC = TextCodec(TOKENIZER, len(TOKENIZER))
 GREEDY = SamplingParams(1, temperature=0.0)
 
 
@@ -79,6 +86,7 @@ class Turns:
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 @pytest.mark.parametrize(("role", "max_bytes"), [("prefill", 4 * 131_072), ("decode", 0)])
 def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, max_bytes: int
@@ -112,6 +120,7 @@ def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 @pytest.mark.parametrize("item", [b"[0]", b'"a"', b"{}"])
 def test_a_hostile_body_makes_no_objects(item: bytes) -> None:
     room = json.dumps(ROOM).encode()[1:]
@@ -128,6 +137,7 @@ def test_a_hostile_body_makes_no_objects(item: bytes) -> None:
     assert "at most 4096" in refused[0].message
 
 
+@pytest.mark.I8
 def test_a_large_value_of_a_small_field_is_not_decoded() -> None:
     body = (
         b'{"prompt":"a","logit_bias":['
@@ -139,6 +149,7 @@ def test_a_large_value_of_a_small_field_is_not_decoded() -> None:
         parse_request(Endpoint.COMPLETIONS, body, "tiny")
 
 
+@pytest.mark.I8
 def test_ids_of_many_pieces_are_checked_one_by_one() -> None:
     ids = [i % 251 for i in range(60_000)]
 
@@ -163,6 +174,7 @@ def test_ids_of_many_pieces_are_checked_one_by_one() -> None:
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 @pytest.mark.parametrize(("max_request_tokens", "most"), [(0, 128 * 256), (1000, 1000)])
 def test_prompt_tokens_times_samples_are_bounded(max_request_tokens: int, most: int) -> None:
     limits = Limits(256, 256, 256, holds_output=False, max_request_tokens=max_request_tokens)
@@ -188,6 +200,7 @@ def test_prompt_tokens_times_samples_are_bounded(max_request_tokens: int, most: 
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_full_queue_answers_429_until_there_is_a_place(tmp_path: Path, role: str) -> None:
     def script(generate: Generate) -> Iterable[FromEngine | float]:
@@ -220,6 +233,7 @@ def test_a_full_queue_answers_429_until_there_is_a_place(tmp_path: Path, role: s
     asyncio.run(main())
 
 
+@pytest.mark.I8
 def test_prompts_in_flight_are_bounded_by_their_tokens() -> None:
     async def main() -> None:
         link = connectionless_link(QueueLimits(1000, 100))
@@ -235,6 +249,7 @@ def test_prompts_in_flight_are_bounded_by_their_tokens() -> None:
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 def test_what_an_engine_that_hangs_has_not_taken_counts_though_its_client_left() -> None:
     """Else clients that come and go would fill the memory of a front whose engine takes nothing in."""
 
@@ -253,6 +268,7 @@ def test_what_an_engine_that_hangs_has_not_taken_counts_though_its_client_left()
     asyncio.run(main())
 
 
+@pytest.mark.I8
 def test_tokens_have_a_place_again_once_the_engine_took_the_prompt(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(say("x"), tmp_path) as node:
@@ -284,6 +300,7 @@ class RecordingBackend:
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 @pytest.mark.parametrize(("num_prompts", "num_chars"), [(4096, 60), (300, 5_000), (2, 300_000)])
 def test_many_prompts_are_tokenized_in_batches_between_which_others_have_turns(
     num_prompts: int, num_chars: int
@@ -314,6 +331,7 @@ def test_few_short_prompts_do_not_wait_for_a_thread(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 def test_long_bodies_are_parsed_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed_in: list[int] = []
 
@@ -336,6 +354,7 @@ def test_long_bodies_are_parsed_beside_the_loop(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 @pytest.mark.parametrize("direction", ["receive", "send"])
 def test_a_backlog_on_the_link_lets_others_have_their_turns(direction: str) -> None:
     """ZMQ's sockets answer at once while there is something: awaiting them is no turn for anybody."""
@@ -367,6 +386,7 @@ def test_a_backlog_on_the_link_lets_others_have_their_turns(direction: str) -> N
     assert asyncio.run(main()) >= 1000 // 8 - 1
 
 
+@pytest.mark.I8
 def test_a_backlog_of_one_request_lets_others_have_their_turns() -> None:
     async def main() -> tuple[int, int]:
         link = connectionless_link(QueueLimits(10, 10))
@@ -402,6 +422,7 @@ class Backlogged(EngineLink):
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "body"),

@@ -16,7 +16,7 @@ from api.schemas import Endpoint, parse_request
 from prefill_node import server as prefill_server
 from service.settings import DecodeSettings, PrefillSettings
 from tests.unit.api.scripted_engine import deliver, say
-from tests.unit.api.test_front import BODY, MESSAGES, NATIVE, ROOM, Node, serving
+from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, serving
 from tests.unit.api.tiny_tokenizer import write_checkpoint
 from vocabulary import CheckpointError
 

@@ -140,6 +140,7 @@ def test_a_tool_that_nobody_described_gets_json() -> None:
         assert ToolSchemas(tools).to_json("f", "a", " 1.50 ") == "1.50"
 
 
+@pytest.mark.I8
 def test_schemas_that_multiply_or_go_deep_end() -> None:
     """Counted in steps, so in the time of a few thousand; without a bound it would be 2**60 of them."""
     definitions = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}

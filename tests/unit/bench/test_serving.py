@@ -33,11 +33,6 @@ WORKLOAD = Workload("tiny", input_tokens=5, output_tokens=4)
 SERVED = {"mode": "hisparse", "hits": 30, "misses": 10}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 # --- endpoints on loopback -----------------------------------------------------------------------------
 
 

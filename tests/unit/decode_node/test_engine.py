@@ -236,6 +236,7 @@ def _room_for_almost_two(
 
 
 @pytest.mark.I4
+@pytest.mark.I5
 def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
     checkpoint: Checkpoint,
     expected: dict[Prompt, list[int]],
@@ -295,6 +296,7 @@ def test_a_growing_dense_request_waits_where_a_repeated_batch_may_land(
 
 
 @pytest.mark.I4
+@pytest.mark.I5
 def test_every_running_request_survives_another_hot_buffer_in_every_step(
     expected: dict[Prompt, list[int]],
     double: PrefillDouble,
@@ -333,6 +335,7 @@ def test_every_running_request_survives_another_hot_buffer_in_every_step(
         assert num_selected[0] == num_selected[1], "counts of rows that were given up"
 
 
+@pytest.mark.I5
 def test_tokens_are_those_of_the_oracle_when_slots_come_one_by_one(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:

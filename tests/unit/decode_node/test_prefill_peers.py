@@ -27,11 +27,11 @@ from protocol.bootstrap import (
 from protocol.channels import ControlAddressError, ControlKeys, ControlServer
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Register, Registered
 from protocol.polling import Poller
-from tests.unit.protocol.test_messages import GEOMETRY
+from tests.unit.protocol.examples import GEOMETRY
 
 pytestmark = pytest.mark.I7
 
-WAIT_SECS = 10.0
+WAIT_SECS = 60.0
 
 
 class PrefillNode:
@@ -217,6 +217,7 @@ def _until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.I8
 def test_a_busy_peer_is_confirmed_however_many_others_are_gone(
     prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +279,7 @@ def test_silence_counts_once_the_front_has_had_its_time_to_vouch(
         assert [type(event) for event in events] == ([] if vouches else [PeerLost])
 
 
+@pytest.mark.I8
 def test_an_address_at_which_nobody_was_found_is_forgotten_with_its_last_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

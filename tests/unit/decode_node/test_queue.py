@@ -126,6 +126,7 @@ def _crowd() -> Node:
     return node
 
 
+@pytest.mark.I8
 def test_a_turn_looks_at_those_that_run_and_the_first_that_wait(touched: set[str]) -> None:
     node = _crowd()
     for now in (1.0, 2.0):
@@ -139,6 +140,7 @@ def test_a_turn_looks_at_those_that_run_and_the_first_that_wait(touched: set[str
     assert len(touched) <= NUM_RUNNING + 3 * len(PEERS)
 
 
+@pytest.mark.I8
 def test_beside_stuck_slots_a_bounded_number_is_passed_over(touched: set[str]) -> None:
     node = Node()
     node.arrive(0)
@@ -174,6 +176,7 @@ def test_the_queue_is_in_order_of_arrival_whatever_becomes_of_its_prefill_nodes(
     assert Counter(r.state for r in node.rooms.all()) == {RequestState.WAITING: 12}
 
 
+@pytest.mark.I7
 def test_everybody_who_waits_too_long_is_told_once_and_nobody_else() -> None:
     node = Node()
     for number, now in ((0, 0.0), (1, 5.0), (2, 0.0)):
@@ -195,6 +198,7 @@ def test_everybody_who_waits_too_long_is_told_once_and_nobody_else() -> None:
     assert node.rooms.num_queued.total() == 0
 
 
+@pytest.mark.I8
 def test_deadlines_that_are_over_do_not_pile_up() -> None:
     node = Node()
     node.arrive(0)

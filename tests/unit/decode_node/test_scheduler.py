@@ -253,6 +253,7 @@ def test_a_hot_buffer_that_misses_nothing_stays_as_it_is() -> None:
 # --- step by step -------------------------------------------------------------------------------------
 
 
+@pytest.mark.I8
 def test_a_request_gets_slots_before_it_needs_them_and_never_more_than_its_life() -> None:
     node = Node(STEP_BY_STEP)
     request = node.arrive(TRUE, 30, max_new_tokens=48)

@@ -29,7 +29,7 @@ def make(directory: Path, **commands: str) -> subprocess.CompletedProcess[str]:
         (directory / name.replace("_", "-")).chmod(0o755)
     command = ["make", "--no-print-directory", "compose-packages", "DOCKER_CLIENT=docker-client"]
     environment = {**os.environ, "PATH": str(directory)}
-    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_root_gets_what_is_missing(tmp_path: Path) -> None:

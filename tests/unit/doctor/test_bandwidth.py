@@ -32,7 +32,7 @@ from doctor.channel import (
 from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine
 
 BUFFER_BYTES = 1 << 20
-TIMEOUT_SECS = 20.0
+TIMEOUT_SECS = 60.0
 
 
 @pytest.fixture(scope="module")

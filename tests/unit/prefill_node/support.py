@@ -67,7 +67,7 @@ from transfer.transport import TCP
 from vocabulary import SamplingParams
 
 T = TypeVar("T")
-TIMEOUT_SECS = 10.0
+TIMEOUT_SECS = 60.0
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 
 

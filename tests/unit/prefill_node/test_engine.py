@@ -25,6 +25,7 @@ from service.engine_messages import (
 )
 from tests.unit.prefill_node.support import (
     GREEDY,
+    TIMEOUT_SECS,
     DecodePeer,
     EngineThread,
     decode_peer,
@@ -152,7 +153,7 @@ def test_equal_prompts_at_once_are_computed_once(engine: EngineThread, peer: Dec
     tokens = prompt(6, 40)
     rooms = [next(_rooms) for _ in range(3)]
     is_complete = threading.Event()
-    engine.before_run = lambda batch: None if is_complete.wait(10) else pytest.fail("not released")
+    engine.before_run = lambda batch: None if is_complete.wait(TIMEOUT_SECS) else pytest.fail("not released")
     for number, room in enumerate(rooms):
         peer.bootstrap(room, 40, kv=(Extent(100 * number, 40),), aux_slot=number)
         engine.generate(room, tokens)
@@ -210,7 +211,7 @@ class Gate:
     def _wait(self, batch: Sequence[Any]) -> None:
         if any(chunk.start == self._chunk_start for _, chunk in batch):
             self.reached.set()
-            assert self.opened.wait(10)
+            assert self.opened.wait(TIMEOUT_SECS)
 
 
 @pytest.mark.I7
@@ -220,7 +221,7 @@ def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, r
     before = dict(counters)
     peer.bootstrap(room, 200)
     request_id = engine.generate(room, prompt(8, 200))
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(TIMEOUT_SECS)
     peer.client.send(AbortRoom(room, "client gone"))
     gate.opened.set()
     assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
@@ -240,7 +241,7 @@ def test_the_front_aborts_midway(engine: EngineThread, peer: DecodePeer, room: i
     gate = Gate(engine, chunk_start=48)
     peer.bootstrap(room, 200)
     request_id = engine.generate(room, prompt(9, 200))
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(TIMEOUT_SECS)
     engine.send(Abort(request_id))
     gate.opened.set()
     failed = peer.expect(RoomFailed)
@@ -279,7 +280,7 @@ def test_pages_stay_until_a_stuck_write_returns(
     write = engine.engine._transfer.write
 
     def stuck(*args: Any, **options: Any) -> None:
-        assert is_released.wait(10)
+        assert is_released.wait(TIMEOUT_SECS)
         write(*args, **options)
 
     monkeypatch.setattr(engine.engine._transfer, "write", stuck)
@@ -413,6 +414,7 @@ def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: i
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 def test_the_rooms_of_a_group_share_one_prompt(engine: EngineThread, peer: DecodePeer) -> None:
     rooms = [next(_rooms) for _ in range(3)]
     tokens = prompt(3, 40)
@@ -432,6 +434,7 @@ def test_the_rooms_of_a_group_share_one_prompt(engine: EngineThread, peer: Decod
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 def test_a_flood_of_messages_does_not_keep_a_turn_from_its_other_work(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

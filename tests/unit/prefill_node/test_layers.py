@@ -217,7 +217,7 @@ class StuckTransport:
     def write(self, *args: Any, **options: Any) -> None:
         self.num_started += 1
         self.started.set()
-        assert self.release.wait(6 * TIMEOUT_SECS)  # longer than anything that the test waits for
+        assert self.release.wait(4 * TIMEOUT_SECS)  # longer than anything that the test waits for
         self._write(*args, **options)
 
 

@@ -11,7 +11,7 @@ import pytest
 from prefill_node import probes
 from prefill_node.probes import ANSWER_SECS, Probes
 
-WAIT_SECS = 10.0
+WAIT_SECS = 60.0
 SESSION = "10.0.0.1:1"
 
 

@@ -50,7 +50,7 @@ def test_serves_says_so_and_stops(tiny_checkpoint: Callable[[str], Path], tmp_pa
             num_stats += 1
         assert num_stats >= 3, f"{num_stats} statistics in 1.2 s"
         front.send(engine_messages.encoder.encode(Shutdown()))
-        engine.join(20)
+        engine.join(START_TIMEOUT_SECS)
         assert engine.exitcode == 0
     finally:
         engine.kill()

@@ -11,7 +11,7 @@ from hisparse_pd import pair_settings
 from protocol.access import MAX_NETWORKS, PeerList, is_host, is_loopback
 from service.settings import DecodeSettings, NodeSettings, PrefillSettings, RouterSettings
 from service.settings_sources import SettingsError, load_settings, to_options
-from tests.unit.service.test_settings import parsed
+from tests.unit.service.support import parsed
 
 NODES: list[type[NodeSettings]] = [PrefillSettings, DecodeSettings]
 

@@ -31,8 +31,8 @@ from protocol.bootstrap import (
 from protocol.channels import ControlAddressError, ControlClient, ControlKeys
 from protocol.messages import PROTOCOL_VERSION
 from tests.unit.api.scripted_engine import deliver
-from tests.unit.api.test_front import Node, serving
-from tests.unit.protocol.test_messages import GEOMETRY
+from tests.unit.api.support import Node, serving
+from tests.unit.protocol.examples import GEOMETRY
 
 pytestmark = [pytest.mark.I1, pytest.mark.I7]
 
@@ -233,6 +233,7 @@ def drips(byte: bytes) -> Iterator[bytes]:
         time.sleep(0.01)
 
 
+@pytest.mark.I8
 @pytest.mark.parametrize("drip", [b"", b"x"])
 @pytest.mark.parametrize(
     "begin", [b"", b"HTTP/1.1 200 OK\r\nx: ", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n{"]
@@ -249,6 +250,7 @@ def test_an_answer_that_drips_ends_with_the_time(
         look_up("127.0.0.1", port)
 
 
+@pytest.mark.I8
 def test_a_name_server_that_does_not_answer_takes_no_more_than_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

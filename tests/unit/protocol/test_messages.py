@@ -9,69 +9,10 @@ from hypothesis import strategies as st
 
 from protocol import messages
 from protocol.messages import (
-    AbortRoom,
     Bootstrap,
-    Extent,
-    Geometry,
-    Heartbeat,
-    HeartbeatAck,
-    Refused,
-    Region,
-    RegionKind,
-    Register,
-    Registered,
     RoomDone,
-    RoomFailed,
-    RoomQuiet,
 )
-
-GEOMETRY = Geometry(
-    model_fingerprint="fp",
-    dtype="float32",
-    num_layers=4,
-    num_index_layers=3,
-    item_bytes=192,
-    index_item_bytes=128,
-    index_topk=64,
-    page_size=64,
-    sampling_defaults="top_p 0.9",
-)
-BOOTSTRAP = Bootstrap(
-    room=2**63 - 1,
-    num_prompt_tokens=130,
-    kv_extents=(Extent(7, 100), Extent(300, 30)),
-    index_extents=(Extent(64, 192),),
-    aux_slot=5,
-    hisparse=True,
-    attempt=1,
-)
-
-TO_PREFILL = [
-    (
-        Register(1, "node", "10.0.0.2:15001", GEOMETRY, (Region(RegionKind.KV_HOST, 4096, 768, 1),), "rdma"),
-        "9701"
-        "01a46e6f6465ae31302e302e302e323a3135303031"
-        "99a26670a7666c6f6174333204"
-        "03ccc0cc804040"
-        "a9746f705f7020302e39"
-        "9194a76b765f686f7374cd1000cd030001"
-        "a472646d61",
-    ),
-    (Heartbeat(9), "920209"),
-    (BOOTSTRAP, "9803cf7fffffffffffffffcc829292076492cd012c1e919240ccc005c301"),
-    (AbortRoom(3, "gone"), "930403a4676f6e65"),
-]
-TO_DECODE = [
-    (
-        Registered(1, "inst", GEOMETRY),
-        "940101a4696e737499a26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e39",
-    ),
-    (Refused("no", True), "9302a26e6fc3"),
-    (HeartbeatAck(9, "inst"), "930309a4696e7374"),
-    (RoomDone(3, 4096, 64, 0.5, True), "960403cd100040cb3fe0000000000000c3"),
-    (RoomFailed(3, 503, "lost", False, True), "960503cd01f7a46c6f7374c2c3"),
-    (RoomQuiet(3, False), "930603c2"),
-]
+from tests.unit.protocol.examples import BOOTSTRAP, TO_DECODE, TO_PREFILL
 
 
 @pytest.mark.parametrize(("message", "golden"), TO_PREFILL, ids=lambda value: type(value).__name__)

@@ -27,11 +27,9 @@ from service.engine_link import EngineLink, LinkState
 from service.engine_messages import Generate
 from service.ports import free_port
 from tests.unit.api.scripted_engine import say
-from tests.unit.api.test_front import BODY, Node, OnNode, on_node, until
+from tests.unit.api.support import BODY, Node, OnNode, until
 from tests.unit.api.tiny_tokenizer import write_checkpoint
-from tests.unit.router.test_server import FakeNode, delivers, never, serving, start, write
-
-__all__ = ["on_node"]  # a fixture
+from tests.unit.router.cluster import FakeNode, delivers, never, serving, start, write
 
 REPO = Path(__file__).resolve().parents[3]
 WAIT_SECS = 60.0
@@ -245,7 +243,7 @@ def test_a_node_gives_up_when_the_time_is_up_and_still_exits_cleanly(tmp_path: P
 
 def _is_healthy(url: str) -> bool:
     try:
-        return httpx.get(url + "/health", timeout=5, trust_env=False).is_success
+        return httpx.get(url + "/health", timeout=WAIT_SECS, trust_env=False).is_success
     except httpx.TransportError:
         return False
 

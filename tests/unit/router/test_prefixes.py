@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ def test_the_node_with_the_longest_common_beginning_is_found(noted: list[bytes],
     assert index.find(block_keys(prompt)) == (expected if best else None)
 
 
+@pytest.mark.I8
 def test_only_whole_blocks_count_and_not_beyond_a_bound() -> None:
     assert block_keys(b"x" * (BLOCK_BYTES - 1)) == []
     assert block_keys(b"x" * BLOCK_BYTES) == block_keys(b"x" * BLOCK_BYTES + b"y" * 3)
@@ -39,6 +41,7 @@ def test_a_later_block_is_told_apart_by_what_is_before_it() -> None:
     assert not set(first) & set(second)
 
 
+@pytest.mark.I8
 def test_what_was_used_last_is_forgotten_last_and_ends_before_beginnings() -> None:
     index: PrefixIndex[str] = PrefixIndex(max_keys=3)
     old, new = block_keys(PARTS[0] * 2), block_keys(PARTS[1] * 2)

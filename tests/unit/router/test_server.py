@@ -6,254 +6,45 @@ import asyncio
 import errno
 import functools
 import json
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Send
 
 from protocol.access import KeyFileError
 from router.body import MAX_PROMPTS, Endpoint, RequestBody
-from router.drain import Drain
 from router.errors import RouterError
 from router.nodes import Node, NodeKind, NodePool, NodeUrlError
 from router.server import create_app
 from service.settings import RouterSettings
 from tests.property.fuzzing import peak_bytes
+from tests.unit.router.cluster import (
+    EVENTS,
+    WAIT_SECS,
+    Behaviour,
+    Cluster,
+    CutConnection,
+    FakeNode,
+    answer,
+    cluster,
+    delivers,
+    error_of,
+    eventually,
+    never,
+    says,
+    start,
+    streams,
+    until,
+    write,
+)
 from vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
 
 pytestmark = pytest.mark.anyio
-
-Behaviour = Callable[["FakeNode", Send], Awaitable[None]]
-WAIT_SECS = 5.0
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-# --- nodes and router on loopback --------------------------------------------------------------------
-
-
-class _Server(uvicorn.Server):
-    """Leaves the test process's signal handlers alone, and stops at once instead of at the next tick."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.stop = asyncio.Event()
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)  # writes the date header that every answer carries
-        await self.stop.wait()
-
-    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext()
-
-
-@asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[str]:
-    """Serve an ASGI application; yields its URL."""
-    sock = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[sock]))
-    try:
-        while not server.started:
-            await asyncio.sleep(0.005)
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    finally:
-        server.stop.set()
-        await asyncio.wait_for(task, WAIT_SECS)
-        sock.close()
-
-
-@dataclass
-class FakeNode:
-    """Answers as ``behaviour`` says, and keeps what it was sent and whether its client left early."""
-
-    behaviour: Behaviour
-    models: tuple[str, ...] = ("tiny",)
-    load: int = 0
-    healthy: bool = True
-    trouble: bytes = b""
-    """Body of its /health while it is not healthy."""
-    requests: list[tuple[str, httpx.Headers, bytes]] = field(default_factory=list)
-    says: bytes | None = None
-    """Of its load and its models, instead of what they are."""
-    asked: list[tuple[str, str | None]] = field(default_factory=list)
-    """What the router asked for itself: path and Authorization."""
-    client_left: asyncio.Event = field(default_factory=asyncio.Event)
-    release: asyncio.Event = field(default_factory=asyncio.Event)
-    url: str = ""
-    close: Callable[[], Awaitable[None]] = field(default=lambda: asyncio.sleep(0))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        if scope["method"] == "GET":
-            self.asked.append((scope["path"], Request(scope).headers.get("authorization")))
-        match scope["path"]:
-            case "/health":
-                await (answer(send, b"", 200) if self.healthy else answer(send, self.trouble, 503))
-            case "/get_load" | "/v1/models" if self.says is not None:
-                await answer(send, self.says)
-            case "/get_load":
-                await answer(send, json.dumps([{"dp_rank": 0, "num_reqs": self.load}]).encode())
-            case "/v1/models":
-                data = [{"id": name, "object": "model"} for name in self.models]
-                await answer(send, json.dumps({"object": "list", "data": data}).encode())
-            case path:
-                request = Request(scope, receive)
-                self.requests.append((path, httpx.Headers(request.headers.raw), await request.body()))
-                working = asyncio.create_task(self.behaviour(self, send))  # type: ignore[arg-type]
-                leaving = asyncio.create_task(disconnected(receive))
-                await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-                leaving.cancel()
-                if working.done():
-                    await (
-                        working
-                    )  # an exception after the start of an answer makes uvicorn cut the connection
-                else:
-                    self.client_left.set()
-                    working.cancel()
-
-    def body(self, number: int = -1) -> dict[str, Any]:
-        decoded: dict[str, Any] = json.loads(self.requests[number][2])
-        return decoded
-
-
-async def disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def answer(
-    send: Send, body: bytes, status: int = 200, content_type: str = "application/json", **headers: str
-) -> None:
-    await start(send, status, content_type, **headers)
-    await send({"type": "http.response.body", "body": body})
-
-
-async def start(
-    send: Send, status: int = 200, content_type: str = "text/event-stream", **headers: str
-) -> None:
-    raw = [(b"content-type", content_type.encode())]
-    raw += [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    message: Message = {"type": "http.response.start", "status": status, "headers": raw}
-    await send(message)
-
-
-async def write(send: Send, chunk: bytes, *, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": chunk, "more_body": more})
-
-
-async def delivers(node: FakeNode, send: Send) -> None:
-    await answer(send, b'{"delivered": true}')
-
-
-class CutConnection(Exception):
-    """Raised by a behaviour: the node's end of the connection goes away."""
-
-
-async def never(node: FakeNode, send: Send) -> None:
-    await asyncio.Event().wait()
-
-
-def says(body: bytes, status: int = 200, content_type: str = "application/json") -> Behaviour:
-    async def behaviour(node: FakeNode, send: Send) -> None:
-        await answer(send, body, status, content_type)
-
-    return behaviour
-
-
-EVENTS = [b'data: {"text": "\xc3\xa4"}\n\n', b": ping\n\n", b"data: [DO", b"NE]\n\n"]
-
-
-async def streams(node: FakeNode, send: Send) -> None:
-    await start(send)
-    for event in EVENTS:
-        await write(send, event)
-        await asyncio.sleep(0.01)
-    await write(send, b"", more=False)
-
-
-@dataclass
-class Cluster:
-    prefill: list[FakeNode]
-    decode: list[FakeNode]
-    client: httpx.AsyncClient
-
-    async def metrics(self) -> str:
-        return (await self.client.get("/metrics")).text
-
-
-@asynccontextmanager
-async def cluster(
-    prefill: list[Behaviour] | Behaviour = delivers,
-    decode: list[Behaviour] | Behaviour = streams,
-    drain: Drain | None = None,
-    **settings: Any,
-) -> AsyncIterator[Cluster]:
-    """Fake nodes with the given behaviours behind a real router."""
-    nodes = {
-        NodeKind.PREFILL: [FakeNode(b) for b in (prefill if isinstance(prefill, list) else [prefill])],
-        NodeKind.DECODE: [FakeNode(b) for b in (decode if isinstance(decode, list) else [decode])],
-    }
-    opened = []
-    try:
-        for node in [*nodes[NodeKind.PREFILL], *nodes[NodeKind.DECODE]]:
-            server = serving(node)
-            node.url = await server.__aenter__()
-            closing = _once(server.__aexit__)
-            node.close = closing
-            opened.append(closing)
-        fixed = {"health_interval_secs": 60.0, "request_timeout_secs": 5.0, "connect_timeout_secs": 2.0}
-        router_settings = RouterSettings(
-            prefill=tuple((node.url, 7000 + i) for i, node in enumerate(nodes[NodeKind.PREFILL])),
-            decode=tuple(node.url for node in nodes[NodeKind.DECODE]),
-            **{**fixed, **settings},
-        )
-        async with (
-            serving(create_app(router_settings, drain)) as url,
-            httpx.AsyncClient(base_url=url, timeout=WAIT_SECS, trust_env=False) as client,
-        ):
-            yield Cluster(nodes[NodeKind.PREFILL], nodes[NodeKind.DECODE], client)
-    finally:
-        await asyncio.gather(*(closing() for closing in opened))
-
-
-def _once(exit_server: Callable[[None, None, None], Awaitable[Any]]) -> Callable[[], Awaitable[None]]:
-    done = False
-
-    async def close() -> None:
-        nonlocal done
-        if not done:
-            done = True
-            await exit_server(None, None, None)
-
-    return close
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(WAIT_SECS):
-        while not await condition():
-            await asyncio.sleep(0.02)
-
-
-def error_of(response: httpx.Response) -> str:
-    assert response.headers["content-type"] == "application/json"
-    error = response.json()["error"]
-    assert set(error) >= {"message", "type", "code"}
-    return str(error["message"])
 
 
 # --- pairing -----------------------------------------------------------------------------------------
@@ -271,14 +62,6 @@ async def test_both_nodes_get_the_same_body_with_the_bootstrap_fields(path: str)
         assert isinstance(body["bootstrap_room"], int)
         assert 0 <= body["bootstrap_room"] < 2**63
         assert body["stream"] is False
-
-
-async def test_each_request_has_its_own_room() -> None:
-    async with cluster(decode=says(b"{}")) as pair:
-        for _ in range(4):
-            await pair.client.post("/generate", json={"text": "a"})
-        rooms = [pair.decode[0].body(number)["bootstrap_room"] for number in range(4)]
-        assert len(set(rooms)) == 4
 
 
 async def test_values_keep_the_bytes_of_the_client() -> None:
@@ -336,6 +119,7 @@ async def test_a_list_of_prompts_gets_lists_of_bootstrap_fields(
     assert {name: sent[name] for name in body} == body
 
 
+@pytest.mark.I8
 @pytest.mark.parametrize("prompt", ["a", [0]], ids=str)
 @pytest.mark.parametrize("num_prompts", [MAX_PROMPTS + 1, 1 << 20])
 async def test_too_many_prompts_are_refused(prompt: object, num_prompts: int) -> None:
@@ -391,17 +175,11 @@ async def test_a_key_that_is_no_text_is_refused_as_any_wrong_one(tmp_path: Path)
 # --- answers -----------------------------------------------------------------------------------------
 
 
-async def test_the_stream_is_the_decode_nodes_byte_for_byte() -> None:
-    async with cluster() as pair:
+async def test_the_stream_is_the_decode_nodes_and_does_not_wait_for_the_prefill_nodes_body() -> None:
+    async with cluster(prefill=never) as pair:
         response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
         assert response.status_code == 200
         assert response.headers["content-type"] == "text/event-stream"
-        assert response.content == b"".join(EVENTS)
-
-
-async def test_streaming_does_not_wait_for_the_prefill_nodes_body() -> None:
-    async with cluster(prefill=never) as pair:
-        response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
         assert response.content == b"".join(EVENTS)
         await asyncio.wait_for(pair.prefill[0].client_left.wait(), WAIT_SECS)
 
@@ -526,6 +304,7 @@ async def test_a_stream_that_the_decode_node_breaks_off_ends_in_an_error_event()
         assert "router_truncated_answers_total 1.0" in await pair.metrics()
 
 
+@pytest.mark.I7
 async def test_a_silent_node_is_a_gateway_timeout() -> None:
     async with cluster(decode=never, request_timeout_secs=0.2) as pair:
         response = await pair.client.post("/generate", json={})
@@ -564,15 +343,12 @@ async def test_what_this_machine_lacks_is_no_nodes_fault(
                 raise OSError(number, "as the system says")
             return await connect(loop, factory, host, port, **given)
 
-        async def checked_again() -> bool:
-            return num_tries >= 10
-
         with monkeypatch.context() as patch:
             patch.setattr(asyncio.BaseEventLoop, "create_connection", fails)
             response = await pair.client.post("/generate", json={"text": "a"})
             assert response.status_code == 503
             assert named in error_of(response)
-            await eventually(checked_again)
+            await until(lambda: num_tries >= 10)
             assert (await pair.client.get("/health")).status_code == 200
         assert "router_retries_total 0.0" in await pair.metrics()
         assert (await pair.client.post("/generate", json={"text": "a"})).status_code == 200
@@ -733,6 +509,7 @@ async def test_without_another_decode_node_the_one_that_is_not_ready_says_so() -
 
 
 @pytest.mark.I7
+@pytest.mark.I8
 @pytest.mark.parametrize(("max_retries", "num_asked"), [(0, 1), (1, 2), (2, 3)])
 async def test_retries_are_bounded(max_retries: int, num_asked: int) -> None:
     async with cluster([says(BROKEN_TRANSFER, 502)] * 4, never, max_retries=max_retries) as pair:
@@ -832,17 +609,21 @@ async def _status_is(client: httpx.AsyncClient, path: str, status: int) -> bool:
 # --- clients that leave ------------------------------------------------------------------------------
 
 
+@pytest.mark.I8
 async def test_a_client_that_leaves_before_the_answer_closes_both_legs() -> None:
     async with cluster(prefill=never, decode=never) as pair:
-        with pytest.raises(httpx.ReadTimeout):
-            await pair.client.post("/generate", json={}, timeout=0.2)
-        for node in (*pair.prefill, *pair.decode):
+        nodes = (*pair.prefill, *pair.decode)
+        asking = asyncio.create_task(pair.client.post("/generate", json={}))
+        await until(lambda: all(node.requests for node in nodes))
+        asking.cancel()
+        for node in nodes:
             await asyncio.wait_for(node.client_left.wait(), WAIT_SECS)
         await eventually(
             lambda: _counts(pair, 'router_requests_total{endpoint="/generate",status="499"} 1.0')
         )
 
 
+@pytest.mark.I8
 async def test_a_client_that_leaves_the_stream_closes_both_legs() -> None:
     async def endless(node: FakeNode, send: Send) -> None:
         await start(send)
@@ -867,6 +648,7 @@ async def _counts(pair: Cluster, line: str) -> bool:
 # --- what never reaches a node -----------------------------------------------------------------------
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b'"text"', b"null", b'{"a": NaN}', b'{"a": "\xff"}', b"[" * 100_000]
 )
@@ -879,6 +661,7 @@ async def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
         assert not pair.decode[0].requests
 
 
+@pytest.mark.I8
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_over_the_limit_is_refused(chunked: bool) -> None:
     async def chunks() -> AsyncIterator[bytes]:
@@ -915,8 +698,10 @@ async def test_least_loaded_looks_at_own_requests_and_at_what_nodes_tell() -> No
     async with cluster(
         [delivers] * 2, [says(b"{}")] * 2, policy="least_loaded", health_interval_secs=0.05
     ) as pair:
-        pair.decode[0].load = 3
-        await asyncio.sleep(0.3)
+        node = pair.decode[0]
+        node.load = 3
+        node.asked.clear()
+        await until(lambda: len(node.asked) > 4)  # /health and /get_load, twice
         for _ in range(4):
             await pair.client.post("/generate", json={})
         assert [len(node.requests) for node in pair.decode] == [0, 4]
@@ -1061,6 +846,7 @@ def test_the_application_is_made_without_io() -> None:
     assert isinstance(create_app(settings), Starlette)
 
 
+@pytest.mark.I7
 @pytest.mark.parametrize(
     "said",
     [b"", b"\xff", b"[1]", b"[" * 100_000, b'{"a": "\xff"}', b'{"data": {}}', b'{"data": [1, {"id": [2]}]}'],
@@ -1071,11 +857,7 @@ async def test_what_a_node_says_of_itself_may_be_anything(said: bytes) -> None:
         (node,) = pair.decode
         node.says = said
         num_before = len(node.asked)
-
-        async def asked_again() -> bool:
-            return len(node.asked) >= num_before + 6
-
-        await eventually(asked_again)
+        await until(lambda: len(node.asked) >= num_before + 6)
         assert (await pair.client.get("/v1/models")).status_code in (200, 503)
         response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
         assert response.content == b"".join(EVENTS)

@@ -24,7 +24,7 @@ from router.nodes import NodeKind
 from router.status import MetricsError, NodeLoad, PoolUse, SwapIns, Transfers, parse_load
 from service.engine_messages import EngineStats
 from service.metrics import FrontMetrics
-from tests.unit.router.test_server import Behaviour, FakeNode, cluster, never, says, start, streams, write
+from tests.unit.router.cluster import Behaviour, FakeNode, cluster, never, says, start, streams, write
 from vocabulary import Mode
 
 pytestmark = pytest.mark.anyio
@@ -32,11 +32,6 @@ pytestmark = pytest.mark.anyio
 REPO = Path(__file__).resolve().parents[3]
 PAGE_DIR = REPO / "router" / "page"
 MAX_PAGE_BYTES = 48 << 10
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 def _render(stats: EngineStats) -> bytes:
@@ -243,6 +238,7 @@ async def test_a_node_that_tells_nothing_of_use_is_named(behaviour: Behaviour, t
         assert decode["healthy"] is True
 
 
+@pytest.mark.I8
 async def test_a_silent_node_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "NODE_TIMEOUT_SECS", 0.2)
     async with cluster(prefill=shows(_prefill_metrics()), decode=never) as pair:
@@ -251,6 +247,7 @@ async def test_a_silent_node_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatc
         assert decode["healthy"] is True
 
 
+@pytest.mark.I8
 async def test_many_viewers_cost_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "MAX_AGE_SECS", 3600.0)
     async with cluster(prefill=shows(_prefill_metrics()), decode=shows(_decode_metrics())) as pair:
@@ -262,6 +259,7 @@ async def test_many_viewers_cost_one_round(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(pair.decode[0].requests) == len(pair.prefill[0].requests) == 2
 
 
+@pytest.mark.I8
 async def test_a_viewer_that_leaves_does_not_hold_up_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "NODE_TIMEOUT_SECS", 0.5)
     async with cluster(prefill=shows(_prefill_metrics()), decode=never) as pair:

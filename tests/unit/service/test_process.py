@@ -55,7 +55,7 @@ def test_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         child_pid = int(parent.stdout.readline())
         assert _is_running(child_pid)
         parent.send_signal(signal.SIGKILL)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while _is_running(child_pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not _is_running(child_pid)

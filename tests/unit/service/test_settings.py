@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from doctor.settings import DoctorSettings
-from hisparse_pd import _make_parser, pair_settings
+from hisparse_pd import pair_settings
 from service.settings import DecodeSettings, HisparsePolicy, PrefillSettings, RouterSettings
 from service.settings_sources import SettingsError, load_settings, to_options
+from tests.unit.service.support import parsed
 
 MODEL = {"model_path": "/models/tiny"}
 
@@ -184,11 +185,6 @@ def test_a_malformed_prefill_node_is_refused(entry: list[str]) -> None:
 
 
 # --- options and settings are one ----------------------------------------------------------------------
-
-
-def parsed(command: str, options: list[str]) -> dict[str, Any]:
-    namespace = vars(_make_parser().parse_args([command, *options]))
-    return {name: value for name, value in namespace.items() if name not in ("parser", "command", "config")}
 
 
 _PATHS = st.sampled_from([Path("/m"), Path("a b"), Path("-odd")])

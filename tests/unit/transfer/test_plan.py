@@ -63,6 +63,7 @@ def test_runs_are_contiguous_on_both_sides_and_as_long_as_can_be(
     assert (plan.num_runs, plan.num_tokens) == (len(runs), len(src))
 
 
+@pytest.mark.I1
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(st.data())
 def test_a_plan_moves_every_token_of_every_layer_and_no_other_byte(data: st.DataObject) -> None:
@@ -91,6 +92,7 @@ def test_a_plan_moves_every_token_of_every_layer_and_no_other_byte(data: st.Data
     assert writes.num_bytes == len(layers) * num_tokens * item_bytes
 
 
+@pytest.mark.I8
 def test_fresh_pages_of_a_long_prompt_are_one_descriptor_a_layer() -> None:
     src, dst = region(SRC_BASE, 4, 1 << 16, 1152), region(DST_BASE, 4, 1 << 16, 1152)
     writes = descriptors(plan_writes(np.arange(32768) + 64, np.arange(32768)), src, dst, range(4))
@@ -144,6 +146,7 @@ def test_a_region_that_is_smaller_than_its_shape_is_refused() -> None:
         RegionView(0, 1024, 2, 8, 64)
 
 
+@pytest.mark.I6
 def test_no_tokens_and_no_layers_are_no_descriptors() -> None:
     both = region(SRC_BASE, 2, 8, 16), region(DST_BASE, 2, 8, 16)
     assert descriptors(plan_writes([], []), *both, [0, 1]).lengths.size == 0
@@ -162,6 +165,7 @@ def test_joined_descriptors_keep_their_order() -> None:
 # --- slices -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.I8
 def test_long_ranges_are_cut_in_order() -> None:
     src, dst, lengths = cut_long(np.array([100, 0]), np.array([1000, 5]), np.array([10, 3]), 4)
     assert src.tolist() == [100, 104, 108, 0]
@@ -169,6 +173,7 @@ def test_long_ranges_are_cut_in_order() -> None:
     assert lengths.tolist() == [4, 4, 2, 3]
 
 
+@pytest.mark.I8
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(st.data())
 def test_slices_are_the_writes_in_order_and_none_is_long(data: st.DataObject) -> None:
@@ -229,6 +234,7 @@ def test_of_a_long_prompt_only_one_slice_is_planned_at_a_time(monkeypatch: pytes
     assert writes.num_bytes == num_layers * num_tokens * item_bytes
 
 
+@pytest.mark.I1
 def test_writes_that_leave_the_memory_are_refused_before_any_is_made() -> None:
     three, two = region(SRC_BASE, 3, 8, 16), region(DST_BASE, 2, 8, 16)
     LayerWrites(run(0, 0, 1), three, two, 0, 2).check()

@@ -1,0 +1,167 @@
+"""The front of a node around a scripted engine: its own servers and sockets, and a client of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from starlette.applications import Starlette
+from starlette.types import Message
+
+from api.app import Front
+from api.keys import load_api_keys
+from api.sampling_defaults import SamplingDefaults
+from api.text_codec import TextCodec
+from decode_node.server import create_decode_app
+from prefill_node.server import create_bootstrap_app, create_prefill_app
+from protocol.channels import load_control_keys
+from service.engine_link import EngineLink, LinkState
+from service.listening import Listener
+from service.metrics import FrontMetrics
+from service.settings import DecodeSettings, NodeSettings, PrefillSettings
+from tests.unit.api.scripted_engine import Script, ScriptedEngine, ready
+from tests.unit.api.tiny_tokenizer import make_tokenizer
+
+ROOM: dict[str, Any] = {"bootstrap_host": "10.0.0.1", "bootstrap_port": None, "bootstrap_room": 7}
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 5, **ROOM}
+NATIVE: dict[str, Any] = {"text": "hello", "sampling_params": {"max_new_tokens": 5}, **ROOM}
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOKENIZER = make_tokenizer()
+CODEC = TextCodec(TOKENIZER, len(TOKENIZER))
+WAIT_SECS = 60.0
+"""Until a test gives up; a busy machine takes its time."""
+
+
+@dataclass
+class Node:
+    client: httpx.AsyncClient
+    engine: ScriptedEngine
+    link: EngineLink
+    port: int
+    bootstrap_port: int
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.client.post(path, json=body)
+
+    async def events(self, path: str, **body: Any) -> list[Any]:
+        """The events of a stream, decoded, without [DONE]."""
+        return decode_events((await self.post(path, stream=True, **body)).text)
+
+    async def metric(self, name: str) -> float | None:
+        for line in (await self.client.get("/metrics")).text.splitlines():
+            if line.rsplit(" ", 1)[0] == name:
+                return float(line.rsplit(" ", 1)[1])
+        return None
+
+
+def decode_events(text: str) -> list[Any]:
+    lines = text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    script: Script, tmp_path: Path, *, role: str = "decode", is_ready: bool = True, **options: Any
+) -> AsyncIterator[Node]:
+    settings: NodeSettings = (PrefillSettings if role == "prefill" else DecodeSettings)(
+        model_path=tmp_path / "model", served_model_name="tiny", **options
+    )
+    metrics = FrontMetrics()
+    ipc_path = str(tmp_path / "engine.ipc")
+    link = EngineLink(ipc_path, settings.health_timeout_secs, metrics.update)
+    front = Front(
+        role,
+        settings,
+        CODEC,
+        link,
+        metrics,
+        holds_output=role == "decode",
+        api_keys=load_api_keys(settings.api_key_file),
+        control_keys=load_control_keys(settings.control_key_file),
+        sampling_defaults=SamplingDefaults.of(settings),
+    )
+    engine = ScriptedEngine(ipc_path, script, is_ready=is_ready)
+    listeners = [Listener("127.0.0.1", 0), Listener("127.0.0.1", 0)]
+    apps = [create_prefill_app(front) if role == "prefill" else create_decode_app(front)]
+    if isinstance(settings, PrefillSettings):
+        apps.append(create_bootstrap_app(settings, front))
+    servers = [listener.server(app) for listener, app in zip(listeners, apps, strict=False)]
+    link.start()
+    engine.start()
+    tasks = [
+        asyncio.create_task(server.serve(sockets=[listener.socket]))
+        for server, listener in zip(servers, listeners, strict=False)
+    ]
+    limits = httpx.Limits(max_keepalive_connections=0)
+    base_url = f"http://127.0.0.1:{listeners[0].port}"
+    async with httpx.AsyncClient(
+        base_url=base_url, timeout=WAIT_SECS, trust_env=False, limits=limits
+    ) as client:
+        try:
+            if is_ready:
+                await until(lambda: link.ready is not None, "the engine is ready")
+            yield Node(client, engine, link, listeners[0].port, listeners[1].port)
+        finally:
+            for server in servers:
+                server.should_exit = True
+            await asyncio.gather(*tasks)
+            await asyncio.to_thread(engine.stop)
+            await link.close()
+            for listener in listeners:
+                listener.socket.close()
+
+
+def socketless_front(tmp_path: Path, link: EngineLink) -> Front:
+    link.ready, link.state = ready(), LinkState.SERVING
+    settings = DecodeSettings(model_path=tmp_path, served_model_name="tiny")
+    return Front("decode", settings, CODEC, link, FrontMetrics(), holds_output=True)
+
+
+async def call_app(app: Starlette, path: str, body: dict[str, Any], *, leaves: bool) -> list[Message]:
+    """What the app sends without a server; the client ``leaves`` once it has sent its body, or never."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        if not leaves:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
+    return sent
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {WAIT_SECS} s"
+        await asyncio.sleep(0.005)
+
+
+OnNode = Callable[..., None]
+
+
+def runs_on_node(tmp_path: Path) -> OnNode:
+    """Serves with a script, and runs the rest of the test against it: the fixture ``on_node``."""
+
+    def run(script: Script, check: Callable[[Node], Awaitable[None]], **options: Any) -> None:
+        async def main() -> None:
+            async with serving(script, tmp_path, **options) as node:
+                await asyncio.wait_for(check(node), WAIT_SECS)
+
+        asyncio.run(main())
+
+    return run

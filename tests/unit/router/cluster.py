@@ -1,0 +1,243 @@
+"""Real HTTP servers on loopback that play the nodes' side of the contract, and a real router before them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from router.drain import Drain
+from router.nodes import NodeKind
+from router.server import create_app
+from service.settings import RouterSettings
+
+Behaviour = Callable[["FakeNode", Send], Awaitable[None]]
+WAIT_SECS = 60.0
+"""Until a test gives up; a busy machine takes its time."""
+
+
+class _Server(uvicorn.Server):
+    """Leaves the test process's signal handlers alone, and stops at once instead of at the next tick."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stop = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)  # writes the date header that every answer carries
+        await self.stop.wait()
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+@asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """Serve an ASGI application; yields its URL."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        while not server.started:
+            await asyncio.sleep(0.005)
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.stop.set()
+        await asyncio.wait_for(task, WAIT_SECS)
+        sock.close()
+
+
+@dataclass
+class FakeNode:
+    """Answers as ``behaviour`` says, and keeps what it was sent and whether its client left early."""
+
+    behaviour: Behaviour
+    models: tuple[str, ...] = ("tiny",)
+    load: int = 0
+    healthy: bool = True
+    trouble: bytes = b""
+    """Body of its /health while it is not healthy."""
+    requests: list[tuple[str, httpx.Headers, bytes]] = field(default_factory=list)
+    says: bytes | None = None
+    """Of its load and its models, instead of what they are."""
+    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    """What the router asked for itself: path and Authorization."""
+    client_left: asyncio.Event = field(default_factory=asyncio.Event)
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = ""
+    close: Callable[[], Awaitable[None]] = field(default=lambda: asyncio.sleep(0))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["method"] == "GET":
+            self.asked.append((scope["path"], Request(scope).headers.get("authorization")))
+        match scope["path"]:
+            case "/health":
+                await (answer(send, b"", 200) if self.healthy else answer(send, self.trouble, 503))
+            case "/get_load" | "/v1/models" if self.says is not None:
+                await answer(send, self.says)
+            case "/get_load":
+                await answer(send, json.dumps([{"dp_rank": 0, "num_reqs": self.load}]).encode())
+            case "/v1/models":
+                data = [{"id": name, "object": "model"} for name in self.models]
+                await answer(send, json.dumps({"object": "list", "data": data}).encode())
+            case path:
+                request = Request(scope, receive)
+                self.requests.append((path, httpx.Headers(request.headers.raw), await request.body()))
+                working = asyncio.create_task(self.behaviour(self, send))  # type: ignore[arg-type]
+                leaving = asyncio.create_task(disconnected(receive))
+                await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+                leaving.cancel()
+                if working.done():
+                    await (
+                        working
+                    )  # an exception after the start of an answer makes uvicorn cut the connection
+                else:
+                    self.client_left.set()
+                    working.cancel()
+
+    def body(self, number: int = -1) -> dict[str, Any]:
+        decoded: dict[str, Any] = json.loads(self.requests[number][2])
+        return decoded
+
+
+async def disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def answer(
+    send: Send, body: bytes, status: int = 200, content_type: str = "application/json", **headers: str
+) -> None:
+    await start(send, status, content_type, **headers)
+    await send({"type": "http.response.body", "body": body})
+
+
+async def start(
+    send: Send, status: int = 200, content_type: str = "text/event-stream", **headers: str
+) -> None:
+    raw = [(b"content-type", content_type.encode())]
+    raw += [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    message: Message = {"type": "http.response.start", "status": status, "headers": raw}
+    await send(message)
+
+
+async def write(send: Send, chunk: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+
+async def delivers(node: FakeNode, send: Send) -> None:
+    await answer(send, b'{"delivered": true}')
+
+
+class CutConnection(Exception):
+    """Raised by a behaviour: the node's end of the connection goes away."""
+
+
+async def never(node: FakeNode, send: Send) -> None:
+    await asyncio.Event().wait()
+
+
+def says(body: bytes, status: int = 200, content_type: str = "application/json") -> Behaviour:
+    async def behaviour(node: FakeNode, send: Send) -> None:
+        await answer(send, body, status, content_type)
+
+    return behaviour
+
+
+EVENTS = [b'data: {"text": "\xc3\xa4"}\n\n', b": ping\n\n", b"data: [DO", b"NE]\n\n"]
+
+
+async def streams(node: FakeNode, send: Send) -> None:
+    await start(send)
+    for event in EVENTS:
+        await write(send, event)
+        await asyncio.sleep(0.01)
+    await write(send, b"", more=False)
+
+
+@dataclass
+class Cluster:
+    prefill: list[FakeNode]
+    decode: list[FakeNode]
+    client: httpx.AsyncClient
+
+    async def metrics(self) -> str:
+        return (await self.client.get("/metrics")).text
+
+
+@asynccontextmanager
+async def cluster(
+    prefill: list[Behaviour] | Behaviour = delivers,
+    decode: list[Behaviour] | Behaviour = streams,
+    drain: Drain | None = None,
+    **settings: Any,
+) -> AsyncIterator[Cluster]:
+    """Fake nodes with the given behaviours behind a real router."""
+    nodes = {
+        NodeKind.PREFILL: [FakeNode(b) for b in (prefill if isinstance(prefill, list) else [prefill])],
+        NodeKind.DECODE: [FakeNode(b) for b in (decode if isinstance(decode, list) else [decode])],
+    }
+    opened = []
+    try:
+        for node in [*nodes[NodeKind.PREFILL], *nodes[NodeKind.DECODE]]:
+            server = serving(node)
+            node.url = await server.__aenter__()
+            closing = _once(server.__aexit__)
+            node.close = closing
+            opened.append(closing)
+        fixed = {f"{name}_secs": 60.0 for name in ("health_interval", "request_timeout", "connect_timeout")}
+        router_settings = RouterSettings(
+            prefill=tuple((node.url, 7000 + i) for i, node in enumerate(nodes[NodeKind.PREFILL])),
+            decode=tuple(node.url for node in nodes[NodeKind.DECODE]),
+            **{**fixed, **settings},
+        )
+        async with (
+            serving(create_app(router_settings, drain)) as url,
+            httpx.AsyncClient(base_url=url, timeout=WAIT_SECS, trust_env=False) as client,
+        ):
+            yield Cluster(nodes[NodeKind.PREFILL], nodes[NodeKind.DECODE], client)
+    finally:
+        await asyncio.gather(*(closing() for closing in opened))
+
+
+def _once(exit_server: Callable[[None, None, None], Awaitable[Any]]) -> Callable[[], Awaitable[None]]:
+    done = False
+
+    async def close() -> None:
+        nonlocal done
+        if not done:
+            done = True
+            await exit_server(None, None, None)
+
+    return close
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_SECS):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(WAIT_SECS):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+def error_of(response: httpx.Response) -> str:
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) >= {"message", "type", "code"}
+    return str(error["message"])
