@@ -32,8 +32,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "triton": ("kernels/",),
     "sgl_kernel": ("kernels/",),
     "zmq": ("protocol/", "service/engine_sockets.py", "doctor/channel.py"),
-    "starlette": ("api/", "service/", "router/", "prefill_node/server.py", "decode_node/"),
-    "uvicorn": ("service/", "router/"),
+    "starlette": ("bench/", "api/", "service/", "router/", "prefill_node/server.py", "decode_node/"),
+    "uvicorn": ("bench/", "service/", "router/"),
     "transformers": ("model/", "checkpoints/", "api/text_codec.py", "bench/"),
     "torch": (
         "service/engine_process.py",

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from api import node
 from api.app import Answer, Work, create_app
