@@ -1,1 +1,1 @@
-"""The DSA model: configuration and weights through transformers, attention over our own pools."""
+"""The DSA model as it serves: spec, weights, forward over our own pools, sampling."""

@@ -1,1 +1,1 @@
-"""Everything that crosses a socket: control messages, channels, discovery and HTTP schemas."""
+"""What crosses between nodes: control messages, their channels, discovery, and who is let in."""
