@@ -3,9 +3,11 @@
 In one batch or alone, in a chunk of 1 or 512 tokens: the bits are the same. Three things would differ:
 
 - Products of matrices. MKL chooses by the number of rows in which order it adds up; its strict mode does not
-  (``fix_products``). torch has products of its own for very small batches of matrices (``matmul_heads``).
+  (``fix_arithmetic``). torch has products of its own for very small batches of matrices (``matmul_heads``).
 - Functions of single elements. torch computes the last few of a tensor, which do not fill a vector register,
   by other code than the rest. ``exp`` is not among them, so ``silu`` and ``sigmoid`` are made of it.
+- The first ``cos`` of a process. MKL chooses the code of its functions in their first call; where two threads
+  make it, one may compute by code of 11 bits (pytorch#188792). ``fix_arithmetic`` makes it in one thread.
 - Sums over a dimension that is not the last one, and products of a row by a matrix: ``sum_heads``.
 
 On a GPU all of it is torch's own, in fewer launches.
@@ -30,9 +32,18 @@ _FEWEST_ROWS = 2
 """One row by a matrix is another operation to MKL."""
 
 
-def fix_products() -> None:
-    """Choose MKL's strict mode, unless the environment has chosen. To be called before the first product."""
+_CHOSEN_BY_FIRST_CALL = (torch.cos, torch.sin, torch.exp, torch.log, torch.sqrt)
+
+
+def fix_arithmetic() -> None:
+    """Choose MKL's strict mode, unless the environment has chosen, and the code of its functions.
+
+    To be called before the first arithmetic of a process.
+    """
     os.environ.setdefault(_MKL_MODE, _STRICT)
+    one = torch.ones(1)  # one element: one thread
+    for function in _CHOSEN_BY_FIRST_CALL:
+        function(one)
     if not products_are_fixed():
         log.warning(
             "products of matrices differ by rounding with the number of their rows here (%s=%s): near ties "

@@ -14,7 +14,7 @@ from kernels.attention import AttentionBackendError
 from kernels.device_memory import DeviceMemoryError, DeviceMissingError, check_devices, use_device
 from kernels.gpu_sizes import KernelSizeError
 from kernels.host_memory import HostMemoryError
-from kernels.row_math import fix_products
+from kernels.row_math import fix_arithmetic
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.loader import load_model
@@ -65,7 +65,7 @@ def run_engine_process(
     if settings.num_threads > 0:
         torch.set_num_threads(settings.num_threads)
     if settings.device == "cpu":
-        fix_products()
+        fix_arithmetic()
     front = EngineSocket(ipc_path)
     try:
         with start_errors(*START_ERRORS, settings_error):

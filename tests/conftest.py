@@ -9,7 +9,7 @@ import pytest
 
 # Several processes share the cores; with a thread pool each, the tiny matrices take many times longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# As the nodes have it (kernels.row_math.fix_products), before the first product of any test.
+# As the nodes have it (kernels.row_math.fix_arithmetic), before the first product of any test.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
