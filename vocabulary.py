@@ -15,6 +15,18 @@ except a decode node's 502, which is about the transfer to it.
 """
 
 
+MAX_RANKS = 64
+"""Of a node."""
+
+
+class RankPlace(Struct, frozen=True):
+    """One engine process of a node of ``size``, which meet in the file ``meeting_path``."""
+
+    rank: int = 0
+    size: int = 1
+    meeting_path: str = ""
+
+
 class CheckpointError(ValueError):
     """A checkpoint is missing, incomplete or not supported; the message says which, and what is."""
 

@@ -334,6 +334,7 @@ def _server_info(front: Front) -> Response:
     info: dict[str, object] = {
         "version": VERSION,
         "disaggregation_mode": front.role,
+        "dp_size": front.settings.dp_size,
         "served_model_name": front.settings.model_name,
         "max_running_requests": front.settings.max_running_requests,
         "status": str(front.link.state),
@@ -362,15 +363,17 @@ def _model_info(front: Front) -> Response:
 
 
 def _load(front: Front) -> Response:
-    """One entry a data-parallel rank, of which there is one; routers add up ``num_tokens``."""
-    stats = front.link.stats
-    load = {
-        "dp_rank": 0,
-        "num_reqs": stats.num_running + stats.num_waiting if stats else 0,
-        "num_waiting_reqs": stats.num_waiting if stats else 0,
-        "num_tokens": stats.num_used_tokens if stats else 0,
-    }
-    return json_response([load])
+    """One entry a rank; routers add up ``num_tokens``."""
+    loads = [
+        {
+            "dp_rank": rank.rank,
+            "num_reqs": stats.num_running + stats.num_waiting if (stats := rank.stats) else 0,
+            "num_waiting_reqs": stats.num_waiting if stats else 0,
+            "num_tokens": stats.num_used_tokens if stats else 0,
+        }
+        for rank in front.link.ranks
+    ]
+    return json_response(loads)
 
 
 def _models(front: Front) -> Response:

@@ -1,4 +1,4 @@
-"""Starts a node: its engine in a process of its own, and the HTTP API in this one.
+"""Starts a node: its engines in processes of their own, and the HTTP API in this one.
 
 ``run_front`` is all that a node calls. What the API needs and lacks is said before the engine starts to load.
 """
@@ -22,8 +22,8 @@ from api.text_codec import TextCodec
 from protocol.access import KeyFileError
 from protocol.channels import load_control_keys
 from service.descriptors import raise_limit
-from service.engine_link import EngineLink, QueueLimits
-from service.front import EngineProcess, serve
+from service.engine_link import EngineLink, LinkState, QueueLimits, RankChoice
+from service.front import EngineProcesses, EngineTarget, serve
 from service.listening import Listener
 from service.metrics import FrontMetrics
 from service.process import setup_logging
@@ -39,14 +39,16 @@ def run_front(
     settings: S,
     *,
     role: str,
-    engine: Callable[[S, str], None],
+    engine: EngineTarget[S],
     holds_output: bool,
+    choose_rank: RankChoice,
     ports: Sequence[int],
     apps: Callable[[Front], Sequence[ASGIApp]],
 ) -> int:
-    """Start ``engine`` and serve ``apps``, one a port, until the node ends. Returns the exit status.
+    """Start the engines and serve ``apps``, one a port, until the node ends. Returns the exit status.
 
-    ``holds_output``: the node's pools hold what is generated as well, not only prompts.
+    ``holds_output``: the node's pools hold what is generated as well, not only prompts. ``choose_rank``: says
+    whose a sample is.
     """
     setup_logging(settings.log_level, role)
     raise_limit()
@@ -62,20 +64,21 @@ def run_front(
         return 1
     if settings.exposure is not None:
         log.warning("%s", settings.exposure)
-    metrics = FrontMetrics()
-    process = EngineProcess(engine, settings, f"{role}-engine")
+    metrics = FrontMetrics(settings.dp_size)
+    engines = EngineProcesses(engine, settings, f"{role}-engine")
     link = EngineLink(
-        process.ipc_path,
+        engines.ipc_paths,
         settings.health_timeout_secs,
         metrics.update,
-        process.remove_directory,
+        engines.remove_directory,
         settings.startup_timeout_secs,
         QueueLimits.of(settings),
+        choose_rank,
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # while the tokenizer loads; serve() takes them over
         signal.signal(number, _exit)
     try:
-        process.start()
+        engines.start()
         codec = TextCodec.load(settings.model_path)
         gc.freeze()  # else each full collection looks at all of transformers, 30 ms in which nobody is served
         front = Front(
@@ -85,14 +88,14 @@ def run_front(
         log.info("serving %s on %s", settings.model_name, addresses)
         if defaults := str(sampling_defaults):
             log.info("requests that do not say are drawn as generation_config.json has it: %s", defaults)
-        return asyncio.run(serve(link, process, listeners, apps(front), settings.drain_timeout_secs))
+        return asyncio.run(serve(link, engines, listeners, apps(front), settings.drain_timeout_secs))
     except (OSError, CheckpointError, TokenizerUnsupported) as error:
         log.error("%s", error)
         return 1
     finally:
         for listener in listeners:
             listener.socket.close()
-        process.stop(graceful=link.ready is not None)
+        engines.stop(graceful=link.ready is not None and link.state is not LinkState.GONE)
 
 
 def _exit(number: int, frame: object) -> NoReturn:

@@ -9,6 +9,9 @@ by the clock around all of them, and, in as many steps again, by kernel with tor
 the kernel of that name with its replays; its bytes are the misses that it counted. Of a step in micro-batches
 kernels overlap, and their times do not add up; a copy's has in it how long it waited for its plan, and so its
 GB/s are the least that it can have been. On a CPU it runs, too, and then says how the host's code does.
+
+With ``--dp-size N`` as many ranks take the steps together, each with a batch of its own; what is printed is
+the first one's, its tokens a second of all.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ import argparse
 import json
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +42,18 @@ from decode_node.memory import DecodeMemory, slots_tensor
 from decode_node.pools import PoolKind, Pools, SlotCounts, round_up
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.runner import Runner, make_runner
+from kernels.device_memory import use_device
 from model.dsa import DsaModel
 from model.loader import load_model
 from model.paged_kv import PagedKv, PagedRequest
+from model.rank_group import RankGroup
 from model.spec import ModelSpec, load_spec
 from prefill_node.compute import PromptRunner
 from prefill_node.memory import PrefillMemory
 from protocol.messages import Room
+from service.lockstep import NodeStep
 from service.settings import DecodeSettings
-from vocabulary import HisparseFlag, Mode, SamplingParams
+from vocabulary import HisparseFlag, Mode, RankPlace, SamplingParams
 
 PAGE_SIZE = 64
 KINDS = {
@@ -53,6 +61,7 @@ KINDS = {
     "backup": "backup_newest|newest_slots",
     "indexer logits": "_logits_kernel",
     "top-k": "^topk$",
+    "collectives": "nccl",
     "attention": "flash_|sparse_attn|attend_kernel|combine_kernel|get_mla_metadata",
 }
 """What kernels' names match; what matches none is "the rest": projections, experts, sampling."""
@@ -155,7 +164,9 @@ class Bench:
         started = time.perf_counter()
         previous = None
         for _ in range(num_steps):
-            launched = self.runner.launch(self.requests)
+            launched = self.runner.launch(
+                self.requests, NodeStep(len(self.requests), self.runner.would_split(self.requests))
+            )
             for request in self.requests:
                 request.num_in_flight += 1
             if previous is not None and launched.feeds_next:
@@ -236,7 +247,7 @@ def measure(
         "mode": str(mode),
         "batch": batch,
         "step_ms": step_ms,
-        "tokens_a_second": batch / step_ms * 1e3,
+        "tokens_a_second": arguments.dp_size * batch / step_ms * 1e3,
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         "mb_a_step": miss_bytes / 1e6,
         "gpu_ms": kinds,
@@ -352,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--expert-devices", nargs="+", default=[], help="as a node's")
+    parser.add_argument("--dp-size", type=int, default=1, help="ranks, on as many devices from --device on")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--indexer-cache-dtype", default="auto")
@@ -362,7 +373,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", action="store_true", help="name the kernels that take longest")
     parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON and PNG, without suffix")
     arguments = parser.parse_args(argv)
-    console = Console(width=190)
+    with tempfile.TemporaryDirectory() as directory:
+        places = [
+            RankPlace(rank, arguments.dp_size, f"{directory}/ranks") for rank in range(arguments.dp_size)
+        ]
+        others = [get_context("spawn").Process(target=run, args=(arguments, place)) for place in places[1:]]
+        for other in others:
+            other.start()
+        run(arguments, places[0])
+        for other in others:
+            other.join()
+    return 0
+
+
+def run(arguments: argparse.Namespace, place: RankPlace) -> None:
+    """One rank."""
+    console = Console(width=190, quiet=place.rank > 0)
+    arguments.device = (
+        DecodeSettings(model_path=arguments.model_path, device=arguments.device, dp_size=place.size)
+        .of_rank(place.rank)
+        .device
+    )
+    use_device(arguments.device)
     spec = load_spec(
         arguments.model_path,
         arguments.dtype,
@@ -370,7 +402,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         device=arguments.device,
         indexer_cache_dtype=arguments.indexer_cache_dtype,
     )
-    model = load_model(arguments.model_path, spec, arguments.device, arguments.expert_devices)
+    ranks = RankGroup(place, torch.device(arguments.device), 300.0) if place.size > 1 else None
+    started = time.perf_counter()
+    model = load_model(arguments.model_path, spec, arguments.device, ranks)
+    load_secs = time.perf_counter() - started
     prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, arguments.context)
     report: dict[str, Any] = {
         "facts": run_facts(),
@@ -383,7 +418,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "context": arguments.context,
         "buffer": arguments.buffer,
         "weights_are_fp8": spec.weights_are_fp8,
-        "expert_devices": arguments.expert_devices,
+        "dp_size": place.size,
+        "load_secs": load_secs,
+        "weights_gb": torch.cuda.memory_allocated() / 1e9 if model.device.type == "cuda" else None,
         "prefill_tokens_a_second": prompt.tokens_a_second,
         "rows": [],
     }
@@ -396,11 +433,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"{mode} {batch}: {row['step_ms']:.3f} ms", highlight=False)
             for name, kernel_ms in row["longest_kernels_ms"] if arguments.kernels else ():
                 console.print(f"    {kernel_ms:.3f} {name}", markup=False, highlight=False)
+    if place.rank > 0:
+        return
     print_report(report, console)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     plot(report, arguments.out.with_suffix(".png"))
-    return 0
 
 
 if __name__ == "__main__":

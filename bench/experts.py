@@ -1,12 +1,11 @@
-"""Routed experts of one layer on one or more GPUs: time by batch, and how near it is to reading the weights.
+"""Routed experts of one layer on one GPU: time by batch, and how near it is to reading the weights.
 
 DeepSeek-V3.2's sizes: 256 experts of 7168 x 2048, 8 for each token, weights in fp8 with scales of blocks or
 in bfloat16. Tokens choose at random, so that a large batch reads nearly all experts. Calls with other choices
 each are captured in one CUDA graph that is replayed between two events: us = time / calls, the median of the
-replays, copies to other devices and back included. TB/s is of the chosen experts' weights, of all devices
-together.
+replays. TB/s is of the chosen experts' weights.
 
-    python bench/experts.py [--tokens 1 8 32 128 512 4096] [--devices cuda:1 cuda:2] [--weights fp8 bfloat16]
+    python bench/experts.py [--tokens 1 8 32 128 512 4096] [--weights fp8 bfloat16]
 
 ``--tune`` times other tilings. Writes JSON to --out.
 """
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.facts import OUT, run_facts, spread
 from bench.gpu_timing import graph_us
 from kernels.block_fp8 import DTYPE as FP8
-from model.experts import DeviceQueue, ExpertShard, RoutedExperts, split_evenly
+from model.experts import RoutedExperts
 
 HOME = "cuda:0"
 NUM_CALLS = 4
@@ -38,7 +37,6 @@ NUM_CALLS = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 4096])
-    parser.add_argument("--devices", nargs="+", default=[HOME])
     parser.add_argument("--weights", nargs="+", default=["fp8"], choices=["fp8", "bfloat16"])
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=7168)
@@ -52,11 +50,10 @@ def main() -> None:
     report: dict[str, Any] = {
         "facts": run_facts(),
         "gpu": torch.cuda.get_device_name(),
-        "devices": arguments.devices,
         "shape": {name: getattr(arguments, name) for name in ("experts", "hidden", "inner", "top_k")},
         "cells": [],
     }
-    print(report["gpu"], *arguments.devices)
+    print(report["gpu"])
     print(f"{'weights':>8} {'tokens':>6} {'us':>9} {'TB/s':>6} {'TFLOP/s':>8}  setting")
     for weights in arguments.weights:
         experts = make_experts(arguments, FP8 if weights == "fp8" else torch.bfloat16)
@@ -85,18 +82,13 @@ def main() -> None:
 
 def make_experts(arguments: argparse.Namespace, dtype: torch.dtype) -> RoutedExperts:
     """With random weights: how long a product takes does not depend on them."""
-    shards = []
-    devices = [torch.device(name) for name in arguments.devices]
-    for of_device, device in zip(split_evenly(arguments.experts, len(devices)), devices, strict=True):
-        queue = DeviceQueue(device, torch.device(HOME))
-        shard = ExpertShard(of_device, arguments.hidden, arguments.inner, dtype, queue)
-        for matrices in (shard.gate_up, shard.down):
-            for values in matrices.values:
-                values.copy_(torch.randn(values.shape, device=device) / 64)
-            if matrices.scales is not None:
-                matrices.scales.fill_(1.0)
-        shards.append(shard)
-    return RoutedExperts(shards)
+    experts = RoutedExperts(arguments.experts, arguments.hidden, arguments.inner, dtype, torch.device(HOME))
+    for matrices in (experts.gate_up, experts.down):
+        for values in matrices.values:
+            values.copy_(torch.randn(values.shape, device=HOME) / 64)
+        if matrices.scales is not None:
+            matrices.scales.fill_(1.0)
+    return experts
 
 
 def draw(arguments: argparse.Namespace, num_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -108,7 +108,7 @@ async def main() -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
         gc.freeze()  # as a node does
-        link = EngineLink(str(directory / "engine.ipc"), health_timeout_secs=300.0)
+        link = EngineLink([str(directory / "engine.ipc")], health_timeout_secs=300.0)
         settings = DecodeSettings(model_path=directory, served_model_name="tiny")
         codec = TextCodec(tokenizer, len(tokenizer))
         front = Front("decode", settings, codec, link, FrontMetrics(), holds_output=True)

@@ -5,7 +5,7 @@ much of them in it as memory holds. A directory without a checkpoint gets a synt
 attention and width (16 layers of 16 experts: 14 GB); give another directory for a checkpoint of your own,
 in fp8 for one (``python -m checkpoints.quantize_fp8 DIR OUT``).
 
-    python bench/load_time.py --model-path DIR [--device cuda] [--expert-devices cuda:1 ...] [--threads 1 8]
+    python bench/load_time.py --model-path DIR [--device cuda] [--threads 1 8]
 
 With ``--device meta`` it reads and throws away, which is the rate of files and page cache alone. Prints what
 it measures, and writes JSON to --out.
@@ -39,7 +39,6 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16, help="of a layer of it")
     parser.add_argument("--hidden", type=int, default=7168, help="its width")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--expert-devices", nargs="*", default=[])
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--out", type=Path, default=OUT / "load_time.json")
@@ -72,9 +71,7 @@ def main() -> None:
 def load_secs(arguments: argparse.Namespace, num_threads: int) -> float:
     spec = load_spec(arguments.model_path, arguments.dtype)
     started = time.monotonic()
-    model = load_model(
-        arguments.model_path, spec, arguments.device, arguments.expert_devices, num_threads=num_threads
-    )
+    model = load_model(arguments.model_path, spec, arguments.device, num_threads=num_threads)
     secs = time.monotonic() - started
     del model
     gc.collect()

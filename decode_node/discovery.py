@@ -45,7 +45,7 @@ class Discovery:
     def ask(self, address: PeerAddress, *, is_registered: bool) -> Future[BootstrapInfo]:
         """The future raises BootstrapLookupError."""
         threads = self._confirming if is_registered else self._finding
-        asked = threads.submit(look_up, *address, self._keys, self._allowed)
+        asked = threads.submit(look_up, *address.node, self._keys, self._allowed)
         asked.add_done_callback(lambda _: self._on_answer())
         return asked
 

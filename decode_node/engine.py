@@ -43,15 +43,19 @@ from service.engine_messages import (
     FlushCache,
     GenerateGroup,
     ReleaseQuarantine,
+    Ring,
+    Rung,
     Shutdown,
 )
 from service.engine_process import run_engine_process
 from service.engine_sockets import EngineSocket
+from service.lockstep import Lockstep, NodeStep
 from service.process import parent_is_alive
 from service.settings import DecodeSettings
 from transfer.engine import TransferEngine
 from transfer.listeners import guarded_listeners
 from transfer.transport import Transport, choose_transport
+from vocabulary import RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +66,7 @@ STATS_INTERVAL_SECS = 0.4
 IDLE_CHECK_INTERVAL_SECS = 5.0
 
 
-def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
+def run_engine(settings: DecodeSettings, ipc_path: str, place: RankPlace) -> None:
     """The engine process: load everything, say EngineReady to the front, serve until it says Shutdown."""
 
     def choose(spec: ModelSpec) -> Transport:
@@ -72,6 +76,7 @@ def run_engine(settings: DecodeSettings, ipc_path: str) -> None:
     run_engine_process(
         settings,
         ipc_path,
+        place,
         role="decode",
         settings_error=DecodeSettingsError,
         choose_transport=choose,
@@ -141,11 +146,13 @@ class DecodeEngine:
         )
         front.send(EngineLoading("kernels and CUDA graphs"))
         self._runner = make_runner(settings, model, self.hot_buffers)
+        self._lockstep = Lockstep(model.ranks, lambda number: front.send(Ring(number)))
+        self._has_other_ranks = model.ranks is not None
         self._in_flight: Launched | None = None
         self._nothing_to_do_in: tuple[int, Request | None, SlotCounts] | None = None
         self._has_launched = False
         self._step = 0
-        self._is_stopping = False
+        self._is_stopping = self._has_stopped = False
         self._last_turn_at = float("inf")
         self._next_stats_at = 0.0
         self._next_check_at = 0.0
@@ -163,14 +170,16 @@ class DecodeEngine:
             )
         )
         log.info("ready, session %s", self._transfer.session)
-        while not self._is_stopping:
+        while not self._has_stopped:
             self.turn()
 
     def turn(self, max_wait_secs: float = IDLE_WAIT_SECS) -> None:
         """One turn of the loop. Without work it waits for messages, ``max_wait_secs`` at most."""
         # After a step there are tokens to follow, or slots for those who sat it out.
-        has_work = self._has_launched or any(
-            request.has_slots_for_next for request in self.requests.select(RequestState.RUNNING)
+        has_work = (
+            self._has_launched
+            or self._lockstep.is_due
+            or any(request.has_slots_for_next for request in self.requests.select(RequestState.RUNNING))
         )
         self._poller.wait(0.0 if has_work else max_wait_secs)
         now = time.monotonic()
@@ -179,7 +188,14 @@ class DecodeEngine:
         self._last_turn_at = now
         self._receive(now)
         self._plan(now)
-        launched = self._launch(self._next_batch())
+        batch = self._next_batch()
+        step = self._lockstep.agree(
+            len(batch), is_split=self._runner.would_split(batch), is_stopping=self._is_stopping
+        )
+        if step.is_last:
+            self._has_stopped = True
+            return
+        launched = self._launch(batch, step)
         self._has_launched = launched is not None
         previous, self._in_flight = self._in_flight, launched
         if previous is not None:
@@ -213,6 +229,8 @@ class DecodeEngine:
                     pass  # There is no cache on this side.
                 case ReleaseQuarantine():
                     self.lifecycle.release_quarantine(message.instance_id, now)
+                case Rung():
+                    self._lockstep.rung(message.number)
                 case Shutdown():
                     self._is_stopping = True
                 case _:
@@ -256,19 +274,21 @@ class DecodeEngine:
             key=lambda request: request.admitted_seq,
         )
 
-    def _launch(self, batch: list[Request]) -> Launched | None:
+    def _launch(self, batch: list[Request], step: NodeStep) -> Launched | None:
         """Enqueue one step. What goes wrong in it ends the requests of this batch and nothing else.
 
-        Raises torch.AcceleratorError when the device is lost.
+        Raises torch.AcceleratorError when the device is lost, and anything when other ranks are in the step.
         """
-        if not batch:
+        if step.num_tokens == 0:
             return None
         self._step += 1
         try:
-            launched = self._runner.launch(batch)
+            launched = self._runner.launch(batch, step)
         except torch.AcceleratorError:
             raise  # nothing works on this device any more: the engine ends, and the front with it
         except Exception as error:
+            if self._has_other_ranks:
+                raise  # they wait for this rank in the middle of the model
             self._settle()
             self._fail_step(batch, error)
             return None
@@ -353,7 +373,7 @@ class DecodeEngine:
         )
         if not parent_is_alive():
             log.error("the front process is gone, leaving")
-            self._is_stopping = True
+            self._has_stopped = True  # and the other ranks, whose front it is too
 
 
 def _transport(settings: DecodeSettings, spec: ModelSpec) -> Transport:

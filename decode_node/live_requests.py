@@ -157,6 +157,18 @@ class LiveRequests:
         if waiting:
             self._queues[RequestState.CONNECTING][peer] = {**waiting, **later}
 
+    def readdress(self, request: Request, peer: PeerAddress, deadline: float) -> None:
+        """CONNECTING or WAITING → CONNECTING, with another rank of its prefill node."""
+        self._leave(request)
+        if request.state is RequestState.WAITING:
+            request.move(RequestState.CONNECTING)
+        request.peer = peer
+        queue = self._queues[RequestState.CONNECTING].setdefault(peer, {})
+        queue[request.room] = request
+        in_order = sorted(queue.values(), key=_arrival)
+        self._queues[RequestState.CONNECTING][peer] = {each.room: each for each in in_order}
+        self._set_deadline(request, deadline)
+
     def admit(self, admission: Admission, instance_id: str, deadline: float) -> None:
         """WAITING → LANDING, with everything reserved. Raises PoolExhausted, and then nothing changed."""
         request = admission.request

@@ -98,7 +98,14 @@ class RoomMessage:
     message: RoomDone | RoomFailed | RoomQuiet
 
 
-PeerEvent: TypeAlias = PeerReady | PeerRefused | PeerLost | InstanceGone | RoomMessage
+@dataclass(frozen=True)
+class RanksChanged:
+    """What ``address_for`` says of this prefill node's rooms is not what it was."""
+
+    node: tuple[str, int]
+
+
+PeerEvent: TypeAlias = PeerReady | PeerRefused | PeerLost | InstanceGone | RanksChanged | RoomMessage
 
 
 @dataclass(eq=False)
@@ -122,7 +129,10 @@ class _Peer:
 
 @dataclass
 class PrefillPeers:
-    """All prefill nodes that this node knows, for one thread. Times are of ``time.monotonic``."""
+    """All prefill nodes that this engine knows, for one thread. Times are of ``time.monotonic``.
+
+    Of a prefill node of several ranks each is a peer of its own.
+    """
 
     node_id: str
     session: str
@@ -141,11 +151,17 @@ class PrefillPeers:
     def __post_init__(self) -> None:
         self._peers: dict[PeerAddress, _Peer] = {}
         self._num_peers_ever = 0
+        self._num_ranks: dict[tuple[str, int], int] = {}
+        """Of nodes in ``_peers`` that have more than one."""
         self._wakeup = Wakeup()
         self._discovery = Discovery(self.keys, self.allowed, self._wakeup.set)
         self.poller.register(self._wakeup)
 
     # --- what others ask --------------------------------------------------------------------------
+
+    def address_for(self, host: str, port: int, room: int) -> PeerAddress:
+        """The rank of that prefill node whose business the room is; the first, until the node was found."""
+        return PeerAddress(host, port, room % self._num_ranks.get((host, port), 1))
 
     def use(self, address: PeerAddress, now: float) -> None:
         """Get to know the peer, at the next ``poll``, and keep the connection open for a while."""
@@ -281,6 +297,14 @@ class PrefillPeers:
             elif info.rejected and peer.phase is PeerPhase.AWAY:
                 events.append(PeerRefused(peer.address, peer.last_error))
             return
+        self._note_num_ranks(peer.address.node, info.num_ranks, events)
+        of_rank = info.of_rank(peer.address.rank)
+        if of_rank is None:
+            error = f"prefill node {peer.address} is gone: the node has {info.num_ranks} ranks now"
+            self._give_up(peer, error, events)
+            self._report_gone(peer, events)
+            return
+        info = of_rank
         if peer.instance_id and info.instance_id != peer.instance_id:
             self._give_up(peer, f"prefill node {peer.address} was restarted", events)
             self._report_gone(peer, events)
@@ -288,6 +312,14 @@ class PrefillPeers:
             peer.liveness.confirmed(now)
         if peer.phase is PeerPhase.AWAY:
             self._connect(peer, info, now, events)
+
+    def _note_num_ranks(self, node: tuple[str, int], num_ranks: int, events: list[PeerEvent]) -> None:
+        if num_ranks == self._num_ranks.get(node, 1):
+            return
+        self._num_ranks[node] = num_ranks
+        if num_ranks == 1:
+            del self._num_ranks[node]
+        events.append(RanksChanged(node))
 
     def _connect(self, peer: _Peer, info: BootstrapInfo, now: float, events: list[PeerEvent]) -> None:
         if info.curve != (self.keys is not None):
@@ -347,6 +379,8 @@ class PrefillPeers:
                 log.info("closing the connection to prefill node %s: not used lately", peer.address)
             self._disconnect(peer)
             del self._peers[peer.address]
+            if not any(other.address.node == peer.address.node for other in self._peers.values()):
+                self._num_ranks.pop(peer.address.node, None)
 
     def _beat(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
         liveness = peer.liveness
@@ -372,7 +406,8 @@ class PrefillPeers:
             events.append(PeerLost(peer.address, peer.instance_id, peer.instance_heard_at, error))
 
     def _report_gone(self, peer: _Peer, events: list[PeerEvent]) -> None:
-        events.append(InstanceGone(peer.instance_id))
+        if peer.instance_id:
+            events.append(InstanceGone(peer.instance_id))
         peer.instance_id = ""
 
     def _disconnect(self, peer: _Peer) -> None:

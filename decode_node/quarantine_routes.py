@@ -43,4 +43,4 @@ def quarantine_routes(link: EngineLink) -> list[Route]:
 
 def _runs(link: EngineLink) -> tuple[QuarantinedRun, ...]:
     link.require_engine()
-    return link.stats.quarantine if link.stats is not None else ()
+    return tuple(run for rank in link.ranks if rank.stats is not None for run in rank.stats.quarantine)

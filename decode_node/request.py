@@ -49,13 +49,18 @@ class IllegalMove(Exception):
 
 
 class PeerAddress(NamedTuple):
-    """The bootstrap endpoint that names a prefill node."""
+    """The bootstrap endpoint that names a prefill node, and one of its ranks."""
 
     host: str
     port: int
+    rank: int = 0
+
+    @property
+    def node(self) -> tuple[str, int]:
+        return self.host, self.port
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"{self.host}:{self.port}" + (f" rank {self.rank}" if self.rank else "")
 
 
 @dataclass(eq=False)

@@ -26,10 +26,11 @@ from decode_node.prefill_peers import (
     PeerReady,
     PeerRefused,
     PrefillPeers,
+    RanksChanged,
     RoomMessage,
 )
 from decode_node.quarantine import Quarantined
-from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.request import Request, RequestState
 from decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
 from model.sampling import finish_reason
 from protocol.messages import (
@@ -90,7 +91,7 @@ class RequestLife:
             num_prompt_tokens=num_prompt_tokens,
             sampling=replace(message.sampling, max_new_tokens=max_new_tokens),
             flag=message.hisparse or _DEFAULT_FLAG[self.policy],
-            peer=PeerAddress(message.bootstrap_host, message.bootstrap_port),
+            peer=self.peers.address_for(message.bootstrap_host, message.bootstrap_port, message.room),
             arrived_at=now,
             deadline=now + self.contact_timeout_secs,
         )
@@ -144,10 +145,22 @@ class RequestLife:
                 self._peer_lost(event, now)
             case InstanceGone():
                 self.requests.quarantine.instance_gone(event.instance_id, now)
+            case RanksChanged():
+                self._readdress(event, now)
             case RoomMessage():
                 self._room_message(event, now)
             case _:
                 assert_never(event)
+
+    def _readdress(self, event: RanksChanged, now: float) -> None:
+        """What was not given to a rank yet goes to the one whose business it is."""
+        for request in self.requests.select(RequestState.CONNECTING, RequestState.WAITING):
+            if request.peer.node != event.node:
+                continue
+            address = self.peers.address_for(*event.node, request.room)
+            if address != request.peer:
+                self.requests.readdress(request, address, now + self.contact_timeout_secs)
+                self.peers.use(address, now)
 
     def _repeat_messages(self, event: PeerReady) -> None:
         """The same run may have missed what was said before it registered us; repetition is harmless."""

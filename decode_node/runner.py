@@ -27,6 +27,7 @@ from kernels.kv_format import FP8_E4M3
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.sampling import Sampled, enqueue_sample, sample
+from service.lockstep import NodeStep
 from service.settings import DecodeSettings
 from vocabulary import Mode, SamplingParams, TokenLogprob
 
@@ -64,8 +65,14 @@ class Launched(Protocol):
 
 
 class Runner(Protocol):
-    def launch(self, batch: Sequence[Request]) -> Launched:
-        """Enqueue one step, a token for each request. Raises what the model raises."""
+    def would_split(self, batch: Sequence[Request]) -> bool:
+        """Whether the batch runs as micro-batches. Where one rank's does, all ranks' do."""
+
+    def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:
+        """Enqueue one step, a token for each request, of which another rank may have more.
+
+        Raises what the model raises.
+        """
 
 
 @dataclass(frozen=True)
@@ -91,19 +98,25 @@ class HostRunner:
         self._hot_buffers = hot_buffers
         self._kernels = kernels
 
-    def launch(self, batch: Sequence[Request]) -> Launched:
+    def would_split(self, batch: Sequence[Request]) -> bool:
+        return False
+
+    def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:
+        if not batch:
+            self._model.forward_of_others()
+            return _Done(batch, _step_result([], [], []))
         _check_slots(batch)
-        step = HostStep(self._hot_buffers, self._kernels, batch)
+        access = HostStep(self._hot_buffers, self._kernels, batch)
         newest = torch.tensor([request.output_token_ids[-1] for request in batch])
-        logits = self._model.forward(newest, step.positions, step, torch.arange(len(batch)))
-        step.finish()
+        logits = self._model.forward(newest, access.positions, access, torch.arange(len(batch)))
+        access.finish()
         token_ids, logprobs = sample(
             logits,
             [request.sampling for request in batch],
             [_next_index(request) for request in batch],
             self._model.spec.eos_token_ids,
         )
-        rows = self._hot_buffers.row_results(step.req_rows).tolist()
+        rows = self._hot_buffers.row_results(access.req_rows).tolist()
         return _Done(batch, _step_result(token_ids, logprobs, rows))
 
 
@@ -160,20 +173,22 @@ class GraphRunner:
         if graph_batches and device.type == "cuda":
             self._capture(sorted(graph_batches, reverse=True))
 
+    def would_split(self, batch: Sequence[Request]) -> bool:
+        return sum(request.mode is Mode.HISPARSE for request in batch) >= self._min_split_reqs
+
     @torch.inference_mode()  # as the capture, whose results are written to
-    def launch(self, batch: Sequence[Request]) -> Launched:
+    def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:
         _check_slots(batch)
         buffers = self._buffers[self._num_launched % 2]
         self._num_launched += 1
         buffers.fill(batch, self._max_reqs)
         self._inputs.copy_(buffers.inputs, non_blocking=True)
-        is_split = sum(request.mode is Mode.HISPARSE for request in batch) >= self._min_split_reqs
-        num_reqs = len(batch)
-        size = next((size for size in self._graphs[is_split] if size >= num_reqs), None)
+        graphs, num_reqs = self._graphs[step.is_split], len(batch)
+        size = next((size for size in graphs if size >= step.num_tokens), None)
         if size is None:
-            outputs = self._forward(num_reqs, is_split)
+            outputs = self._forward(step.num_tokens, step.is_split)
         else:
-            graph, outputs = self._graphs[is_split][size]
+            graph, outputs = graphs[size]
             graph.replay()
         sampled = self._sample(batch, outputs)
         buffers.results[:num_reqs].copy_(outputs.results[:num_reqs], non_blocking=True)

@@ -17,10 +17,11 @@ from api.node import run_front
 from api.output import Delta, SampleOutput
 from api.requests import grouped
 from decode_node.quarantine_routes import quarantine_routes
-from service.engine_link import SampleGroup
+from service.engine_link import SampleGroup, least_loaded
 from service.engine_messages import PrefillFinished, RequestFailed, Tokens
 from service.http_errors import RequestFailedError
 from service.settings import DecodeSettings
+from vocabulary import RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +32,18 @@ def run(settings: DecodeSettings) -> int:
         settings,
         role="decode",
         engine=_run_engine,
+        choose_rank=least_loaded,
         holds_output=True,
         ports=(settings.port,),
         apps=lambda front: (create_decode_app(front),),
     )
 
 
-def _run_engine(settings: DecodeSettings, ipc_path: str) -> None:
+def _run_engine(settings: DecodeSettings, ipc_path: str, place: RankPlace) -> None:
     # Imported in the engine's process alone: the front needs no torch, and starts in half the time without.
     from decode_node.engine import run_engine
 
-    run_engine(settings, ipc_path)
+    run_engine(settings, ipc_path, place)
 
 
 def create_decode_app(front: Front) -> Starlette:

@@ -1,4 +1,4 @@
-"""Who computes what of a layer of routed experts, and the matrices of those that one device holds.
+"""Who computes what of a layer of routed experts, and the matrices of those that one rank holds.
 
 ``Routing`` sorts the pairs of a token and an expert, so that an expert's rows stand together and are one
 product of matrices.
@@ -37,7 +37,7 @@ class ExpertMatrices:
 
 @dataclass(frozen=True)
 class Routing:
-    """Who computes what of one layer, the same for all devices. A row is a token and one of its experts.
+    """Who computes what of one layer, the same for all ranks. A row is a token and one of its experts.
 
     A tile is up to ``tile_rows`` rows of one expert, what one program of a kernel takes.
     """
@@ -57,7 +57,10 @@ class Routing:
 
     @classmethod
     def plan(cls, expert_ids: Tensor, weights: Tensor, num_experts: int) -> Routing:
-        """For ``expert_ids``, int [num_tokens, top_k], and their ``weights``. Never waits for a device."""
+        """For ``expert_ids``, int [num_tokens, top_k], and their ``weights``. Never waits for a device.
+
+        Padding has the id ``num_experts``: its rows are behind those of all experts.
+        """
         num_tokens, top_k = expert_ids.shape
         num_rows = num_tokens * top_k
         # Most experts in one tile, so that their weights are read once; no larger, since it is padded.
@@ -79,16 +82,6 @@ class Routing:
             top_k,
             tile_rows,
         )
-
-    def to(self, device: torch.device) -> Routing:
-        """The same on ``device``: itself, or in two copies."""
-        if device == self.order.device:
-            return self
-        integers = (self.order, self.starts, self.tile_starts, self.tile_experts)
-        moved = torch.cat(integers).to(device, non_blocking=True)
-        order, starts, tile_starts, tile_experts = torch.split(moved, [len(part) for part in integers])
-        weights = self.weights.to(device, non_blocking=True)
-        return Routing(order, starts, tile_starts, tile_experts, weights, self.top_k, self.tile_rows)
 
 
 def most_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:

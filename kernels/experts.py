@@ -1,6 +1,6 @@
 """Routed experts: every token goes through its top-k of many small gated MLPs, whose results are added up.
 
-``run_experts`` computes them for the experts that one device holds: by Triton on a GPU, in torch on a CPU.
+``run_experts`` computes them for the experts that one rank holds: by Triton on a GPU, in torch on a CPU.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kernels.row_math import silu
 def run_experts(
     hidden: Tensor, routing: Routing, gate_up: ExpertMatrices, down: ExpertMatrices, first_expert: int
 ) -> Tensor:
-    """What the experts from ``first_expert`` on, which these matrices are of, add to each token.
+    """What the experts from ``first_expert`` on, which these matrices are of, are to add to each token.
 
     ``hidden``: [num_tokens, hidden_size]. An expert is ``down(silu(gate(x)) * up(x))``: two matrices in
-    ``gate_up``, one in ``down``. Returns [num_tokens, hidden_size] of ``hidden``'s dtype, zeros for a token
-    that has none of these experts.
+    ``gate_up``, one in ``down``. Returns [num_tokens, top_k, hidden_size] of ``hidden``'s dtype, by choice,
+    weighted, with zeros for experts that are not among these.
     """
     if hidden.device.type == "cuda":
         from kernels.triton_experts import run_experts_triton
@@ -40,4 +40,4 @@ def _run_reference(
             gate, up = (linear(of_rows, matrix) for matrix in gate_up.of(expert, hidden.dtype))
             result = linear(silu(gate) * up, down.of(expert, hidden.dtype)[0])
             results[rows] = (result * routing.weights[rows, None]).to(hidden.dtype)
-    return results.view(len(hidden), routing.top_k, -1).sum(dim=1)
+    return results.view(len(hidden), routing.top_k, -1)

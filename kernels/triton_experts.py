@@ -72,12 +72,12 @@ def run_experts_triton(
     hidden = hidden.contiguous()
     num_rows = len(routing.order)
     both = hidden.new_empty((num_rows, 2 * gate_up.values.shape[2]))
-    results = hidden.new_zeros((num_rows, hidden.shape[1]))  # of the other devices' experts, too
+    results = hidden.new_zeros((num_rows, hidden.shape[1]))  # of the other ranks' experts, too
     with torch.cuda.device_of(hidden):
         _launch(hidden, gate_up, both, routing, first_expert, is_first=True)
         gate, up = both.chunk(2, dim=-1)
         _launch(silu(gate) * up, down, results, routing, first_expert, is_first=False)
-    return results.view(len(hidden), routing.top_k, -1).sum(dim=1)
+    return results.view(len(hidden), routing.top_k, -1)
 
 
 def _launch(

@@ -18,6 +18,8 @@ from torch import Tensor
 from kernels.rope import rotate
 from kernels.row_math import matmul_heads, silu
 from model.expert_router import ExpertRouter
+from model.experts import RoutedExperts
+from model.rank_group import RankGroup
 from model.spec import ModelSpec
 from vocabulary import CheckpointError
 
@@ -45,10 +47,14 @@ class KvAccess(Protocol):
 
 
 class DsaModel:
-    """Forward of a deepseek_v32 or glm_moe_dsa model over a ``KvAccess``."""
+    """Forward of a deepseek_v32 or glm_moe_dsa model over a ``KvAccess``.
 
-    def __init__(self, spec: ModelSpec, hf_model: Any) -> None:
+    ``ranks``: of the node, when they have the routed experts in common. Then all of them make each forward.
+    """
+
+    def __init__(self, spec: ModelSpec, hf_model: Any, ranks: RankGroup | None = None) -> None:
         self.spec = spec
+        self.ranks = ranks
         self._embed = hf_model.model.embed_tokens
         self._rotary = hf_model.model.rotary_emb
         self._norm = _RmsNorm(hf_model.model.norm)
@@ -83,6 +89,13 @@ class DsaModel:
             except StopIteration as end:
                 logits: Tensor = end.value
                 return logits
+
+    @torch.inference_mode()
+    def forward_of_others(self) -> None:
+        """Take part in a forward that other ranks make, with this rank's experts and no token of its own."""
+        hidden = self._embed.weight[:0]
+        for layer in self._layers:
+            layer.forward_of_others(hidden)
 
     @torch.inference_mode()
     def forward_by_layer(
@@ -142,6 +155,11 @@ class _Layer:
     @property
     def num_heads(self) -> int:
         return self._attention.num_heads
+
+    def forward_of_others(self, hidden: Tensor) -> None:
+        experts = getattr(self._mlp, "experts", None)
+        if isinstance(experts, RoutedExperts):
+            experts.forward_of_others(hidden, self._mlp.gate.top_k)
 
     def forward(
         self, hidden: Tensor, rotation: Rotation, kv: KvAccess, selected: Tensor | None

@@ -22,7 +22,7 @@ class ExpertRouter(torch.nn.Module):
         super().__init__()
         self._weight: Tensor = module.weight
         self._bias: Tensor = module.e_score_correction_bias
-        self._top_k: int = module.top_k
+        self.top_k: int = module.top_k
         self._num_groups: int = module.num_group
         self._num_chosen_groups: int = module.topk_group
         self._normalizes: bool = module.norm_topk_prob
@@ -37,7 +37,7 @@ class ExpertRouter(torch.nn.Module):
         choice = scores + self._bias
         if self._num_chosen_groups < self._num_groups:
             choice = self._in_best_groups(choice)
-        ids = _topk(choice, self._top_k)
+        ids = _topk(choice, self.top_k)
         weights = scores.gather(1, ids)
         if self._normalizes:
             weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)

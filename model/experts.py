@@ -1,114 +1,86 @@
-"""The routed experts of one MoE layer, spread over devices.
+"""The routed experts of one MoE layer: all of them, or this rank's share of them.
 
-They are nearly all of a large model's weights, and need nothing of a request but one hidden state a token.
-So the device that has the attention, the pools and everything else sends the tokens of a layer to the devices
-that hold its experts, and adds up what comes back. All in one process: kernels and copies between devices are
-enqueued in streams, and a CUDA graph holds them as it holds the rest of a step.
+They are nearly all of a large model's weights, and need nothing of a request but one hidden state a token. So
+each rank of a node holds some of them: in every layer each rank gets the tokens of all ranks, computes what
+its experts add to them, and gets back the sums of its own tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import scales_shape
 from kernels.expert_routing import ExpertMatrices, Routing
 from kernels.experts import run_experts
-
-
-class ExpertShard:
-    """Consecutive experts of one layer on one device; the weights are for the loader to fill in."""
-
-    def __init__(
-        self, experts: range, hidden_size: int, inner_size: int, dtype: torch.dtype, queue: DeviceQueue
-    ) -> None:
-        """``dtype``: of the weights; ``kernels.block_fp8.DTYPE`` has scales."""
-        self.experts = experts
-        self._queue = queue
-        self.gate_up = _empty((len(experts), 2, inner_size, hidden_size), dtype, queue.device)
-        self.down = _empty((len(experts), 1, hidden_size, inner_size), dtype, queue.device)
-
-    def take(self, hidden: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        """What ``compute`` needs, on its device."""
-        with self._queue.after_current_stream():
-            return hidden.to(self._queue.device, non_blocking=True), routing.to(self._queue.device)
-
-    def compute(self, hidden: Tensor, routing: Routing) -> Tensor:
-        with self._queue.use():
-            return run_experts(hidden, routing, self.gate_up, self.down, self.experts.start)
-
-    def give(self, result: Tensor, device: torch.device) -> Tensor:
-        """``result`` on ``device``, where what follows in the current stream finds it."""
-        with self._queue.use():
-            return result.to(device, non_blocking=True)  # which makes ``device``'s current stream wait
-
-
-class DeviceQueue:
-    """A stream of a GPU that is not ``home``, where the tokens are, and the memory of what runs there.
-
-    On ``home``, and on CPUs, all is in order without. The memory is the queue's own and stays so: CUDA graphs
-    that were captured still write to it when this process returns unused memory to the driver, as it does
-    before each capture.
-    """
-
-    def __init__(self, device: torch.device, home: torch.device) -> None:
-        self.device = device
-        self._home = home
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda" and device != home:
-            with torch.cuda.device(device):
-                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                self._memory = torch.cuda.MemPool()
-
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        with ExitStack() as stack:
-            stack.enter_context(torch.cuda.stream(self._stream))
-            stack.enter_context(torch.cuda.use_mem_pool(self._memory, self.device))
-            yield
-
-    @contextmanager
-    def after_current_stream(self) -> Iterator[None]:
-        """``use``, behind what the current stream of ``home`` has."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._home))
-        with self.use():
-            yield
+from model.rank_group import RankGroup
 
 
 class RoutedExperts(torch.nn.Module):
     """In the place of transformers' module of the same job, with the same call."""
 
-    def __init__(self, shards: Sequence[ExpertShard]) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        inner_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        """``dtype``: of the weights, which are for the loader to fill in; ``kernels.block_fp8.DTYPE`` has
+        scales. ``ranks``: who has the experts that this rank has not; None: nobody.
+        """
         super().__init__()
-        self.shards = tuple(shards)
-        self._num_experts = sum(len(shard.experts) for shard in shards)
+        self.experts = range(num_experts) if ranks is None else ranks.share_of(num_experts)
+        self.gate_up = _empty((len(self.experts), 2, inner_size, hidden_size), dtype, device)
+        self.down = _empty((len(self.experts), 1, hidden_size, inner_size), dtype, device)
+        self._num_experts = num_experts
+        self._ranks = ranks
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of each token's experts.
 
-        ``hidden``: [num_tokens, hidden_size]; ``expert_ids``, ``weights``: [num_tokens, top_k].
+        ``hidden``: [num_tokens, hidden_size]; ``expert_ids``, ``weights``: [num_tokens, top_k]. All ranks
+        make this call, for equally many tokens or for up to ``step_tokens``.
         """
+        if self._ranks is None:
+            return self._compute(hidden, expert_ids, weights).sum(dim=1)
+        num_tokens = len(hidden)
+        num_padding = max(self._ranks.step_tokens - num_tokens, 0)
+        if num_padding:
+            hidden, weights = (pad(x, (0, 0, 0, num_padding)) for x in (hidden, weights))
+            expert_ids = pad(expert_ids, (0, 0, 0, num_padding), value=self._num_experts)  # of nobody
+        rows = self._ranks.gather(_pack(hidden, expert_ids, weights))
+        added = self._compute(*_unpack(rows, expert_ids.shape[1], hidden.dtype))
+        if hidden.dtype == torch.float32:
+            # Each of the values to be added up is one rank's, and zero elsewhere. So nothing is rounded, and
+            # what follows is what one rank alone computes, for top_k times as much to send.
+            return self._ranks.sum_own(added)[:num_tokens].sum(dim=1)
+        return self._ranks.sum_own(added.sum(dim=1))[:num_tokens]
+
+    def forward_of_others(self, like: Tensor, top_k: int) -> None:
+        """Take part in the call of the other ranks without a token. ``like``: [0, hidden_size]."""
+        self(like, like.new_empty((0, top_k), dtype=torch.int64), like.new_empty((0, top_k)))
+
+    def _compute(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         routing = Routing.plan(expert_ids, weights, self._num_experts)
-        # In three rounds: a copy back holds up the current stream, and with it copies to other devices.
-        taken = [shard.take(hidden, routing) for shard in self.shards]
-        results = [shard.compute(*given) for shard, given in zip(self.shards, taken, strict=True)]
-        back = [shard.give(result, hidden.device) for shard, result in zip(self.shards, results, strict=True)]
-        return back[0] if len(back) == 1 else torch.stack(back).sum(dim=0)
+        return run_experts(hidden, routing, self.gate_up, self.down, self.experts.start)
 
 
-def split_evenly(num_experts: int, num_devices: int) -> list[range]:
-    """The experts of each device."""
-    bounds = [num_experts * device // num_devices for device in range(num_devices + 1)]
-    return [range(first, end) for first, end in pairwise(bounds)]
+def _pack(hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    """One row of bytes a token, so that one operation sends all of it."""
+    parts: Sequence[Tensor] = (expert_ids.int(), weights.float(), hidden.contiguous())
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
+
+
+def _unpack(rows: Tensor, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    ids, weights, hidden = torch.split(rows, [4 * top_k, 4 * top_k, rows.shape[1] - 8 * top_k], dim=1)
+    return hidden.view(dtype), ids.view(torch.int32), weights.view(torch.float32)
 
 
 def _empty(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> ExpertMatrices:

@@ -1,8 +1,8 @@
-"""Loads a checkpoint's weights onto one device, or its routed experts onto others.
+"""Loads a checkpoint's weights onto one device: all of them, or a rank's share of the routed experts.
 
-transformers gives the modules, without memory; what they need is allocated here, on the devices that it is
+transformers gives the modules, without memory; what they need is allocated here, on the device that it is
 for, and read straight into it (``model.weight_reader``), converted to the model's dtype on the way. Nothing
-is ever whole in main memory on its way to a GPU. Routed experts that are in fp8, or are to be spread, are
+is ever whole in main memory on its way to a GPU. Routed experts that are in fp8, or spread over ranks, are
 modules of ours, and keep the checkpoint's fp8.
 """
 
@@ -21,7 +21,8 @@ from kernels.block_fp8 import scales_shape
 from kernels.expert_routing import ExpertMatrices
 from kernels.fp8 import FP8_CAPABILITY
 from model.dsa import DsaModel
-from model.experts import DeviceQueue, ExpertShard, RoutedExperts, split_evenly
+from model.experts import RoutedExperts
+from model.rank_group import RankGroup
 from model.spec import ModelSpec, weight_files
 from model.weight_reader import (
     NUM_THREADS,
@@ -45,22 +46,18 @@ def load_model(
     model_path: Path | str,
     spec: ModelSpec,
     device: torch.device | str = "cpu",
-    expert_devices: Sequence[torch.device | str] = (),
+    ranks: RankGroup | None = None,
     on_progress: Progress = lambda done, total: None,
     num_threads: int = NUM_THREADS,
 ) -> DsaModel:
-    """Load the weights in ``spec.dtype`` onto ``device``, the routed experts onto ``expert_devices``.
+    """Load the weights in ``spec.dtype`` onto ``device``, of the routed experts those that are this rank's.
 
-    Without ``expert_devices`` all are on ``device``. ``num_threads`` read at once, and ``on_progress`` is
-    called by the calling thread. Raises CheckpointError when weights are missing, or cannot be used there.
+    ``num_threads`` read at once, and ``on_progress`` is called by the calling thread. Raises CheckpointError
+    when weights are missing, or cannot be used there.
     """
-    path, home = Path(model_path), _with_index(device)
-    of_experts = [_with_index(name) for name in expert_devices]
-    if spec.weights_are_fp8:
-        of_experts = of_experts or [home]
-    _check_devices(spec, of_experts)
-    _warn_of_detours(home, of_experts)
-    return DsaModel(spec, _Loader(path, spec, home, of_experts).load(on_progress, num_threads))
+    path, on = Path(model_path), _with_index(device)
+    _check_device(spec, on)
+    return DsaModel(spec, _Loader(path, spec, on, ranks).load(on_progress, num_threads), ranks)
 
 
 def _with_index(device: torch.device | str) -> torch.device:
@@ -74,7 +71,7 @@ def _with_index(device: torch.device | str) -> torch.device:
 def _not_loaded(path: Path, error: Exception) -> CheckpointError:
     remedy = ""
     if isinstance(error, torch.OutOfMemoryError):
-        remedy = "; spread the routed experts over other GPUs with --expert-devices"
+        remedy = "; spread the routed experts over more GPUs with --dp-size"
     return CheckpointError(f"model_path {path}: the weights cannot be loaded: {error}{remedy}")
 
 
@@ -92,51 +89,36 @@ def experts_implementation(config: Any, device: torch.device, dtype: torch.dtype
     return "grouped_mm" if fits else "eager"
 
 
-def _check_devices(spec: ModelSpec, devices: Sequence[torch.device]) -> None:
-    for device in devices:
-        if device.type != "cuda" or not spec.weights_are_fp8:
-            continue
-        capability = torch.cuda.get_device_capability(device)
-        if capability < FP8_CAPABILITY:
-            raise CheckpointError(
-                f"the weights are in fp8, which {device} cannot convert: it has compute capability "
-                f"{capability[0]}.{capability[1]}, not 8.9; convert the checkpoint to bfloat16"
-            )
-
-
-def _warn_of_detours(home: torch.device, devices: Sequence[torch.device]) -> None:
-    """Tokens cross to the devices of experts and back in every layer."""
-    for device in devices:
-        if device.type == "cuda" and device != home and not torch.cuda.can_device_access_peer(home, device):
-            log.warning(
-                "%s and %s cannot access each other's memory: every layer's tokens take a detour through main"
-                " memory; choose GPUs for --expert-devices that nvidia-smi topo -p2p r shows as OK",
-                home,
-                device,
-            )
+def _check_device(spec: ModelSpec, device: torch.device) -> None:
+    if device.type != "cuda" or not spec.weights_are_fp8:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        raise CheckpointError(
+            f"the weights are in fp8, which {device} cannot convert: it has compute capability "
+            f"{capability[0]}.{capability[1]}, not 8.9; convert the checkpoint to bfloat16"
+        )
 
 
 class _Loader:
     """One loading of a checkpoint. First everything is given its place, then all is read at once."""
 
-    def __init__(
-        self, path: Path, spec: ModelSpec, device: torch.device, expert_devices: Sequence[torch.device]
-    ) -> None:
-        """``expert_devices``: of experts in modules of ours; none: they stay in transformers'."""
+    def __init__(self, path: Path, spec: ModelSpec, device: torch.device, ranks: RankGroup | None) -> None:
         self._path = path
         self._spec = spec
         self._device = device
-        self._expert_queues = [DeviceQueue(of_experts, device) for of_experts in expert_devices]
+        self._ranks = ranks
+        self._has_own_experts = ranks is not None or spec.weights_are_fp8
         self._placements: list[Placement] = []
 
     def load(self, on_progress: Progress = lambda done, total: None, num_threads: int = NUM_THREADS) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(self._path, local_files_only=True)
-        if self._expert_queues and config.hidden_act != "silu":
+        if self._has_own_experts and config.hidden_act != "silu":
             raise CheckpointError(
                 f"{self._path / 'config.json'}: hidden_act is {config.hidden_act!r}; with fp8 weights or "
-                "--expert-devices only 'silu' is supported"
+                "--dp-size only 'silu' is supported"
             )
         with torch.device("meta"):  # shapes, and no memory
             hf_model = AutoModelForCausalLM.from_config(
@@ -147,7 +129,7 @@ class _Loader:
             )
         try:
             with WeightFiles(weight_files(self._path)) as files:
-                if self._expert_queues:
+                if self._has_own_experts:
                     for layer, module in enumerate(hf_model.model.layers):
                         if (experts := getattr(module.mlp, "experts", None)) is not None:
                             module.mlp.experts = self._routed_experts(files, layer, experts)
@@ -184,19 +166,18 @@ class _Loader:
 
     def _routed_experts(self, files: WeightFiles, layer: int, module: Any) -> RoutedExperts:
         num_experts, hidden_size, inner_size = module.down_proj.shape
+        if self._ranks is not None and self._ranks.size > num_experts:
+            raise CheckpointError(
+                f"dp_size {self._ranks.size} must be at most the model's {num_experts} routed experts"
+            )
         dtype = FP8 if self._spec.weights_are_fp8 else self._spec.dtype
-        shards = []
-        for experts, queue in zip(
-            split_evenly(num_experts, len(self._expert_queues)), self._expert_queues, strict=True
-        ):
-            shard = ExpertShard(experts, hidden_size, inner_size, dtype, queue)
-            for place, expert in enumerate(experts):
-                prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-                self._fill(files, f"{prefix}.gate_proj.weight", shard.gate_up, place, 0)
-                self._fill(files, f"{prefix}.up_proj.weight", shard.gate_up, place, 1)
-                self._fill(files, f"{prefix}.down_proj.weight", shard.down, place, 0)
-            shards.append(shard)
-        return RoutedExperts(shards)
+        routed = RoutedExperts(num_experts, hidden_size, inner_size, dtype, self._device, self._ranks)
+        for place, expert in enumerate(routed.experts):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+            self._fill(files, f"{prefix}.gate_proj.weight", routed.gate_up, place, 0)
+            self._fill(files, f"{prefix}.up_proj.weight", routed.gate_up, place, 1)
+            self._fill(files, f"{prefix}.down_proj.weight", routed.down, place, 0)
+        return routed
 
     def _fill(
         self, files: WeightFiles, name: str, matrices: ExpertMatrices, expert: int, number: int

@@ -102,6 +102,12 @@ class PromptRunner:
             for (record, hint), token_id, logprob in zip(whole, tokens, logprobs, strict=True)
         }
 
+    def run_of_others(self) -> None:
+        """A forward that other ranks of the node make, with no token of this one."""
+        self._model.forward_of_others()
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
     def _page_ids(self, record: RoomRecord) -> Tensor:
         return torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)
 

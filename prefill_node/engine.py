@@ -60,16 +60,20 @@ from service.engine_messages import (
     FlushCache,
     GenerateGroup,
     ReleaseQuarantine,
+    Ring,
+    Rung,
     Shutdown,
     ToEngine,
 )
 from service.engine_process import run_engine_process
 from service.engine_sockets import EngineSocket
+from service.lockstep import Lockstep
 from service.settings import PrefillSettings
 from transfer.engine import TransferEngine
 from transfer.listeners import guarded_listeners
 from transfer.sender import Sender
 from transfer.transport import Transport, choose_transport
+from vocabulary import RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -87,11 +91,12 @@ AUX_SLOTS_PER_REQUEST = 2
 """Aux slots for each running request: rooms that send or drain keep theirs while others compute."""
 
 
-def run_engine(settings: PrefillSettings, ipc_path: str) -> None:
+def run_engine(settings: PrefillSettings, ipc_path: str, place: RankPlace) -> None:
     """The engine process: load everything, say EngineReady to the front, serve until it says Shutdown."""
     run_engine_process(
         settings,
         ipc_path,
+        place,
         role="prefill",
         settings_error=PrefillSettingsError,
         choose_transport=partial(_transport, settings),
@@ -184,7 +189,9 @@ class PrefillEngine:
             # By then a decode node that has not said a word is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
         )
-        self._is_stopping = False
+        self._lockstep = Lockstep(model.ranks, lambda number: front.send(Ring(number)))
+        self._has_other_ranks = model.ranks is not None
+        self._is_stopping = self._has_stopped = False
         self._num_steps = 0
         self._last_stats_secs = 0.0
         self._last_turn_secs = float("inf")
@@ -213,8 +220,8 @@ class PrefillEngine:
             self._limits.page_size,
         )
         did_work, was_idle = True, True
-        while not self._is_stopping and process.parent_is_alive():
-            self._poller.wait(0.0 if did_work else IDLE_WAIT_SECS)
+        while not self._has_stopped and process.parent_is_alive():
+            self._poller.wait(0.0 if did_work or self._lockstep.is_due else IDLE_WAIT_SECS)
             self._receive()
             self._expire()
             did_work = self._step()
@@ -265,6 +272,8 @@ class PrefillEngine:
                 self._life.cache.evict(self._life.cache.num_evictable)
             case ReleaseQuarantine():
                 pass  # Only a decode node has landing zones.
+            case Rung():
+                self._lockstep.rung(message.number)
             case Shutdown():
                 self._is_stopping = True
             case _:
@@ -335,7 +344,7 @@ class PrefillEngine:
     # --- plan, forward, commit -----------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """One forward; False when no room has anything to compute."""
+        """One forward, of this rank's rooms or only of other ranks'; False when nobody has any to compute."""
         life = self._life
         chunks = plan_step(
             life.running(),
@@ -344,8 +353,14 @@ class PrefillEngine:
             num_available_pages=life.num_available_pages,
             num_aux_slots=life.num_free_aux_slots,
         )
-        if not chunks:
+        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
+        step = self._lockstep.agree(num_tokens, is_stopping=self._is_stopping)
+        self._has_stopped = step.is_last
+        if step.num_tokens == 0:
             return False
+        if not chunks:
+            self._runner.run_of_others()
+            return True
         now_secs = time.monotonic()
         batch = [(life.rooms.live(chunk.room), chunk) for chunk in chunks]
         life.admit([record for record, chunk in batch if chunk.admits], now_secs)
@@ -355,6 +370,8 @@ class PrefillEngine:
         except torch.AcceleratorError:
             raise  # nothing works on this device any more: the engine ends, and the front with it
         except Exception as error:  # out of memory, a bad argument: this batch fails, the node serves on
+            if self._has_other_ranks:
+                raise  # they wait for this rank in the middle of the model
             self._fail_batch(batch, error)
             return True
         now_secs = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import assert_never
 
 import msgspec
@@ -28,11 +29,14 @@ from protocol.bootstrap import (
     BootstrapGate,
     BootstrapInfo,
     BootstrapRefused,
+    RankInfo,
 )
 from protocol.messages import PROTOCOL_VERSION, Geometry
+from service.engine_link import by_room
 from service.engine_messages import EngineReady, PrefillFinished, RequestFailed, Tokens
 from service.http_errors import ApiError, NodeUnavailable, RequestFailedError
 from service.settings import PrefillSettings
+from vocabulary import RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +49,18 @@ def run(settings: PrefillSettings) -> int:
         settings,
         role="prefill",
         engine=_run_engine,
+        choose_rank=by_room,
         holds_output=False,
         ports=(settings.port, settings.bootstrap_port),
         apps=lambda front: (create_prefill_app(front), create_bootstrap_app(settings, front)),
     )
 
 
-def _run_engine(settings: PrefillSettings, ipc_path: str) -> None:
+def _run_engine(settings: PrefillSettings, ipc_path: str, place: RankPlace) -> None:
     # Imported in the engine's process alone: the front needs no torch, and starts in half the time without.
     from prefill_node.engine import run_engine
 
-    run_engine(settings, ipc_path)
+    run_engine(settings, ipc_path, place)
 
 
 def create_prefill_app(front: Front) -> Starlette:
@@ -79,9 +84,10 @@ def create_bootstrap_app(settings: PrefillSettings, front: Front) -> Starlette:
         nonce = request.headers.get(NONCE_HEADER, "")
         try:
             gate.check(address, nonce, request.headers.get(CODE_HEADER, ""))
-            ready = front.link.require_engine()
+            front.link.require_engine()
             if (stall := front.link.stall()) is not None:
                 raise NodeUnavailable(stall)
+            ready = [rank.ready for rank in front.link.ranks if rank.ready is not None]
             response = json_response(bootstrap_info(settings, ready))
             response.headers.update(gate.proof(nonce, bytes(response.body)))
             return response
@@ -95,15 +101,21 @@ def create_bootstrap_app(settings: PrefillSettings, front: Front) -> Starlette:
     return Starlette(routes=[Route(BOOTSTRAP_PATH, bootstrap, methods=["GET"])])
 
 
-def bootstrap_info(settings: PrefillSettings, ready: EngineReady) -> BootstrapInfo:
-    host, _, port = ready.control_endpoint.rpartition(":")
+def bootstrap_info(settings: PrefillSettings, ready: Sequence[EngineReady]) -> BootstrapInfo:
+    """``ready``: what the engine of each rank said."""
+    endpoints = [of_rank.control_endpoint.rpartition(":") for of_rank in ready]
+    ranks = [
+        RankInfo(of_rank.instance_id, int(port))
+        for of_rank, (_, _, port) in zip(ready, endpoints, strict=True)
+    ]
     return BootstrapInfo(
         protocol_version=PROTOCOL_VERSION,
-        instance_id=ready.instance_id,
-        control_host=host.strip("[]"),
-        control_port=int(port),
-        geometry=_geometry_decoder.decode(ready.geometry),
+        instance_id=ranks[0].instance_id,
+        control_host=endpoints[0][0].strip("[]"),
+        control_port=ranks[0].control_port,
+        geometry=_geometry_decoder.decode(ready[0].geometry),
         curve=settings.control_key_file is not None,
+        ranks=tuple(ranks) if len(ranks) > 1 else (),
     )
 
 

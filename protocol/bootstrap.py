@@ -29,6 +29,7 @@ from protocol.decoding import TypedDecoder
 from protocol.messages import PROTOCOL_VERSION, Geometry, Name
 from protocol.names import resolve
 from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
+from vocabulary import MAX_RANKS
 
 BOOTSTRAP_PATH = "/bootstrap"
 LOOKUP_TIMEOUT_SECS = 5.0
@@ -47,8 +48,19 @@ _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Never used: httpx would read all certificates of the system, for a tenth of a second, to ask for http."""
 
 
+class RankInfo(msgspec.Struct, frozen=True):
+    """One rank of a prefill node, which has a control socket of its own."""
+
+    instance_id: Name
+    control_port: Annotated[int, Meta(ge=1, le=65535)]
+
+
 class BootstrapInfo(msgspec.Struct, frozen=True):
-    """The body of ``GET /bootstrap``. ``control_host`` may be a wildcard: then the caller knows the host."""
+    """The body of ``GET /bootstrap``. ``control_host`` may be a wildcard: then the caller knows the host.
+
+    ``ranks``: of a node of several, in order; a room is the business of rank ``room % len(ranks)``. The other
+    fields are the first one's.
+    """
 
     protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
     instance_id: Name
@@ -56,6 +68,20 @@ class BootstrapInfo(msgspec.Struct, frozen=True):
     control_port: Annotated[int, Meta(ge=1, le=65535)]
     geometry: Geometry
     curve: bool
+    ranks: Annotated[tuple[RankInfo, ...], Meta(max_length=MAX_RANKS)] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return max(len(self.ranks), 1)
+
+    def of_rank(self, rank: int) -> BootstrapInfo | None:
+        """The same with what one rank has of its own; None: there is no such rank."""
+        if rank >= self.num_ranks:
+            return None
+        if not self.ranks:
+            return self
+        own = self.ranks[rank]
+        return msgspec.structs.replace(self, instance_id=own.instance_id, control_port=own.control_port)
 
     def control_endpoint(self, bootstrap_host: str) -> str:
         host = self.control_host_for(bootstrap_host)

@@ -1,22 +1,23 @@
-"""The front's side of the conversation with its engine: who waits for what, and whether the engine lives.
+"""The front's side of the conversation with its engines: who waits for what, and whether the engines live.
 
-One receive task hands every message to the group of samples that waits for it, one send task keeps the order
-of what goes out. Opening and closing a group never waits, so a cancelled handler still aborts what it left.
+Each sample is one rank's. Every message goes to the group of samples that waits for it. Opening and closing a
+group never waits, so a cancelled handler still aborts what it left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import assert_never
+from functools import partial
+from typing import NamedTuple, assert_never
+
+import msgspec
 
 from service.engine_messages import (
     Abort,
@@ -25,24 +26,23 @@ from service.engine_messages import (
     EngineStats,
     FlushCache,
     FromEngine,
+    Generate,
     GenerateGroup,
     PrefillFinished,
     ReleaseQuarantine,
     RequestFailed,
+    Ring,
+    Rung,
     Shutdown,
-    ToEngine,
     Tokens,
 )
-from service.engine_sockets import FrontSocket
 from service.http_errors import ApiError, NodeUnavailable, QueueFull
+from service.rank_link import RankLink
 from service.settings import NodeSettings
 
 log = logging.getLogger(__name__)
 
 SampleEvent = Tokens | PrefillFinished | RequestFailed
-
-_MESSAGES_BETWEEN_YIELDS = 8
-"""ZMQ's sockets do not let other tasks run as long as they need not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,28 @@ class QueueLimits:
 
     @classmethod
     def of(cls, settings: NodeSettings) -> QueueLimits:
-        return cls(settings.max_running_requests + settings.max_queued_requests, settings.max_queued_tokens)
+        max_running = settings.dp_size * settings.max_running_requests
+        return cls(max_running + settings.max_queued_requests, settings.max_queued_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _Closed:
-    """Behind the last word about a group in the outbox: its prompts are no longer held here."""
-
+class _InFlight(NamedTuple):
+    group: SampleGroup
+    rank: RankLink
     num_prompt_tokens: int
+
+
+RankChoice = Callable[[Sequence[RankLink], Generate], RankLink]
+"""Whose a sample is."""
+
+
+def least_loaded(ranks: Sequence[RankLink], sample: Generate) -> RankLink:
+    """Of equals the one that was given least so far."""
+    return min(ranks, key=lambda rank: (rank.num_tokens_in_flight, rank.num_given))
+
+
+def by_room(ranks: Sequence[RankLink], sample: Generate) -> RankLink:
+    """Where decode nodes look for the room; so ``PrefillPeers.address_for``."""
+    return ranks[sample.room % len(ranks)]
 
 
 class LinkState(StrEnum):
@@ -113,50 +127,58 @@ class SampleGroup:
 
 
 class EngineLink:
-    """Owner of the front's socket, of the requests in flight and of what the engine last said of itself."""
+    """Owner of the requests in flight, and of the links to the engines of all ranks."""
 
     def __init__(
         self,
-        ipc_path: str,
+        ipc_paths: Sequence[str],
         health_timeout_secs: float,
-        on_stats: Callable[[EngineStats], None] = lambda stats: None,
+        on_stats: Callable[[int, EngineStats], None] = lambda rank, stats: None,
         on_connected: Callable[[], None] = lambda: None,
         startup_timeout_secs: float = 300.0,
         limits: QueueLimits = QueueLimits(sys.maxsize, sys.maxsize),
+        choose_rank: RankChoice = least_loaded,
     ) -> None:
-        """``on_connected``: called once the engine is ready, and so connected.
+        """``ipc_paths``: one a rank. ``on_connected``: called once all engines are ready, and so connected.
 
-        ``startup_timeout_secs``: how long loading may stand still.
+        ``on_stats``: with the rank. ``startup_timeout_secs``: how long loading may stand still.
         """
         self.limits = limits
         self.health_timeout_secs = health_timeout_secs
         self._startup_timeout_secs = startup_timeout_secs
         self.state = LinkState.LOADING
-        self.loading: EngineLoading | None = None
-        """How far it was when it last said so, until it is ready."""
-        self.ready: EngineReady | None = None
-        self.stats: EngineStats | None = None
-        self._ipc_path = ipc_path
+        self.ranks = [RankLink(rank, path, self._handle) for rank, path in enumerate(ipc_paths)]
         self._on_stats = on_stats
         self._on_connected = on_connected
-        self._groups: dict[str, SampleGroup] = {}
+        self._choose_rank = choose_rank
+        self._in_flight: dict[str, _InFlight] = {}
         self._num_prompt_tokens = self._num_unsent_aborts = 0
-        self._outbox: asyncio.Queue[ToEngine | _Closed] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._socket: FrontSocket | None = None
-        self._last_stats_at = self._last_progress_at = time.monotonic()
 
     def start(self) -> None:
-        """Bind the socket and start talking; needs a running event loop."""
-        self._socket = FrontSocket(self._ipc_path)
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
+        """Bind the sockets and start talking; needs a running event loop."""
+        for rank in self.ranks:
+            rank.start()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._socket is not None:
-            self._socket.close()
+        await asyncio.gather(*(rank.close() for rank in self.ranks))
+
+    @property
+    def ready(self) -> EngineReady | None:
+        """What the engines said, with the bounds that hold for all; None while one loads."""
+        ready = [rank.ready for rank in self.ranks if rank.ready is not None]
+        if len(ready) < len(self.ranks):
+            return None
+        return msgspec.structs.replace(
+            ready[0],
+            max_total_tokens_hisparse=min(of_rank.max_total_tokens_hisparse for of_rank in ready),
+            max_total_tokens_dense=min(of_rank.max_total_tokens_dense for of_rank in ready),
+        )
+
+    @property
+    def loading(self) -> EngineLoading | None:
+        """How far the rank is that has most left; None once all are ready, and before they said anything."""
+        loading = [rank.loading for rank in self.ranks if rank.loading is not None]
+        return max(loading, key=lambda of_rank: of_rank.num_bytes - of_rank.num_done, default=None)
 
     @property
     def is_loading(self) -> bool:
@@ -164,7 +186,7 @@ class EngineLink:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._groups)
+        return len(self._in_flight)
 
     @contextlib.contextmanager
     def open(self, prompts: Sequence[GenerateGroup]) -> Iterator[SampleGroup]:
@@ -173,20 +195,48 @@ class EngineLink:
         Raises NodeUnavailable unless the engine serves, and QueueFull.
         """
         self.require_serving()
-        request_ids = [sample.request_id for prompt in prompts for sample in prompt.samples]
-        num_prompt_tokens = sum(prompt.samples[0].num_prompt_tokens for prompt in prompts)
-        self.require_place(len(request_ids), num_prompt_tokens)
-        group = SampleGroup(self, request_ids)
+        shares = [share for prompt in prompts for share in self._shares(prompt)]
+        samples = [(rank, sample) for rank, share in shares for sample in share.samples]
+        num_prompt_tokens = sum(share.samples[0].num_prompt_tokens for _, share in shares)
+        try:
+            self.require_place(len(samples), num_prompt_tokens)
+        except ApiError:
+            for rank, sample in samples:
+                rank.num_tokens_in_flight -= sample.num_prompt_tokens
+            raise
+        group = SampleGroup(self, [sample.request_id for _, sample in samples])
         self._num_prompt_tokens += num_prompt_tokens
         try:
-            self._groups.update(dict.fromkeys(request_ids, group))
-            for prompt in prompts:
-                self._outbox.put_nowait(prompt)
+            for rank, sample in samples:
+                num_tokens = sample.num_prompt_tokens
+                self._in_flight[sample.request_id] = _InFlight(group, rank, num_tokens)
+            for rank, share in shares:
+                rank.put(share)
             yield group
         finally:
             for request_id in list(group.live):
                 self.forget(group, request_id)
-            self._outbox.put_nowait(_Closed(num_prompt_tokens))
+            for (
+                rank,
+                share,
+            ) in shares:  # behind the last word about them: their prompts are no longer held here
+                rank.put(None, partial(self._closed, share.samples[0].num_prompt_tokens))
+
+    def _shares(self, prompt: GenerateGroup) -> list[tuple[RankLink, GenerateGroup]]:
+        """What of the samples is whose, with the prompt for each rank that has one. Counts them there."""
+        shares: dict[int, list[Generate]] = {}
+        for sample in prompt.samples:
+            rank = self._choose_rank(self.ranks, sample)
+            rank.num_tokens_in_flight += sample.num_prompt_tokens
+            rank.num_given += 1
+            shares.setdefault(rank.rank, []).append(sample)
+        return [
+            (self.ranks[rank], msgspec.structs.replace(prompt, samples=tuple(samples)))
+            for rank, samples in shares.items()
+        ]
+
+    def _closed(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens -= num_prompt_tokens
 
     def require_place(self, num_samples: int, num_prompt_tokens: int = 0) -> None:
         """Raises QueueFull when so much does not fit beside what is in flight, ApiError when it never does.
@@ -199,7 +249,7 @@ class EngineLink:
         ):
             if num > most:
                 raise ApiError(400, f"{num} {name} are in this request, {most} fit in this node; split it")
-        num_in_flight = len(self._groups) + self._num_unsent_aborts
+        num_in_flight = len(self._in_flight) + self._num_unsent_aborts
         if num_in_flight + num_samples > self.limits.max_requests:
             raise QueueFull(
                 f"{num_in_flight} requests run or wait here, and {num_samples} more would exceed "
@@ -213,50 +263,54 @@ class EngineLink:
 
     def require_serving(self) -> EngineReady:
         """What the ready engine said. Raises NodeUnavailable."""
-        if self.ready is None or self.state is not LinkState.SERVING:
+        ready = self.ready
+        if ready is None or self.state is not LinkState.SERVING:
             raise NodeUnavailable(str(self.state))
-        return self.ready
+        return ready
 
     def require_engine(self) -> EngineReady:
         """The same for requests in flight, which go on while the node shuts down. Raises NodeUnavailable."""
-        if self.ready is None or self.state is LinkState.GONE:
+        ready = self.ready
+        if ready is None or self.state is LinkState.GONE:
             raise NodeUnavailable(str(self.state))
-        return self.ready
+        return ready
 
     def forget(self, group: SampleGroup, request_id: str, *, has_finished: bool = False) -> None:
         if request_id in group.live:
-            group.live.discard(request_id)
-            del self._groups[request_id]
-            self._abort(Abort(request_id, has_finished))
+            self._abort(self._release(request_id).rank, Abort(request_id, has_finished))
 
     def flush_cache(self) -> None:
         self.require_serving()
-        self._outbox.put_nowait(FlushCache())
+        for rank in self.ranks:
+            rank.put(FlushCache())
 
     def release_quarantine(self, instance_id: str) -> None:
         self.require_engine()
-        self._outbox.put_nowait(ReleaseQuarantine(instance_id))
+        for rank in self.ranks:
+            rank.put(ReleaseQuarantine(instance_id))
 
     def stop_accepting(self) -> None:
         """New requests are refused; those in flight go on."""
         if self.state is not LinkState.GONE:
             self.state = LinkState.STOPPING
 
-    async def shut_engine_down(self) -> None:
-        """Ask the engine to exit, after everything that was sent before."""
-        self._outbox.put_nowait(Shutdown())
+    async def shut_engines_down(self) -> None:
+        """Ask the engines to exit, after everything that was sent before."""
+        for rank in self.ranks:
+            rank.put(Shutdown())
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._outbox.join(), timeout=1.0)
+            await asyncio.wait_for(asyncio.gather(*(rank.flush() for rank in self.ranks)), timeout=1.0)
 
     def engine_died(self) -> None:
+        """One engine is enough: the others have not all experts."""
         self.state = LinkState.GONE
         self.fail_all(503, f"{LinkState.GONE}; the request is lost, send it again")
 
     def fail_all(self, status: int, error: str) -> None:
         """End every request in flight with an error."""
-        for request_id in list(self._groups):
+        for request_id, in_flight in list(self._in_flight.items()):
             self._dispatch(RequestFailed(request_id, status, error))
-            self._abort(Abort(request_id))
+            self._abort(in_flight.rank, Abort(request_id))
 
     def trouble(self) -> str | None:
         """Why this node cannot serve, or None while the engine makes progress. Looks at no peer."""
@@ -264,83 +318,66 @@ class EngineLink:
             return self.stall() or (f"{self.state}: {self.loading}" if self.loading else str(self.state))
         if self.state is not LinkState.SERVING:
             return str(self.state)
-        return self.stall() or (self.stats.trouble if self.stats is not None else "") or None
+        return self.stall() or next((of_rank for rank in self.ranks if (of_rank := _trouble(rank))), None)
 
     def stall(self) -> str | None:
-        """Why the engine gets nowhere, or None while it makes progress, loading included."""
+        """Why an engine gets nowhere, or None while all make progress, loading included."""
         if self.state is LinkState.GONE:
             return str(self.state)
-        now = time.monotonic()
-        if self.ready is None:
-            still_secs = now - self._last_progress_at
-            if still_secs <= self._startup_timeout_secs:
-                return None
-            return f"loading has stood still for {still_secs:.0f} s, at: {self.loading or 'the beginning'}"
-        if now - self._last_stats_at > self.health_timeout_secs:
-            return f"the engine has been silent for {now - self._last_stats_at:.0f} s"
-        if now - self._last_progress_at > self.health_timeout_secs:
-            return f"the engine has made no progress for {now - self._last_progress_at:.0f} s"
+        for rank in self.ranks:
+            stall = rank.stall(self._startup_timeout_secs, self.health_timeout_secs)
+            if stall is not None:
+                return stall if len(self.ranks) == 1 else f"rank {rank.rank}: {stall}"
         return None
 
-    async def _send(self) -> None:
-        assert self._socket is not None
-        for num_sent in itertools.count(1):
-            message = await self._outbox.get()
-            if isinstance(message, _Closed):
-                self._num_prompt_tokens -= message.num_prompt_tokens
-            else:
-                await self._socket.send(message)
-                self._num_unsent_aborts -= isinstance(message, Abort)
-            self._outbox.task_done()
-            if num_sent % _MESSAGES_BETWEEN_YIELDS == 0:
-                await asyncio.sleep(0)
-
-    async def _receive(self) -> None:
-        assert self._socket is not None
-        for num_received in itertools.count(1):
-            self._handle(await self._socket.receive())
-            if num_received % _MESSAGES_BETWEEN_YIELDS == 0:
-                await asyncio.sleep(0)
-
-    def _abort(self, abort: Abort) -> None:
+    def _abort(self, rank: RankLink, abort: Abort) -> None:
         self._num_unsent_aborts += 1
-        self._outbox.put_nowait(abort)
+        rank.put(abort, self._abort_sent)
 
-    def _handle(self, message: FromEngine) -> None:
+    def _abort_sent(self) -> None:
+        self._num_unsent_aborts -= 1
+
+    def _handle(self, rank: RankLink, message: FromEngine) -> None:
         match message:
             case EngineLoading():
-                if message != self.loading:
-                    self._last_progress_at = time.monotonic()
-                self.loading = message
+                rank.note(message)
             case EngineReady():
-                self.ready = message
-                self.loading = None
-                if self.state is LinkState.LOADING:
-                    self.state = LinkState.SERVING
-                self._last_stats_at = self._last_progress_at = time.monotonic()
-                self._on_connected()
-                log.info("the engine is ready: context of %d tokens", message.context_length)
+                rank.note(message)
+                if self.ready is not None:
+                    self._all_ready(self.ready)
             case EngineStats():
-                self._note(message)
+                rank.note(message)
+                self._on_stats(rank.rank, message)
+            case Ring():
+                for other in self.ranks:
+                    if other is not rank:
+                        other.put(Rung(message.number))
             case Tokens() | PrefillFinished() | RequestFailed():
                 self._dispatch(message)
             case _:
                 assert_never(message)
 
-    def _note(self, stats: EngineStats) -> None:
-        now = time.monotonic()
-        if self.stats is None or stats.step != self.stats.step or stats.num_running == 0:
-            self._last_progress_at = now
-        self._last_stats_at = now
-        self.stats = stats
-        self._on_stats(stats)
+    def _all_ready(self, ready: EngineReady) -> None:
+        if self.state is LinkState.LOADING:
+            self.state = LinkState.SERVING
+        self._on_connected()
+        log.info("the engine is ready: context of %d tokens", ready.context_length)
 
     def _dispatch(self, event: SampleEvent) -> None:
         """Hand over, and drop the route with the last event. Events of aborted samples have no taker."""
-        group = self._groups.get(event.request_id)
-        if group is None:
+        in_flight = self._in_flight.get(event.request_id)
+        if in_flight is None:
             return
         if not isinstance(event, Tokens) or event.finish_reason is not None:
-            group.live.discard(event.request_id)
-            del self._groups[event.request_id]
-        group.put(event)
+            self._release(event.request_id)
+        in_flight.group.put(event)
+
+    def _release(self, request_id: str) -> _InFlight:
+        in_flight = self._in_flight.pop(request_id)
+        in_flight.group.live.discard(request_id)
+        in_flight.rank.num_tokens_in_flight -= in_flight.num_prompt_tokens
+        return in_flight
+
+
+def _trouble(rank: RankLink) -> str:
+    return rank.stats.trouble if rank.stats is not None else ""

@@ -65,7 +65,13 @@ class ReleaseQuarantine(Struct, frozen=True, tag="release_quarantine"):
     instance_id: str
 
 
-ToEngine = GenerateGroup | Abort | FlushCache | ReleaseQuarantine | Shutdown
+class Rung(Struct, frozen=True, tag="rung"):
+    """Another rank of this node waits in the agreement ``number`` (``service.lockstep``)."""
+
+    number: int
+
+
+ToEngine = GenerateGroup | Abort | FlushCache | ReleaseQuarantine | Rung | Shutdown
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
@@ -205,7 +211,13 @@ class EngineStats(Struct, frozen=True, tag="stats"):
     quarantine: tuple[QuarantinedRun, ...] = ()
 
 
-FromEngine = EngineLoading | EngineReady | Tokens | PrefillFinished | RequestFailed | EngineStats
+class Ring(Struct, frozen=True, tag="ring"):
+    """To be passed on to all other ranks, as ``Rung``."""
+
+    number: int
+
+
+FromEngine = EngineLoading | EngineReady | Ring | Tokens | PrefillFinished | RequestFailed | EngineStats
 
 encoder = Encoder()
 to_engine_decoder: TypedDecoder[ToEngine] = TypedDecoder(ToEngine)

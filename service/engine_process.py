@@ -18,6 +18,7 @@ from kernels.row_math import fix_arithmetic
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.loader import load_model
+from model.rank_group import RankGroup, RankGroupError
 from model.spec import ModelSpec, spec_of
 from service.engine_messages import EngineLoading
 from service.engine_sockets import EngineSocket
@@ -25,7 +26,7 @@ from service.process import die_with_parent, setup_logging, start_errors
 from service.settings import NodeSettings
 from transfer.engine import TransferSetupError, quiet_mooncake_logs
 from transfer.transport import Transport
-from vocabulary import CheckpointError
+from vocabulary import CheckpointError, RankPlace
 
 START_ERRORS = (
     AttentionBackendError,
@@ -34,6 +35,7 @@ START_ERRORS = (
     DeviceMissingError,
     HostMemoryError,
     KernelSizeError,
+    RankGroupError,
     TransferSetupError,
 )
 
@@ -48,37 +50,42 @@ class Engine(Protocol):
 def run_engine_process(
     settings: NodeSettings,
     ipc_path: str,
+    place: RankPlace,
     *,
     role: str,
     settings_error: type[Exception],
     choose_transport: Callable[[ModelSpec], Transport],
     make: Callable[[ModelSpec, DsaModel, EngineSocket, Transport], Engine],
 ) -> None:
-    """Load everything, telling the front of it, and serve.
+    """Load everything, telling the front of it, and serve. ``settings.device`` is this rank's.
 
     ``choose_transport`` also checks what else the node needs of this machine. Raises StartError for what
     ``START_ERRORS`` and ``settings_error`` say.
     """
     die_with_parent()
-    setup_logging(settings.log_level, f"{role}-engine:{settings.port}")
+    rank = f" rank {place.rank}" if place.size > 1 else ""
+    setup_logging(settings.log_level, f"{role}-engine:{settings.port}{rank}")
     quiet_mooncake_logs()
     if settings.num_threads > 0:
         torch.set_num_threads(settings.num_threads)
     if settings.device == "cpu":
         fix_arithmetic()
     front = EngineSocket(ipc_path)
+    ranks: RankGroup | None = None
     try:
         with start_errors(*START_ERRORS, settings_error):
-            check_devices((settings.device, *settings.expert_devices))
+            check_devices((settings.device,))
             use_device(settings.device)
             spec = spec_of(settings)
             AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
             transport = choose_transport(spec)
+            if place.size > 1:
+                ranks = RankGroup(place, torch.device(settings.device), settings.heartbeat_timeout_secs)
             model = load_model(
                 settings.model_path,
                 spec,
                 settings.device,
-                settings.expert_devices,
+                ranks,
                 lambda done, total: front.send(EngineLoading("weights", done, total)),
             )
             front.send(EngineLoading("pools and kernels"))

@@ -1,8 +1,8 @@
-"""The life of a node's front process: the engine that it starts, and serving HTTP until one of the two ends.
+"""The life of a node's front process: the engines that it starts, and serving HTTP until one of them ends.
 
-The engine runs in a spawned child; their ipc socket is in a private directory until the two are connected.
-When the engine dies, the requests in flight fail and the front exits with status 1, for a supervisor to start
-both again.
+An engine, one a rank, runs in a spawned child; their ipc sockets are in a private directory until they are
+connected. When one dies, the requests in flight fail and the front ends the others and exits with status 1,
+for a supervisor to start all of them again.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import multiprocessing.connection
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -23,66 +26,90 @@ from service.engine_link import EngineLink
 from service.listening import Listener
 from service.process import StartError, die_with_parent, setup_logging
 from service.settings import NodeSettings
+from vocabulary import RankPlace
 
 log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=NodeSettings)
+EngineTarget: TypeAlias = Callable[[S, str, RankPlace], None]
 
 _ENGINE_EXIT_SECS = 5.0
 
 
-class EngineProcess:
-    """The engine in a child process, and the directory of the ipc socket between it and the front."""
+class EngineProcesses:
+    """The engines of all ranks in child processes, and the directory of the front's sockets to them."""
 
-    def __init__(self, target: Callable[[S, str], None], settings: S, name: str) -> None:
-        """``target(settings, ipc_path)`` runs the engine; it is imported by name in the child."""
+    def __init__(self, target: EngineTarget[S], settings: S, name: str) -> None:
+        """``target(settings, ipc_path, place)`` runs an engine; it is imported by name in the child."""
         self._directory = Path(tempfile.mkdtemp(prefix="hisparse-pd-"))  # mode 0700
-        self.ipc_path = str(self._directory / "engine.ipc")
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_run_engine, args=(target, settings, self.ipc_path, name), name=name
-        )
+        size = settings.dp_size
+        self.ipc_paths = [str(self._directory / f"engine-{rank}.ipc") for rank in range(size)]
+        names = [name if size == 1 else f"{name} rank {rank}" for rank in range(size)]
+        self._processes = [
+            multiprocessing.get_context("spawn").Process(
+                target=_run_engine,
+                args=(
+                    target,
+                    settings.of_rank(rank),
+                    self.ipc_paths[rank],
+                    RankPlace(rank, size, str(self._directory / "ranks")),
+                    names[rank],
+                ),
+                name=names[rank],
+            )
+            for rank in range(size)
+        ]
 
     def start(self) -> None:
-        """From the main thread: the kernel ends the child when the thread that started it ends."""
-        self._process.start()
+        """From the main thread: the kernel ends the children when the thread that started them ends."""
+        for process in self._processes:
+            process.start()
 
     def remove_directory(self) -> None:
         """Once nobody connects any more, so that a kill leaves nothing behind. May be called again."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
-    def sentinel(self) -> int:
-        """A file descriptor that becomes readable when the engine has exited."""
-        return self._process.sentinel
+    def sentinels(self) -> list[int]:
+        """File descriptors each of which becomes readable when an engine has exited."""
+        return [process.sentinel for process in self._processes]
 
-    @property
-    def exit_status(self) -> int | None:
-        """Of an engine that has exited; its sentinel says so a moment before its status can be read."""
-        self._process.join(_ENGINE_EXIT_SECS)
-        return self._process.exitcode
+    def exits(self) -> str:
+        """Which engines have exited, and how; a sentinel says so a moment before the status can be read."""
+        ready = multiprocessing.connection.wait(self.sentinels, timeout=0)
+        exited = [process for process in self._processes if process.sentinel in ready]
+        _join(exited, _ENGINE_EXIT_SECS)
+        return ", ".join(f"{process.name} exited with status {process.exitcode}" for process in exited)
 
     def stop(self, *, graceful: bool) -> None:
-        """End the engine. ``graceful``: it was told to shut down, so wait for that."""
+        """End the engines. ``graceful``: they were told to shut down, so wait for that."""
         try:
-            if self._process.pid is not None:
-                self._process.join(_ENGINE_EXIT_SECS if graceful else 0)
-                for end in (self._process.terminate, self._process.kill):
-                    if self._process.is_alive():
-                        log.info("the engine still runs: %s", end.__name__)
-                        end()
-                        self._process.join(_ENGINE_EXIT_SECS)
+            started = [process for process in self._processes if process.pid is not None]
+            _join(started, _ENGINE_EXIT_SECS if graceful else 0)
+            for end in ("terminate", "kill"):
+                for process in (alive := [process for process in started if process.is_alive()]):
+                    log.info("%s still runs: %s", process.name, end)
+                    getattr(process, end)()
+                _join(alive, _ENGINE_EXIT_SECS)
         finally:
             self.remove_directory()
 
 
+def _join(processes: Sequence[BaseProcess], timeout_secs: float) -> None:
+    """Until all have ended, or the time is up."""
+    deadline = time.monotonic() + timeout_secs
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+
+
 async def serve(
     link: EngineLink,
-    engine: EngineProcess,
+    engines: EngineProcesses,
     listeners: Sequence[Listener],
     apps: Sequence[ASGIApp],
     drain_timeout_secs: float,
 ) -> int:
-    """Serve until a signal or the engine's death. Returns the exit status: 0 after a signal, else 1.
+    """Serve until a signal or an engine's death. Returns the exit status: 0 after a signal, else 1.
 
     After a signal new requests are refused with 503, and those in flight have ``drain_timeout_secs`` to
     finish. A second signal ends the wait.
@@ -92,7 +119,8 @@ async def serve(
     engine_exited = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number.name)
-    loop.add_reader(engine.sentinel, _note_exit, loop, engine.sentinel, engine_exited)
+    for sentinel in engines.sentinels:
+        loop.add_reader(sentinel, _note_exit, loop, sentinel, engine_exited)
     link.start()
     servers = [
         listener.server(app, num_servers=len(listeners))
@@ -112,11 +140,11 @@ async def serve(
             await _drain(link, drain_timeout_secs, signals, died)
         status = 0 if stop.done() and not died.done() else 1  # from here on the engine exits in any case
         if died.done():
-            log.error("the engine exited with status %s", engine.exit_status)
+            log.error("%s", engines.exits())
             link.engine_died()
         else:
             link.fail_all(503, "the node is shutting down; send the request again")
-            await link.shut_engine_down()
+            await link.shut_engines_down()
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*running)
@@ -143,11 +171,11 @@ async def _drain(
         await asyncio.sleep(0.05)
 
 
-def _run_engine(target: Callable[[S, str], None], settings: S, ipc_path: str, name: str) -> None:
+def _run_engine(target: EngineTarget[S], settings: S, ipc_path: str, place: RankPlace, name: str) -> None:
     die_with_parent()
     setup_logging(settings.log_level, name)
     try:
-        target(settings, ipc_path)
+        target(settings, ipc_path, place)
     except StartError as error:
         log.error("cannot start: %s", error)
         raise SystemExit(1) from None

@@ -26,6 +26,7 @@ _LABELLED = re.compile(r"([a-zA-Z_][a-zA-Z0-9_]*)(?:\{(.*)\})?")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="([^"]*)"')
 
 _HELP = {
+    "engine_steps_total": "loop iterations that did work",
     "num_running_reqs": "requests in the running batch",
     "running_reqs": "requests in the running batch, by mode",
     "num_paused_reqs": "running requests that sit steps out until there are slots for their next token",
@@ -63,11 +64,14 @@ _HELP = {
 
 
 class FrontMetrics:
-    """One registry a node. The histograms are observed by the front, the rest comes with EngineStats."""
+    """One registry a node. The histograms are observed by the front, the rest comes with EngineStats.
 
-    def __init__(self) -> None:
+    What comes from the engines of a node of several ranks has the label ``dp_rank``.
+    """
+
+    def __init__(self, num_ranks: int = 1) -> None:
         self.registry = CollectorRegistry()
-        self._engine = _EngineCollector()
+        self._engine = _EngineCollector(num_ranks)
         self.registry.register(self._engine)
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "from the request's arrival to its first token", _TTFT_BUCKETS
@@ -100,8 +104,8 @@ class FrontMetrics:
     def count_request(self, endpoint: str, status: int) -> None:
         self._requests.labels(endpoint, str(status)).inc()
 
-    def update(self, stats: EngineStats) -> None:
-        self._engine.stats = stats
+    def update(self, rank: int, stats: EngineStats) -> None:
+        self._engine.stats[rank] = stats
 
     def render(self) -> bytes:
         """Prometheus text."""
@@ -112,32 +116,31 @@ class FrontMetrics:
 
 
 class _EngineCollector(Collector):
-    """The latest EngineStats as metric families."""
+    """The latest EngineStats of each rank as metric families."""
 
-    def __init__(self) -> None:
-        self.stats: EngineStats | None = None
+    def __init__(self, num_ranks: int) -> None:
+        self.stats: dict[int, EngineStats] = {}
+        self._num_ranks = num_ranks
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: what there is, the engine says later."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        if self.stats is None:
-            return
-        yield CounterMetricFamily(
-            PREFIX + "engine_steps_total", "loop iterations that did work", value=self.stats.step
-        )
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-        for family_type, values in (
-            (GaugeMetricFamily, self.stats.gauges),
-            (CounterMetricFamily, self.stats.counters),
-        ):
-            for labelled_name, value in values.items():
-                name, labels = split_labels(labelled_name)
-                if name not in families:
-                    text = _HELP.get(name, name.replace("_", " "))
-                    families[name] = family_type(PREFIX + name, text, labels=list(labels))
-                families[name].add_metric(list(labels.values()), value)
+        for rank, stats in self.stats.items():
+            of_rank = {"dp_rank": str(rank)} if self._num_ranks > 1 else {}
+            for family_type, values in (
+                (GaugeMetricFamily, stats.gauges),
+                (CounterMetricFamily, {"engine_steps_total": stats.step, **stats.counters}),
+            ):
+                for labelled_name, value in values.items():
+                    name, labels = split_labels(labelled_name)
+                    labels |= of_rank
+                    if name not in families:
+                        text = _HELP.get(name, name.replace("_", " "))
+                        families[name] = family_type(PREFIX + name, text, labels=list(labels))
+                    families[name].add_metric(list(labels.values()), value)
         yield from families.values()
 
 

@@ -7,6 +7,7 @@ Each field's description gives its unit; ``hisparse_pd.py`` turns the fields int
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -14,6 +15,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from protocol.access import WILDCARD_HOSTS, PeerList, exposure
+from vocabulary import MAX_RANKS
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
@@ -91,11 +93,12 @@ class NodeSettings(_Settings):
         "auto", description="what computes the sparse attention; auto: the fastest that runs here"
     )
     device: Device = Field("cpu", description="cpu, cuda or cuda:N: of the model and the device pool")
-    expert_devices: tuple[Device, ...] = Field(
-        (),
-        description="devices that the routed experts are spread over, such as cuda:1 cuda:2, for a model "
-        "larger than one GPU; default: --device",
-        title="DEVICE",
+    dp_size: int = Field(
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="ranks: engine processes of this node, each with its own requests, pools and GPU, from "
+        "--device on, and with its share of the routed experts. Sizes of pools and batches are a rank's",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="dtype of weights and activations; auto: float32 on cpu, else the checkpoint's"
@@ -189,14 +192,15 @@ class NodeSettings(_Settings):
             )
         return self
 
-    @model_validator(mode="after")
-    def _experts_are_beside_the_model(self) -> Self:
-        kind = self.device.partition(":")[0]
-        if others := [device for device in self.expert_devices if device.partition(":")[0] != kind]:
-            raise ValueError(
-                f"expert_devices {others[0]!r}: device is {self.device!r}; expected {kind} devices"
-            )
-        return self
+    def of_rank(self, rank: int) -> Self:
+        """The settings of one rank's engine: its GPU, or its share of the CPU."""
+        if self.dp_size == 1:
+            return self
+        kind, _, first = self.device.partition(":")
+        if kind == "cuda":
+            return self.model_copy(update={"device": f"cuda:{int(first or 0) + rank}"})
+        num_threads = self.num_threads or max(1, (os.cpu_count() or 1) // self.dp_size)
+        return self.model_copy(update={"num_threads": num_threads})
 
     @property
     def model_name(self) -> str:
@@ -234,7 +238,9 @@ class PrefillSettings(NodeSettings):
     """One prefill node."""
 
     bootstrap_port: Port = Field(8998, description="port of the bootstrap endpoint")
-    control_port: Port = Field(0, description="port of the control socket; 0: any free one")
+    control_port: Port = Field(
+        0, description="port of the control socket, the next ranks have the next ones; 0: any free one"
+    )
     chunked_prefill_size: Tokens = Field(2048, description="tokens computed in one step at most")
     short_prefill_size: int | None = Field(
         None,
@@ -253,6 +259,12 @@ class PrefillSettings(NodeSettings):
         description="token slots in the KV pool, prefix cache included; 0: as many as free GPU memory holds",
     )
     disable_prefix_cache: bool = Field(False, description="compute every prompt in full")
+
+    def of_rank(self, rank: int) -> Self:
+        settings = super().of_rank(rank)
+        if self.control_port == 0:
+            return settings
+        return settings.model_copy(update={"control_port": self.control_port + rank})
 
     @property
     def short_prompt_tokens(self) -> int:

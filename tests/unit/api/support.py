@@ -76,7 +76,7 @@ async def serving(
     )
     metrics = FrontMetrics()
     ipc_path = str(tmp_path / "engine.ipc")
-    link = EngineLink(ipc_path, settings.health_timeout_secs, metrics.update)
+    link = EngineLink([ipc_path], settings.health_timeout_secs, metrics.update)
     front = Front(
         role,
         settings,
@@ -120,7 +120,7 @@ async def serving(
 
 
 def socketless_front(tmp_path: Path, link: EngineLink) -> Front:
-    link.ready, link.state = ready(), LinkState.SERVING
+    link.ranks[0].ready, link.state = ready(), LinkState.SERVING
     settings = DecodeSettings(model_path=tmp_path, served_model_name="tiny")
     return Front("decode", settings, CODEC, link, FrontMetrics(), holds_output=True)
 

@@ -29,7 +29,7 @@ from decode_node.server import create_decode_app
 from protocol.bootstrap import BootstrapInfo, look_up
 from service import engine_link
 from service import front as front_module
-from service.engine_link import EngineLink, SampleGroup
+from service.engine_link import EngineLink, SampleGroup, least_loaded
 from service.engine_messages import (
     Abort,
     EngineLoading,
@@ -61,7 +61,7 @@ from tests.unit.api.support import (
     until,
 )
 from tests.unit.api.tiny_tokenizer import EOS, write_checkpoint
-from vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode
+from vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode, RankPlace
 
 # --- decode: OpenAI ----------------------------------------------------------------------------------
 
@@ -627,7 +627,7 @@ def test_a_backlog_is_not_worked_off_for_a_client_that_left(tmp_path: Path) -> N
         return Answer(b"data: {}\n\n", "text/event-stream", backlog())
 
     async def main() -> None:
-        front = socketless_front(tmp_path, EngineLink(str(tmp_path / "unused.ipc"), 5.0))
+        front = socketless_front(tmp_path, EngineLink([str(tmp_path / "unused.ipc")], 5.0))
         sent = await call_app(create_app(front, answer), "/v1/completions", BODY, leaves=True)
         assert len(sent) < 100
 
@@ -646,7 +646,7 @@ def test_a_client_that_leaves_amid_its_body_is_counted_and_not_answered(tmp_path
     async def send(message: Message) -> None:
         sent.append(message)
 
-    front = socketless_front(tmp_path, EngineLink(str(tmp_path / "unused.ipc"), 5.0))
+    front = socketless_front(tmp_path, EngineLink([str(tmp_path / "unused.ipc")], 5.0))
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     asyncio.run(create_decode_app(front)(scope, receive, send))
     assert sent == []
@@ -738,7 +738,7 @@ def test_loading_shows_how_far_it_is_and_that_it_stands_still(on_node: OnNode) -
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_link, "time", SimpleNamespace(monotonic=lambda: now))
             weights = EngineLoading("weights", 250_000_000, 1_000_000_000)
-            node.link._handle(weights)
+            node.link._handle(node.link.ranks[0], weights)
             answer = await node.client.get("/health")
             assert answer.status_code == 503
             assert answer.json() == {
@@ -747,11 +747,13 @@ def test_loading_shows_how_far_it_is_and_that_it_stands_still(on_node: OnNode) -
                 "loading": {"stage": "weights", "num_done": 250_000_000, "num_bytes": 1_000_000_000},
             }
             now += 299
-            node.link._handle(EngineLoading("weights", 250_000_001, 1_000_000_000))
+            node.link._handle(node.link.ranks[0], EngineLoading("weights", 250_000_001, 1_000_000_000))
             now += 299  # 598 since the first, 299 since the last progress
             assert (await node.client.get("/liveness")).status_code == 200
             assert (await node.client.get("/health")).json()["status"] == "loading"
-            node.link._handle(EngineLoading("weights", 250_000_001, 1_000_000_000))  # the same again
+            node.link._handle(
+                node.link.ranks[0], EngineLoading("weights", 250_000_001, 1_000_000_000)
+            )  # the same again
             now += 2
             answer = await node.client.get("/liveness")
             assert answer.status_code == 503
@@ -759,7 +761,7 @@ def test_loading_shows_how_far_it_is_and_that_it_stands_still(on_node: OnNode) -
                 "loading has stood still for 301 s, at: weights, 0.3 of 1.0 GB"
             )
             assert (await node.client.get("/health")).json() == answer.json()
-            node.link._handle(EngineLoading("pools"))
+            node.link._handle(node.link.ranks[0], EngineLoading("pools"))
             assert (await node.client.get("/liveness")).status_code == 200
             assert (await node.client.get("/health")).json()["reason"] == "the engine is loading: pools"
 
@@ -780,7 +782,7 @@ def test_information(on_node: OnNode, role: str, tmp_path: Path) -> None:
         assert info["disaggregation_mode"] == role
         assert (info["transfer_protocol"], info["transfer_devices"]) == ("rdma", ["mlx5_0", "mlx5_1"])
         assert info["transfer_reason"] == "RDMA devices usable"
-        await until(lambda: node.link.stats is not None, "stats")
+        await until(lambda: node.link.ranks[0].stats is not None, "stats")
         load = (await node.client.get("/get_load")).json()
         assert load == [{"dp_rank": 0, "num_reqs": 1, "num_waiting_reqs": 1, "num_tokens": 17}]
         models = (await node.client.get("/v1/models")).json()
@@ -793,7 +795,7 @@ def test_information(on_node: OnNode, role: str, tmp_path: Path) -> None:
 
 def test_metrics_of_the_engine(on_node: OnNode) -> None:
     async def check(node: Node) -> None:
-        await until(lambda: node.link.stats is not None, "stats")
+        await until(lambda: node.link.ranks[0].stats is not None, "stats")
         response = await node.client.get("/metrics")
         assert response.headers["content-type"].startswith("text/plain")
         lines = response.text.splitlines()
@@ -945,21 +947,6 @@ def test_the_engines_death_ends_the_front(fronts: list[FrontProcess]) -> None:
     assert front.ipc_dirs() == []
 
 
-def test_the_engines_status_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NotReaped:
-        """A process whose sentinel is closed, and whose status the kernel does not tell yet."""
-
-        exitcode: int | None = None
-
-        def join(self, timeout: float) -> None:
-            self.exitcode = 1
-
-    engine = front_module.EngineProcess(_never, DecodeSettings(model_path=Path("/m")), "decode-engine")
-    engine.stop(graceful=False)
-    monkeypatch.setattr(engine, "_process", NotReaped())
-    assert engine.exit_status == 1
-
-
 @pytest.mark.parametrize("trouble", ["no checkpoint", "port in use"])
 def test_a_front_that_cannot_start_says_why(
     tmp_path: Path, trouble: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -970,19 +957,25 @@ def test_a_front_that_cannot_start_says_why(
         model_path = tmp_path if trouble == "port in use" else tmp_path / "missing"
         settings = DecodeSettings(model_path=model_path, port=port)
         status = node.run_front(
-            settings, role="decode", engine=_never, holds_output=True, ports=(port,), apps=lambda _: ()
+            settings,
+            role="decode",
+            engine=_never,
+            holds_output=True,
+            choose_rank=least_loaded,
+            ports=(port,),
+            apps=lambda _: (),
         )
     assert status == 1
     assert (f"127.0.0.1:{port}" if trouble == "port in use" else "missing: no such directory") in caplog.text
 
 
 def test_nobody_else_reaches_the_socket_of_an_engine(tmp_path: Path) -> None:
-    process = front_module.EngineProcess(_never, DecodeSettings(model_path=tmp_path), "engine")
-    directory = Path(process.ipc_path).parent
+    process = front_module.EngineProcesses(_never, DecodeSettings(model_path=tmp_path), "engine")
+    directory = Path(process.ipc_paths[0]).parent
     assert directory.stat().st_mode & 0o777 == 0o700
     process.stop(graceful=False)
     assert not directory.exists()
 
 
-def _never(settings: DecodeSettings, ipc_path: str) -> None:
+def _never(settings: DecodeSettings, ipc_path: str, place: RankPlace) -> None:
     raise AssertionError("no engine is started")

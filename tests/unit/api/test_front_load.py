@@ -61,8 +61,8 @@ def group_of(num_samples: int, num_prompt_tokens: int, name: str = "r") -> Gener
 
 def connectionless_link(limits: QueueLimits) -> EngineLink:
     """One whose engine takes nothing in."""
-    link = EngineLink("unused.ipc", 5.0, limits=limits)
-    link.ready, link.state = ready(), LinkState.SERVING
+    link = EngineLink(["unused.ipc"], 5.0, limits=limits)
+    link.ranks[0].ready, link.state = ready(), LinkState.SERVING
     return link
 
 
@@ -373,10 +373,12 @@ def test_a_backlog_on_the_link_lets_others_have_their_turns(direction: str) -> N
 
     async def main() -> int:
         link = connectionless_link(QueueLimits(10**6, 10**6))
-        backlog = link._socket = Backlog()  # type: ignore[assignment]
+        backlog = link.ranks[0]._socket = Backlog()  # type: ignore[assignment]
         with link.open([group_of(1, 1, f"r{number}") for number in range(1000)]):
             turns = Turns()
-            task = asyncio.create_task(link._receive() if direction == "receive" else link._send())
+            task = asyncio.create_task(
+                link.ranks[0]._receive() if direction == "receive" else link.ranks[0]._send()
+            )
             while backlog.num_left:
                 await asyncio.sleep(0)
             task.cancel()

@@ -181,7 +181,7 @@ def test_a_request_that_waits_while_the_node_stops_is_not_taken_for_stuck(on_nod
 
 
 def test_only_a_live_engine_is_asked_while_the_node_stops(tmp_path: Path) -> None:
-    link = EngineLink(str(tmp_path / "engine.ipc"), 30.0)
+    link = EngineLink([str(tmp_path / "engine.ipc")], 30.0)
     link.engine_died()
     assert link.stall() == str(LinkState.GONE)
     link.stop_accepting()

@@ -1,0 +1,101 @@
+"""The ranks of a node: what one of them sees of the others. The only user of torch.distributed.
+
+A rank is an engine process with its own GPU, or its share of the CPU. Ranks have the model's routed experts
+in common, so they make their forwards together: every rank calls the same operations in the same order. An
+operation in which a rank is missing fails everywhere after ``timeout_secs``, or when its connection breaks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vocabulary import RankPlace
+
+
+class RankGroupError(Exception):
+    """The ranks of a node cannot work together, or not any more."""
+
+
+class RankGroup:
+    """The operations of all ranks, which raise RankGroupError. One object a process."""
+
+    def __init__(self, place: RankPlace, device: torch.device, timeout_secs: float) -> None:
+        """Waits for the other ranks ``timeout_secs`` at most. Raises RankGroupError."""
+        self.rank, self.size = place.rank, place.size
+        self.step_tokens = 0
+        """Tokens of each rank in the forward that is made, padding included; 0: as many as are given."""
+        self._device = device
+        self._last: torch.cuda.Event | None = None
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # one more start-up that fails where fabrics are split
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=dist.FileStore(place.meeting_path, place.size),  # type: ignore[attr-defined]
+                rank=place.rank,
+                world_size=place.size,
+                timeout=timedelta(seconds=timeout_secs),
+                device_id=device if device.type == "cuda" else None,
+            )
+            self.gather(torch.zeros((1, 1), device=device))  # NCCL connects with its first operation
+        except (RuntimeError, ValueError) as error:
+            raise RankGroupError(f"rank {self.rank} does not reach the other ranks: {error}") from error
+
+    def share_of(self, num_experts: int) -> range:
+        """The experts of this rank."""
+        bounds = [num_experts * rank // self.size for rank in range(self.size + 1)]
+        return [range(first, end) for first, end in pairwise(bounds)][self.rank]
+
+    def agree(self, *values: int) -> list[tuple[int, ...]]:
+        """What every rank said, in the order of ranks."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        of_all = mine.new_empty(self.size * len(values))
+        self._together(lambda: _all_gather(of_all, mine))
+        return [tuple(row) for row in of_all.view(self.size, -1).tolist()]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[size * n, …]: ``x`` [n, …] of every rank, in the order of ranks."""
+        of_all = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        self._in_order(lambda: _all_gather(of_all, x))
+        return of_all
+
+    def sum_own(self, x: Tensor) -> Tensor:
+        """[n, …]: this rank's part of ``x`` [size * n, …], summed over all ranks."""
+        own = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        self._in_order(lambda: _reduce_scatter(own, x))
+        return own
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _in_order(self, operation: Callable[[], Any]) -> None:
+        """Streams of one rank, which run beside each other, have to do these in the order of their calls."""
+        if self._device.type != "cuda":
+            self._together(operation)
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._last is not None:
+            stream.wait_event(self._last)
+        self._together(operation)
+        self._last = stream.record_event()
+
+    def _together(self, operation: Callable[[], Any]) -> None:
+        try:
+            operation()
+        except RuntimeError as error:
+            raise RankGroupError(
+                f"rank {self.rank}: another rank of this node has died, or stands still: {error}"
+            ) from error
+
+
+# torch 2.13 has new names for both, and warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
