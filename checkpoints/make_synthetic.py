@@ -1,6 +1,8 @@
 """Write a synthetic checkpoint with DeepSeek-V3.2's attention and few layers, for measuring the service.
 
     python -m checkpoints.make_synthetic --out DIR [--layers 4] [--experts 8] [--hidden 2048] [--device cuda]
+    python -m checkpoints.make_synthetic --out DIR --layers 5 --experts 256 --hidden 7168 --expert-size 2048 \
+        --experts-per-token 8 --fp8 --device cuda      # DeepSeek-V3.2's own layers, 12 GB each
 
 A token's KV, the indexer keys, the heads and the top-k are DeepSeek-V3.2's own, so what crosses the network
 and PCIe and what the attention kernels do is, for each layer, what the real model asks for. Depth, hidden
@@ -39,6 +41,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.make_tiny import SPECIAL_TOKENS, byte_characters, save_tokenizer
+from checkpoints.quantize_fp8 import QUANTIZATION, is_quantized, quantized
 
 NUM_BYTES = 256
 MIN_PERIOD = 500
@@ -70,15 +73,21 @@ class SyntheticShape:
     index_n_heads: int = 64
     index_head_dim: int = 128
     index_topk: int = 2048
+    expert_size: int = 0
+    """Inside an expert; 0: an eighth of ``hidden_size``."""
+    experts_per_token: int = 2
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name != "jitter" and value < 1:
+            if name not in ("jitter", "expert_size") and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
         if not 0 <= self.jitter <= 1:
             raise ValueError(f"jitter is {self.jitter}; expected a share of the variance, 0 to 1")
-        if self.num_experts < 2:
-            raise ValueError(f"num_experts is {self.num_experts}; expected at least 2, which each token uses")
+        if self.num_experts < self.experts_per_token:
+            raise ValueError(
+                f"num_experts is {self.num_experts}; expected at least {self.experts_per_token}, which each "
+                "token uses"
+            )
         if self.vocab_size < (least := NUM_BYTES + len(SPECIAL_TOKENS)):
             raise ValueError(
                 f"vocab_size is {self.vocab_size}; expected at least {least}: bytes and specials"
@@ -95,14 +104,25 @@ class SyntheticShape:
             )
 
     @property
+    def expert_dim(self) -> int:
+        return self.expert_size or max(16, self.hidden_size // 8)
+
+    @property
     def eos_id(self) -> int:
         return self.vocab_size - len(SPECIAL_TOKENS) + SPECIAL_TOKENS.index("<eos>")
 
 
 def write_synthetic(
-    out_dir: Path, shape: SyntheticShape | None = None, seed: int = 0, device: torch.device | str = "cpu"
+    out_dir: Path,
+    shape: SyntheticShape | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    *,
+    in_fp8: bool = False,
 ) -> int:
     """Write config, bfloat16 weights (a file a layer) and tokenizer to ``out_dir``, made when missing.
+
+    ``in_fp8``: what ``checkpoints.quantize_fp8`` quantizes is written so.
 
     The same ``seed`` gives the same weights on the same device type. Returns the bytes of the weights. Raises
     ValueError where ``out_dir`` already has weights: stale ones would be loaded with the new.
@@ -120,7 +140,10 @@ def write_synthetic(
         "eos_token_id": shape.eos_id,
         "pad_token_id": base + first("<pad>"),
     }
-    (out_dir / "config.json").write_text(json.dumps(_config(shape) | special, indent=2) + "\n")
+    config = _config(shape) | special
+    if in_fp8:
+        config["quantization_config"] = QUANTIZATION
+    (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (out_dir / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
     _write_tokenizer(out_dir, shape)
 
@@ -129,10 +152,12 @@ def write_synthetic(
     num_bytes = 0
     for number in range(-1, shape.num_layers):
         file = f"model-{number + 2:05}-of-{shape.num_layers + 1:05}.safetensors"
-        weights = {
-            name: value.to(torch.bfloat16).cpu().contiguous()
-            for name, value in (maker.ends() if number < 0 else maker.layer(number)).items()
-        }
+        weights: dict[str, Tensor] = {}
+        for name, value in (maker.ends() if number < 0 else maker.layer(number)).items():
+            if in_fp8 and is_quantized(name, value):
+                weights |= quantized(name, value)
+            else:
+                weights[name] = value.to(torch.bfloat16).cpu().contiguous()
         save_file(weights, out_dir / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(weights, file)
         num_bytes += sum(value.nbytes for value in weights.values())
@@ -149,13 +174,13 @@ def _config(shape: SyntheticShape) -> dict[str, Any]:
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": 2 * shape.hidden_size,
-        "moe_intermediate_size": _expert_dim(shape),
+        "moe_intermediate_size": shape.expert_dim,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_heads,
         "n_shared_experts": 1,
         "n_routed_experts": shape.num_experts,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": shape.experts_per_token,
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": True,
@@ -176,10 +201,6 @@ def _config(shape: SyntheticShape) -> dict[str, Any]:
         "attention_bias": False,
         "tie_word_embeddings": False,
     }
-
-
-def _expert_dim(shape: SyntheticShape) -> int:
-    return max(16, shape.hidden_size // 8)
 
 
 class _Maker:
@@ -219,7 +240,7 @@ class _Maker:
                 "mlp.gate.e_score_correction_bias": torch.zeros(shape.num_experts),
             }
             for name in (*(f"experts.{expert}" for expert in range(shape.num_experts)), "shared_experts"):
-                weights |= self._mlp(f"mlp.{name}", _expert_dim(shape))
+                weights |= self._mlp(f"mlp.{name}", shape.expert_dim)
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{name}.weight"] = torch.ones(shape.hidden_size)
         return {f"model.layers.{number}.{name}": value for name, value in weights.items()}
@@ -355,15 +376,29 @@ def main(arguments: list[str] | None = None) -> None:
         default=default.jitter,
         help="share of the indexer's scores that depends on the newest token alone: 1 has no locality",
     )
+    parser.add_argument(
+        "--expert-size", type=int, default=0, help="inside an expert; 0: an eighth of --hidden"
+    )
+    parser.add_argument(
+        "--experts-per-token", type=int, default=default.experts_per_token, help="of a layer's"
+    )
+    parser.add_argument("--fp8", action="store_true", help="matrices in fp8 with scales of blocks")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
     parser.add_argument("--device", default="cpu", help="where the weights are drawn; they differ by device")
     options = parser.parse_args(arguments)
     started = time.monotonic()
     try:
         shape = SyntheticShape(
-            options.layers, options.experts, options.hidden, options.vocab, options.context, options.jitter
+            options.layers,
+            options.experts,
+            options.hidden,
+            options.vocab,
+            options.context,
+            options.jitter,
+            expert_size=options.expert_size,
+            experts_per_token=options.experts_per_token,
         )
-        num_bytes = write_synthetic(options.out, shape, options.seed, options.device)
+        num_bytes = write_synthetic(options.out, shape, options.seed, options.device, in_fp8=options.fp8)
     except ValueError as error:
         parser.error(str(error))
     print(f"wrote {num_bytes / 1e9:.2f} GB to {options.out} in {time.monotonic() - started:.1f} s")

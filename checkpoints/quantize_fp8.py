@@ -15,6 +15,8 @@ import re
 import shutil
 from pathlib import Path
 
+from torch import Tensor
+
 from kernels.block_fp8 import BLOCK, quantize
 from model.spec import weight_files
 
@@ -39,13 +41,22 @@ def quantize_checkpoint(directory: Path, out_dir: Path, device: str = "cpu") -> 
     for path in files:
         tensors = load_file(path)
         for name, tensor in list(tensors.items()):
-            if tensor.ndim == 2 and _KEPT.search(name) is None:
-                values, scales = quantize(tensor.to(device))
-                tensors[name], tensors[f"{name}_scale_inv"] = values.cpu(), scales.cpu()
+            if is_quantized(name, tensor):
+                tensors |= quantized(name, tensor.to(device))
         save_file(tensors, out_dir / path.name, metadata={"format": "pt"})
     config_file = out_dir / "config.json"
     config = json.loads(config_file.read_text()) | {"quantization_config": QUANTIZATION}
     config_file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def is_quantized(name: str, tensor: Tensor) -> bool:
+    return tensor.ndim == 2 and _KEPT.search(name) is None
+
+
+def quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The matrix and its scales, by the names that they have in a checkpoint; in main memory."""
+    values, scales = quantize(tensor)
+    return {name: values.cpu(), f"{name}_scale_inv": scales.cpu()}
 
 
 def main() -> None:

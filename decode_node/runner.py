@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from kernels.hot_state import HotBufferError
 from kernels.kv_format import FP8_E4M3
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
+from model.rank_group import RankGroup
 from model.sampling import Sampled, enqueue_sample, sample
 from service.lockstep import NodeStep
 from service.settings import DecodeSettings
@@ -162,7 +164,8 @@ class GraphRunner:
         """Tokens, lengths and rows, each [max_reqs], and the number of requests that are real."""
         self._last_tokens = torch.zeros(hot_buffers.state.num_rows + 1, dtype=torch.int64, device=device)
         """What each row sampled last; the last entry is of padding."""
-        self._buffers = [_StepBuffers.create(max_reqs, is_pinned=device.type == "cuda") for _ in range(2)]
+        is_pinned = device.type == "cuda"
+        self._buffers = [_StepBuffers.create(max_reqs, is_pinned, model.ranks) for _ in range(2)]
         self._num_launched = 0
         self._min_split_reqs = max(min_split_reqs, NUM_MICRO_BATCHES) if min_split_reqs else max_reqs + 1
         self._micro_batches: MicroBatches | None = None
@@ -290,13 +293,15 @@ class _StepBuffers:
     results: Tensor
     """int64 [max_reqs, 5]"""
     done: torch.cuda.Event | None
+    ranks: RankGroup | None
 
     @classmethod
-    def create(cls, max_reqs: int, is_pinned: bool) -> _StepBuffers:
+    def create(cls, max_reqs: int, is_pinned: bool, ranks: RankGroup | None) -> _StepBuffers:
         return cls(
             torch.zeros(3 * max_reqs + 1, dtype=torch.int64, pin_memory=is_pinned),
             torch.zeros((max_reqs, 5), dtype=torch.int64, pin_memory=is_pinned),
             torch.cuda.Event() if is_pinned else None,  # type: ignore[no-untyped-call]
+            ranks,
         )
 
     def fill(self, batch: Sequence[Request], max_reqs: int) -> None:
@@ -316,7 +321,8 @@ class _StepBuffers:
 
     def wait(self) -> None:
         if self.done is not None:
-            self.done.synchronize()
+            with self.ranks.bounded_wait() if self.ranks else nullcontext():
+                self.done.synchronize()
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ operation in which a rank is missing fails everywhere after ``timeout_secs``, or
 
 from __future__ import annotations
 
+import faulthandler
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -32,8 +34,8 @@ class RankGroup:
         self.rank, self.size = place.rank, place.size
         self.step_tokens = 0
         """Tokens of each rank in the forward that is made, padding included; 0: as many as are given."""
-        self._device = device
-        self._last: torch.cuda.Event | None = None
+        self._timeout_secs = timeout_secs
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # one more start-up that fails where fabrics are split
         try:
@@ -73,19 +75,29 @@ class RankGroup:
         self._in_order(lambda: _reduce_scatter(own, x))
         return own
 
+    @contextmanager
+    def bounded_wait(self) -> Iterator[None]:
+        """Around a wait for the device, which another rank may keep for ever: this process ends before."""
+        faulthandler.dump_traceback_later(self._timeout_secs, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
     def close(self) -> None:
         dist.destroy_process_group()
 
     def _in_order(self, operation: Callable[[], Any]) -> None:
-        """Streams of one rank, which run beside each other, have to do these in the order of their calls."""
-        if self._device.type != "cuda":
+        """Streams of one rank that run beside each other have to do these in the order of their calls: in one
+        stream, between what the current one has and what it gets.
+        """
+        if self._stream is None:
             self._together(operation)
             return
-        stream = torch.cuda.current_stream(self._device)
-        if self._last is not None:
-            stream.wait_event(self._last)
-        self._together(operation)
-        self._last = stream.record_event()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._together(operation)
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     def _together(self, operation: Callable[[], Any]) -> None:
         try:

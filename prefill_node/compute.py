@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,8 +96,7 @@ class PromptRunner:
             [0] * len(whole),
             self._model.spec.eos_token_ids,
         )
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+        self._wait()
         return {
             record.room: FirstToken(token_id, logprob, hint)
             for (record, hint), token_id, logprob in zip(whole, tokens, logprobs, strict=True)
@@ -105,8 +105,13 @@ class PromptRunner:
     def run_of_others(self) -> None:
         """A forward that other ranks of the node make, with no token of this one."""
         self._model.forward_of_others()
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until the device is done."""
         if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+            with self._model.ranks.bounded_wait() if self._model.ranks else nullcontext():
+                torch.cuda.synchronize(self._model.device)
 
     def _page_ids(self, record: RoomRecord) -> Tensor:
         return torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)

@@ -5,6 +5,8 @@ What can be known to fail is tried before the model is loaded, which may take mi
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from typing import Protocol
 
@@ -27,6 +29,8 @@ from service.settings import NodeSettings
 from transfer.engine import TransferSetupError, quiet_mooncake_logs
 from transfer.transport import Transport
 from vocabulary import CheckpointError, RankPlace
+
+log = logging.getLogger(__name__)
 
 START_ERRORS = (
     AttentionBackendError,
@@ -92,6 +96,9 @@ def run_engine_process(
             engine = make(spec, model, front, transport)
         try:
             engine.run()
+        except RankGroupError as error:
+            log.error("%s", error)
+            os._exit(1)  # without close(): a step that another rank is missing in may never end
         finally:
             engine.close()
     finally:

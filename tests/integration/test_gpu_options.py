@@ -52,9 +52,6 @@ def oracle(tiny_checkpoint: Callable[[str], Path]) -> Iterator[Oracle]:
             ("--mem-fraction-static", "0.6", "--device-pool-tokens", "0", "--index-pool-tokens", "65536"),
             id="pools-from-free-memory",
         ),
-        pytest.param(
-            ("--expert-devices", DEVICE), ("--expert-devices", DEVICE, DEVICE), id="experts-by-own-kernel"
-        ),
     ],
 )
 def test_tokens_with_options_of_a_gpu(
@@ -69,8 +66,8 @@ def test_tokens_with_options_of_a_gpu(
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
 @pytest.mark.parametrize(
-    ("prefill_device", "decode_device", "experts"),
-    [("cuda:0", "cuda:1", ()), ("cuda:1", "cuda:0", ()), ("cuda:1", "cuda:1", ("cuda:0", "cuda:1"))],
+    ("prefill_device", "decode_device"),
+    [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:1", "cuda:1")],
 )
 def test_tokens_of_nodes_on_the_second_gpu(
     tiny_checkpoint: Callable[[str], Path],
@@ -78,15 +75,13 @@ def test_tokens_of_nodes_on_the_second_gpu(
     oracle: Oracle,
     prefill_device: str,
     decode_device: str,
-    experts: tuple[str, ...],
 ) -> None:
     """With graphs and micro-batches, and no CUDA_VISIBLE_DEVICES."""
-    spread = ("--expert-devices", *experts) if experts else ()
     check_tokens(
         tiny_checkpoint("v32"),
         tmp_path,
-        ("--device", prefill_device, *spread),
-        ("--device", decode_device, "--micro-batch-min-bs", "2", *spread),
+        ("--device", prefill_device),
+        ("--device", decode_device, "--micro-batch-min-bs", "2"),
         oracle.tokens,
     )
 

@@ -58,6 +58,7 @@ QUARANTINE_SECS = 15.0
 LATE_SECS = 12.0
 """How long bytes of a failed write may sit in the transport: less than the quarantine, as in the product."""
 ROOM_TIMEOUT_SECS = 20.0
+NO_MODEL = SimpleNamespace(ranks=None)
 SLICES_A_TURN = 4
 """A batch of these worlds has up to six."""
 _SHARED: dict[str, Any] = {
@@ -199,7 +200,7 @@ class World:
 
     def start_prefill(self, address: PeerAddress, control_port: int = 0) -> None:
         settings = PREFILL.model_copy(update={"control_port": control_port})
-        engine = PrefillEngine(settings, SPEC, None, SimFront(), TCP)  # type: ignore[arg-type]
+        engine = PrefillEngine(settings, SPEC, NO_MODEL, SimFront(), TCP)  # type: ignore[arg-type]
         engine._life._pusher._min_batch_bytes = 0  # so that layers of short prompts leave one by one
         engine._life._pusher._slice_bytes = SLICE_COST
         parts: Any = engine  # of which some are stand-ins
@@ -219,7 +220,7 @@ class World:
     def _start_decode(self) -> DecodeNode:
         front = SimFront()
         self._lookups = Lookups()
-        engine = DecodeEngine(DECODE, SPEC, None, front, TCP)  # type: ignore[arg-type]
+        engine = DecodeEngine(DECODE, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
         return DecodeNode(engine, front, engine.peers.session, self._lookups, engine._memory)
 
     def restart_decode(self) -> None:

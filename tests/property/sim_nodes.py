@@ -35,6 +35,7 @@ from service.engine_messages import (
     ToEngine,
     Tokens,
 )
+from service.lockstep import NodeStep
 from tests.property.sim_transport import SafetyViolation
 from tests.unit.model.model_specs import make_spec
 from transfer.extents import expand_pages, extents_to_slots
@@ -222,7 +223,10 @@ class SimDecodeRunner:
     def __init__(self, hot_buffers: SimHotBuffers) -> None:
         self._hot_buffers = hot_buffers
 
-    def launch(self, batch: Sequence[Request]) -> SimStep:
+    def would_split(self, batch: Sequence[Request]) -> bool:
+        return False
+
+    def launch(self, batch: Sequence[Request], step: NodeStep) -> SimStep:
         for request in batch:
             self._hot_buffers.check(request)
             self._hot_buffers.write_newest(request)

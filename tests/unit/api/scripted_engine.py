@@ -180,6 +180,6 @@ def serve_script(ipc_path: str, engine: ScriptedEngine) -> None:
         socket.close()
 
 
-def run_slow_engine(settings: object, ipc_path: str) -> None:
+def run_slow_engine(settings: object, ipc_path: str, place: object) -> None:
     """An engine process for the tests of the front process: answers after a second, one byte at a time."""
     serve_script(ipc_path, ScriptedEngine(ipc_path, say("abcdefgh", delay_secs=0.2)))

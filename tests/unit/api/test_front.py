@@ -27,8 +27,8 @@ from api import node
 from api.app import Answer, Work, create_app
 from decode_node.server import create_decode_app
 from protocol.bootstrap import BootstrapInfo, look_up
-from service import engine_link
 from service import front as front_module
+from service import rank_link
 from service.engine_link import EngineLink, SampleGroup, least_loaded
 from service.engine_messages import (
     Abort,
@@ -355,7 +355,7 @@ def test_generate_leaves_out_what_the_next_event_repeats(tmp_path: Path, path: s
                 yield group
 
     async def main() -> None:
-        front = socketless_front(tmp_path, BackloggedLink(str(tmp_path / "unused.ipc"), 5.0))
+        front = socketless_front(tmp_path, BackloggedLink([str(tmp_path / "unused.ipc")], 5.0))
         body = {**(NATIVE if path == "/generate" else BODY), "stream": True}
         sent = await call_app(create_decode_app(front), path, body, leaves=False)
         events = decode_events(b"".join(message.get("body", b"") for message in sent).decode())
@@ -736,7 +736,7 @@ def test_loading_shows_how_far_it_is_and_that_it_stands_still(on_node: OnNode) -
     async def check(node: Node) -> None:
         now = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_link, "time", SimpleNamespace(monotonic=lambda: now))
+            patch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now))
             weights = EngineLoading("weights", 250_000_000, 1_000_000_000)
             node.link._handle(node.link.ranks[0], weights)
             answer = await node.client.get("/health")
@@ -812,14 +812,14 @@ def test_metrics_of_the_engine(on_node: OnNode) -> None:
 def test_steps_of_the_engine_are_a_counter() -> None:
     metrics = FrontMetrics()
     assert "engine_steps" not in metrics.render().decode()
-    metrics.update(stats(step=41))
+    metrics.update(0, stats(step=41))
     assert "hisparse_pd:engine_steps_total 41.0" in metrics.render().decode().splitlines()
 
 
 def test_metric_families_keep_their_labels_apart() -> None:
     metrics = FrontMetrics()
     metrics.update(
-        stats(**{'requests_total{mode="hisparse"}': 5.0, 'dropped_total{reason="late",peer="a"}': 1.0})
+        0, stats(**{'requests_total{mode="hisparse"}': 5.0, 'dropped_total{reason="late",peer="a"}': 1.0})
     )
     lines = metrics.render().decode().splitlines()
     assert 'hisparse_pd:requests_total{mode="hisparse"} 5.0' in lines
@@ -840,13 +840,14 @@ FRONT = """
     if __name__ == "__main__":
         from decode_node.server import create_decode_app
         from api.node import run_front
+        from service.engine_link import least_loaded
 
         settings = DecodeSettings(
             model_path=Path(sys.argv[1]), port=int(sys.argv[2]), served_model_name="tiny"
         )
         sys.exit(run_front(
-            settings, role="decode", engine=run_slow_engine, holds_output=True, ports=(settings.port,),
-            apps=lambda front: (create_decode_app(front),),
+            settings, role="decode", engine=run_slow_engine, holds_output=True, choose_rank=least_loaded,
+            ports=(settings.port,), apps=lambda front: (create_decode_app(front),),
         ))
 """
 

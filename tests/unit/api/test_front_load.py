@@ -100,7 +100,7 @@ def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
             sent.append(engine_messages.encoder.encode(message))
             await super().send(message)
 
-    monkeypatch.setattr("service.engine_link.FrontSocket", Spy)
+    monkeypatch.setattr("service.rank_link.FrontSocket", Spy)
     prompt = [i % 251 for i in range(131_072)]
 
     async def main() -> None:
@@ -453,7 +453,7 @@ def test_logprobs_of_a_long_answer_are_encoded_message_by_message(
     looked_up_in: Counter[int] = Counter()
 
     async def main() -> bytes:
-        front = socketless_front(tmp_path, Backlogged(str(tmp_path / "unused.ipc"), 5.0))
+        front = socketless_front(tmp_path, Backlogged([str(tmp_path / "unused.ipc")], 5.0))
         turns = Turns()
         look_up = type(CODEC.token_bytes).of
 

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from checkpoints.make_synthetic import NUM_BYTES, SyntheticShape, main, write_synthetic
 from checkpoints.make_tiny import SPECIAL_TOKENS
+from checkpoints.quantize_fp8 import quantize_checkpoint
 from kernels.indexer import index_topk
 from model.loader import load_model
 from model.spec import load_spec
@@ -166,3 +167,19 @@ def test_stale_weights_and_impossible_shapes_are_refused(
     with pytest.raises(SystemExit):
         main(["--out", "unused", "--jitter", "2"])
     assert "jitter is 2.0; expected a share" in capsys.readouterr().err
+
+
+def test_experts_in_fp8_are_those_that_the_quantizer_makes(tmp_path: Path) -> None:
+    shape = SyntheticShape(**{**vars(SMALL), "expert_size": 48, "experts_per_token": 3})
+    write_synthetic(tmp_path / "bf16", shape, seed=3)
+    quantize_checkpoint(tmp_path / "bf16", tmp_path / "quantized")
+    write_synthetic(tmp_path / "fp8", shape, seed=3, in_fp8=True)
+    spec = load_spec(tmp_path / "fp8", "float32")
+    assert spec.weights_are_fp8
+    model, expected = (load_model(tmp_path / name, spec) for name in ("fp8", "quantized"))
+    experts, wanted = (each._layers[1]._mlp.experts for each in (model, expected))
+    assert tuple(experts.gate_up.values.shape) == (4, 2, 48, 128)
+    assert model._layers[1]._mlp.gate.top_k == 3
+    # Drawn in float32, which only the other one rounds to bfloat16 before: one step of e4m3 at most.
+    difference = experts.gate_up.of(1, torch.float32) - wanted.gate_up.of(1, torch.float32)
+    assert float(difference.abs().max()) < 0.08 * float(wanted.gate_up.of(1, torch.float32).abs().max())

@@ -40,7 +40,8 @@ def ask(link: EngineLink, method: str, path: str) -> httpx.Response:
 
 
 def sent(link: EngineLink) -> list[object]:
-    return [link.ranks[0]._outbox.get_nowait() for _ in range(link.ranks[0]._outbox.qsize())]
+    outbox = link.ranks[0]._outbox
+    return [outbox.get_nowait()[0] for _ in range(outbox.qsize())]
 
 
 def test_what_is_kept_is_shown_by_run() -> None:

@@ -39,6 +39,9 @@ class FakePeers:
     def __init__(self) -> None:
         self.away: set[PeerAddress] = set()
 
+    def address_for(self, host: str, port: int, room: int) -> PeerAddress:
+        return PeerAddress(host, port)
+
     def may_entrust(self, peer: PeerAddress, now: float) -> bool:
         return peer not in self.away
 
@@ -80,7 +83,7 @@ class Node:
     def arrive(self, number: int, now: float = 0.0) -> None:
         peer = PEERS[number % len(PEERS)]
         sampling = SamplingParams(max_new_tokens=200)
-        message = Generate(f"id-{number}", number, 20, sampling, *peer, HisparseFlag.TRUE)
+        message = Generate(f"id-{number}", number, 20, sampling, *peer.node, HisparseFlag.TRUE)
         self.lifecycle.generate(message, now)
 
     def turn(self, now: float) -> None:

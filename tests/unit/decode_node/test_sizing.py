@@ -333,5 +333,3 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_is_cpu_or_cuda(name: str) -> None:
     with pytest.raises(ValidationError, match="device"):
         decode(device=name)
-    with pytest.raises(ValidationError, match="expert_devices"):
-        decode(expert_devices=(name,))

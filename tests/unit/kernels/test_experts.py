@@ -24,7 +24,7 @@ NUM_EXPERTS, TOP_K = 7, 3
 
 
 def draw(num_tokens: int, hidden: int = 160, inner: int = 136) -> tuple[Tensor, ...]:
-    """Tokens, expert ids, weights, and the two matrices of every expert as an expert shard holds them."""
+    """Tokens, expert ids, weights, and the two matrices of every expert as a rank holds them."""
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, hidden)
     expert_ids = torch.stack([torch.randperm(NUM_EXPERTS)[:TOP_K] for _ in range(num_tokens)])
@@ -113,15 +113,39 @@ def test_every_row_is_in_exactly_one_tile_of_its_expert(
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 5, 90])
-def test_the_experts_of_all_devices_add_up(num_tokens: int, is_fp8: bool) -> None:
+def test_the_experts_of_all_ranks_add_up(num_tokens: int, is_fp8: bool) -> None:
     x, expert_ids, weights, *dense = draw(num_tokens)
     gate_up, down = (matrices(matrix, is_fp8=is_fp8) for matrix in dense)
     routing = Routing.plan(expert_ids, weights, NUM_EXPERTS)
-    total = torch.zeros_like(x)
+    total = torch.zeros(num_tokens, TOP_K, x.shape[1])
     for first, end in ((0, 2), (2, 3), (3, NUM_EXPERTS)):
         experts = slice(first, end)
-        total += run_experts(x, routing, part(gate_up, experts), part(down, experts), first)
-    torch.testing.assert_close(total, one_by_one(x, expert_ids, weights, gate_up, down))
+        added = run_experts(x, routing, part(gate_up, experts), part(down, experts), first)
+        is_of_others = (expert_ids < first) | (expert_ids >= end)
+        assert torch.all(added[is_of_others] == 0)
+        total += added
+    assert torch.equal(total, run_experts(x, routing, gate_up, down, 0))
+    torch.testing.assert_close(total.sum(dim=1), one_by_one(x, expert_ids, weights, gate_up, down))
+
+
+def padded(x: Tensor, expert_ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Every other token is padding, which is no expert's."""
+    mixed = torch.full((2 * len(x), x.shape[1]), torch.nan)
+    ids = torch.full((2 * len(x), TOP_K), NUM_EXPERTS)
+    of_ids = torch.full((2 * len(x), TOP_K), torch.nan)
+    mixed[::2], ids[::2], of_ids[::2] = x, expert_ids, weights
+    return mixed, ids, of_ids
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 90])
+def test_padding_gets_nothing_and_changes_nothing(num_tokens: int) -> None:
+    x, expert_ids, weights, *dense = draw(num_tokens)
+    gate_up, down = (matrices(matrix, is_fp8=False) for matrix in dense)
+    expected = run_experts(x, Routing.plan(expert_ids, weights, NUM_EXPERTS), gate_up, down, 0)
+    mixed, ids, of_ids = padded(x, expert_ids, weights)
+    found = run_experts(mixed, Routing.plan(ids, of_ids, NUM_EXPERTS), gate_up, down, 0)
+    assert torch.equal(found[::2], expected)
+    assert torch.all(found[1::2] == 0)
 
 
 def interpret_cases() -> None:
@@ -138,6 +162,10 @@ def interpret_cases() -> None:
             torch.testing.assert_close(
                 run_experts_triton(x, routing, *shard), run_experts(x, routing, *shard)
             )
+        mixed, ids, of_ids = padded(x, expert_ids, weights)
+        found = run_experts_triton(mixed, Routing.plan(ids, of_ids, NUM_EXPERTS), gate_up, down, 0)
+        torch.testing.assert_close(found[::2], run_experts(x, routing, gate_up, down, 0))
+        assert torch.all(found[1::2] == 0)
     print("same")
 
 

@@ -20,6 +20,7 @@ from service import engine_process
 from service.process import StartError
 from service.settings import DecodeSettings, PrefillSettings
 from tests.unit.model.model_specs import make_spec
+from vocabulary import RankPlace
 
 INDEXER = {
     "num_heads": 64,
@@ -126,7 +127,7 @@ def test_a_size_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr(engine_process, "load_model", load)
     settings = settings_class(model_path=tmp_path, device="cuda:1", attention_backend="torch")
     with pytest.raises(StartError, match="index_head_dim 300: the GPU's indexer takes 256 at most"):
-        engine.run_engine(settings, "ipc://nobody")
+        engine.run_engine(settings, "ipc://nobody", RankPlace())
     assert calls == [("cuda:1",), 1]
 
 

@@ -21,6 +21,7 @@ from model.dsa import DsaModel
 from model.loader import load_model
 from model.paged_kv import PagedKv, PagedRequest
 from model.spec import ModelSpec, load_spec
+from tests.unit.model.rank_stand_in import RankStandIn
 from vocabulary import CheckpointError
 
 PAGE_SIZE = 64
@@ -269,8 +270,8 @@ def test_key_norms_and_rotary_tables_are_float32_in_a_bfloat16_model(
         return rotate(x, cos, sin, **options)
 
     monkeypatch.setattr("model.dsa.rotate", spy)
-    for expert_devices in ((), ("cpu",)):  # the two ways to read a checkpoint
-        tiny_model = load_model(tmp_path, spec, expert_devices=expert_devices)
+    for ranks in (None, RankStandIn(0, 1)):  # the two ways to read a checkpoint
+        tiny_model = load_model(tmp_path, spec, ranks=ranks)
         indexer = tiny_model._layers[2]._attention._indexer
         assert indexer is not None
         x, q_resid = torch.randn(3, 128).bfloat16(), torch.randn(3, 64).bfloat16()

@@ -1,4 +1,4 @@
-"""Loading weights: onto one device by transformers, in fp8 or onto several devices by ours."""
+"""Loading weights: routed experts as transformers has them; in fp8, or spread over ranks, as we have them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from checkpoints.make_tiny import write_checkpoint
 from kernels.block_fp8 import BLOCK
 from model import loader
+from model.experts import RoutedExperts
 from model.loader import load_model
 from model.spec import ModelSpec, load_spec
-from service.settings import DecodeSettings
 from tests.fp8_checkpoints import in_two_files, write_fp8_checkpoint
+from tests.unit.model.rank_stand_in import RankStandIn
 from vocabulary import CheckpointError
 
 CPU = torch.device("cpu")
@@ -32,8 +32,10 @@ def checkpoints(
     return write_fp8_checkpoint(tmp_path_factory.mktemp("fp8"), request.param)
 
 
-def load_ours(path: Path, spec: ModelSpec, num_devices: int) -> Any:
-    return loader._Loader(path, spec, CPU, [CPU] * num_devices).load()
+def load_ours(path: Path, spec: ModelSpec, num_ranks: int) -> list[Any]:
+    """The model of each rank."""
+    ranks = [RankStandIn(rank, num_ranks) if num_ranks > 1 else None for rank in range(num_ranks)]
+    return [loader._Loader(path, spec, CPU, rank).load() for rank in ranks]
 
 
 def load_theirs(path: Path, spec: ModelSpec) -> Any:
@@ -44,27 +46,46 @@ def load_theirs(path: Path, spec: ModelSpec) -> Any:
     ).eval()
 
 
-def assert_same_model(ours: Any, expected: Any) -> None:
+def assert_same_model(ours: list[Any], expected: Any) -> None:
     """Weights and buffers bit for bit, and of the experts, which are kept otherwise, what they compute."""
     wanted = dict(expected.state_dict()) | dict(expected.named_buffers())
-    found = dict(ours.state_dict()) | dict(ours.named_buffers())
-    assert set(found) == {name for name in wanted if ".mlp.experts." not in name}
-    for name, tensor in found.items():
-        dtype = torch.float32 if loader.KEY_NORM in name else wanted[name].dtype
-        assert tensor.dtype == dtype, name
-        assert torch.equal(tensor, wanted[name].to(dtype)), name
+    for of_rank in ours:
+        found = dict(of_rank.state_dict()) | dict(of_rank.named_buffers())
+        assert set(found) == {name for name in wanted if ".mlp.experts." not in name}
+        for name, tensor in found.items():
+            dtype = torch.float32 if loader.KEY_NORM in name else wanted[name].dtype
+            assert tensor.dtype == dtype, name
+            assert torch.equal(tensor, wanted[name].to(dtype)), name
     for layer, module in enumerate(expected.model.layers):
         if (experts := getattr(module.mlp, "experts", None)) is not None:
-            shards = ours.model.layers[layer].mlp.experts.shards
+            mlp = ours[0].model.layers[layer].mlp
+            mlp.experts = whole = joined([of_rank.model.layers[layer].mlp.experts for of_rank in ours])
             dtype = experts.down_proj.dtype
-            gate_up = [part.gate_up.of(i, dtype) for part in shards for i in range(len(part.experts))]
-            down = [part.down.of(i, dtype) for part in shards for i in range(len(part.experts))]
+            gate_up = [whole.gate_up.of(expert, dtype) for expert in whole.experts]
+            down = [whole.down.of(expert, dtype) for expert in whole.experts]
             assert torch.equal(torch.stack(gate_up).flatten(1, 2), experts.gate_up_proj)
             assert torch.equal(torch.cat(down), experts.down_proj)
             x = torch.randn(9, down[0].shape[1], dtype=dtype)
-            result, theirs = ours.model.layers[layer].mlp(x[None]), module.mlp(x[None])
+            result, theirs = mlp(x[None]), module.mlp(x[None])
             tolerance = {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {}
             torch.testing.assert_close(result, theirs, **tolerance)
+
+
+def joined(shares: list[RoutedExperts]) -> RoutedExperts:
+    """What one rank alone would have."""
+    values = shares[0].down.values
+    num_experts = sum(len(share.experts) for share in shares)
+    whole = RoutedExperts(num_experts, *values.shape[2:], values.dtype, CPU)
+    assert [expert for share in shares for expert in share.experts] == list(whole.experts)
+    for target, parts in (
+        (whole.gate_up, [share.gate_up for share in shares]),
+        (whole.down, [share.down for share in shares]),
+    ):
+        torch.cat([part.values for part in parts], out=target.values)
+        assert all((part.scales is None) == (target.scales is None) for part in parts)
+        if target.scales is not None:
+            torch.cat([part.scales for part in parts if part.scales is not None], out=target.scales)
+    return whole
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -74,15 +95,15 @@ def test_weights_are_those_that_transformers_loads(checkpoints: tuple[Path, Path
     assert_same_model(load_ours(path, spec, 3), load_theirs(path, spec))
 
 
-@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_fp8_weights_are_what_their_scales_make_of_them(
-    checkpoints: tuple[Path, Path], num_devices: int
+    checkpoints: tuple[Path, Path], num_ranks: int
 ) -> None:
     in_fp8, in_float32 = checkpoints
     spec = load_spec(in_fp8)
     assert spec.weights_are_fp8
     expected = load_theirs(in_float32, load_spec(in_float32))
-    assert_same_model(load_ours(in_fp8, spec, num_devices), expected)
+    assert_same_model(load_ours(in_fp8, spec, num_ranks), expected)
 
 
 def test_transformers_reads_the_same_from_blocks_that_are_whole(checkpoints: tuple[Path, Path]) -> None:
@@ -93,7 +114,8 @@ def test_transformers_reads_the_same_from_blocks_that_are_whole(checkpoints: tup
     theirs = AutoModelForCausalLM.from_pretrained(
         in_fp8, quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.float32
     ).state_dict()
-    ours = load_ours(in_fp8, load_spec(in_fp8), 1).state_dict()
+    (model,) = load_ours(in_fp8, load_spec(in_fp8), 1)
+    ours = model.state_dict()
     of_whole_blocks = [
         name
         for name, weight in ours.items()
@@ -176,37 +198,22 @@ def test_a_gpu_that_converts_no_fp8_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32")
     with pytest.raises(
-        CheckpointError, match=r"in fp8, which cuda:1 cannot convert: it has compute capability 8\.0"
+        CheckpointError, match=r"in fp8, which cuda:0 cannot convert: it has compute capability 8\.0"
     ):
-        load_model(in_fp8, load_spec(in_fp8), "cuda:0", ["cuda:1"])
+        load_model(in_fp8, load_spec(in_fp8), "cuda:0")
 
 
-def test_gpus_that_do_not_reach_each_other_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def stop(*_: object) -> None:
-        raise CheckpointError("far enough")
-
-    write_checkpoint(tmp_path, "v32")
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other.index != 2)
-    monkeypatch.setattr(loader, "_Loader", stop)
-    with pytest.raises(CheckpointError, match="far enough"):
-        load_model(tmp_path, load_spec(tmp_path), "cuda:0", ["cuda:0", "cuda:1", "cuda:2"])
-    (warning,) = caplog.messages
-    assert warning.startswith("cuda:0 and cuda:2 cannot access each other's memory")
-
-
-@pytest.mark.parametrize("expert_devices", [[], ["cpu", "cpu"]])
+@pytest.mark.parametrize("ranks", [None, RankStandIn(1, 2)])
 def test_weights_larger_than_the_device_get_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expert_devices: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: RankStandIn | None
 ) -> None:
     def no_room(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     write_checkpoint(tmp_path, "v32")
     monkeypatch.setattr(loader, "read_weights", no_room)
-    with pytest.raises(CheckpointError, match=r"CUDA out of memory; spread .* --expert-devices"):
-        load_model(tmp_path, load_spec(tmp_path), "cpu", expert_devices)
+    with pytest.raises(CheckpointError, match=r"CUDA out of memory; spread .* with --dp-size"):
+        load_model(tmp_path, load_spec(tmp_path), "cpu", ranks)
 
 
 def test_experts_of_another_activation_are_refused(tmp_path: Path) -> None:
@@ -214,27 +221,25 @@ def test_experts_of_another_activation_are_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text()) | {"hidden_act": "gelu"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"hidden_act is 'gelu'; .* only 'silu' is supported"):
-        load_model(tmp_path, load_spec(tmp_path), "cpu", ["cpu", "cpu"])
+        load_model(tmp_path, load_spec(tmp_path), "cpu", RankStandIn(0, 2))
+
+
+def test_more_ranks_than_experts_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "v32")
+    with pytest.raises(CheckpointError, match=r"dp_size 65 must be at most the model's \d+ routed experts"):
+        load_model(tmp_path, load_spec(tmp_path), "cpu", RankStandIn(0, 65))
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or its experts would run in a stream of their own, with no copy that the tokens' stream waits for."""
+    """As torch names it in the tensors that are there, so that the two compare equal."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     assert loader._with_index("cuda") == torch.device("cuda:2")
     assert loader._with_index("cuda:1") == torch.device("cuda:1")
     assert loader._with_index("cpu") == CPU
 
 
-def test_experts_stay_with_their_kind_of_device(tmp_path: Path) -> None:
-    DecodeSettings(model_path=tmp_path, device="cuda:0", expert_devices=("cuda:1", "cuda"))
-    with pytest.raises(
-        ValidationError, match="expert_devices 'cpu': device is 'cuda:0'; expected cuda devices"
-    ):
-        DecodeSettings(model_path=tmp_path, device="cuda:0", expert_devices=("cuda:1", "cpu"))
-
-
-def test_a_checkpoint_without_experts_on_other_devices_loads_as_ever(tmp_path: Path) -> None:
+def test_a_rank_that_is_alone_loads_experts_as_transformers_has_them(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "v32")
     model = load_model(tmp_path, load_spec(tmp_path))
     assert "Experts" in type(model._layers[-1]._mlp.experts).__name__
-    assert not isinstance(model._layers[-1]._mlp.experts, loader.RoutedExperts)
+    assert not isinstance(model._layers[-1]._mlp.experts, RoutedExperts)

@@ -197,6 +197,7 @@ FRONT = """
     if __name__ == "__main__":
         from decode_node.server import create_decode_app
         from api.node import run_front
+        from service.engine_link import least_loaded
 
         settings = DecodeSettings(
             model_path=Path(sys.argv[1]),
@@ -205,8 +206,8 @@ FRONT = """
             drain_timeout_secs=float(sys.argv[3]),
         )
         sys.exit(run_front(
-            settings, role="decode", engine=run_slow_engine, holds_output=True, ports=(settings.port,),
-            apps=lambda front: (create_decode_app(front),),
+            settings, role="decode", engine=run_slow_engine, holds_output=True, choose_rank=least_loaded,
+            ports=(settings.port,), apps=lambda front: (create_decode_app(front),),
         ))
 """
 

@@ -36,7 +36,7 @@ MAX_PAGE_BYTES = 48 << 10
 
 def _render(stats: EngineStats) -> bytes:
     metrics = FrontMetrics()
-    metrics.update(stats)
+    metrics.update(0, stats)
     metrics.time_to_first_token.observe(0.1)
     metrics.count_request("/generate", 200)
     return metrics.render()

@@ -15,7 +15,7 @@ from service import engine_messages, engine_process
 from service.engine_messages import EngineLoading
 from service.process import StartError
 from service.settings import DecodeSettings, PrefillSettings
-from vocabulary import CheckpointError
+from vocabulary import CheckpointError, RankPlace
 
 
 @pytest.mark.parametrize("module", [prefill_node.engine, decode_node.engine])
@@ -33,8 +33,9 @@ def test_the_front_hears_how_much_of_the_weights_is_read(
     front = zmq.Context.instance().socket(zmq.PAIR)
     try:
         front.bind(f"ipc://{tmp_path}/front")
+        settings = kind(model_path=tiny_checkpoint("v32"))
         with pytest.raises(StartError, match="the third shard is gone"):
-            module.run_engine(kind(model_path=tiny_checkpoint("v32")), f"{tmp_path}/front")
+            module.run_engine(settings, f"{tmp_path}/front", RankPlace())
         assert front.poll(20_000)
         said = engine_messages.from_engine_decoder.decode(front.recv())
         assert said == EngineLoading("weights", 3, 9)

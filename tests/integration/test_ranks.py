@@ -1,0 +1,244 @@
+"""Nodes of several ranks: the same tokens whichever rank has a request, and what the loss of one does."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from checkpoints.oracle import Oracle
+from tests.fp8_checkpoints import write_fp8_checkpoint
+from tests.integration.harness import (
+    DEVICE,
+    PROMPT,
+    Service,
+    decode_service,
+    deployment,
+    generate,
+    is_empty,
+    pool_usage,
+    prefill_service,
+    router_service,
+    running,
+    wait_until,
+)
+
+NUM_NEW_TOKENS = 12
+NUM_CONCURRENT = 12
+LENGTHS = (1, 36, 38, 64, 129, 200, 257, 300, 450)
+RANKS = ("--dp-size", "2")
+PREFILL = ("--page-size", "16", "--chunked-prefill-size", "230", "--kv-pool-tokens", "8192")
+DECODE = ("--page-size", "16", "--device-buffer-size", "80", "--device-pool-tokens", "2048")
+HEARTBEATS = ("--heartbeat-interval-secs", "2")
+
+
+def rank_pids(node: Service) -> list[int]:
+    """The engines, in order of ranks; the front's other child is multiprocessing's own, and small."""
+    children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
+    pages = {int(pid): int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in children}
+    return sorted(pid for pid in pages if pages[pid] * os.sysconf("SC_PAGE_SIZE") > 100 << 20)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Of one rank and of two, of each kind."""
+
+    prefill: dict[int, Service]
+    decode: dict[int, Service]
+    rooms: Iterator[int]
+
+    def ask(self, num_prefill: int, num_decode: int, token_ids: list[int], flag: bool | str) -> list[int]:
+        """Through the nodes with so many ranks; as a router does."""
+        prefill, decode = self.prefill[num_prefill], self.decode[num_decode]
+        body = {
+            "input_ids": token_ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True},
+            "hisparse": flag,
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": prefill.bootstrap_port,
+            "bootstrap_room": next(self.rooms),
+        }
+        with ThreadPoolExecutor(1) as thread:
+            delivery = thread.submit(httpx.post, prefill.url + "/generate", json=body, timeout=200)
+            answer = httpx.post(decode.url + "/generate", json=body, timeout=200)
+            assert answer.status_code == 200, answer.text
+            assert delivery.result().status_code == 200, delivery.result().text
+        found: list[int] = answer.json()["output_ids"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tied_checkpoint: Callable[[str], Path], tiny_checkpoint: Callable[[str], Path]) -> Path:
+    """Full of equal scores, where no kernel of a GPU minds its odd sizes."""
+    return (tied_checkpoint if DEVICE == "cpu" else tiny_checkpoint)("v32")
+
+
+@pytest.fixture(scope="module")
+def nodes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    directory = tmp_path_factory.mktemp("ranks")
+    prefill = {
+        size: prefill_service(checkpoint, directory, f"prefill-{size}", [*PREFILL, "--dp-size", str(size)])
+        for size in (1, 2)
+    }
+    decode = {
+        size: decode_service(checkpoint, directory, f"decode-{size}", [*DECODE, "--dp-size", str(size)])
+        for size in (1, 2)
+    }
+    with running([*prefill.values(), *decode.values()]):
+        yield Nodes(prefill, decode, itertools.count(1))
+
+
+@pytest.mark.I5
+@pytest.mark.timeout(600)
+def test_tokens_are_the_oracles_on_any_ranks(nodes: Nodes, checkpoint: Path) -> None:
+    """2 ranks with 2, 1 with 2, 2 with 1, 1 with 1, in all modes at once."""
+    drawn = random.Random(11)
+    prompts = [[drawn.randint(32, 126) for _ in range(length)] for length in LENGTHS]
+    flags: tuple[bool | str, ...] = (True, False, "auto")
+    with closing(Oracle(checkpoint, prompts, NUM_NEW_TOKENS)) as oracle:
+        expected = oracle.tokens
+    jobs = list(itertools.product((1, 2), (1, 2), range(len(prompts)), flags))
+    drawn.shuffle(jobs)
+
+    def answer(job: tuple[int, int, int, bool | str]) -> list[int]:
+        num_prefill, num_decode, number, flag = job
+        return nodes.ask(num_prefill, num_decode, prompts[number], flag)
+
+    with ThreadPoolExecutor(NUM_CONCURRENT) as threads:
+        answers = list(threads.map(answer, jobs))
+    wrong = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != expected[job[2]]]
+    assert not wrong, f"{len(wrong)} of {len(jobs)} differ; first {wrong[0]}"
+    for rank in (0, 1):
+        served = [
+            value
+            for name, value in nodes.decode[2].metrics().items()
+            if "requests_total{" in name and f'dp_rank="{rank}"' in name and "mode=" in name
+        ]
+        assert sum(served) > 0, f"rank {rank} of the decode node served nobody"
+
+
+@pytest.mark.I5
+def test_one_rank_works_while_the_other_has_nothing(nodes: Nodes) -> None:
+    """And nothing is left in the pools of either."""
+    token_ids = [32 + number % 90 for number in range(150)]
+    alone = [nodes.ask(2, 2, token_ids, flag) for flag in (True, False)]
+    assert alone[0] == alone[1]
+    for node in (nodes.prefill[2], nodes.decode[2]):
+        httpx.post(node.url + "/flush_cache", timeout=10).raise_for_status()
+        wait_until(lambda node=node: is_empty(node), 30, f"{node.name} is empty")
+
+
+@pytest.mark.timeout(300)
+def test_what_a_node_says_of_its_ranks(nodes: Nodes) -> None:
+    for kind in (nodes.prefill, nodes.decode):
+        assert httpx.get(kind[2].url + "/server_info").json()["dp_size"] == 2
+        assert [load["dp_rank"] for load in httpx.get(kind[2].url + "/get_load").json()] == [0, 1]
+        assert [load["dp_rank"] for load in httpx.get(kind[1].url + "/get_load").json()] == [0]
+    info = httpx.get(f"http://127.0.0.1:{nodes.prefill[2].bootstrap_port}/bootstrap").json()
+    ranks = info["ranks"]
+    assert len({rank["instance_id"] for rank in ranks}) == len({rank["control_port"] for rank in ranks}) == 2
+
+
+def test_samples_of_one_prompt_go_to_all_ranks(nodes: Nodes) -> None:
+    room = next(nodes.rooms)
+    body: dict[str, Any] = {
+        "text": PROMPT,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True, "n": 5},
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": nodes.prefill[2].bootstrap_port,
+        "bootstrap_room": room,
+    }
+    with ThreadPoolExecutor(2) as threads:
+        answers = list(
+            threads.map(
+                lambda node: httpx.post(node.url + "/generate", json=body, timeout=100),
+                (nodes.prefill[2], nodes.decode[2]),
+            )
+        )
+    assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+    assert len({tuple(sample["output_ids"]) for sample in answers[1].json()}) == 1
+
+
+@pytest.mark.I5
+@pytest.mark.slow
+@pytest.mark.parametrize("hisparse", [True, False])
+def test_experts_in_fp8_are_those_of_the_weights_in_float32(tmp_path: Path, hisparse: bool) -> None:
+    in_fp8, in_float32 = write_fp8_checkpoint(tmp_path, "v32")
+    prompts = [
+        [(7 * n * n + length) % 95 + 32 for n in range(length)] for length in (1, 31, 64, 65, 200, 700)
+    ]
+    with (
+        closing(Oracle(in_float32, prompts, 24)) as oracle,
+        deployment(
+            in_fp8,
+            tmp_path,
+            prefill_options=["--dp-size", "2", "--chunked-prefill-size", "256"],
+            decode_options=["--dp-size", "3", "--device-buffer-size", "128"],
+        ) as pair,
+    ):
+        body = {
+            "input_ids": prompts,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True},
+            "hisparse": hisparse,
+        }
+        answer = httpx.post(pair.url + "/generate", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        assert [sample["output_ids"] for sample in answer.json()] == oracle.tokens
+
+
+@pytest.mark.I7
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_loss_of_a_rank_ends_the_node_and_its_next_run_serves(
+    checkpoint: Path, tmp_path: Path, role: str, number: signal.Signals
+) -> None:
+    """Requests in flight end in an error, within the heartbeats; the peer goes on with the next run."""
+    prefill = prefill_service(checkpoint, tmp_path, "prefill", [*PREFILL, *RANKS, *HEARTBEATS])
+    decode = decode_service(checkpoint, tmp_path, "decode", [*DECODE, *RANKS, *HEARTBEATS])
+    router = router_service([prefill], [decode], tmp_path, ["--max-retries", "0"])
+    lost, peer = (prefill, decode) if role == "prefill" else (decode, prefill)
+    with running([prefill, decode, router]):
+        assert generate(router.url, params={"max_new_tokens": 4}).status_code == 200
+        over = threading.Event()
+        answers: list[httpx.Response] = []
+
+        def client(flag: bool) -> None:
+            while not over.is_set():
+                answers.append(generate(router.url, hisparse=flag, params={"max_new_tokens": 200}))
+
+        clients = [threading.Thread(target=client, args=(flag,)) for flag in (True, False) * 3]
+        for each in clients:
+            each.start()
+        wait_until(lambda: len(answers) >= 3, 100, "answers")
+        os.kill(rank_pids(lost)[1], number)
+        assert lost.process is not None
+        assert lost.process.wait(60) == 1, "a supervisor is to start it again"
+        over.set()
+        for each in clients:
+            each.join()
+        assert {answer.status_code for answer in answers} <= {200, 502, 503, 504}
+        assert any(answer.status_code != 200 for answer in answers)
+        says = "rank 1 exited with status -9" if number == signal.SIGKILL else "has died, or stands still"
+        assert says in lost.log_tail(20000)
+        lost.start()
+        lost.wait_healthy()
+        wait_until(
+            lambda: generate(router.url, params={"max_new_tokens": 4}).status_code == 200, 60, "an answer"
+        )
+        httpx.post(prefill.url + "/flush_cache", timeout=10).raise_for_status()
+        wait_until(lambda: pool_usage(decode) == 0, 60, "the decode node's pools are empty")
+        assert peer.process is not None
+        assert peer.process.poll() is None

@@ -1,0 +1,188 @@
+"""Prefill nodes of several ranks: whose business a room is, found out and changed under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from decode_node import prefill_peers
+from decode_node.live_requests import LiveRequests
+from decode_node.pools import Pools, SlotCounts
+from decode_node.prefill_peers import InstanceGone, PeerEvent, PeerLost, PeerReady, PrefillPeers, RanksChanged
+from decode_node.request import PeerAddress, Request, RequestState
+from protocol.bootstrap import BootstrapInfo, RankInfo
+from protocol.channels import ControlServer
+from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Register, Registered, Room
+from protocol.polling import Poller
+from tests.unit.protocol.examples import GEOMETRY
+from vocabulary import HisparseFlag, SamplingParams
+
+WAIT_SECS = 60.0
+HOST, PORT = "prefill", 8998
+
+
+class RanksOfPrefill:
+    """Control sockets of the ranks, and what the node's bootstrap endpoint says of them."""
+
+    def __init__(self, stack: ExitStack, num_ranks: int, run: str) -> None:
+        self.run = run
+        self.controls = [
+            stack.enter_context(closing(ControlServer("127.0.0.1", 0))) for _ in range(num_ranks)
+        ]
+
+    def info(self) -> BootstrapInfo:
+        ranks = tuple(
+            RankInfo(f"{self.run}-{rank}", control.port) for rank, control in enumerate(self.controls)
+        )
+        first = ranks[0]
+        return BootstrapInfo(
+            PROTOCOL_VERSION,
+            first.instance_id,
+            "127.0.0.1",
+            first.control_port,
+            GEOMETRY,
+            curve=False,
+            ranks=ranks if len(ranks) > 1 else (),
+        )
+
+    def answer(self) -> None:
+        for rank, control in enumerate(self.controls):
+            instance_id = f"{self.run}-{rank}"
+            for identity, message in control.receive():
+                match message:
+                    case Register():
+                        control.send(identity, Registered(PROTOCOL_VERSION, instance_id, GEOMETRY))
+                    case Heartbeat(seq):
+                        control.send(identity, HeartbeatAck(seq, instance_id))
+
+
+class Lookups:
+    """In the place of Discovery: says at once what the node says now."""
+
+    def __init__(self) -> None:
+        self.node: RanksOfPrefill
+
+    def ask(self, address: PeerAddress, *, is_registered: bool) -> Future[BootstrapInfo]:
+        assert address.node == (HOST, PORT)
+        answer: Future[BootstrapInfo] = Future()
+        answer.set_result(self.node.info())
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> Lookups:
+    found = Lookups()
+    monkeypatch.setattr(prefill_peers, "Discovery", lambda *_: found)
+    monkeypatch.setattr("decode_node.discovery.LOOKUP_RETRY_SECS", 0.0)
+    return found
+
+
+@pytest.fixture
+def peers(lookups: Lookups) -> Iterator[PrefillPeers]:
+    made = PrefillPeers(
+        node_id="decode",
+        session="127.0.0.1:1",
+        transfer_protocol="tcp",
+        geometry=GEOMETRY,
+        regions=(),
+        heartbeat_interval_secs=0.05,
+        heartbeat_timeout_secs=60.0,
+        poller=Poller(),
+    )
+    with closing(made):
+        yield made
+
+
+def poll_until(
+    peers: PrefillPeers, node: RanksOfPrefill, wanted: set[PeerAddress], until: Any
+) -> list[PeerEvent]:
+    events: list[PeerEvent] = []
+    deadline = time.monotonic() + WAIT_SECS
+    while not until(events):
+        assert time.monotonic() < deadline, f"not within {WAIT_SECS} s: {events}"
+        peers.poller.wait(0.01)
+        node.answer()
+        for address in wanted:
+            peers.use(address, time.monotonic())
+        events += peers.poll(time.monotonic(), wanted)
+    return events
+
+
+def test_each_rank_is_a_peer_of_its_own_once_the_node_was_found(
+    peers: PrefillPeers, lookups: Lookups
+) -> None:
+    with ExitStack() as stack:
+        lookups.node = RanksOfPrefill(stack, 3, "run")
+        first = peers.address_for(HOST, PORT, room=5)
+        assert first == PeerAddress(HOST, PORT, 0), "nobody knows better yet"
+        events = poll_until(peers, lookups.node, {first}, bool)
+        assert events[0] == RanksChanged((HOST, PORT)), "before anybody may be entrusted with a room"
+        ranks = [PeerAddress(HOST, PORT, rank) for rank in range(3)]
+        assert [peers.address_for(HOST, PORT, room) for room in (3, 4, 5)] == ranks
+        poll_until(peers, lookups.node, set(ranks), lambda _: peers.num_registered == 3)
+        assert [peers.instance_id(address) for address in ranks] == ["run-0", "run-1", "run-2"]
+        assert peers.address_for(HOST, PORT + 1, 5).rank == 0, "of another node"
+
+
+def test_a_node_that_comes_back_with_fewer_ranks(peers: PrefillPeers, lookups: Lookups) -> None:
+    with ExitStack() as stack:
+        lookups.node = RanksOfPrefill(stack, 2, "before")
+        ranks = [PeerAddress(HOST, PORT, rank) for rank in range(2)]
+        poll_until(peers, lookups.node, set(ranks), lambda _: peers.num_registered == 2)
+        before, lookups.node = lookups.node, RanksOfPrefill(stack, 1, "after")
+        for control in before.controls:
+            control.close()
+        events = poll_until(
+            peers,
+            lookups.node,
+            set(ranks),
+            lambda events: (
+                {InstanceGone("before-0"), InstanceGone("before-1")} <= set(events)
+                and PeerReady(ranks[0], "after-0") in events
+            ),
+        )
+        assert RanksChanged((HOST, PORT)) in events
+        assert {event.instance_id for event in events if isinstance(event, PeerLost)} == {
+            "before-0",
+            "before-1",
+        }
+        assert peers.address_for(HOST, PORT, 1) == ranks[0]
+        assert "1 ranks now" in peers.last_error(ranks[1])
+
+
+@pytest.mark.parametrize("state", [RequestState.CONNECTING, RequestState.WAITING])
+def test_a_request_that_moves_to_another_rank_keeps_its_place_in_line(state: RequestState) -> None:
+    totals = SlotCounts(host=64, device=64, index=128, aux=4, req_row=4)
+    requests = LiveRequests(Pools(totals, 16), 60.0)
+    ranks = [PeerAddress(HOST, PORT, rank) for rank in range(2)]
+    for number in range(6):
+        requests.open(
+            Request(
+                f"r{number}",
+                Room(number),
+                20,
+                SamplingParams(max_new_tokens=4),
+                HisparseFlag.TRUE,
+                ranks[0] if number < 4 else ranks[1],
+                arrived_at=0.0,
+                deadline=10.0,
+            )
+        )
+    moved = [request for request in requests.all() if request.room in (1, 3)]
+    for request in moved:
+        if state is RequestState.WAITING:
+            requests.queue(request, 100.0)
+        requests.readdress(request, ranks[1], 20.0)
+    assert [request.room for request in requests.queued(RequestState.CONNECTING, ranks[1])] == [1, 3, 4, 5]
+    assert [request.room for request in requests.queued(RequestState.CONNECTING, ranks[0])] == [0, 2]
+    assert requests.queued_at(RequestState.WAITING) == []
+    assert {request.room for request in requests.expired(15.0)} == {0, 2, 4, 5}
+    assert {request.room for request in requests.expired(25.0)} == {1, 3}

@@ -1,0 +1,101 @@
+"""Ranks as processes: experts that they have in common, and what the absence of one means."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[3]
+PROGRAM = """
+import json
+import sys
+import torch
+from kernels.block_fp8 import DTYPE as FP8
+from kernels.row_math import fix_arithmetic
+from model.experts import RoutedExperts
+from model.rank_group import RankGroup, RankGroupError
+from vocabulary import RankPlace
+
+fix_arithmetic()
+rank, size, path, scenario = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+CPU, NUM, HIDDEN, INNER, TOP_K = torch.device("cpu"), 7, 24, 18, 3
+group = RankGroup(RankPlace(rank, size, path), CPU, timeout_secs=2.0 if scenario == "absent" else 60.0)
+
+def filled(ranks, is_fp8):
+    experts = RoutedExperts(NUM, HIDDEN, INNER, FP8 if is_fp8 else torch.float32, CPU, ranks)
+    for matrices, seed in ((experts.gate_up, 1), (experts.down, 2)):
+        shape = (NUM, *matrices.values.shape[1:])
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        matrices.values.copy_(whole[experts.experts.start : experts.experts.stop])
+        if matrices.scales is not None:
+            matrices.scales.fill_(0.5)
+    return experts
+
+def tokens_of(rank, number):
+    drawn = torch.Generator().manual_seed(100 * number + rank)
+    count = int(torch.randint(0, 40, (1,), generator=drawn)) * (number % 3 > 0 or rank > 0)
+    scores = torch.rand((count, NUM), generator=drawn)
+    weights = torch.rand((count, TOP_K), generator=drawn)
+    return torch.randn((count, HIDDEN), generator=drawn), scores.topk(TOP_K).indices, weights
+
+if scenario == "absent":
+    if rank == 0:
+        try:
+            group.agree(1)
+            group.agree(2)
+        except RankGroupError as error:
+            print(json.dumps(str(error)))
+        sys.exit()
+    group.agree(1)
+    sys.stdin.read()  # neither an answer nor an end
+    sys.exit()
+assert group.agree(rank, 5) == [(each, 5) for each in range(size)]
+num_equal = 0
+for is_fp8 in (False, True):
+    together, alone = filled(group, is_fp8), filled(None, is_fp8)
+    for number in range(12):
+        hidden, ids, weights = tokens_of(rank, number)
+        group.step_tokens = max(len(tokens_of(each, number)[0]) for each in range(size))
+        if len(hidden):
+            found = together(hidden, ids, weights)
+            assert torch.equal(found, alone(hidden, ids, weights)), (is_fp8, number)
+            num_equal += 1
+        else:
+            together.forward_of_others(hidden, TOP_K)
+print(json.dumps([num_equal, [each for each in together.experts]]))
+"""
+
+
+def start(rank: int, size: int, directory: Path, scenario: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, str(rank), str(size), str(directory / "meeting"), scenario]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+
+@pytest.mark.I5
+def test_experts_of_three_ranks_do_what_one_rank_does_to_the_last_bit(tmp_path: Path) -> None:
+    """With other numbers of tokens a rank, none among them, in float32 and with weights in fp8."""
+    ranks = [start(rank, 3, tmp_path, "together") for rank in range(3)]
+    shares = []
+    for process in ranks:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        num_equal, experts = json.loads(out)
+        assert num_equal >= 12
+        shares.append(experts)
+    assert sorted(expert for share in shares for expert in share) == list(range(7))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.I7
+def test_a_rank_that_stands_still_is_noticed(tmp_path: Path) -> None:
+    waiting, still = start(0, 2, tmp_path, "absent"), start(1, 2, tmp_path, "absent")
+    out, err = waiting.communicate(timeout=120)
+    assert "rank 0: another rank of this node has died, or stands still" in json.loads(out), err
+    still.communicate(timeout=60)
