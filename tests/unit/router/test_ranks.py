@@ -84,14 +84,13 @@ def test_what_no_rank_has_goes_by_load() -> None:
     """By our own requests, and by what the node says that it has beyond them."""
     pool = pool_of(3)
     (node,) = pool.of_kind(NodeKind.PREFILL)
-    first = pool.pick(prompt=A)
-    assert first.room % 3 == 0
-    with pool.working(node, first.room):
-        pool.report_load(node, [1, 2, 1])
-        assert [rank.num_foreign for rank in node.ranks] == [0, 2, 1]
-        assert [pool.pick(prompt=prompt).room % 3 for prompt in (B, C)] == [2, 0]  # 1, 2 and 1 to do
-    pool.report_load(node, [0, 2, 1])
-    assert [pool.pick(prompt=prompt).room % 3 for prompt in (D, E)] == [0, 0]  # 0, 2 and 1 to do
+    rooms = [pool.pick(prompt=prompt).room for prompt in (A, B)]
+    assert [room % 3 for room in rooms] == [0, 1]
+    with pool.working(node, rooms[1]):
+        pool.report_load(node, [1, 1, 2])
+        assert [rank.num_foreign for rank in node.ranks] == [1, 0, 2]
+        assert [pool.pick(prompt=prompt).room % 3 for prompt in (C, D)] == [0, 1]  # 1, 1 and 2 to do
+    assert pool.pick(prompt=E).room % 3 == 1  # 1, 0 and 2 to do
     assert node.num_in_flight == 0
 
 
@@ -119,13 +118,14 @@ def test_a_retry_gets_a_room_of_the_other_node() -> None:
 def test_a_node_that_comes_back_with_other_ranks_has_nothing_cached() -> None:
     pool = pool_of(2, num_prefill=2)
     first, second = pool.of_kind(NodeKind.PREFILL)
-    assert pool.pick(prompt=A).prefill is first
+    assert pool.pick(prompt=A + B).prefill is first
     with pool.working(first, 0):
         pool.report_load(first, [0, 0, 0])
         assert pool.pick(prompt=A).prefill is second
         assert first.num_in_flight == 1
     assert first.num_in_flight == 0
     assert [rank.num_in_flight for rank in first.ranks] == [0, 0, 0]
+    assert pool.pick(prompt=A + B).prefill is second, "which has its beginning"
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
