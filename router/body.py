@@ -6,7 +6,6 @@ the way numbers are written survive.
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,11 +14,11 @@ from msgspec import Raw
 
 from api.json_fields import first_chars, split_list
 from router.errors import RouterError
+from router.rooms import draw_room
 
 MAX_PROMPTS = 4096
 """Prompts in one request at most: each adds about 60 bytes of bootstrap fields to the body."""
 
-_ROOM_BITS = 63
 _OBJECT_DECODER = msgspec.json.Decoder(dict[str, Raw])
 
 
@@ -75,15 +74,18 @@ class RequestBody:
             raise RouterError(400, f"the prompts are not valid JSON: {error}") from error
         return cls(fields, num_prompts, prompt)
 
-    def with_bootstrap(self, bootstrap_host: str, bootstrap_port: int | None) -> bytes:
-        """The body for both nodes, as JSON, with fresh rooms. Bootstrap fields of the client are replaced."""
+    def with_bootstrap(self, bootstrap_host: str, bootstrap_port: int | None, first_room: int) -> bytes:
+        """The body for both nodes, as JSON. Bootstrap fields of the client are replaced.
+
+        The prompts of a list after the first one get random rooms, and so spread over a node's ranks.
+        """
         host: object = bootstrap_host
         port: object = bootstrap_port
-        room: object = secrets.randbits(_ROOM_BITS)
+        room: object = first_room
         if self.num_prompts is not None:
             host = [bootstrap_host] * self.num_prompts
             port = [bootstrap_port] * self.num_prompts
-            room = [secrets.randbits(_ROOM_BITS) for _ in range(self.num_prompts)]
+            room = [first_room, *(draw_room() for _ in range(self.num_prompts - 1))]
         return msgspec.json.encode(
             {**self.fields, "bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import httpx
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from protocol.decoding import TypedDecoder
 from router.local_faults import local_fault
 from router.nodes import Node, NodePool
+from vocabulary import MAX_RANKS
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ class _Health(msgspec.Struct):
 
 class _Load(msgspec.Struct):
     num_reqs: int
+    dp_rank: int | None = None
 
 
 _LOAD_DECODER: TypedDecoder[list[_Load] | _Load] = TypedDecoder.json(list[_Load] | _Load)
@@ -96,14 +99,21 @@ class HealthWatch:
         except (httpx.HTTPError, OSError, msgspec.MsgspecError) as error:
             log.debug("%s told no load: %s", node.name, error)
             return
-        ranks = load if isinstance(load, list) else [load]
-        self._pool.report_load(node, sum(rank.num_reqs for rank in ranks))
+        self._pool.report_load(node, _by_rank(load if isinstance(load, list) else [load]))
 
     async def _watch(self, node: Node) -> None:
         while True:
             recovery_secs = min(self._interval_secs, RECOVERY_INTERVAL_SECS)
             await asyncio.sleep(self._interval_secs if node.healthy else recovery_secs)
             await self.check(node)
+
+
+def _by_rank(loads: Sequence[_Load]) -> list[int]:
+    """Requests of each rank; a node whose entries are not those of ranks 0, 1, … counts as one rank."""
+    of_rank = {load.dp_rank: load.num_reqs for load in loads}
+    if 0 < len(loads) <= MAX_RANKS and set(of_rank) == set(range(len(loads))):
+        return [of_rank[number] for number in range(len(loads))]
+    return [sum(load.num_reqs for load in loads)]
 
 
 def _is_loading(answer: httpx.Response) -> bool:

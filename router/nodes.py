@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,12 +16,13 @@ from urllib.parse import urlsplit
 
 from router.errors import RouterError
 from router.prefixes import PrefixIndex, block_keys
+from router.rooms import draw_room
 from service.settings import RouterPolicy, RouterSettings
 
 log = logging.getLogger(__name__)
 
 LOAD_BOUND = 1.25
-"""Of the mean load, what a prefill node may have for the sake of its prefix cache: as in consistent hashing
+"""Of the mean load, what a prefill rank may have for the sake of its prefix cache: as in consistent hashing
 with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016).
 """
 LOAD_SLACK = 2
@@ -54,9 +55,12 @@ class Node:
     trouble: str = "not checked yet"
     num_in_flight: int = 0
     """Requests of this router that the node works on."""
-    num_foreign: int = 0
-    """Requests that it had beyond ours when it last told its load."""
     last_picked: int = field(default=-1, repr=False)
+    ranks: list[Rank] = field(init=False, repr=False)
+    """What the pool chooses between: a prefill node's ranks under ``cache_aware``, else one for the node."""
+
+    def __post_init__(self) -> None:
+        self.ranks = [Rank(self, 0)]
 
     @classmethod
     def from_url(cls, kind: NodeKind, url: str, bootstrap_port: int | None = None) -> Node:
@@ -76,10 +80,29 @@ class Node:
         return f"{self.kind} node {self.url}"
 
 
+@dataclass(eq=False)
+class Rank:
+    """One of a node's engines, each with a prefix cache of its own. Changed only by the pool."""
+
+    node: Node
+    number: int
+    num_in_flight: int = 0
+    """Requests of this router that the rank works on, by their first room."""
+    num_foreign: int = 0
+    """Requests that it had beyond ours when its node last told its load."""
+    last_picked: int = -1
+
+    def draw_room(self) -> int:
+        return draw_room(self.number, len(self.node.ranks))
+
+
 @dataclass(frozen=True)
 class Pair:
+    """``room``: of the request's first sample, one of the rank that the pool chose on the prefill node."""
+
     prefill: Node
     decode: Node
+    room: int
 
     @property
     def headers(self) -> dict[str, str]:
@@ -94,7 +117,7 @@ class NodePool:
         self.nodes = [*prefill, *decode]
         self._policy = policy
         self._pick_number = itertools.count()
-        self._prefixes: PrefixIndex[Node] = PrefixIndex()
+        self._prefixes: PrefixIndex[Rank] = PrefixIndex()
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> NodePool:
@@ -120,26 +143,27 @@ class NodePool:
 
         Raises RouterError 503 when a kind has no healthy node left.
         """
-        if self._policy != "cache_aware":
-            return Pair(self._pick(NodeKind.PREFILL, excluded), self._pick(NodeKind.DECODE, excluded))
-        keys = block_keys(prompt)
+        keys = block_keys(prompt) if self._policy == "cache_aware" else []
         prefill = self._pick(NodeKind.PREFILL, excluded, self._prefixes.find(keys))
         decode = self._pick(NodeKind.DECODE, excluded)
         self._prefixes.note(keys, prefill)
-        return Pair(prefill, decode)
+        return Pair(prefill.node, decode.node, prefill.draw_room())
 
     def has_pair(self, excluded: Collection[Node] = ()) -> bool:
         """Whether ``pick`` would succeed."""
         return all(self._candidates(kind, excluded) for kind in NodeKind)
 
     @contextmanager
-    def working(self, node: Node) -> Iterator[None]:
-        """Counts a request of ours on ``node`` as long as it lasts."""
+    def working(self, node: Node, room: int) -> Iterator[None]:
+        """Counts a request of ours on ``node`` as long as it lasts; ``room``: of its first sample."""
+        rank = node.ranks[room % len(node.ranks)]
         node.num_in_flight += 1
+        rank.num_in_flight += 1
         try:
             yield
         finally:
             node.num_in_flight -= 1
+            rank.num_in_flight -= 1
 
     def mark_healthy(self, node: Node) -> None:
         if not node.healthy:
@@ -150,29 +174,35 @@ class NodePool:
         if node.healthy or node.trouble != trouble:
             log.warning("%s is unhealthy: %s", node.name, trouble)
         if node.healthy:
-            self._prefixes.forget(node)
+            self._prefixes.forget(node.ranks)
         node.healthy, node.trouble = False, trouble
 
-    def report_load(self, node: Node, num_requests: int) -> None:
-        """``num_requests``: running and waiting on the node, ours included."""
-        node.num_foreign = max(0, num_requests - node.num_in_flight)
+    def report_load(self, node: Node, num_requests: Sequence[int]) -> None:
+        """``num_requests``: running and waiting on each rank of the node, ours included."""
+        if self._policy != "cache_aware" or node.kind is NodeKind.DECODE:
+            num_requests = [sum(num_requests)]  # the node spreads them itself
+        if len(num_requests) != len(node.ranks):
+            self._prefixes.forget(node.ranks)
+            node.ranks = [Rank(node, number) for number in range(len(num_requests))]
+        for rank, num in zip(node.ranks, num_requests, strict=True):
+            rank.num_foreign = max(0, num - rank.num_in_flight)
 
     def _candidates(self, kind: NodeKind, excluded: Collection[Node]) -> list[Node]:
         return [node for node in self.healthy(kind) if node not in excluded]
 
-    def _pick(self, kind: NodeKind, excluded: Collection[Node], preferred: Node | None = None) -> Node:
-        candidates = self._candidates(kind, excluded)
-        if not candidates:
+    def _pick(self, kind: NodeKind, excluded: Collection[Node], preferred: Rank | None = None) -> Rank:
+        ranks = [rank for node in self._candidates(kind, excluded) for rank in node.ranks]
+        if not ranks:
             states = "; ".join(f"{node.url}: {node.trouble or 'just failed'}" for node in self.of_kind(kind))
             raise RouterError(503, f"no healthy {kind} node ({states}); try again later")
         # Least recently picked is round-robin that survives nodes coming and going; it also breaks ties.
-        node = min(candidates, key=lambda node: (self._load(node), node.last_picked))
-        if preferred in candidates:
-            mean = (sum(map(self._load, candidates)) + 1) / len(candidates)
+        picked = min(ranks, key=lambda rank: (self._load(rank), rank.node.last_picked, rank.last_picked))
+        if preferred in ranks:
+            mean = (sum(map(self._load, ranks)) + 1) / len(ranks)
             if self._load(preferred) < LOAD_BOUND * mean + LOAD_SLACK:
-                node = preferred
-        node.last_picked = next(self._pick_number)
-        return node
+                picked = preferred
+        picked.last_picked = picked.node.last_picked = next(self._pick_number)
+        return picked
 
-    def _load(self, node: Node) -> int:
-        return 0 if self._policy == "round_robin" else node.num_in_flight + node.num_foreign
+    def _load(self, rank: Rank) -> int:
+        return 0 if self._policy == "round_robin" else rank.num_in_flight + rank.num_foreign

@@ -1,4 +1,4 @@
-"""Which prefill node had a prompt with the same beginning last, and so has its pages in its prefix cache.
+"""Which rank of a prefill node had a prompt with the same beginning last, and so has it in its prefix cache.
 
 A prompt's bytes, as its client sent them, are cut into blocks; a block's key is a hash of all bytes up to its
 end. So the longest beginning that two prompts have in common is the last key that they share, whatever they
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Final, Generic, TypeVar
 
 BLOCK_BYTES: Final = 512
@@ -20,7 +20,7 @@ MAX_BLOCKS: Final = 512
 MAX_KEYS: Final = 1 << 18
 """In an index: 32 million tokens, 50 MB."""
 
-N = TypeVar("N")
+R = TypeVar("R", bound=Hashable)
 
 
 def block_keys(prompt: bytes | memoryview) -> list[bytes]:
@@ -33,31 +33,32 @@ def block_keys(prompt: bytes | memoryview) -> list[bytes]:
     return keys
 
 
-class PrefixIndex(Generic[N]):
-    """The node that each block went to last."""
+class PrefixIndex(Generic[R]):
+    """The rank that each block went to last."""
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
-        self._node_of: OrderedDict[bytes, N] = OrderedDict()
+        self._rank_of: OrderedDict[bytes, R] = OrderedDict()
         self._max_keys = max_keys
 
-    def find(self, keys: Sequence[bytes]) -> N | None:
-        """The node with the longest beginning of a prompt; None when none has its first block."""
-        found: N | None = None
+    def find(self, keys: Sequence[bytes]) -> R | None:
+        """The rank with the longest beginning of a prompt; None when none has its first block."""
+        found: R | None = None
         for key in keys:
-            if (node := self._node_of.get(key)) is None:
+            if (rank := self._rank_of.get(key)) is None:
                 break
-            found = node
+            found = rank
         return found
 
-    def note(self, keys: Sequence[bytes], node: N) -> None:
-        """A prompt goes to ``node``."""
+    def note(self, keys: Sequence[bytes], rank: R) -> None:
+        """A prompt goes to ``rank``."""
         for key in reversed(keys):  # a beginning is used last, and so forgotten last
-            self._node_of[key] = node
-            self._node_of.move_to_end(key)
-        while len(self._node_of) > self._max_keys:
-            self._node_of.popitem(last=False)
+            self._rank_of[key] = rank
+            self._rank_of.move_to_end(key)
+        while len(self._rank_of) > self._max_keys:
+            self._rank_of.popitem(last=False)
 
-    def forget(self, node: N) -> None:
-        """``node`` may have lost its cache."""
-        for key in [key for key, of in self._node_of.items() if of is node]:
-            del self._node_of[key]
+    def forget(self, ranks: Collection[R]) -> None:
+        """``ranks`` may have lost their caches."""
+        gone = frozenset(ranks)
+        for key in [key for key, rank in self._rank_of.items() if rank in gone]:
+            del self._rank_of[key]

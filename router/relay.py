@@ -115,7 +115,7 @@ class Relay:
         for num_retries in itertools.count():
             pair = self._pool.pick(excluded, body.prompt)
             exchange = _Exchange(self._client, self._pool, pair)
-            content = body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port)
+            content = body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room)
             try:
                 answer = await exchange.start(endpoint, content, headers)
             except RouterError as error:
@@ -194,7 +194,7 @@ class _Exchange:
     async def _deliver(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> None:
         node = self._pair.prefill
         async with AsyncExitStack() as stack:
-            stack.enter_context(self._pool.working(node))
+            stack.enter_context(self._pool.working(node, self._pair.room))
             response = await self._send(node, endpoint, content, headers, stack)
             if not response.is_success:
                 raise await self._refusal(node, response)
@@ -204,7 +204,7 @@ class _Exchange:
     async def _open_decode(self, endpoint: Endpoint, content: bytes, to_node: RawHeaders) -> Answer:
         """Send the decode leg and wait for the first bytes of its body; ``_decode_stack`` keeps it open."""
         node = self._pair.decode
-        self._decode_stack.enter_context(self._pool.working(node))
+        self._decode_stack.enter_context(self._pool.working(node, self._pair.room))
         response = await self._send(node, endpoint, content, to_node, self._decode_stack)
         if not response.is_success:
             refusal = await self._refusal(node, response)

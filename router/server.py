@@ -161,7 +161,7 @@ class _Router:
             self._client,
             interval_secs=self.settings.health_interval_secs,
             timeout_secs=HEALTH_TIMEOUT_SECS,
-            with_load=self.settings.policy == "least_loaded",
+            with_load=self.settings.policy != "round_robin",
         )
         async with self._client:
             await watch.start()

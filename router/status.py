@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import httpx
 import msgspec
@@ -34,8 +34,7 @@ NODE_TIMEOUT_SECS = 2.0
 
 MAX_METRICS_BYTES = 1 << 20
 
-Samples = dict[str, dict[tuple[str, ...], float]]
-"""Metric name without prefix, then the values of its labels in the order of their names."""
+RANK_LABEL = "dp_rank"
 
 
 class MetricsError(Exception):
@@ -65,8 +64,20 @@ class Transfers(msgspec.Struct, frozen=True):
     failures: int
 
 
+class RankLoad(msgspec.Struct, frozen=True):
+    """One rank of a node that has several."""
+
+    rank: int
+    running: int
+    queued: int
+    pools: dict[str, PoolUse]
+
+
 class NodeLoad(msgspec.Struct, frozen=True):
-    """What a node's metrics say. Totals are since its start; ``swap_ins`` is None for a prefill node."""
+    """What a node's metrics say, summed over its ranks, which are listed when there are several.
+
+    Totals are since its start; ``swap_ins`` is None for a prefill node.
+    """
 
     running: int
     queued: int
@@ -79,6 +90,7 @@ class NodeLoad(msgspec.Struct, frozen=True):
     generated_tokens: int
     transfers: Transfers
     swap_ins: SwapIns | None
+    ranks: tuple[RankLoad, ...] = ()
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -174,61 +186,86 @@ class StatusBoard:
 
 def parse_load(text: str, kind: NodeKind) -> NodeLoad:
     """The numbers in a node's Prometheus text. Raises MetricsError when one that no node lacks is missing."""
-    samples = _parse(text)
-
-    def one(name: str) -> int:
-        try:
-            return round(samples[name][()])
-        except KeyError:
-            raise MetricsError(f"no {PREFIX}{name}") from None
-
-    def counted(name: str) -> float:
-        """A total that a prefill node has from the first event on."""
-        return samples[name].get((), 0.0) if name in samples else 0.0
-
-    def by_label(name: str) -> dict[str, int]:
-        series = samples.get(name, {}).items()
-        return {values[0]: round(value) for values, value in series if len(values) == 1}
-
-    used = by_label("pool_used_tokens")
+    node, ranks = _parse(text)
     swap_ins = None
     if kind is NodeKind.DECODE:
-        swap_ins = SwapIns(one("swap_in_hits_total"), one("swap_in_misses_total"), one("swap_in_bytes_total"))
+        swap_ins = SwapIns(
+            node.one("swap_in_hits_total"), node.one("swap_in_misses_total"), node.one("swap_in_bytes_total")
+        )
     return NodeLoad(
-        running=one("num_running_reqs"),
-        queued=one("num_queue_reqs"),
-        transferring=one("num_transfer_queue_reqs"),
-        running_by_mode=by_label("running_reqs"),
-        requests_by_mode=by_label("requests_total"),
-        pools={
-            pool: PoolUse(used.get(pool, 0), size) for pool, size in by_label("pool_total_tokens").items()
-        },
-        prompt_tokens=round(counted("prompt_tokens_total")),
-        cached_tokens=round(counted("cached_tokens_total")),
-        generated_tokens=sum(by_label("generation_tokens_total").values()),
+        running=node.one("num_running_reqs"),
+        queued=node.one("num_queue_reqs"),
+        transferring=node.one("num_transfer_queue_reqs"),
+        running_by_mode=node.by_label("running_reqs"),
+        requests_by_mode=node.by_label("requests_total"),
+        pools=node.pools(),
+        prompt_tokens=round(node.counted("prompt_tokens_total")),
+        cached_tokens=round(node.counted("cached_tokens_total")),
+        generated_tokens=sum(node.by_label("generation_tokens_total").values()),
         transfers=Transfers(
-            round(counted("kv_transfer_bytes_total")),
-            counted("kv_transfer_seconds_total"),
-            round(counted("kv_transfer_failures_total")),
+            round(node.counted("kv_transfer_bytes_total")),
+            node.counted("kv_transfer_seconds_total"),
+            round(node.counted("kv_transfer_failures_total")),
         ),
         swap_ins=swap_ins,
+        ranks=tuple(
+            RankLoad(number, rank.one("num_running_reqs"), rank.one("num_queue_reqs"), rank.pools())
+            for number, rank in sorted(ranks.items())
+        ),
     )
 
 
-def _parse(text: str) -> Samples:
-    """Our samples but the buckets, of which there are many and none is shown. Raises MetricsError."""
+class _Samples:
+    """Of a node or a rank: by name without prefix, then by the values of the labels in their names' order."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+
+    def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
+        """To what is there under this name and labels. Raises MetricsError for what is no number."""
+        series = self._by_name[name.removeprefix(PREFIX)]
+        values = tuple(labels[label] for label in sorted(labels))
+        series[values] = series.get(values, 0.0) + value
+        if not math.isfinite(series[values]):
+            raise MetricsError(f"{name} is {series[values]}")
+
+    def one(self, name: str) -> int:
+        try:
+            return round(self._by_name[name][()])
+        except KeyError:
+            raise MetricsError(f"no {PREFIX}{name}") from None
+
+    def counted(self, name: str) -> float:
+        """A total that a prefill node has from the first event on."""
+        return self._by_name[name].get((), 0.0) if name in self._by_name else 0.0
+
+    def by_label(self, name: str) -> dict[str, int]:
+        series = self._by_name.get(name, {}).items()
+        return {values[0]: round(value) for values, value in series if len(values) == 1}
+
+    def pools(self) -> dict[str, PoolUse]:
+        used, total = self.by_label("pool_used_tokens"), self.by_label("pool_total_tokens")
+        return {pool: PoolUse(used.get(pool, 0), size) for pool, size in total.items()}
+
+
+def _parse(text: str) -> tuple[_Samples, dict[int, _Samples]]:
+    """Our samples, summed over the ranks, and those of each where there are several. Raises MetricsError.
+
+    Without the buckets, of which there are many and none is shown.
+    """
     ours = (line for line in text.splitlines() if line.startswith(PREFIX) and "_bucket{" not in line)
-    samples: Samples = defaultdict(dict)
+    node = _Samples()
+    ranks: defaultdict[int, _Samples] = defaultdict(_Samples)
     try:
         for family in text_string_to_metric_families("\n".join(ours) + "\n"):
             for sample in family.samples:
-                if not math.isfinite(sample.value):
-                    raise MetricsError(f"{sample.name} is {sample.value}")
-                labels = tuple(sample.labels[name] for name in sorted(sample.labels))
-                samples[sample.name.removeprefix(PREFIX)][labels] = sample.value
+                rank = sample.labels.pop(RANK_LABEL, None)
+                node.add(sample.name, sample.labels, sample.value)
+                if rank is not None:
+                    ranks[int(rank)].add(sample.name, sample.labels, sample.value)
     except (ValueError, KeyError, IndexError) as error:
         raise MetricsError(f"no Prometheus text: {error}") from error
-    return samples
+    return node, ranks
 
 
 def _counts(families: Iterable[Metric]) -> Iterable[tuple[dict[str, str], int]]:

@@ -15,10 +15,13 @@ DASHBOARD = MONITORING / "grafana" / "dashboards" / "hisparse-pd.json"
 
 SCRAPE_LABELS = frozenset(("instance", "job"))
 """Labels that Prometheus adds."""
+RANK_LABEL = "dp_rank"
+"""Only what nodes of several ranks say of their engines has it."""
 
 _SELECTOR = re.compile(r"(hisparse_pd:\w+)(?:\{([^}]*)\})?")
 _LABEL_MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
+_AGGREGATION = re.compile(r"\b(?:sum|min|max|count)(?: (?P<how>by|without) \((?P<labels>[^)]*)\))?\s*$")
 
 
 @dataclass(frozen=True)
@@ -30,14 +33,36 @@ class Query:
 
     @property
     def metrics(self) -> dict[str, set[str]]:
-        """The names of our metrics, each with the labels that the query needs of it."""
+        """The names of our metrics, each with the labels that the query needs of it, but for a rank."""
         grouping = {
             label.strip() for group in _GROUPING.findall(self.expression) for label in group.split(",")
-        }
+        } - {RANK_LABEL}
         found: dict[str, set[str]] = {}
         for name, matchers in _SELECTOR.findall(self.expression):
-            found.setdefault(name, set()).update(grouping, _LABEL_MATCHER.findall(matchers))
+            found.setdefault(name, set()).update(grouping, {*_LABEL_MATCHER.findall(matchers)} - {RANK_LABEL})
         return found
+
+    @property
+    def by_rank(self) -> set[str]:
+        """Of ``metrics``, those that the query does not put together over the ranks of a node."""
+        return {
+            match[1]
+            for match in _SELECTOR.finditer(self.expression)
+            if not match[1].startswith("hisparse_pd:router_") and not self._is_aggregated(match.start())
+        }
+
+    def _is_aggregated(self, position: int) -> bool:
+        """Whether it stands in the parentheses of an aggregation that leaves out the rank."""
+        depth = 0
+        for index in range(position - 1, -1, -1):
+            depth += {")": 1, "(": -1}.get(self.expression[index], 0)
+            if depth == -1:
+                depth = 0
+                found = _AGGREGATION.search(self.expression[:index])
+                names_rank = found is not None and RANK_LABEL in (found["labels"] or "")
+                if found is not None and (found["how"] == "without") is names_rank:
+                    return True
+        return False
 
 
 def alert_rules() -> list[dict[str, Any]]:

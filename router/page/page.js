@@ -196,6 +196,7 @@ function showNode(item, node) {
   setText(item.querySelector(".counts"), load ? countsText(node.kind, load) : "");
   item.querySelector(".counts").hidden = !load;
   showPools(item.querySelector(".pools"), load ? Object.entries(load.pools) : []);
+  showRanks(item.querySelector(".ranks"), load ? load.ranks : []);
 }
 
 function countsText(kind, load) {
@@ -219,6 +220,27 @@ function showPools(container, pools) {
     bar.setAttribute("aria-valuetext", `${number(used)} of ${number(total)} token slots`);
     bar.className = `bar ${share > 90 ? "bad" : share > 75 ? "warn" : ""}`;
     bar.firstElementChild.style.width = `${used > 0 ? Math.max(share, 1) : 0}%`;
+  });
+}
+
+// A line for each rank of a node that has several: what it has to do, and how full its pools are.
+function showRanks(table, ranks) {
+  const names = Object.keys(ranks[0]?.pools ?? {});
+  const rows = ranks.map(({ rank, running, queued, pools }) => [
+    ...[rank, running, queued].map(number),
+    ...names.map((name) => percent(pools[name]?.used, pools[name]?.total)),
+  ]);
+  showRows(table.tHead, rows.length ? [["rank", "running", "queued", ...names]] : [], "th");
+  showRows(table.tBodies[0], rows, "td");
+  table.hidden = !rows.length;
+}
+
+function showRows(container, rows, tag) {
+  while (container.children.length > rows.length) container.lastElementChild.remove();
+  rows.forEach((texts, i) => {
+    const row = container.children[i] ?? container.appendChild(document.createElement("tr"));
+    while (row.children.length > texts.length) row.lastElementChild.remove();
+    texts.forEach((text, j) => setText(row.children[j] ?? row.appendChild(document.createElement(tag)), text));
   });
 }
 

@@ -27,6 +27,7 @@ DEVICE = os.environ.get("HISPARSE_PD_TEST_DEVICE", "cpu")
 """Of every node, unless its own options name one; what they are compared with stays on the CPU."""
 PROMPT = "Nodes come and go without a restart of the rest. " * 8
 NODE_OPTIONS = ("--num-threads", "1", "--debug-checks", "--device", DEVICE, "--dtype", "float32")
+_RANK_LABEL = re.compile(r'(?<=[{,])dp_rank="\d+",?')
 
 
 def wait_until(condition: Any, timeout_secs: float, what: str) -> None:
@@ -123,12 +124,17 @@ class Service:
         return self.log_path.read_bytes()[-num_bytes:].decode(errors="replace")
 
     def metrics(self) -> dict[str, float]:
-        """The samples of /metrics, by name with labels."""
-        text = httpx.get(self.url + "/metrics", timeout=10).text
-        return {
-            match[1]: float(match[2])
-            for match in re.finditer(r"^([^#\s]\S*(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)
-        }
+        """The samples of /metrics, by name with labels, summed over the ranks of a node."""
+        return samples_of(httpx.get(self.url + "/metrics", timeout=10).text)
+
+
+def samples_of(text: str) -> dict[str, float]:
+    """Of Prometheus text, by name with labels, summed over those that differ by their rank only."""
+    samples: dict[str, float] = {}
+    for match in re.finditer(r"^([^#\s]\S*(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE):
+        name = _RANK_LABEL.sub("", match[1]).replace(",}", "}").removesuffix("{}")
+        samples[name] = samples.get(name, 0.0) + float(match[2])
+    return samples
 
 
 def is_empty(node: Service) -> bool:

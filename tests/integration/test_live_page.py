@@ -137,6 +137,36 @@ def test_every_control_has_a_name(page: Page) -> None:
     assert page.evaluate(unnamed) == []
 
 
+def test_the_ranks_of_a_node_are_shown(page: Page, pictures: Path) -> None:
+    """/status is answered as the router does of a decode node of eight; ``test_status`` holds it to that."""
+    assert page.evaluate("document.querySelector('#decode .ranks').hidden"), "of one rank there is no list"
+    page.evaluate("""
+        window.ask = window.fetch;
+        window.fetch = async (path, options) => {
+            const answer = await window.ask(path, options);
+            if (path !== "/status") return answer;
+            const status = await answer.json();
+            const pools = { host: { used: 250, total: 1000 }, device: { used: 0, total: 640 } };
+            status.nodes[1].load.ranks = [...Array(8).keys()].map((rank) =>
+                ({ rank, running: 1200 + rank, queued: rank, pools }));
+            return Response.json(status);
+        };
+    """)
+    lines = "[...document.querySelectorAll('#decode .ranks tr')].map((row) => row.innerText)"
+    page.wait_for(f"{lines}.length === 9")
+    head, first, *_, last = page.evaluate(lines)
+    assert head.split("\t") == ["rank", "running", "queued", "host", "device"]
+    assert first.split("\t") == ["0", "1,200", "0", "25.0 %", "0.0 %"]
+    assert last.split("\t") == ["7", "1,207", "7", "25.0 %", "0.0 %"]
+    assert page.evaluate("document.querySelector('#prefill .ranks').hidden")
+    page.show_as(width=NARROW, height=900)
+    assert page.evaluate("document.documentElement.scrollWidth") <= NARROW
+    page.screenshot(pictures / "live-page-ranks.png")
+    page.show_as(width=WIDE, height=900)
+    page.evaluate("window.fetch = window.ask")
+    page.wait_for("document.querySelector('#decode .ranks').hidden")
+
+
 def test_a_router_that_drains_is_shown_as_such(page: Page) -> None:
     """/status is answered as the router does while it drains; ``test_status`` holds the router to that."""
     page.evaluate("""

@@ -289,7 +289,7 @@ def check_relayed(endpoint: router_body.Endpoint, content: bytes) -> None:
     except RouterError as error:
         check_error(error)
         return
-    sent = body.with_bootstrap("host", 8998)
+    sent = body.with_bootstrap("host", 8998, 7)
     fields = dict(msgspec.json.decode(sent, type=dict[str, msgspec.Raw]))
     rooms = msgspec.json.decode(fields.pop("bootstrap_room"), type=int | list[int])
     assert len(rooms if isinstance(rooms, list) else [rooms]) == (body.num_prompts or 1)

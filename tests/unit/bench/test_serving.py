@@ -515,7 +515,9 @@ def test_tables_and_pictures_take_points_without_figures(tmp_path: Path) -> None
 
 def metrics(hits: int, misses: int, num_bytes: int) -> str:
     return (
-        f'hisparse_pd:swap_in_hits_total{{node="a"}} {hits}\nhisparse_pd:swap_in_misses_total {misses}\n'
+        f'hisparse_pd:swap_in_hits_total{{dp_rank="0"}} {hits // 2}\n'
+        f'hisparse_pd:swap_in_hits_total{{dp_rank="1"}} {hits - hits // 2}\n'
+        f"hisparse_pd:swap_in_misses_total {misses}\n"
         f"hisparse_pd:swap_in_bytes_total {num_bytes}\nhisparse_pd:token_usage 0.5\n"
     )
 

@@ -63,7 +63,8 @@ class FakeNode:
 
     behaviour: Behaviour
     models: tuple[str, ...] = ("tiny",)
-    load: int = 0
+    loads: list[int] = field(default_factory=lambda: [0])
+    """Of its ranks."""
     healthy: bool = True
     trouble: bytes = b""
     """Body of its /health while it is not healthy."""
@@ -88,7 +89,8 @@ class FakeNode:
             case "/get_load" | "/v1/models" if self.says is not None:
                 await answer(send, self.says)
             case "/get_load":
-                await answer(send, json.dumps([{"dp_rank": 0, "num_reqs": self.load}]).encode())
+                loads = [{"dp_rank": rank, "num_reqs": load} for rank, load in enumerate(self.loads)]
+                await answer(send, json.dumps(loads).encode())
             case "/v1/models":
                 data = [{"id": name, "object": "model"} for name in self.models]
                 await answer(send, json.dumps({"object": "list", "data": data}).encode())
@@ -182,13 +184,16 @@ async def cluster(
     prefill: list[Behaviour] | Behaviour = delivers,
     decode: list[Behaviour] | Behaviour = streams,
     drain: Drain | None = None,
+    num_ranks: int = 1,
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
-    """Fake nodes with the given behaviours behind a real router."""
+    """Fake nodes with the given behaviours behind a real router; ``num_ranks``: of each prefill node."""
     nodes = {
         NodeKind.PREFILL: [FakeNode(b) for b in (prefill if isinstance(prefill, list) else [prefill])],
         NodeKind.DECODE: [FakeNode(b) for b in (decode if isinstance(decode, list) else [decode])],
     }
+    for node in nodes[NodeKind.PREFILL]:
+        node.loads = [0] * num_ranks
     opened = []
     try:
         for node in [*nodes[NodeKind.PREFILL], *nodes[NodeKind.DECODE]]:

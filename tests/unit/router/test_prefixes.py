@@ -57,5 +57,5 @@ def test_a_node_is_forgotten_with_all_its_blocks() -> None:
     shared, longer = block_keys(PARTS[0]), block_keys(PARTS[0] * 3)
     index.note(longer, "a")
     index.note(shared, "b")
-    index.forget("a")
+    index.forget(["a"])
     assert index.find(longer) == "b"

@@ -108,14 +108,15 @@ async def test_bootstrap_fields_of_the_client_are_replaced() -> None:
 async def test_a_list_of_prompts_gets_lists_of_bootstrap_fields(
     endpoint: Endpoint, body: dict[str, Any], num_prompts: int | None
 ) -> None:
-    sent = json.loads(RequestBody.parse(json.dumps(body).encode(), endpoint).with_bootstrap("h", 8998))
+    sent = json.loads(RequestBody.parse(json.dumps(body).encode(), endpoint).with_bootstrap("h", 8998, 7))
     if num_prompts is None:
         assert (sent["bootstrap_host"], sent["bootstrap_port"]) == ("h", 8998)
-        assert isinstance(sent["bootstrap_room"], int)
+        assert sent["bootstrap_room"] == 7
     else:
         assert sent["bootstrap_host"] == ["h"] * num_prompts
         assert sent["bootstrap_port"] == [8998] * num_prompts
         assert len(set(sent["bootstrap_room"])) == num_prompts
+        assert sent["bootstrap_room"][0] == 7
     assert {name: sent[name] for name in body} == body
 
 
@@ -699,7 +700,7 @@ async def test_least_loaded_looks_at_own_requests_and_at_what_nodes_tell() -> No
         [delivers] * 2, [says(b"{}")] * 2, policy="least_loaded", health_interval_secs=0.05
     ) as pair:
         node = pair.decode[0]
-        node.load = 3
+        node.loads = [3]
         node.asked.clear()
         await until(lambda: len(node.asked) > 4)  # /health and /get_load, twice
         for _ in range(4):
@@ -737,9 +738,9 @@ def _pool(policy: Any, num_decode: int, num_prefill: int = 1) -> NodePool:
 def test_least_loaded_counts_requests_in_flight_once() -> None:
     pool = _pool("least_loaded", 2)
     first = pool.pick().decode
-    with pool.working(first):
-        pool.report_load(first, 1)  # the node's own count includes ours
-        assert first.num_foreign == 0
+    with pool.working(first, 0):
+        pool.report_load(first, [1])  # the node's own count includes ours
+        assert first.ranks[0].num_foreign == 0
         assert pool.pick().decode is not first
     assert first.num_in_flight == 0
 
@@ -765,7 +766,7 @@ def test_a_busy_node_gives_up_what_it_has_cached() -> None:
     with ExitStack() as stack:
         for _ in range(5):
             assert pool.pick(prompt=PROMPT).prefill is first
-            stack.enter_context(pool.working(first))
+            stack.enter_context(pool.working(first, 0))
         other = pool.pick(prompt=PROMPT).prefill  # 5 are 2.5 more than 1.25 times the mean of 6 on 3 nodes
         assert other is not first
     assert pool.pick(prompt=PROMPT).prefill is other
@@ -774,7 +775,7 @@ def test_a_busy_node_gives_up_what_it_has_cached() -> None:
 def test_what_no_node_has_goes_by_load() -> None:
     pool = _pool("cache_aware", 1, num_prefill=2)
     first = pool.pick(prompt=PROMPT).prefill
-    with pool.working(first):
+    with pool.working(first, 0):
         assert pool.pick(prompt=PROMPT[::-1]).prefill is not first
         assert pool.pick(prompt=b"short").prefill is not first
         assert pool.pick().prefill is not first
@@ -795,7 +796,7 @@ def test_a_node_that_was_gone_has_nothing_cached() -> None:
     first = pool.pick(prompt=PROMPT).prefill
     pool.mark_unhealthy(first, "gone")
     pool.mark_healthy(first)
-    with pool.working(first):
+    with pool.working(first, 0):
         assert pool.pick(prompt=PROMPT).prefill is not first
 
 

@@ -21,7 +21,7 @@ from router import status
 from router.drain import Drain
 from router.live_page import PAGE_PATHS
 from router.nodes import NodeKind
-from router.status import MetricsError, NodeLoad, PoolUse, SwapIns, Transfers, parse_load
+from router.status import MetricsError, NodeLoad, PoolUse, RankLoad, SwapIns, Transfers, parse_load
 from service.engine_messages import EngineStats
 from service.metrics import FrontMetrics
 from tests.unit.router.cluster import Behaviour, FakeNode, cluster, never, says, start, streams, write
@@ -34,16 +34,18 @@ PAGE_DIR = REPO / "router" / "page"
 MAX_PAGE_BYTES = 48 << 10
 
 
-def _render(stats: EngineStats) -> bytes:
-    metrics = FrontMetrics()
-    metrics.update(0, stats)
+def _render(*stats: EngineStats) -> bytes:
+    """``stats``: of each rank."""
+    metrics = FrontMetrics(len(stats))
+    for rank, of_rank in enumerate(stats):
+        metrics.update(rank, of_rank)
     metrics.time_to_first_token.observe(0.1)
     metrics.count_request("/generate", 200)
     return metrics.render()
 
 
-def _decode_metrics() -> bytes:
-    """What a decode node that has served three requests shows, in its own words."""
+def _decode_metrics(num_ranks: int = 1) -> bytes:
+    """What a decode node each of whose ranks has served three requests shows, in its own words."""
     metrics = Metrics()
     for mode in (Mode.HISPARSE, Mode.HISPARSE, Mode.DENSE):
         metrics.add("requests_total", mode=mode)
@@ -53,26 +55,29 @@ def _decode_metrics() -> bytes:
     metrics.add("prompt_tokens_total", 300)
     metrics.add("cached_tokens_total", 64)
     rooms = LiveRequests(Pools(SlotCounts(host=1000, device=640, index=1280, aux=4, req_row=4), 16), 1.0)
-    return _render(
-        metrics.stats(
-            rooms,
-            swap_ins=(90, 10, 4),
-            bytes_per_miss=1152,
-            num_dropped=Counter(),
-            num_peers=1,
-            transfer_info='transfer_info{protocol="tcp"}',
-            step=7,
-            now=1.0,
-        )
+    stats = metrics.stats(
+        rooms,
+        swap_ins=(90, 10, 4),
+        bytes_per_miss=1152,
+        num_dropped=Counter(),
+        num_peers=1,
+        transfer_info='transfer_info{protocol="tcp"}',
+        step=7,
+        now=1.0,
     )
+    return _render(*[stats] * num_ranks)
+
+
+def _prefill_stats(num_running: int = 1) -> EngineStats:
+    """The names that ``prefill_node/engine.py`` sends; the test of a real pair holds them to it."""
+    gauges = {"num_running_reqs": float(num_running), "num_queue_reqs": 2.0, "num_transfer_queue_reqs": 3.0}
+    pool = {'pool_used_tokens{pool="kv"}': 128.0, 'pool_total_tokens{pool="kv"}': 4096.0}
+    counters = {"prompt_tokens_total": 300.0, "cached_tokens_total": 64.0, "kv_transfer_failures_total": 2.0}
+    return EngineStats(gauges | pool, counters, 4, 2, 128, 5)
 
 
 def _prefill_metrics() -> bytes:
-    """The names that ``prefill_node/engine.py`` sends; the test of a real pair holds them to it."""
-    gauges = {"num_running_reqs": 1.0, "num_queue_reqs": 2.0, "num_transfer_queue_reqs": 3.0}
-    pool = {'pool_used_tokens{pool="kv"}': 128.0, 'pool_total_tokens{pool="kv"}': 4096.0}
-    counters = {"prompt_tokens_total": 300.0, "cached_tokens_total": 64.0, "kv_transfer_failures_total": 2.0}
-    return _render(EngineStats(gauges | pool, counters, 4, 2, 128, 5))
+    return _render(_prefill_stats())
 
 
 DECODE_LOAD = NodeLoad(
@@ -118,6 +123,35 @@ async def test_numbers_of_a_prefill_node() -> None:
     assert (load.requests_by_mode, load.generated_tokens, load.swap_ins) == ({}, 0, None)
 
 
+async def test_numbers_of_a_node_of_several_ranks_are_their_sums() -> None:
+    text = _render(*(_prefill_stats(num_running) for num_running in range(11))).decode()
+    load = parse_load(text, NodeKind.PREFILL)
+    assert (load.running, load.queued, load.transferring) == (55, 22, 33)
+    assert load.pools == {"kv": PoolUse(11 * 128, 11 * 4096)}
+    assert load.transfers == Transfers(0, 0.0, 22)
+    assert load.prompt_tokens == 3300
+    pool = {"kv": PoolUse(128, 4096)}
+    assert load.ranks == tuple(RankLoad(rank, rank, 2, pool) for rank in range(11))
+
+
+async def test_what_has_a_label_is_summed_over_ranks_too() -> None:
+    load = parse_load(_decode_metrics(num_ranks=2).decode(), NodeKind.DECODE)
+    assert load.running_by_mode == {"hisparse": 0, "dense": 0}
+    assert load.requests_by_mode == {"hisparse": 4, "dense": 2}
+    assert load.pools == {"host": PoolUse(0, 1984), "device": PoolUse(0, 1280), "index": PoolUse(0, 2560)}
+    assert load.generated_tokens == 6
+    assert load.swap_ins == SwapIns(180, 20, 23040)
+    assert [rank.pools for rank in load.ranks] == [DECODE_LOAD.pools] * 2
+
+
+async def test_a_rank_that_has_not_told_yet_adds_nothing() -> None:
+    metrics = FrontMetrics(3)
+    for rank in (2, 0):
+        metrics.update(rank, _prefill_stats())
+    load = parse_load(metrics.render().decode(), NodeKind.PREFILL)
+    assert (load.running, [rank.rank for rank in load.ranks]) == (2, [0, 2])
+
+
 async def test_a_prefill_node_that_had_no_request_yet() -> None:
     gauges = dict.fromkeys(("num_running_reqs", "num_queue_reqs", "num_transfer_queue_reqs"), 0.0)
     text = _render(EngineStats(gauges, {}, 0, 0, 0, 0)).decode()
@@ -134,6 +168,11 @@ BROKEN = {
     "no value": (b"hisparse_pd:num_running_reqs\n", "no Prometheus text"),
     "NaN": (b"hisparse_pd:num_running_reqs NaN\n", "num_running_reqs is nan"),
     "infinity": (b"hisparse_pd:num_running_reqs +Inf\n", "num_running_reqs is inf"),
+    "a sum that is infinite": (
+        b'hisparse_pd:x{dp_rank="0"} 1.7e308\nhisparse_pd:x{dp_rank="1"} 1.7e308\n',
+        "x is inf",
+    ),
+    "a rank that is no number": (b'hisparse_pd:num_running_reqs{dp_rank="x"} 3\n', "no Prometheus text"),
 }
 
 
