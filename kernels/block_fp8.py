@@ -2,7 +2,8 @@
 
 A matrix ``name`` of such a checkpoint is float8_e4m3fn [rows, columns]; beside it ``name_scale_inv`` holds
 what its elements are to be multiplied by, one number for every 128 x 128 of them. Blocks at the lower and the
-right edge may be smaller.
+right edge may be smaller. Activations that meet such a matrix are rounded in blocks of one row and 128
+columns.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from kernels.fp8 import FP8_MAX
 
 BLOCK: Final = 128
 DTYPE: Final = torch.float8_e4m3fn
+SMALLEST_PEAK: Final = 1e-12
+"""What the largest of a block counts as if it is less: of zeros the scale is to be a number, too."""
 
 
 def scales_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -46,6 +49,32 @@ def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
     padded = matrix.new_zeros((down * BLOCK, across * BLOCK), dtype=torch.float32)
     padded[:rows, :columns] = matrix
     blocks = padded.view(down, BLOCK, across, BLOCK)
-    scales = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / FP8_MAX
+    scales = blocks.abs().amax(dim=(1, 3)).clamp(min=SMALLEST_PEAK) / FP8_MAX
     values = (blocks / scales[:, None, :, None]).view_as(padded)[:rows, :columns]
     return values.to(DTYPE), scales
+
+
+def quantize_rows(x: Tensor, row_multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Activations in fp8, each row in blocks with a scale of their own: the largest of a block becomes 448.
+
+    ``x``: [rows, columns], floating, rows contiguous, on any device; their number is rounded up to
+    ``row_multiple`` with zeros. Returns float8_e4m3fn [rows, columns] and float32 [blocks across, rows].
+    """
+    num_rows = -(-len(x) // row_multiple) * row_multiple
+    if x.device.type == "cuda":
+        from kernels.triton_fp8 import quantize_rows_triton
+
+        return quantize_rows_triton(x, num_rows)
+    blocks = -(-x.shape[1] // BLOCK)
+    padded = x.new_zeros((num_rows, blocks * BLOCK), dtype=torch.float32)
+    padded[: len(x), : x.shape[1]] = x
+    peaks = padded.view(num_rows, blocks, BLOCK).abs().amax(dim=2)
+    scales = peaks.clamp(min=SMALLEST_PEAK) / FP8_MAX
+    values = (padded.view(num_rows, blocks, BLOCK) / scales[:, :, None]).view_as(padded)[:, : x.shape[1]]
+    return values.to(DTYPE), scales.t().contiguous()
+
+
+def dequantize_rows(values: Tensor, scales: Tensor) -> Tensor:
+    """What ``quantize_rows`` has made of its rows, in float32."""
+    spread = scales.t().repeat_interleave(BLOCK, -1)[:, : values.shape[1]]
+    return values.float() * spread

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from kernels.block_linear import block_linear
 from kernels.expert_routing import ExpertMatrices, Routing
 from kernels.row_math import silu
 
@@ -18,7 +20,8 @@ def run_experts(
     """What the experts from ``first_expert`` on, which these matrices are of, add to each token.
 
     ``hidden``: [num_tokens, hidden_size]. An expert is ``down(silu(gate(x)) * up(x))``: two matrices in
-    ``gate_up``, one in ``down``. Returns [num_tokens, hidden_size] of ``hidden``'s dtype, zeros for a token
+    ``gate_up``, one in ``down``. bfloat16 meets weights in fp8 rounded to fp8 (``kernels.block_linear``),
+    float32 as it is. Returns [num_tokens, hidden_size] of ``hidden``'s dtype, zeros for a token
     that has none of these experts.
     """
     if hidden.device.type == "cuda":
@@ -37,7 +40,13 @@ def _run_reference(
         rows = routing.order[starts[first_expert + expert] : starts[first_expert + expert + 1]].long()
         if len(rows):
             of_rows = hidden[rows // routing.top_k]
-            gate, up = (linear(of_rows, matrix) for matrix in gate_up.of(expert, hidden.dtype))
-            result = linear(silu(gate) * up, down.of(expert, hidden.dtype)[0])
+            gate, up = (_product(of_rows, gate_up, expert, number) for number in (0, 1))
+            result = _product(silu(gate) * up, down, expert, 0)
             results[rows] = (result * routing.weights[rows, None]).to(hidden.dtype)
     return results.view(len(hidden), routing.top_k, -1).sum(dim=1)
+
+
+def _product(x: Tensor, matrices: ExpertMatrices, expert: int, number: int) -> Tensor:
+    if matrices.scales is not None and x.dtype == torch.bfloat16:
+        return block_linear(x, matrices.values[expert, number], matrices.scales[expert, number])
+    return linear(x, matrices.of(expert, x.dtype)[number])

@@ -1,0 +1,141 @@
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
+# mypy: disallow_untyped_calls=False
+"""Fp8 on a GPU: rows rounded in blocks of 128 columns, in one launch, and numbers widened to bfloat16.
+
+A block of a row has a scale of its own, so that a row's numbers depend on that row alone. Scales are laid out
+as the products read them: [blocks, rows], a block's scales of all rows side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
+from kernels.fp8 import FP8_MAX
+
+ROWS_PER_PROGRAM = 4
+BLOCKS_PER_PROGRAM = 4
+
+_TO_BFLOAT16: Final = tl.constexpr(
+    """{
+    .reg .b32 low, high, low_magnitude, high_magnitude, factor, minus_zero;
+    mov.b32 factor, 0x7b807b80;
+    mov.b32 minus_zero, 0x80008000;
+    prmt.b32 low, $2, 0, 0x1404;
+    prmt.b32 high, $2, 0, 0x3424;
+    shr.u32 low_magnitude, low, 4;
+    shr.u32 high_magnitude, high, 4;
+    and.b32 low_magnitude, low_magnitude, 0x07f007f0;
+    and.b32 high_magnitude, high_magnitude, 0x07f007f0;
+    and.b32 low, low, 0x80008000;
+    and.b32 high, high, 0x80008000;
+    or.b32 low, low, low_magnitude;
+    or.b32 high, high, high_magnitude;
+    fma.rn.bf16x2 $0, low, factor, minus_zero;
+    fma.rn.bf16x2 $1, high, factor, minus_zero;
+    }"""
+)
+"""Of four e4m3 numbers: the bits go where bfloat16 has them, and 2^120 makes up for the exponents' biases.
+
+Exact, of subnormal numbers too, since 3 bits of mantissa are few; NaN, which no weight is, becomes 480. The
+instruction for it converts 16 numbers a cycle and multiprocessor, fewer than memory brings.
+"""
+
+
+def quantize_rows_triton(x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """See ``kernels.block_fp8.quantize_rows``."""
+    return _launch(x, x.shape[1], num_rows, is_gated=False)
+
+
+def quantize_gated_triton(gate_up: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """``silu(gate) * up`` of ``gate_up`` [rows, 2 * columns], computed in float32 and rounded as
+    ``quantize_rows`` does, to as many rows.
+    """
+    return _launch(gate_up, gate_up.shape[1] // 2, num_rows, is_gated=True)
+
+
+def _launch(x: Tensor, columns: int, num_rows: int, *, is_gated: bool) -> tuple[Tensor, Tensor]:
+    num_blocks = triton.cdiv(columns, BLOCK)
+    values = torch.empty((num_rows, columns), dtype=DTYPE, device=x.device)
+    scales = torch.empty((num_blocks, num_rows), dtype=torch.float32, device=x.device)
+    if num_rows and columns:
+        grid = (triton.cdiv(num_rows, ROWS_PER_PROGRAM), triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM))
+        with torch.cuda.device_of(x):
+            _quantize_kernel[grid](
+                x,
+                values,
+                scales,
+                len(x),
+                num_rows,
+                x.stride(0),
+                COLUMNS=columns,
+                IS_GATED=is_gated,
+                BLOCK=BLOCK,
+                ROWS=ROWS_PER_PROGRAM,
+                BLOCKS=BLOCKS_PER_PROGRAM,
+                LARGEST=FP8_MAX,
+                SMALLEST_PEAK=SMALLEST_PEAK,
+                num_warps=4,
+            )
+    return values, scales
+
+
+@triton.jit(do_not_specialize=["num_given", "num_rows"])
+def _quantize_kernel(
+    x,
+    values,
+    scales,
+    num_given,
+    num_rows,
+    x_stride,
+    COLUMNS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST_PEAK: tl.constexpr,
+):
+    """Some blocks of some rows. Rows behind the given ones are zeros."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
+    column = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    source = x + row.to(tl.int64) * x_stride + column
+    is_given = (row < num_given) & (column < COLUMNS)
+    number = tl.load(source, mask=is_given, other=0.0).to(tl.float32)
+    if IS_GATED:
+        number = number / (1.0 + tl.exp(-number))
+        number *= tl.load(source + COLUMNS, mask=is_given, other=0.0).to(tl.float32)
+    rounded, scale = round_blocks(number, 2, LARGEST, SMALLEST_PEAK)
+    target = values + row.to(tl.int64) * COLUMNS + column
+    tl.store(target, rounded, mask=(row < num_rows) & (column < COLUMNS))
+    is_block = (row < num_rows) & (block * BLOCK < COLUMNS)
+    tl.store(scales + block.to(tl.int64) * num_rows + row, scale, mask=is_block)
+
+
+@triton.jit
+def round_blocks(number, axis: tl.constexpr, LARGEST: tl.constexpr, SMALLEST_PEAK: tl.constexpr):
+    """Float32 blocks along ``axis`` in fp8, and their scales: the largest of a block becomes LARGEST."""
+    peak = tl.maximum(tl.max(tl.abs(number), axis=axis, keep_dims=True), SMALLEST_PEAK)
+    scale = tl.div_rn(peak, LARGEST)
+    return tl.div_rn(number, tl.broadcast_to(scale, number.shape)).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def widen(values, dtype: tl.constexpr):
+    """``values`` in ``dtype``, exactly."""
+    if values.dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _TO_BFLOAT16,
+            "=r,=r,r",
+            [values.to(tl.uint8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return values.to(dtype)
