@@ -15,6 +15,9 @@ from torch import Tensor
 from kernels.block_fp8 import dequantize
 
 TILE_ROWS: Final = (16, 32, 64)
+ROUNDED_TILE_ROWS: Final = 64
+"""Of products of fp8 with fp8, at any number of tokens: Hopper's tensor cores take fp8 from 64 rows on. Empty
+rows of a tile cost nothing beside reading the weights, and every row is added up in the same order."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ class ExpertMatrices:
         if self.scales is None:
             return self.values[expert].to(dtype)
         return dequantize(self.values[expert], self.scales[expert], dtype)
+
+
+def rounds(hidden: Tensor, matrices: ExpertMatrices) -> bool:
+    """Whether activations are rounded to fp8: bfloat16 ones are for weights in fp8, float32 ones never."""
+    return matrices.scales is not None and hidden.dtype == torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -56,13 +64,18 @@ class Routing:
     tile_rows: int
 
     @classmethod
-    def plan(cls, expert_ids: Tensor, weights: Tensor, num_experts: int) -> Routing:
-        """For ``expert_ids``, int [num_tokens, top_k], and their ``weights``. Never waits for a device."""
+    def plan(
+        cls, expert_ids: Tensor, weights: Tensor, num_experts: int, *, is_rounded: bool = False
+    ) -> Routing:
+        """For ``expert_ids``, int [num_tokens, top_k], and their ``weights``. Never waits for a device.
+
+        ``is_rounded``: what ``rounds`` says of the activations and the experts' matrices.
+        """
         num_tokens, top_k = expert_ids.shape
         num_rows = num_tokens * top_k
         # Most experts in one tile, so that their weights are read once; no larger, since it is padded.
         enough = [rows for rows in TILE_ROWS if rows * num_experts >= 2 * num_rows]
-        tile_rows = min(enough, default=TILE_ROWS[-1])
+        tile_rows = ROUNDED_TILE_ROWS if is_rounded else min(enough, default=TILE_ROWS[-1])
         sorted_ids, order = torch.sort(expert_ids.flatten(), stable=True)
         device = expert_ids.device
         starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device), out_int32=True)

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from kernels.block_linear import block_linear
-from kernels.expert_routing import ExpertMatrices, Routing
+from kernels.expert_routing import ExpertMatrices, Routing, rounds
 from kernels.row_math import silu
 
 
@@ -19,10 +18,10 @@ def run_experts(
 ) -> Tensor:
     """What the experts from ``first_expert`` on, which these matrices are of, add to each token.
 
-    ``hidden``: [num_tokens, hidden_size]. An expert is ``down(silu(gate(x)) * up(x))``: two matrices in
-    ``gate_up``, one in ``down``. bfloat16 meets weights in fp8 rounded to fp8 (``kernels.block_linear``),
-    float32 as it is. Returns [num_tokens, hidden_size] of ``hidden``'s dtype, zeros for a token
-    that has none of these experts.
+    ``hidden``: [num_tokens, hidden_size]; ``routing``: planned for what ``rounds`` says of it. An expert is
+    ``down(silu(gate(x)) * up(x))``: two matrices in ``gate_up``, one in ``down``. bfloat16 meets weights in
+    fp8 rounded to fp8 (``kernels.block_linear``), float32 as it is. Returns [num_tokens, hidden_size] of
+    ``hidden``'s dtype, zeros for a token that has none of these experts.
     """
     if hidden.device.type == "cuda":
         from kernels.triton_experts import run_experts_triton
@@ -47,6 +46,6 @@ def _run_reference(
 
 
 def _product(x: Tensor, matrices: ExpertMatrices, expert: int, number: int) -> Tensor:
-    if matrices.scales is not None and x.dtype == torch.bfloat16:
+    if matrices.scales is not None and rounds(x, matrices):
         return block_linear(x, matrices.values[expert, number], matrices.scales[expert, number])
     return linear(x, matrices.of(expert, x.dtype)[number])

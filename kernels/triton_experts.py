@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from kernels.block_fp8 import BLOCK
-from kernels.expert_routing import TILE_ROWS, ExpertMatrices, Routing, most_tiles
-from kernels.triton_fp8 import quantize_gated_triton, quantize_rows_triton, widen
+from kernels.block_fp8 import DTYPE as FP8
+from kernels.expert_routing import TILE_ROWS, ExpertMatrices, Routing, most_tiles, rounds
+from kernels.triton_fp8 import quantize_gated_triton, quantize_rows_triton
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Tiling:
 
 _FASTEST: Final = (Tiling(128, 128, 4, 4), Tiling(128, 128, 4, 3), Tiling(128, 64, 4, 4))
 TILINGS: Final = dict(zip(TILE_ROWS, _FASTEST, strict=True))
-"""By rows of a tile, the fastest on an H200 of weights in fp8; of wider ones as many bytes."""
+"""By rows of a tile, for as many bytes of weights as 128 or 64 columns in fp8 are."""
 FLOAT32_TILING: Final = Tiling(32, 32, 4, 2)
 """Float32 products do without tensor cores."""
-FEWEST_ROWS_IN_FP8: Final = tl.constexpr(64)
-"""Of a tile: Hopper's tensor cores multiply fp8 in whole warp groups only. Smaller tiles are widened."""
+ROUNDED_TILING: Final = Tiling(128, 128, 4, 3)
+"""Of products of fp8 with fp8, in tiles of ROUNDED_TILE_ROWS."""
 
 
 def run_experts_triton(
@@ -52,17 +53,19 @@ def run_experts_triton(
     num_rows = len(routing.order)
     both = hidden.new_empty((num_rows, 2 * gate_up.values.shape[2]))
     results = hidden.new_zeros((num_rows, hidden.shape[1]))  # of the other devices' experts, too
-    is_rounded = gate_up.scales is not None and hidden.dtype == torch.bfloat16
+    is_rounded = rounds(hidden, gate_up)
+    x_scales: Tensor | None = None
     with torch.cuda.device_of(hidden):
-        x = quantize_rows_triton(hidden, len(hidden)) if is_rounded else (hidden, None)
-        _launch(*x, gate_up, both, routing, first_expert, is_first=True)
         if is_rounded:
-            x = quantize_gated_triton(both, num_rows)
+            hidden, x_scales = quantize_rows_triton(hidden, len(hidden))
+        _launch(hidden, x_scales, gate_up, both, routing, first_expert, is_first=True)
+        if is_rounded:
+            inner, x_scales = quantize_gated_triton(both, num_rows)
         else:
             gate, up = both.chunk(2, dim=-1)
-            x = silu(gate) * up, None
-        _launch(*x, down, results, routing, first_expert, is_first=False)
-    return results.view(len(hidden), routing.top_k, -1).sum(dim=1)
+            inner = silu(gate) * up
+        _launch(inner, x_scales, down, results, routing, first_expert, is_first=False)
+    return results.view(-1, routing.top_k, results.shape[1]).sum(dim=1)
 
 
 def _launch(
@@ -113,6 +116,8 @@ def _launch(
 
 
 def _tiling(dtype: torch.dtype, bytes_a_weight: int, tile_rows: int) -> Tiling:
+    if dtype == FP8:
+        return ROUNDED_TILING
     if dtype == torch.float32:
         return FLOAT32_TILING
     tiling = TILINGS[tile_rows]
@@ -175,13 +180,11 @@ def _product_kernel(
         a = tl.load(tokens + k[None, :], mask=is_row[:, None] & is_column, other=0.0)
         b = tl.load(weights_of_rows + k[None, :], mask=(n < ROWS)[:, None] & is_column, other=0.0)
         if IS_ROUNDED:
-            if TILE_ROWS < FEWEST_ROWS_IN_FP8:
-                a, b = widen(a, tl.bfloat16), widen(b, tl.bfloat16)
             product = tl.dot(a, b.T)
             of_rows = x_scales + (start // SCALE_BLOCK).to(tl.int64) * num_sources + source
             product *= tl.load(of_rows, mask=is_row, other=0.0)[:, None]
         else:
-            product = tl.dot(a, widen(b, a.dtype).T, input_precision="ieee")
+            product = tl.dot(a, b.to(a.dtype).T, input_precision="ieee")
         if HAS_SCALES:
             product *= tl.load(scales + block_row * blocks_across + start // SCALE_BLOCK)
         total += product

@@ -1,14 +1,12 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""Fp8 on a GPU: rows rounded in blocks of 128 columns, in one launch, and numbers widened to bfloat16.
+"""Activations in fp8 on a GPU: rows rounded in blocks of 128 columns, in one launch.
 
 A block of a row has a scale of its own, so that a row's numbers depend on that row alone. Scales are laid out
 as the products read them: [blocks, rows], a block's scales of all rows side by side.
 """
 
 from __future__ import annotations
-
-from typing import Final
 
 import torch
 import triton
@@ -20,31 +18,6 @@ from kernels.fp8 import FP8_MAX
 
 ROWS_PER_PROGRAM = 4
 BLOCKS_PER_PROGRAM = 4
-
-_TO_BFLOAT16: Final = tl.constexpr(
-    """{
-    .reg .b32 low, high, low_magnitude, high_magnitude, factor, minus_zero;
-    mov.b32 factor, 0x7b807b80;
-    mov.b32 minus_zero, 0x80008000;
-    prmt.b32 low, $2, 0, 0x1404;
-    prmt.b32 high, $2, 0, 0x3424;
-    shr.u32 low_magnitude, low, 4;
-    shr.u32 high_magnitude, high, 4;
-    and.b32 low_magnitude, low_magnitude, 0x07f007f0;
-    and.b32 high_magnitude, high_magnitude, 0x07f007f0;
-    and.b32 low, low, 0x80008000;
-    and.b32 high, high, 0x80008000;
-    or.b32 low, low, low_magnitude;
-    or.b32 high, high, high_magnitude;
-    fma.rn.bf16x2 $0, low, factor, minus_zero;
-    fma.rn.bf16x2 $1, high, factor, minus_zero;
-    }"""
-)
-"""Of four e4m3 numbers: the bits go where bfloat16 has them, and 2^120 makes up for the exponents' biases.
-
-Exact, of subnormal numbers too, since 3 bits of mantissa are few; NaN, which no weight is, becomes 480. The
-instruction for it converts 16 numbers a cycle and multiprocessor, fewer than memory brings.
-"""
 
 
 def quantize_rows_triton(x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -124,18 +97,3 @@ def round_blocks(number, axis: tl.constexpr, LARGEST: tl.constexpr, SMALLEST_PEA
     peak = tl.maximum(tl.max(tl.abs(number), axis=axis, keep_dims=True), SMALLEST_PEAK)
     scale = tl.div_rn(peak, LARGEST)
     return tl.div_rn(number, tl.broadcast_to(scale, number.shape)).to(tl.float8e4nv), scale
-
-
-@triton.jit
-def widen(values, dtype: tl.constexpr):
-    """``values`` in ``dtype``, exactly."""
-    if values.dtype == tl.float8e4nv and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            _TO_BFLOAT16,
-            "=r,=r,r",
-            [values.to(tl.uint8, bitcast=True)],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-    return values.to(dtype)

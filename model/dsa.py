@@ -197,7 +197,7 @@ class _Attention:
         if self._indexer is None:
             kv.write(self._number, item, None)
         else:
-            q_index, keys, weights = self._indexer.finish(x, *index_queries, *index_keys, rotation)
+            q_index, keys, weights = self._indexer.finish(x, index_queries[0], index_keys[0], rotation)
             kv.write(self._number, item, keys)
             selected = kv.select(self._group, q_index, weights)
         if selected is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import scales_shape
-from kernels.expert_routing import ExpertMatrices, Routing
+from kernels.expert_routing import ExpertMatrices, Routing, rounds
 from kernels.experts import run_experts
 
 
@@ -97,7 +97,8 @@ class RoutedExperts(torch.nn.Module):
 
         ``hidden``: [num_tokens, hidden_size]; ``expert_ids``, ``weights``: [num_tokens, top_k].
         """
-        routing = Routing.plan(expert_ids, weights, self._num_experts)
+        is_rounded = rounds(hidden, self.shards[0].gate_up)
+        routing = Routing.plan(expert_ids, weights, self._num_experts, is_rounded=is_rounded)
         # In three rounds: a copy back holds up the current stream, and with it copies to other devices.
         taken = [shard.take(hidden, routing) for shard in self.shards]
         results = [shard.compute(*given) for shard, given in zip(self.shards, taken, strict=True)]

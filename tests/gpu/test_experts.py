@@ -79,24 +79,6 @@ def test_is_as_on_the_cpu(
     assert (found.cpu().float() - rounded).norm() <= 0.015 * rounded.norm()
 
 
-def test_every_weight_in_fp8_is_exact_in_bfloat16() -> None:
-    import triton
-    import triton.language as tl
-
-    from kernels.triton_fp8 import widen
-
-    @triton.jit
-    def widen_all(source, target, NUM: tl.constexpr):  # type: ignore[no-untyped-def]
-        places = tl.arange(0, NUM)
-        tl.store(target + places, widen(tl.load(source + places), tl.bfloat16))
-
-    numbers = torch.arange(256, dtype=torch.uint8).view(FP8)
-    numbers = torch.where(numbers.float().isnan(), 0.0, numbers.float()).to(FP8).repeat(4)
-    found = torch.empty(1024, dtype=torch.bfloat16, device=HOME)
-    widen_all[(1,)](numbers.to(HOME), found, NUM=1024)
-    assert torch.equal(found.cpu().view(torch.int16), numbers.bfloat16().view(torch.int16))
-
-
 @needs_two_gpus
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_two_gpus_do_the_same_in_graphs(is_fp8: bool) -> None:
