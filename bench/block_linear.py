@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.facts import OUT, run_facts
 from bench.gpu_timing import graph_us
-from kernels.block_fp8 import DTYPE, quantize_rows, scales_shape
+from kernels.block_fp8 import DTYPE, scales_shape
 from kernels.block_linear import ROW_MULTIPLE, block_linear
+from kernels.fp8_rows import quantize_rows
 
 HOME = "cuda:0"
 MATRICES = {

@@ -52,29 +52,3 @@ def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
     scales = blocks.abs().amax(dim=(1, 3)).clamp(min=SMALLEST_PEAK) / FP8_MAX
     values = (blocks / scales[:, None, :, None]).view_as(padded)[:rows, :columns]
     return values.to(DTYPE), scales
-
-
-def quantize_rows(x: Tensor, row_multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Activations in fp8, each row in blocks with a scale of their own: the largest of a block becomes 448.
-
-    ``x``: [rows, columns], floating, rows contiguous, on any device; their number is rounded up to
-    ``row_multiple`` with zeros. Returns float8_e4m3fn [rows, columns] and float32 [blocks across, rows].
-    """
-    num_rows = -(-len(x) // row_multiple) * row_multiple
-    if x.device.type == "cuda":
-        from kernels.triton_fp8 import quantize_rows_triton
-
-        return quantize_rows_triton(x, num_rows)
-    blocks = -(-x.shape[1] // BLOCK)
-    padded = x.new_zeros((num_rows, blocks * BLOCK), dtype=torch.float32)
-    padded[: len(x), : x.shape[1]] = x
-    peaks = padded.view(num_rows, blocks, BLOCK).abs().amax(dim=2)
-    scales = peaks.clamp(min=SMALLEST_PEAK) / FP8_MAX
-    values = (padded.view(num_rows, blocks, BLOCK) / scales[:, :, None]).view_as(padded)[:, : x.shape[1]]
-    return values.to(DTYPE), scales.t().contiguous()
-
-
-def dequantize_rows(values: Tensor, scales: Tensor) -> Tensor:
-    """What ``quantize_rows`` has made of its rows, in float32."""
-    spread = scales.t().repeat_interleave(BLOCK, -1)[:, : values.shape[1]]
-    return values.float() * spread

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, linear, scaled_mm
 
-from kernels.block_fp8 import BLOCK, dequantize, dequantize_rows, quantize_rows
+from kernels.block_fp8 import BLOCK, dequantize
 from kernels.cuda_launch import HOPPER
-from kernels.row_math import silu
+from kernels.fp8_rows import dequantize_rows, quantize_gated, quantize_rows
 
 ROW_MULTIPLE: Final = 16
 """Of activations and of matrices: what ``scaled_mm`` takes. Activations are padded to it."""
@@ -39,9 +39,7 @@ def block_linear(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     of ``x``'s dtype. A result's row is a function of its row of ``x``, but for the order of float32 sums,
     which the number of rows may choose.
     """
-    if x.device.type == "cpu":
-        return _reference(x, values, scales)
-    return _scaled_mm(quantize_rows(x, ROW_MULTIPLE), len(x), x.dtype, values, scales)
+    return _product(quantize_rows(x, ROW_MULTIPLE), len(x), x.dtype, values, scales)
 
 
 def gated_block_linear(gate_up: Tensor, values: Tensor, scales: Tensor) -> Tensor:
@@ -49,27 +47,19 @@ def gated_block_linear(gate_up: Tensor, values: Tensor, scales: Tensor) -> Tenso
 
     ``gate_up``: [num_tokens, 2 * columns], rows contiguous.
     """
-    if gate_up.device.type == "cpu":
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return _reference(silu(gate) * up, values, scales).to(gate_up.dtype)
-    from kernels.triton_fp8 import quantize_gated_triton
-
-    num_rows = -(-len(gate_up) // ROW_MULTIPLE) * ROW_MULTIPLE
-    rounded = quantize_gated_triton(gate_up, num_rows)
-    return _scaled_mm(rounded, len(gate_up), gate_up.dtype, values, scales)
+    rounded = quantize_gated(gate_up, ROW_MULTIPLE)
+    return _product(rounded, len(gate_up), gate_up.dtype, values, scales)
 
 
-def _reference(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    rounded = dequantize_rows(*quantize_rows(x))
-    return linear(rounded, dequantize(values, scales, torch.float32)).to(x.dtype)
-
-
-def _scaled_mm(
+def _product(
     rounded: tuple[Tensor, Tensor], num_tokens: int, dtype: torch.dtype, values: Tensor, scales: Tensor
 ) -> Tensor:
     x, scales_of_rows = rounded
     if num_tokens == 0:
         return x.new_empty((0, len(values)), dtype=dtype)
+    if x.device.type == "cpu":
+        matrix = dequantize(values, scales, torch.float32)
+        return linear(dequantize_rows(x, scales_of_rows), matrix)[:num_tokens].to(dtype)
     result: Tensor = scaled_mm(
         x,
         values.t(),

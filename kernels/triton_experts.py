@@ -24,7 +24,7 @@ from torch.nn.functional import silu
 from kernels.block_fp8 import BLOCK
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.expert_routing import TILE_ROWS, ExpertMatrices, Routing, most_tiles, rounds
-from kernels.triton_fp8 import quantize_gated_triton, quantize_rows_triton
+from kernels.fp8_rows import quantize_gated, quantize_rows
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def run_experts_triton(
     x_scales: Tensor | None = None
     with torch.cuda.device_of(hidden):
         if is_rounded:
-            hidden, x_scales = quantize_rows_triton(hidden, len(hidden))
+            hidden, x_scales = quantize_rows(hidden)
         _launch(hidden, x_scales, gate_up, both, routing, first_expert, is_first=True)
         if is_rounded:
-            inner, x_scales = quantize_gated_triton(both, num_rows)
+            inner, x_scales = quantize_gated(both)
         else:
             gate, up = both.chunk(2, dim=-1)
             inner = silu(gate) * up

@@ -1,10 +1,6 @@
 # mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
 # mypy: disallow_untyped_calls=False
-"""Activations in fp8 on a GPU: rows rounded in blocks of 128 columns, in one launch.
-
-A block of a row has a scale of its own, so that a row's numbers depend on that row alone. Scales are laid out
-as the products read them: [blocks, rows], a block's scales of all rows side by side.
-"""
+"""``kernels.fp8_rows`` on a GPU, in one launch in place of five."""
 
 from __future__ import annotations
 
@@ -21,14 +17,12 @@ BLOCKS_PER_PROGRAM = 4
 
 
 def quantize_rows_triton(x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """See ``kernels.block_fp8.quantize_rows``."""
+    """See ``kernels.fp8_rows.quantize_rows``."""
     return _launch(x, x.shape[1], num_rows, is_gated=False)
 
 
 def quantize_gated_triton(gate_up: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """``silu(gate) * up`` of ``gate_up`` [rows, 2 * columns], computed in float32 and rounded as
-    ``quantize_rows`` does, to as many rows.
-    """
+    """See ``kernels.fp8_rows.quantize_gated``."""
     return _launch(gate_up, gate_up.shape[1] // 2, num_rows, is_gated=True)
 
 

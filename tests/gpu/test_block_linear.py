@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from kernels.block_fp8 import BLOCK, dequantize, dequantize_rows, quantize, quantize_rows
+from kernels.block_fp8 import BLOCK, dequantize, quantize
 from kernels.block_linear import block_linear, gated_block_linear
+from kernels.fp8_rows import dequantize_rows, quantize_gated, quantize_rows
 from model.block_linear import BlockLinear, JoinedLinears
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
@@ -38,12 +39,10 @@ def test_rows_are_rounded_as_on_the_cpu(num_rows: int, multiple: int, columns: i
 
 
 def test_gated_rows_are_rounded_once() -> None:
-    from kernels.triton_fp8 import quantize_gated_triton
-
     x = draw(300, 16, 2 * 1096)[0]
     gate, up = x.float().chunk(2, dim=1)
     expected = silu(gate) * up
-    found = dequantize_rows(*quantize_gated_triton(x, 304))
+    found = dequantize_rows(*quantize_gated(x, 8))
     assert torch.all(found[300:] == 0)
     found = found[:300]
     padded = torch.nn.functional.pad(expected, (0, -1096 % BLOCK)).unflatten(1, (-1, BLOCK))
@@ -72,11 +71,9 @@ def test_is_the_product_of_what_was_rounded(num_tokens: int, shape: tuple[int, i
 
 
 def test_a_gated_product_is_that_of_what_was_rounded() -> None:
-    from kernels.triton_fp8 import quantize_gated_triton
-
     _, values, scales = draw(1, 7168, 2048)
     gate_up = draw(5, 16, 4096)[0]
-    rounded = dequantize_rows(*quantize_gated_triton(gate_up, 5)).double()
+    rounded = dequantize_rows(*quantize_gated(gate_up)).double()
     expected = rounded @ dequantize(values, scales, torch.float32).double().t()
     found = gated_block_linear(gate_up, values, scales)
     assert (found - expected).norm() <= 2**-8 * expected.norm()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.block_fp8 import dequantize, dequantize_rows, quantize, quantize_rows
+from kernels.block_fp8 import dequantize, quantize
+from kernels.fp8_rows import dequantize_rows, quantize_rows
 from kernels.row_math import silu
 from model.block_linear import BlockLinear, GatedMlp, JoinedLinears, gated_mlp
 
