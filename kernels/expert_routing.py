@@ -39,8 +39,11 @@ class ExpertMatrices:
 
 
 def rounds(hidden: Tensor, matrices: ExpertMatrices) -> bool:
-    """Whether activations are rounded to fp8: bfloat16 ones are for weights in fp8, float32 ones never."""
-    return matrices.scales is not None and hidden.dtype == torch.bfloat16
+    """Whether activations are rounded to fp8: bfloat16 ones on a GPU are, where weights are in fp8.
+
+    float32 and a CPU are for exact products (``model.loader.keeps_fp8``).
+    """
+    return matrices.scales is not None and hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Routing:
     """float32 [num_rows], by row: what its result is multiplied by."""
     top_k: int
     tile_rows: int
+    is_rounded: bool = False
+    """Activations are rounded to fp8 before each product (``rounds``)."""
 
     @classmethod
     def plan(
@@ -69,7 +74,7 @@ class Routing:
     ) -> Routing:
         """For ``expert_ids``, int [num_tokens, top_k], and their ``weights``. Never waits for a device.
 
-        ``is_rounded``: what ``rounds`` says of the activations and the experts' matrices.
+        ``is_rounded``: what ``rounds`` says of the tokens and the experts' matrices.
         """
         num_tokens, top_k = expert_ids.shape
         num_rows = num_tokens * top_k
@@ -91,6 +96,7 @@ class Routing:
             weights.float().flatten(),
             top_k,
             tile_rows,
+            is_rounded,
         )
 
     def to(self, device: torch.device) -> Routing:
@@ -101,7 +107,8 @@ class Routing:
         moved = torch.cat(integers).to(device, non_blocking=True)
         order, starts, tile_starts, tile_experts = torch.split(moved, [len(part) for part in integers])
         weights = self.weights.to(device, non_blocking=True)
-        return Routing(order, starts, tile_starts, tile_experts, weights, self.top_k, self.tile_rows)
+        integers = (order, starts, tile_starts, tile_experts)
+        return Routing(*integers, weights, self.top_k, self.tile_rows, self.is_rounded)
 
 
 def most_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:

@@ -2,12 +2,12 @@
 # mypy: disallow_untyped_calls=False
 """Routed experts in Triton: two grouped products, of weights in fp8 or in the model's dtype.
 
-A program takes one tile of ``Routing`` and some rows of its expert's matrix. With fp8 weights, bfloat16
-activations are rounded to fp8 before each product (``kernels.block_linear``); float32 ones stay, and the
-weights are widened, which is exact. The scales of blocks are applied to their float32 products. Grids are
-bounds that follow from shapes alone, and tiles beyond the last return, so that a CUDA graph can hold the
-launches. Programs that follow each other share a tile: its tokens, and what the next tile of the same expert
-reads again, are in the L2 cache.
+A program takes one tile of ``Routing`` and some rows of its expert's matrix. Where the ``Routing`` says so,
+activations are rounded to fp8 before each product (``kernels.block_linear``); otherwise weights in fp8 are
+widened, which is exact. The scales of blocks are applied to their float32 products. Grids are bounds that
+follow from shapes alone, and tiles beyond the last return, so that a CUDA graph can hold the launches.
+Programs that follow each other share a tile: its tokens, and what the next tile of the same expert reads
+again, are in the L2 cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn.functional import silu
 
 from kernels.block_fp8 import BLOCK
 from kernels.block_fp8 import DTYPE as FP8
-from kernels.expert_routing import TILE_ROWS, ExpertMatrices, Routing, most_tiles, rounds
+from kernels.expert_routing import TILE_ROWS, ExpertMatrices, Routing, most_tiles
 from kernels.fp8_rows import quantize_gated, quantize_rows
 
 
@@ -53,13 +53,12 @@ def run_experts_triton(
     num_rows = len(routing.order)
     both = hidden.new_empty((num_rows, 2 * gate_up.values.shape[2]))
     results = hidden.new_zeros((num_rows, hidden.shape[1]))  # of the other devices' experts, too
-    is_rounded = rounds(hidden, gate_up)
     x_scales: Tensor | None = None
     with torch.cuda.device_of(hidden):
-        if is_rounded:
+        if routing.is_rounded:
             hidden, x_scales = quantize_rows(hidden)
         _launch(hidden, x_scales, gate_up, both, routing, first_expert, is_first=True)
-        if is_rounded:
+        if routing.is_rounded:
             inner, x_scales = quantize_gated(both)
         else:
             gate, up = both.chunk(2, dim=-1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import quantize
-from kernels.expert_routing import ExpertMatrices, Routing
+from kernels.expert_routing import ExpertMatrices, Routing, rounds
 from kernels.experts import run_experts
 from model.experts import DeviceQueue, ExpertShard, RoutedExperts, split_evenly
 from tests.gpu.support import DEVICE, needs_gpu
@@ -69,8 +69,10 @@ def test_is_as_on_the_cpu(
     found = experts(hidden.to(HOME), expert_ids.to(HOME), weights.to(HOME))
 
     of_dtype = [ExpertMatrices(m.values if is_fp8 else m.values.to(dtype), m.scales) for m in (gate_up, down)]
-    routing = Routing.plan(expert_ids, weights, num_experts)
-    expected = run_experts(hidden.float(), routing, *of_dtype, 0)
+    expected = run_experts(hidden.float(), Routing.plan(expert_ids, weights, num_experts), *of_dtype, 0)
+    is_rounded = rounds(hidden.to(HOME), of_dtype[0])
+    assert is_rounded == (is_fp8 and dtype == torch.bfloat16)
+    routing = Routing.plan(expert_ids, weights, num_experts, is_rounded=is_rounded)
     rounded = run_experts(hidden, routing, *of_dtype, 0).float()
     # As far off as the same dtype is on the CPU, or twice that: other sums, rounded at the same places.
     tolerance = 1e-4 + 2 * float((rounded - expected).abs().max())

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -130,17 +132,31 @@ def test_the_experts_of_all_devices_add_up(num_tokens: int, is_fp8: bool) -> Non
     torch.testing.assert_close(total, one_by_one(x, expert_ids, weights, gate_up, down))
 
 
-def test_bfloat16_is_rounded_where_it_meets_fp8() -> None:
+def test_activations_are_rounded_where_the_routing_says_so() -> None:
     """Twice by half a step of 3 bits of mantissa, which is far more than bfloat16's own rounding."""
     x, expert_ids, weights, *dense = draw(60)
     gate_up, down = (matrices(matrix, is_fp8=True) for matrix in dense)
     results = []
-    for hidden in (x, x.bfloat16()):
-        routing = Routing.plan(expert_ids, weights, NUM_EXPERTS, is_rounded=rounds(hidden, gate_up))
-        results.append(run_experts(hidden, routing, gate_up, down, 0).float())
+    for is_rounded in (False, True):
+        routing = Routing.plan(expert_ids, weights, NUM_EXPERTS, is_rounded=is_rounded)
+        assert routing.to(torch.device("cpu")).is_rounded == is_rounded
+        results.append(run_experts(x.bfloat16(), routing, gate_up, down, 0).float())
     exact, rounded = results
     assert 0.01 <= (rounded - exact).norm() / exact.norm() <= 0.08
-    assert not rounds(x.bfloat16(), matrices(dense[0], is_fp8=False))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "is_fp8", "expected"),
+    [
+        ("cuda", torch.bfloat16, True, True),
+        ("cuda", torch.float32, True, False),
+        ("cpu", torch.bfloat16, True, False),
+        ("cuda", torch.bfloat16, False, False),
+    ],
+)
+def test_what_is_rounded(device: str, dtype: torch.dtype, is_fp8: bool, expected: bool) -> None:
+    hidden: Any = SimpleNamespace(device=torch.device(device), dtype=dtype)
+    assert rounds(hidden, matrices(torch.zeros(1, 1, 2, 2), is_fp8=is_fp8)) is expected
 
 
 def test_tiles_of_rounded_rows_have_one_size() -> None:
