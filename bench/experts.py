@@ -116,6 +116,7 @@ def measure(
         from kernels import triton_experts
 
         triton_experts.TILINGS = dict.fromkeys(triton_experts.TILINGS, tiling)  # type: ignore[misc]
+        triton_experts.ROUNDED_TILING = tiling  # type: ignore[misc]
     try:
         return graph_us([partial(experts, *call) for call in inputs])
     except Exception as error:

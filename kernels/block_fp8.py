@@ -2,7 +2,8 @@
 
 A matrix ``name`` of such a checkpoint is float8_e4m3fn [rows, columns]; beside it ``name_scale_inv`` holds
 what its elements are to be multiplied by, one number for every 128 x 128 of them. Blocks at the lower and the
-right edge may be smaller.
+right edge may be smaller. Activations that meet such a matrix are rounded in blocks of one row and 128
+columns.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from kernels.fp8 import FP8_MAX
 
 BLOCK: Final = 128
 DTYPE: Final = torch.float8_e4m3fn
+SMALLEST_PEAK: Final = 1e-12
+"""What the largest of a block counts as if it is less: of zeros the scale is to be a number, too."""
 
 
 def scales_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -46,6 +49,6 @@ def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
     padded = matrix.new_zeros((down * BLOCK, across * BLOCK), dtype=torch.float32)
     padded[:rows, :columns] = matrix
     blocks = padded.view(down, BLOCK, across, BLOCK)
-    scales = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / FP8_MAX
+    scales = blocks.abs().amax(dim=(1, 3)).clamp(min=SMALLEST_PEAK) / FP8_MAX
     values = (blocks / scales[:, None, :, None]).view_as(padded)[:rows, :columns]
     return values.to(DTYPE), scales

@@ -15,6 +15,9 @@ from torch import Tensor
 from kernels.block_fp8 import dequantize
 
 TILE_ROWS: Final = (16, 32, 64)
+ROUNDED_TILE_ROWS: Final = 64
+"""Of products of fp8 with fp8, at any number of tokens: Hopper's tensor cores take fp8 from 64 rows on. Empty
+rows of a tile cost nothing beside reading the weights, and every row is added up in the same order."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,14 @@ class ExpertMatrices:
         if self.scales is None:
             return self.values[expert].to(dtype)
         return dequantize(self.values[expert], self.scales[expert], dtype)
+
+
+def rounds(hidden: Tensor, matrices: ExpertMatrices) -> bool:
+    """Whether activations are rounded to fp8: bfloat16 ones on a GPU are, where weights are in fp8.
+
+    float32 and a CPU are for exact products (``model.loader.keeps_fp8``).
+    """
+    return matrices.scales is not None and hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -54,18 +65,23 @@ class Routing:
     """float32 [num_rows], by row: what its result is multiplied by."""
     top_k: int
     tile_rows: int
+    is_rounded: bool = False
+    """Activations are rounded to fp8 before each product (``rounds``)."""
 
     @classmethod
-    def plan(cls, expert_ids: Tensor, weights: Tensor, num_experts: int) -> Routing:
+    def plan(
+        cls, expert_ids: Tensor, weights: Tensor, num_experts: int, *, is_rounded: bool = False
+    ) -> Routing:
         """For ``expert_ids``, int [num_tokens, top_k], and their ``weights``. Never waits for a device.
 
-        Padding has the id ``num_experts``: its rows are behind those of all experts.
+        ``is_rounded``: what ``rounds`` says of the tokens and the experts' matrices. Padding has the id
+        ``num_experts``: its rows are behind those of all experts.
         """
         num_tokens, top_k = expert_ids.shape
         num_rows = num_tokens * top_k
         # Most experts in one tile, so that their weights are read once; no larger, since it is padded.
         enough = [rows for rows in TILE_ROWS if rows * num_experts >= 2 * num_rows]
-        tile_rows = min(enough, default=TILE_ROWS[-1])
+        tile_rows = ROUNDED_TILE_ROWS if is_rounded else min(enough, default=TILE_ROWS[-1])
         sorted_ids, order = torch.sort(expert_ids.flatten(), stable=True)
         device = expert_ids.device
         starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device), out_int32=True)
@@ -81,6 +97,7 @@ class Routing:
             weights.float().flatten(),
             top_k,
             tile_rows,
+            is_rounded,
         )
 
 

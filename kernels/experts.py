@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import linear
 
+from kernels.block_linear import block_linear
 from kernels.expert_routing import ExpertMatrices, Routing
 from kernels.row_math import silu
 
@@ -18,8 +19,9 @@ def run_experts(
     """What the experts from ``first_expert`` on, which these matrices are of, are to add to each token.
 
     ``hidden``: [num_tokens, hidden_size]. An expert is ``down(silu(gate(x)) * up(x))``: two matrices in
-    ``gate_up``, one in ``down``. Returns [num_tokens, top_k, hidden_size] of ``hidden``'s dtype, by choice,
-    weighted, with zeros for experts that are not among these.
+    ``gate_up``, one in ``down``; where ``routing`` says so, what they multiply is rounded to fp8. Returns
+    [num_tokens, top_k, hidden_size] of ``hidden``'s dtype, by choice, weighted, with zeros for experts that
+    are not among these.
     """
     if hidden.device.type == "cuda":
         from kernels.triton_experts import run_experts_triton
@@ -37,7 +39,13 @@ def _run_reference(
         rows = routing.order[starts[first_expert + expert] : starts[first_expert + expert + 1]].long()
         if len(rows):
             of_rows = hidden[rows // routing.top_k]
-            gate, up = (linear(of_rows, matrix) for matrix in gate_up.of(expert, hidden.dtype))
-            result = linear(silu(gate) * up, down.of(expert, hidden.dtype)[0])
+            gate, up = (_product(of_rows, gate_up, expert, number, routing.is_rounded) for number in (0, 1))
+            result = _product(silu(gate) * up, down, expert, 0, routing.is_rounded)
             results[rows] = (result * routing.weights[rows, None]).to(hidden.dtype)
-    return results.view(len(hidden), routing.top_k, -1)
+    return results.view(-1, routing.top_k, hidden.shape[1])
+
+
+def _product(x: Tensor, matrices: ExpertMatrices, expert: int, number: int, is_rounded: bool) -> Tensor:
+    if is_rounded and matrices.scales is not None:
+        return block_linear(x, matrices.values[expert, number], matrices.scales[expert, number])
+    return linear(x, matrices.of(expert, x.dtype)[number])

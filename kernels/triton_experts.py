@@ -2,11 +2,12 @@
 # mypy: disallow_untyped_calls=False
 """Routed experts in Triton: two grouped products, of weights in fp8 or in the model's dtype.
 
-A program takes one tile of ``Routing`` and some rows of its expert's matrix. Fp8 weights become the dtype of
-the activations, which holds them exactly, and a block's scale is applied to its float32 product: nothing is
-rounded that a bfloat16 copy of the weights would not round more. Grids are bounds that follow from shapes
-alone, and tiles beyond the last return, so that a CUDA graph can hold the launches. Programs that follow each
-other share a tile: its tokens, and what the next tile of the same expert reads again, are in the L2 cache.
+A program takes one tile of ``Routing`` and some rows of its expert's matrix. Where the ``Routing`` says so,
+activations are rounded to fp8 before each product (``kernels.block_linear``); otherwise weights in fp8 are
+widened, which is exact. The scales of blocks are applied to their float32 products. Grids are bounds that
+follow from shapes alone, and tiles beyond the last return, so that a CUDA graph can hold the launches.
+Programs that follow each other share a tile: its tokens, and what the next tile of the same expert reads
+again, are in the L2 cache.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from kernels.block_fp8 import BLOCK
+from kernels.block_fp8 import DTYPE as FP8
 from kernels.expert_routing import TILE_ROWS, ExpertMatrices, Routing, most_tiles
+from kernels.fp8_rows import quantize_gated, quantize_rows
 
 
 @dataclass(frozen=True)
@@ -35,34 +38,11 @@ class Tiling:
 
 _FASTEST: Final = (Tiling(128, 128, 4, 4), Tiling(128, 128, 4, 3), Tiling(128, 64, 4, 4))
 TILINGS: Final = dict(zip(TILE_ROWS, _FASTEST, strict=True))
-"""By rows of a tile, the fastest on an H200 of weights in fp8; of wider ones as many bytes."""
+"""By rows of a tile, for as many bytes of weights as 128 or 64 columns in fp8 are."""
 FLOAT32_TILING: Final = Tiling(32, 32, 4, 2)
 """Float32 products do without tensor cores."""
-
-_TO_BFLOAT16: Final = tl.constexpr(
-    """{
-    .reg .b32 low, high, low_magnitude, high_magnitude, factor, minus_zero;
-    mov.b32 factor, 0x7b807b80;
-    mov.b32 minus_zero, 0x80008000;
-    prmt.b32 low, $2, 0, 0x1404;
-    prmt.b32 high, $2, 0, 0x3424;
-    shr.u32 low_magnitude, low, 4;
-    shr.u32 high_magnitude, high, 4;
-    and.b32 low_magnitude, low_magnitude, 0x07f007f0;
-    and.b32 high_magnitude, high_magnitude, 0x07f007f0;
-    and.b32 low, low, 0x80008000;
-    and.b32 high, high, 0x80008000;
-    or.b32 low, low, low_magnitude;
-    or.b32 high, high, high_magnitude;
-    fma.rn.bf16x2 $0, low, factor, minus_zero;
-    fma.rn.bf16x2 $1, high, factor, minus_zero;
-    }"""
-)
-"""Of four e4m3 numbers: the bits go where bfloat16 has them, and 2^120 makes up for the exponents' biases.
-
-Exact, of subnormal numbers too, since 3 bits of mantissa are few; NaN, which no weight is, becomes 480. The
-instruction for it converts 16 numbers a cycle and multiprocessor, fewer than memory brings.
-"""
+ROUNDED_TILING: Final = Tiling(128, 128, 4, 3)
+"""Of products of fp8 with fp8, in tiles of ROUNDED_TILE_ROWS."""
 
 
 def run_experts_triton(
@@ -73,26 +53,44 @@ def run_experts_triton(
     num_rows = len(routing.order)
     both = hidden.new_empty((num_rows, 2 * gate_up.values.shape[2]))
     results = hidden.new_zeros((num_rows, hidden.shape[1]))  # of the other ranks' experts, too
+    x_scales: Tensor | None = None
     with torch.cuda.device_of(hidden):
-        _launch(hidden, gate_up, both, routing, first_expert, is_first=True)
-        gate, up = both.chunk(2, dim=-1)
-        _launch(silu(gate) * up, down, results, routing, first_expert, is_first=False)
-    return results.view(len(hidden), routing.top_k, -1)
+        if routing.is_rounded:
+            hidden, x_scales = quantize_rows(hidden)
+        _launch(hidden, x_scales, gate_up, both, routing, first_expert, is_first=True)
+        if routing.is_rounded:
+            inner, x_scales = quantize_gated(both)
+        else:
+            gate, up = both.chunk(2, dim=-1)
+            inner = silu(gate) * up
+        _launch(inner, x_scales, down, results, routing, first_expert, is_first=False)
+    return results.view(-1, routing.top_k, results.shape[1])
 
 
 def _launch(
-    x: Tensor, matrices: ExpertMatrices, out: Tensor, routing: Routing, first_expert: int, *, is_first: bool
+    x: Tensor,
+    x_scales: Tensor | None,
+    matrices: ExpertMatrices,
+    out: Tensor,
+    routing: Routing,
+    first_expert: int,
+    *,
+    is_first: bool,
 ) -> None:
+    """``x_scales``: of an ``x`` in fp8, as ``quantize_rows`` gives them."""
     num_experts, num_matrices, rows, columns = matrices.values.shape
     tiling = _tiling(x.dtype, matrices.values.itemsize, routing.tile_rows)
     num_tiles = most_tiles(len(routing.order), num_experts, routing.tile_rows)
     grid = (triton.cdiv(rows, tiling.block_rows), num_tiles, num_matrices)
     scales: Any = matrices.scales
+    scales_of_rows: Any = x_scales
     _product_kernel[grid](
         x,
+        scales_of_rows,
         matrices.values,
         scales,
         out,
+        len(x),
         routing.order,
         routing.starts,
         routing.tile_starts,
@@ -106,6 +104,7 @@ def _launch(
         COLUMNS=columns,
         IS_FIRST=is_first,
         HAS_SCALES=scales is not None,
+        IS_ROUNDED=x_scales is not None,
         SCALE_BLOCK=BLOCK,
         TILE_ROWS=routing.tile_rows,
         BLOCK_ROWS=tiling.block_rows,
@@ -116,18 +115,22 @@ def _launch(
 
 
 def _tiling(dtype: torch.dtype, bytes_a_weight: int, tile_rows: int) -> Tiling:
+    if dtype == FP8:
+        return ROUNDED_TILING
     if dtype == torch.float32:
         return FLOAT32_TILING
     tiling = TILINGS[tile_rows]
     return replace(tiling, block_columns=tiling.block_columns // bytes_a_weight)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sources"])
 def _product_kernel(
     x,
+    x_scales,
     values,
     scales,
     out,
+    num_sources,
     order,
     starts,
     tile_starts,
@@ -141,6 +144,7 @@ def _product_kernel(
     COLUMNS: tl.constexpr,
     IS_FIRST: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -174,7 +178,12 @@ def _product_kernel(
         is_column = (k < COLUMNS)[None, :]
         a = tl.load(tokens + k[None, :], mask=is_row[:, None] & is_column, other=0.0)
         b = tl.load(weights_of_rows + k[None, :], mask=(n < ROWS)[:, None] & is_column, other=0.0)
-        product = tl.dot(a, widen(b, a.dtype).T, input_precision="ieee")
+        if IS_ROUNDED:
+            product = tl.dot(a, b.T)
+            of_rows = x_scales + (start // SCALE_BLOCK).to(tl.int64) * num_sources + source
+            product *= tl.load(of_rows, mask=is_row, other=0.0)[:, None]
+        else:
+            product = tl.dot(a, b.to(a.dtype).T, input_precision="ieee")
         if HAS_SCALES:
             product *= tl.load(scales + block_row * blocks_across + start // SCALE_BLOCK)
         total += product
@@ -183,18 +192,3 @@ def _product_kernel(
     mask = is_row[:, None] & (n < ROWS)[None, :]
     out += target.to(tl.int64)[:, None] * (NUM_MATRICES * ROWS) + tl.program_id(2) * ROWS
     tl.store(out + n[None, :], total, mask=mask)
-
-
-@triton.jit
-def widen(values, dtype: tl.constexpr):
-    """``values`` in ``dtype``, exactly."""
-    if values.dtype == tl.float8e4nv and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            _TO_BFLOAT16,
-            "=r,=r,r",
-            [values.to(tl.uint8, bitcast=True)],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-    return values.to(dtype)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.rope import rotate
 from kernels.row_math import matmul_heads, silu
+from model.block_linear import JoinedLinears, gated_mlp
 from model.expert_router import ExpertRouter
 from model.experts import RoutedExperts
 from model.rank_group import RankGroup
@@ -148,6 +149,10 @@ class _Layer:
         self._mlp = module.mlp
         if hasattr(self._mlp, "gate"):
             self._mlp.gate = ExpertRouter(self._mlp.gate)
+        if is_silu and hasattr(self._mlp, "shared_experts"):
+            self._mlp.shared_experts = gated_mlp(self._mlp.shared_experts)
+        elif is_silu and hasattr(self._mlp, "gate_proj"):
+            self._mlp = gated_mlp(self._mlp)
         for part in self._mlp.modules():
             if is_silu and hasattr(part, "act_fn"):
                 part.act_fn = _Silu()
@@ -184,34 +189,34 @@ class _Attention:
         self._head_dims: list[int] = [module.qk_nope_head_dim, module.qk_rope_head_dim]
         self._latent_dims: list[int] = [module.kv_lora_rank, module.qk_rope_head_dim]
         self._scale: float = module.scaling
-        self._q_a_proj = module.q_a_proj
+        indexer = module.indexer
+        keys, queries = ([], []) if indexer is None else ([indexer.wk], [indexer.wq_b])
+        self._of_hidden = JoinedLinears([module.q_a_proj, *keys, module.kv_a_proj_with_mqa])
+        self._of_q_resid = JoinedLinears([module.q_b_proj, *queries])
         self._q_a_norm = _RmsNorm(module.q_a_layernorm, latent_eps)
-        self._q_b_proj = module.q_b_proj
-        self._kv_a_proj = module.kv_a_proj_with_mqa
         self._kv_a_norm = _RmsNorm(module.kv_a_layernorm, latent_eps)
         self._o_proj = module.o_proj
         up = module.kv_b_proj.weight.view(self.num_heads, -1, module.kv_lora_rank)
         # [num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, kv_lora_rank, v_head_dim]
         self._key_up = up[:, : module.qk_nope_head_dim].contiguous()
         self._value_up = up[:, module.qk_nope_head_dim :].transpose(1, 2).contiguous()
-        indexer = module.indexer
         self._indexer = None if indexer is None else _Indexer(spec, indexer)
 
     def forward(
         self, x: Tensor, rotation: Rotation, kv: KvAccess, selected: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         num_tokens = x.shape[0]
-        q_resid = self._q_a_norm(self._q_a_proj(x))
-        q = self._q_b_proj(q_resid).view(num_tokens, self.num_heads, -1)
-        q_nope, q_rope = torch.split(q, self._head_dims, dim=-1)
-        latent, k_rope = torch.split(self._kv_a_proj(x), self._latent_dims, dim=-1)
+        q_a, *index_keys, kv_a = self._of_hidden(x)
+        q, *index_queries = self._of_q_resid(self._q_a_norm(q_a))
+        q_nope, q_rope = torch.split(q.view(num_tokens, self.num_heads, -1), self._head_dims, dim=-1)
+        latent, k_rope = torch.split(kv_a, self._latent_dims, dim=-1)
         k_rope = rotate(k_rope[:, None], *rotation, is_interleaved=True)[:, 0]
         item = torch.cat((self._kv_a_norm(latent), k_rope), dim=-1)
         if self._indexer is None:
             kv.write(self._number, item, None)
         else:
-            q_index, index_keys, weights = self._indexer.project(x, q_resid, rotation)
-            kv.write(self._number, item, index_keys)
+            q_index, keys, weights = self._indexer.finish(x, index_queries[0], index_keys[0], rotation)
+            kv.write(self._number, item, keys)
             selected = kv.select(self._group, q_index, weights)
         if selected is None:
             raise CheckpointError(
@@ -229,25 +234,23 @@ class _Attention:
 
 
 class _Indexer:
-    """The projections of the lightning indexer; the scoring itself is ``kernels.indexer``."""
+    """The lightning indexer's side of the projections; the scoring itself is ``kernels.indexer``."""
 
     def __init__(self, spec: ModelSpec, module: Any) -> None:
         self._num_heads: int = module.n_heads
-        self._wq_b = module.wq_b
-        self._wk = module.wk
         norm = module.k_norm
         self._k_norm = norm.weight.float(), norm.bias.float(), norm.eps
         self._weights_proj = module.weights_proj
         self._is_interleaved = spec.model_type == "glm_moe_dsa"
 
-    def project(self, x: Tensor, q_resid: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [num_tokens, heads, dim], keys [num_tokens, dim] and float32 head weights [num_tokens,
-        heads].
+    def finish(
+        self, x: Tensor, queries: Tensor, keys: Tensor, rotation: Rotation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the hidden states and what wq_b and wk made: queries [num_tokens, heads, dim], keys [num_tokens,
+        dim] and float32 head weights [num_tokens, heads].
         """
-        num_tokens = x.shape[0]
-        queries = self._wq_b(q_resid).view(num_tokens, self._num_heads, -1)
+        queries = queries.view(x.shape[0], self._num_heads, -1)
         queries = rotate(queries, *rotation, is_interleaved=self._is_interleaved)
-        keys = self._wk(x)
         wide = torch.nn.functional.layer_norm(keys.float(), keys.shape[1:], *self._k_norm)
         keys = wide.to(keys.dtype)[:, None]
         keys = rotate(keys, *rotation, is_interleaved=self._is_interleaved)[:, 0]

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import scales_shape
-from kernels.expert_routing import ExpertMatrices, Routing
+from kernels.expert_routing import ExpertMatrices, Routing, rounds
 from kernels.experts import run_experts
 from model.rank_group import RankGroup
 
@@ -68,7 +68,8 @@ class RoutedExperts(torch.nn.Module):
         self(like, like.new_empty((0, top_k), dtype=torch.int64), like.new_empty((0, top_k)))
 
     def _compute(self, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        routing = Routing.plan(expert_ids, weights, self._num_experts)
+        is_rounded = rounds(hidden, self.gate_up)
+        routing = Routing.plan(expert_ids, weights, self._num_experts, is_rounded=is_rounded)
         return run_experts(hidden, routing, self.gate_up, self.down, self.experts.start)
 
 

@@ -3,7 +3,7 @@
 transformers gives the modules, without memory; what they need is allocated here, on the device that it is
 for, and read straight into it (``model.weight_reader``), converted to the model's dtype on the way. Nothing
 is ever whole in main memory on its way to a GPU. Routed experts that are in fp8, or spread over ranks, are
-modules of ours, and keep the checkpoint's fp8.
+modules of ours, and keep the checkpoint's fp8; so are all other matrices in fp8 where ``keeps_fp8`` says so.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import scales_shape
+from kernels.block_linear import takes_device, takes_matrix
 from kernels.expert_routing import ExpertMatrices
 from kernels.fp8 import FP8_CAPABILITY
+from model.block_linear import BlockLinear
 from model.dsa import DsaModel
 from model.experts import RoutedExperts
 from model.rank_group import RankGroup
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 
 SCALES = "_scale_inv"
 """Behind the name of a matrix in fp8: the name of its scales."""
+ABSORBED = "kv_b_proj"
+"""The matrix that ``model.dsa`` splits by head and moves into queries and results: in the model's dtype."""
 KEY_NORM = ".indexer.k_norm."
 """In the names of weights that are in float32 whatever the model's dtype is."""
 
@@ -57,7 +61,17 @@ def load_model(
     """
     path, on = Path(model_path), _with_index(device)
     _check_device(spec, on)
-    return DsaModel(spec, _Loader(path, spec, on, ranks).load(on_progress, num_threads), ranks)
+    loader = _Loader(path, spec, on, ranks, keeps_fp8=keeps_fp8(spec, on))
+    return DsaModel(spec, loader.load(on_progress, num_threads), ranks)
+
+
+def keeps_fp8(spec: ModelSpec, device: torch.device) -> bool:
+    """Whether linear layers in fp8 stay so, in half the memory; otherwise they become the model's dtype.
+
+    That is the exact product of the weights, and what float32 and a CPU are used for.
+    """
+    is_wanted = spec.weights_are_fp8 and device.type == "cuda" and spec.dtype == torch.bfloat16
+    return is_wanted and takes_device(device)
 
 
 def _with_index(device: torch.device | str) -> torch.device:
@@ -103,12 +117,21 @@ def _check_device(spec: ModelSpec, device: torch.device) -> None:
 class _Loader:
     """One loading of a checkpoint. First everything is given its place, then all is read at once."""
 
-    def __init__(self, path: Path, spec: ModelSpec, device: torch.device, ranks: RankGroup | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        spec: ModelSpec,
+        device: torch.device,
+        ranks: RankGroup | None,
+        *,
+        keeps_fp8: bool = False,
+    ) -> None:
         self._path = path
         self._spec = spec
         self._device = device
         self._ranks = ranks
         self._has_own_experts = ranks is not None or spec.weights_are_fp8
+        self._keeps_fp8 = keeps_fp8
         self._placements: list[Placement] = []
 
     def load(self, on_progress: Progress = lambda done, total: None, num_threads: int = NUM_THREADS) -> Any:
@@ -133,6 +156,8 @@ class _Loader:
                     for layer, module in enumerate(hf_model.model.layers):
                         if (experts := getattr(module.mlp, "experts", None)) is not None:
                             module.mlp.experts = self._routed_experts(files, layer, experts)
+                if self._keeps_fp8:
+                    self._put_block_linears(files, hf_model)
                 state = self._state(files, hf_model)
                 read_weights(self._placements, self._device, on_progress, num_threads)
         except (OSError, RuntimeError) as error:
@@ -142,16 +167,30 @@ class _Loader:
         hf_model.model.rotary_emb = type(rotary)(config=config).to(self._device)
         return hf_model.eval()
 
+    def _put_block_linears(self, files: WeightFiles, hf_model: Any) -> None:
+        """In the place of linear layers whose matrices are in fp8, and of a shape that can stay so."""
+        for name, module in list(hf_model.named_modules()):
+            parent, _, last = name.rpartition(".")
+            stored = files.get(f"{name}.weight")
+            if not isinstance(module, torch.nn.Linear) or last == ABSORBED:
+                continue
+            takes = takes_matrix(module.out_features, module.in_features)
+            if takes and stored is not None and stored.dtype == FP8:
+                with torch.device("meta"):
+                    linear = BlockLinear(module.in_features, module.out_features)
+                setattr(hf_model.get_submodule(parent), last, linear)
+
     def _state(self, files: WeightFiles, hf_model: Any) -> dict[str, Tensor]:
         """A tensor for each of the modules', in the dtype that the model computes with."""
         state: dict[str, Tensor] = {}
-        for name, shape in ((name, weight.shape) for name, weight in hf_model.state_dict().items()):
+        for name, weight in hf_model.state_dict().items():
             if name == "lm_head.weight" and hf_model.config.tie_word_embeddings and files.get(name) is None:
                 state[name] = state["model.embed_tokens.weight"]
                 continue
             in_float32 = any(part in name for part in (*hf_model._keep_in_fp32_modules_strict, KEY_NORM))
-            dtype = torch.float32 if in_float32 else self._spec.dtype
-            state[name] = torch.empty(shape, dtype=dtype, device=self._device)
+            dtype = torch.float32 if in_float32 or name.endswith(SCALES) else self._spec.dtype
+            dtype = FP8 if weight.dtype == FP8 else dtype
+            state[name] = torch.empty(weight.shape, dtype=dtype, device=self._device)
             for stored_name, target in _stored_parts(name, state[name]):
                 self._place(files, stored_name, target)
         return state
@@ -160,7 +199,7 @@ class _Loader:
         """``target`` is to get the tensor, as the model computes with it."""
         stored = self._find(files, name, target.shape)
         scales = None
-        if stored.dtype == FP8:
+        if stored.dtype == FP8 and target.dtype != FP8:
             scales = self._find(files, name + SCALES, scales_shape(*target.shape))
         self._placements.append(Placement(stored, target, scales))
 

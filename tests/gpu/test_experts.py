@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import quantize
-from kernels.expert_routing import ExpertMatrices, Routing
+from kernels.expert_routing import ExpertMatrices, Routing, rounds
 from kernels.experts import run_experts
 from model.experts import RoutedExperts
 from tests.gpu.support import DEVICE, needs_gpu
@@ -63,30 +63,17 @@ def test_is_as_on_the_cpu(
     found = experts(hidden.to(HOME), expert_ids.to(HOME), weights.to(HOME))
 
     of_dtype = [ExpertMatrices(m.values if is_fp8 else m.values.to(dtype), m.scales) for m in (gate_up, down)]
-    routing = Routing.plan(expert_ids, weights, num_experts)
-    expected = run_experts(hidden.float(), routing, *of_dtype, 0).sum(dim=1)
+    exact = Routing.plan(expert_ids, weights, num_experts)
+    expected = run_experts(hidden.float(), exact, *of_dtype, 0).sum(dim=1)
+    is_rounded = rounds(hidden.to(HOME), of_dtype[0])
+    assert is_rounded == (is_fp8 and dtype == torch.bfloat16)
+    routing = Routing.plan(expert_ids, weights, num_experts, is_rounded=is_rounded)
     rounded = run_experts(hidden, routing, *of_dtype, 0).sum(dim=1).float()
     # As far off as the same dtype is on the CPU, or twice that: other sums, rounded at the same places.
     tolerance = 1e-4 + 2 * float((rounded - expected).abs().max())
     torch.testing.assert_close(found.cpu().float(), expected, rtol=0, atol=tolerance)
-
-
-def test_every_weight_in_fp8_is_exact_in_bfloat16() -> None:
-    import triton
-    import triton.language as tl
-
-    from kernels.triton_experts import widen
-
-    @triton.jit
-    def widen_all(source, target, NUM: tl.constexpr):  # type: ignore[no-untyped-def]
-        places = tl.arange(0, NUM)
-        tl.store(target + places, widen(tl.load(source + places), tl.bfloat16))
-
-    numbers = torch.arange(256, dtype=torch.uint8).view(FP8)
-    numbers = torch.where(numbers.float().isnan(), 0.0, numbers.float()).to(FP8).repeat(4)
-    found = torch.empty(1024, dtype=torch.bfloat16, device=HOME)
-    widen_all[(1,)](numbers.to(HOME), found, NUM=1024)
-    assert torch.equal(found.cpu().view(torch.int16), numbers.bfloat16().view(torch.int16))
+    # Rounded to fp8 in the same places: what is left are numbers on the border of two.
+    assert (found.cpu().float() - rounded).norm() <= 0.015 * rounded.norm()
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])

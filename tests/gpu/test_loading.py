@@ -43,8 +43,11 @@ def test_a_gpu_gets_the_weights_that_a_cpu_gets(
     in_fp8, in_float32 = write_fp8_checkpoint(tmp_path, "v32")
     path = in_fp8 if kind == "fp8" else in_float32
     spec = load_spec(path, dtype)
-    expected = weights(loader._Loader(path, spec, CPU, [CPU] * num_shards).load())
-    found = weights(loader._Loader(path, spec, GPU, [GPU] * num_shards).load())
+    monkeypatch.setattr(loader, "takes_matrix", lambda rows, columns: True)  # which the tiny ones are not
+    kept = loader.keeps_fp8(spec, GPU)
+    assert kept == (kind == "fp8" and dtype == "bfloat16")
+    expected = weights(loader._Loader(path, spec, CPU, [CPU] * num_shards, keeps_fp8=kept).load())
+    found = weights(loader._Loader(path, spec, GPU, [GPU] * num_shards, keeps_fp8=kept).load())
     assert set(found) == set(expected)
     for name, tensor in found.items():
         assert tensor.dtype == expected[name].dtype, name

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.block_fp8 import BLOCK, dequantize, quantize, scales_shape
-from kernels.expert_routing import ExpertMatrices, Routing, most_tiles
+from kernels.expert_routing import (
+    ROUNDED_TILE_ROWS,
+    ExpertMatrices,
+    Routing,
+    most_tiles,
+    rounds,
+)
 from kernels.experts import run_experts
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -148,6 +156,40 @@ def test_padding_gets_nothing_and_changes_nothing(num_tokens: int) -> None:
     assert torch.all(found[1::2] == 0)
 
 
+def test_activations_are_rounded_where_the_routing_says_so() -> None:
+    """Twice by half a step of 3 bits of mantissa, which is far more than bfloat16's own rounding."""
+    x, expert_ids, weights, *dense = draw(60)
+    gate_up, down = (matrices(matrix, is_fp8=True) for matrix in dense)
+    results = []
+    for is_rounded in (False, True):
+        routing = Routing.plan(expert_ids, weights, NUM_EXPERTS, is_rounded=is_rounded)
+        results.append(run_experts(x.bfloat16(), routing, gate_up, down, 0).sum(dim=1).float())
+    exact, rounded = results
+    assert 0.01 <= (rounded - exact).norm() / exact.norm() <= 0.08
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "is_fp8", "expected"),
+    [
+        ("cuda", torch.bfloat16, True, True),
+        ("cuda", torch.float32, True, False),
+        ("cpu", torch.bfloat16, True, False),
+        ("cuda", torch.bfloat16, False, False),
+    ],
+)
+def test_what_is_rounded(device: str, dtype: torch.dtype, is_fp8: bool, expected: bool) -> None:
+    hidden: Any = SimpleNamespace(device=torch.device(device), dtype=dtype)
+    assert rounds(hidden, matrices(torch.zeros(1, 1, 2, 2), is_fp8=is_fp8)) is expected
+
+
+def test_tiles_of_rounded_rows_have_one_size() -> None:
+    """Or a row would be added up in another order in a larger batch."""
+    for num_tokens in (1, 60, 3000):
+        _, expert_ids, weights, *_ = draw(num_tokens)
+        routing = Routing.plan(expert_ids, weights, NUM_EXPERTS, is_rounded=True)
+        assert routing.tile_rows == ROUNDED_TILE_ROWS
+
+
 def interpret_cases() -> None:
     """A program of its own, because Triton reads ``TRITON_INTERPRET`` when it is imported."""
     from kernels.triton_experts import run_experts_triton
@@ -189,19 +231,24 @@ def compile_kernel() -> None:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from kernels.triton_experts import TILINGS, _product_kernel
+    from kernels.triton_experts import ROUNDED_TILING, TILINGS, _product_kernel, _tiling
 
     names = _product_kernel.arg_names
-    pointers = {"x": "*bf16", "out": "*bf16", "values": "*fp8e4nv", "scales": "*fp32", "weights": "*fp32"}
-    pointers |= dict.fromkeys(("order", "starts", "tile_starts", "tile_experts"), "*i32")
     result = {}
-    for tile_rows, tiling in TILINGS.items():
+    cases = [("fp8e4nv", ROUNDED_TILE_ROWS, ROUNDED_TILING)]
+    cases += [("bf16", tile_rows, _tiling(torch.bfloat16, 2, tile_rows)) for tile_rows in TILINGS]
+    for dtype, tile_rows, tiling in cases:
+        is_rounded = dtype == "fp8e4nv"
+        pointers = {"x": f"*{dtype}", "out": "*bf16", "values": f"*{dtype}"}
+        pointers |= dict.fromkeys(("x_scales", "scales", "weights"), "*fp32")
+        pointers |= dict.fromkeys(("order", "starts", "tile_starts", "tile_experts"), "*i32")
         constants = {
             "NUM_MATRICES": 2,
             "ROWS": 2048,
             "COLUMNS": 7168,
             "IS_FIRST": True,
-            "HAS_SCALES": True,
+            "HAS_SCALES": is_rounded,
+            "IS_ROUNDED": is_rounded,
             "SCALE_BLOCK": BLOCK,
             "TILE_ROWS": tile_rows,
             "BLOCK_ROWS": tiling.block_rows,
@@ -216,7 +263,10 @@ def compile_kernel() -> None:
         )
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        result[tile_rows] = {"ptx": compiled.asm["ptx"], "shared_bytes": compiled.metadata.shared}
+        result[f"{dtype} {tile_rows}"] = {
+            "ptx": compiled.asm["ptx"],
+            "shared_bytes": compiled.metadata.shared,
+        }
     print(json.dumps(result))
 
 
@@ -227,9 +277,10 @@ def test_weights_come_wide_and_meet_the_tensor_cores(tmp_path: Path) -> None:
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
-    for tile_rows, compiled in json.loads(done.stdout.splitlines()[-1]).items():
+    for case, compiled in json.loads(done.stdout.splitlines()[-1]).items():
         lines = compiled["ptx"].splitlines()
-        assert any("mma" in line for line in lines), tile_rows
-        assert any("cp.async" in line and "], 0x10" in line for line in lines), tile_rows
-        assert not any("cvt" in line and "e4m3" in line for line in lines), tile_rows
+        kind = "e4m3.e4m3" if case.startswith("fp8") else "bf16"
+        assert any("mma" in line and kind in line for line in lines), case
+        assert any("cp.async" in line and "], 0x10" in line for line in lines), case
+        assert not any("cvt" in line and "e4m3" in line for line in lines), case
         assert compiled["shared_bytes"] <= 227 << 10

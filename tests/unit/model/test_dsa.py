@@ -17,10 +17,13 @@ from checkpoints.oracle import greedy_tokens
 from checkpoints.oracle import load as load_oracle
 from kernels.attention import TorchAttention
 from kernels.rope import rotate
+from model import loader
+from model.block_linear import BlockLinear
 from model.dsa import DsaModel
 from model.loader import load_model
 from model.paged_kv import PagedKv, PagedRequest
 from model.spec import ModelSpec, load_spec
+from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.unit.model.rank_stand_in import RankStandIn
 from vocabulary import CheckpointError
 
@@ -274,11 +277,12 @@ def test_key_norms_and_rotary_tables_are_float32_in_a_bfloat16_model(
         tiny_model = load_model(tmp_path, spec, ranks=ranks)
         indexer = tiny_model._layers[2]._attention._indexer
         assert indexer is not None
-        x, q_resid = torch.randn(3, 128).bfloat16(), torch.randn(3, 64).bfloat16()
+        x, projected = torch.randn(3, 128).bfloat16(), torch.randn(3, 32).bfloat16()
+        queries = torch.randn(3, 32 * indexer._num_heads).bfloat16()
         no_turn = (torch.ones(3, 8), torch.zeros(3, 8))
-        _, keys, _ = indexer.project(x, q_resid, no_turn)
-        projected = indexer._wk(x).float()
-        expected = torch.nn.functional.layer_norm(projected, (32,), norm_weight, torch.zeros(32), 1e-6)
+        _, keys, _ = indexer.finish(x, queries, projected, no_turn)
+        wide = projected.float()
+        expected = torch.nn.functional.layer_norm(wide, (32,), norm_weight, torch.zeros(32), 1e-6)
         torch.testing.assert_close(keys, expected.bfloat16(), rtol=0, atol=0)
         del tables[:]
         positions = torch.tensor([0, 5, 4001])
@@ -289,6 +293,23 @@ def test_key_norms_and_rotary_tables_are_float32_in_a_bfloat16_model(
             torch.testing.assert_close(cos, angles.cos(), rtol=0, atol=1e-4)  # bfloat16 has 4e-3
             torch.testing.assert_close(sin, angles.sin(), rtol=0, atol=1e-4)  # bfloat16 has 4e-3
         assert len(tables) == 4 * spec.num_layers
+
+
+@pytest.mark.parametrize("variant", ["v32", "glm"])
+def test_layers_that_stay_in_fp8_round_and_no_more(tmp_path: Path, variant: str) -> None:
+    """A model with the checkpoint's fp8, and the same one dequantized."""
+    in_fp8, _ = write_fp8_checkpoint(tmp_path, variant)
+    spec = load_spec(in_fp8, dtype="bfloat16")
+    cpu = torch.device("cpu")
+    logits = []
+    for keeps_fp8 in (False, True):
+        hf_model = loader._Loader(in_fp8, spec, cpu, None, keeps_fp8=keeps_fp8).load()
+        tiny_model = DsaModel(spec, hf_model)
+        assert isinstance(tiny_model._layers[0]._attention._o_proj, BlockLinear) == keeps_fp8
+        token_ids, rows = torch.arange(65, 97), torch.arange(32)
+        logits.append(tiny_model.forward(token_ids, torch.arange(32), _NoKv(spec), rows))
+    dequantized, kept = logits
+    assert 0 < (kept - dequantized).norm() <= 0.1 * dequantized.norm()
 
 
 class _NoKv:

@@ -12,11 +12,13 @@ import torch
 
 from checkpoints.make_tiny import write_checkpoint
 from kernels.block_fp8 import BLOCK
+from kernels.block_fp8 import DTYPE as FP8
 from model import loader
 from model.experts import RoutedExperts
 from model.loader import load_model
 from model.spec import ModelSpec, load_spec
 from tests.fp8_checkpoints import in_two_files, write_fp8_checkpoint
+from tests.unit.model.model_specs import make_spec
 from tests.unit.model.rank_stand_in import RankStandIn
 from vocabulary import CheckpointError
 
@@ -104,6 +106,52 @@ def test_fp8_weights_are_what_their_scales_make_of_them(
     assert spec.weights_are_fp8
     expected = load_theirs(in_float32, load_spec(in_float32))
     assert_same_model(load_ours(in_fp8, spec, num_ranks), expected)
+
+
+@pytest.mark.parametrize(
+    ("has_fp8", "device", "dtype", "expected"),
+    [
+        (True, "cuda:1", torch.bfloat16, True),
+        (True, "cuda:1", torch.float32, False),
+        (True, "cpu", torch.bfloat16, False),
+        (False, "cuda:1", torch.bfloat16, False),
+    ],
+)
+def test_linear_layers_stay_in_fp8_where_bfloat16_meets_them_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, has_fp8: bool, device: str, dtype: torch.dtype, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    spec = make_spec(weights_are_fp8=has_fp8, dtype=dtype)
+    assert loader.keeps_fp8(spec, torch.device(device)) is expected
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not loader.keeps_fp8(spec, torch.device(device))
+
+
+@pytest.mark.parametrize("takes_all", [False, True])
+def test_what_stays_in_fp8(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, takes_all: bool
+) -> None:
+    """The matrices in fp8 of shapes that a GPU takes, bit for bit, but the one that attention absorbs."""
+    from safetensors.torch import load_file
+
+    if takes_all:
+        monkeypatch.setattr(loader, "takes_matrix", lambda rows, columns: True)
+    in_fp8, _ = checkpoints
+    stored = load_file(in_fp8 / "model.safetensors")
+    spec = load_spec(in_fp8, "bfloat16")
+    found = dict(loader._Loader(in_fp8, spec, CPU, None, keeps_fp8=True).load().state_dict())
+    of_linears = {name for name, tensor in stored.items() if tensor.dtype == FP8 and ".experts." not in name}
+    expected = {
+        name for name in of_linears if "kv_b_proj" not in name and loader.takes_matrix(*stored[name].shape)
+    }
+    assert takes_all == (expected == {name for name in of_linears if "kv_b_proj" not in name})
+    assert {name.removesuffix(loader.SCALES) for name in found if name.endswith(loader.SCALES)} == expected
+    for name in expected:
+        for kept in (name, f"{name}{loader.SCALES}"):
+            assert found[kept].dtype == stored[kept].dtype
+            assert torch.equal(found[kept].float(), stored[kept].float()), kept
+    for name, tensor in load_ours(in_fp8, spec, 1)[0].state_dict().items():
+        assert name in expected or torch.equal(found[name], tensor), name
 
 
 def test_transformers_reads_the_same_from_blocks_that_are_whole(checkpoints: tuple[Path, Path]) -> None:

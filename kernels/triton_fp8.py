@@ -1,0 +1,93 @@
+# mypy: disallow_untyped_defs=False, disallow_incomplete_defs=False, disallow_untyped_decorators=False
+# mypy: disallow_untyped_calls=False
+"""``kernels.fp8_rows`` on a GPU, in one launch in place of five."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.block_fp8 import BLOCK, DTYPE, SMALLEST_PEAK
+from kernels.fp8 import FP8_MAX
+
+ROWS_PER_PROGRAM = 4
+BLOCKS_PER_PROGRAM = 4
+
+
+def quantize_rows_triton(x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """See ``kernels.fp8_rows.quantize_rows``."""
+    return _launch(x, x.shape[1], num_rows, is_gated=False)
+
+
+def quantize_gated_triton(gate_up: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """See ``kernels.fp8_rows.quantize_gated``."""
+    return _launch(gate_up, gate_up.shape[1] // 2, num_rows, is_gated=True)
+
+
+def _launch(x: Tensor, columns: int, num_rows: int, *, is_gated: bool) -> tuple[Tensor, Tensor]:
+    num_blocks = triton.cdiv(columns, BLOCK)
+    values = torch.empty((num_rows, columns), dtype=DTYPE, device=x.device)
+    scales = torch.empty((num_blocks, num_rows), dtype=torch.float32, device=x.device)
+    if num_rows and columns:
+        grid = (triton.cdiv(num_rows, ROWS_PER_PROGRAM), triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM))
+        with torch.cuda.device_of(x):
+            _quantize_kernel[grid](
+                x,
+                values,
+                scales,
+                len(x),
+                num_rows,
+                x.stride(0),
+                COLUMNS=columns,
+                IS_GATED=is_gated,
+                BLOCK=BLOCK,
+                ROWS=ROWS_PER_PROGRAM,
+                BLOCKS=BLOCKS_PER_PROGRAM,
+                LARGEST=FP8_MAX,
+                SMALLEST_PEAK=SMALLEST_PEAK,
+                num_warps=4,
+            )
+    return values, scales
+
+
+@triton.jit(do_not_specialize=["num_given", "num_rows"])
+def _quantize_kernel(
+    x,
+    values,
+    scales,
+    num_given,
+    num_rows,
+    x_stride,
+    COLUMNS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST_PEAK: tl.constexpr,
+):
+    """Some blocks of some rows. Rows behind the given ones are zeros."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]
+    column = block * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    source = x + row.to(tl.int64) * x_stride + column
+    is_given = (row < num_given) & (column < COLUMNS)
+    number = tl.load(source, mask=is_given, other=0.0).to(tl.float32)
+    if IS_GATED:
+        number = number / (1.0 + tl.exp(-number))
+        number *= tl.load(source + COLUMNS, mask=is_given, other=0.0).to(tl.float32)
+    rounded, scale = round_blocks(number, 2, LARGEST, SMALLEST_PEAK)
+    target = values + row.to(tl.int64) * COLUMNS + column
+    tl.store(target, rounded, mask=(row < num_rows) & (column < COLUMNS))
+    is_block = (row < num_rows) & (block * BLOCK < COLUMNS)
+    tl.store(scales + block.to(tl.int64) * num_rows + row, scale, mask=is_block)
+
+
+@triton.jit
+def round_blocks(number, axis: tl.constexpr, LARGEST: tl.constexpr, SMALLEST_PEAK: tl.constexpr):
+    """Float32 blocks along ``axis`` in fp8, and their scales: the largest of a block becomes LARGEST."""
+    peak = tl.maximum(tl.max(tl.abs(number), axis=axis, keep_dims=True), SMALLEST_PEAK)
+    scale = tl.div_rn(peak, LARGEST)
+    return tl.div_rn(number, tl.broadcast_to(scale, number.shape)).to(tl.float8e4nv), scale

@@ -1,0 +1,127 @@
+"""Products with matrices in fp8: against float64, row by row, and in CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from kernels.block_fp8 import BLOCK, dequantize, quantize
+from kernels.block_linear import block_linear, gated_block_linear
+from kernels.fp8_rows import dequantize_rows, quantize_gated, quantize_rows
+from model.block_linear import BlockLinear, JoinedLinears
+from tests.gpu.support import DEVICE, needs_gpu, no_waiting
+
+pytestmark = needs_gpu
+
+SHAPES = [(576, 7168), (1536, 7168), (128, 7168), (7168, 2048), (1024, 16384)]
+"""Rows and columns of DeepSeek-V3.2's matrices: blocks that are not whole, few rows, many columns."""
+
+
+def draw(num_tokens: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(num_tokens + rows)
+    x = torch.randn((num_tokens, columns), device=DEVICE, generator=generator)
+    x *= torch.logspace(-3, 3, num_tokens, device=DEVICE)[:, None]  # rows that would not share a scale
+    matrix = torch.randn((rows, columns), device=DEVICE, generator=generator) / columns**0.5
+    return x.bfloat16(), *quantize(matrix)
+
+
+@pytest.mark.parametrize("columns", [7168, 136, 1])
+@pytest.mark.parametrize(("num_rows", "multiple"), [(1, 16), (5, 1), (700, 16)])
+def test_rows_are_rounded_as_on_the_cpu(num_rows: int, multiple: int, columns: int) -> None:
+    x = draw(num_rows, 16, columns)[0]
+    x[0] = 0
+    values, scales = quantize_rows(x, multiple)
+    expected_values, expected_scales = quantize_rows(x.cpu(), multiple)
+    assert torch.equal(scales.cpu(), expected_scales)
+    assert torch.equal(values.cpu().view(torch.uint8), expected_values.view(torch.uint8))
+
+
+def test_gated_rows_are_rounded_once() -> None:
+    x = draw(300, 16, 2 * 1096)[0]
+    gate, up = x.float().chunk(2, dim=1)
+    expected = silu(gate) * up
+    found = dequantize_rows(*quantize_gated(x, 8))
+    assert torch.all(found[300:] == 0)
+    found = found[:300]
+    padded = torch.nn.functional.pad(expected, (0, -1096 % BLOCK)).unflatten(1, (-1, BLOCK))
+    peaks = padded.abs().amax(dim=2).repeat_interleave(BLOCK, 1)[:, :1096]
+    # Half a step of 3 bits of mantissa, or of the smallest numbers.
+    assert torch.all((found - expected).abs() <= expected.abs() * 2**-4 * 1.001 + peaks * 2**-18)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 2, 17, 32, 129, 4096])
+def test_is_the_product_of_what_was_rounded(num_tokens: int, shape: tuple[int, int]) -> None:
+    x, values, scales = draw(num_tokens, *shape)
+    with no_waiting():
+        found = block_linear(x, values, scales)
+    rounded = dequantize_rows(*(part.cpu() for part in quantize_rows(x.cpu()))).double().to(DEVICE)
+    matrix = dequantize(values, scales, torch.float32).double()
+    expected = rounded @ matrix.t()
+    # The result's own rounding, and 13 bits of what is added up: fp8 tensor cores keep no more.
+    bound = expected.abs() * 2**-8 + 2**-13 * (rounded.abs() @ matrix.abs().t())
+    assert found.dtype == torch.bfloat16
+    assert found.shape == expected.shape
+    assert torch.all((found.double() - expected).abs() <= bound)
+    # What rounding the activations costs: 2.6% of a row's norm with normal numbers.
+    exact = x.double() @ matrix.t()
+    assert torch.all((found.double() - exact).norm(dim=1) <= 0.05 * exact.norm(dim=1))
+
+
+def test_a_gated_product_is_that_of_what_was_rounded() -> None:
+    _, values, scales = draw(1, 7168, 2048)
+    gate_up = draw(5, 16, 4096)[0]
+    rounded = dequantize_rows(*quantize_gated(gate_up)).double()
+    expected = rounded @ dequantize(values, scales, torch.float32).double().t()
+    found = gated_block_linear(gate_up, values, scales)
+    assert (found - expected).norm() <= 2**-8 * expected.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_tokens", [16, 64, 700])
+def test_a_row_does_not_depend_on_the_rows_beside_it(num_tokens: int, shape: tuple[int, int]) -> None:
+    """Bit for bit, among as many rows; other numbers of rows may add up in another order."""
+    x, values, scales = draw(num_tokens, *shape)
+    among_others = block_linear(x, values, scales)
+    other = draw(num_tokens, *shape)[0].flip(0).roll(1, 1)
+    other[3] = x[3]
+    assert torch.equal(block_linear(other, values, scales)[3], among_others[3])
+    alone = block_linear(x[3:4], values, scales)[0]
+    torch.testing.assert_close(alone, among_others[3], rtol=2**-7, atol=float(alone.abs().max()) * 2**-9)
+
+
+def test_layers_that_are_joined_compute_what_each_does_alone() -> None:
+    hidden = draw(33, 16, 7168)[0]
+    parts = []
+    for rows in (1536, 128, 576):
+        with torch.device("meta"):
+            part = BlockLinear(7168, rows)
+        part.weight, part.weight_scale_inv = draw(1, rows, 7168)[1:]
+        parts.append(part)
+    alone = [part(hidden) for part in parts]
+    joined = JoinedLinears(parts)
+    assert joined._joined is not None
+    for found, expected in zip(joined(hidden), alone, strict=True):
+        tolerance = float(expected.abs().max()) * 2**-9
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=tolerance)
+
+
+def test_no_rows() -> None:
+    x, values, scales = draw(1, 256, 384)
+    assert block_linear(x[:0], values, scales).shape == (0, 256)
+    assert gated_block_linear(x[:0].repeat(1, 2), values, scales).shape == (0, 256)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 200])
+def test_a_graph_holds_it(num_tokens: int) -> None:
+    x, values, scales = draw(num_tokens, 1536, 7168)
+    block_linear(x, values, scales)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = block_linear(x, values, scales)
+    for _ in range(3):
+        x.copy_(x.roll(1, 0) * 2)
+        graph.replay()
+        assert torch.equal(found, block_linear(x, values, scales))
