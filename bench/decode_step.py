@@ -377,13 +377,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         places = [
             RankPlace(rank, arguments.dp_size, f"{directory}/ranks") for rank in range(arguments.dp_size)
         ]
-        others = [get_context("spawn").Process(target=run, args=(arguments, place)) for place in places[1:]]
-        for other in others:
-            other.start()
-        run(arguments, places[0])
-        for other in others:
-            other.join()
-    return 0
+        if arguments.dp_size == 1:
+            run(arguments, places[0])
+            return 0
+        ranks = [get_context("spawn").Process(target=run, args=(arguments, place)) for place in places]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    return max(abs(process.exitcode or 0) for process in ranks)
 
 
 def run(arguments: argparse.Namespace, place: RankPlace) -> None:
@@ -433,12 +435,17 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
             console.print(f"{mode} {batch}: {row['step_ms']:.3f} ms", highlight=False)
             for name, kernel_ms in row["longest_kernels_ms"] if arguments.kernels else ():
                 console.print(f"    {kernel_ms:.3f} {name}", markup=False, highlight=False)
-    if place.rank > 0:
-        return
+    if place.rank == 0:
+        write_report(report, console, arguments.out)
+    if ranks is not None:
+        ranks.leave()
+
+
+def write_report(report: dict[str, Any], console: Console, out: Path) -> None:
     print_report(report, console)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    plot(report, arguments.out.with_suffix(".png"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    plot(report, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

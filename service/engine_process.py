@@ -103,3 +103,5 @@ def run_engine_process(
             engine.close()
     finally:
         front.close()
+    if ranks is not None:
+        ranks.leave()

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from model import loader, weight_reader
+from model.experts import RoutedExperts
 from model.spec import load_spec
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.gpu.support import needs_gpu
+from tests.unit.model.rank_stand_in import RankStandIn
 
 pytestmark = needs_gpu
 
@@ -23,21 +25,21 @@ def weights(hf_model: Any) -> dict[str, Tensor]:
     """Of transformers' modules and of ours, on the CPU."""
     found = dict(hf_model.state_dict())
     for number, layer in enumerate(hf_model.model.layers):
-        for place, shard in enumerate(getattr(getattr(layer.mlp, "experts", None), "shards", ())):
-            for name in ("gate_up", "down"):
-                matrices = getattr(shard, name)
-                found[f"{number}.{place}.{name}"] = matrices.values
+        experts = getattr(layer.mlp, "experts", None)
+        if isinstance(experts, RoutedExperts):
+            for name, matrices in (("gate_up", experts.gate_up), ("down", experts.down)):
+                found[f"{number}.{name}"] = matrices.values
                 if matrices.scales is not None:
-                    found[f"{number}.{place}.{name}.scales"] = matrices.scales
+                    found[f"{number}.{name}.scales"] = matrices.scales
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "num_shards"),
-    [("fp8", "bfloat16", 1), ("fp8", "float32", 2), ("float32", "bfloat16", 0), ("float32", "float32", 2)],
+    ("kind", "dtype", "num_ranks"),
+    [("fp8", "bfloat16", 1), ("fp8", "float32", 2), ("float32", "bfloat16", 1), ("float32", "float32", 2)],
 )
 def test_a_gpu_gets_the_weights_that_a_cpu_gets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str, num_shards: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str, num_ranks: int
 ) -> None:
     monkeypatch.setattr(weight_reader, "PIECE_BYTES", 4096)
     in_fp8, in_float32 = write_fp8_checkpoint(tmp_path, "v32")
@@ -46,8 +48,9 @@ def test_a_gpu_gets_the_weights_that_a_cpu_gets(
     monkeypatch.setattr(loader, "takes_matrix", lambda rows, columns: True)  # which the tiny ones are not
     kept = loader.keeps_fp8(spec, GPU)
     assert kept == (kind == "fp8" and dtype == "bfloat16")
-    expected = weights(loader._Loader(path, spec, CPU, [CPU] * num_shards, keeps_fp8=kept).load())
-    found = weights(loader._Loader(path, spec, GPU, [GPU] * num_shards, keeps_fp8=kept).load())
+    ranks = RankStandIn(1, num_ranks) if num_ranks > 1 else None
+    expected = weights(loader._Loader(path, spec, CPU, ranks, keeps_fp8=kept).load())
+    found = weights(loader._Loader(path, spec, GPU, ranks, keeps_fp8=kept).load())
     assert set(found) == set(expected)
     for name, tensor in found.items():
         assert tensor.dtype == expected[name].dtype, name

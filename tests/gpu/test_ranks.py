@@ -88,7 +88,7 @@ for dtype, of_weights in ((FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (BFLOAT16, F
         torch.testing.assert_close(together(*inputs), alone(*inputs), rtol=2**-6, atol=2**-6)
     group.step_tokens = 0
 torch.cuda.synchronize()
-group.close()
+group.leave()
 """
 
 
