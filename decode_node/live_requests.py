@@ -164,9 +164,11 @@ class LiveRequests:
             request.move(RequestState.CONNECTING)
         request.peer = peer
         queue = self._queues[RequestState.CONNECTING].setdefault(peer, {})
+        is_last = not queue or _arrival(next(reversed(queue.values()))) < _arrival(request)
         queue[request.room] = request
-        in_order = sorted(queue.values(), key=_arrival)
-        self._queues[RequestState.CONNECTING][peer] = {each.room: each for each in in_order}
+        if not is_last:
+            in_order = sorted(queue.values(), key=_arrival)
+            self._queues[RequestState.CONNECTING][peer] = {each.room: each for each in in_order}
         self._set_deadline(request, deadline)
 
     def admit(self, admission: Admission, instance_id: str, deadline: float) -> None:

@@ -47,7 +47,7 @@ SampleEvent = Tokens | PrefillFinished | RequestFailed
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may be in flight. A prompt's tokens count once, for all of its samples."""
+    """What may be in flight. A prompt's tokens count once on each rank that has samples of it."""
 
     max_requests: int
     max_prompt_tokens: int

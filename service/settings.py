@@ -169,8 +169,8 @@ class NodeSettings(_Settings):
     )
     max_queued_tokens: Tokens = Field(
         64 << 20,
-        description="prompt tokens, once for all samples of a prompt, of what runs and waits; more are "
-        "answered 429, for a prefill node holds 8 bytes of each",
+        description="prompt tokens, once on a rank for all samples of a prompt, of what runs and waits; more "
+        "are answered 429, for a prefill node holds 8 bytes of each",
     )
     max_request_tokens: int = Field(
         0,
