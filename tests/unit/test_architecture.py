@@ -35,6 +35,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "starlette": ("bench/", "api/", "service/", "router/", "prefill_node/server.py", "decode_node/"),
     "uvicorn": ("bench/", "service/", "router/"),
     "transformers": ("model/", "checkpoints/", "api/text_codec.py", "bench/"),
+    "torch.distributed": ("model/rank_group.py",),
     "torch": (
         "service/engine_process.py",
         "kernels/",
@@ -126,7 +127,7 @@ def test_a_library_has_its_owners(library: str) -> None:
     strangers = [
         str(file.relative_to(ROOT))
         for module, file in sources().items()
-        if any(name.split(".")[0] == library for name in imports(module))
+        if any(f"{name}.".startswith(f"{library}.") for name in imports(module))
         and not str(file.relative_to(ROOT)).startswith(OWNERS[library])
     ]
     assert not strangers
