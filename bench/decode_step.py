@@ -404,7 +404,9 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
         device=arguments.device,
         indexer_cache_dtype=arguments.indexer_cache_dtype,
     )
-    ranks = RankGroup(place, torch.device(arguments.device), 300.0) if place.size > 1 else None
+    ranks = None
+    if place.size > 1:
+        ranks = RankGroup(place, torch.device(arguments.device), agree_secs=300.0, forward_secs=300.0)
     started = time.perf_counter()
     model = load_model(arguments.model_path, spec, arguments.device, ranks)
     load_secs = time.perf_counter() - started

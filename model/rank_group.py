@@ -2,7 +2,7 @@
 
 A rank is an engine process with its own GPU, or its share of the CPU. Ranks have the model's routed experts
 in common, so they make their forwards together: every rank calls the same operations in the same order. An
-operation in which a rank is missing fails everywhere after ``timeout_secs``, or when its connection breaks.
+operation in which a rank is missing fails everywhere when its time is up, or when the connection breaks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,17 @@ class RankGroupError(Exception):
 class RankGroup:
     """The operations of all ranks, which raise RankGroupError. One object a process."""
 
-    def __init__(self, place: RankPlace, device: torch.device, timeout_secs: float) -> None:
-        """Waits for the other ranks ``timeout_secs`` at most. Raises RankGroupError."""
+    def __init__(
+        self, place: RankPlace, device: torch.device, *, agree_secs: float, forward_secs: float
+    ) -> None:
+        """Waits for the other ranks: ``agree_secs`` at most in an agreement, ``forward_secs`` here and in a
+        forward, where a rank may compute a chunk, or compile a kernel, while others have nothing to do.
+        """
         self.rank, self.size = place.rank, place.size
         self.step_tokens = 0
         """Tokens of each rank in the forward that is made, padding included; 0: as many as are given."""
-        self._timeout_secs = timeout_secs
+        self._agree_timeout = timedelta(seconds=agree_secs)
+        self._forward_secs = forward_secs
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # one more start-up that fails where fabrics are split
@@ -45,7 +50,7 @@ class RankGroup:
                 store=dist.FileStore(place.meeting_path, place.size),  # type: ignore[attr-defined]
                 rank=place.rank,
                 world_size=place.size,
-                timeout=timedelta(seconds=timeout_secs),
+                timeout=timedelta(seconds=forward_secs),
                 device_id=device if device.type == "cuda" else None,
             )
             self.gather(torch.zeros((1, 1), device=device))  # NCCL connects with its first operation
@@ -61,7 +66,7 @@ class RankGroup:
         """What every rank said, in the order of ranks."""
         mine = torch.tensor(values, dtype=torch.int64)
         of_all = mine.new_empty(self.size * len(values))
-        self._together(lambda: _all_gather(of_all, mine))
+        self._together(lambda: _all_gather(of_all, mine, async_op=True).wait(self._agree_timeout))
         return [tuple(row) for row in of_all.view(self.size, -1).tolist()]
 
     def gather(self, x: Tensor) -> Tensor:
@@ -79,7 +84,7 @@ class RankGroup:
     @contextmanager
     def bounded_wait(self) -> Iterator[None]:
         """Around a wait for the device, which another rank may keep for ever: this process ends before."""
-        faulthandler.dump_traceback_later(self._timeout_secs, exit=True)
+        faulthandler.dump_traceback_later(self._forward_secs, exit=True)
         try:
             yield
         finally:

@@ -84,7 +84,12 @@ def run_engine_process(
             AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
             transport = choose_transport(spec)
             if place.size > 1:
-                ranks = RankGroup(place, torch.device(settings.device), settings.heartbeat_timeout_secs)
+                ranks = RankGroup(
+                    place,
+                    torch.device(settings.device),
+                    agree_secs=settings.heartbeat_timeout_secs,
+                    forward_secs=max(settings.health_timeout_secs, settings.heartbeat_timeout_secs),
+                )
             model = load_model(
                 settings.model_path,
                 spec,

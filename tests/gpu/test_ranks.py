@@ -31,7 +31,7 @@ rank, path = int(sys.argv[1]), sys.argv[2]
 device = torch.device("cuda", rank)
 torch.cuda.set_device(device)
 NUM, HIDDEN, INNER, TOP_K = 16, 512, 256, 4
-group = RankGroup(RankPlace(rank, 2, path), device, timeout_secs=60.0)
+group = RankGroup(RankPlace(rank, 2, path), device, agree_secs=60.0, forward_secs=60.0)
 assert group.agree(rank) == [(0,), (1,)]
 
 def filled(ranks, dtype):

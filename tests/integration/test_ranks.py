@@ -56,6 +56,8 @@ class Nodes:
 
     prefill: dict[int, Service]
     decode: dict[int, Service]
+    router: Service
+    """Ours, before the nodes of two ranks."""
     rooms: Iterator[int]
 
     def ask(self, num_prefill: int, num_decode: int, token_ids: list[int], flag: bool | str) -> list[int]:
@@ -95,8 +97,9 @@ def nodes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         size: decode_service(checkpoint, directory, f"decode-{size}", [*DECODE, "--dp-size", str(size)])
         for size in (1, 2)
     }
-    with running([*prefill.values(), *decode.values()]):
-        yield Nodes(prefill, decode, itertools.count(1))
+    router = router_service([prefill[2]], [decode[2]], directory, ["--policy", "cache_aware"])
+    with running([*prefill.values(), *decode.values(), router]):
+        yield Nodes(prefill, decode, router, itertools.count(1))
 
 
 @pytest.mark.I5
@@ -168,6 +171,29 @@ def test_samples_of_one_prompt_go_to_all_ranks(nodes: Nodes) -> None:
         )
     assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
     assert len({tuple(sample["output_ids"]) for sample in answers[1].json()}) == 1
+
+
+def test_what_a_rank_has_cached_is_found_again(nodes: Nodes) -> None:
+    prompts = [f"{number}: " + "all that was said so far, " * 24 for number in range(4)]
+    for num_before in range(3):
+        for prompt in prompts:
+            answer = generate(nodes.router.url, text=prompt)
+            assert answer.status_code == 200, answer.text
+            assert (answer.json()["meta_info"]["cached_tokens"] > 0) is (num_before > 0), (prompt, num_before)
+
+
+def test_the_numbers_of_a_node_are_sums_over_its_ranks(nodes: Nodes) -> None:
+    def loads() -> list[dict[str, Any]]:
+        found = httpx.get(f"{nodes.router.url}/status", timeout=10).json()["nodes"]
+        assert [node["load_trouble"] for node in found] == ["", ""]
+        return [node["load"] for node in found]
+
+    wait_until(lambda: all(len(load["ranks"]) == 2 for load in loads()), 30, "every rank's numbers")
+    for load, pools in zip(loads(), [{"kv"}, {"host", "device", "index"}], strict=True):
+        assert [rank["rank"] for rank in load["ranks"]] == [0, 1]
+        assert set(load["pools"]) == pools
+        for pool, use in load["pools"].items():
+            assert use["total"] == sum(rank["pools"][pool]["total"] for rank in load["ranks"]) > 0
 
 
 @pytest.mark.I5

@@ -24,7 +24,8 @@ from vocabulary import RankPlace
 fix_arithmetic()
 rank, size, path, scenario = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 CPU, NUM, HIDDEN, INNER, TOP_K = torch.device("cpu"), 7, 24, 18, 3
-group = RankGroup(RankPlace(rank, size, path), CPU, timeout_secs=2.0 if scenario == "absent" else 60.0)
+agree_secs = 2.0 if scenario == "absent" else 60.0
+group = RankGroup(RankPlace(rank, size, path), CPU, agree_secs=agree_secs, forward_secs=60.0)
 
 def filled(ranks, is_fp8):
     experts = RoutedExperts(NUM, HIDDEN, INNER, FP8 if is_fp8 else torch.float32, CPU, ranks)
@@ -84,7 +85,7 @@ def test_experts_of_three_ranks_do_what_one_rank_does_to_the_last_bit(tmp_path: 
     ranks = [start(rank, 3, tmp_path, "together") for rank in range(3)]
     shares = []
     for process in ranks:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err
         num_equal, experts = json.loads(out)
         assert num_equal >= 12
@@ -96,6 +97,6 @@ def test_experts_of_three_ranks_do_what_one_rank_does_to_the_last_bit(tmp_path: 
 @pytest.mark.I7
 def test_a_rank_that_stands_still_is_noticed(tmp_path: Path) -> None:
     waiting, still = start(0, 2, tmp_path, "absent"), start(1, 2, tmp_path, "absent")
-    out, err = waiting.communicate(timeout=120)
+    out, err = waiting.communicate(timeout=240)
     assert "rank 0: another rank of this node has died, or stands still" in json.loads(out), err
     still.communicate(timeout=60)

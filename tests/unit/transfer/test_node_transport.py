@@ -75,6 +75,17 @@ def test_a_node_asks_for_the_memory_that_it_registers(
         transport(transfer_protocol="rdma", ib_device="mlx5_9")
 
 
+def test_the_memory_of_all_ranks_has_to_be_free(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(decode_engine, "check_host_memory", asked.append)
+    for dp_size in (1, 3):
+        settings = DecodeSettings(model_path=checkpoint.path, dp_size=dp_size)
+        decode_engine._transport(settings.of_rank(dp_size - 1), checkpoint.spec)
+    assert asked[1] == 3 * asked[0] > 0
+
+
 def test_a_decode_node_registers_and_shows_its_transport(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with (
         closing(EngineHarness(checkpoint, tmp_path)) as node,
