@@ -5,12 +5,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Several processes share the cores; with a thread pool each, the tiny matrices take many times longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # As the nodes have it (kernels.row_math.fix_arithmetic), before the first product of any test.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+# How long an example takes says nothing on a machine that is busy with others.
+hypothesis.settings.register_profile("busy machine", deadline=None)
+hypothesis.settings.load_profile("busy machine")
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,6 @@ fuzz = settings(
     max_examples=max(_NUM_INPUTS // 20, 1),
     derandomize=_ASKED is None,
     database=None,
-    deadline=None,
     print_blob=True,
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     suppress_health_check=list(HealthCheck),

@@ -144,9 +144,7 @@ class Allocator(RuleBasedStateMachine):
 
 
 TestAllocator = Allocator.TestCase
-TestAllocator.settings = settings(
-    deadline=None, derandomize=True, max_examples=60, stateful_step_count=40, print_blob=False
-)
+TestAllocator.settings = settings(derandomize=True, max_examples=60, stateful_step_count=40, print_blob=False)
 
 
 def test_a_pool_that_is_no_multiple_of_its_granularity_is_refused() -> None:

@@ -90,7 +90,6 @@ class PoolsMachine(RuleBasedStateMachine):
 
 TestPools = PoolsMachine.TestCase
 TestPools.settings = settings(
-    deadline=None,
     derandomize=True,
     max_examples=60,
     stateful_step_count=30,

@@ -320,7 +320,6 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
 TestDecodeNode = DecodeNodeMachine.TestCase
 TestDecodeNode.settings = settings(
-    deadline=None,
     derandomize=True,
     max_examples=120,
     stateful_step_count=40,

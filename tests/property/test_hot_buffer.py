@@ -403,7 +403,6 @@ def test_any_history(k_bytes: int, v_bytes: int) -> None:
     case.settings = settings(
         max_examples=25,
         stateful_step_count=30,
-        deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )

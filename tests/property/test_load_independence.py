@@ -146,7 +146,7 @@ def test_scores_are_tied_at_the_boundary(
     assert max(moved) > 100 * LOGPROB_TOLERANCE
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_prefill_in_any_chunks_pages_company_and_cache(
     checkpoint: Checkpoint, expected: dict[Prompt, Expected], data: st.DataObject
@@ -181,7 +181,7 @@ def test_prefill_in_any_chunks_pages_company_and_cache(
                 check(prompt, [token_id], [logprob], expected[prompt])
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_decode_in_any_mode_pages_company_and_retraction(
     checkpoint: Checkpoint, expected: dict[Prompt, Expected], data: st.DataObject

@@ -91,7 +91,7 @@ def running_rooms(draw: st.DrawFn) -> list[Running]:
     return rooms
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(derandomize=True, max_examples=300)
 @given(limits_strategy, running_rooms(), waiting_rooms(), st.integers(0, 30), st.integers(0, 8))
 def test_a_plan_keeps_every_bound_and_the_order(
     limits: StepLimits, running: list[Running], waiting: list[Waiting], num_pages: int, num_aux_slots: int
@@ -660,7 +660,5 @@ class LifecycleMachine(RuleBasedStateMachine):
         assert num_ended == len(self.accepted), "a request is counted twice or not at all"
 
 
-LifecycleMachine.TestCase.settings = settings(
-    deadline=None, derandomize=True, max_examples=200, stateful_step_count=50
-)
+LifecycleMachine.TestCase.settings = settings(derandomize=True, max_examples=200, stateful_step_count=50)
 TestLifecycleMachine = LifecycleMachine.TestCase

@@ -114,9 +114,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.cache.num_evictable == len(self.page_of) - len(self.leased_pages())
 
 
-PrefixCacheMachine.TestCase.settings = settings(
-    deadline=None, derandomize=True, max_examples=60, stateful_step_count=30
-)
+PrefixCacheMachine.TestCase.settings = settings(derandomize=True, max_examples=60, stateful_step_count=30)
 TestPrefixCacheMachine = PrefixCacheMachine.TestCase
 
 

@@ -503,7 +503,6 @@ def test_the_next_run_cannot_call_a_room_of_the_last_one_quiet() -> None:
 
 TestBothEnds = pytest.mark.timeout(0 if _ASKED else 600)(BothEndsMachine.TestCase)
 TestBothEnds.settings = settings(
-    deadline=None,
     derandomize=_ASKED is None,
     database=None,
     max_examples=int(_ASKED or 50),

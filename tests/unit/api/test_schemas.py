@@ -234,7 +234,7 @@ def test_derived_rooms_are_pinned() -> None:
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 5000))
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_derived_rooms_are_rooms(room: int, sample_index: int) -> None:
     assert 0 <= derive_room(room, sample_index) < 2**63
 
@@ -555,7 +555,7 @@ def test_unknown_and_harmless_fields_are_ignored() -> None:
         max_size=4,
     ),
 )
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(derandomize=True, max_examples=300)
 def test_any_json_parses_or_is_a_client_error(endpoint: Endpoint, changes: dict[str, Any]) -> None:
     with contextlib.suppress(ApiError):  # which can only be made for a client error
         parse(endpoint, **changes)

@@ -22,7 +22,7 @@ def by_definition(row: list[float], top_k: int) -> list[int]:
 
 @pytest.mark.I5
 @given(st.lists(SCORES, min_size=1, max_size=40), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_selection_has_the_one_rule(row: list[float], data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, len(row)))
     num_seen = data.draw(st.integers(0, len(row)))

@@ -63,7 +63,7 @@ def test_draws_follow_the_distribution(settings: dict[str, float], expected: lis
 
 
 @pytest.mark.I5
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(derandomize=True, max_examples=30)
 @given(seed=st.integers(-(2**63), 2**63 - 1), index=st.integers(0, 10_000), temperature=st.floats(0.01, 2))
 def test_seeded_draw_ignores_batch_neighbours(seed: int, index: int, temperature: float) -> None:
     generator = torch.Generator().manual_seed(index)

@@ -102,7 +102,7 @@ def test_every_truncation_is_refused(num_bytes: int) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(derandomize=True, deadline=None, max_examples=500)
+@settings(derandomize=True, max_examples=500)
 def test_arbitrary_bytes_raise_nothing_but_msgspec_errors(frame: bytes) -> None:
     for decoder in (messages.to_prefill_decoder, messages.to_decode_decoder):
         try:

@@ -190,7 +190,7 @@ def test_a_malformed_prefill_node_is_refused(entry: list[str]) -> None:
 _PATHS = st.sampled_from([Path("/m"), Path("a b"), Path("-odd")])
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@settings(derandomize=True, max_examples=50)
 @given(
     st.builds(
         DecodeSettings,
@@ -213,7 +213,7 @@ def test_decode_options_give_the_same_settings_again(original: DecodeSettings) -
 _URLS = st.sampled_from(["http://a:1", "http://[::1]:2"])
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@settings(derandomize=True, max_examples=50)
 @given(
     st.builds(
         RouterSettings,

@@ -19,7 +19,7 @@ from transfer.extents import (
 )
 
 extent_lists = st.lists(st.builds(Extent, st.integers(0, 500), st.integers(1, 40)), max_size=12)
-quick = settings(deadline=None, derandomize=True, max_examples=100)
+quick = settings(derandomize=True, max_examples=100)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_runs_are_contiguous_on_both_sides_and_as_long_as_can_be(
 
 
 @pytest.mark.I1
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(derandomize=True, max_examples=150)
 @given(st.data())
 def test_a_plan_moves_every_token_of_every_layer_and_no_other_byte(data: st.DataObject) -> None:
     num_layers = data.draw(st.integers(1, 3))
@@ -174,7 +174,7 @@ def test_long_ranges_are_cut_in_order() -> None:
 
 
 @pytest.mark.I8
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(derandomize=True, max_examples=150)
 @given(st.data())
 def test_slices_are_the_writes_in_order_and_none_is_long(data: st.DataObject) -> None:
     """Whatever the blocks are cut into, and however much longer than a slice a range is."""
