@@ -264,7 +264,7 @@ class PrefillPeers:
             events.append(PeerRefused(peer.address, error))
             return
         if message.instance_id != peer.found_instance_id:
-            # The socket connected again by itself. Whether the ranks are as many as before is to be looked up.
+            # The socket connected again by itself. Whether the ranks are as many as before, a look-up says.
             self._give_up(peer, f"prefill node {peer.address} was restarted", events)
             self._report_gone(peer, events)
             return

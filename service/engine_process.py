@@ -84,7 +84,12 @@ def run_engine_process(
             AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
             transport = choose_transport(spec)
             if place.size > 1:
-                ranks = RankGroup(place, torch.device(settings.device), settings.heartbeat_timeout_secs)
+                ranks = RankGroup(
+                    place,
+                    torch.device(settings.device),
+                    settings.heartbeat_timeout_secs,
+                    settings.startup_timeout_secs,
+                )
             model = load_model(
                 settings.model_path,
                 spec,
@@ -93,6 +98,8 @@ def run_engine_process(
                 lambda done, total: front.send(EngineLoading("weights", done, total)),
             )
             front.send(EngineLoading("pools and kernels"))
+            if ranks is not None:
+                ranks.meet("loaded")  # what follows runs the model, and so waits for no rank for long
             engine = make(spec, model, front, transport)
         try:
             engine.run()
