@@ -102,7 +102,7 @@ class Chaos:
         """As long as a short hiccup, or past all patience: the whole node, its front, or one engine."""
         what = self.random.choice(("node", "front", "engine"))
         secs = self.random.choice((*SHORT_STOPS_SECS, LONG_STOP_SECS))
-        may_end = self.num_ranks > 1 and what != "front"
+        may_end = self.num_ranks > 1  # the front too: ranks wake one another through it
         if may_end and node in self._spared:
             secs = min(secs, max(SHORT_STOPS_SECS))
         self._note(f"stop and wake of the {what}", node)
