@@ -118,6 +118,8 @@ class _Peer:
     client: ControlClient | None = None
     instance_id: str = ""
     """The run that was registered with; kept when it is lost, until it is known to be gone."""
+    found_instance_id: str = ""
+    """The run that the look-up found which this connection was made for."""
     instance_heard_at: float = 0.0
     """When that run was last heard, as opposed to a successor of it."""
     page_size: int = 0
@@ -261,9 +263,11 @@ class PrefillPeers:
             self._give_up(peer, error, events)
             events.append(PeerRefused(peer.address, error))
             return
-        if peer.instance_id and message.instance_id != peer.instance_id:
-            self._report_lost(peer, f"prefill node {peer.address} was restarted", events)
+        if message.instance_id != peer.found_instance_id:
+            # The socket connected again by itself. Whether the ranks are as many as before, a look-up says.
+            self._give_up(peer, f"prefill node {peer.address} was restarted", events)
             self._report_gone(peer, events)
+            return
         if peer.phase is not PeerPhase.READY or message.instance_id != peer.instance_id:
             log.info("registered with prefill node %s (instance %s)", peer.address, message.instance_id)
         peer.phase = PeerPhase.READY
@@ -339,6 +343,7 @@ class PrefillPeers:
             events.append(PeerRefused(peer.address, peer.last_error))
             return
         self.poller.register(peer.client)
+        peer.found_instance_id = info.instance_id
         peer.connected_at = now
         peer.last_error = f"no answer to the registration at {endpoint}"
         self._register(peer, now)

@@ -3,6 +3,7 @@
 A rank is an engine process with its own GPU, or its share of the CPU. Ranks have the model's routed experts
 in common, so they make their forwards together: every rank calls the same operations in the same order. An
 operation in which a rank is missing fails everywhere when its time is up, or when the connection breaks.
+What comes before, a start, takes some ranks minutes longer than others, so they meet before their first one.
 """
 
 from __future__ import annotations
@@ -31,23 +32,33 @@ class RankGroup:
     """The operations of all ranks, which raise RankGroupError. One object a process."""
 
     def __init__(
-        self, place: RankPlace, device: torch.device, *, agree_secs: float, forward_secs: float
+        self,
+        place: RankPlace,
+        device: torch.device,
+        *,
+        agree_secs: float,
+        forward_secs: float,
+        start_secs: float = 300.0,
     ) -> None:
-        """Waits for the other ranks: ``agree_secs`` at most in an agreement, ``forward_secs`` here and in a
-        forward, where a rank may compute a chunk, or compile a kernel, while others have nothing to do.
+        """Waits for the other ranks: ``start_secs`` at most here and in ``meet``, ``agree_secs`` in an
+        agreement, ``forward_secs`` in a forward, where a rank may compute a chunk, or compile a kernel, while
+        others have nothing to do.
         """
         self.rank, self.size = place.rank, place.size
         self.step_tokens = 0
         """Tokens of each rank in the forward that is made, padding included; 0: as many as are given."""
         self._agree_timeout = timedelta(seconds=agree_secs)
         self._forward_secs = forward_secs
+        self._start_secs = start_secs
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # one more start-up that fails where fabrics are split
+        self._store = dist.FileStore(place.meeting_path, place.size)  # type: ignore[attr-defined]
+        self.meet("started")
         try:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=dist.FileStore(place.meeting_path, place.size),  # type: ignore[attr-defined]
+                store=self._store,
                 rank=place.rank,
                 world_size=place.size,
                 timeout=timedelta(seconds=forward_secs),
@@ -56,6 +67,19 @@ class RankGroup:
             self.gather(torch.zeros((1, 1), device=device))  # NCCL connects with its first operation
         except (RuntimeError, ValueError) as error:
             raise RankGroupError(f"rank {self.rank} does not reach the other ranks: {error}") from error
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks have done ``what``: no operation, and with more patience than one has."""
+        self._store.set(f"{what} {self.rank}", "")
+        try:
+            self._store.wait(
+                [f"{what} {rank}" for rank in range(self.size)], timedelta(seconds=self._start_secs)
+            )
+        except RuntimeError as error:
+            raise RankGroupError(
+                f"rank {self.rank} has {what}, and another rank of this node has not "
+                f"{self._start_secs:g} s later; see its log, or raise startup_timeout_secs"
+            ) from error
 
     def share_of(self, num_experts: int) -> range:
         """The experts of this rank."""

@@ -89,6 +89,7 @@ def run_engine_process(
                     torch.device(settings.device),
                     agree_secs=settings.heartbeat_timeout_secs,
                     forward_secs=max(settings.health_timeout_secs, settings.heartbeat_timeout_secs),
+                    start_secs=settings.startup_timeout_secs,
                 )
             model = load_model(
                 settings.model_path,
@@ -98,6 +99,8 @@ def run_engine_process(
                 lambda done, total: front.send(EngineLoading("weights", done, total)),
             )
             front.send(EngineLoading("pools and kernels"))
+            if ranks is not None:
+                ranks.meet("loaded")  # what follows runs the model, and so waits for no rank for long
             engine = make(spec, model, front, transport)
         try:
             engine.run()

@@ -17,7 +17,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from protocol.access import WILDCARD_HOSTS, PeerList, exposure
 from vocabulary import MAX_RANKS
 
-Port = Annotated[int, Field(ge=0, le=65535)]
+MAX_PORT = 65535
+Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
 TokensOrFree = Annotated[int, Field(ge=0, le=1 << 40)]
 RouterPolicy = Literal["round_robin", "least_loaded", "cache_aware"]
@@ -265,6 +266,20 @@ class PrefillSettings(NodeSettings):
         if self.control_port == 0:
             return settings
         return settings.model_copy(update={"control_port": self.control_port + rank})
+
+    @model_validator(mode="after")
+    def _ranks_have_control_ports(self) -> Self:
+        # The engines would notice, but only once the model is loaded.
+        if self.control_port == 0:
+            return self
+        last = self.control_port + self.dp_size - 1
+        what = f"control_port {self.control_port} with dp_size {self.dp_size} takes the ports up to {last}"
+        if last > MAX_PORT:
+            raise ValueError(f"{what}, and the last one there is is {MAX_PORT}; choose a lower control_port")
+        for name in ("port", "bootstrap_port"):
+            if self.control_port <= getattr(self, name) <= last:
+                raise ValueError(f"{what}, and {name} {getattr(self, name)} is among them; choose another")
+        return self
 
     @property
     def short_prompt_tokens(self) -> int:

@@ -161,14 +161,10 @@ def pool_usage(node: Service) -> float:
     )
 
 
-def engine_pid(node: Service) -> int:
-    """The child of the front that is the engine: the one with the most memory."""
+def engine_pids(node: Service) -> list[int]:
+    """The engines among the front's children, in order of ranks; the other child is multiprocessing's own."""
     children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
-
-    def resident_pages(pid: str) -> int:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-
-    return int(max(children, key=resident_pages))
+    return sorted(int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text())
 
 
 def generate(url: str, *, timeout_secs: float = 60, **change: Any) -> httpx.Response:

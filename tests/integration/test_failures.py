@@ -22,7 +22,7 @@ from tests.integration.harness import (
     Deployment,
     Service,
     deployment,
-    engine_pid,
+    engine_pids,
     generate,
     is_idle,
     pool_usage,
@@ -186,7 +186,7 @@ def test_sigterm_stops_every_service_with_status_0(nodes: Deployment) -> None:
     """The last test, because it stops one service of each kind."""
     wait_until(lambda: generate(nodes.url).status_code == 200, 40, "service")
     stopped = (nodes.prefill[0], nodes.decode[0])
-    engines = [engine_pid(node) for node in stopped]
+    engines = [engine_pids(node)[0] for node in stopped]
     assert [service.stop() for service in (*stopped, nodes.router)] == [0, 0, 0]
     for engine in engines:
         wait_until(lambda engine=engine: not Path(f"/proc/{engine}").exists(), 10, "engine gone")  # type: ignore[misc]

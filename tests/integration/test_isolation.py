@@ -23,7 +23,7 @@ from tests.integration.harness import (
     Service,
     decode_service,
     deployment,
-    engine_pid,
+    engine_pids,
     generate,
     is_idle,
     pool_usage,
@@ -187,7 +187,7 @@ def test_health_does_not_depend_on_the_peer(stranger: Service) -> None:
 
 def test_an_engine_that_hangs_fails_health_and_one_that_dies_ends_the_node(stranger: Service) -> None:
     """The last test of this node."""
-    engine = engine_pid(stranger)
+    engine = engine_pids(stranger)[0]
     os.kill(engine, signal.SIGSTOP)
     wait_until(
         lambda: httpx.get(stranger.url + "/health", timeout=5).status_code == 503, 20, "/health at 503"

@@ -26,6 +26,7 @@ from tests.integration.harness import (
     Service,
     decode_service,
     deployment,
+    engine_pids,
     generate,
     is_empty,
     pool_usage,
@@ -42,13 +43,6 @@ RANKS = ("--dp-size", "2")
 PREFILL = ("--page-size", "16", "--chunked-prefill-size", "230", "--kv-pool-tokens", "8192")
 DECODE = ("--page-size", "16", "--device-buffer-size", "80", "--device-pool-tokens", "2048")
 HEARTBEATS = ("--heartbeat-interval-secs", "2")
-
-
-def rank_pids(node: Service) -> list[int]:
-    """The engines, in order of ranks; the front's other child is multiprocessing's own, and small."""
-    children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
-    pages = {int(pid): int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in children}
-    return sorted(pid for pid in pages if pages[pid] * os.sysconf("SC_PAGE_SIZE") > 100 << 20)
 
 
 @dataclass(frozen=True)
@@ -251,7 +245,7 @@ def test_the_loss_of_a_rank_ends_the_node_and_its_next_run_serves(
         for each in clients:
             each.start()
         wait_until(lambda: len(answers) >= 3, 100, "answers")
-        os.kill(rank_pids(lost)[1], number)
+        os.kill(engine_pids(lost)[1], number)
         assert lost.process is not None
         assert lost.process.wait(60) == 1, "a supervisor is to start it again"
         over.set()

@@ -432,9 +432,10 @@ def test_what_became_of_a_room_is_said_again_when_its_connection_broke(fate: Wri
 
 @pytest.mark.I1
 def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
-    """A refused look-up, given only when the next run of the prefill node is registered, is about the last.
+    """A refused look-up, given only when the next run of the prefill node answers, is about the last.
 
-    Taken for the end of the new run, it would free slots in time to which that run still writes.
+    Taken for the end of the new run, it would free slots in time to which that run still writes. Only another
+    look-up finds that one.
     """
     world = World(1)
     try:
@@ -453,13 +454,14 @@ def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
         assert world.decode.lookups.pending
         world.start_prefill(address, control_port)
         new_run = world.prefill[address].instance_id
-        for _ in range(4):
+        again = Generate("again", 2, 2, SamplingParams(1), address.host, address.port)
+        world.decode.front.inbox.append(world.generate(again, (1, 2)))
+        for answers_lookups in (False, False, True, True, True, True):
             network.deliver_all()
             world.turn_prefill(world.prefill[address])
             network.deliver_all()
-            world.turn_decode(answers_lookups=False)
-        assert decode.peers.instance_id(address) == new_run
-        world.turn_decode()
+            world.pass_time(1.0, late_bytes_land=False)
+            world.turn_decode(answers_lookups=answers_lookups)
         assert decode.peers.may_entrust(address, world.now)
         assert decode.peers.instance_id(address) == new_run
     finally:

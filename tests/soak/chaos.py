@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -11,11 +12,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import TimeoutExpired
 
-from tests.integration.harness import Service
+from tests.integration.harness import Service, engine_pids, wait_until
+from tests.soak.resources import processes_of
 
 SPARED_AFTER_SECS = 240.0
 """The survivors are back, and warm, five minutes after the start."""
+SHORT_STOPS_SECS = (0.5, 3.0)
+LONG_STOP_SECS = 15.0
+"""Past all patience of the peers, and of a node's other ranks."""
+END_SECS = 10.0
+"""For a node of several ranks to notice that one of them stood still, and to end."""
 
 
 @dataclass
@@ -23,26 +31,41 @@ class Chaos:
     """One event after the other, in the thread that calls ``run``, until ``over`` is set.
 
     After ``SPARED_AFTER_SECS`` the ``survivors`` among the nodes are only stopped and woken: whoever lives on
-    among dying peers is watched for what it does not give back.
+    among dying peers is watched for what it does not give back. A node whose ``num_ranks`` is above 1 ends
+    when a rank stands still for long, so a survivor's stops are short then.
     """
 
     nodes: Sequence[Service]
     survivors: Sequence[Service]
     random: random.Random
     over: threading.Event
+    num_ranks: int = 1
     events: Counter[str] = field(default_factory=Counter)
     process_groups: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._spared: Sequence[Service] = ()
 
     def run(self) -> None:
         self.process_groups |= {node.pid for node in self.nodes}
         spared_at = time.monotonic() + SPARED_AFTER_SECS
         while not self.over.wait(self.random.uniform(2.0, 8.0)):
             (event,) = self.random.choices(
-                (self._kill, self._kill_engine, self._kill_two, self._stop_and_wake, self._restart),
-                (4, 1, 1, 2, 1),
+                (
+                    self._kill,
+                    self._kill_engine,
+                    self._kill_front,
+                    self._kill_two,
+                    self._stop_and_wake,
+                    self._restart,
+                ),
+                (4, 1, 1, 1, 3, 1),
             )
-            spared = self.survivors if time.monotonic() > spared_at and event != self._stop_and_wake else ()
-            event(self.random.choice([node for node in self.nodes if node not in spared]))
+            self._spared = self.survivors if time.monotonic() > spared_at else ()
+            may_be_spared = event == self._stop_and_wake
+            event(
+                self.random.choice([node for node in self.nodes if may_be_spared or node not in self._spared])
+            )
 
     def _kill(self, node: Service) -> None:
         self._note("kill -9", node)
@@ -51,11 +74,20 @@ class Chaos:
         self._start(node)
 
     def _kill_engine(self, node: Service) -> None:
-        """The front is to notice and to leave."""
-        self._note("kill -9 of the engine", node)
-        os.kill(engine_pid(node), signal.SIGKILL)
+        """Of any rank. The front is to notice, to end the other ranks, and to leave."""
+        self._note("kill -9 of an engine", node)
+        os.kill(self.random.choice(engine_pids(node)), signal.SIGKILL)
         assert node.process is not None
-        node.process.wait(60)
+        assert node.process.wait(60) == 1
+        self._start(node)
+
+    def _kill_front(self, node: Service) -> None:
+        """The engines are to end with it."""
+        self._note("kill -9 of the front", node)
+        assert node.process is not None
+        node.process.kill()
+        node.process.wait()
+        wait_until(lambda: not living({node.pid}), 30, f"the engines of {node.name} end")
         self._start(node)
 
     def _kill_two(self, node: Service) -> None:
@@ -67,11 +99,34 @@ class Chaos:
         self._start(node, other)
 
     def _stop_and_wake(self, node: Service) -> None:
-        """As long as a short hiccup, or past all patience of the peers."""
-        self._note("stop and wake", node)
-        node.signal_group(signal.SIGSTOP)
-        self.over.wait(self.random.choice((0.5, 3.0, 15.0)))
-        node.signal_group(signal.SIGCONT)
+        """As long as a short hiccup, or past all patience: the whole node, its front, or one engine."""
+        what = self.random.choice(("node", "front", "engine"))
+        secs = self.random.choice((*SHORT_STOPS_SECS, LONG_STOP_SECS))
+        may_end = self.num_ranks > 1  # the front too: ranks wake one another through it
+        if may_end and node in self._spared:
+            secs = min(secs, max(SHORT_STOPS_SECS))
+        self._note(f"stop and wake of the {what}", node)
+        stopped = {
+            "node": lambda: [pid for pid, _, _ in processes_of({node.pid})],
+            "front": lambda: [node.pid],
+            "engine": lambda: [self.random.choice(engine_pids(node))],
+        }[what]()
+        _signal(stopped, signal.SIGSTOP)
+        self.over.wait(secs)
+        _signal(stopped, signal.SIGCONT)
+        if may_end:
+            self._start_again_if_it_ends(node)
+
+    def _start_again_if_it_ends(self, node: Service) -> None:
+        """As a supervisor does it."""
+        assert node.process is not None
+        try:
+            status = node.process.wait(END_SECS)
+        except TimeoutExpired:
+            return
+        self._note(f"ended with status {status} after a stop", node)
+        assert status == 1
+        self._start(node)
 
     def _restart(self, node: Service) -> None:
         """As an operator does it: SIGTERM, and requests in flight have some time."""
@@ -90,14 +145,10 @@ class Chaos:
         self.events[f"{event}: {node.name}"] += 1
 
 
-def engine_pid(node: Service) -> int:
-    """The child of the front that has the most memory."""
-    children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
-
-    def resident_pages(pid: str) -> int:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-
-    return int(max(children, key=resident_pages))
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # the node ended meanwhile
+            os.kill(pid, number)
 
 
 def living(process_groups: set[int]) -> list[str]:

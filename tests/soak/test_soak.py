@@ -9,8 +9,10 @@ process, shared memory, temporary file or listening socket is left.
 Every process's memory, descriptors and threads are recorded. From the fifth minute on one node of each kind
 is spared what kills, so that it is there for long enough to show that it stays flat.
 
-SOAK_SECS, SOAK_CLIENTS and SOAK_SEED in the environment; the summary goes to standard output and, as JSON, to
-SOAK_REPORT, with the series and their picture beside it.
+With SOAK_RANKS above 1 every node has so many ranks.
+
+SOAK_SECS, SOAK_RANKS, SOAK_CLIENTS and SOAK_SEED in the environment; the summary goes to standard output and,
+as JSON, to SOAK_REPORT, with the series and their picture beside it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import contextlib
 import json
 import os
 import random
+import socket
 import tempfile
 import threading
 import time
@@ -48,6 +51,7 @@ from tests.soak.load import Load, Prompt, body_of
 from tests.soak.resources import Recorder, listening, plot
 
 SECS = float(os.environ.get("SOAK_SECS", "120"))
+NUM_RANKS = int(os.environ.get("SOAK_RANKS", "1"))
 NUM_CLIENTS = int(os.environ.get("SOAK_CLIENTS", "24"))
 REPORT = Path(os.environ.get("SOAK_REPORT", "bench/out/soak.json"))
 
@@ -58,6 +62,7 @@ NUM_SAMPLES = 360
 """Of a process that lives throughout, at most one a second."""
 
 NODE_OPTIONS = [
+    *("--dp-size", str(NUM_RANKS)),
     *("--heartbeat-interval-secs", "3", "--room-timeout-secs", "30"),
     *("--transfer-timeout-secs", "10", "--quarantine-secs", "5"),
 ]
@@ -74,7 +79,7 @@ def test_soak(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     nodes = services(tiny_checkpoint("v32"), tmp_path)
     over = threading.Event()
     survivors = [nodes.prefill[0], nodes.decode[0]]
-    chaos = Chaos([*nodes.prefill, *nodes.decode], survivors, random.Random(seed), over)
+    chaos = Chaos([*nodes.prefill, *nodes.decode], survivors, random.Random(seed), over, NUM_RANKS)
     recorder = Recorder(nodes.services, max(1.0, SECS / NUM_SAMPLES))
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as scratch:  # short: of an ipc socket's path
@@ -104,6 +109,7 @@ def test_soak(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     summary: dict[str, Any] = {
         "seed": seed,
         "secs": round(time.monotonic() - started),
+        "ranks": NUM_RANKS,
         "clients": NUM_CLIENTS,
         "requests": dict(sorted(load.outcomes.items())),
         "tokens": load.num_tokens,
@@ -132,7 +138,7 @@ def test_soak(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
 
 
 def services(checkpoint: Path, directory: Path) -> Deployment:
-    same_port = ["--control-port", str(free_port())]
+    same_port = ["--control-port", str(first_of_free_ports(NUM_RANKS))]
     prefill = [
         prefill_service(checkpoint, directory, "prefill-0", [*NODE_OPTIONS, *same_port]),
         prefill_service(checkpoint, directory, "prefill-1", NODE_OPTIONS),
@@ -158,6 +164,16 @@ def services(checkpoint: Path, directory: Path) -> Deployment:
     for node in decode:
         node.env["CANARY_REPORT"] = str(directory / f"{node.name}-canaries.json")
     return Deployment(prefill, decode, router)
+
+
+def first_of_free_ports(num_ports: int) -> int:
+    """In a row: a port for each rank."""
+    while True:
+        first = free_port()
+        with contextlib.suppress(OSError), contextlib.ExitStack() as sockets:
+            for port in range(first + 1, first + num_ports):
+                sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 def answers_before(nodes: Deployment) -> dict[Prompt, list[int]]:

@@ -17,7 +17,7 @@ from decode_node.prefill_peers import InstanceGone, PeerEvent, PeerLost, PeerRea
 from decode_node.request import PeerAddress, Request, RequestState
 from protocol.bootstrap import BootstrapInfo, RankInfo
 from protocol.channels import ControlServer
-from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Register, Registered, Room
+from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Refused, Register, Registered, Room
 from protocol.polling import Poller
 from tests.unit.protocol.examples import GEOMETRY
 from vocabulary import HisparseFlag, SamplingParams
@@ -29,11 +29,13 @@ HOST, PORT = "prefill", 8998
 class RanksOfPrefill:
     """Control sockets of the ranks, and what the node's bootstrap endpoint says of them."""
 
-    def __init__(self, stack: ExitStack, num_ranks: int, run: str) -> None:
+    def __init__(self, stack: ExitStack, num_ranks: int, run: str, first_port: int = 0) -> None:
         self.run = run
         self.controls = [
-            stack.enter_context(closing(ControlServer("127.0.0.1", 0))) for _ in range(num_ranks)
+            stack.enter_context(closing(ControlServer("127.0.0.1", 0 if rank else first_port)))
+            for rank in range(num_ranks)
         ]
+        self.registered: set[bytes] = set()
 
     def info(self) -> BootstrapInfo:
         ranks = tuple(
@@ -56,9 +58,12 @@ class RanksOfPrefill:
             for identity, message in control.receive():
                 match message:
                     case Register():
+                        self.registered.add(identity)
                         control.send(identity, Registered(PROTOCOL_VERSION, instance_id, GEOMETRY))
-                    case Heartbeat(seq):
+                    case Heartbeat(seq) if identity in self.registered:
                         control.send(identity, HeartbeatAck(seq, instance_id))
+                    case Heartbeat():
+                        control.send(identity, Refused("register first", permanent=False))
 
 
 class Lookups:
@@ -156,6 +161,29 @@ def test_a_node_that_comes_back_with_fewer_ranks(peers: PrefillPeers, lookups: L
         }
         assert peers.address_for(HOST, PORT, 1) == ranks[0]
         assert "1 ranks now" in peers.last_error(ranks[1])
+
+
+def test_a_node_that_comes_back_with_more_ranks_behind_the_same_control_port(
+    peers: PrefillPeers, lookups: Lookups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the peer is suspected: the socket connects again by itself, and the node may be another now."""
+    monkeypatch.setattr("decode_node.liveness.SUSPECT_AFTER_HEARTBEATS", 1e9)
+    with ExitStack() as stack:
+        lookups.node = RanksOfPrefill(stack, 1, "before")
+        ranks = [PeerAddress(HOST, PORT, rank) for rank in range(2)]
+        poll_until(peers, lookups.node, {ranks[0]}, lambda _: peers.num_registered == 1)
+        (control,) = lookups.node.controls
+        control.close()
+        lookups.node = RanksOfPrefill(stack, 2, "after", control.port)
+        events = poll_until(
+            peers,
+            lookups.node,
+            {ranks[0]},
+            lambda events: PeerReady(ranks[0], "after-0") in events,
+        )
+        assert events.index(RanksChanged((HOST, PORT))) < events.index(PeerReady(ranks[0], "after-0"))
+        assert InstanceGone("before-0") in events
+        assert peers.address_for(HOST, PORT, 1) == ranks[1]
 
 
 @pytest.mark.parametrize("state", [RequestState.CONNECTING, RequestState.WAITING])

@@ -9,11 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from model.rank_group import RankGroup, RankGroupError
+from vocabulary import RankPlace
 
 REPO = Path(__file__).parents[3]
 PROGRAM = """
 import json
 import sys
+import time
 import torch
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.row_math import fix_arithmetic
@@ -24,8 +29,11 @@ from vocabulary import RankPlace
 fix_arithmetic()
 rank, size, path, scenario = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 CPU, NUM, HIDDEN, INNER, TOP_K = torch.device("cpu"), 7, 24, 18, 3
-agree_secs = 2.0 if scenario == "absent" else 60.0
-group = RankGroup(RankPlace(rank, size, path), CPU, agree_secs=agree_secs, forward_secs=60.0)
+PATIENCE_SECS = 60.0 if scenario == "together" else 2.0
+FORWARD_SECS = PATIENCE_SECS if scenario == "late" else 60.0
+if scenario == "late" and rank == 1:
+    time.sleep(2 * PATIENCE_SECS)
+group = RankGroup(RankPlace(rank, size, path), CPU, agree_secs=PATIENCE_SECS, forward_secs=FORWARD_SECS)
 
 def filled(ranks, is_fp8):
     experts = RoutedExperts(NUM, HIDDEN, INNER, FP8 if is_fp8 else torch.float32, CPU, ranks)
@@ -44,6 +52,12 @@ def tokens_of(rank, number):
     weights = torch.rand((count, TOP_K), generator=drawn)
     return torch.randn((count, HIDDEN), generator=drawn), scores.topk(TOP_K).indices, weights
 
+if scenario == "late":
+    if rank == 0:
+        time.sleep(2 * PATIENCE_SECS)
+    group.meet("loaded")
+    print(json.dumps(group.agree(rank)))
+    sys.exit()
 if scenario == "absent":
     if rank == 0:
         try:
@@ -100,3 +114,17 @@ def test_a_rank_that_stands_still_is_noticed(tmp_path: Path) -> None:
     out, err = waiting.communicate(timeout=240)
     assert "rank 0: another rank of this node has died, or stands still" in json.loads(out), err
     still.communicate(timeout=60)
+
+
+def test_a_rank_may_take_longer_to_start_and_to_load_than_an_operation_takes(tmp_path: Path) -> None:
+    ranks = [start(rank, 2, tmp_path, "late") for rank in range(2)]
+    for process in ranks:
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+        assert json.loads(out) == [[0], [1]]
+
+
+def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
+    place = RankPlace(1, 2, str(tmp_path / "meeting"))
+    with pytest.raises(RankGroupError, match=r"rank 1 has started, and another rank .* has not 0\.1 s later"):
+        RankGroup(place, torch.device("cpu"), agree_secs=60.0, forward_secs=60.0, start_secs=0.1)

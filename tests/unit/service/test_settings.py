@@ -98,6 +98,23 @@ def test_what_is_missing_is_named() -> None:
         load_settings(DecodeSettings, {})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"control_port": "8995", "dp_size": "4"}, "ports up to 8998, and bootstrap_port 8998 is among them"),
+        ({"control_port": "30000"}, "ports up to 30000, and port 30000 is among them"),
+        ({"control_port": "65530", "dp_size": "8"}, "ports up to 65537, and the last one there is is 65535"),
+    ],
+)
+def test_control_ports_of_all_ranks_are_checked_before_the_model_is_loaded(
+    options: dict[str, str], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings(PrefillSettings, {**MODEL, **options})
+    of_rank = load_settings(PrefillSettings, {**MODEL, "control_port": "8994", "dp_size": "4"}).of_rank(3)
+    assert of_rank.control_port == 8997
+
+
 def test_a_rule_over_two_fields_is_reported() -> None:
     with pytest.raises(SettingsError, match="kv_pool_tokens 10 must be at least page_size 64"):
         load_settings(PrefillSettings, {**MODEL, "kv_pool_tokens": "10"})
