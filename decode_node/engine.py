@@ -43,8 +43,6 @@ from service.engine_messages import (
     FlushCache,
     GenerateGroup,
     ReleaseQuarantine,
-    Ring,
-    Rung,
     Shutdown,
 )
 from service.engine_process import run_engine_process
@@ -146,7 +144,9 @@ class DecodeEngine:
         )
         front.send(EngineLoading("kernels and CUDA graphs"))
         self._runner = make_runner(settings, model, self.hot_buffers)
-        self._lockstep = Lockstep(model.ranks, lambda number: front.send(Ring(number)))
+        self._lockstep = Lockstep(model.ranks)
+        if model.ranks is not None:
+            self._poller.register(model.ranks.bells)
         self._has_other_ranks = model.ranks is not None
         self._in_flight: Launched | None = None
         self._nothing_to_do_in: tuple[int, Request | None, SlotCounts] | None = None
@@ -229,12 +229,11 @@ class DecodeEngine:
                     pass  # There is no cache on this side.
                 case ReleaseQuarantine():
                     self.lifecycle.release_quarantine(message.instance_id, now)
-                case Rung():
-                    self._lockstep.rung(message.number)
                 case Shutdown():
                     self._is_stopping = True
                 case _:
                     assert_never(message)
+        self._lockstep.hear()
         for event in self.peers.poll(now, self._wanted_peers()):
             self.lifecycle.peer_event(event, now)
         self.lifecycle.expire(now)

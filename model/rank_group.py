@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from model.rank_bells import RankBells
 from vocabulary import RankPlace
 
 
@@ -54,8 +55,14 @@ class RankGroup:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # one more start-up that fails where fabrics are split
         self._store = dist.FileStore(place.meeting_path, place.size)  # type: ignore[attr-defined]
-        self.meet("started")
+        self.bells = RankBells(place)
         try:
+            self.meet("started")
+        except RankGroupError:
+            self.bells.close()
+            raise
+        try:
+            self.bells.connect()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=self._store,
@@ -65,7 +72,7 @@ class RankGroup:
                 device_id=device if device.type == "cuda" else None,
             )
             self.gather(torch.zeros((1, 1), device=device))  # NCCL connects with its first operation
-        except (RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise RankGroupError(f"rank {self.rank} does not reach the other ranks: {error}") from error
 
     def meet(self, what: str) -> None:
@@ -120,6 +127,7 @@ class RankGroup:
         """
         if self._stream is None:
             dist.destroy_process_group()
+            self.bells.close()
             return
         sys.stdout.flush()
         os._exit(0)

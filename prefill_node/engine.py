@@ -60,8 +60,6 @@ from service.engine_messages import (
     FlushCache,
     GenerateGroup,
     ReleaseQuarantine,
-    Ring,
-    Rung,
     Shutdown,
     ToEngine,
 )
@@ -160,6 +158,8 @@ class PrefillEngine:
         self._poller = Poller()
         for channel in (self._front, self._control, self._wakeup):
             self._poller.register(channel)
+        if model.ranks is not None:
+            self._poller.register(model.ranks.bells)
 
         pool = PagePool(num_pages, settings.page_size)
         self._peers = Registrations(
@@ -189,7 +189,7 @@ class PrefillEngine:
             # By then a decode node that has not said a word is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
         )
-        self._lockstep = Lockstep(model.ranks, lambda number: front.send(Ring(number)))
+        self._lockstep = Lockstep(model.ranks)
         self._has_other_ranks = model.ranks is not None
         self._is_stopping = self._has_stopped = False
         self._num_steps = 0
@@ -261,6 +261,7 @@ class PrefillEngine:
             self._on_control(identity, message, now_secs)
         for request in self._front.receive():
             self._on_front(request, now_secs)
+        self._lockstep.hear()
 
     def _on_front(self, message: ToEngine, now_secs: float) -> None:
         match message:
@@ -272,8 +273,6 @@ class PrefillEngine:
                 self._life.cache.evict(self._life.cache.num_evictable)
             case ReleaseQuarantine():
                 pass  # Only a decode node has landing zones.
-            case Rung():
-                self._lockstep.rung(message.number)
             case Shutdown():
                 self._is_stopping = True
             case _:

@@ -77,16 +77,22 @@ class Wakeup:
         self._sender.close()
 
 
+class HasFileno(Protocol):
+    """What else can become readable, such as a Wakeup."""
+
+    def fileno(self) -> int: ...
+
+
 class Poller:
-    """Waits for any of several channels. Register the channel objects above, or a Wakeup."""
+    """Waits for any of several channels."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
 
-    def register(self, channel: HasSocket | Wakeup) -> None:
+    def register(self, channel: HasSocket | HasFileno) -> None:
         self._poller.register(_pollable(channel), zmq.POLLIN)
 
-    def unregister(self, channel: HasSocket | Wakeup) -> None:
+    def unregister(self, channel: HasSocket | HasFileno) -> None:
         self._poller.unregister(_pollable(channel))
 
     def wait(self, timeout_secs: float) -> bool:
@@ -94,5 +100,5 @@ class Poller:
         return bool(self._poller.poll(round(timeout_secs * 1000)))
 
 
-def _pollable(channel: HasSocket | Wakeup) -> zmq.Socket[bytes] | int:
-    return channel.fileno() if isinstance(channel, Wakeup) else channel.socket
+def _pollable(channel: HasSocket | HasFileno) -> zmq.Socket[bytes] | int:
+    return channel.socket if hasattr(channel, "socket") else channel.fileno()

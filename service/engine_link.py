@@ -31,8 +31,6 @@ from service.engine_messages import (
     PrefillFinished,
     ReleaseQuarantine,
     RequestFailed,
-    Ring,
-    Rung,
     Shutdown,
     Tokens,
 )
@@ -348,10 +346,6 @@ class EngineLink:
             case EngineStats():
                 rank.note(message)
                 self._on_stats(rank.rank, message)
-            case Ring():
-                for other in self.ranks:
-                    if other is not rank:
-                        other.put(Rung(message.number))
             case Tokens() | PrefillFinished() | RequestFailed():
                 self._dispatch(message)
             case _:

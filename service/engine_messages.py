@@ -65,13 +65,7 @@ class ReleaseQuarantine(Struct, frozen=True, tag="release_quarantine"):
     instance_id: str
 
 
-class Rung(Struct, frozen=True, tag="rung"):
-    """Another rank of this node waits in the agreement ``number`` (``service.lockstep``)."""
-
-    number: int
-
-
-ToEngine = GenerateGroup | Abort | FlushCache | ReleaseQuarantine | Rung | Shutdown
+ToEngine = GenerateGroup | Abort | FlushCache | ReleaseQuarantine | Shutdown
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
@@ -211,13 +205,7 @@ class EngineStats(Struct, frozen=True, tag="stats"):
     quarantine: tuple[QuarantinedRun, ...] = ()
 
 
-class Ring(Struct, frozen=True, tag="ring"):
-    """To be passed on to all other ranks, as ``Rung``."""
-
-    number: int
-
-
-FromEngine = EngineLoading | EngineReady | Ring | Tokens | PrefillFinished | RequestFailed | EngineStats
+FromEngine = EngineLoading | EngineReady | Tokens | PrefillFinished | RequestFailed | EngineStats
 
 encoder = Encoder()
 to_engine_decoder: TypedDecoder[ToEngine] = TypedDecoder(ToEngine)

@@ -1,14 +1,13 @@
 """When the ranks of a node make a forward together, and how large it is.
 
 While any rank has work, all agree before every forward, so that none is missing in it. When none has, none
-says anything: each waits for its own messages. The first that gets work rings for the others, through the
-front, and waits for them in the agreement. Rings carry the agreement's number: one that comes late, when the
-agreement it was for has been made, is for nothing.
+says anything: each waits for its own messages. The first that gets work rings for the others, and waits for
+them in the agreement. Rings carry the agreement's number: one that comes late, when the agreement it was for
+has been made, is for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from model.rank_group import RankGroup
@@ -27,17 +26,17 @@ class NodeStep:
 class Lockstep:
     """One rank's part in it. A node of one rank agrees with itself."""
 
-    def __init__(self, ranks: RankGroup | None, ring: Callable[[int], None]) -> None:
-        """``ring(number)``: have ``rung(number)`` called in all other ranks, soon."""
+    def __init__(self, ranks: RankGroup | None) -> None:
         self._ranks = ranks
-        self._ring = ring
         self._number = 0
         self._is_rung = False
         self.is_together = False
         """The last agreement was a forward: the next one is due without a ring."""
 
-    def rung(self, number: int) -> None:
-        self._is_rung |= number == self._number
+    def hear(self) -> None:
+        """Take in what other ranks have rung. Before ``is_due`` and ``agree``."""
+        if self._ranks is not None:
+            self._is_rung |= self._number in self._ranks.bells.heard()
 
     @property
     def is_due(self) -> bool:
@@ -55,7 +54,7 @@ class Lockstep:
         if not self.is_due:
             if not has_news:
                 return NodeStep(0)
-            self._ring(self._number)
+            self._ranks.bells.ring(self._number)
         said = self._ranks.agree(num_tokens, is_split, is_stopping)
         self._number += 1
         self._is_rung = False

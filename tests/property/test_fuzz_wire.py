@@ -33,8 +33,6 @@ from service.engine_messages import (
     ReleaseQuarantine,
     RequestFailed,
     RequestStats,
-    Ring,
-    Rung,
     Shutdown,
     Tokens,
     pack_token_ids,
@@ -67,12 +65,10 @@ TO_ENGINE = (
     Abort("r"),
     FlushCache(),
     ReleaseQuarantine("inst"),
-    Rung(7),
     Shutdown(),
 )
 FROM_ENGINE = (
     EngineLoading("weights", 7, 9),
-    Ring(7),
     EngineReady(100, 100, 50, "10.0.0.1:7", "inst", msgspec.msgpack.encode(GEOMETRY)),
     Tokens("r", (1,), (TokenLogprob(1, -0.5, ((1, -0.5), (2, -2.0))),), FinishReason.STOP, 2, _STATS),
     PrefillFinished("r", 10, 4, 1000, 0.5),

@@ -70,6 +70,14 @@ if scenario == "absent":
     sys.stdin.read()  # neither an answer nor an end
     sys.exit()
 assert group.agree(rank, 5) == [(each, 5) for each in range(size)]
+assert group.bells.heard() == []
+group.agree(0)
+if rank == 0:
+    group.bells.ring(7)
+    group.bells.ring(8)
+group.agree(0)  # which is over when all have come here: what was rung before is heard
+assert group.bells.heard() == ([] if rank == 0 else [7, 8])
+assert group.bells.heard() == []
 num_equal = 0
 for is_fp8 in (False, True):
     together, alone = filled(group, is_fp8), filled(None, is_fp8)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from model.rank_bells import RankBells
 from model.rank_group import RankGroup
 from service.lockstep import Lockstep, NodeStep
 
@@ -31,10 +32,27 @@ class Meeting:
         return said
 
 
+class Bells(RankBells):
+    def __init__(self) -> None:
+        self.num_rings = 0
+        self.rings: list[int] = []
+        self.others_inboxes: list[queue.SimpleQueue[int | str]] = []
+
+    def ring(self, number: int) -> None:
+        self.num_rings += 1
+        for inbox in self.others_inboxes:
+            inbox.put(number)
+
+    def heard(self) -> list[int]:
+        rings, self.rings = self.rings, []
+        return rings
+
+
 class Group(RankGroup):
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size, self.step_tokens = rank, NUM_RANKS, 0
         self.num_agreements = 0
+        self.bells: Bells = Bells()
         self._meeting = meeting
 
     def agree(self, *values: int) -> list[tuple[int, ...]]:
@@ -49,18 +67,16 @@ class Rank:
     number: int
     group: Group
     inbox: queue.SimpleQueue[int | str] = field(default_factory=queue.SimpleQueue)
-    others: list[Rank] = field(default_factory=list)
     steps: list[NodeStep] = field(default_factory=list)
-    num_rings: int = 0
 
     def __post_init__(self) -> None:
-        self.lockstep = Lockstep(self.group, self._ring)
+        self.lockstep = Lockstep(self.group)
+        self.bells: Bells = self.group.bells
         self.thread = threading.Thread(target=self.run)
 
-    def _ring(self, number: int) -> None:
-        self.num_rings += 1
-        for other in self.others:
-            other.inbox.put(number)
+    def hear(self, number: int) -> None:
+        self.bells.rings.append(number)
+        self.lockstep.hear()
 
     def run(self) -> None:
         num_left, is_stopping = 0, False
@@ -73,7 +89,7 @@ class Rank:
                         message = self.inbox.get_nowait()
                     match message:
                         case int():
-                            self.lockstep.rung(message)
+                            self.hear(message)
                         case "work":
                             num_left += 3
                         case _:
@@ -94,7 +110,7 @@ def make_ranks() -> list[Rank]:
     meeting = Meeting()
     ranks = [Rank(number, Group(number, meeting)) for number in range(NUM_RANKS)]
     for rank in ranks:
-        rank.others = [other for other in ranks if other is not rank]
+        rank.bells.others_inboxes = [other.inbox for other in ranks if other is not rank]
     return ranks
 
 
@@ -122,7 +138,7 @@ def test_nobody_agrees_while_all_are_idle() -> None:
     ranks = make_ranks()
     for rank in ranks:
         assert rank.lockstep.agree(0) == NodeStep(0)
-        assert rank.group.num_agreements == rank.num_rings == 0
+        assert rank.group.num_agreements == rank.bells.num_rings == 0
 
 
 def test_a_ring_for_an_agreement_that_was_made_is_for_nothing() -> None:
@@ -131,7 +147,7 @@ def test_a_ring_for_an_agreement_that_was_made_is_for_nothing() -> None:
         threading.Thread(target=rank.lockstep.agree, args=(number,))
         for number, rank in enumerate(ranks[1:], 1)
     ]
-    ranks[0].lockstep.rung(0)
+    ranks[0].hear(0)
     for thread in threads:
         thread.start()
     assert ranks[0].lockstep.agree(0) == NodeStep(2)
@@ -144,12 +160,13 @@ def test_a_ring_for_an_agreement_that_was_made_is_for_nothing() -> None:
     assert ranks[0].lockstep.agree(0) == NodeStep(0)
     for thread in threads:
         thread.join(MEETING_SECS)
-    ranks[0].lockstep.rung(0)
-    ranks[0].lockstep.rung(1)
+    ranks[0].hear(0)
+    ranks[0].hear(1)
     assert not ranks[0].lockstep.is_due
 
 
 def test_a_node_of_one_rank_asks_nobody() -> None:
-    lockstep = Lockstep(None, lambda number: pytest.fail("there is nobody to ring for"))
+    lockstep = Lockstep(None)
+    lockstep.hear()
     assert lockstep.agree(5, is_split=True) == NodeStep(5, is_split=True)
     assert lockstep.agree(0, is_stopping=True).is_last

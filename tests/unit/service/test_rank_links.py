@@ -14,8 +14,6 @@ from service.engine_messages import (
     Generate,
     GenerateGroup,
     RequestFailed,
-    Ring,
-    Rung,
     ToEngine,
     Tokens,
 )
@@ -100,10 +98,8 @@ def test_a_prompt_counts_for_each_rank_that_holds_it_until_all_is_said() -> None
     link.require_place(1, 20)
 
 
-def test_a_ring_reaches_all_other_ranks() -> None:
+def test_a_flush_reaches_all_ranks() -> None:
     link = make_link(by_room)
-    link._handle(link.ranks[1], Ring(17))
-    assert sent(link) == [[Rung(17)], [], [Rung(17)]]
     link.flush_cache()
     assert sent(link) == [[FlushCache()]] * 3
 
