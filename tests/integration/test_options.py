@@ -79,6 +79,7 @@ def test_encrypted_control_bfloat16_kv_and_policies(
         assert generate()["output_ids"] == dense["output_ids"]
 
 
+@pytest.mark.slow
 def test_fp8_items_give_the_same_tokens_in_both_modes(
     tiny_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

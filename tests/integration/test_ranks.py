@@ -38,7 +38,7 @@ from tests.integration.harness import (
 
 NUM_NEW_TOKENS = 12
 NUM_CONCURRENT = 12
-LENGTHS = (1, 36, 38, 64, 129, 200, 257, 300, 450)
+LENGTHS = (1, 36, 38, 129, 200, 257, 300, 450)
 RANKS = ("--dp-size", "2")
 PREFILL = ("--page-size", "16", "--chunked-prefill-size", "230", "--kv-pool-tokens", "8192")
 DECODE = ("--page-size", "16", "--device-buffer-size", "80", "--device-pool-tokens", "2048")
@@ -106,7 +106,8 @@ def test_tokens_are_the_oracles_on_any_ranks(nodes: Nodes, checkpoint: Path) -> 
     flags: tuple[bool | str, ...] = (True, False, "auto")
     with closing(Oracle(checkpoint, prompts, NUM_NEW_TOKENS)) as oracle:
         expected = oracle.tokens
-    jobs = list(itertools.product((1, 2), (1, 2), range(len(prompts)), flags))
+    pairs = list(itertools.product((1, 2), (1, 2), range(len(prompts))))
+    jobs = [(*pair, flags[number % len(flags)]) for number, pair in enumerate(pairs)]
     drawn.shuffle(jobs)
 
     def answer(job: tuple[int, int, int, bool | str]) -> list[int]:

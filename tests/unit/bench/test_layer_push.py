@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from bench.layer_push_report import draw, print_report
 
 
+@pytest.mark.slow
 def test_the_quick_run_reports_every_setting(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.layer_push", "--quick", "--no-pair", "--out", str(tmp_path)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
