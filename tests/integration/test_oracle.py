@@ -202,7 +202,7 @@ def in_turn(shift: int) -> Callable[[int], bool | str]:
     return lambda number: FLAGS[(number + shift) % len(FLAGS)]
 
 
-@pytest.mark.parametrize("subject", SAMPLE, indirect=True)
+@pytest.mark.parametrize("subject", SAMPLE[:1], indirect=True)  # of GLM in the full matrix
 def test_alone(subject: Subject) -> None:
     check_pass(subject, in_turn(0), num_concurrent=1, warm=False)
 
