@@ -147,7 +147,6 @@ class DecodeEngine:
         self._lockstep = Lockstep(model.ranks)
         if model.ranks is not None:
             self._poller.register(model.ranks.bells)
-        self._has_other_ranks = model.ranks is not None
         self._in_flight: Launched | None = None
         self._nothing_to_do_in: tuple[int, Request | None, SlotCounts] | None = None
         self._has_launched = False
@@ -286,7 +285,7 @@ class DecodeEngine:
         except torch.AcceleratorError:
             raise  # nothing works on this device any more: the engine ends, and the front with it
         except Exception as error:
-            if self._has_other_ranks:
+            if self._lockstep.has_others:
                 raise  # they wait for this rank in the middle of the model
             self._settle()
             self._fail_step(batch, error)

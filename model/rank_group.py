@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -90,8 +89,7 @@ class RankGroup:
 
     def share_of(self, num_experts: int) -> range:
         """The experts of this rank."""
-        bounds = [num_experts * rank // self.size for rank in range(self.size + 1)]
-        return [range(first, end) for first, end in pairwise(bounds)][self.rank]
+        return range(num_experts * self.rank // self.size, num_experts * (self.rank + 1) // self.size)
 
     def agree(self, *values: int) -> list[tuple[int, ...]]:
         """What every rank said, in the order of ranks."""

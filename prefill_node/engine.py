@@ -190,7 +190,6 @@ class PrefillEngine:
             grace_secs=settings.heartbeat_timeout_secs,
         )
         self._lockstep = Lockstep(model.ranks)
-        self._has_other_ranks = model.ranks is not None
         self._is_stopping = self._has_stopped = False
         self._num_steps = 0
         self._last_stats_secs = 0.0
@@ -369,7 +368,7 @@ class PrefillEngine:
         except torch.AcceleratorError:
             raise  # nothing works on this device any more: the engine ends, and the front with it
         except Exception as error:  # out of memory, a bad argument: this batch fails, the node serves on
-            if self._has_other_ranks:
+            if self._lockstep.has_others:
                 raise  # they wait for this rank in the middle of the model
             self._fail_batch(batch, error)
             return True

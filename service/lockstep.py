@@ -33,6 +33,11 @@ class Lockstep:
         self.is_together = False
         """The last agreement was a forward: the next one is due without a ring."""
 
+    @property
+    def has_others(self) -> bool:
+        """Other ranks are in the middle of the model wherever this one is."""
+        return self._ranks is not None
+
     def hear(self) -> None:
         """Take in what other ranks have rung. Before ``is_due`` and ``agree``."""
         if self._ranks is not None:

@@ -18,7 +18,7 @@ from decode_node.request import PeerAddress, Request, RequestState
 from protocol.bootstrap import BootstrapInfo, RankInfo
 from protocol.channels import ControlServer
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Refused, Register, Registered, Room
-from protocol.polling import Poller
+from tests.unit.decode_node.peers_support import make_peers
 from tests.unit.protocol.examples import GEOMETRY
 from vocabulary import HisparseFlag, SamplingParams
 
@@ -92,17 +92,7 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> Lookups:
 
 @pytest.fixture
 def peers(lookups: Lookups) -> Iterator[PrefillPeers]:
-    made = PrefillPeers(
-        node_id="decode",
-        session="127.0.0.1:1",
-        transfer_protocol="tcp",
-        geometry=GEOMETRY,
-        regions=(),
-        heartbeat_interval_secs=0.05,
-        heartbeat_timeout_secs=60.0,
-        poller=Poller(),
-    )
-    with closing(made):
+    with closing(make_peers()) as made:
         yield made
 
 

@@ -26,7 +26,7 @@ from protocol.bootstrap import (
 )
 from protocol.channels import ControlAddressError, ControlKeys, ControlServer
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Register, Registered
-from protocol.polling import Poller
+from tests.unit.decode_node.peers_support import make_peers
 from tests.unit.protocol.examples import GEOMETRY
 
 pytestmark = pytest.mark.I7
@@ -106,21 +106,6 @@ def keys() -> ControlKeys:
 def prefill(keys: ControlKeys) -> Iterator[PrefillNode]:
     with closing(PrefillNode(keys)) as node:
         yield node
-
-
-def make_peers(keys: ControlKeys | None, allowed: PeerList | None = None) -> PrefillPeers:
-    return PrefillPeers(
-        node_id="decode",
-        session="127.0.0.1:1",
-        transfer_protocol="tcp",
-        geometry=GEOMETRY,
-        regions=(),
-        heartbeat_interval_secs=0.05,
-        heartbeat_timeout_secs=60.0,
-        poller=Poller(),
-        keys=keys,
-        allowed=allowed,
-    )
 
 
 def poll_until(
