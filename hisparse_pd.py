@@ -62,6 +62,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
 
 _NO_SETTINGS = frozenset(("parser", "command", "config", "json"))
 _SET_BY_PAIR = frozenset(("prefill", "decode", "advertise_host", "control_port"))
+_SET_BY_PAIR |= {"nnodes", "node_rank", "dist_init_addr"}  # a pair is on this machine
 _ROUTER_ONLY_IN_PAIR = frozenset(("host", "port"))  # the nodes of a pair stay on loopback
 
 

@@ -20,11 +20,17 @@ MAX_RANKS = 64
 
 
 class RankPlace(Struct, frozen=True):
-    """One engine process of a node of ``size``, which meet in the file ``meeting_path``."""
+    """One engine process of a node of ``size``.
+
+    They meet in the file ``meeting_path`` or, when the node has several machines, at the address
+    ``meeting_host`` and the port ``meeting_port`` of rank 0's.
+    """
 
     rank: int = 0
     size: int = 1
     meeting_path: str = ""
+    meeting_host: str = ""
+    meeting_port: int = 0
 
 
 class CheckpointError(ValueError):

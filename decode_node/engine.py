@@ -380,7 +380,7 @@ def _transport(settings: DecodeSettings, spec: ModelSpec) -> Transport:
     # A device pool whose size is not known yet is on a GPU, and takes no main memory.
     totals = make_limits(settings, spec, settings.device_pool_tokens).totals
     num_bytes = num_host_bytes(spec, totals, settings.page_size, device)
-    check_host_memory(num_bytes * settings.dp_size)  # no rank has its pools before all have been here
+    check_host_memory(num_bytes * len(settings.ranks_here))  # no rank has its pools before all have been here
     return choose_transport(
         settings.transfer_protocol,
         settings.ib_device,

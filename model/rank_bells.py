@@ -1,65 +1,71 @@
-"""How the ranks of a node wake each other up: a datagram a ring, straight from engine to engine.
+"""How the ranks of a node wake each other up: a message a ring, straight from engine to engine.
 
-Neither who rings nor who hears waits, and nobody is between them. The sockets have names in the directory
-where the ranks meet, which may be gone once they are connected.
+Neither who rings nor who hears waits, and nobody is between them.
 """
 
 from __future__ import annotations
 
-import socket
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 
-from vocabulary import RankPlace
+import zmq
 
 _NUMBER = struct.Struct("<q")
+_MAX_FRAME_BYTES = 1024
+"""ZMQ's greetings are larger than a ring."""
+_MAX_RINGS = 64
+"""That wait for a rank; of those that it hears late the last ones are enough."""
 
 
 class RankBells:
     """One rank's bell, which others ring, and what it rings theirs by."""
 
-    def __init__(self, place: RankPlace) -> None:
-        """To be heard, once ``connect`` was called in the others. Raises OSError."""
-        self._place = place
-        self._own = _bell()
-        self._own.bind(_path(place, place.rank))
-        self._others: list[socket.socket] = []
+    def __init__(self, endpoint: str) -> None:
+        """``endpoint``: of ZMQ, to bind; a port may be ``*``. Raises OSError."""
+        self.socket = _socket(zmq.PULL)
+        self._others: list[zmq.Socket[bytes]] = []
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.socket.close()
+            raise OSError(error.errno, f"cannot listen at {endpoint}: {error}") from error
+        self.endpoint: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Where others ring."""
 
-    def connect(self) -> None:
-        """Once all ranks have their bells. Raises OSError."""
-        for rank in range(self._place.size):
-            if rank != self._place.rank:
-                self._others.append(_bell())
-                self._others[-1].connect(_path(self._place, rank))
-
-    def fileno(self) -> int:
-        """Readable when another rank has rung."""
-        return self._own.fileno()
+    def connect(self, others: Mapping[int, str]) -> None:
+        """``others``: the endpoints of the other ranks."""
+        for endpoint in others.values():
+            bell = _socket(zmq.PUSH)
+            bell.connect(endpoint)
+            self._others.append(bell)
 
     def ring(self, number: int) -> None:
         """Have the other ranks hear ``number``; one that is gone hears nothing."""
         for bell in self._others:
-            with suppress(OSError):
-                bell.send(_NUMBER.pack(number))
+            with suppress(zmq.Again):
+                bell.send(_NUMBER.pack(number), zmq.NOBLOCK)
 
     def heard(self) -> list[int]:
         """What other ranks have rung since the last call."""
         numbers: list[int] = []
-        with suppress(BlockingIOError):
-            while True:
-                numbers += _NUMBER.unpack(self._own.recv(_NUMBER.size))
+        with suppress(zmq.Again):
+            while len(numbers) < _MAX_RINGS:
+                frame = self.socket.recv(zmq.NOBLOCK)
+                if len(frame) == _NUMBER.size:
+                    numbers += _NUMBER.unpack(frame)
         return numbers
 
     def close(self) -> None:
-        for bell in (self._own, *self._others):
+        for bell in (self.socket, *self._others):
             bell.close()
 
 
-def _bell() -> socket.socket:
-    bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    bell.setblocking(False)
+def _socket(kind: int) -> zmq.Socket[bytes]:
+    bell: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    bell.setsockopt(zmq.LINGER, 0)
+    bell.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+    bell.setsockopt(zmq.IPV6, 1)
+    bell.setsockopt(zmq.SNDHWM, _MAX_RINGS)
+    bell.setsockopt(zmq.RCVHWM, _MAX_RINGS)
     return bell
-
-
-def _path(place: RankPlace, rank: int) -> str:
-    return f"{place.meeting_path}-bell-{rank}"

@@ -9,9 +9,10 @@ What comes before, a start, takes some ranks minutes longer than others, so they
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.rank_bells import RankBells
+from protocol.names import interface_of, own_address_towards
 from vocabulary import RankPlace
 
 
@@ -51,17 +53,20 @@ class RankGroup:
         self._forward_secs = forward_secs
         self._start_secs = start_secs
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # one more start-up that fails where fabrics are split
-        self._store = dist.FileStore(place.meeting_path, place.size)  # type: ignore[attr-defined]
-        self.bells = RankBells(place)
         try:
-            self.meet("started")
+            own_address = _use_network(place)
+            self._store = _open_store(place, start_secs)
+            self.bells = RankBells(_bell_of(place, own_address))
+        except (OSError, RuntimeError) as error:
+            raise RankGroupError(f"rank {self.rank} finds no other rank: {error}") from error
+        try:
+            bells = self.meet("started", self.bells.endpoint)
+            self.bells.connect({rank: bell for rank, bell in bells.items() if rank != self.rank})
         except RankGroupError:
             self.bells.close()
             raise
         try:
-            self.bells.connect()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=self._store,
@@ -74,18 +79,33 @@ class RankGroup:
         except (OSError, RuntimeError, ValueError) as error:
             raise RankGroupError(f"rank {self.rank} does not reach the other ranks: {error}") from error
 
-    def meet(self, what: str) -> None:
-        """Wait until all ranks have done ``what``: no operation, and with more patience than one has."""
-        self._store.set(f"{what} {self.rank}", "")
+    def meet(self, what: str, word: str = "") -> dict[int, str]:
+        """Wait until all ranks have done ``what``: no operation, and with more patience than one has.
+
+        Returns the ``word`` of each rank.
+        """
+        keys = {rank: f"{what} {rank}" for rank in range(self.size)}
         try:
-            self._store.wait(
-                [f"{what} {rank}" for rank in range(self.size)], timedelta(seconds=self._start_secs)
-            )
+            self._store.set(keys[self.rank], word)
+            self._store.wait(list(keys.values()), timedelta(seconds=self._start_secs))
+            return {rank: self._store.get(key).decode() for rank, key in keys.items()}
         except RuntimeError as error:
             raise RankGroupError(
                 f"rank {self.rank} has {what}, and another rank of this node has not "
                 f"{self._start_secs:g} s later; see its log, or raise startup_timeout_secs"
             ) from error
+
+    def check_same(self, mine: Mapping[str, object]) -> None:
+        """Raises RankGroupError where another rank has other values of these settings."""
+        of_all = self.meet("been configured", json.dumps(mine, sort_keys=True))
+        for rank, word in of_all.items():
+            theirs = json.loads(word)
+            for name, value in json.loads(of_all[self.rank]).items():
+                if theirs.get(name) != value:
+                    raise RankGroupError(
+                        f"{name} is {value!r} on rank {self.rank} and {theirs.get(name)!r} on rank {rank}; "
+                        "start the node with the same settings and the same release on all machines"
+                    )
 
     def share_of(self, num_experts: int) -> range:
         """The experts of this rank."""
@@ -149,6 +169,37 @@ class RankGroup:
             raise RankGroupError(
                 f"rank {self.rank}: another rank of this node has died, or stands still: {error}"
             ) from error
+
+
+def _use_network(place: RankPlace) -> str:
+    """The address of this rank's machine, on the interface that gloo and NCCL are told to use."""
+    if not place.meeting_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+        return ""
+    address = own_address_towards(place.meeting_host)
+    if (interface := interface_of(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    return address
+
+
+def _open_store(place: RankPlace, start_secs: float) -> Any:
+    """Where ranks leave words for each other before they are connected: a file, or with rank 0."""
+    if not place.meeting_host:
+        return dist.FileStore(place.meeting_path, place.size)  # type: ignore[attr-defined]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        place.meeting_host,
+        place.meeting_port,
+        is_master=place.rank == 0,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=start_secs),
+    )
+
+
+def _bell_of(place: RankPlace, own_address: str) -> str:
+    if not own_address:
+        return f"ipc://{place.meeting_path}-bell-{place.rank}"
+    return f"tcp://[{own_address}]:*" if ":" in own_address else f"tcp://{own_address}:*"
 
 
 # torch 2.13 has new names for both, and warns of the old ones.

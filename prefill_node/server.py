@@ -104,14 +104,15 @@ def create_bootstrap_app(settings: PrefillSettings, front: Front) -> Starlette:
 def bootstrap_info(settings: PrefillSettings, ready: Sequence[EngineReady]) -> BootstrapInfo:
     """``ready``: what the engine of each rank said."""
     endpoints = [of_rank.control_endpoint.rpartition(":") for of_rank in ready]
+    hosts = [host.strip("[]") for host, _, _ in endpoints]
     ranks = [
-        RankInfo(of_rank.instance_id, int(port))
-        for of_rank, (_, _, port) in zip(ready, endpoints, strict=True)
+        RankInfo(of_rank.instance_id, int(port), host if host != hosts[0] else "")
+        for of_rank, host, (_, _, port) in zip(ready, hosts, endpoints, strict=True)
     ]
     return BootstrapInfo(
         protocol_version=PROTOCOL_VERSION,
         instance_id=ranks[0].instance_id,
-        control_host=endpoints[0][0].strip("[]"),
+        control_host=hosts[0],
         control_port=ranks[0].control_port,
         geometry=_geometry_decoder.decode(ready[0].geometry),
         curve=settings.control_key_file is not None,

@@ -49,10 +49,14 @@ _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """One rank of a prefill node, which has a control socket of its own."""
+    """One rank of a prefill node, which has a control socket of its own.
+
+    ``control_host``: of a rank on another machine than the first one's; empty: where that one is.
+    """
 
     instance_id: Name
     control_port: Annotated[int, Meta(ge=1, le=65535)]
+    control_host: Annotated[str, Meta(max_length=MAX_HOST_CHARS)] = ""
 
 
 class BootstrapInfo(msgspec.Struct, frozen=True):
@@ -81,7 +85,12 @@ class BootstrapInfo(msgspec.Struct, frozen=True):
         if not self.ranks:
             return self
         own = self.ranks[rank]
-        return msgspec.structs.replace(self, instance_id=own.instance_id, control_port=own.control_port)
+        return msgspec.structs.replace(
+            self,
+            instance_id=own.instance_id,
+            control_host=own.control_host or self.control_host,
+            control_port=own.control_port,
+        )
 
     def control_endpoint(self, bootstrap_host: str) -> str:
         host = self.control_host_for(bootstrap_host)
@@ -163,9 +172,9 @@ def look_up(
 ) -> BootstrapInfo:
     """Ask a prefill node for its control address; call it in a thread, for it blocks.
 
-    LOOKUP_TIMEOUT_SECS for all of it: names, connections, a whole answer. The answer's ``control_host`` is an
-    address: whoever connects to it needs no resolver. With ``allowed`` it is of the list, as is the one that
-    is asked.
+    LOOKUP_TIMEOUT_SECS for all of it: names, connections, a whole answer. The answer's control hosts are
+    addresses: whoever connects to them needs no resolver. With ``allowed`` they are of the list, as is the
+    one that is asked.
 
     Raises BootstrapLookupError, with what was asked and what came.
     """
@@ -200,7 +209,13 @@ def look_up(
         control_host = address  # it answers there; another of the name may be another machine's
     else:
         control_host = _addresses(asked, info.control_host, allowed, deadline)[0]
-    return msgspec.structs.replace(info, control_host=control_host)
+    hosts = {rank.control_host for rank in info.ranks if rank.control_host}
+    address_of = {host: _addresses(asked, host, allowed, deadline)[0] for host in hosts}
+    ranks = tuple(
+        msgspec.structs.replace(rank, control_host=address_of.get(rank.control_host, ""))
+        for rank in info.ranks
+    )
+    return msgspec.structs.replace(info, control_host=control_host, ranks=ranks)
 
 
 def parse_info(body: bytes, asked: str) -> BootstrapInfo:
@@ -211,8 +226,10 @@ def parse_info(body: bytes, asked: str) -> BootstrapInfo:
         raise BootstrapLookupError(
             f"{asked}: no bootstrap information: {type(error).__name__}: {error}"
         ) from error
-    if info.control_host not in _WILDCARD_HOSTS and not is_host(info.control_host):
-        raise BootstrapLookupError(f"{asked}: control host {info.control_host!r} is no name and no address")
+    of_ranks = {rank.control_host for rank in info.ranks if rank.control_host}
+    for host in of_ranks | {info.control_host}.difference(_WILDCARD_HOSTS):
+        if not is_host(host) or host in _WILDCARD_HOSTS:
+            raise BootstrapLookupError(f"{asked}: control host {host!r} is no name and no address")
     if info.protocol_version != PROTOCOL_VERSION:
         raise BootstrapLookupError(
             f"{asked}: protocol version {info.protocol_version}, this node speaks {PROTOCOL_VERSION}; "

@@ -126,6 +126,46 @@ def _limit(sock: zmq.Socket[bytes]) -> None:
     sock.setsockopt(zmq.SNDHWM, SEND_HWM)
 
 
+class Guard:
+    """Lets none but holders of the key, at allowed addresses, connect to server sockets of one context."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: ControlKeys | None,
+        allowed: PeerList | None,
+        refused: Counter[str],
+    ) -> None:
+        """Before a socket of the context binds. ``refused`` counts who was turned away, by reason."""
+        self._keys = keys
+        self._zap: ZapHandler | None = None
+        if keys is not None or allowed:
+            public_key = keys.public if keys is not None else None
+            self._zap = ZapHandler(context, allowed or PeerList(), public_key, refused)
+
+    def protect(self, sock: zmq.Socket[bytes]) -> None:
+        """Before it binds."""
+        if self._zap is not None:
+            sock.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        if self._keys is not None:
+            sock.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+            sock.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+            sock.setsockopt(zmq.CURVE_SERVER, 1)
+
+    def join(self) -> None:
+        """After the context was terminated."""
+        if self._zap is not None:
+            self._zap.join()
+
+
+def prove_key(sock: zmq.Socket[bytes], keys: ControlKeys | None) -> None:
+    """Before a client's socket connects to one that a ``Guard`` protects."""
+    if keys is not None:
+        sock.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+
+
 class ControlServer:
     """The prefill node's control socket (ROUTER). A peer is named by the identity ZMQ gives its connection.
 
@@ -138,19 +178,12 @@ class ControlServer:
     ) -> None:
         self._context = zmq.Context()
         self._inbox: _Inbox[ToPrefill] = _Inbox(messages.to_prefill_decoder)
-        self._zap: ZapHandler | None = None
+        self._guard = Guard(self._context, keys, allowed, self.dropped)
         self.socket = self._context.socket(zmq.ROUTER)
         _limit(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.IPV6, ":" in host)
-        if keys is not None or allowed:
-            public_key = keys.public if keys is not None else None
-            self._zap = ZapHandler(self._context, allowed or PeerList(), public_key, self.dropped)
-            self.socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        if keys is not None:
-            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-            self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._guard.protect(self.socket)
         address = f"[{host}]" if ":" in host else host
         self.socket.bind(f"tcp://{address}:{port or '*'}")
         endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -185,8 +218,7 @@ class ControlServer:
     def close(self) -> None:
         self.socket.close(linger=_FAREWELL_MILLISECS)
         self._context.term()
-        if self._zap is not None:
-            self._zap.join()
+        self._guard.join()
 
 
 class ControlClient:
@@ -205,10 +237,7 @@ class ControlClient:
         _limit(self.socket)
         self.socket.setsockopt(zmq.IPV6, "[" in endpoint)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if keys is not None:
-            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
-            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        prove_key(self.socket, keys)
         try:
             self.socket.connect(endpoint)
         except zmq.ZMQError as error:

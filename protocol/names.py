@@ -6,14 +6,21 @@ moves the messages of all connections, so that one name server that does not ans
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import queue
 import socket
+import struct
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 from protocol.access import parse_address
 
 MAX_ADDRESSES = 8
+_ANY_PORT = 9
+_SIOCGIFADDR = 0x8915
 _MAX_THREADS = 16
 _free_threads = threading.BoundedSemaphore(_MAX_THREADS)
 """A name server that does not answer holds a thread for up to a minute, whoever waits for it."""
@@ -43,6 +50,42 @@ def resolve(host: str, deadline: float) -> list[str]:
     if isinstance(answer, Exception):
         raise answer
     return answer
+
+
+def own_address_towards(address: str) -> str:
+    """The address of this machine that connections to ``address`` come from. Raises OSError without a route.
+
+    Nothing is sent.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, _ANY_PORT))
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with this IPv4 or IPv6 address of this machine; None: it is not found (Linux)."""
+    ip = ipaddress.ip_address(address)
+    if ip.is_loopback:
+        return "lo"
+    if ip.version == 6:
+        return _interface_with_ipv6(ip.packed.hex())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
+
+
+def _interface_with_ipv6(digits: str) -> str | None:
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            own, *_, name = line.split()
+            if own == digits:
+                return name
+    return None
 
 
 def _ask(host: str, answers: queue.SimpleQueue[list[str] | Exception]) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from protocol.access import WILDCARD_HOSTS, PeerList, exposure
+from protocol.access import WILDCARD_HOSTS, PeerList, exposure, is_host
 from vocabulary import MAX_RANKS
 
 MAX_PORT = 65535
@@ -52,6 +52,14 @@ class HisparsePolicy(StrEnum):
     AUTO = "auto"
     ALWAYS = "always"
     NEVER = "never"
+
+
+_OF_ONE_MACHINE = {
+    *("node_rank", "dist_init_addr", "host", "port", "bootstrap_port", "control_port", "advertise_host"),
+    *("model_path", "served_model_name", "control_key_file", "api_key_file", "allowed_peers"),
+    *("device", "ib_device", "num_threads", "log_level"),
+}
+"""Settings that may differ between the machines of a node."""
 
 
 class _Settings(BaseModel):
@@ -100,6 +108,21 @@ class NodeSettings(_Settings):
         le=MAX_RANKS,
         description="ranks: engine processes of this node, each with its own requests, pools and GPU, from "
         "--device on, and with its share of the routed experts. Sizes of pools and batches are a rank's",
+    )
+    nnodes: int = Field(
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="machines that the ranks are on, as many on each; the node is started on every one of "
+        "them, with the same settings",
+    )
+    node_rank: int = Field(
+        0, ge=0, lt=MAX_RANKS, description="which of --nnodes machines this is; 0 has the HTTP port"
+    )
+    dist_init_addr: str = Field(
+        "",
+        description="HOST:PORT of machine 0 where the ranks of several machines meet; the ports behind it "
+        "are taken too, one a rank and front",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="dtype of weights and activations; auto: float32 on cpu, else the checkpoint's"
@@ -193,15 +216,61 @@ class NodeSettings(_Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _machines_have_ranks(self) -> Self:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank {self.node_rank} must be below nnodes {self.nnodes}")
+        if self.dp_size % self.nnodes != 0:
+            raise ValueError(
+                f"dp_size {self.dp_size} must be a multiple of nnodes {self.nnodes}: the ranks of all "
+                "machines together, as many on each"
+            )
+        if (self.nnodes > 1) != bool(self.dist_init_addr):
+            raise ValueError(
+                f"nnodes {self.nnodes} with dist_init_addr {self.dist_init_addr!r}: a node of several "
+                "machines needs both, one of a single machine neither"
+            )
+        if self.dist_init_addr:
+            host, port = self.meeting
+            if not is_host(host) or host in WILDCARD_HOSTS:
+                raise ValueError(f"dist_init_addr {self.dist_init_addr!r}: expected HOST:PORT of a machine")
+            if not 1 <= port <= MAX_PORT - self.dp_size:
+                raise ValueError(
+                    f"dist_init_addr {self.dist_init_addr!r}: the port must be from 1 to "
+                    f"{MAX_PORT - self.dp_size}, for dp_size {self.dp_size} ports behind it are taken, too"
+                )
+        return self
+
+    @property
+    def meeting(self) -> tuple[str, int]:
+        """Host and port of ``dist_init_addr``; the port is 0 where none is given."""
+        host, _, port = self.dist_init_addr.rpartition(":")
+        return host.strip("[]"), int(port) if port.isascii() and port.isdecimal() and len(port) < 6 else 0
+
+    def ranks_of(self, machine: int) -> range:
+        """The ranks of the machine with that ``node_rank``."""
+        num_each = self.dp_size // self.nnodes
+        return range(machine * num_each, (machine + 1) * num_each)
+
+    @property
+    def ranks_here(self) -> range:
+        return self.ranks_of(self.node_rank)
+
     def of_rank(self, rank: int) -> Self:
-        """The settings of one rank's engine: its GPU, or its share of the CPU."""
+        """The settings of the engine of one of ``ranks_here``: its GPU, or its share of the CPU."""
         if self.dp_size == 1:
             return self
         kind, _, first = self.device.partition(":")
         if kind == "cuda":
-            return self.model_copy(update={"device": f"cuda:{int(first or 0) + rank}"})
-        num_threads = self.num_threads or max(1, (os.cpu_count() or 1) // self.dp_size)
+            number = int(first or 0) + self.ranks_here.index(rank)
+            return self.model_copy(update={"device": f"cuda:{number}"})
+        num_threads = self.num_threads or max(1, (os.cpu_count() or 1) // len(self.ranks_here))
         return self.model_copy(update={"num_threads": num_threads})
+
+    @property
+    def of_all_machines(self) -> dict[str, Any]:
+        """What has to be the same on every machine of a node, by name."""
+        return self.model_dump(mode="json", exclude=_OF_ONE_MACHINE)
 
     @property
     def model_name(self) -> str:

@@ -31,7 +31,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "cuda": ("kernels/",),
     "triton": ("kernels/",),
     "sgl_kernel": ("kernels/",),
-    "zmq": ("protocol/", "service/engine_sockets.py", "doctor/channel.py"),
+    "zmq": ("protocol/", "model/rank_bells.py", "service/engine_sockets.py", "doctor/channel.py"),
     "starlette": ("bench/", "api/", "service/", "router/", "prefill_node/server.py", "decode_node/"),
     "uvicorn": ("bench/", "service/", "router/"),
     "transformers": ("model/", "checkpoints/", "api/text_codec.py", "bench/"),

@@ -26,7 +26,7 @@ from service.settings_sources import load_settings
 Object = dict[str, Any]
 
 KUBERNETES = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"
-OVERLAYS = ("base", "overlays/gpu", "overlays/rdma")
+OVERLAYS = ("base", "overlays/gpu", "overlays/rdma", "overlays/machines")
 SECRET_FILES = ("control.key", "clients.keys", "nodes.keys")
 MODELS: dict[str, type[BaseModel]] = {
     "prefill": PrefillSettings,
@@ -36,6 +36,11 @@ MODELS: dict[str, type[BaseModel]] = {
 ROUTER_PATHS = {"/health", "/readiness", "/metrics", *PAGE_PATHS}
 NODE_PATHS = {"/health", "/liveness", "/metrics"}
 """What a probe may ask for: no API key is needed there."""
+
+CUSTOM_KINDS = ("PodMonitor", "LeaderWorkerSet")
+
+OF_GROUPS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "decode-0.decode"}
+"""What the controller of LeaderWorkerSets tells the pods of a group."""
 
 END_SECS = 20.0
 """What a service takes after its drain at most: last answers, the engine's end, the transport's."""
@@ -111,8 +116,23 @@ def _of_kind(objects: list[Object], *kinds: str) -> list[Object]:
 
 def _workloads(objects: list[Object]) -> dict[str, Object]:
     found = {item["metadata"]["name"]: item for item in _of_kind(objects, "StatefulSet", "Deployment")}
+    found |= {
+        item["metadata"]["name"]: _of_first_machines(item) for item in _of_kind(objects, "LeaderWorkerSet")
+    }
     assert set(found) == set(MODELS)
     return found
+
+
+def _of_first_machines(groups: Object) -> Object:
+    """A LeaderWorkerSet as the StatefulSet of its groups' first pods, which its controller makes of it."""
+    template = groups["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+    spec = {
+        "template": template,
+        "selector": {"matchLabels": template["metadata"]["labels"]},
+        "serviceName": groups["metadata"]["name"],
+        "replicas": groups["spec"]["replicas"],
+    }
+    return groups | {"spec": spec}
 
 
 def _pod(workload: Object) -> Object:
@@ -277,11 +297,11 @@ def _settings(role: str, objects: list[Object], tmp_path: Path) -> tuple[Any, di
     workload = _workloads(objects)[role]
     container, files = _container(workload), _files_in(workload, objects)
     assert container["command"] == ["hisparse-pd"]
-    environment = {entry["name"] for entry in container["env"]}
+    environment = {entry["name"] for entry in container["env"]} | set(OF_GROUPS)
     words = []
     for word in container["args"]:
         assert set(re.findall(r"\$\((\w+)\)", word)) <= environment
-        words.append(re.sub(r"\$\(POD_IP\)", "10.0.0.7", word))
+        words.append(re.sub(r"\$\((\w+)\)", lambda name: OF_GROUPS.get(name[1], "10.0.0.7"), word))
     parser = hisparse_pd._make_parser()
     namespace, unknown = parser.parse_known_args(words)
     assert not unknown
@@ -389,7 +409,7 @@ def test_a_pod_has_the_time_that_its_service_takes_to_end(
 
 
 def test_overlays_differ_from_the_base_in_what_they_are_for(rendered: dict[str, list[Object]]) -> None:
-    base, gpu, rdma = (_workloads(rendered[overlay]) for overlay in OVERLAYS)
+    base, gpu, rdma, machines = (_workloads(rendered[overlay]) for overlay in OVERLAYS)
     for role in ("prefill", "decode"):
         limits = [_container(workloads[role])["resources"]["limits"] for workloads in (base, gpu, rdma)]
         assert [any(name.startswith("nvidia.com/gpu") for name in limit) for limit in limits] == [
@@ -398,10 +418,27 @@ def test_overlays_differ_from_the_base_in_what_they_are_for(rendered: dict[str, 
             True,
         ]
         assert [any(name.startswith("rdma/") for name in limit) for limit in limits] == [False, False, True]
+        assert "--dp-size=16" in _container(machines[role])["args"]
     assert _container(gpu["router"]) | {"image": ""} == _container(base["router"]) | {"image": ""}
     assert not _of_kind(rendered["base"], "PodMonitor")
     assert _of_kind(rendered["overlays/gpu"], "PodMonitor")
     assert _of_kind(rendered["overlays/rdma"], "PodMonitor")
+
+
+def test_all_machines_of_a_node_are_started_alike(rendered: dict[str, list[Object]]) -> None:
+    """But for what serves HTTP, which the first one does."""
+    groups = _of_kind(rendered["overlays/machines"], "LeaderWorkerSet")
+    assert {group["metadata"]["name"] for group in groups} == {"prefill", "decode"}
+    for group in groups:
+        template = group["spec"]["leaderWorkerTemplate"]
+        assert template["size"] == int(OF_GROUPS["LWS_GROUP_SIZE"])
+        assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
+        first, other = (template[name]["spec"] for name in ("leaderTemplate", "workerTemplate"))
+        of_http = ("ports", "startupProbe", "readinessProbe", "livenessProbe")
+        (container,) = first["containers"]
+        assert set(of_http) <= set(container)
+        rest = {key: value for key, value in container.items() if key not in of_http}
+        assert other == first | {"containers": [rest]}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -411,7 +448,7 @@ def test_objects_fit_the_schemas_of_kubernetes(
     if VALIDATOR is None:
         pytest.skip("no kubernetes-validate; `pip install kubernetes-validate` has the schemas with it")
     path = tmp_path / "objects.yaml"
-    known: Iterator[Object] = (item for item in rendered[overlay] if item["kind"] != "PodMonitor")
+    known: Iterator[Object] = (item for item in rendered[overlay] if item["kind"] not in CUSTOM_KINDS)
     path.write_text(yaml.safe_dump_all(known))
     done = subprocess.run([VALIDATOR, "--strict", path], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -77,9 +77,20 @@ group.agree(0)
 if rank == 0:
     group.bells.ring(7)
     group.bells.ring(8)
-group.agree(0)  # which is over when all have come here: what was rung before is heard
-assert group.bells.heard() == ([] if rank == 0 else [7, 8])
+heard = []
+while rank > 0 and len(heard) < 2:
+    assert group.bells.socket.poll(PATIENCE_SECS * 1000)
+    heard += group.bells.heard()
+assert heard == ([] if rank == 0 else [7, 8])
+group.agree(0)
 assert group.bells.heard() == []
+try:
+    group.check_same({"page_size": 64, "dtype": f"of {rank}"})
+except RankGroupError as error:
+    other = 0 if rank else 1
+    assert f"dtype is 'of {rank}' on rank {rank} and 'of {other}' on rank {other}" in str(error), str(error)
+else:
+    raise AssertionError("ranks with other settings")
 num_equal = 0
 for is_fp8 in (False, True):
     together, alone = filled(group, is_fp8), filled(None, is_fp8)

@@ -115,6 +115,40 @@ def test_control_ports_of_all_ranks_are_checked_before_the_model_is_loaded(
     assert of_rank.control_port == 8997
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nnodes": "2"}, "dp_size 1 must be a multiple of nnodes 2"),
+        ({"nnodes": "2", "dp_size": "4"}, "nnodes 2 with dist_init_addr '': .* needs both"),
+        ({"dp_size": "4", "dist_init_addr": "10.0.0.1:20000"}, "nnodes 1 with .* single machine neither"),
+        ({"node_rank": "1"}, "node_rank 1 must be below nnodes 1"),
+        *(
+            ({"nnodes": "2", "dp_size": "4", "dist_init_addr": address}, f"dist_init_addr '{shown}': {why}")
+            for address, shown, why in (
+                ("0.0.0.0:20000", r"0\.0\.0\.0:20000", "expected HOST:PORT of a machine"),
+                ("20000", "20000", "expected HOST:PORT of a machine"),
+                ("10.0.0.1", r"10\.0\.0\.1", "expected HOST:PORT of a machine"),
+                ("first:x", "first:x", "the port must be from 1 to 65531"),
+                ("first:65532", "first:65532", "the port must be from 1 to 65531"),
+            )
+        ),
+    ],
+)
+def test_machines_of_a_node_are_checked(options: dict[str, str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings(DecodeSettings, {**MODEL, **options})
+
+
+def test_each_machine_has_its_ranks_and_gpus() -> None:
+    node = {**MODEL, "nnodes": "2", "dp_size": "6", "dist_init_addr": "[fd00::1]:20000", "device": "cuda:1"}
+    first, second = (load_settings(DecodeSettings, {**node, "node_rank": rank}) for rank in ("0", "1"))
+    assert (first.ranks_here, second.ranks_here) == (range(3), range(3, 6))
+    assert first.meeting == ("fd00::1", 20000)
+    assert [second.of_rank(rank).device for rank in second.ranks_here] == ["cuda:1", "cuda:2", "cuda:3"]
+    assert first.of_all_machines == second.of_all_machines
+    assert {"dp_size", "page_size", "max_running_requests"} <= first.of_all_machines.keys()
+
+
 def test_a_rule_over_two_fields_is_reported() -> None:
     with pytest.raises(SettingsError, match="kv_pool_tokens 10 must be at least page_size 64"):
         load_settings(PrefillSettings, {**MODEL, "kv_pool_tokens": "10"})
