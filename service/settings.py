@@ -39,6 +39,10 @@ def _networks(entries: tuple[str, ...]) -> tuple[str, ...]:
 
 Networks = Annotated[tuple[str, ...], AfterValidator(_networks)]
 
+STREAMS_A_FRONT = 256
+"""A step gives each of them a token: a burst of some 10 ms for one process."""
+MAX_FRONTS = 64
+
 DRAIN_TIMEOUT = "what requests in flight have to finish after SIGTERM, in seconds; the rest is answered 503"
 
 _OPEN_API = "anybody can use its HTTP API (--api-key-file)"
@@ -100,6 +104,13 @@ class NodeSettings(_Settings):
         le=MAX_RANKS,
         description="ranks: engine processes of this node, each with its own requests, pools and GPU, from "
         "--device on, and with its share of the routed experts. Sizes of pools and batches are a rank's",
+    )
+    api_server_count: int = Field(
+        0,
+        ge=0,
+        le=MAX_FRONTS,
+        description="front processes of this node, which serve HTTP on its port together; 0: one for every "
+        f"{STREAMS_A_FRONT} requests that may run, --dp-size times --max-running-requests",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="dtype of weights and activations; auto: float32 on cpu, else the checkpoint's"
@@ -192,6 +203,12 @@ class NodeSettings(_Settings):
                 "--advertise-host"
             )
         return self
+
+    @property
+    def num_fronts(self) -> int:
+        """``api_server_count``, or its default."""
+        by_size = -(-self.dp_size * self.max_running_requests // STREAMS_A_FRONT)
+        return self.api_server_count or min(by_size, MAX_FRONTS)
 
     def of_rank(self, rank: int) -> Self:
         """The settings of one rank's engine: its GPU, or its share of the CPU."""
