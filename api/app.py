@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -44,6 +45,9 @@ VERSION = "0.1.0"
 BODY_TIMEOUT_SECS = 30.0
 """A client that has not sent its whole body by then is answered 408."""
 
+_PIECES_BETWEEN_YIELDS = 16
+"""Of an answer; a piece takes some 20 us."""
+
 _INLINE_BODY_BYTES = 1 << 16
 """Up to this size, a body is parsed at once: in a millisecond."""
 
@@ -73,6 +77,8 @@ class Front:
     control_keys: ControlKeys | None = None
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     started_at: int = field(default_factory=lambda: int(time.time()))
+    of_all_fronts: Callable[[], Awaitable[bytes]] | None = None
+    """Renders the metrics of the node; None: this is its only front."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +134,9 @@ def create_app(front: Front, handler: Handler) -> Starlette:
         "/get_model_info": _model_info,
         "/get_load": _load,
         "/v1/models": _models,
-        "/metrics": _metrics,
     }
     routes += [Route(path, _bound(answer, front), methods=["GET"]) for path, answer in information.items()]
+    routes.append(Route("/metrics", partial(_metrics, front), methods=["GET"]))
     routes.append(Route("/flush_cache", _bound(_flush_cache, front), methods=["GET", "POST"]))
     return Starlette(
         routes=routes,
@@ -191,7 +197,8 @@ class _WorkEndpoint:
             default_max_tokens=front.settings.default_max_tokens,
             max_request_tokens=front.settings.max_request_tokens,
         )
-        return Work(parsed, await plan_samples(parsed, front.codec, limits), arrived_at)
+        samples = await plan_samples(parsed, front.codec, limits, front.link.front)
+        return Work(parsed, samples, arrived_at)
 
     async def _parse(self, body: bytes) -> ApiRequest:
         arguments = (self._endpoint, body, self._front.settings.model_name, self._front.sampling_defaults)
@@ -221,11 +228,14 @@ class _Reply:
         async with aclosing(answer.rest) as pieces:
             await self._begin(200, answer.content_type)
             await self._piece(answer.body)
+            num_sent = 0
             async for piece in pieces:
                 await self._piece(piece)
+                num_sent += 1
                 # Neither a backlog nor a connection that is gone ever waits: without this, a long one would
                 # let nothing else run, not even the watch for the client's leaving.
-                await asyncio.sleep(0)
+                if num_sent % _PIECES_BETWEEN_YIELDS == 0:
+                    await asyncio.sleep(0)
         await self._piece(b"", last=True)
 
     async def fail(self, error: ApiError) -> None:
@@ -388,8 +398,9 @@ def _models(front: Front) -> Response:
     return json_response({"object": "list", "data": [model]})
 
 
-def _metrics(front: Front) -> Response:
-    return Response(front.metrics.render(), headers={"content-type": CONTENT_TYPE})
+async def _metrics(front: Front, request: Request) -> Response:
+    text = front.metrics.render() if front.of_all_fronts is None else await front.of_all_fronts()
+    return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
 def _flush_cache(front: Front) -> Response:

@@ -1,4 +1,4 @@
-"""Starts a node: its engines in processes of their own, and the HTTP API in this one.
+"""Starts a node: its engines and further fronts in processes of their own, and the HTTP API in this one.
 
 ``run_front`` is all that a node calls. What the API needs and lacks is said before the engine starts to load.
 """
@@ -9,8 +9,11 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeVar
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -24,15 +27,71 @@ from protocol.channels import load_control_keys
 from service.descriptors import raise_limit
 from service.engine_link import EngineLink, LinkState, QueueLimits, RankChoice
 from service.front import EngineProcesses, EngineTarget, serve
+from service.fronts import Fronts, FrontWorker
+from service.in_flight import NodeCounts
 from service.listening import Listener
 from service.metrics import FrontMetrics
 from service.process import setup_logging
 from service.settings import NodeSettings
+from service.workers import Workers
 from vocabulary import CheckpointError
 
 log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=NodeSettings)
+
+
+@dataclass(frozen=True)
+class _NodePlan(Generic[S]):
+    """What the fronts of a node are made from; it is handed to those that are spawned."""
+
+    settings: S
+    role: str
+    holds_output: bool
+    choose_rank: RankChoice
+    apps: Callable[[Front], Sequence[ASGIApp]]
+    counts: NodeCounts
+    started_at: int
+
+    def metrics(self) -> FrontMetrics:
+        return FrontMetrics(self.settings.dp_size)
+
+    def link(
+        self,
+        front: int,
+        endpoints: Sequence[str],
+        metrics: FrontMetrics,
+        on_connected: Callable[[], None] = lambda: None,
+    ) -> EngineLink:
+        return EngineLink(
+            endpoints,
+            self.settings.health_timeout_secs,
+            metrics.update,
+            on_connected,
+            self.settings.startup_timeout_secs,
+            QueueLimits.of(self.settings),
+            self.choose_rank,
+            self.counts,
+            front,
+        )
+
+    def front(self, link: EngineLink, metrics: FrontMetrics, render: Callable[[], Awaitable[bytes]]) -> Front:
+        """Raises CheckpointError, KeyFileError, TokenizerUnsupported, OSError."""
+        codec = TextCodec.load(self.settings.model_path)
+        gc.freeze()  # else each full collection looks at all of transformers, 30 ms in which nobody is served
+        return Front(
+            self.role,
+            self.settings,
+            codec,
+            link,
+            metrics,
+            self.holds_output,
+            load_api_keys(self.settings.api_key_file),
+            load_control_keys(self.settings.control_key_file),
+            SamplingDefaults.of(self.settings),
+            self.started_at,
+            render,
+        )
 
 
 def run_front(
@@ -47,8 +106,9 @@ def run_front(
 ) -> int:
     """Start the engines and serve ``apps``, one a port, until the node ends. Returns the exit status.
 
-    ``holds_output``: the node's pools hold what is generated as well, not only prompts. ``choose_rank``: says
-    whose a sample is.
+    The first port is served by all fronts, the others by this one. ``holds_output``: the node's pools hold
+    what is generated as well, not only prompts. ``choose_rank``: says whose a sample is. Further fronts
+    import the functions by name.
     """
     setup_logging(settings.log_level, role)
     raise_limit()
@@ -56,46 +116,62 @@ def run_front(
         if not settings.model_path.is_dir():
             raise CheckpointError(f"model_path {settings.model_path}: no such directory")
         sampling_defaults = SamplingDefaults.of(settings)
-        api_keys = load_api_keys(settings.api_key_file)
-        control_keys = load_control_keys(settings.control_key_file)
+        load_api_keys(settings.api_key_file)
+        load_control_keys(settings.control_key_file)
         listeners = [Listener(settings.host, port) for port in ports]
     except (OSError, CheckpointError, KeyFileError) as error:
         log.error("%s", error)
         return 1
     if settings.exposure is not None:
         log.warning("%s", settings.exposure)
-    metrics = FrontMetrics(settings.dp_size)
-    engines = EngineProcesses(engine, settings, f"{role}-engine")
-    link = EngineLink(
-        engines.ipc_paths,
-        settings.health_timeout_secs,
-        metrics.update,
-        engines.remove_directory,
-        settings.startup_timeout_secs,
-        QueueLimits.of(settings),
-        choose_rank,
-    )
+    num_fronts = settings.num_fronts
+    counts = NodeCounts(settings.dp_size, num_fronts)
+    plan = _NodePlan(settings, role, holds_output, choose_rank, apps, counts, int(time.time()))
+    metrics = plan.metrics()
+    engines = EngineProcesses(engine, settings, f"{role}-engine", num_fronts)
+    link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)
+    endpoints = [engines.endpoints_of(front) for front in range(num_fronts)]
+    workers = Workers(num_fronts - 1, _run_worker, (plan, endpoints, listeners[0]), f"{role}-front")
+    fronts = Fronts(workers, metrics)
     for number in (signal.SIGTERM, signal.SIGINT):  # while the tokenizer loads; serve() takes them over
         signal.signal(number, _exit)
     try:
         engines.start()
-        codec = TextCodec.load(settings.model_path)
-        gc.freeze()  # else each full collection looks at all of transformers, 30 ms in which nobody is served
-        front = Front(
-            role, settings, codec, link, metrics, holds_output, api_keys, control_keys, sampling_defaults
-        )
+        workers.start()
+        front = plan.front(link, metrics, fronts.render_metrics)
         addresses = ", ".join(f"http://{settings.host}:{listener.port}" for listener in listeners)
-        log.info("serving %s on %s", settings.model_name, addresses)
+        log.info("serving %s on %s, fronts: %d", settings.model_name, addresses, num_fronts)
         if defaults := str(sampling_defaults):
             log.info("requests that do not say are drawn as generation_config.json has it: %s", defaults)
-        return asyncio.run(serve(link, engines, listeners, apps(front), settings.drain_timeout_secs))
-    except (OSError, CheckpointError, TokenizerUnsupported) as error:
+        return asyncio.run(serve(link, engines, fronts, listeners, apps(front), settings.drain_timeout_secs))
+    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported) as error:
         log.error("%s", error)
         return 1
     finally:
         for listener in listeners:
             listener.socket.close()
+        workers.stop()
         engines.stop(graceful=link.ready is not None and link.state is not LinkState.GONE)
+
+
+def _run_worker(
+    number: int,
+    sock: socket.socket,
+    plan: _NodePlan[Any],
+    endpoints: Sequence[Sequence[str]],
+    listener: Listener,
+) -> None:
+    """Front ``number`` of a node; its exit status is 1 when it cannot start."""
+    setup_logging(plan.settings.log_level, f"{plan.role}-front {number}")
+    metrics = plan.metrics()
+    link = plan.link(number, endpoints[number], metrics)
+    worker = FrontWorker(link, metrics, sock)
+    try:
+        app, *_ = plan.apps(plan.front(link, metrics, worker.render_metrics))
+        asyncio.run(worker.serve(listener, app, plan.counts.num_fronts))
+    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported) as error:
+        log.error("%s", error)
+        raise SystemExit(1) from None
 
 
 def _exit(number: int, frame: object) -> NoReturn:

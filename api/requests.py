@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from api.sampling_options import MAX_SAMPLES_PER_PROMPT, SampleOptions
 from api.schemas import ApiRequest
 from api.text_codec import TextCodec
-from service.engine_messages import EngineReady, Generate, GenerateGroup, num_packed_tokens
+from service.engine_messages import EngineReady, Generate, GenerateGroup, num_packed_tokens, request_prefix
 from service.http_errors import ApiError
 from vocabulary import HisparseFlag
 
@@ -78,11 +77,16 @@ class SampleRequest:
     options: SampleOptions
 
 
-async def plan_samples(request: ApiRequest, codec: TextCodec, limits: Limits) -> tuple[SampleRequest, ...]:
-    """The samples of ``request``, prompt-major. Raises ApiError 400 for a prompt that cannot be served."""
+async def plan_samples(
+    request: ApiRequest, codec: TextCodec, limits: Limits, front: int = 0
+) -> tuple[SampleRequest, ...]:
+    """The samples of ``request``, prompt-major; ``front``: the number of this one.
+
+    Raises ApiError 400 for a prompt that cannot be served.
+    """
     pool_tokens = limits.pool_tokens(request.hisparse)
     most_tokens = min(limits.context_length, pool_tokens)
-    prefix = secrets.token_hex(8)
+    prefix = request_prefix(front)
     names = [
         f"{request.prompt_field}[{index}]" if request.is_batch else request.prompt_field
         for index in range(len(request.prompts))

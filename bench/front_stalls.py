@@ -65,9 +65,9 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
     yield "a chat of 4,096 tokens with 20 logprobs", "/v1/chat/completions", json.dumps(chat).encode()
 
 
-def run_engine(ipc_path: str, longest: Any) -> None:
+def run_engine(endpoint: str, longest: Any) -> None:
     """Answers each sample at once; keeps in ``longest`` its longest turn of taking messages in."""
-    socket = EngineSocket(ipc_path)
+    socket = EngineSocket([endpoint])
     socket.send(EngineReady(CONTEXT, CONTEXT, CONTEXT))
     step = 0
     while True:
@@ -108,18 +108,18 @@ async def main() -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
         gc.freeze()  # as a node does
-        link = EngineLink([str(directory / "engine.ipc")], health_timeout_secs=300.0)
+        link = EngineLink([f"ipc://{directory}/engine.ipc"], health_timeout_secs=300.0)
         settings = DecodeSettings(model_path=directory, served_model_name="tiny")
         codec = TextCodec(tokenizer, len(tokenizer))
         front = Front("decode", settings, codec, link, FrontMetrics(), holds_output=True)
-        await measure(front, str(directory / "engine.ipc"))
+        await measure(front, f"ipc://{directory}/engine.ipc")
 
 
-async def measure(front: Front, ipc_path: str) -> None:
+async def measure(front: Front, endpoint: str) -> None:
     """Serve the requests and print a row for each."""
     processes = multiprocessing.get_context("spawn")
     longest = processes.Value("d", 0.0)
-    engine = processes.Process(target=run_engine, args=(ipc_path, longest), daemon=True)
+    engine = processes.Process(target=run_engine, args=(endpoint, longest), daemon=True)
     listener = Listener("127.0.0.1", 0)
     server = listener.server(create_decode_app(front))
     front.link.start()
@@ -148,7 +148,7 @@ async def measure(front: Front, ipc_path: str) -> None:
     engine.kill()
     server.should_exit = True
     await serving
-    await front.link.close()
+    front.link.close()
 
 
 if __name__ == "__main__":

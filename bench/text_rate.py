@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Event
@@ -39,11 +40,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.facts import OUT, run_facts
 from checkpoints.make_tiny import write_tokenizer
 from decode_node.server import create_decode_app
+from service.engine_link import least_loaded
 from service.engine_messages import EngineReady, EngineStats, GenerateGroup, RequestStats, Shutdown, Tokens
 from service.engine_sockets import EngineSocket
 from service.ports import free_port
 from service.settings import DecodeSettings, RouterSettings
-from vocabulary import FinishReason, Mode
+from vocabulary import FinishReason, Mode, RankPlace
 
 CONTEXT = 163_840
 MAX_STEPS = 1 << 16
@@ -74,22 +76,27 @@ def serve_decode(model_path: Path, port: int, load: Load) -> None:
         role="decode",
         engine=_Emitter(load),
         holds_output=True,
+        choose_rank=least_loaded,
         ports=[port],
-        apps=lambda front: [create_decode_app(front)],
+        apps=_apps,
     )
+
+
+def _apps(front: Any) -> list[Starlette]:
+    return [create_decode_app(front)]
 
 
 @dataclass(frozen=True)
 class _Emitter:
     load: Load
 
-    def __call__(self, settings: DecodeSettings, ipc_path: str) -> None:
-        emit(ipc_path, self.load)
+    def __call__(self, settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
+        emit(endpoints, self.load)
 
 
-def emit(ipc_path: str, load: Load) -> None:
+def emit(endpoints: Sequence[str], load: Load) -> None:
     """One token for each stream in each step, once all streams are there."""
-    socket = EngineSocket(ipc_path)
+    socket = EngineSocket(endpoints)
     socket.send(EngineReady(CONTEXT, CONTEXT, CONTEXT))
     request_ids: list[str] = []
     step = -1

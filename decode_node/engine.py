@@ -64,8 +64,8 @@ STATS_INTERVAL_SECS = 0.4
 IDLE_CHECK_INTERVAL_SECS = 5.0
 
 
-def run_engine(settings: DecodeSettings, ipc_path: str, place: RankPlace) -> None:
-    """The engine process: load everything, say EngineReady to the front, serve until it says Shutdown."""
+def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
+    """The engine process: load everything, say EngineReady to the fronts, serve until they say Shutdown."""
 
     def choose(spec: ModelSpec) -> Transport:
         check_swap_in(settings, spec)
@@ -73,7 +73,7 @@ def run_engine(settings: DecodeSettings, ipc_path: str, place: RankPlace) -> Non
 
     run_engine_process(
         settings,
-        ipc_path,
+        endpoints,
         place,
         role="decode",
         settings_error=DecodeSettingsError,
@@ -101,7 +101,8 @@ class DecodeEngine:
         self._front = front
         self._metrics = Metrics()
         self._poller = Poller()
-        self._poller.register(front)
+        for channel in front.fronts:
+            self._poller.register(channel)
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         self.limits = make_limits(settings, spec, size_device_pool(settings, spec, gpu_memory))

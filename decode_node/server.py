@@ -35,15 +35,19 @@ def run(settings: DecodeSettings) -> int:
         choose_rank=least_loaded,
         holds_output=True,
         ports=(settings.port,),
-        apps=lambda front: (create_decode_app(front),),
+        apps=_apps,
     )
 
 
-def _run_engine(settings: DecodeSettings, ipc_path: str, place: RankPlace) -> None:
+def _apps(front: Front) -> tuple[Starlette, ...]:
+    return (create_decode_app(front),)
+
+
+def _run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
     # Imported in the engine's process alone: the front needs no torch, and starts in half the time without.
     from decode_node.engine import run_engine
 
-    run_engine(settings, ipc_path, place)
+    run_engine(settings, endpoints, place)
 
 
 def create_decode_app(front: Front) -> Starlette:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import assert_never
 
@@ -89,11 +90,11 @@ AUX_SLOTS_PER_REQUEST = 2
 """Aux slots for each running request: rooms that send or drain keep theirs while others compute."""
 
 
-def run_engine(settings: PrefillSettings, ipc_path: str, place: RankPlace) -> None:
-    """The engine process: load everything, say EngineReady to the front, serve until it says Shutdown."""
+def run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: RankPlace) -> None:
+    """The engine process: load everything, say EngineReady to the fronts, serve until they say Shutdown."""
     run_engine_process(
         settings,
-        ipc_path,
+        endpoints,
         place,
         role="prefill",
         settings_error=PrefillSettingsError,
@@ -156,8 +157,10 @@ class PrefillEngine:
         keys = load_control_keys(settings.control_key_file)
         self._control = ControlServer(settings.host, settings.control_port, keys, allowed)
         self._poller = Poller()
-        for channel in (self._front, self._control, self._wakeup):
+        for channel in front.fronts:
             self._poller.register(channel)
+        self._poller.register(self._control)
+        self._poller.register(self._wakeup)
         if model.ranks is not None:
             self._poller.register(model.ranks.bells)
 

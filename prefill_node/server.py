@@ -52,15 +52,20 @@ def run(settings: PrefillSettings) -> int:
         choose_rank=by_room,
         holds_output=False,
         ports=(settings.port, settings.bootstrap_port),
-        apps=lambda front: (create_prefill_app(front), create_bootstrap_app(settings, front)),
+        apps=_apps,
     )
 
 
-def _run_engine(settings: PrefillSettings, ipc_path: str, place: RankPlace) -> None:
+def _apps(front: Front) -> tuple[Starlette, ...]:
+    assert isinstance(front.settings, PrefillSettings)
+    return create_prefill_app(front), create_bootstrap_app(front.settings, front)
+
+
+def _run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: RankPlace) -> None:
     # Imported in the engine's process alone: the front needs no torch, and starts in half the time without.
     from prefill_node.engine import run_engine
 
-    run_engine(settings, ipc_path, place)
+    run_engine(settings, endpoints, place)
 
 
 def create_prefill_app(front: Front) -> Starlette:

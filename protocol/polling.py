@@ -30,18 +30,18 @@ class HasSocket(Protocol):
     def socket(self) -> zmq.Socket[bytes]: ...
 
 
-def burst(sock: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    """The frames of the messages that have arrived, without waiting, a bounded number of them."""
-    num_bytes = 0
-    for _ in range(BURST_MESSAGES):
-        try:
-            frames = sock.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        yield frames
-        num_bytes += sum(map(len, frames))
-        if num_bytes > _BURST_BYTES:
-            return
+def burst(*sockets: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    """The frames of the messages that have arrived, without waiting, a bounded number of all of them."""
+    num_messages = num_bytes = 0
+    for sock in sockets:
+        while num_messages < BURST_MESSAGES and num_bytes <= _BURST_BYTES:
+            try:
+                frames = sock.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            yield frames
+            num_messages += 1
+            num_bytes += sum(map(len, frames))
 
 
 class Wakeup:

@@ -1,4 +1,4 @@
-"""The front's side of the conversation with its engines: who waits for what, and whether the engines live.
+"""A front's side of the conversation with its engines: who waits for what, and whether the engines live.
 
 Each sample is one rank's. Every message goes to the group of samples that waits for it. Opening and closing a
 group never waits, so a cancelled handler still aborts what it left.
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -35,6 +35,7 @@ from service.engine_messages import (
     Tokens,
 )
 from service.http_errors import ApiError, NodeUnavailable, QueueFull
+from service.in_flight import InFlight, NodeCounts
 from service.rank_link import RankLink
 from service.settings import NodeSettings
 
@@ -86,18 +87,25 @@ class LinkState(StrEnum):
 
 
 class SampleGroup:
-    """The samples of one HTTP request and the queue of their events."""
+    """The samples of one HTTP request and the queue of their events, for one reader."""
 
     def __init__(self, link: EngineLink, request_ids: Sequence[str]) -> None:
         self._link = link
         self.live = set(request_ids)
-        self._events: asyncio.Queue[SampleEvent] = asyncio.Queue()
+        self._events: deque[SampleEvent] = deque()
         self._num_waiting_tokens: Counter[str] = Counter()
         """``Tokens`` in the queue, by request id."""
+        self._reader: asyncio.Future[None] | None = None
+        """Waits for an event, since ``_waits_since``."""
+        self._waits_since = 0.0
+        self._patience: asyncio.TimerHandle | None = None
+        """Its end; one that came too early is set again then, not with each event."""
 
     def put(self, event: SampleEvent) -> None:
         self._num_waiting_tokens[event.request_id] += isinstance(event, Tokens)
-        self._events.put_nowait(event)
+        self._events.append(event)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def next_event(self) -> SampleEvent:
         """The next event of any live sample.
@@ -105,15 +113,39 @@ class SampleGroup:
         Waits as long as the engine makes progress: its own timeouts end requests. Raises NodeUnavailable when
         it makes none.
         """
-        await asyncio.sleep(0)  # what has come already is not waited for, and others want their turn
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._link.health_timeout_secs):
-                    event = await self._events.get()
-                    self._num_waiting_tokens[event.request_id] -= isinstance(event, Tokens)
-                    return event
+        if self._events:
+            await asyncio.sleep(0)  # what has come already is not waited for, and others want their turn
+        else:
+            loop = asyncio.get_running_loop()
+            self._reader, self._waits_since = loop.create_future(), loop.time()
+            if self._patience is None:
+                self._set_patience(loop)
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        event = self._events.popleft()
+        self._num_waiting_tokens[event.request_id] -= isinstance(event, Tokens)
+        return event
+
+    def close(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+
+    def _set_patience(self, loop: asyncio.AbstractEventLoop) -> None:
+        ends_at = self._waits_since + self._link.health_timeout_secs
+        self._patience = loop.call_at(ends_at, self._lose_patience, loop)
+
+    def _lose_patience(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._patience = None
+        if self._reader is None or self._reader.done():
+            return  # the next one who waits sets it
+        if loop.time() - self._waits_since >= self._link.health_timeout_secs:
             if (stall := self._link.stall()) is not None:
-                raise NodeUnavailable(stall)
+                self._reader.set_exception(NodeUnavailable(stall))
+                return
+            self._waits_since = loop.time()
+        self._set_patience(loop)
 
     def has_more_tokens(self, request_id: str) -> bool:
         """More output of the sample has come already."""
@@ -129,15 +161,18 @@ class EngineLink:
 
     def __init__(
         self,
-        ipc_paths: Sequence[str],
+        endpoints: Sequence[str],
         health_timeout_secs: float,
         on_stats: Callable[[int, EngineStats], None] = lambda rank, stats: None,
         on_connected: Callable[[], None] = lambda: None,
         startup_timeout_secs: float = 300.0,
         limits: QueueLimits = QueueLimits(sys.maxsize, sys.maxsize),
         choose_rank: RankChoice = least_loaded,
+        counts: NodeCounts | None = None,
+        front: int = 0,
     ) -> None:
-        """``ipc_paths``: one a rank. ``on_connected``: called once all engines are ready, and so connected.
+        """``endpoints``: one a rank, as of RankLink. ``on_connected``: called once all engines are ready, and
+        so connected, to all fronts. ``counts``: of the node, of which this is ``front``; None: its only one.
 
         ``on_stats``: with the rank. ``startup_timeout_secs``: how long loading may stand still.
         """
@@ -145,20 +180,24 @@ class EngineLink:
         self.health_timeout_secs = health_timeout_secs
         self._startup_timeout_secs = startup_timeout_secs
         self.state = LinkState.LOADING
-        self.ranks = [RankLink(rank, path, self._handle) for rank, path in enumerate(ipc_paths)]
+        self.front = front
+        self.counts = InFlight(counts or NodeCounts(len(endpoints)), front)
+        self.ranks = [
+            RankLink(rank, endpoint, self.counts, self._handle) for rank, endpoint in enumerate(endpoints)
+        ]
         self._on_stats = on_stats
-        self._on_connected = on_connected
+        self._on_connected: Callable[[], None] | None = on_connected
         self._choose_rank = choose_rank
         self._in_flight: dict[str, _InFlight] = {}
-        self._num_prompt_tokens = self._num_unsent_aborts = 0
 
     def start(self) -> None:
         """Bind the sockets and start talking; needs a running event loop."""
         for rank in self.ranks:
             rank.start()
 
-    async def close(self) -> None:
-        await asyncio.gather(*(rank.close() for rank in self.ranks))
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
 
     @property
     def ready(self) -> EngineReady | None:
@@ -180,10 +219,14 @@ class EngineLink:
 
     @property
     def is_loading(self) -> bool:
-        return self.state is LinkState.LOADING
+        """Until all fronts of the node are connected to all engines, so that each says the same."""
+        return self.state is LinkState.LOADING or (
+            self.state is LinkState.SERVING and self.counts.others_load
+        )
 
     @property
     def num_in_flight(self) -> int:
+        """Of this front."""
         return len(self._in_flight)
 
     @contextlib.contextmanager
@@ -196,14 +239,15 @@ class EngineLink:
         shares = [share for prompt in prompts for share in self._shares(prompt)]
         samples = [(rank, sample) for rank, share in shares for sample in share.samples]
         num_prompt_tokens = sum(share.samples[0].num_prompt_tokens for _, share in shares)
+        self.counts.add(len(samples), num_prompt_tokens)
         try:
-            self.require_place(len(samples), num_prompt_tokens)
+            self.require_place(len(samples), num_prompt_tokens, are_counted=True)
         except ApiError:
+            self.counts.add(-len(samples), -num_prompt_tokens)
             for rank, sample in samples:
-                rank.num_tokens_in_flight -= sample.num_prompt_tokens
+                self.counts.take_back(rank.rank, sample.num_prompt_tokens)
             raise
         group = SampleGroup(self, [sample.request_id for _, sample in samples])
-        self._num_prompt_tokens += num_prompt_tokens
         try:
             for rank, sample in samples:
                 num_tokens = sample.num_prompt_tokens
@@ -212,34 +256,32 @@ class EngineLink:
                 rank.put(share)
             yield group
         finally:
+            group.close()
             for request_id in list(group.live):
                 self.forget(group, request_id)
-            for (
-                rank,
-                share,
-            ) in shares:  # behind the last word about them: their prompts are no longer held here
-                rank.put(None, partial(self._closed, share.samples[0].num_prompt_tokens))
+            for rank, share in shares:
+                # Behind the last word about them: their prompts are no longer held here.
+                rank.put(None, partial(self.counts.add, 0, -share.samples[0].num_prompt_tokens))
 
     def _shares(self, prompt: GenerateGroup) -> list[tuple[RankLink, GenerateGroup]]:
         """What of the samples is whose, with the prompt for each rank that has one. Counts them there."""
         shares: dict[int, list[Generate]] = {}
         for sample in prompt.samples:
             rank = self._choose_rank(self.ranks, sample)
-            rank.num_tokens_in_flight += sample.num_prompt_tokens
-            rank.num_given += 1
+            self.counts.give(rank.rank, sample.num_prompt_tokens)
             shares.setdefault(rank.rank, []).append(sample)
         return [
             (self.ranks[rank], msgspec.structs.replace(prompt, samples=tuple(samples)))
             for rank, samples in shares.items()
         ]
 
-    def _closed(self, num_prompt_tokens: int) -> None:
-        self._num_prompt_tokens -= num_prompt_tokens
-
-    def require_place(self, num_samples: int, num_prompt_tokens: int = 0) -> None:
+    def require_place(
+        self, num_samples: int, num_prompt_tokens: int = 0, *, are_counted: bool = False
+    ) -> None:
         """Raises QueueFull when so much does not fit beside what is in flight, ApiError when it never does.
 
-        A request whose client left is in flight until its abort, and so all of it, has gone to the engine.
+        What is in flight is the node's, whichever front has it. A request whose client left is in flight
+        until its abort, and so all of it, has gone to the engine. ``are_counted``: these are counted by now.
         """
         for num, most, name in (
             (num_samples, self.limits.max_requests, "samples"),
@@ -247,15 +289,16 @@ class EngineLink:
         ):
             if num > most:
                 raise ApiError(400, f"{num} {name} are in this request, {most} fit in this node; split it")
-        num_in_flight = len(self._in_flight) + self._num_unsent_aborts
+        num_in_flight = self.counts.num_samples - num_samples * are_counted
         if num_in_flight + num_samples > self.limits.max_requests:
             raise QueueFull(
                 f"{num_in_flight} requests run or wait here, and {num_samples} more would exceed "
                 f"{self.limits.max_requests} (max_running_requests + max_queued_requests); try again later"
             )
-        if self._num_prompt_tokens + num_prompt_tokens > self.limits.max_prompt_tokens:
+        num_held_tokens = self.counts.num_prompt_tokens - num_prompt_tokens * are_counted
+        if num_held_tokens + num_prompt_tokens > self.limits.max_prompt_tokens:
             raise QueueFull(
-                f"prompts of {self._num_prompt_tokens} tokens run or wait here, and {num_prompt_tokens} more "
+                f"prompts of {num_held_tokens} tokens run or wait here, and {num_prompt_tokens} more "
                 f"would exceed {self.limits.max_prompt_tokens} (max_queued_tokens); try again later"
             )
 
@@ -295,14 +338,14 @@ class EngineLink:
     async def shut_engines_down(self) -> None:
         """Ask the engines to exit, after everything that was sent before."""
         for rank in self.ranks:
-            rank.put(Shutdown())
+            rank.put(Shutdown(self.front))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*(rank.flush() for rank in self.ranks)), timeout=1.0)
 
-    def engine_died(self) -> None:
-        """One engine is enough: the others have not all experts."""
+    def engine_died(self, what: str = LinkState.GONE) -> None:
+        """One engine is enough: the others have not all experts. ``what``: as the requests are told."""
         self.state = LinkState.GONE
-        self.fail_all(503, f"{LinkState.GONE}; the request is lost, send it again")
+        self.fail_all(503, f"{what}; the request is lost, send it again")
 
     def fail_all(self, status: int, error: str) -> None:
         """End every request in flight with an error."""
@@ -313,7 +356,7 @@ class EngineLink:
     def trouble(self) -> str | None:
         """Why this node cannot serve, or None while the engine makes progress. Looks at no peer."""
         if self.is_loading:
-            return self.stall() or (f"{self.state}: {self.loading}" if self.loading else str(self.state))
+            return self.stall() or ": ".join(map(str, filter(None, (LinkState.LOADING, self.loading))))
         if self.state is not LinkState.SERVING:
             return str(self.state)
         return self.stall() or next((of_rank for rank in self.ranks if (of_rank := _trouble(rank))), None)
@@ -329,11 +372,8 @@ class EngineLink:
         return None
 
     def _abort(self, rank: RankLink, abort: Abort) -> None:
-        self._num_unsent_aborts += 1
-        rank.put(abort, self._abort_sent)
-
-    def _abort_sent(self) -> None:
-        self._num_unsent_aborts -= 1
+        self.counts.add(1)
+        rank.put(abort, partial(self.counts.add, -1))
 
     def _handle(self, rank: RankLink, message: FromEngine) -> None:
         match message:
@@ -343,9 +383,11 @@ class EngineLink:
                 rank.note(message)
                 if self.ready is not None:
                     self._all_ready(self.ready)
+                self._check_connected()
             case EngineStats():
                 rank.note(message)
                 self._on_stats(rank.rank, message)
+                self._check_connected()
             case Tokens() | PrefillFinished() | RequestFailed():
                 self._dispatch(message)
             case _:
@@ -354,8 +396,13 @@ class EngineLink:
     def _all_ready(self, ready: EngineReady) -> None:
         if self.state is LinkState.LOADING:
             self.state = LinkState.SERVING
-        self._on_connected()
+        self.counts.is_ready()
         log.info("the engine is ready: context of %d tokens", ready.context_length)
+
+    def _check_connected(self) -> None:
+        if self._on_connected is not None and self.counts.are_ready:
+            on_connected, self._on_connected = self._on_connected, None
+            on_connected()
 
     def _dispatch(self, event: SampleEvent) -> None:
         """Hand over, and drop the route with the last event. Events of aborted samples have no taker."""
@@ -369,7 +416,8 @@ class EngineLink:
     def _release(self, request_id: str) -> _InFlight:
         in_flight = self._in_flight.pop(request_id)
         in_flight.group.live.discard(request_id)
-        in_flight.rank.num_tokens_in_flight -= in_flight.num_prompt_tokens
+        self.counts.add(-1)
+        self.counts.take_back(in_flight.rank.rank, in_flight.num_prompt_tokens)
         return in_flight
 
 

@@ -1,4 +1,4 @@
-"""Messages between a node's HTTP front and its engine process, over a ZMQ ipc socket.
+"""Messages between a node's HTTP fronts and its engine processes, over ZMQ sockets.
 
 Both ends are one release of one program, so these carry no version. They are tagged Structs in
 msgpack like the control messages, decoded by one typed decoder a direction.
@@ -6,6 +6,7 @@ msgpack like the control messages, decoded by one typed decoder a direction.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +21,9 @@ from vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLo
 
 
 class Generate(Struct, frozen=True):
-    """One sample of one prompt. ``request_id`` is the front's own; ``room`` is shared with the other node.
+    """One sample of one prompt. ``room`` is shared with the other node.
+
+    ``request_id`` is the front's own and begins as of ``request_prefix``.
 
     ``bootstrap_host`` and ``bootstrap_port`` name the prefill node; the prefill node itself ignores them.
     ``hisparse`` is None when the request did not say.
@@ -56,13 +59,25 @@ class FlushCache(Struct, frozen=True, tag="flush_cache"):
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):
-    """Leave the loop, release everything and exit with status 0."""
+    """Leave the loop, release everything and exit with status 0, once every front has said so."""
+
+    front: int = 0
 
 
 class ReleaseQuarantine(Struct, frozen=True, tag="release_quarantine"):
     """An operator vouches that this run of a prefill node is over. Ignored by a prefill node."""
 
     instance_id: str
+
+
+def request_prefix(front: int) -> str:
+    """How the ids of one HTTP request begin; they name the front, so that whatever is about one finds it."""
+    return f"{front:02x}{secrets.token_hex(8)}"
+
+
+def front_of(request_id: str) -> int:
+    """Raises ValueError for an id that does not begin as ``request_prefix`` has it."""
+    return int(request_id[:2], 16)
 
 
 ToEngine = GenerateGroup | Abort | FlushCache | ReleaseQuarantine | Shutdown

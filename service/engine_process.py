@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -46,14 +46,14 @@ START_ERRORS = (
 
 class Engine(Protocol):
     def run(self) -> None:
-        """Serve until the front says Shutdown or is gone."""
+        """Serve until the fronts say Shutdown or are gone."""
 
     def close(self) -> None: ...
 
 
 def run_engine_process(
     settings: NodeSettings,
-    ipc_path: str,
+    endpoints: Sequence[str],
     place: RankPlace,
     *,
     role: str,
@@ -61,7 +61,9 @@ def run_engine_process(
     choose_transport: Callable[[ModelSpec], Transport],
     make: Callable[[ModelSpec, DsaModel, EngineSocket, Transport], Engine],
 ) -> None:
-    """Load everything, telling the front of it, and serve. ``settings.device`` is this rank's.
+    """Load everything, telling the fronts at ``endpoints`` of it, and serve.
+
+    ``settings.device`` is this rank's.
 
     ``choose_transport`` also checks what else the node needs of this machine. Raises StartError for what
     ``START_ERRORS`` and ``settings_error`` say.
@@ -74,7 +76,7 @@ def run_engine_process(
         torch.set_num_threads(settings.num_threads)
     if settings.device == "cpu":
         fix_arithmetic()
-    front = EngineSocket(ipc_path)
+    front = EngineSocket(endpoints)
     ranks: RankGroup | None = None
     try:
         with start_errors(*START_ERRORS, settings_error):

@@ -43,8 +43,11 @@ class Listener:
         *,
         num_descriptors_each: int = 1,
         num_servers: int = 1,
+        num_processes: int = 1,
     ) -> HttpServer:
-        """``num_descriptors_each``: of a request; ``num_servers``: of this process, this one included."""
+        """``num_descriptors_each``: of a request; ``num_servers``: of this process, this one included;
+        ``num_processes``: that accept from this socket.
+        """
         limit = descriptors.limit()
         connections = Connections(descriptors.max_connections(limit, num_descriptors_each, num_servers))
         log.info("port %d: at most %d connections (%d descriptors)", self.port, connections.limit, limit)
@@ -52,7 +55,8 @@ class Listener:
         config = uvicorn.Config(
             app,
             http=protocol,
-            backlog=descriptors.MAX_ACCEPTED_AT_ONCE,
+            # One by one where others accept as well: who has much to do takes fewer.
+            backlog=descriptors.MAX_ACCEPTED_AT_ONCE if num_processes == 1 else 1,
             log_config=None,
             log_level="error",  # its warnings are about clients that speak no HTTP/1.1, such as h2c probes
             access_log=False,

@@ -7,12 +7,13 @@ Every name has the prefix ``hisparse_pd:``. The engine names its gauges and coun
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from service import metric_sums
 from service.engine_messages import EngineStats
 
 PREFIX = "hisparse_pd:"
@@ -64,7 +65,7 @@ _HELP = {
 
 
 class FrontMetrics:
-    """One registry a node. The histograms are observed by the front, the rest comes with EngineStats.
+    """A front's own histograms and counters, and what the engines said last, which all fronts hear.
 
     What comes from the engines of a node of several ranks has the label ``dp_rank``.
     """
@@ -72,7 +73,6 @@ class FrontMetrics:
     def __init__(self, num_ranks: int = 1) -> None:
         self.registry = CollectorRegistry()
         self._engine = _EngineCollector(num_ranks)
-        self.registry.register(self._engine)
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "from the request's arrival to its first token", _TTFT_BUCKETS
         )
@@ -107,12 +107,33 @@ class FrontMetrics:
     def update(self, rank: int, stats: EngineStats) -> None:
         self._engine.stats[rank] = stats
 
-    def render(self) -> bytes:
-        """Prometheus text."""
-        return generate_latest(self.registry)
+    def pack(self) -> bytes:
+        """This front's own, for the one that renders those of all."""
+        return metric_sums.pack(self.registry)
+
+    def render(self, others: Sequence[bytes] = ()) -> bytes:
+        """Prometheus text of the node: of this front and ``others``, packed, together."""
+        node = CollectorRegistry()
+        node.register(self._engine)
+        node.register(_Sums((self.pack(), *others)))
+        return generate_latest(node)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)
+
+
+class _Sums(Collector):
+    """Of the fronts."""
+
+    def __init__(self, packed: Sequence[bytes]) -> None:
+        self._packed = packed
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: registering is not to collect."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        return metric_sums.summed(self._packed)
 
 
 class _EngineCollector(Collector):

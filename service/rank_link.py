@@ -1,14 +1,14 @@
 """The front's side of one engine: the socket, what waits to be sent, and what the engine last said of itself.
 
-A node has one engine a rank. One receive task hands every message on, one send task keeps the order of what
-goes out.
+A node has one engine a rank. No task waits here: what has come is handed on, and what is to go leaves, in
+turns of the event loop that take a bounded time each.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 
 from service.engine_messages import (
@@ -19,50 +19,70 @@ from service.engine_messages import (
     ToEngine,
 )
 from service.engine_sockets import FrontSocket
+from service.in_flight import InFlight
 
-_MESSAGES_BETWEEN_YIELDS = 8
-"""ZMQ's sockets do not let other tasks run as long as they need not wait."""
+_SENT_A_TURN = 8
+"""Messages, some of which have a prompt of megabytes."""
 
 
 class RankLink:
     """The connection to the engine of ``rank``."""
 
-    def __init__(self, rank: int, ipc_path: str, on_message: Callable[[RankLink, FromEngine], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        endpoint: str,
+        in_flight: InFlight,
+        on_message: Callable[[RankLink, FromEngine], None],
+    ) -> None:
+        """``endpoint``: ZMQ's, which the socket binds; ``in_flight``: the node's, in which it is counted."""
         self.rank = rank
         self.loading: EngineLoading | None = None
         """How far it was when it last said so, until it is ready."""
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
-        self.num_tokens_in_flight = 0
-        """Prompt tokens of the samples that it has."""
-        self.num_given = 0
-        """Samples that it ever got."""
-        self._ipc_path = ipc_path
+        self._endpoint = endpoint
+        self._in_flight = in_flight
         self._on_message = on_message
-        self._outbox: asyncio.Queue[tuple[ToEngine | None, Callable[[], None]]] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._outbox: deque[tuple[ToEngine | None, Callable[[], None]]] = deque()
         self._socket: FrontSocket | None = None
+        self._next_turn: asyncio.Handle | None = None
         self._last_stats_at = self._last_progress_at = time.monotonic()
+
+    @property
+    def num_tokens_in_flight(self) -> int:
+        """Prompt tokens of the samples that it has, of all fronts."""
+        return self._in_flight.tokens_of(self.rank)
+
+    @property
+    def num_given(self) -> int:
+        """Samples that it ever got, of all fronts."""
+        return self._in_flight.given_to(self.rank)
 
     def start(self) -> None:
         """Bind the socket and start talking; needs a running event loop."""
-        self._socket = FrontSocket(self._ipc_path)
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
+        self._socket = FrontSocket(self._endpoint)
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._wake)
+        self._wake()
 
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    def close(self) -> None:
         if self._socket is not None:
+            if self._next_turn is not None:
+                self._next_turn.cancel()
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._socket.close()
+            self._socket = None
 
     def put(self, message: ToEngine | None, on_sent: Callable[[], None] = lambda: None) -> None:
         """Never waits. ``on_sent``: called once it, and all before it, has gone. None: nothing goes."""
-        self._outbox.put_nowait((message, on_sent))
+        self._outbox.append((message, on_sent))
+        self._wake()
 
     async def flush(self) -> None:
         """Until all that was put has gone."""
-        await self._outbox.join()
+        gone = asyncio.Event()
+        self.put(None, gone.set)
+        await gone.wait()
 
     def note(self, message: EngineLoading | EngineReady | EngineStats) -> None:
         """What the engine says of itself."""
@@ -95,20 +115,21 @@ class RankLink:
             return f"the engine has made no progress for {now - self._last_progress_at:.0f} s"
         return None
 
-    async def _send(self) -> None:
-        assert self._socket is not None
-        for num_sent in itertools.count(1):
-            message, on_sent = await self._outbox.get()
-            if message is not None:
-                await self._socket.send(message)
-            on_sent()
-            self._outbox.task_done()
-            if num_sent % _MESSAGES_BETWEEN_YIELDS == 0:
-                await asyncio.sleep(0)
+    def _wake(self) -> None:
+        """Take a turn soon, behind those who have something to do already."""
+        if self._next_turn is None and self._socket is not None:
+            self._next_turn = asyncio.get_running_loop().call_soon(self._turn)
 
-    async def _receive(self) -> None:
+    def _turn(self) -> None:
         assert self._socket is not None
-        for num_received in itertools.count(1):
-            self._on_message(self, await self._socket.receive())
-            if num_received % _MESSAGES_BETWEEN_YIELDS == 0:
-                await asyncio.sleep(0)
+        self._next_turn = None
+        for _ in range(min(_SENT_A_TURN, len(self._outbox))):
+            message, on_sent = self._outbox[0]
+            if message is not None and not self._socket.send(message):
+                break
+            self._outbox.popleft()
+            on_sent()
+        for received in self._socket.receive():
+            self._on_message(self, received)
+        if self._socket.is_ready(to_send=bool(self._outbox)):
+            self._wake()

@@ -39,6 +39,10 @@ def _networks(entries: tuple[str, ...]) -> tuple[str, ...]:
 
 Networks = Annotated[tuple[str, ...], AfterValidator(_networks)]
 
+STREAMS_A_FRONT = 256
+"""A step gives each of them a token: a burst of some 10 ms for one process."""
+MAX_FRONTS = 64
+
 DRAIN_TIMEOUT = "what requests in flight have to finish after SIGTERM, in seconds; the rest is answered 503"
 
 _OPEN_API = "anybody can use its HTTP API (--api-key-file)"
@@ -123,6 +127,13 @@ class NodeSettings(_Settings):
         "",
         description="HOST:PORT of machine 0 where the ranks of several machines meet; the ports behind it "
         "are taken too, one a rank and front",
+    )
+    api_server_count: int = Field(
+        0,
+        ge=0,
+        le=MAX_FRONTS,
+        description="front processes of this node, which serve HTTP on its port together; 0: one for every "
+        f"{STREAMS_A_FRONT} requests that may run, --dp-size times --max-running-requests",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="dtype of weights and activations; auto: float32 on cpu, else the checkpoint's"
@@ -234,10 +245,11 @@ class NodeSettings(_Settings):
             host, port = self.meeting
             if not is_host(host) or host in WILDCARD_HOSTS:
                 raise ValueError(f"dist_init_addr {self.dist_init_addr!r}: expected HOST:PORT of a machine")
-            if not 1 <= port <= MAX_PORT - self.dp_size:
+            num_engine_ports = self.num_fronts * self.dp_size
+            if not 1 <= port <= MAX_PORT - num_engine_ports:
                 raise ValueError(
                     f"dist_init_addr {self.dist_init_addr!r}: the port must be from 1 to "
-                    f"{MAX_PORT - self.dp_size}, for dp_size {self.dp_size} ports behind it are taken, too"
+                    f"{MAX_PORT - num_engine_ports}, for {num_engine_ports} ports behind it are taken, too"
                 )
         return self
 
@@ -255,6 +267,12 @@ class NodeSettings(_Settings):
     @property
     def ranks_here(self) -> range:
         return self.ranks_of(self.node_rank)
+
+    @property
+    def num_fronts(self) -> int:
+        """``api_server_count``, or its default."""
+        by_size = -(-self.dp_size * self.max_running_requests // STREAMS_A_FRONT)
+        return self.api_server_count or min(by_size, MAX_FRONTS)
 
     def of_rank(self, rank: int) -> Self:
         """The settings of the engine of one of ``ranks_here``: its GPU, or its share of the CPU."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -101,9 +101,11 @@ def say(
 class ScriptedEngine(threading.Thread):
     """Runs beside the test; ``received`` is everything that the front sent."""
 
-    def __init__(self, ipc_path: str, script: Script, *, num_running: int = 0, is_ready: bool = True) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], script: Script, *, num_running: int = 0, is_ready: bool = True
+    ) -> None:
         super().__init__(daemon=True)
-        self._ipc_path = ipc_path
+        self._endpoints = endpoints
         self._script = script
         self.num_running = num_running
         self.step = 0
@@ -115,7 +117,7 @@ class ScriptedEngine(threading.Thread):
         self._scripts: list[tuple[str, Any, float]] = []
 
     def run(self) -> None:
-        serve_script(self._ipc_path, self)
+        serve_script(self._endpoints, self)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -163,8 +165,8 @@ class ScriptedEngine(threading.Thread):
         return not self._stopped.is_set()
 
 
-def serve_script(ipc_path: str, engine: ScriptedEngine) -> None:
-    socket = EngineSocket(ipc_path)
+def serve_script(endpoints: Sequence[str], engine: ScriptedEngine) -> None:
+    socket = EngineSocket(endpoints)
     try:
         next_stats_at = 0.0
         is_announced = False
@@ -180,6 +182,6 @@ def serve_script(ipc_path: str, engine: ScriptedEngine) -> None:
         socket.close()
 
 
-def run_slow_engine(settings: object, ipc_path: str, place: object) -> None:
+def run_slow_engine(settings: object, endpoints: Sequence[str], place: object) -> None:
     """An engine process for the tests of the front process: answers after a second, one byte at a time."""
-    serve_script(ipc_path, ScriptedEngine(ipc_path, say("abcdefgh", delay_secs=0.2)))
+    serve_script(endpoints, ScriptedEngine(endpoints, say("abcdefgh", delay_secs=0.2)))

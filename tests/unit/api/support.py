@@ -75,8 +75,8 @@ async def serving(
         model_path=tmp_path / "model", served_model_name="tiny", **options
     )
     metrics = FrontMetrics()
-    ipc_path = str(tmp_path / "engine.ipc")
-    link = EngineLink([ipc_path], settings.health_timeout_secs, metrics.update)
+    endpoints = [f"ipc://{tmp_path}/engine.ipc"]
+    link = EngineLink(endpoints, settings.health_timeout_secs, metrics.update)
     front = Front(
         role,
         settings,
@@ -88,7 +88,7 @@ async def serving(
         control_keys=load_control_keys(settings.control_key_file),
         sampling_defaults=SamplingDefaults.of(settings),
     )
-    engine = ScriptedEngine(ipc_path, script, is_ready=is_ready)
+    engine = ScriptedEngine(endpoints, script, is_ready=is_ready)
     listeners = [Listener("127.0.0.1", 0), Listener("127.0.0.1", 0)]
     apps = [create_prefill_app(front) if role == "prefill" else create_decode_app(front)]
     if isinstance(settings, PrefillSettings):
@@ -114,7 +114,7 @@ async def serving(
                 server.should_exit = True
             await asyncio.gather(*tasks)
             await asyncio.to_thread(engine.stop)
-            await link.close()
+            link.close()
             for listener in listeners:
                 listener.socket.close()
 

@@ -972,11 +972,11 @@ def test_a_front_that_cannot_start_says_why(
 
 def test_nobody_else_reaches_the_socket_of_an_engine(tmp_path: Path) -> None:
     process = front_module.EngineProcesses(_never, DecodeSettings(model_path=tmp_path), "engine")
-    directory = Path(process.ipc_paths[0]).parent
+    directory = Path(process.endpoints_of(0)[0].removeprefix("ipc://")).parent
     assert directory.stat().st_mode & 0o777 == 0o700
     process.stop(graceful=False)
     assert not directory.exists()
 
 
-def _never(settings: DecodeSettings, ipc_path: str, place: RankPlace) -> None:
+def _never(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
     raise AssertionError("no engine is started")

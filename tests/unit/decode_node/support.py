@@ -317,7 +317,7 @@ class EngineHarness:
         self._front.setsockopt(zmq.SNDHWM, 0)  # a flood is sent before the engine, in the same thread, reads
         self._front.setsockopt(zmq.LINGER, 0)
         self._front.bind(f"ipc://{path}")
-        self._engine_socket = EngineSocket(str(path))
+        self._engine_socket = EngineSocket([f"ipc://{path}"])
         self.settings = DecodeSettings(
             model_path=checkpoint.path,
             **{

@@ -40,8 +40,7 @@ def ask(link: EngineLink, method: str, path: str) -> httpx.Response:
 
 
 def sent(link: EngineLink) -> list[object]:
-    outbox = link.ranks[0]._outbox
-    return [outbox.get_nowait()[0] for _ in range(outbox.qsize())]
+    return [message for message, _ in link.ranks[0]._outbox]
 
 
 def test_what_is_kept_is_shown_by_run() -> None:

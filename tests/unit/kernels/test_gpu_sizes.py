@@ -127,7 +127,7 @@ def test_a_size_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr(engine_process, "load_model", load)
     settings = settings_class(model_path=tmp_path, device="cuda:1", attention_backend="torch")
     with pytest.raises(StartError, match="index_head_dim 300: the GPU's indexer takes 256 at most"):
-        engine.run_engine(settings, "ipc://nobody", RankPlace())
+        engine.run_engine(settings, ["ipc://nobody"], RankPlace())
     assert calls == [("cuda:1",), 1]
 
 

@@ -137,14 +137,14 @@ class EngineThread:
         self._front = zmq.Context.instance().socket(zmq.PAIR)
         self._front.setsockopt(zmq.LINGER, 0)
         self._front.bind(f"ipc://{ipc_path}")
-        self._ipc_path = str(ipc_path)
+        self._endpoint = f"ipc://{ipc_path}"
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="prefill engine")
         self._thread.start()
         self.ready = self.expect(EngineReady)
 
     def _serve(self) -> None:
-        front = EngineSocket(self._ipc_path)
+        front = EngineSocket([self._endpoint])
         try:
             self.engine = PrefillEngine(self.settings, self.spec, self.model, front, TCP)
             run, submit = self.engine._runner.run, self.engine._sender.submit

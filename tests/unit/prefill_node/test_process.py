@@ -28,7 +28,7 @@ def test_serves_says_so_and_stops(tiny_checkpoint: Callable[[str], Path], tmp_pa
     front.setsockopt(zmq.LINGER, 0)
     front.bind(f"ipc://{tmp_path}/front")
     context = multiprocessing.get_context("spawn")
-    engine = context.Process(target=run_engine, args=(settings, f"{tmp_path}/front", RankPlace()))
+    engine = context.Process(target=run_engine, args=(settings, [f"ipc://{tmp_path}/front"], RankPlace()))
     engine.start()
     try:
         assert front.poll(START_TIMEOUT_SECS * 1000), "the engine did not start"

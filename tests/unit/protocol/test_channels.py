@@ -267,25 +267,22 @@ def test_a_bad_key_file_is_named(tmp_path: Path, content: bytes | None) -> None:
 
 
 def test_the_ipc_channel_carries_both_directions(tmp_path: Path) -> None:
-    import asyncio
-
-    async def talk() -> None:
-        front = FrontSocket(str(tmp_path / "ipc"))
-        engine = EngineSocket(str(tmp_path / "ipc"))
-        try:
-            await front.send(Abort("r1"))
-            poller = Poller()
-            poller.register(engine)
-            assert await asyncio.to_thread(poller.wait, WAIT_SECS)
-            assert list(engine.receive()) == [Abort("r1")]
-            engine.send(RequestFailed("r1", 503, "full"))
-            answer = await asyncio.wait_for(front.receive(), WAIT_SECS)
-            assert answer == RequestFailed("r1", 503, "full")
-        finally:
-            engine.close()
-            front.close()
-
-    asyncio.run(talk())
+    front = FrontSocket(f"ipc://{tmp_path}/ipc")
+    engine = EngineSocket([f"ipc://{tmp_path}/ipc"])
+    try:
+        assert front.send(Abort("r1"))
+        poller = Poller()
+        poller.register(engine.fronts[0])
+        assert poller.wait(WAIT_SECS)
+        assert list(engine.receive()) == [Abort("r1")]
+        engine.send(RequestFailed("r1", 503, "full"))
+        poller.unregister(engine.fronts[0])
+        poller.register(front)
+        assert poller.wait(WAIT_SECS)
+        assert list(front.receive()) == [RequestFailed("r1", 503, "full")]
+    finally:
+        engine.close()
+        front.close()
 
 
 class _Endless:
@@ -342,10 +339,10 @@ def test_a_client_takes_in_a_burst_between_two_turns(
 def test_an_engine_takes_in_a_burst_of_its_fronts_messages_between_two_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: engine_messages.ToEngine, most: int
 ) -> None:
-    engine = EngineSocket(str(tmp_path / "ipc"))
+    engine = EngineSocket([f"ipc://{tmp_path}/ipc"])
     endless = _Endless(engine_messages.encoder.encode(message))
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "socket", endless)
+        patch.setattr(engine.fronts[0], "socket", endless)
         assert len(list(engine.receive())) == endless.num_received == most
     engine.close()
 
@@ -371,20 +368,20 @@ def test_a_slow_front_neither_blocks_its_engine_nor_loses_anything(
         def recv_multipart(self, flags: int) -> list[bytes]:
             raise zmq.Again
 
-    engine = EngineSocket(str(tmp_path / "ipc"))
+    engine = EngineSocket([f"ipc://{tmp_path}/ipc"])
     failures = [RequestFailed(f"r{i}", 503, "full") for i in range(10)]
     stats = EngineStats({}, {}, 0, 0, 0, 1)
     with monkeypatch.context() as patch:
         full = Full()
-        patch.setattr(engine, "socket", full)
+        patch.setattr(engine.fronts[0], "socket", full)
         for failure in failures:
             engine.send(failure)
             engine.send(stats)
         assert len(full.sent) == 2
-        assert len(engine.backlog) == 9, "statistics do not pile up"
+        assert len(engine.fronts[0].backlog) == 9, "statistics do not pile up"
         full.num_free = 100
         assert not list(engine.receive())
-        assert not engine.backlog
+        assert not engine.fronts[0].backlog
     decoded = [engine_messages.from_engine_decoder.decode(frame) for frame in full.sent]
     assert [message for message in decoded if message != stats] == failures
     engine.close()

@@ -35,7 +35,7 @@ def test_the_front_hears_how_much_of_the_weights_is_read(
         front.bind(f"ipc://{tmp_path}/front")
         settings = kind(model_path=tiny_checkpoint("v32"))
         with pytest.raises(StartError, match="the third shard is gone"):
-            module.run_engine(settings, f"{tmp_path}/front", RankPlace())
+            module.run_engine(settings, [f"ipc://{tmp_path}/front"], RankPlace())
         assert front.poll(20_000)
         said = engine_messages.from_engine_decoder.decode(front.recv())
         assert said == EngineLoading("weights", 3, 9)

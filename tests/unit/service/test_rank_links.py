@@ -37,12 +37,12 @@ def group_of(rooms: range, num_prompt_tokens: int = 7) -> GenerateGroup:
 
 
 def sent(link: EngineLink) -> list[list[ToEngine]]:
-    """What goes to each rank; as the send tasks do it."""
+    """What goes to each rank; as their turns do it."""
     messages: list[list[ToEngine]] = []
     for rank in link.ranks:
         messages.append([])
-        while not rank._outbox.empty():
-            message, on_sent = rank._outbox.get_nowait()
+        while rank._outbox:
+            message, on_sent = rank._outbox.popleft()
             on_sent()
             if message is not None:
                 messages[-1].append(message)
@@ -120,6 +120,6 @@ def test_the_death_of_one_engine_ends_the_requests_of_all() -> None:
     link = make_link(by_room)
     with link.open([group_of(range(3))]) as group:
         link.engine_died()
-        failed = [group._events.get_nowait() for _ in range(3)]
+        failed = [group._events.popleft() for _ in range(3)]
     assert all(isinstance(event, RequestFailed) and event.status == 503 for event in failed)
     assert link.num_in_flight == 0
