@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+VERSION = "0.1.0"
+
 PREFILL_NODE_FAILED = "prefill_node_failed"
 DECODE_NODE_FAILED = "decode_node_failed"
 """Codes of an error that is about the other node, or about the one that answers when it is of that kind.

@@ -34,13 +34,13 @@ from service.engine_link import EngineLink
 from service.http_errors import ApiError
 from service.metrics import CONTENT_TYPE, FrontMetrics
 from service.off_loop import off_loop
+from service.rank_link import RankLink
 from service.settings import NodeSettings
+from vocabulary import VERSION
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-VERSION = "0.1.0"
 
 BODY_TIMEOUT_SECS = 30.0
 """A client that has not sent its whole body by then is answered 408."""
@@ -345,6 +345,7 @@ def _server_info(front: Front) -> Response:
         "version": VERSION,
         "disaggregation_mode": front.role,
         "dp_size": front.settings.dp_size,
+        "nnodes": front.settings.nnodes,
         "served_model_name": front.settings.model_name,
         "max_running_requests": front.settings.max_running_requests,
         "status": str(front.link.state),
@@ -357,7 +358,19 @@ def _server_info(front: Front) -> Response:
         info["transfer_protocol"] = ready.transfer_protocol
         info["transfer_devices"] = ready.transfer_devices
         info["transfer_reason"] = ready.transfer_reason
+        info["ranks"] = [_rank_info(rank) for rank in front.link.ranks]
     return json_response(info)
+
+
+def _rank_info(rank: RankLink) -> dict[str, object]:
+    assert rank.ready is not None
+    return {
+        "dp_rank": rank.rank,
+        "max_total_tokens_hisparse": rank.ready.max_total_tokens_hisparse,
+        "max_total_tokens_dense": rank.ready.max_total_tokens_dense,
+        "transfer_protocol": rank.ready.transfer_protocol,
+        "transfer_devices": rank.ready.transfer_devices,
+    }
 
 
 def _model_info(front: Front) -> Response:

@@ -26,12 +26,14 @@ from protocol.access import KeyFileError
 from protocol.channels import load_control_keys
 from service.descriptors import raise_limit
 from service.engine_link import EngineLink, LinkState, QueueLimits, RankChoice
+from service.engine_sockets import Crossing
+from service.follower import follow
 from service.front import EngineProcesses, EngineTarget, serve
 from service.fronts import Fronts, FrontWorker
 from service.in_flight import NodeCounts
 from service.listening import Listener
 from service.metrics import FrontMetrics
-from service.process import setup_logging
+from service.process import StartError, setup_logging
 from service.settings import NodeSettings
 from service.workers import Workers
 from vocabulary import CheckpointError
@@ -73,6 +75,7 @@ class _NodePlan(Generic[S]):
             self.choose_rank,
             self.counts,
             front,
+            Crossing.of(self.settings),
         )
 
     def front(self, link: EngineLink, metrics: FrontMetrics, render: Callable[[], Awaitable[bytes]]) -> Front:
@@ -106,12 +109,16 @@ def run_front(
 ) -> int:
     """Start the engines and serve ``apps``, one a port, until the node ends. Returns the exit status.
 
+    On another machine of the node than the first only the engines, for its fronts.
+
     The first port is served by all fronts, the others by this one. ``holds_output``: the node's pools hold
     what is generated as well, not only prompts. ``choose_rank``: says whose a sample is. Further fronts
     import the functions by name.
     """
-    setup_logging(settings.log_level, role)
     raise_limit()
+    if settings.node_rank > 0:
+        return follow(settings, role, engine)
+    setup_logging(settings.log_level, role)
     try:
         if not settings.model_path.is_dir():
             raise CheckpointError(f"model_path {settings.model_path}: no such directory")
@@ -119,7 +126,8 @@ def run_front(
         load_api_keys(settings.api_key_file)
         load_control_keys(settings.control_key_file)
         listeners = [Listener(settings.host, port) for port in ports]
-    except (OSError, CheckpointError, KeyFileError) as error:
+        engines = EngineProcesses(engine, settings, f"{role}-engine")
+    except (OSError, CheckpointError, KeyFileError, StartError) as error:
         log.error("%s", error)
         return 1
     if settings.exposure is not None:
@@ -128,7 +136,6 @@ def run_front(
     counts = NodeCounts(settings.dp_size, num_fronts)
     plan = _NodePlan(settings, role, holds_output, choose_rank, apps, counts, int(time.time()))
     metrics = plan.metrics()
-    engines = EngineProcesses(engine, settings, f"{role}-engine", num_fronts)
     link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)
     endpoints = [engines.endpoints_of(front) for front in range(num_fronts)]
     workers = Workers(num_fronts - 1, _run_worker, (plan, endpoints, listeners[0]), f"{role}-front")

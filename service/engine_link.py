@@ -34,6 +34,7 @@ from service.engine_messages import (
     Shutdown,
     Tokens,
 )
+from service.engine_sockets import Crossing
 from service.http_errors import ApiError, NodeUnavailable, QueueFull
 from service.in_flight import InFlight, NodeCounts
 from service.rank_link import RankLink
@@ -170,6 +171,7 @@ class EngineLink:
         choose_rank: RankChoice = least_loaded,
         counts: NodeCounts | None = None,
         front: int = 0,
+        crossing: Crossing | None = None,
     ) -> None:
         """``endpoints``: one a rank, as of RankLink. ``on_connected``: called once all engines are ready, and
         so connected, to all fronts. ``counts``: of the node, of which this is ``front``; None: its only one.
@@ -183,15 +185,18 @@ class EngineLink:
         self.front = front
         self.counts = InFlight(counts or NodeCounts(len(endpoints)), front)
         self.ranks = [
-            RankLink(rank, endpoint, self.counts, self._handle) for rank, endpoint in enumerate(endpoints)
+            RankLink(rank, endpoint, self.counts, self._handle, self._note_lost, crossing)
+            for rank, endpoint in enumerate(endpoints)
         ]
+        self.lost = asyncio.Event()
+        """An engine on another machine is gone. The log says which."""
         self._on_stats = on_stats
         self._on_connected: Callable[[], None] | None = on_connected
         self._choose_rank = choose_rank
         self._in_flight: dict[str, _InFlight] = {}
 
     def start(self) -> None:
-        """Bind the sockets and start talking; needs a running event loop."""
+        """Bind the sockets and start talking; needs a running event loop. Raises OSError."""
         for rank in self.ranks:
             rank.start()
 
@@ -370,6 +375,10 @@ class EngineLink:
             if stall is not None:
                 return stall if len(self.ranks) == 1 else f"rank {rank.rank}: {stall}"
         return None
+
+    def _note_lost(self, rank: RankLink) -> None:
+        log.error("rank %d, on another machine, is gone: its log there says why", rank.rank)
+        self.lost.set()
 
     def _abort(self, rank: RankLink, abort: Abort) -> None:
         self.counts.add(1)

@@ -23,12 +23,12 @@ from model.loader import load_model
 from model.rank_group import RankGroup, RankGroupError
 from model.spec import ModelSpec, spec_of
 from service.engine_messages import EngineLoading
-from service.engine_sockets import EngineSocket
+from service.engine_sockets import Crossing, EngineSocket, FrontGone
 from service.process import die_with_parent, setup_logging, start_errors
 from service.settings import NodeSettings
 from transfer.engine import TransferSetupError, quiet_mooncake_logs
 from transfer.transport import Transport
-from vocabulary import CheckpointError, RankPlace
+from vocabulary import VERSION, CheckpointError, RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def run_engine_process(
         torch.set_num_threads(settings.num_threads)
     if settings.device == "cpu":
         fix_arithmetic()
-    front = EngineSocket(endpoints)
+    front = EngineSocket(endpoints, Crossing.of(settings))
     ranks: RankGroup | None = None
     try:
         with start_errors(*START_ERRORS, settings_error):
@@ -93,6 +93,9 @@ def run_engine_process(
                     forward_secs=max(settings.health_timeout_secs, settings.heartbeat_timeout_secs),
                     start_secs=settings.startup_timeout_secs,
                 )
+                ranks.check_same(
+                    {"release": VERSION, "checkpoint": spec.fingerprint, **settings.of_all_machines}
+                )
             model = load_model(
                 settings.model_path,
                 spec,
@@ -106,7 +109,7 @@ def run_engine_process(
             engine = make(spec, model, front, transport)
         try:
             engine.run()
-        except RankGroupError as error:
+        except (RankGroupError, FrontGone) as error:
             log.error("%s", error)
             os._exit(1)  # without close(): a step that another rank is missing in may never end
         finally:

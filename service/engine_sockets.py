@@ -2,15 +2,23 @@
 
 An engine connects to a socket of each front. What is about a request goes to the front that has it, which the
 request's id names; what an engine says of itself goes to all of them.
+
+On one machine these are ZMQ's ipc sockets. An engine on another machine of the node connects by tcp,
+encrypted and authenticated as the control channel between nodes is, and each end notices when the other is
+gone.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import zmq
 
+from protocol.access import PeerList
+from protocol.channels import ControlKeys, Guard, load_control_keys, prove_key
 from protocol.polling import BURST_MESSAGES, SEND_HWM, burst
 from service import engine_messages
 from service.engine_messages import (
@@ -23,6 +31,7 @@ from service.engine_messages import (
     ToEngine,
     front_of,
 )
+from service.settings import NodeSettings
 
 _HWM = 64
 """Messages that ZMQ keeps a direction and a side; a prompt of a million tokens has 4 MB."""
@@ -32,6 +41,49 @@ _RECEIVED_A_TURN = 64
 they make others do."""
 
 
+class FrontGone(Exception):
+    """A front on another machine is gone: nobody waits for what this engine computes."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What the channels between two machines of a node need to know."""
+
+    keys: ControlKeys | None
+    allowed: PeerList
+    heartbeat_secs: float
+    timeout_secs: float
+    """Silence of a machine after which the channels to it are lost."""
+
+    @classmethod
+    def of(cls, settings: NodeSettings) -> Crossing | None:
+        """None for a node of one machine. Raises ControlKeyError."""
+        if settings.nnodes == 1:
+            return None
+        return cls(
+            load_control_keys(settings.control_key_file),
+            PeerList.parse(settings.allowed_peers),
+            settings.heartbeat_interval_secs,
+            settings.heartbeat_timeout_secs,
+        )
+
+    def watch(self, sock: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """A socket that is readable once the connection of ``sock`` is lost.
+
+        ZMQ's own thread asks the other end for signs of life, and answers for this one, however busy it is.
+        """
+        sock.setsockopt(zmq.IPV6, 1)
+        sock.setsockopt(zmq.HEARTBEAT_IVL, round(self.heartbeat_secs * 1000))
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(self.timeout_secs * 1000))
+        return sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+
+@cache
+def _guard_of(crossing: Crossing) -> Guard:
+    """One for all sockets of ZMQ's context."""
+    return Guard(zmq.Context.instance(), crossing.keys, crossing.allowed, Counter())
+
+
 class FrontChannel:
     """The engine's end of the channel to one front.
 
@@ -39,13 +91,22 @@ class FrontChannel:
     may still bring forth, for the engine's statistics do not wait, newer ones follow.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, crossing: Crossing | None = None) -> None:
         self.backlog: deque[bytes] = deque()
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 2000)  # the last answers still leave at shutdown
         self.socket.setsockopt(zmq.SNDHWM, SEND_HWM)
         self.socket.setsockopt(zmq.RCVHWM, _HWM)
+        self._losses: zmq.Socket[bytes] | None = None
+        if crossing is not None and endpoint.startswith("tcp:"):
+            prove_key(self.socket, crossing.keys)
+            self._losses = crossing.watch(self.socket)
+        self.endpoint = endpoint
         self.socket.connect(endpoint)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._losses is not None and bool(self._losses.poll(0))
 
     def send(self, frame: bytes, *, may_be_dropped: bool = False) -> None:
         """Never waits."""
@@ -62,20 +123,27 @@ class FrontChannel:
         except zmq.Again:
             return
 
+    def close(self) -> None:
+        self.flush()
+        if self._losses is not None:
+            self.socket.disable_monitor()
+        self.socket.close()
+
 
 class EngineSocket:
     """The engine's end of the channels to all of its fronts, in their order."""
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
+    def __init__(self, endpoints: Sequence[str], crossing: Crossing | None = None) -> None:
         """``endpoints``: ZMQ's, ``ipc://PATH`` or ``tcp://HOST:PORT``, one a front."""
-        self.fronts = [FrontChannel(endpoint) for endpoint in endpoints]
+        self.fronts = [FrontChannel(endpoint, crossing) for endpoint in endpoints]
         self._leaving: set[int] = set()
         self._num_turns = 0
 
     def receive(self) -> Iterator[ToEngine]:
         """What has arrived, without waiting, at most a burst; a group counts with each of its samples.
 
-        ``Shutdown`` comes once all fronts have said it.
+        ``Shutdown`` comes once all fronts have said it. Raises FrontGone when nothing has arrived, and
+        nothing will.
         """
         self._num_turns += 1  # who is first takes turns: a burst of one front must not be all that is heard
         first = self._num_turns % len(self.fronts)
@@ -93,6 +161,8 @@ class EngineSocket:
             num_samples += len(message.samples) if isinstance(message, GenerateGroup) else 1
             if num_samples >= BURST_MESSAGES:
                 return
+        if num_samples == 0 and (lost := [front.endpoint for front in fronts if front.is_lost]):
+            raise FrontGone(f"the front at {lost[0]} is gone")
 
     def send(self, message: FromEngine) -> None:
         """Never waits. Statistics for which there is no room are dropped."""
@@ -107,8 +177,7 @@ class EngineSocket:
 
     def close(self) -> None:
         for front in self.fronts:
-            front.flush()
-            front.socket.close()
+            front.close()
 
 
 class FrontSocket:
@@ -118,15 +187,37 @@ class FrontSocket:
     whoever was called because of it goes on until ``is_ready`` is false.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, crossing: Crossing | None = None) -> None:
+        """Raises OSError when the endpoint cannot be bound."""
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, _HWM)
         self.socket.setsockopt(zmq.RCVHWM, SEND_HWM)
-        self.socket.bind(endpoint)
+        self._losses: zmq.Socket[bytes] | None = None
+        if crossing is not None and endpoint.startswith("tcp:"):
+            _guard_of(crossing).protect(self.socket)
+            self._losses = crossing.watch(self.socket)
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(error.errno, f"cannot listen at {endpoint} for engines: {error}") from error
 
     def fileno(self) -> int:
         return int(self.socket.getsockopt(zmq.FD))
+
+    @property
+    def loss_fileno(self) -> int | None:
+        """Of another descriptor, by which to ask ``take_loss``; None for an engine on this machine."""
+        return None if self._losses is None else int(self._losses.getsockopt(zmq.FD))
+
+    def take_loss(self) -> bool:
+        """Whether the engine has gone since the last call."""
+        is_lost = False
+        while self._losses is not None and self._losses.poll(0):
+            self._losses.recv_multipart()
+            is_lost = True
+        return is_lost
 
     def receive(self) -> Iterator[FromEngine]:
         """What has arrived, as much as a turn takes in."""
@@ -151,4 +242,6 @@ class FrontSocket:
         return bool(events & (zmq.POLLIN | (zmq.POLLOUT if to_send else 0)))
 
     def close(self) -> None:
+        if self._losses is not None:
+            self.socket.disable_monitor()
         self.socket.close()

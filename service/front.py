@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from service.engine_link import EngineLink, LinkState
 from service.fronts import SHUTTING_DOWN, Fronts
 from service.listening import Listener
+from service.meeting import meeting_address
 from service.process import StartError, die_with_parent, setup_logging
 from service.settings import NodeSettings
 from service.workers import exits, join
@@ -37,34 +38,48 @@ _FRONT_DIED = "a front process of the node has died"
 
 
 class EngineProcesses:
-    """The engines of all ranks in child processes, and the directory of the fronts' sockets to them."""
+    """The engines of this machine's ranks in child processes, and the directory of their sockets."""
 
-    def __init__(self, target: EngineTarget[S], settings: S, name: str, num_fronts: int = 1) -> None:
-        """``target(settings, endpoints, place)`` runs an engine; it is imported by name in the child."""
+    def __init__(self, target: EngineTarget[S], settings: S, name: str) -> None:
+        """``target(settings, endpoints, place)`` runs an engine; it is imported by name in the child.
+
+        Raises StartError when the node has several machines and the first one is not known.
+        """
+        self._settings = settings
+        self._first_machine = meeting_address(settings)
         self._directory = Path(tempfile.mkdtemp(prefix="hisparse-pd-"))  # mode 0700
         size = settings.dp_size
-        names = [name if size == 1 else f"{name} rank {rank}" for rank in range(size)]
+        names = {rank: name if size == 1 else f"{name} rank {rank}" for rank in settings.ranks_here}
         self._processes = [
             multiprocessing.get_context("spawn").Process(
                 target=_run_engine,
                 args=(
                     target,
                     settings.of_rank(rank),
-                    tuple(self._endpoint(rank, front) for front in range(num_fronts)),
-                    RankPlace(rank, size, str(self._directory / "ranks")),
-                    names[rank],
+                    tuple(self._endpoint(rank, front) for front in range(settings.num_fronts)),
+                    self._place(rank),
+                    name,
                 ),
-                name=names[rank],
+                name=name,
             )
-            for rank in range(size)
+            for rank, name in names.items()
         ]
 
     def endpoints_of(self, front: int) -> list[str]:
-        """Of one front: that of each rank."""
-        return [self._endpoint(rank, front) for rank in range(len(self._processes))]
+        """Of one front: that of each rank of the node."""
+        return [self._endpoint(rank, front) for rank in range(self._settings.dp_size)]
 
     def _endpoint(self, rank: int, front: int) -> str:
-        return f"ipc://{self._directory}/engine-{rank}-{front}.ipc"
+        if rank in self._settings.ranks_of(0):
+            return f"ipc://{self._directory}/engine-{rank}-{front}.ipc"
+        host = f"[{self._first_machine}]" if ":" in self._first_machine else self._first_machine
+        return f"tcp://{host}:{self._settings.meeting[1] + 1 + front * self._settings.dp_size + rank}"
+
+    def _place(self, rank: int) -> RankPlace:
+        size = self._settings.dp_size
+        if not self._first_machine:
+            return RankPlace(rank, size, str(self._directory / "ranks"))
+        return RankPlace(rank, size, meeting_host=self._first_machine, meeting_port=self._settings.meeting[1])
 
     def start(self) -> None:
         """From the main thread: the kernel ends the children when the thread that started them ends."""
@@ -84,11 +99,20 @@ class EngineProcesses:
         """Which engines have exited, and how."""
         return exits(self._processes)
 
+    def wait(self) -> None:
+        """Until all have ended, or are overdue, when one has or they were told to."""
+        join(self._processes, _ENGINE_EXIT_SECS)
+
+    @property
+    def have_succeeded(self) -> bool:
+        return all(process.exitcode == 0 for process in self._processes)
+
     def stop(self, *, graceful: bool) -> None:
         """End the engines. ``graceful``: they were told to shut down, so wait for that."""
         try:
             started = [process for process in self._processes if process.pid is not None]
-            join(started, _ENGINE_EXIT_SECS if graceful else 0)
+            if graceful:
+                join(started, _ENGINE_EXIT_SECS)
             for end in ("terminate", "kill"):
                 for process in (alive := [process for process in started if process.is_alive()]):
                     log.info("%s still runs: %s", process.name, end)
@@ -132,7 +156,7 @@ async def serve(
         for server, listener in zip(servers, listeners, strict=True)
     ]
     stop = asyncio.create_task(signals.get())
-    died = asyncio.create_task(child_exited.wait())
+    died = asyncio.create_task(_any_of(child_exited, link.lost))
     try:
         await asyncio.wait([stop, died, *running], return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
@@ -144,7 +168,7 @@ async def serve(
         what_died = ""
         if died.done():
             of_engines, of_workers = engines.exits(), workers.exits()
-            log.error("%s", ", ".join(filter(None, (of_engines, of_workers))))
+            log.error("%s", ", ".join(filter(None, (of_engines, of_workers))) or LinkState.GONE)
             what_died = _FRONT_DIED if of_workers and not of_engines else LinkState.GONE
             link.engine_died(what_died)
         else:
@@ -164,13 +188,23 @@ async def serve(
         link.close()
 
 
+async def _any_of(*events: asyncio.Event) -> None:
+    """Until one is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
 def _note_exit(loop: asyncio.AbstractEventLoop, sentinel: int, child_exited: asyncio.Event) -> None:
     loop.remove_reader(sentinel)  # it stays readable
     child_exited.set()
 
 
 async def _drain(
-    link: EngineLink, timeout_secs: float, signals: asyncio.Queue[str], died: asyncio.Task[bool]
+    link: EngineLink, timeout_secs: float, signals: asyncio.Queue[str], died: asyncio.Task[None]
 ) -> None:
     """Let requests in flight finish: until there are none, the time is up, or nothing is left to wait for."""
     loop = asyncio.get_running_loop()

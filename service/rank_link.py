@@ -18,7 +18,7 @@ from service.engine_messages import (
     FromEngine,
     ToEngine,
 )
-from service.engine_sockets import FrontSocket
+from service.engine_sockets import Crossing, FrontSocket
 from service.in_flight import InFlight
 
 _SENT_A_TURN = 8
@@ -34,8 +34,13 @@ class RankLink:
         endpoint: str,
         in_flight: InFlight,
         on_message: Callable[[RankLink, FromEngine], None],
+        on_lost: Callable[[RankLink], None] = lambda rank: None,
+        crossing: Crossing | None = None,
     ) -> None:
-        """``endpoint``: ZMQ's, which the socket binds; ``in_flight``: the node's, in which it is counted."""
+        """``endpoint``: ZMQ's, which the socket binds; ``in_flight``: the node's, in which it is counted.
+
+        ``on_lost``: called when an engine on another machine is gone that had said something.
+        """
         self.rank = rank
         self.loading: EngineLoading | None = None
         """How far it was when it last said so, until it is ready."""
@@ -44,6 +49,8 @@ class RankLink:
         self._endpoint = endpoint
         self._in_flight = in_flight
         self._on_message = on_message
+        self._on_lost = on_lost
+        self._crossing = crossing
         self._outbox: deque[tuple[ToEngine | None, Callable[[], None]]] = deque()
         self._socket: FrontSocket | None = None
         self._next_turn: asyncio.Handle | None = None
@@ -60,9 +67,12 @@ class RankLink:
         return self._in_flight.given_to(self.rank)
 
     def start(self) -> None:
-        """Bind the socket and start talking; needs a running event loop."""
-        self._socket = FrontSocket(self._endpoint)
+        """Bind the socket and start talking; needs a running event loop. Raises OSError."""
+        self._socket = FrontSocket(self._endpoint, self._crossing)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._wake)
+        if (losses := self._socket.loss_fileno) is not None:
+            asyncio.get_running_loop().add_reader(losses, self._check_loss)
+            self._check_loss()  # only who has looked is told of what follows
         self._wake()
 
     def close(self) -> None:
@@ -70,6 +80,8 @@ class RankLink:
             if self._next_turn is not None:
                 self._next_turn.cancel()
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            if (losses := self._socket.loss_fileno) is not None:
+                asyncio.get_running_loop().remove_reader(losses)
             self._socket.close()
             self._socket = None
 
@@ -114,6 +126,11 @@ class RankLink:
         if now - self._last_progress_at > health_timeout_secs:
             return f"the engine has made no progress for {now - self._last_progress_at:.0f} s"
         return None
+
+    def _check_loss(self) -> None:
+        assert self._socket is not None
+        if self._socket.take_loss() and (self.ready is not None or self.loading is not None):
+            self._on_lost(self)
 
     def _wake(self) -> None:
         """Take a turn soon, behind those who have something to do already."""

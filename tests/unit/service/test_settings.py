@@ -128,8 +128,8 @@ def test_control_ports_of_all_ranks_are_checked_before_the_model_is_loaded(
                 ("0.0.0.0:20000", r"0\.0\.0\.0:20000", "expected HOST:PORT of a machine"),
                 ("20000", "20000", "expected HOST:PORT of a machine"),
                 ("10.0.0.1", r"10\.0\.0\.1", "expected HOST:PORT of a machine"),
-                ("first:x", "first:x", "the port must be from 1 to 65519"),
-                ("first:65532", "first:65532", "the port must be from 1 to 65519"),
+                ("first:x", "first:x", "the port must be from 1 to 65531"),
+                ("first:65532", "first:65532", "the port must be from 1 to 65531"),
             )
         ),
     ],

@@ -1,0 +1,178 @@
+"""Nodes on two machines: loopback addresses of this one, with nothing in common but the network."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from checkpoints.oracle import Oracle
+from protocol.channels import ControlKeys
+from service.ports import free_port
+from tests.integration.harness import (
+    Deployment,
+    Service,
+    decode_service,
+    engine_pids,
+    generate,
+    is_empty,
+    prefill_service,
+    router_service,
+    wait_until,
+)
+
+LENGTHS = (1, 38, 129, 300)
+NUM_NEW_TOKENS = 10
+FIRST, SECOND = "127.0.0.1", "127.0.0.2"
+PREFILL = ("--page-size", "16", "--chunked-prefill-size", "230", "--kv-pool-tokens", "4096")
+DECODE = ("--page-size", "16", "--device-buffer-size", "80", "--device-pool-tokens", "2048")
+
+
+def machines(make: Callable[..., Service], checkpoint: Path, directory: Path, *options: str) -> list[Service]:
+    """The two processes of one node; the first one has the port."""
+    name = make.__name__.removesuffix("_service")
+    meeting = f"{FIRST}:{free_port()}"
+    common = [*options, "--dp-size", "2", "--nnodes", "2", "--dist-init-addr", meeting]
+    return [
+        make(
+            checkpoint,
+            directory,
+            f"{name}-{rank}",
+            [*common, "--node-rank", str(rank), "--host", host, "--heartbeat-interval-secs", "2"],
+        )
+        for rank, host in enumerate((FIRST, SECOND))
+    ]
+
+
+@contextmanager
+def started(services: list[Service]) -> Iterator[None]:
+    """Those that serve HTTP are the first of their node, and the router."""
+    try:
+        for service in services:
+            service.start()
+        for service in services:
+            if not service.name.endswith("-1"):
+                service.wait_healthy()
+        yield
+    finally:
+        for service in reversed(services):
+            service.kill()
+
+
+def ended(service: Service) -> int:
+    assert service.process is not None
+    return service.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def nodes(
+    tied_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Deployment, list[Service]]]:
+    """A prefill node and a decode node of two machines each, which share a key, and their second machines."""
+    directory = tmp_path_factory.mktemp("machines")
+    keys = directory / "control.key"
+    keys.write_bytes(ControlKeys.generate().secret)
+    with_key = ("--control-key-file", str(keys), "--api-server-count", "2")
+    checkpoint = tied_checkpoint("v32")
+    prefill = machines(prefill_service, checkpoint, directory, *PREFILL, *with_key)
+    decode = machines(decode_service, checkpoint, directory, *DECODE, *with_key)
+    router = router_service(prefill[:1], decode[:1], directory)
+    with started([*prefill, *decode, router]):
+        yield Deployment(prefill[:1], decode[:1], router), [prefill[1], decode[1]]
+
+
+@pytest.mark.I5
+@pytest.mark.timeout(400)
+def test_tokens_are_the_oracles_whichever_machine_has_a_request(
+    nodes: tuple[Deployment, list[Service]], tied_checkpoint: Callable[[str], Path]
+) -> None:
+    pair, _ = nodes
+    drawn = random.Random(11)
+    prompts = [[drawn.randint(32, 126) for _ in range(length)] for length in LENGTHS]
+    with closing(Oracle(tied_checkpoint("v32"), prompts, NUM_NEW_TOKENS)) as oracle:
+        expected = oracle.tokens
+    jobs = [(number, flag) for number in range(len(prompts)) for flag in (True, False, "auto")] * 2
+
+    def answer(job: tuple[int, bool | str]) -> list[int]:
+        number, flag = job
+        body = {
+            "input_ids": prompts[number],
+            "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True},
+            "hisparse": flag,
+        }
+        got = httpx.post(pair.url + "/generate", json=body, timeout=200)
+        assert got.status_code == 200, got.text
+        found: list[int] = got.json()["output_ids"]
+        return found
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(answer, jobs))
+    wrong = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != expected[job[0]]]
+    assert not wrong, f"{len(wrong)} of {len(jobs)} differ; first {wrong[0]}"
+    metrics = httpx.get(pair.decode[0].url + "/metrics", timeout=10).text
+    for rank in (0, 1):
+        assert f'hisparse_pd:requests_total{{dp_rank="{rank}"' in metrics
+    pair.flush_prefix_caches()
+    for node in (*pair.prefill, *pair.decode):
+        wait_until(lambda node=node: is_empty(node), 30, f"{node.name} is empty")
+
+
+def test_a_node_says_where_its_machines_are(nodes: tuple[Deployment, list[Service]]) -> None:
+    pair, _ = nodes
+    for node in (*pair.prefill, *pair.decode):
+        info = httpx.get(node.url + "/server_info", timeout=10).json()
+        assert (info["nnodes"], [rank["dp_rank"] for rank in info["ranks"]]) == (2, [0, 1])
+
+
+@pytest.mark.I7
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_machines_leave_together(nodes: tuple[Deployment, list[Service]]) -> None:
+    """One that is killed ends the node; a signal to all, as a cluster gives it, ends a node in order."""
+    pair, (_, second_of_decode) = nodes
+    second_of_decode.kill()
+    assert ended(pair.decode[0]) == 1, "a supervisor is to start it again"
+    assert "rank 1, on another machine, is gone" in pair.decode[0].log_tail(20000)
+    assert generate(pair.url, params={"max_new_tokens": 4}).status_code in (502, 503)
+    for service in (second_of_decode, pair.decode[0]):
+        service.start()
+    pair.decode[0].wait_healthy()
+    wait_until(lambda: generate(pair.url, params={"max_new_tokens": 4}).status_code == 200, 60, "an answer")
+    for service in (second_of_decode, pair.decode[0]):
+        assert service.process is not None
+        service.process.send_signal(signal.SIGTERM)
+    assert (ended(pair.decode[0]), ended(second_of_decode)) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_machine_goes_with_the_first_one(tied_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    first, second = machines(decode_service, tied_checkpoint("v32"), tmp_path, *DECODE)
+    with started([first, second]):
+        assert len(engine_pids(second)) == 1
+        first.kill()
+        assert ended(second) == 1
+        assert "is gone" in second.log_tail(20000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_machines_with_other_settings_do_not_start(
+    tied_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    first, second = machines(decode_service, tied_checkpoint("v32"), tmp_path, *DECODE)
+    second.arguments += ["--growth-tokens", "77"]
+    try:
+        first.start()
+        second.start()
+        assert (ended(first), ended(second)) == (1, 1)
+        assert "growth_tokens is 77 on rank 1 and 1024 on rank 0; start" in second.log_tail(20000)
+    finally:
+        first.kill()
+        second.kill()
