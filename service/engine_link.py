@@ -185,7 +185,14 @@ class EngineLink:
         self.front = front
         self.counts = InFlight(counts or NodeCounts(len(endpoints)), front)
         self.ranks = [
-            RankLink(rank, endpoint, self.counts, self._handle, self._note_lost, crossing)
+            RankLink(
+                rank,
+                endpoint,
+                self.counts,
+                self._handle,
+                self._note_lost,
+                crossing if endpoint.startswith("tcp:") else None,
+            )
             for rank, endpoint in enumerate(endpoints)
         ]
         self.lost = asyncio.Event()

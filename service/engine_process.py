@@ -76,7 +76,7 @@ def run_engine_process(
         torch.set_num_threads(settings.num_threads)
     if settings.device == "cpu":
         fix_arithmetic()
-    front = EngineSocket(endpoints, Crossing.of(settings))
+    front = EngineSocket(endpoints, Crossing.of(settings) if settings.node_rank > 0 else None)
     ranks: RankGroup | None = None
     try:
         with start_errors(*START_ERRORS, settings_error):

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import zmq
 
@@ -78,12 +77,6 @@ class Crossing:
         return sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
 
-@cache
-def _guard_of(crossing: Crossing) -> Guard:
-    """One for all sockets of ZMQ's context."""
-    return Guard(zmq.Context.instance(), crossing.keys, crossing.allowed, Counter())
-
-
 class FrontChannel:
     """The engine's end of the channel to one front.
 
@@ -98,7 +91,7 @@ class FrontChannel:
         self.socket.setsockopt(zmq.SNDHWM, SEND_HWM)
         self.socket.setsockopt(zmq.RCVHWM, _HWM)
         self._losses: zmq.Socket[bytes] | None = None
-        if crossing is not None and endpoint.startswith("tcp:"):
+        if crossing is not None:
             prove_key(self.socket, crossing.keys)
             self._losses = crossing.watch(self.socket)
         self.endpoint = endpoint
@@ -127,6 +120,7 @@ class FrontChannel:
         self.flush()
         if self._losses is not None:
             self.socket.disable_monitor()
+            self._losses.close()
         self.socket.close()
 
 
@@ -134,7 +128,7 @@ class EngineSocket:
     """The engine's end of the channels to all of its fronts, in their order."""
 
     def __init__(self, endpoints: Sequence[str], crossing: Crossing | None = None) -> None:
-        """``endpoints``: ZMQ's, ``ipc://PATH`` or ``tcp://HOST:PORT``, one a front."""
+        """``endpoints``: ZMQ's, one a front; ``crossing``: when these are on another machine."""
         self.fronts = [FrontChannel(endpoint, crossing) for endpoint in endpoints]
         self._leaving: set[int] = set()
         self._num_turns = 0
@@ -188,14 +182,17 @@ class FrontSocket:
     """
 
     def __init__(self, endpoint: str, crossing: Crossing | None = None) -> None:
-        """Raises OSError when the endpoint cannot be bound."""
-        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        """``crossing``: for an engine on another machine. Raises OSError when it cannot be bound."""
+        self._context = zmq.Context.instance() if crossing is None else zmq.Context()  # a Guard has its own
+        self._guard: Guard | None = None
+        self._losses: zmq.Socket[bytes] | None = None
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, _HWM)
         self.socket.setsockopt(zmq.RCVHWM, SEND_HWM)
-        self._losses: zmq.Socket[bytes] | None = None
-        if crossing is not None and endpoint.startswith("tcp:"):
-            _guard_of(crossing).protect(self.socket)
+        if crossing is not None:
+            self._guard = Guard(self._context, crossing.keys, crossing.allowed, Counter())
+            self._guard.protect(self.socket)
             self._losses = crossing.watch(self.socket)
         try:
             self.socket.bind(endpoint)
@@ -244,4 +241,8 @@ class FrontSocket:
     def close(self) -> None:
         if self._losses is not None:
             self.socket.disable_monitor()
+            self._losses.close()
         self.socket.close()
+        if self._guard is not None:
+            self._context.term()
+            self._guard.join()

@@ -26,6 +26,7 @@ from protocol.bootstrap import (
     NONCE_HEADER,
     BootstrapInfo,
     BootstrapLookupError,
+    RankInfo,
     look_up,
 )
 from protocol.channels import ControlAddressError, ControlClient, ControlKeys
@@ -320,6 +321,24 @@ def test_a_decode_node_asks_and_connects_to_its_list_only() -> None:
     wildcard = msgspec.structs.replace(INFO, control_host="0.0.0.0")
     with answering((http(msgspec.json.encode(wildcard)),)) as port:
         assert look_up("127.0.0.1", port, None, allowed).control_endpoint("x") == "tcp://127.0.0.1:7000"
+
+
+def test_a_rank_may_be_on_another_machine_which_the_list_has() -> None:
+    ranks = (RankInfo("first", 7000), RankInfo("second", 7001, "127.0.0.2"))
+    several = http(msgspec.json.encode(msgspec.structs.replace(INFO, ranks=ranks)))
+    with answering((several,)) as port:
+        info = look_up("127.0.0.1", port, None, PeerList.parse(["127.0.0.0/8"]))
+        endpoints = [rank.control_endpoint("x") for rank in (info.of_rank(0), info.of_rank(1)) if rank]
+        assert endpoints == ["tcp://127.0.0.1:7000", "tcp://127.0.0.2:7001"]
+        with pytest.raises(BootstrapLookupError, match=r"'127\.0\.0\.2' is not in allowed_peers"):
+            look_up("127.0.0.1", port, None, PeerList.parse(["127.0.0.1"]))
+    for host in ("0.0.0.0", "a b"):
+        wrong = msgspec.structs.replace(INFO, ranks=(RankInfo("first", 7000, host),))
+        with (
+            answering((http(msgspec.json.encode(wrong)),)) as port,
+            pytest.raises(BootstrapLookupError, match=f"control host '{host}' is no name and no address"),
+        ):
+            look_up("127.0.0.1", port)
 
 
 def test_a_name_stands_for_the_address_that_the_list_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """The control and ipc channels over real ZMQ sockets."""
 
 import pickle
+import select
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +20,8 @@ from protocol.polling import Poller, Wakeup
 from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
 from service import engine_messages
 from service.engine_messages import Abort, EngineStats, Generate, GenerateGroup, RequestFailed
-from service.engine_sockets import EngineSocket, FrontSocket
+from service.engine_sockets import Crossing, EngineSocket, FrontGone, FrontSocket
+from service.ports import free_port
 from vocabulary import SamplingParams
 
 WAIT_SECS = 60.0
@@ -270,6 +273,7 @@ def test_the_ipc_channel_carries_both_directions(tmp_path: Path) -> None:
     front = FrontSocket(f"ipc://{tmp_path}/ipc")
     engine = EngineSocket([f"ipc://{tmp_path}/ipc"])
     try:
+        assert front.socket.poll(WAIT_SECS * 1000, zmq.POLLOUT)
         assert front.send(Abort("r1"))
         poller = Poller()
         poller.register(engine.fronts[0])
@@ -283,6 +287,64 @@ def test_the_ipc_channel_carries_both_directions(tmp_path: Path) -> None:
     finally:
         engine.close()
         front.close()
+
+
+def _across(
+    front_keys: ControlKeys | None, engine_keys: ControlKeys | None, allowed: str = "127.0.0.1"
+) -> tuple[FrontSocket, EngineSocket]:
+    """A front and an engine on another machine."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    front = FrontSocket(endpoint, Crossing(front_keys, PeerList.parse([allowed]), 30.0, 60.0))
+    return front, EngineSocket([endpoint], Crossing(engine_keys, PeerList(), 30.0, 60.0))
+
+
+@pytest.mark.parametrize("keys", [None, ControlKeys.generate()], ids=["plain", "with a key"])
+def test_front_and_engine_on_two_machines_notice_each_others_end(keys: ControlKeys | None) -> None:
+    """Whatever has come before is still heard."""
+    front, engine = _across(keys, keys)
+    engine.send(RequestFailed("r1", 503, "full"))
+    assert front.socket.poll(WAIT_SECS * 1000)
+    assert list(front.receive()) == [RequestFailed("r1", 503, "full")]
+    assert not front.take_loss()
+    engine.close()
+    assert select.select([front.loss_fileno], [], [], WAIT_SECS)[0]
+    assert front.take_loss()
+    front.close()
+
+    front, engine = _across(keys, keys)
+    assert front.socket.poll(WAIT_SECS * 1000, zmq.POLLOUT)
+    assert front.send(Abort("r1"))
+    assert engine.fronts[0].socket.poll(WAIT_SECS * 1000)
+    front.close()
+    assert list(engine.receive()) == [Abort("r1")]
+
+    def listen() -> None:
+        while True:
+            assert list(engine.receive()) == []
+
+    with pytest.raises(FrontGone, match=r"the front at tcp://127\.0\.0\.1:\d+ is gone"):
+        listen()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "allowed"),
+    [(ControlKeys.generate(), "127.0.0.1"), (None, "192.0.2.0/24")],
+    ids=["key", "address"],
+)
+def test_nobody_else_is_connected_to_a_front(keys: ControlKeys | None, allowed: str) -> None:
+    front, stranger = _across(ControlKeys.generate() if keys else None, keys, allowed)
+    stranger.send(RequestFailed("r1", 503, "full"))
+    assert not front.socket.poll(200, zmq.POLLIN | zmq.POLLOUT)
+    stranger.close()
+    front.close()
+
+
+def test_a_taken_port_is_an_error_that_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen at tcp://127.0.0.1:{port} for engines"):
+            FrontSocket(f"tcp://127.0.0.1:{port}", Crossing(None, PeerList(), 30.0, 60.0))
 
 
 class _Endless:
