@@ -14,6 +14,7 @@ import asyncio
 import ipaddress
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -49,11 +50,14 @@ class Connections:
     """Connections that make the server wait, by their address, who waits longest first."""
     closed: Counter[str] = field(default_factory=Counter)
     """Connections that were closed or refused and not yet reported, by the reason."""
+    on_change: Callable[[], None] = lambda: None
+    """Called when their number has changed."""
     _swept_at: float = float("inf")
 
     def admit(self, connection: Connection) -> bool:
         """Take a new connection. False: there is no room for it, all others are being served."""
         self.live.add(connection)
+        self.on_change()
         if len(self.live) > self.limit and self.waits:
             self.closed["closed for a new one"] += 1
             most = max(self.waits.values(), key=len)
@@ -62,6 +66,7 @@ class Connections:
 
     def forget(self, connection: Connection) -> None:
         self.live.discard(connection)
+        self.on_change()
         self.note(connection, waits=False)
 
     def note(self, connection: Connection, *, waits: bool) -> None:
