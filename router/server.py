@@ -35,6 +35,7 @@ from router.nodes import NodeKind, NodePool
 from router.relay import Answer, Relay
 from router.status import StatusBoard
 from service.http_errors import ApiError
+from service.patience import Patience
 from service.settings import RouterSettings
 from service.workers import no_workers
 
@@ -311,10 +312,12 @@ class _RelayEndpoint:
         await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
         tail = b"\n\n"
         try:
-            async with self._router.drain.time_left():
+            async with self._router.drain.time_left(), self._reading_client() as reading:
                 async for chunk in answer.chunks:
-                    tail = (tail + chunk)[-2:]
-                    await self._send_chunk(send, chunk, more=True)
+                    tail = chunk[-2:] if len(chunk) > 1 else (tail + chunk)[-2:]
+                    reading.begin()
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    reading.end()
         except (NodeFailed, ShuttingDown) as error:
             self._router.metrics.truncated.inc()
             log.warning("%s: %s", self._endpoint, error)
@@ -325,9 +328,24 @@ class _RelayEndpoint:
         await self._send_chunk(send, b"", more=False)
 
     async def _send_chunk(self, send: Send, chunk: bytes, *, more: bool) -> None:
-        # A client that stops reading must not hold two nodes for ever.
-        async with asyncio.timeout(self._router.settings.request_timeout_secs):
+        async with self._reading_client() as reading:
+            reading.begin()
             await send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+    @asynccontextmanager
+    async def _reading_client(self) -> AsyncIterator[Patience]:
+        """For each time that something is sent: a client that stops reading must not hold two nodes for ever.
+
+        Raises TimeoutError.
+        """
+        async with asyncio.timeout(None) as limit:
+            loop = asyncio.get_running_loop()
+            secs = self._router.settings.request_timeout_secs
+            reading = Patience(secs, lambda: limit.reschedule(loop.time()))
+            try:
+                yield reading
+            finally:
+                reading.close()
 
     async def _send_error(self, request: Request, send: Send, error: RouterError) -> int:
         if error.status >= 500:
