@@ -126,11 +126,11 @@ class Desk:
 
     async def sum_metrics(self) -> list[Metric]:
         """Of all processes."""
-        return list(metric_sums.summed((self.metrics.pack(), *await self.workers.ask(b""))))
+        return list(metric_sums.summed((self.metrics.pack(), *await self.workers.collect())))
 
     async def render_metrics(self) -> bytes:
         """The Prometheus text format."""
-        packed = (self.metrics.pack(), *await self.workers.ask(b""))
+        packed = (self.metrics.pack(), *await self.workers.collect())
         return metric_sums.render(NodeCollector(self.pool), packed)
 
     def _publish(self) -> None:

@@ -58,7 +58,7 @@ class Fronts:
 
     async def render_metrics(self) -> bytes:
         """Those of the node."""
-        return self._metrics.render(await self.workers.ask(b""))
+        return self._metrics.render(await self.workers.collect())
 
     def stop_accepting(self) -> None:
         self.workers.tell(_encoder.encode(StopAccepting()))

@@ -17,12 +17,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.process import BaseProcess
 
 from service.channel import Channel, ChannelClosed
+from service.metric_sums import NOTHING
 from service.process import die_with_parent
 
 log = logging.getLogger(__name__)
 
 ANSWER_SECS = 2.0
-"""For a worker's answer; one that is busier is left out."""
+"""For a worker's counts."""
+
+COUNTS = b""
+"""The one question to a worker: what it counts, answered as of ``metric_sums.pack``."""
 
 EXIT_SECS = 5.0
 """For a worker that was told to leave: its last answers, and the interpreter's end."""
@@ -36,6 +40,7 @@ class Workers:
         is imported by name in the child.
         """
         self.channels: list[Channel] = []
+        self._collected: Sequence[bytes] = ()
         self._num = num
         self._target = target
         self._name = name
@@ -88,6 +93,7 @@ class Workers:
             return Channel(sock, lambda body: on_note(index, body), lambda body: on_question(index, body))
 
         self.channels = [channel(index, sock) for index, sock in enumerate(self._sockets)]
+        self._collected = [NOTHING] * len(self.channels)
         for opened in self.channels:
             await opened.open()
 
@@ -96,10 +102,12 @@ class Workers:
         for channel in self.channels:
             channel.tell(body)
 
-    async def ask(self, body: bytes) -> list[bytes]:
-        """The answers of those that live and have one in time."""
-        answers = await asyncio.gather(*(_ask(channel, body) for channel in self.channels))
-        return [answer for answer in answers if answer is not None]
+    async def collect(self) -> list[bytes]:
+        """What each worker counts; of one that does not say so in time, what it said last."""
+        self._collected = await asyncio.gather(
+            *(_ask(channel, last) for channel, last in zip(self.channels, self._collected, strict=True))
+        )
+        return list(self._collected)
 
     async def left(self, timeout_secs: float = EXIT_SECS) -> None:
         """Until all of them have exited, or the time is up."""
@@ -142,11 +150,11 @@ def no_workers() -> Workers:
     return Workers(0, _run, "")
 
 
-async def _ask(channel: Channel, body: bytes) -> bytes | None:
+async def _ask(channel: Channel, last: bytes) -> bytes:
     try:
-        return await asyncio.wait_for(channel.ask(body), ANSWER_SECS)
+        return await asyncio.wait_for(channel.ask(COUNTS), ANSWER_SECS)
     except (ChannelClosed, TimeoutError):
-        return None
+        return last
 
 
 def _run(
