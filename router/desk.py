@@ -58,6 +58,10 @@ class Ended(Struct, frozen=True, tag="ended"):
     leg: int
 
 
+class Serving(Struct, frozen=True, tag="serving"):
+    """The worker takes requests."""
+
+
 class Unreachable(Struct, frozen=True, tag="unreachable"):
     node: int
     trouble: str
@@ -94,9 +98,11 @@ class Finish(Struct, frozen=True, tag="finish"):
     timeout_secs: float
 
 
+FromWorker = Sent | Ended | Serving | Unreachable
+
 _encode = Encoder().encode
 _question_decoder: TypedDecoder[Pick | GetPage] = TypedDecoder(Pick | GetPage)
-_note_decoder: TypedDecoder[Sent | Ended | Unreachable] = TypedDecoder(Sent | Ended | Unreachable)
+_note_decoder: TypedDecoder[FromWorker] = TypedDecoder(FromWorker)
 _picked_decoder: TypedDecoder[Picked] = TypedDecoder(Picked)
 _page_decoder: TypedDecoder[Page] = TypedDecoder(Page)
 _to_worker_decoder: TypedDecoder[Health | Finish] = TypedDecoder(Health | Finish)
@@ -113,11 +119,18 @@ class Desk:
         self.workers = workers
         self.pages: Pages = {}
         """What workers may ask for."""
+        self._num_starting = 0
         self._legs: dict[tuple[int, int], ExitStack] = {}
         """Of the workers' requests in flight, by worker and its number."""
 
     async def open(self) -> None:
         await self.workers.connect(self._on_note, self._on_question)
+        self._num_starting = len(self.workers.channels)
+
+    @property
+    def are_serving(self) -> bool:
+        """Whether all processes do."""
+        return self._num_starting == 0
 
     def publish(self) -> None:
         """The nodes' health to all workers, now and whenever it changes."""
@@ -153,6 +166,8 @@ class Desk:
                 leg.enter_context(self.pool.working(self.pool.nodes[note.node], note.room))
             case Ended():
                 self._legs.pop((worker, note.leg)).close()
+            case Serving():
+                self._num_starting -= 1
             case Unreachable():
                 self.pool.mark_unhealthy(self.pool.nodes[note.node], note.trouble)
             case _:
@@ -235,6 +250,10 @@ class Worker:
         """Until there is a table of the nodes to serve by."""
         await self._channel.open()
         await self._knows_health.wait()
+
+    def is_serving(self) -> None:
+        """To be told to the first process."""
+        self._channel.tell(_encode(Serving()))
 
     async def finished(self) -> None:
         """Until the first process said Finish and requests in flight have ended."""

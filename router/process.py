@@ -114,6 +114,7 @@ async def _serve_as_worker(
     worker = Worker(settings, drain, sock)
     server = _server(listener, create_worker_app(settings, drain, worker), number)
     await worker.open()
+    server.on_started = worker.is_serving
     serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
     finished = asyncio.create_task(worker.finished())
     await asyncio.wait((serving, finished), return_when=asyncio.FIRST_COMPLETED)

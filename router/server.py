@@ -63,7 +63,7 @@ def create_app(settings: RouterSettings, drain: Drain | None = None, desk: Desk 
     status = StatusBoard(desk.pool, drain, router.client, desk.sum_metrics, settings.policy)
 
     async def health() -> Response:
-        return _health(desk.pool, drain)
+        return _health(desk, drain)
 
     async def metrics() -> Response:
         return Response(await desk.render_metrics(), media_type=CONTENT_TYPE_LATEST)
@@ -199,15 +199,16 @@ class _Router:
         return [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
 
 
-def _health(pool: NodePool, drain: Drain) -> Response:
-    """200 while a request could be served: one healthy node of each kind, and no shutdown."""
-    is_ready = pool.ready and not drain.is_draining
+def _health(desk: Desk, drain: Drain) -> Response:
+    """200 while a request could be served: one healthy node of each kind, all processes, and no shutdown."""
+    pool = desk.pool
+    is_ready = pool.ready and desk.are_serving and not drain.is_draining
     nodes = [
         {"url": node.url, "kind": node.kind, "healthy": node.healthy, "in_flight": node.num_in_flight}
         | ({"trouble": node.trouble} if node.trouble else {})
         for node in pool.nodes
     ]
-    is_loading = any(node.trouble == LOADING for node in pool.nodes)
+    is_loading = any(node.trouble == LOADING for node in pool.nodes) or not desk.are_serving
     trouble = "draining" if drain.is_draining else "loading" if is_loading else "unavailable"
     status = "ok" if is_ready else trouble
     body = msgspec.json.encode({"status": status, "nodes": nodes})

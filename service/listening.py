@@ -9,7 +9,7 @@ import math
 import multiprocessing
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import uvicorn
@@ -118,11 +118,14 @@ class HttpServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
         self.connections = connections
+        self.on_started: Callable[[], None] = lambda: None
+        """Called once connections are accepted."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_BACKLOG)  # in the kernel, where waiting takes none of our descriptors
+        self.on_started()
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_A_SWEEP == 0:
