@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return run_decode(decode_settings)
             case _:
                 router_settings = load_settings(RouterSettings, given, namespace.config)
-                from router.server import run as run_router
+                from router.process import run as run_router
 
                 return run_router(router_settings)
     except SettingsError as error:

@@ -133,18 +133,19 @@ def run_front(
     if settings.exposure is not None:
         log.warning("%s", settings.exposure)
     num_fronts = settings.num_fronts
+    listeners[0].share(num_fronts)
     counts = NodeCounts(settings.dp_size, num_fronts)
     plan = _NodePlan(settings, role, holds_output, choose_rank, apps, counts, int(time.time()))
     metrics = plan.metrics()
     link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)
     endpoints = [engines.endpoints_of(front) for front in range(num_fronts)]
-    workers = Workers(num_fronts - 1, _run_worker, (plan, endpoints, listeners[0]), f"{role}-front")
+    workers = Workers(num_fronts - 1, _run_worker, f"{role}-front")
     fronts = Fronts(workers, metrics)
     for number in (signal.SIGTERM, signal.SIGINT):  # while the tokenizer loads; serve() takes them over
         signal.signal(number, _exit)
     try:
         engines.start()
-        workers.start()
+        workers.start(plan, endpoints, listeners[0])
         front = plan.front(link, metrics, fronts.render_metrics)
         addresses = ", ".join(f"http://{settings.host}:{listener.port}" for listener in listeners)
         log.info("serving %s on %s, fronts: %d", settings.model_name, addresses, num_fronts)
@@ -175,7 +176,7 @@ def _run_worker(
     worker = FrontWorker(link, metrics, sock)
     try:
         app, *_ = plan.apps(plan.front(link, metrics, worker.render_metrics))
-        asyncio.run(worker.serve(listener, app, plan.counts.num_fronts))
+        asyncio.run(worker.serve(listener, app))
     except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported) as error:
         log.error("%s", error)
         raise SystemExit(1) from None

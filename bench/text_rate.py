@@ -1,18 +1,21 @@
-"""How many tokens a second one front and one router pass on, and how much later they arrive for it.
+"""How many tokens a second a node's fronts and a router pass on, and how much later they arrive for it.
 
-    python bench/text_rate.py [--streams 256] [--step-ms 80] [--secs 10] [--direct]
+    python bench/text_rate.py [--streams 1024] [--step-ms 80] [--secs 10] [--ranks 8] [--fronts 4]
+        [--workers 4] [--clients 8] [--direct]
 
-A decode engine that only emits tokens gives each of many streams one token a step, in messages of their own,
-as a decode node at its full rate does. The tokens go through the decode node's real front and the real router
-(``--direct``: the front alone) to a client in another process. A token's latency is from the beginning of its
-step in the engine to its arrival at the client: the engine's own sending is in it. CPU time is of each
-process, for each token; one that takes more than ``1 / rate`` is full, and latency then grows without bound.
+Decode engines that only emit tokens, one a rank, give each of many streams one token a step, in messages of
+their own, as a decode node at its full rate does: all tokens of a step at once. They go through the decode
+node's real fronts and the real router (``--direct``: the fronts alone) to clients in other processes. A
+token's latency is from the beginning of its step to its arrival at the client: the engines' own sending is in
+it. CPU time is for each token, all processes of a kind together. A process that is busy all the time is full,
+and latency then grows without bound. So the machine needs a core for each process that is listed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -24,7 +27,7 @@ from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import uvicorn
@@ -41,35 +44,55 @@ from bench.facts import OUT, run_facts
 from checkpoints.make_tiny import write_tokenizer
 from decode_node.server import create_decode_app
 from service.engine_link import least_loaded
-from service.engine_messages import EngineReady, EngineStats, GenerateGroup, RequestStats, Shutdown, Tokens
+from service.engine_messages import (
+    Abort,
+    EngineReady,
+    EngineStats,
+    GenerateGroup,
+    RequestStats,
+    Shutdown,
+    Tokens,
+)
 from service.engine_sockets import EngineSocket
 from service.ports import free_port
 from service.settings import DecodeSettings, RouterSettings
 from vocabulary import FinishReason, Mode, RankPlace
 
 CONTEXT = 163_840
-MAX_STEPS = 1 << 16
+Arrivals: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+"""Monotonic seconds."""
 TICKS = os.sysconf("SC_CLK_TCK")
 PROMPT = "What is the code of the amber falcon?"
+PAUSE_SECS = 1.0
+"""Between the last stream's arrival and the first step."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """``step_began``: monotonic seconds, by step, written by the engine."""
+    """``num_arrived``: streams at each rank. ``began_at``: of the first step, monotonic; 0: not yet."""
 
     num_streams: int
     step_secs: float
     num_steps: int
-    step_began: Any
+    num_ranks: int
+    num_arrived: Any
+    began_at: Any
+    engine_pids: Any
     all_arrived: Event
 
 
-def serve_decode(model_path: Path, port: int, load: Load) -> None:
-    """The decode node's front with an engine that emits."""
+def serve_decode(model_path: Path, port: int, num_fronts: int, load: Load) -> None:
+    """The decode node's fronts with engines that emit."""
     from api.node import run_front
 
     settings = DecodeSettings(
-        model_path=model_path, served_model_name="tiny", port=port, max_queued_requests=8192
+        model_path=model_path,
+        served_model_name="tiny",
+        port=port,
+        dp_size=load.num_ranks,
+        api_server_count=num_fronts,
+        max_queued_requests=8192,
+        log_level="warning",
     )
     run_front(
         settings,
@@ -91,46 +114,49 @@ class _Emitter:
     load: Load
 
     def __call__(self, settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
-        emit(endpoints, self.load)
+        emit(endpoints, place.rank, self.load)
 
 
-def emit(endpoints: Sequence[str], load: Load) -> None:
-    """One token for each stream in each step, once all streams are there."""
+def emit(endpoints: Sequence[str], rank: int, load: Load) -> None:
+    """One token for each stream in each step, once all streams are at their ranks."""
+    load.engine_pids[rank] = os.getpid()
     socket = EngineSocket(endpoints)
     socket.send(EngineReady(CONTEXT, CONTEXT, CONTEXT))
-    request_ids: list[str] = []
-    step = -1
+    request_ids: dict[str, None] = {}
+    step = 0
     next_stats = 0.0
     while step < load.num_steps:
         for message in socket.receive():
-            if isinstance(message, GenerateGroup):
-                request_ids += [sample.request_id for sample in message.samples]
-            elif isinstance(message, Shutdown):
-                return
+            match message:
+                case GenerateGroup():
+                    request_ids |= dict.fromkeys(sample.request_id for sample in message.samples)
+                case Abort():
+                    request_ids.pop(message.request_id, None)
+                case Shutdown():
+                    return
+        load.num_arrived[rank] = len(request_ids)
         now = time.monotonic()
         if now >= next_stats:
             next_stats = now + 0.4
-            socket.send(EngineStats({}, {}, 0, 0, 0, max(step, 0)))
-        if step < 0:
-            if len(request_ids) < load.num_streams:
-                time.sleep(0.001)
-                continue
-            load.all_arrived.set()
-            step, next_step = 0, now + 0.5
+            socket.send(EngineStats({}, {}, 0, 0, 0, step))
+        if load.began_at.value == 0.0:
+            if rank == 0 and sum(load.num_arrived[:]) >= load.num_streams:
+                load.began_at.value = now + PAUSE_SECS
+                load.all_arrived.set()
+            time.sleep(0.001)
+            continue
+        next_step = load.began_at.value + step * load.step_secs
         if now < next_step:
             time.sleep(min(0.001, next_step - now))
             continue
-        next_step = max(next_step + load.step_secs, now)
-        load.step_began[step] = now
-        is_last = step == load.num_steps - 1
-        finish = FinishReason.LENGTH if is_last else None
+        finish = FinishReason.LENGTH if step == load.num_steps - 1 else None
         for request_id in request_ids:
             socket.send(Tokens(request_id, (97 + step % 26,), (), finish, stats=RequestStats(Mode.HISPARSE)))
         step += 1
-        if is_last:
-            break
     while not any(isinstance(message, Shutdown) for message in socket.receive()):
-        time.sleep(0.01)
+        socket.send(EngineStats({}, {}, 0, 0, 0, step))
+        time.sleep(0.05)
+    socket.close()
 
 
 def serve_prefill(port: int) -> None:
@@ -154,57 +180,76 @@ def serve_prefill(port: int) -> None:
     uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=port, log_level="error")
 
 
-def serve_router(port: int, prefill_port: int, decode_port: int) -> None:
-    from router.server import run
+def serve_router(port: int, prefill_port: int, decode_port: int, num_workers: int) -> None:
+    from router.process import run
 
     run(
         RouterSettings(
             port=port,
             prefill=((f"http://127.0.0.1:{prefill_port}", 8998),),
             decode=(f"http://127.0.0.1:{decode_port}",),
+            workers=num_workers,
+            log_level="warning",
         )
     )
 
 
-async def read_streams(port: int, load: Load) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Arrival of each token, [num_streams, num_steps], in monotonic seconds; NaN for one that never came."""
-    arrived = np.full((load.num_streams, load.num_steps), np.nan)
-    body = json.dumps(
-        {
-            "model": "tiny",
-            "prompt": PROMPT,
-            "max_tokens": load.num_steps,
-            "stream": True,
-            "ignore_eos": True,
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": 8998,
-        }
-    )
+class Stream(asyncio.Protocol):
+    """One request, and when its tokens come."""
 
-    async def read(stream: int) -> None:
-        with_room = body[:-1] + f', "bootstrap_room": {stream + 1}}}'
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(with_room)}\r\n\r\n"
-        writer.write((head + with_room).encode())
-        step, rest = 0, b""
-        while chunk := await reader.read(1 << 16):
-            now = time.monotonic()
-            text = rest + chunk
-            num_tokens = text.count(b'"text":"') - rest.count(b'"text":"')
-            rest = text[-16:]
-            arrived[stream, step : step + num_tokens] = now
-            step += num_tokens
-            if b"[DONE]" in text:
-                break
-        writer.close()
+    def __init__(self, request: bytes, arrived: Arrivals) -> None:
+        """``arrived``: monotonic seconds by step, to be filled."""
+        self._request = request
+        self._arrived = arrived
+        self._step = 0
+        self._rest = b""
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    await asyncio.gather(*map(read, range(load.num_streams)))
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.monotonic()
+        text = self._rest + data
+        num_tokens = text.count(b'"text":"') - self._rest.count(b'"text":"')
+        self._rest = text[-16:]
+        self._arrived[self._step : self._step + num_tokens] = now
+        self._step += num_tokens
+        if b"[DONE]" in text:
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+async def read_streams(port: int, load: Load, first: int, stop: int) -> Arrivals:
+    """Of streams [first, stop): when each token came, [num_streams, num_steps]; NaN: it did not."""
+    arrived = np.full((stop - first, load.num_steps), np.nan)
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": load.num_steps,
+        "stream": True,
+        "ignore_eos": True,
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": 8998,
+    }
+    streams = []
+    for stream in range(first, stop):
+        content = json.dumps(body | {"bootstrap_room": stream + 1})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+        opened = Stream((head + content).encode(), arrived[stream - first])
+        await asyncio.get_running_loop().create_connection(lambda made=opened: made, "127.0.0.1", port)
+        streams.append(opened.closed)
+    await asyncio.wait(streams)
     return arrived
 
 
-def run_client(port: int, load: Load, results: Any) -> None:
-    arrived = asyncio.run(read_streams(port, load))
-    results.put(arrived)
+def run_client(port: int, load: Load, first: int, stop: int, results: Any) -> None:
+    results.put(asyncio.run(read_streams(port, load, first, stop)))
 
 
 def cpu_secs(pid: int) -> float:
@@ -212,9 +257,9 @@ def cpu_secs(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def children_of(pid: int) -> list[int]:
+def spawned_by(pid: int) -> list[int]:
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in listed]
+    return [int(pid) for pid in listed if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def main() -> None:
@@ -222,35 +267,39 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=80.0)
     parser.add_argument("--secs", type=float, default=10.0)
+    parser.add_argument("--ranks", type=int, default=1, help="engines that emit")
+    parser.add_argument("--fronts", type=int, default=1, help="--api-server-count of the decode node")
+    parser.add_argument("--workers", type=int, default=1, help="--workers of the router")
+    parser.add_argument("--clients", type=int, default=1, help="processes that read the streams")
     parser.add_argument("--direct", action="store_true", help="without the router")
     parser.add_argument("--out", type=Path, default=OUT / "text_rate")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    num_steps = min(MAX_STEPS, max(2, round(options.secs * 1e3 / options.step_ms)))
     load = Load(
         options.streams,
         options.step_ms / 1e3,
-        num_steps,
-        context.Array("d", num_steps, lock=False),
+        max(2, round(options.secs * 1e3 / options.step_ms)),
+        options.ranks,
+        context.Array("q", options.ranks, lock=False),
+        context.Value("d", 0.0, lock=False),
+        context.Array("q", options.ranks, lock=False),
         context.Event(),
     )
     decode_port, prefill_port, router_port = free_port(), free_port(), free_port()
     with tempfile.TemporaryDirectory() as name:
         write_tokenizer(Path(name))
         (Path(name) / "config.json").write_text('{"vocab_size": 256, "model_type": "deepseek_v32"}')
-        processes = {
-            "front": context.Process(target=serve_decode, args=(Path(name), decode_port, load)),
-        }
+        arguments = (Path(name), decode_port, options.fronts, load)
+        processes = {"front": context.Process(target=serve_decode, args=arguments)}
         if not options.direct:
             processes["prefill"] = context.Process(target=serve_prefill, args=(prefill_port,), daemon=True)
-            ports = (router_port, prefill_port, decode_port)
-            processes["router"] = context.Process(target=serve_router, args=ports, daemon=True)
+            ports = (router_port, prefill_port, decode_port, options.workers)
+            processes["router"] = context.Process(target=serve_router, args=ports)
         for process in processes.values():
             process.start()
         try:
-            report = measure(
-                context, options, load, processes, decode_port if options.direct else router_port
-            )
+            port = decode_port if options.direct else router_port
+            report = measure(context, options, load, processes, port)
         finally:
             for process in processes.values():
                 process.terminate()
@@ -268,31 +317,47 @@ def measure(
 ) -> dict[str, Any]:
     wait_for_health(port)
     results = context.Queue()
-    client = context.Process(target=run_client, args=(port, load, results), daemon=True)
-    client.start()
+    bounds = np.linspace(0, load.num_streams, options.clients + 1).astype(int).tolist()
+    clients = [
+        context.Process(target=run_client, args=(port, load, first, stop, results), daemon=True)
+        for first, stop in itertools.pairwise(bounds)
+    ]
+    for client in clients:
+        client.start()
     if not load.all_arrived.wait(120):
-        raise SystemExit("not all streams reached the engine within 120 s")
-    pids = {name: process.pid for name, process in processes.items() if name != "prefill"}
-    pids |= {"engine": children_of(pids["front"])[-1], "client": client.pid}
-    before = {name: cpu_secs(pid) for name, pid in pids.items()}
-    while load.step_began[load.num_steps - 1] == 0.0:
-        time.sleep(0.05)
-    time.sleep(0.5)
-    used = {name: cpu_secs(pid) - before[name] for name, pid in pids.items()}
-    arrived = results.get(timeout=120)
-    began = np.array(load.step_began[:])
+        raise SystemExit(
+            f"{sum(load.num_arrived[:])} of {load.num_streams} streams reached an engine in 120 s"
+        )
+    engine_pids = set(load.engine_pids[:])
+    pids = {"engine": sorted(engine_pids), "client": [client.pid for client in clients]}
+    for name in processes.keys() - {"prefill"}:
+        pid = processes[name].pid
+        assert pid is not None
+        pids[name] = [pid, *(child for child in spawned_by(pid) if child not in engine_pids)]
+    time.sleep(max(0.0, load.began_at.value - 0.1 - time.monotonic()))
+    before = {pid: cpu_secs(pid) for of_kind in pids.values() for pid in of_kind}
+    time.sleep(max(0.0, load.began_at.value + load.step_secs * (load.num_steps - 1) - time.monotonic()))
+    used = {name: [cpu_secs(pid) - before[pid] for pid in of_kind] for name, of_kind in pids.items()}
+    arrived = np.concatenate([results.get(timeout=120) for _ in clients])
+    began = load.began_at.value + load.step_secs * np.arange(load.num_steps)
     latency_ms = (arrived - began[None, :]) * 1e3
     num_tokens = int(np.isfinite(arrived).sum())
-    secs = float(np.nanmax(arrived) - began[0])
+    secs = load.step_secs * (load.num_steps - 1)
     return {
         "streams": load.num_streams,
         "step_ms": load.step_secs * 1e3,
-        "through": "front" if options.direct else "front and router",
+        "ranks": load.num_ranks,
+        "fronts": options.fronts,
+        "workers": None if options.direct else options.workers,
+        "clients": options.clients,
+        "cpus": len(os.sched_getaffinity(0)),
+        "streams_by_rank": load.num_arrived[:],
         "offered_tokens_a_second": load.num_streams / load.step_secs,
-        "tokens_a_second": num_tokens / secs,
+        "tokens_a_second": num_tokens / (float(np.nanmax(arrived) - began[0]) + load.step_secs),
         "lost": int(arrived.size - num_tokens),
         "latency_ms": {p: float(np.nanpercentile(latency_ms, p)) for p in (50, 90, 99, 100)},
-        "cpu_us_a_token": {name: spent * 1e6 / num_tokens for name, spent in used.items()},
+        "cpu_us_a_token": {name: sum(spent) * 1e6 / num_tokens for name, spent in used.items()},
+        "busy_share": {name: [round(spent / secs, 3) for spent in of_kind] for name, of_kind in used.items()},
     }
 
 
@@ -311,10 +376,12 @@ def wait_for_health(port: int) -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    table = Table(*("through", "streams", "step, ms", "offered/s", "tokens/s", "p50", "p99", "max, ms"))
+    columns = ("fronts", "workers", "streams", "step, ms", "offered/s", "tokens/s", "p50", "p99", "max, ms")
+    table = Table(*columns)
     latency = report["latency_ms"]
     table.add_row(
-        report["through"],
+        str(report["fronts"]),
+        "no router" if report["workers"] is None else str(report["workers"]),
         str(report["streams"]),
         f"{report['step_ms']:.0f}",
         f"{report['offered_tokens_a_second']:,.0f}",
@@ -323,9 +390,13 @@ def show(report: dict[str, Any]) -> None:
     )
     console = Console(width=140)
     console.print(table)
-    console.print(
-        "CPU, us a token: " + ", ".join(f"{n} {v:.1f}" for n, v in report["cpu_us_a_token"].items())
-    )
+    kinds = report["cpu_us_a_token"]
+    console.print("CPU, us a token: " + ", ".join(f"{name} {us:.1f}" for name, us in kinds.items()))
+    shares = report["busy_share"].items()
+    busy = (f"{name} " + " ".join(f"{share:.0%}" for share in of_kind) for name, of_kind in shares)
+    console.print(f"busy share of each process, on {report['cpus']} CPUs: " + "; ".join(busy))
+    if report["lost"]:
+        console.print(f"[bold]{report['lost']} tokens never came[/bold]")
 
 
 if __name__ == "__main__":

@@ -15,10 +15,15 @@ from typing import Any
 import httpcore
 import httpx
 
+from service.patience import Patience
+
 _OPTIONS = tuple[int, int, int] | tuple[int, int, bytes | bytearray] | tuple[int, int, None, int]
 
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Never used: httpx would read all certificates of the system, for a tenth of a second, to ask for http."""
+_NEXT_ADDRESS_SECS = 0.25
+"""Of a name with several addresses (RFC 8305)."""
+_MAX_UNREAD_BYTES = 1 << 18
 _LIMITS = httpx.Limits(max_connections=1, max_keepalive_connections=0)
 
 
@@ -72,7 +77,7 @@ class _Stream(httpx.AsyncByteStream):
             await self._transport.aclose()
 
 
-class _Backend(httpcore.AnyIOBackend):
+class _Backend(httpcore.AsyncNetworkBackend):
     """Connects to the end, within the timeout, and closes what nobody waits for any more."""
 
     def __init__(self, owner: OwnConnections) -> None:
@@ -86,17 +91,128 @@ class _Backend(httpcore.AnyIOBackend):
         local_address: str | None = None,
         socket_options: Iterable[_OPTIONS] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        connecting = asyncio.ensure_future(
-            super().connect_tcp(host, port, timeout, local_address, socket_options)
-        )
+        connecting = asyncio.ensure_future(connect(host, port, timeout))
         try:
             return await asyncio.shield(connecting)
         except asyncio.CancelledError:
             self._owner.end(_close(connecting))
             raise
 
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
-async def _close(connecting: asyncio.Future[httpcore.AsyncNetworkStream]) -> None:
+
+async def connect(host: str, port: int, timeout_secs: float | None) -> NodeStream:
+    """Raises httpcore.ConnectTimeout and ConnectError."""
+    try:
+        async with asyncio.timeout(timeout_secs):
+            _, stream = await asyncio.get_running_loop().create_connection(
+                NodeStream, host, port, happy_eyeballs_delay=_NEXT_ADDRESS_SECS
+            )
+    except TimeoutError as error:
+        raise httpcore.ConnectTimeout(str(error)) from error
+    except OSError as error:
+        raise httpcore.ConnectError(str(error)) from error
+    return stream
+
+
+class NodeStream(asyncio.Protocol, httpcore.AsyncNetworkStream):
+    """A connection as httpcore uses it: without the library's tasks and timers for each piece of a stream."""
+
+    def __init__(self) -> None:
+        self._received = b""
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the one call that waits: to read, or to write on."""
+        self._patience: Patience | None = None
+        self._is_ended = self._is_full = False
+        self._lost: Exception | None = None
+
+    # --- what the loop says -----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if len(self._received) >= _MAX_UNREAD_BYTES:
+            self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> bool:
+        self._is_ended = True
+        self._wake()
+        return True  # what is still to be sent may be
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_ended, self._lost = True, error
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self._wake()
+
+    # --- what httpcore does -----------------------------------------------------------------------
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """b"" at the end. Raises ReadTimeout and ReadError."""
+        while not self._received and not self._is_ended:
+            await self._wait(timeout, httpcore.ReadTimeout)
+        if not self._received and self._lost is not None:
+            raise httpcore.ReadError(str(self._lost)) from self._lost
+        data, self._received = self._received[:max_bytes], self._received[max_bytes:]
+        if len(self._received) < _MAX_UNREAD_BYTES <= len(self._received) + len(data):
+            self._transport.resume_reading()
+        return data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """Raises WriteTimeout and WriteError."""
+        if self._transport.is_closing():
+            raise httpcore.WriteError(str(self._lost or "closed")) from self._lost
+        self._transport.write(buffer)
+        while self._is_full and not self._transport.is_closing():
+            await self._wait(timeout, httpcore.WriteTimeout)
+
+    async def aclose(self) -> None:
+        if self._patience is not None:
+            self._patience.close()
+        self._transport.abort()
+
+    async def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.AsyncNetworkStream:
+        await self.aclose()
+        raise httpcore.ConnectError("https is not spoken here")
+
+    def get_extra_info(self, info: str) -> None:
+        return None
+
+    async def _wait(self, timeout_secs: float | None, error: type[Exception]) -> None:
+        if self._patience is None and timeout_secs is not None:
+            self._patience = Patience(timeout_secs, self._give_up)
+        self._waiter, self._error = asyncio.get_running_loop().create_future(), error
+        if self._patience is not None:
+            self._patience.begin()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if self._patience is not None:
+                self._patience.end()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _give_up(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(self._error())
+
+
+async def _close(connecting: asyncio.Future[NodeStream]) -> None:
     try:
         stream = await connecting
     except (httpcore.NetworkError, httpcore.TimeoutException):

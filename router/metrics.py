@@ -1,4 +1,4 @@
-"""What the router counts, as Prometheus metrics with the prefix ``hisparse_pd:``.
+"""What a process of the router counts, as Prometheus metrics with the prefix ``hisparse_pd:``.
 
 Gauges about nodes are read from the pool when they are scraped, so the pool stays their only owner.
 """
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from router.nodes import Node, NodePool
+from service import metric_sums
 
 CLIENT_GONE = 499
 """Status under which a request is counted whose client left before its answer was complete."""
@@ -21,11 +21,13 @@ _SECS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40
 
 
 class RouterMetrics:
-    """``ttft`` is measured from the complete request body to the first bytes of the decode node's answer."""
+    """What one process of the router counts.
 
-    def __init__(self, pool: NodePool) -> None:
+    ``ttft`` is measured from the complete request body to the first bytes of the decode node's answer.
+    """
+
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_NodeCollector(pool))
         self.requests = Counter(
             "hisparse_pd:router_requests_total",
             "Requests by endpoint and HTTP status; 499: the client left",
@@ -73,12 +75,14 @@ class RouterMetrics:
         if blamed is not None and blamed.kind == "prefill":
             self.prefill_retries.inc()
 
-    def expose(self) -> bytes:
-        """The Prometheus text format."""
-        return generate_latest(self._registry)
+    def pack(self) -> bytes:
+        """This process's own, for the one that renders those of all."""
+        return metric_sums.pack(self._registry)
 
 
-class _NodeCollector(Collector):
+class NodeCollector(Collector):
+    """Gauges of the nodes."""
+
     def __init__(self, pool: NodePool) -> None:
         self._pool = pool
 

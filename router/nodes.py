@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -118,6 +118,8 @@ class NodePool:
         self._policy = policy
         self._pick_number = itertools.count()
         self._prefixes: PrefixIndex[Rank] = PrefixIndex()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the health of a node, or its trouble, has changed."""
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> NodePool:
@@ -143,7 +145,18 @@ class NodePool:
 
         Raises RouterError 503 when a kind has no healthy node left.
         """
-        keys = block_keys(prompt) if self._policy == "cache_aware" else []
+        return self.pick_by(excluded, self.keys_of(prompt))
+
+    async def choose(self, excluded: Collection[Node], prompt: bytes | memoryview) -> Pair:
+        """``pick``, for whom it does not matter which process decides."""
+        return self.pick(excluded, prompt)
+
+    def keys_of(self, prompt: bytes | memoryview) -> list[bytes]:
+        """What ``pick_by`` is to know of a prompt."""
+        return block_keys(prompt) if self._policy == "cache_aware" else []
+
+    def pick_by(self, excluded: Collection[Node], keys: Sequence[bytes]) -> Pair:
+        """Raises RouterError as ``pick`` does."""
         prefill = self._pick(NodeKind.PREFILL, excluded, self._prefixes.find(keys))
         decode = self._pick(NodeKind.DECODE, excluded)
         self._prefixes.note(keys, prefill)
@@ -166,16 +179,20 @@ class NodePool:
             rank.num_in_flight -= 1
 
     def mark_healthy(self, node: Node) -> None:
-        if not node.healthy:
-            log.info("%s is healthy", node.name)
+        if node.healthy:
+            return
+        log.info("%s is healthy", node.name)
         node.healthy, node.trouble = True, ""
+        self.on_change()
 
     def mark_unhealthy(self, node: Node, trouble: str) -> None:
-        if node.healthy or node.trouble != trouble:
-            log.warning("%s is unhealthy: %s", node.name, trouble)
+        if not node.healthy and node.trouble == trouble:
+            return
+        log.warning("%s is unhealthy: %s", node.name, trouble)
         if node.healthy:
             self._prefixes.forget(node.ranks)
         node.healthy, node.trouble = False, trouble
+        self.on_change()
 
     def report_load(self, node: Node, num_requests: Sequence[int]) -> None:
         """``num_requests``: running and waiting on each rank of the node, ours included."""

@@ -113,7 +113,7 @@ class Relay:
         headers = _headers_to_node(client_headers, self._passed_headers)
         excluded: set[Node] = set()
         for num_retries in itertools.count():
-            pair = self._pool.pick(excluded, body.prompt)
+            pair = await self._pool.choose(excluded, body.prompt)
             exchange = _Exchange(self._client, self._pool, pair)
             content = body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room)
             try:

@@ -1,13 +1,12 @@
-"""The router's HTTP server: endpoints, body limit, client disconnects; ``run`` is the process."""
+"""The router's HTTP application: endpoints, body limit, client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
@@ -23,23 +22,22 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from api.keys import ApiKeys, RequireKey, load_api_keys
-from protocol.access import KeyFileError
 from protocol.decoding import TypedDecoder
 from router.body import Endpoint, RequestBody
 from router.connect import OwnConnections
+from router.desk import Desk, Worker
 from router.drain import Drain, ShuttingDown
 from router.errors import NodeFailed, RouterError
 from router.health import LOADING, HealthWatch
 from router.live_page import PAGE_PATHS, page_routes
 from router.metrics import CLIENT_GONE, RouterMetrics
-from router.nodes import NodeKind, NodePool, NodeUrlError
+from router.nodes import NodeKind, NodePool
 from router.relay import Answer, Relay
 from router.status import StatusBoard
-from service import descriptors
 from service.http_errors import ApiError
-from service.listening import HttpServer, Listener
-from service.process import setup_logging
+from service.patience import Patience
 from service.settings import RouterSettings
+from service.workers import no_workers
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +45,73 @@ HEALTH_TIMEOUT_SECS = 5.0
 _JSON = "application/json"
 _MODELS_DECODER: TypedDecoder[dict[str, object]] = TypedDecoder.json(dict[str, object])
 
+_PAGES = ("/health", "/readiness", "/metrics", "/status")
+"""Which tell of all processes of the router."""
+
 _OPEN_PATHS = frozenset(("/health", "/readiness", "/metrics")) | PAGE_PATHS
 """Answered without an API key: probes and monitoring have none, and the page is where a key is entered."""
 
 
-def create_app(settings: RouterSettings, drain: Drain | None = None) -> Starlette:
-    """The ASGI application; ``drain`` ends its requests. Raises NodeUrlError, KeyFileError."""
-    router = _Router(settings, drain or Drain())
+def create_app(settings: RouterSettings, drain: Drain | None = None, desk: Desk | None = None) -> Starlette:
+    """The ASGI application of the first process. Raises NodeUrlError, KeyFileError.
+
+    ``drain`` ends its requests. ``desk``: where it decides for the others; None: it is the only one.
+    """
+    drain = drain or Drain()
+    desk = desk or Desk(NodePool.from_settings(settings), no_workers())
+    router = _Router(settings, drain, desk.pool, desk.metrics)
+    status = StatusBoard(desk.pool, drain, router.client, desk.sum_metrics, settings.policy)
+
+    async def health() -> Response:
+        return _health(desk, drain)
+
+    async def metrics() -> Response:
+        return Response(await desk.render_metrics(), media_type=CONTENT_TYPE_LATEST)
+
+    desk.pages = {"/health": health, "/readiness": health, "/metrics": metrics, "/status": status.answer}
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        watch = HealthWatch(
+            desk.pool,
+            router.client,
+            interval_secs=settings.health_interval_secs,
+            timeout_secs=HEALTH_TIMEOUT_SECS,
+            with_load=settings.policy != "round_robin",
+        )
+        async with router.client:
+            await watch.start()
+            desk.publish()
+            try:
+                yield
+            finally:
+                await watch.stop()
+
+    async def page(request: Request) -> Response:
+        return await desk.pages[request.url.path]()
+
+    return _app(router, page, lifespan)
+
+
+def create_worker_app(settings: RouterSettings, drain: Drain, worker: Worker) -> Starlette:
+    """The ASGI application of a further process. Raises KeyFileError."""
+    router = _Router(settings, drain, worker.pool, worker.metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with router.client:
+            yield
+
+    return _app(router, worker.page, lifespan)
+
+
+def _app(
+    router: _Router,
+    page: Callable[[Request], Awaitable[Response]],
+    lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
+) -> Starlette:
+    """``page``: what is about the whole router."""
+    settings = router.settings
     keys, count = load_api_keys(settings.api_key_file), router.metrics.unauthorized.inc
     middleware = [] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count)]
     if settings.cors_allow_origins:
@@ -64,15 +122,12 @@ def create_app(settings: RouterSettings, drain: Drain | None = None) -> Starlett
             *(Route(endpoint, _RelayEndpoint(router, endpoint), methods=["POST"]) for endpoint in Endpoint),
             Route("/v1/models", router.models, methods=["GET"]),
             Route("/v1/models/{model:path}", router.models, methods=["GET"]),
-            Route("/health", router.health, methods=["GET"]),
-            Route("/readiness", router.health, methods=["GET"]),
-            Route("/metrics", router.expose_metrics, methods=["GET"]),
-            Route("/status", router.status.endpoint, methods=["GET"]),
+            *(Route(path, page, methods=["GET"]) for path in _PAGES),
             *page_routes(),
         ],
         middleware=middleware,
         exception_handlers={HTTPException: _http_error},
-        lifespan=router.lifespan,
+        lifespan=lifespan,
     )
 
 
@@ -87,58 +142,18 @@ def _cors(origins: Sequence[str]) -> Middleware:
     )
 
 
-def run(settings: RouterSettings) -> int:
-    """Serve until SIGTERM or SIGINT; the process exit status."""
-    setup_logging(settings.log_level, "router")
-    descriptors.raise_limit()
-    drain = Drain()
-    try:
-        app = create_app(settings, drain)
-    except (NodeUrlError, KeyFileError) as error:
-        log.error("%s", error)
-        return 2
-    try:
-        listener = Listener(settings.host, settings.port)
-    except OSError as error:
-        log.error("%s", error)
-        return 1
-    if settings.exposure is not None:
-        log.warning("%s", settings.exposure)
-    server = listener.server(app, lifespan="on", num_descriptors_each=descriptors.OF_ROUTER)
-    try:
-        asyncio.run(_serve(server, listener, drain, settings.drain_timeout_secs))
-    except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
-        return 1
-    return 0 if server.started else 1
-
-
-async def _serve(server: HttpServer, listener: Listener, drain: Drain, drain_timeout_secs: float) -> None:
-    """Until a signal; then requests in flight may finish. A second signal ends the wait."""
-    signals: asyncio.Queue[str] = asyncio.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number.name)
-    log.info("serving on http://%s:%d", *listener.socket.getsockname()[:2])
-    serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
-    stop = asyncio.create_task(signals.get())
-    await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
-    if stop.done():
-        log.info("%s: shutting down with %d requests in flight", stop.result(), drain.num_in_flight)
-        await drain.finish(drain_timeout_secs, is_hurried=lambda: not signals.empty())
-        server.should_exit = True
-    stop.cancel()
-    await serving
-
-
 class _Router:
-    """What lives as long as the application: the pool, the client and the health watch."""
+    """What the endpoints of one process work with."""
 
-    def __init__(self, settings: RouterSettings, drain: Drain) -> None:
+    def __init__(
+        self, settings: RouterSettings, drain: Drain, pool: NodePool, metrics: RouterMetrics
+    ) -> None:
         self.settings = settings
         self.drain = drain
-        self.pool = NodePool.from_settings(settings)
-        self.metrics = RouterMetrics(self.pool)
+        self.pool = pool
+        self.metrics = metrics
         # A connection a leg: its close is the node's abort signal, and none goes stale when a node restarts.
-        self._client = httpx.AsyncClient(
+        self.client = httpx.AsyncClient(
             timeout=httpx.Timeout(settings.request_timeout_secs, connect=settings.connect_timeout_secs),
             transport=OwnConnections(),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
@@ -147,45 +162,11 @@ class _Router:
         )
         self.relay = Relay(
             self.pool,
-            self._client,
+            self.client,
             on_retry=self.metrics.count_retry,
             max_retries=settings.max_retries,
             passes_authorization=settings.api_key_file is None,
         )
-        self.status = StatusBoard(self.pool, drain, self._client, self.metrics, settings.policy)
-
-    @asynccontextmanager
-    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        watch = HealthWatch(
-            self.pool,
-            self._client,
-            interval_secs=self.settings.health_interval_secs,
-            timeout_secs=HEALTH_TIMEOUT_SECS,
-            with_load=self.settings.policy != "round_robin",
-        )
-        async with self._client:
-            await watch.start()
-            try:
-                yield
-            finally:
-                await watch.stop()
-
-    async def health(self, request: Request) -> Response:
-        """200 while a request could be served: one healthy node of each kind, and no shutdown."""
-        is_ready = self.pool.ready and not self.drain.is_draining
-        nodes = [
-            {"url": node.url, "kind": node.kind, "healthy": node.healthy, "in_flight": node.num_in_flight}
-            | ({"trouble": node.trouble} if node.trouble else {})
-            for node in self.pool.nodes
-        ]
-        is_loading = any(node.trouble == LOADING for node in self.pool.nodes)
-        trouble = "draining" if self.drain.is_draining else "loading" if is_loading else "unavailable"
-        status = "ok" if is_ready else trouble
-        body = msgspec.json.encode({"status": status, "nodes": nodes})
-        return Response(body, 200 if is_ready else 503, media_type=_JSON)
-
-    async def expose_metrics(self, request: Request) -> Response:
-        return Response(self.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, request: Request) -> Response:
         """The models of all healthy decode nodes, each once; or the one that the path names."""
@@ -207,7 +188,7 @@ class _Router:
 
     async def _models_of(self, url: str) -> list[dict[str, object]] | None:
         try:
-            answer = await self._client.get(f"{url}/v1/models", timeout=HEALTH_TIMEOUT_SECS)
+            answer = await self.client.get(f"{url}/v1/models", timeout=HEALTH_TIMEOUT_SECS)
             listing = _MODELS_DECODER.decode(answer.content)
         except (httpx.HTTPError, OSError, msgspec.MsgspecError) as error:
             log.warning("%s/v1/models: %s", url, error or type(error).__name__)
@@ -216,6 +197,22 @@ class _Router:
         if not isinstance(models, list):
             return None
         return [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
+
+
+def _health(desk: Desk, drain: Drain) -> Response:
+    """200 while a request could be served: one healthy node of each kind, all processes, and no shutdown."""
+    pool = desk.pool
+    is_ready = pool.ready and desk.are_serving and not drain.is_draining
+    nodes = [
+        {"url": node.url, "kind": node.kind, "healthy": node.healthy, "in_flight": node.num_in_flight}
+        | ({"trouble": node.trouble} if node.trouble else {})
+        for node in pool.nodes
+    ]
+    is_loading = any(node.trouble == LOADING for node in pool.nodes) or not desk.are_serving
+    trouble = "draining" if drain.is_draining else "loading" if is_loading else "unavailable"
+    status = "ok" if is_ready else trouble
+    body = msgspec.json.encode({"status": status, "nodes": nodes})
+    return Response(body, 200 if is_ready else 503, media_type=_JSON)
 
 
 class _NodeKey(httpx.Auth):
@@ -316,10 +313,12 @@ class _RelayEndpoint:
         await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
         tail = b"\n\n"
         try:
-            async with self._router.drain.time_left():
+            async with self._router.drain.time_left(), self._reading_client() as reading:
                 async for chunk in answer.chunks:
-                    tail = (tail + chunk)[-2:]
-                    await self._send_chunk(send, chunk, more=True)
+                    tail = chunk[-2:] if len(chunk) > 1 else (tail + chunk)[-2:]
+                    reading.begin()
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    reading.end()
         except (NodeFailed, ShuttingDown) as error:
             self._router.metrics.truncated.inc()
             log.warning("%s: %s", self._endpoint, error)
@@ -330,9 +329,24 @@ class _RelayEndpoint:
         await self._send_chunk(send, b"", more=False)
 
     async def _send_chunk(self, send: Send, chunk: bytes, *, more: bool) -> None:
-        # A client that stops reading must not hold two nodes for ever.
-        async with asyncio.timeout(self._router.settings.request_timeout_secs):
+        async with self._reading_client() as reading:
+            reading.begin()
             await send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+    @asynccontextmanager
+    async def _reading_client(self) -> AsyncIterator[Patience]:
+        """For each time that something is sent: a client that stops reading must not hold two nodes for ever.
+
+        Raises TimeoutError.
+        """
+        async with asyncio.timeout(None) as limit:
+            loop = asyncio.get_running_loop()
+            secs = self._router.settings.request_timeout_secs
+            reading = Patience(secs, lambda: limit.reschedule(loop.time()))
+            try:
+                yield reading
+            finally:
+                reading.close()
 
     async def _send_error(self, request: Request, send: Send, error: RouterError) -> int:
         if error.status >= 500:

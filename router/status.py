@@ -12,17 +12,15 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import httpx
 import msgspec
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.requests import Request
 from starlette.responses import Response
 
 from router.drain import Drain
-from router.metrics import RouterMetrics
 from router.nodes import Node, NodeKind, NodePool
 from service.metrics import PREFIX
 
@@ -124,18 +122,23 @@ class StatusBoard:
     """Owns the latest answer. ``client`` asks the nodes, with the router's key for them if it has one."""
 
     def __init__(
-        self, pool: NodePool, drain: Drain, client: httpx.AsyncClient, metrics: RouterMetrics, policy: str
+        self,
+        pool: NodePool,
+        drain: Drain,
+        client: httpx.AsyncClient,
+        sum_metrics: Callable[[], Awaitable[list[Metric]]],
+        policy: str,
     ) -> None:
         self._pool = pool
         self._drain = drain
         self._client = client
-        self._metrics = metrics
+        self._sum_metrics = sum_metrics
         self._policy = policy
         self._lock = asyncio.Lock()
         self._body = b""
         self._asked_at = -math.inf
 
-    async def endpoint(self, request: Request) -> Response:
+    async def answer(self) -> Response:
         async with self._lock:  # who comes during a round gets its result
             if time.monotonic() - self._asked_at >= MAX_AGE_SECS:
                 status = await self._ask_all()
@@ -144,8 +147,9 @@ class StatusBoard:
 
     async def _ask_all(self) -> Status:
         nodes = await asyncio.gather(*(self._ask(node) for node in self._pool.nodes))
+        own = await self._sum_metrics()
         answers: Counter[str] = Counter()
-        for labels, count in _counts(self._metrics.requests.collect()):
+        for labels, count in _counts(own, "router_requests"):
             answers[labels["status"]] += count
         return Status(
             at=time.time(),
@@ -153,7 +157,7 @@ class StatusBoard:
             draining=self._drain.is_draining,
             policy=self._policy,
             answers=dict(answers),
-            retries=sum(count for _, count in _counts(self._metrics.retries.collect())),
+            retries=sum(count for _, count in _counts(own, "router_retries")),
             nodes=tuple(nodes),
         )
 
@@ -268,9 +272,9 @@ def _parse(text: str) -> tuple[_Samples, dict[int, _Samples]]:
     return node, ranks
 
 
-def _counts(families: Iterable[Metric]) -> Iterable[tuple[dict[str, str], int]]:
+def _counts(families: Iterable[Metric], name: str) -> Iterable[tuple[dict[str, str], int]]:
     """Labels and value of each series of a counter, without the time of its creation."""
     for family in families:
-        for sample in family.samples:
+        for sample in family.samples if family.name == PREFIX + name else ():
             if sample.name.endswith("_total"):
                 yield sample.labels, round(sample.value)

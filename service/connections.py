@@ -14,12 +14,14 @@ import asyncio
 import ipaddress
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
+import h11
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http import h11_impl
 
 from service.http_errors import ApiError
 
@@ -49,11 +51,14 @@ class Connections:
     """Connections that make the server wait, by their address, who waits longest first."""
     closed: Counter[str] = field(default_factory=Counter)
     """Connections that were closed or refused and not yet reported, by the reason."""
+    on_change: Callable[[], None] = lambda: None
+    """Called when their number has changed."""
     _swept_at: float = float("inf")
 
     def admit(self, connection: Connection) -> bool:
         """Take a new connection. False: there is no room for it, all others are being served."""
         self.live.add(connection)
+        self.on_change()
         if len(self.live) > self.limit and self.waits:
             self.closed["closed for a new one"] += 1
             most = max(self.waits.values(), key=len)
@@ -62,6 +67,7 @@ class Connections:
 
     def forget(self, connection: Connection) -> None:
         self.live.discard(connection)
+        self.on_change()
         self.note(connection, waits=False)
 
     def note(self, connection: Connection, *, waits: bool) -> None:
@@ -86,11 +92,29 @@ class Connections:
             self.closed.clear()
 
 
-class Connection(H11Protocol):
+_CHUNKED = b"\r\nTransfer-Encoding: chunked\r\n"
+"""As h11 writes it of itself, to clients that know it."""
+
+
+class _Framing(h11.Connection):
+    """h11, except that the pieces of a chunked body need no rules: a stream has one a token."""
+
+    _is_chunked = False
+
+    def send(self, event: h11.Event) -> bytes | None:
+        if self._is_chunked and type(event) is h11.Data:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        output = super().send(event)
+        self._is_chunked = type(event) is h11.Response and _CHUNKED in (output or b"")
+        return output
+
+
+class Connection(h11_impl.H11Protocol):
     """uvicorn's connection, which knows how long it has made the server wait."""
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
+        self.conn = _Framing(h11.SERVER, h11_impl.DEFAULT_MAX_INCOMPLETE_EVENT_SIZE)
         self._all = connections
         self.address = ""
         self._head_since: float | None = None

@@ -37,6 +37,7 @@ from service.engine_messages import (
 from service.engine_sockets import Crossing
 from service.http_errors import ApiError, NodeUnavailable, QueueFull
 from service.in_flight import InFlight, NodeCounts
+from service.patience import Patience
 from service.rank_link import RankLink
 from service.settings import NodeSettings
 
@@ -97,10 +98,9 @@ class SampleGroup:
         self._num_waiting_tokens: Counter[str] = Counter()
         """``Tokens`` in the queue, by request id."""
         self._reader: asyncio.Future[None] | None = None
-        """Waits for an event, since ``_waits_since``."""
-        self._waits_since = 0.0
-        self._patience: asyncio.TimerHandle | None = None
-        """Its end; one that came too early is set again then, not with each event."""
+        """Waits for an event."""
+        self._patience: Patience | None = None
+        """Of the reader, from its first wait on."""
 
     def put(self, event: SampleEvent) -> None:
         self._num_waiting_tokens[event.request_id] += isinstance(event, Tokens)
@@ -117,36 +117,32 @@ class SampleGroup:
         if self._events:
             await asyncio.sleep(0)  # what has come already is not waited for, and others want their turn
         else:
-            loop = asyncio.get_running_loop()
-            self._reader, self._waits_since = loop.create_future(), loop.time()
+            self._reader = asyncio.get_running_loop().create_future()
             if self._patience is None:
-                self._set_patience(loop)
+                self._patience = Patience(self._link.health_timeout_secs, self._look_at_engine)
+            self._patience.begin()
             try:
                 await self._reader
             finally:
                 self._reader = None
+                self._patience.end()
         event = self._events.popleft()
         self._num_waiting_tokens[event.request_id] -= isinstance(event, Tokens)
         return event
 
     def close(self) -> None:
         if self._patience is not None:
-            self._patience.cancel()
+            self._patience.close()
 
-    def _set_patience(self, loop: asyncio.AbstractEventLoop) -> None:
-        ends_at = self._waits_since + self._link.health_timeout_secs
-        self._patience = loop.call_at(ends_at, self._lose_patience, loop)
-
-    def _lose_patience(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._patience = None
-        if self._reader is None or self._reader.done():
-            return  # the next one who waits sets it
-        if loop.time() - self._waits_since >= self._link.health_timeout_secs:
-            if (stall := self._link.stall()) is not None:
-                self._reader.set_exception(NodeUnavailable(stall))
-                return
-            self._waits_since = loop.time()
-        self._set_patience(loop)
+    def _look_at_engine(self) -> None:
+        assert self._reader is not None
+        assert self._patience is not None
+        if self._reader.done():
+            return
+        if (stall := self._link.stall()) is not None:
+            self._reader.set_exception(NodeUnavailable(stall))
+        else:
+            self._patience.begin()
 
     def has_more_tokens(self, request_id: str) -> bool:
         """More output of the sample has come already."""

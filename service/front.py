@@ -146,10 +146,9 @@ async def serve(
         loop.add_reader(sentinel, _note_exit, loop, sentinel, child_exited)
     await fronts.connect()
     link.start()
-    num_processes = [1 + len(workers.sentinels), *(1 for _ in listeners[1:])]
     servers = [
-        listener.server(app, num_servers=len(listeners), num_processes=num)
-        for listener, app, num in zip(listeners, apps, num_processes, strict=True)
+        listener.server(app, num_servers=len(listeners))
+        for listener, app in zip(listeners, apps, strict=True)
     ]
     running = [
         asyncio.create_task(server.serve(sockets=[listener.socket]))

@@ -58,14 +58,15 @@ class Fronts:
 
     async def render_metrics(self) -> bytes:
         """Those of the node."""
-        return self._metrics.render(await self.workers.ask(b""))
+        return self._metrics.render(await self.workers.collect())
 
     def stop_accepting(self) -> None:
         self.workers.tell(_encoder.encode(StopAccepting()))
 
     async def leave(self, died: str = "") -> None:
         """Until the others have left."""
-        await self.workers.leave(_encoder.encode(Leave(died)))
+        self.workers.tell(_encoder.encode(Leave(died)))
+        await self.workers.left()
 
 
 class FrontWorker:
@@ -84,12 +85,12 @@ class FrontWorker:
         except ChannelClosed:
             raise NodeUnavailable(SHUTTING_DOWN) from None
 
-    async def serve(self, listener: Listener, app: ASGIApp, num_fronts: int) -> None:
+    async def serve(self, listener: Listener, app: ASGIApp) -> None:
         """Until the first front says so. Its death is the kernel's to see to."""
         self._leave = asyncio.get_running_loop().create_future()
         await self._channel.open()
         self._link.start()
-        server = listener.server(app, num_processes=num_fronts)
+        server = listener.server(app, process=self._link.front)
         running = asyncio.create_task(server.serve(sockets=[listener.socket]))
         try:
             await asyncio.wait((self._leave, running), return_when=asyncio.FIRST_COMPLETED)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
+import multiprocessing
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import uvicorn
@@ -20,6 +22,8 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _LAST_ANSWERS_SECS = 2
+_OTHERS_SECS = 0.005
+"""For a process with fewer connections to accept one."""
 _TICKS_A_SWEEP = 10
 """uvicorn ticks ten times a second."""
 
@@ -35,6 +39,11 @@ class Listener:
         except OSError as error:
             raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
         self.port: int = self.socket.getsockname()[1]
+        self._num_connections: Sequence[int] = ()
+
+    def share(self, num_processes: int) -> None:
+        """Before it is handed to processes that accept from it as well."""
+        self._num_connections = multiprocessing.RawArray("q", num_processes) if num_processes > 1 else ()
 
     def server(
         self,
@@ -43,20 +52,21 @@ class Listener:
         *,
         num_descriptors_each: int = 1,
         num_servers: int = 1,
-        num_processes: int = 1,
+        process: int = 0,
     ) -> HttpServer:
         """``num_descriptors_each``: of a request; ``num_servers``: of this process, this one included;
-        ``num_processes``: that accept from this socket.
+        ``process``: the number of this one, of those that share the socket.
         """
         limit = descriptors.limit()
         connections = Connections(descriptors.max_connections(limit, num_descriptors_each, num_servers))
+        if self._num_connections:
+            self.socket = _SharedSocket(self.socket, connections, self._num_connections, process)
         log.info("port %d: at most %d connections (%d descriptors)", self.port, connections.limit, limit)
         protocol: Any = functools.partial(Connection, connections)
         config = uvicorn.Config(
             app,
             http=protocol,
-            # One by one where others accept as well: who has much to do takes fewer.
-            backlog=descriptors.MAX_ACCEPTED_AT_ONCE if num_processes == 1 else 1,
+            backlog=1 if self._num_connections else descriptors.MAX_ACCEPTED_AT_ONCE,
             log_config=None,
             log_level="error",  # its warnings are about clients that speak no HTTP/1.1, such as h2c probes
             access_log=False,
@@ -70,17 +80,52 @@ class Listener:
         return HttpServer(config, connections)
 
 
+class _SharedSocket(socket.socket):
+    """One that several processes accept from. All of them wake up for a connection; who has fewest takes it.
+
+    Otherwise the kernel would give nearly all to one of them, as long as that one has nothing else to do.
+    """
+
+    def __init__(
+        self, sock: socket.socket, connections: Connections, num_connections: Any, process: int
+    ) -> None:
+        """Takes ``sock`` over. ``num_connections``: of each process, in memory that they share."""
+        super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
+        self._connections = connections
+        self._num_connections = num_connections
+        self._process = process
+        connections.on_change = self._publish
+        self._left_since = math.inf
+        """When a connection was left to the others."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Raises BlockingIOError where another process should, for a while: it may be busy, or gone."""
+        now = time.monotonic()
+        if len(self._connections.live) > min(self._num_connections):
+            self._left_since = min(self._left_since, now)
+            if now - self._left_since < _OTHERS_SECS:
+                raise BlockingIOError
+        self._left_since = math.inf
+        return super().accept()
+
+    def _publish(self) -> None:
+        self._num_connections[self._process] = len(self._connections.live)
+
+
 class HttpServer(uvicorn.Server):
     """Leaves signals to its process, which lets requests finish before any server of it ends."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
         self.connections = connections
+        self.on_started: Callable[[], None] = lambda: None
+        """Called once connections are accepted."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_BACKLOG)  # in the kernel, where waiting takes none of our descriptors
+        self.on_started()
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_A_SWEEP == 0:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 from msgspec.msgpack import Encoder
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from protocol.decoding import TypedDecoder
 
@@ -26,6 +27,8 @@ class _Family(Struct, frozen=True, array_like=True):
 
 
 _encoder = Encoder()
+NOTHING = _encoder.encode([])
+"""Of a process that has not said yet."""
 _decoder: TypedDecoder[tuple[_Family, ...]] = TypedDecoder(tuple[_Family, ...])
 
 
@@ -41,6 +44,26 @@ def pack(registry: CollectorRegistry) -> bytes:
         for family in registry.collect()
     ]
     return _encoder.encode(families)
+
+
+def render(of_all: Collector, packed: Sequence[bytes]) -> bytes:
+    """Prometheus text: ``of_all``, which is known here, and the sums of what is ``packed``."""
+    registry = CollectorRegistry()
+    registry.register(of_all)
+    registry.register(_Sums(packed))
+    return generate_latest(registry)
+
+
+class _Sums(Collector):
+    def __init__(self, packed: Sequence[bytes]) -> None:
+        self._packed = packed
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: registering is not to collect."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        return summed(self._packed)
 
 
 def summed(packed: Iterable[bytes]) -> Iterator[Metric]:

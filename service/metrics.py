@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -113,27 +113,10 @@ class FrontMetrics:
 
     def render(self, others: Sequence[bytes] = ()) -> bytes:
         """Prometheus text of the node: of this front and ``others``, packed, together."""
-        node = CollectorRegistry()
-        node.register(self._engine)
-        node.register(_Sums((self.pack(), *others)))
-        return generate_latest(node)
+        return metric_sums.render(self._engine, (self.pack(), *others))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)
-
-
-class _Sums(Collector):
-    """Of the fronts."""
-
-    def __init__(self, packed: Sequence[bytes]) -> None:
-        self._packed = packed
-
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: registering is not to collect."""
-        return iter(())
-
-    def collect(self) -> Iterator[Metric]:
-        return metric_sums.summed(self._packed)
 
 
 class _EngineCollector(Collector):

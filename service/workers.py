@@ -15,15 +15,18 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 from service.channel import Channel, ChannelClosed
+from service.metric_sums import NOTHING
 from service.process import die_with_parent
 
 log = logging.getLogger(__name__)
 
 ANSWER_SECS = 2.0
-"""For a worker's answer; one that is busier is left out."""
+"""For a worker's counts."""
+
+COUNTS = b""
+"""The one question to a worker: what it counts, answered as of ``metric_sums.pack``."""
 
 EXIT_SECS = 5.0
 """For a worker that was told to leave: its last answers, and the interpreter's end."""
@@ -32,26 +35,32 @@ EXIT_SECS = 5.0
 class Workers:
     """The workers, numbered from 1: the first process is number 0."""
 
-    def __init__(self, num: int, target: Callable[..., None], arguments: tuple[Any, ...], name: str) -> None:
+    def __init__(self, num: int, target: Callable[..., None], name: str) -> None:
         """``target(number, sock, *arguments)`` runs a worker, ``sock`` being its end of the channel to us; it
         is imported by name in the child.
         """
         self.channels: list[Channel] = []
-        pairs = [socket.socketpair() for _ in range(num)]
-        self._sockets = [ours for ours, _ in pairs]
-        self._their_sockets = [theirs for _, theirs in pairs]
-        self._processes: list[BaseProcess] = [
-            multiprocessing.get_context("spawn").Process(
-                target=_run, args=(target, number, theirs, arguments), name=f"{name} {number}"
-            )
-            for number, theirs in enumerate(self._their_sockets, 1)
-        ]
+        self._collected: Sequence[bytes] = ()
+        self._num = num
+        self._target = target
+        self._name = name
+        self._sockets: list[socket.socket] = []
+        self._processes: list[BaseProcess] = []
 
-    def start(self) -> None:
+    def start(self, *arguments: object) -> None:
         """From the main thread: the kernel ends the children when the thread that started them ends."""
-        for process, theirs in zip(self._processes, self._their_sockets, strict=True):
-            process.start()
-            theirs.close()
+        spawning = multiprocessing.get_context("spawn")
+        for number in range(1, self._num + 1):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = spawning.Process(
+                    target=_run,
+                    args=(self._target, number, theirs, arguments),
+                    name=f"{self._name} {number}",
+                )
+                process.start()
+            self._sockets.append(ours)
+            self._processes.append(process)
 
     @property
     def sentinels(self) -> list[int]:
@@ -61,6 +70,17 @@ class Workers:
     def exits(self) -> str:
         """Which workers have exited, and how."""
         return exits(self._processes)
+
+    async def died(self) -> None:
+        """Until one of them has exited."""
+        loop, exited = asyncio.get_running_loop(), asyncio.Event()
+        for sentinel in self.sentinels:
+            loop.add_reader(sentinel, exited.set)
+        try:
+            await exited.wait()
+        finally:
+            for sentinel in self.sentinels:
+                loop.remove_reader(sentinel)
 
     async def connect(
         self,
@@ -73,6 +93,7 @@ class Workers:
             return Channel(sock, lambda body: on_note(index, body), lambda body: on_question(index, body))
 
         self.channels = [channel(index, sock) for index, sock in enumerate(self._sockets)]
+        self._collected = [NOTHING] * len(self.channels)
         for opened in self.channels:
             await opened.open()
 
@@ -81,30 +102,31 @@ class Workers:
         for channel in self.channels:
             channel.tell(body)
 
-    async def ask(self, body: bytes) -> list[bytes]:
-        """The answers of those that live and have one in time."""
-        answers = await asyncio.gather(*(_ask(channel, body) for channel in self.channels))
-        return [answer for answer in answers if answer is not None]
+    async def collect(self) -> list[bytes]:
+        """What each worker counts; of one that does not say so in time, what it said last."""
+        self._collected = await asyncio.gather(
+            *(_ask(channel, last) for channel, last in zip(self.channels, self._collected, strict=True))
+        )
+        return list(self._collected)
 
-    async def leave(self, body: bytes) -> None:
-        """Tell all of them that they leave, and wait until they have."""
-        self.tell(body)
-        deadline = time.monotonic() + EXIT_SECS
+    async def left(self, timeout_secs: float = EXIT_SECS) -> None:
+        """Until all of them have exited, or the time is up."""
+        deadline = time.monotonic() + timeout_secs
         while any(process.is_alive() for process in self._processes) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
+        """The channels."""
         await asyncio.gather(*(channel.close() for channel in self.channels))
 
     def stop(self) -> None:
         """End whoever is left: they ignore the signals that are for the first process."""
-        started = [process for process in self._processes if process.pid is not None]
-        for process in started:
+        for process in self._processes:
             if process.is_alive():
                 log.info("%s still runs: kill", process.name)
                 process.kill()
-        join(started, EXIT_SECS)
-        for sock in (*self._sockets, *self._their_sockets):
+        join(self._processes, EXIT_SECS)
+        for sock in self._sockets:
             sock.close()
 
 
@@ -123,14 +145,21 @@ def join(processes: Sequence[BaseProcess], timeout_secs: float) -> None:
         process.join(max(deadline - time.monotonic(), 0))
 
 
-async def _ask(channel: Channel, body: bytes) -> bytes | None:
+def no_workers() -> Workers:
+    """Of a service that is one process."""
+    return Workers(0, _run, "")
+
+
+async def _ask(channel: Channel, last: bytes) -> bytes:
     try:
-        return await asyncio.wait_for(channel.ask(body), ANSWER_SECS)
+        return await asyncio.wait_for(channel.ask(COUNTS), ANSWER_SECS)
     except (ChannelClosed, TimeoutError):
-        return None
+        return last
 
 
-def _run(target: Callable[..., None], number: int, sock: socket.socket, arguments: tuple[Any, ...]) -> None:
+def _run(
+    target: Callable[..., None], number: int, sock: socket.socket, arguments: tuple[object, ...]
+) -> None:
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a supervisor may send it to all processes of the service
     target(number, sock, *arguments)

@@ -119,7 +119,7 @@ def test_a_connection_that_nobody_waits_for_is_closed_when_it_is_made(
         return Stream()
 
     async def main() -> None:
-        monkeypatch.setattr(httpcore.AnyIOBackend, "connect_tcp", connect)
+        monkeypatch.setattr("router.connect.connect", connect)
         async with httpx.AsyncClient(transport=OwnConnections()) as client:
             asking = asyncio.create_task(client.get("http://127.0.0.1:1/"))
             await begun.wait()

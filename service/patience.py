@@ -1,0 +1,47 @@
+"""A limit for each of many waits that are nearly always short: for each token of a stream, say.
+
+A timer for each wait would cost more than the wait. This one is set once, looks when it fires how long the
+present wait has taken, and is set again for what is left of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Patience:
+    """Calls ``on_lost`` once when a wait has taken ``secs``. Needs a running event loop."""
+
+    def __init__(self, secs: float, on_lost: Callable[[], None]) -> None:
+        self._secs = secs
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._began_at: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """A wait begins now."""
+        self._began_at = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._began_at + self._secs, self._look)
+
+    def end(self) -> None:
+        """Nobody waits."""
+        self._began_at = None
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._began_at = None
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._began_at is None:
+            return
+        ends_at = self._began_at + self._secs
+        if self._loop.time() >= ends_at:
+            self._began_at = None
+            self._on_lost()
+        else:
+            self._timer = self._loop.call_at(ends_at, self._look)

@@ -1,0 +1,203 @@
+"""A node of several fronts in processes of their own, with engines that speak slowly."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from api.node import run_front
+from decode_node.server import _apps
+from service.engine_link import least_loaded
+from service.engine_messages import Generate
+from service.ports import free_port
+from service.settings import DecodeSettings
+from tests.unit.api.scripted_engine import ScriptedEngine, say, serve_script
+from tests.unit.api.support import BODY, WAIT_SECS
+from tests.unit.api.tiny_tokenizer import write_checkpoint
+from vocabulary import RankPlace
+
+REPO = Path(__file__).parents[3]
+NUM_FRONTS = 2
+NUM_STREAMS = 8
+STREAM = {**BODY, "max_tokens": 8, "stream": True}
+
+
+def run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
+    """Says the rest of each answer once there is a file ``go_on`` beside the model."""
+    go_on = settings.model_path.parent / "go_on"
+
+    def script(sample: Generate) -> Iterator[object]:
+        first, *others = say("abcdefgh"[: sample.sampling.max_new_tokens])(sample)
+        yield first
+        while others and not go_on.exists():
+            yield 0.01
+        yield from others
+
+    serve_script(endpoints, ScriptedEngine(endpoints, script))
+
+
+def run(model_path: Path, port: int, drain_timeout_secs: float) -> int:
+    settings = DecodeSettings(
+        model_path=model_path,
+        port=port,
+        served_model_name="tiny",
+        dp_size=2,
+        api_server_count=NUM_FRONTS,
+        max_running_requests=4,
+        max_queued_requests=2,
+        drain_timeout_secs=drain_timeout_secs,
+    )
+    return run_front(
+        settings,
+        role="decode",
+        engine=run_engine,
+        holds_output=True,
+        choose_rank=least_loaded,
+        ports=(port,),
+        apps=_apps,
+    )
+
+
+@dataclass
+class NodeProcess:
+    process: subprocess.Popen[bytes]
+    client: httpx.Client
+    scratch: Path
+
+    def children(self) -> dict[int, str]:
+        """Those that were spawned, in the order of their start: the engines, then the fronts."""
+        pid = self.process.pid
+        pids = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        spawned = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return {pid: "engine" if number < 2 else "front" for number, pid in enumerate(sorted(spawned))}
+
+    @contextlib.contextmanager
+    def streams(self, num: int) -> Iterator[list[Iterator[str]]]:
+        """Their lines, from the second event on."""
+        with contextlib.ExitStack() as stack:
+            answers = [
+                stack.enter_context(self.client.stream("POST", "/v1/completions", json=STREAM))
+                for _ in range(num)
+            ]
+            assert {answer.status_code for answer in answers} == {200}
+            lines = [filter(None, answer.iter_lines()) for answer in answers]
+            assert all(next(of_one).startswith("data: ") for of_one in lines)
+            yield lines
+
+    def until(self, path: str, says: str) -> None:
+        deadline = time.monotonic() + WAIT_SECS
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None
+            with contextlib.suppress(httpx.TransportError):
+                if says in self.client.get(path).text:
+                    return
+            time.sleep(0.05)
+        raise TimeoutError(f"{path} does not say {says!r}")
+
+
+@contextlib.contextmanager
+def node(tmp_path: Path, drain_timeout_secs: float = WAIT_SECS) -> Iterator[NodeProcess]:
+    model_path = write_checkpoint(tmp_path / "tiny")
+    port = free_port()
+    script = tmp_path / "node.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nfrom tests.unit.api.test_fronts import run\n"
+        "if __name__ == '__main__':\n"
+        f"    sys.exit(run(Path({str(model_path)!r}), {port}, {drain_timeout_secs}))\n"
+    )
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with (
+        tempfile.TemporaryDirectory() as scratch,  # short: the path of an ipc socket may have 107 characters
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=WAIT_SECS, trust_env=False, limits=limits
+        ) as client,
+        subprocess.Popen(
+            [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": scratch}
+        ) as process,
+    ):
+        started = NodeProcess(process, client, Path(scratch))
+        try:
+            started.until("/health", '"ok"')
+            yield started
+        finally:
+            process.kill()
+        assert list(Path(scratch).iterdir()) == []
+
+
+def error_of(line: str) -> str:
+    return str(json.loads(line.removeprefix("data: "))["error"]["message"])
+
+
+@pytest.mark.I7
+def test_fronts_serve_as_one_until_sigterm_lets_them_finish(tmp_path: Path) -> None:
+    with node(tmp_path) as one:
+        children = one.children()
+        assert sorted(children.values()) == ["engine"] * 2 + ["front"] * (NUM_FRONTS - 1)
+        for _ in range(8):
+            assert one.client.post("/v1/completions", json={**BODY, "max_tokens": 1}).status_code == 200
+        counted = 'num_requests_total{endpoint="/v1/completions",status="200"} 8.0'
+        one.until("/metrics", counted)
+        for _ in range(6):  # whichever front is asked
+            metrics = one.client.get("/metrics").text
+            assert counted in metrics
+            assert "hisparse_pd:time_to_first_token_seconds_count 8.0" in metrics
+            assert metrics.count('hisparse_pd:num_running_reqs{dp_rank="0"}') == 1
+        for path in ("/server_info", "/get_load", "/v1/models"):
+            assert len({one.client.get(path).text for _ in range(6)}) == 1
+        with one.streams(NUM_STREAMS) as streams:
+            assert one.client.post("/v1/completions", json={**BODY, "n": 3}).status_code == 429, (
+                "of all fronts"
+            )
+            one.process.send_signal(signal.SIGTERM)
+            one.until("/health", "shutting down")
+            answers = [one.client.post("/v1/completions", json=BODY) for _ in range(6)]
+            assert {answer.status_code for answer in answers} == {503}, "no front takes a new one"
+            assert list(one.scratch.glob("hisparse-pd-*")) == [], "a kill leaves nothing behind"
+            (tmp_path / "go_on").touch()
+            ends = [list(lines)[-1] for lines in streams]
+        assert set(ends) == {"data: [DONE]"}
+        assert one.process.wait(WAIT_SECS) == 0
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_requests_of_all_fronts(tmp_path: Path) -> None:
+    with node(tmp_path) as one, one.streams(NUM_STREAMS) as streams:
+        one.process.send_signal(signal.SIGTERM)
+        one.until("/health", "shutting down")
+        one.process.send_signal(signal.SIGTERM)
+        ends = [error_of(list(lines)[-1]) for lines in streams]
+        assert set(ends) == {"the node is shutting down; send the request again"}
+        assert one.process.wait(WAIT_SECS) == 0
+
+
+@pytest.mark.parametrize("victim", ["front", pytest.param("engine", marks=pytest.mark.slow)])
+def test_the_death_of_a_child_ends_the_node(tmp_path: Path, victim: str) -> None:
+    with node(tmp_path) as one:
+        children = one.children()
+        with one.streams(NUM_STREAMS) as streams:
+            os.kill(next(pid for pid, kind in children.items() if kind == victim), signal.SIGKILL)
+            ends = []
+            for lines in streams:
+                try:
+                    ends.append(error_of(list(lines)[-1]))
+                except httpx.RemoteProtocolError:
+                    ends.append("broken off")
+        assert one.process.wait(WAIT_SECS) == 1
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+        what = "a front process of the node has died" if victim == "front" else "the engine has died"
+        num_lost = ends.count("broken off")
+        assert 0 < num_lost < NUM_STREAMS if victim == "front" else num_lost == 0
+        assert ends.count(f"{what}; the request is lost, send it again") == NUM_STREAMS - num_lost
