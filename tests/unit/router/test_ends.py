@@ -100,5 +100,3 @@ async def test_legs_end_whenever_their_request_is_cancelled(num_turns: int) -> N
         with contextlib.suppress(asyncio.CancelledError):
             await closing
         assert nodes[1].num_in_flight == 0
-            "one that has not begun is another's to close"
-        )
