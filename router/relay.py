@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -70,6 +71,12 @@ class Answer:
     status: int
     headers: RawHeaders
     chunks: AsyncIterator[bytes]
+
+    @property
+    def num_bytes(self) -> float:
+        """Of the body, as its headers have it; infinite when they do not say."""
+        lengths = [value for name, value in self.headers if name == b"content-length"]
+        return int(lengths[0]) if lengths and lengths[0].isdigit() else math.inf
 
     @property
     def is_event_stream(self) -> bool:
@@ -169,8 +176,10 @@ class _Exchange:
         tasks = [task for task in (self._prefill, self._decode) if task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._decode_stack.aclose()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:  # whoever is cancelled here, as when the client leaves now
+            await self._decode_stack.aclose()
 
     async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> None:
         """Send the prefill leg and read its answer to the end. Raises RouterError unless it is a success."""

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from api.keys import ApiKeys, RequireKey, load_api_keys
 from protocol.decoding import TypedDecoder
@@ -261,11 +261,12 @@ class _RelayEndpoint:
             return CLIENT_GONE
         except RouterError as error:
             return await self._send_error(request, send, error)
-        answering = asyncio.create_task(self._relay(request, body, send))
+        reply = _Reply(send)
+        answering = asyncio.create_task(self._relay(request, body, reply))
         leaving = asyncio.create_task(_client_left(request))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-            return await answering if answering.done() else CLIENT_GONE
+            return await answering if answering.done() or reply.is_complete else CLIENT_GONE
         except TimeoutError:
             log.warning("%s: the client stopped reading its answer", self._endpoint)
             return CLIENT_GONE
@@ -312,13 +313,17 @@ class _RelayEndpoint:
         """
         await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
         tail = b"\n\n"
+        num_left = answer.num_bytes
         try:
             async with self._router.drain.time_left(), self._reading_client() as reading:
                 async for chunk in answer.chunks:
                     tail = chunk[-2:] if len(chunk) > 1 else (tail + chunk)[-2:]
+                    num_left -= len(chunk)
                     reading.begin()
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await send({"type": "http.response.body", "body": chunk, "more_body": num_left > 0})
                     reading.end()
+                    if num_left <= 0:
+                        return  # the client has all of it, and may leave before the node's connection ends
         except (NodeFailed, ShuttingDown) as error:
             self._router.metrics.truncated.inc()
             log.warning("%s: %s", self._endpoint, error)
@@ -353,6 +358,18 @@ class _RelayEndpoint:
             log.warning("%s: %s", self._endpoint, error)
         await error.response(error.node_headers)(request.scope, request.receive, send)
         return error.status
+
+
+class _Reply:
+    """``send`` of one request, which knows whether all has been sent: no client leaves after that."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_complete = False
+
+    async def __call__(self, message: Message) -> None:
+        await self._send(message)
+        self.is_complete = not message.get("more_body", message["type"] == "http.response.start")
 
 
 async def _client_left(request: Request) -> None:

@@ -35,6 +35,8 @@ BODY_WINDOW_BYTES = 16 << 10
 UNREAD_SECS = 300.0
 """For a client that reads nothing of what was sent to it."""
 
+_MAX_HEAD_BYTES = 1 << 16
+
 _MAX_STEP_SECS = 2.0
 """What the time between two sweeps counts at most: after a long turn much has come that was not read."""
 
@@ -101,7 +103,7 @@ class _Framing(h11.Connection):
 
     _is_chunked = False
 
-    def send(self, event: h11.Event) -> bytes | None:
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
         if self._is_chunked and type(event) is h11.Data:
             return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
         output = super().send(event)
@@ -114,7 +116,7 @@ class Connection(h11_impl.H11Protocol):
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
-        self.conn = _Framing(h11.SERVER, h11_impl.DEFAULT_MAX_INCOMPLETE_EVENT_SIZE)
+        self.conn = _Framing(h11.SERVER, _MAX_HEAD_BYTES)
         self._all = connections
         self.address = ""
         self._head_since: float | None = None

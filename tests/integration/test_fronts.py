@@ -1,0 +1,77 @@
+"""A pair whose nodes have two fronts each, behind a router of two processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import (
+    PROMPT,
+    STOP_TIMEOUT_SECS,
+    Deployment,
+    Service,
+    deployment,
+    engine_pids,
+    generate,
+    wait_until,
+)
+
+FRONTS = ("--served-model-name", "tiny", "--api-server-count", "2")
+FLAGS: tuple[bool | str, ...] = (True, False, "auto")
+NUM_ANSWERS = 24
+GENERATED = "hisparse_pd:generation_tokens_total"
+
+
+def ask(url: str, number: int) -> list[int]:
+    answer = generate(url, text=PROMPT[number % 8 :], hisparse=FLAGS[number % 3], timeout_secs=120)
+    assert answer.status_code == 200, answer.text
+    found: list[int] = answer.json()["output_ids"]
+    return found
+
+
+def counted(service: Service, name: str) -> float:
+    return service.metrics().get(f'hisparse_pd:{name}_total{{endpoint="/generate",status="200"}}', 0.0)
+
+
+def spawned(service: Service) -> list[int]:
+    return engine_pids(service)  # and whatever else it has spawned
+
+
+@pytest.mark.I5
+@pytest.mark.timeout(300)
+def test_several_fronts_and_router_processes_serve_as_one(
+    pair: Deployment, tiny_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with deployment(
+        tiny_checkpoint("v32"),
+        tmp_path,
+        prefill_options=FRONTS,
+        decode_options=[*FRONTS, "--device-buffer-size", "128"],
+        router_options=["--workers", "2", "--policy", "cache_aware"],
+    ) as started:
+        (prefill,), (decode,) = started.prefill, started.decode
+        with ThreadPoolExecutor(8) as threads:
+            got = list(threads.map(lambda number: ask(started.url, number), range(NUM_ANSWERS)))
+        assert got == [ask(pair.url, number) for number in range(NUM_ANSWERS)]
+        wait_until(lambda: counted(started.router, "router_requests") == NUM_ANSWERS, 30, "all are counted")
+        for _ in range(4):  # whichever process is asked
+            assert counted(started.router, "router_requests") == NUM_ANSWERS
+            assert counted(prefill, "num_requests") == counted(decode, "num_requests") == NUM_ANSWERS
+        tokens = (of for name, of in decode.metrics().items() if name.startswith(GENERATED))
+        assert sum(tokens) == 16 * NUM_ANSWERS
+        assert {len(spawned(service)) for service in (prefill, decode)} == {2}, "an engine and a front"
+
+        *_, front = spawned(decode)
+        children = spawned(decode)
+        os.kill(front, signal.SIGKILL)
+        assert decode.process is not None
+        assert decode.process.wait(STOP_TIMEOUT_SECS) == 1
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+        children = [*spawned(prefill), *spawned(started.router)]
+        assert [prefill.stop(), started.router.stop()] == [0, 0]
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]

@@ -1,0 +1,102 @@
+"""The end of a relayed answer: a client that has all of it may leave, and nothing of the request stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Message
+
+from router.body import Endpoint
+from router.drain import Drain
+from router.metrics import RouterMetrics
+from router.nodes import Node, NodeKind, NodePool, Pair
+from router.relay import Answer, RawHeaders, _Exchange
+from router.server import _RelayEndpoint
+from service.settings import RouterSettings
+
+pytestmark = pytest.mark.anyio
+
+SETTINGS = RouterSettings(prefill=(("http://p:1", 1),), decode=("http://d:1",))
+BODY = b'{"prompt": "x"}'
+
+
+async def take_turns(num: int = 20) -> None:
+    for _ in range(num):
+        await asyncio.sleep(0)
+
+
+async def chunks() -> AsyncIterator[bytes]:
+    yield b"ab"
+    yield b"cd"
+    await take_turns()
+
+
+class SlowToClose:
+    """A relay whose legs take a while to end."""
+
+    def __init__(self, headers: RawHeaders) -> None:
+        self._headers = headers
+        self.is_closed = False
+
+    async def open(self, *request: Any) -> Answer:
+        stack: AsyncExitStack = request[-1]
+        stack.push_async_callback(self._close)
+        return Answer(200, self._headers, chunks())
+
+    async def _close(self) -> None:
+        await take_turns()
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("headers", [[(b"content-length", b"4")], []], ids=["length", "chunked"])
+async def test_who_leaves_with_the_last_byte_has_had_the_answer(headers: RawHeaders) -> None:
+    metrics, relay = RouterMetrics(), SlowToClose(headers)
+    router = SimpleNamespace(settings=SETTINGS, drain=Drain(), metrics=metrics, relay=relay)
+    has_all = asyncio.Event()
+    requests = [{"type": "http.request", "body": BODY, "more_body": False}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        if requests:
+            return requests.pop()
+        await has_all.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        num_bytes = sum(len(part.get("body", b"")) for part in sent)
+        if message["type"] == "http.response.body" and (
+            num_bytes == 4 if headers else not message["more_body"]
+        ):
+            has_all.set()
+
+    endpoint = _RelayEndpoint(router, Endpoint.COMPLETIONS)  # type: ignore[arg-type]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-length", b"15")]}
+    await endpoint(scope, receive, send)
+    assert not sent[-1]["more_body"]
+    assert relay.is_closed
+    assert metrics.requests.labels("/v1/completions", 200)._value.get() == 1
+
+
+@pytest.mark.I8
+@pytest.mark.parametrize("num_turns", range(1, 4))
+async def test_legs_end_whenever_their_request_is_cancelled(num_turns: int) -> None:
+    nodes = [Node.from_url(kind, f"http://{kind}:1") for kind in NodeKind]
+    pool = NodePool([nodes[0]], [nodes[1]], "least_loaded")
+    async with httpx.AsyncClient() as client:
+        exchange = _Exchange(client, pool, Pair(nodes[0], nodes[1], 1))
+        exchange._decode_stack.enter_context(pool.working(nodes[1], 1))
+        exchange._prefill = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+        closing = asyncio.create_task(exchange.close())
+        await take_turns(num_turns)
+        closing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await closing
+        assert nodes[1].num_in_flight == 0
