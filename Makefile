@@ -44,6 +44,9 @@ COMPOSE_COMMANDS = dockerd:docker.io docker:$(DOCKER_CLIENT) docker-compose:dock
 DOCKER_CLIENT = $(shell . /etc/os-release 2>/dev/null; \
     [ "$$ID" = debian ] && [ "$${VERSION_ID:-13}" -ge 13 ] && echo docker-cli || echo docker.io)
 
+# Where Python may not keep what it compiled, each process of a test run rewrites and compiles all tests again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup system-libraries rdma-packages compose-packages demo test test-full test-gpu test-compose test-rdma fuzz rooms soak serve lint format bench bench-layer-push bench-accuracy bench-serve bench-swap-in bench-hit-rates clean

@@ -11,7 +11,8 @@ kernels overlap, and their times do not add up; a copy's has in it how long it w
 GB/s are the least that it can have been. On a CPU it runs, too, and then says how the host's code does.
 
 With ``--dp-size N`` as many ranks take the steps together, each with a batch of its own; what is printed is
-the first one's, its tokens a second of all.
+the first one's, its tokens a second of all. On a GPU a line a row says what each part takes of its memory in
+GB, and in brackets what a decode node plans for it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.facts import OUT, run_facts
+from bench.step_memory import MemoryByPart, planned_pools, planned_weights, show
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, slots_tensor
 from decode_node.pools import PoolKind, Pools, SlotCounts, round_up
@@ -124,6 +126,8 @@ class Bench:
         mode: Mode,
         num_steps: int,
     ) -> None:
+        used = MemoryByPart(model.device)
+        used.mark("before")
         batch, context = settings.max_running_requests, prompt.kv.shape[1]
         life = context + 4 * num_steps + 2
         self._spec, self._prompt = spec, prompt
@@ -147,6 +151,7 @@ class Bench:
             PAGE_SIZE,
         )
         self.memory = DecodeMemory(spec, pools.totals, PAGE_SIZE, model.device)
+        used.mark("pools")
         self.hot_buffers = HotBuffers(
             spec,
             self.memory,
@@ -154,8 +159,11 @@ class Bench:
             max_capacity=max(1, capacity),
             page_size=PAGE_SIZE,
         )
+        used.mark("tables")
         self.requests = [self._admit(pools, need, number, mode, context, life) for number in range(batch)]
         self.runner: Runner = make_runner(settings, model, self.hot_buffers)
+        used.mark("graphs and workspaces")
+        self.used, self.planned = used, planned_pools(settings, spec, pools.totals)
         self.totals = (0, 0, 0)
 
     def run(self, num_steps: int) -> float:
@@ -237,6 +245,7 @@ def measure(
         before = bench.totals
         secs = bench.run(arguments.steps)
         hits, misses, _ = (after - b for after, b in zip(bench.totals, before, strict=True))
+        bench.used.mark("steps")
         kinds, longest = by_kind(bench, arguments.steps) if model.device.type == "cuda" else ({}, [])
     finally:
         bench.memory.close()
@@ -254,6 +263,8 @@ def measure(
         "longest_kernels_ms": longest,
         "swap_in_share": swap_in_ms / sum(kinds.values()) if kinds else None,
         "swap_in_gb_s": miss_bytes / swap_in_ms / 1e6 if swap_in_ms and misses else None,
+        "memory_gb": bench.used.gb,
+        "planned_gb": bench.planned,
     }
 
 
@@ -320,6 +331,17 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(f"prefill: {report['prefill_tokens_a_second']:,.0f} tokens a second")
+    if report["memory_gb"]:
+        first = ", ".join(f"{part} {gb:.2f}" for part, gb in report["memory_gb"].items())
+        console.print(
+            f"loaded in {report['load_secs']:.1f} s; GB on the GPU: {first} "
+            f"({report['planned_weights_gb']:.2f} of the checkpoint)",
+            highlight=False,
+        )
+    for row in report["rows"] if report["memory_gb"] else ():
+        console.print(
+            f"{row['mode']} {row['batch']}: GB {show(row['memory_gb'], row['planned_gb'])}", highlight=False
+        )
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -407,9 +429,12 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
     ranks = None
     if place.size > 1:
         ranks = RankGroup(place, torch.device(arguments.device), agree_secs=300.0, forward_secs=300.0)
+    used = MemoryByPart(torch.device(arguments.device))
+    used.mark("CUDA and collectives")
     started = time.perf_counter()
     model = load_model(arguments.model_path, spec, arguments.device, ranks)
     load_secs = time.perf_counter() - started
+    used.mark("weights")
     prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, arguments.context)
     report: dict[str, Any] = {
         "facts": run_facts(),
@@ -424,7 +449,8 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
         "weights_are_fp8": spec.weights_are_fp8,
         "dp_size": place.size,
         "load_secs": load_secs,
-        "weights_gb": torch.cuda.memory_allocated() / 1e9 if model.device.type == "cuda" else None,
+        "memory_gb": used.gb,
+        "planned_weights_gb": planned_weights(arguments.model_path, place.size),
         "prefill_tokens_a_second": prompt.tokens_a_second,
         "rows": [],
     }

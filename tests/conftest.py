@@ -4,6 +4,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -15,6 +16,28 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 # How long an example takes says nothing on a machine that is busy with others.
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
+
+
+OF_THE_PAIR = frozenset(
+    f"tests/integration/test_{name}.py"
+    for name in ("isolation", "monitoring", "openai_client", "security", "sglang_router")
+)
+"""The files whose tests share ``tests.integration.conftest.pair``."""
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``: the files of the pair go to one process, which alone starts it."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "the pair" if file in OF_THE_PAIR else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Two nodes of each kind: who gets what, and nodes that are killed, start again, stand still or stop.
+"""Two prefill nodes: who gets what, and nodes that are killed, start again, stand still or stop.
 
 Invariants I1, I2 and I7. The tests share the nodes and leave them healthy; the last one stops some.
 """
@@ -21,6 +21,7 @@ from tests.integration.harness import (
     PROMPT,
     Deployment,
     Service,
+    decode_service,
     deployment,
     engine_pids,
     generate,
@@ -33,6 +34,8 @@ from tests.integration.harness import (
 
 PAGE_SIZE = 64
 HEARTBEATS = ["--heartbeat-interval-secs", "1", "--heartbeat-max-failures", "5"]
+DECODE = ["--device-buffer-size", "128", "--quarantine-secs", "2", *HEARTBEATS]
+ROUTER = ["--health-interval-secs", "0.5"]
 
 
 @dataclass
@@ -78,15 +81,14 @@ class Load:
 def nodes(
     tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """Two by two, quick to notice what is away."""
+    """Two with one, quick to notice what is away."""
     with deployment(
         tiny_checkpoint("v32"),
-        tmp_path_factory.mktemp("two-by-two"),
+        tmp_path_factory.mktemp("nodes"),
         num_prefill=2,
-        num_decode=2,
         prefill_options=HEARTBEATS,
-        decode_options=["--device-buffer-size", "128", "--quarantine-secs", "2", *HEARTBEATS],
-        router_options=["--health-interval-secs", "0.5"],
+        decode_options=DECODE,
+        router_options=ROUTER,
     ) as started:
         yield started
 
@@ -119,8 +121,18 @@ def test_every_turn_of_a_conversation_finds_the_ones_before_it(nodes: Deployment
 
 
 @pytest.mark.slow
-def test_two_by_two_under_load_while_nodes_stop_and_start(nodes: Deployment) -> None:
+def test_two_by_two_under_load_while_nodes_stop_and_start(
+    nodes: Deployment, tiny_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Only requests that a stopped node held fail, with an error that names it; afterwards all is served."""
+    second = decode_service(tiny_checkpoint("v32"), tmp_path, "decode-1", DECODE)
+    decode = [*nodes.decode, second]
+    router = router_service(nodes.prefill, decode, tmp_path, ROUTER)
+    with running([second, router]):
+        check_two_by_two(Deployment(nodes.prefill, decode, router))
+
+
+def check_two_by_two(nodes: Deployment) -> None:
     reference = generate(nodes.url, params={"max_new_tokens": 24}).json()["output_ids"]
     stopped: list[Service] = []
     with Load(nodes.url, num_clients=6) as load:

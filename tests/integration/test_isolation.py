@@ -27,6 +27,7 @@ from tests.integration.harness import (
     generate,
     is_idle,
     pool_usage,
+    prefill_service,
     router_service,
     running,
     wait_until,
@@ -138,10 +139,12 @@ def test_retraction_under_pressure_keeps_the_tokens(pair: Deployment, cramped: D
 
 
 def test_page_sizes_may_differ_for_hisparse_only(
-    pair: Deployment, cramped: Deployment, tmp_path: Path
+    pair: Deployment, tiny_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    router = router_service(cramped.prefill, pair.decode, tmp_path)
-    with running([router]):
+    options = ["--page-size", "32", "--served-model-name", "tiny"]
+    prefill = prefill_service(tiny_checkpoint("v32"), tmp_path, "prefill", options)
+    router = router_service([prefill], pair.decode, tmp_path)
+    with running([prefill, router]):
         assert generate(router.url, hisparse=True).status_code == 200
         answers: list[httpx.Response] = []
 

@@ -35,14 +35,22 @@ def compile_with_nvrtc(arch: int, options: tuple[str, ...]) -> str:
     return text.decode(errors="replace") if isinstance(text, bytes) else str(text)
 
 
+VARIANTS = [(1, True, 64), (2, True, 1), (4, False, 48), (8, True, 64)]
+"""Positions of a thread, only wide items, page size."""
+SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=True))
+"""Of the default run: each variant and each architecture once."""
+
+
 @pytest.mark.parametrize(
-    ("positions_per_thread", "only_wide_items", "page_size"),
-    [(1, True, 64), (2, True, 1), (4, False, 48), (8, True, 64)],
+    ("arch", "variant"),
+    [
+        pytest.param(arch, variant, marks=[pytest.mark.slow] if (arch, variant) not in SAMPLE else [])
+        for arch in ARCHITECTURES
+        for variant in VARIANTS
+    ],
 )
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_compiles(
-    arch: int, positions_per_thread: int, only_wide_items: bool, page_size: int, tmp_path: Path
-) -> None:
+def test_compiles(arch: int, variant: tuple[int, bool, int], tmp_path: Path) -> None:
+    positions_per_thread, only_wide_items, page_size = variant
     options = cuda.compile_options(positions_per_thread, only_wide_items, page_size)
     if shutil.which("nvcc"):
         log = compile_with_nvcc(arch, options, tmp_path)
