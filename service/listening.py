@@ -95,17 +95,18 @@ class _SharedSocket(socket.socket):
         self._num_connections = num_connections
         self._process = process
         connections.on_change = self._publish
-        self._left_since = math.inf
-        """When a connection was left to the others."""
+        self._left_since = self._left_at = -math.inf
+        """When a connection was left to the others, first and last."""
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Raises BlockingIOError where another process should, for a while: it may be busy, or gone."""
         now = time.monotonic()
         if len(self._connections.live) > min(self._num_connections):
-            self._left_since = min(self._left_since, now)
+            if now - self._left_at >= _OTHERS_SECS:  # they have taken that one: this is another
+                self._left_since = now
+            self._left_at = now
             if now - self._left_since < _OTHERS_SECS:
                 raise BlockingIOError
-        self._left_since = math.inf
         return super().accept()
 
     def _publish(self) -> None:

@@ -157,8 +157,12 @@ def test_the_process_with_the_fewest_connections_accepts(monkeypatch: pytest.Mon
         with pytest.raises(BlockingIOError):
             sockets[0].accept()
         clients.append(socket.create_connection(("127.0.0.1", listener.port)))
-        now = 1.0
+        for now in (1.0, 1.003):  # noqa: B007
+            with pytest.raises(BlockingIOError):
+                sockets[0].accept()
+        now = 1.006
         accept(0)  # nobody else did for so long
+        now = 2.0
         with pytest.raises(BlockingIOError):
             sockets[0].accept()
         for connection in (*clients, *accepted):
