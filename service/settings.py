@@ -128,7 +128,7 @@ class NodeSettings(_Settings):
     )
     same_host_dir: str = Field(
         "",
-        max_length=50,
+        max_length=64,
         description="directory that all nodes of one machine see, for the decode nodes' sockets, where "
         "containers have networks of their own; default: names of the network namespace",
         title="DIR",

@@ -88,7 +88,7 @@ class LaneHost:
         self._memory = tuple(memory)
         self._covers_all = covers_all
         self._wakeup = wakeup
-        self.offer = LaneOffer(SOCKET_PREFIX + secrets.token_hex(16), secrets.token_bytes(TOKEN_BYTES))
+        self.offer = LaneOffer(SOCKET_PREFIX + secrets.token_hex(8), secrets.token_bytes(TOKEN_BYTES))
         self._lock = threading.Lock()
         self._num_sole: Counter[str] = Counter()
         """Open connections of runs that write over nothing else, by instance id."""

@@ -48,7 +48,7 @@ TO_PREFILL = [
             GEOMETRY,
             (Region(RegionKind.KV_HOST, 4096, 768, 1),),
             "rdma",
-            LaneOffer("hisparse-pd-lane-" + "0f" * 16, bytes(range(32))),
+            LaneOffer("hisparse-pd-lane-" + "0f" * 8, bytes(range(32))),
         ),
         "9801"
         "01a46e6f6465ae31302e302e302e323a3135303031"
@@ -57,7 +57,7 @@ TO_PREFILL = [
         "a9746f705f7020302e39"
         "9194a76b765f686f7374cd1000cd030001"
         "a472646d61"
-        "92d93168697370617273652d70642d6c616e652d" + "3066" * 16 + "c420" + bytes(range(32)).hex(),
+        "92d92168697370617273652d70642d6c616e652d" + "3066" * 8 + "c420" + bytes(range(32)).hex(),
     ),
     (Heartbeat(9), "920209"),
     (BOOTSTRAP, "9803cf7fffffffffffffffcc829292076492cd012c1e919240ccc005c301"),

@@ -70,7 +70,7 @@ def test_nodes_that_know_of_no_lanes_decode() -> None:
 
 
 @pytest.mark.parametrize(
-    "socket", ["", "/run/x.sock", "hisparse-pd-lane-../x", "hisparse-pd-lane-" + "0" * 33]
+    "socket", ["", "/run/x.sock", "hisparse-pd-lane-../x", "hisparse-pd-lane-" + "0" * 17]
 )
 def test_a_lane_names_a_socket_of_ours_and_no_path(socket: str) -> None:
     register, _ = TO_PREFILL[0]

@@ -1,0 +1,76 @@
+"""A process that writes over a lane until it ends: ``python -m tests.unit.transfer.lane_writer``.
+
+Reads a line with a ``LaneOffer`` as hex, opens it as the run ``child``, prints ``open`` and from then on
+writes one byte value after the other over all of the memory's first window.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+
+from protocol.lane import LaneOffer, encoder
+from transfer.lane import Mapping
+
+
+class LaneWriter:
+    """The other process, as a test sees it."""
+
+    def __init__(self, offer: LaneOffer) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.transfer.lane_writer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(encoder.encode(offer).hex() + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "open\n"
+
+    def pause(self) -> None:
+        """Returns when all its threads have stopped, which a signal that was sent does not say."""
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """The signal alone: nobody waits until it has ended."""
+        self._process.kill()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=60)
+
+
+@contextmanager
+def lane_writer(offer: LaneOffer) -> Iterator[LaneWriter]:
+    writer = LaneWriter(offer)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def main() -> None:
+    offer = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=LaneOffer)
+    mapping = Mapping(offer, "child", "")
+    memory = np.frombuffer(mapping._maps[0], np.uint8)
+    print("open", flush=True)
+    for value in itertools.cycle(range(1, 256)):
+        memory[:] = value
+
+
+if __name__ == "__main__":
+    main()
