@@ -157,8 +157,8 @@ def break_transport(rates_json: str) -> None:
 
 
 class SlowCopies:
-    """In place of ``transfer.lane_copy.copy_ranges``: the second half of some copies comes up to ``slow_secs``
-    later."""
+    """In place of ``transfer.lane_copy.copy_ranges``: the second half of some copies is up to ``slow_secs``
+    late."""
 
     def __init__(self, rates: FaultRates) -> None:
         self._rates = rates
