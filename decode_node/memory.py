@@ -31,6 +31,7 @@ from torch import Tensor
 
 from decode_node.pools import SlotCounts
 from kernels.host_memory import HostMemoryError, HostPool, Pinning, allocate_host
+from kernels.peer_memory import ipc_handle
 from model.spec import ModelSpec
 from protocol.messages import Extent, Region, RegionKind, Room
 from service.free_memory import memory_fault
@@ -103,12 +104,22 @@ class DecodeMemory:
         )
 
     def shared_memory(self) -> tuple[SharedMemory, ...]:
-        """What other processes can map; nothing unless it was made ``shared``."""
-        return tuple(
+        """What other processes can map or, of a GPU, open; nothing unless it was made ``shared``."""
+        shared = [
             SharedMemory(pool.tensor.data_ptr(), pool.num_bytes, pool.shared_fd)
             for pool in self._host_pools
             if pool.shared_fd is not None
-        )
+        ]
+        if not shared or self.k_dev.device.type != "cuda":
+            return tuple(shared)
+        for pool in (self.k_dev, self.index):
+            try:
+                handle, offset = ipc_handle(pool)
+            except Exception as error:  # prefill nodes write there over the network then
+                log.warning("the pools of the GPU cannot be opened by other processes: %s", error)
+                break
+            shared.append(SharedMemory(pool.data_ptr(), pool.nbytes, None, handle, offset))
+        return tuple(shared)
 
     def close(self) -> None:
         """Let go of main memory. The transport must have unregistered it, and no step may be in flight.

@@ -23,6 +23,7 @@ from api.sampling_defaults import SamplingDefaults
 from kernels.device_memory import (
     DeviceMemory,
 )
+from kernels.peer_memory import GpuWriter
 from model.dsa import DsaModel
 from model.spec import ModelSpec
 from prefill_node.compute import PromptRunner
@@ -152,6 +153,7 @@ class PrefillEngine:
             why_off="--same-host-lane is off" if settings.same_host_lane == "off" else "",
             directory=settings.same_host_dir,
             on_decided=self._wakeup.set,
+            gpu=GpuWriter(device, (self._memory.kv, self._memory.index)) if device.type == "cuda" else None,
         )
         self._sender = Sender(self._lanes, self._wakeup.set)
         self._runner = PromptRunner(

@@ -43,14 +43,18 @@ class LaneHello(Struct, frozen=True, array_like=True, tag=1):
 
 
 class Window(Struct, frozen=True, array_like=True):
-    """``num_bytes`` from ``base_addr`` of the decode node are the file ``descriptor`` from its byte 0.
+    """``num_bytes`` from ``base_addr`` of the decode node are the file ``descriptor`` from its byte 0, or are
+    in its GPU.
 
-    ``descriptor``: a position among those that came with the packet.
+    ``descriptor``: a position among those that came with the packet. ``cuda_handle``: opens memory of a GPU,
+    in which the window begins at ``cuda_offset``; empty: it is a file.
     """
 
     base_addr: _Count
     num_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     descriptor: Annotated[int, Meta(ge=0, lt=MAX_WINDOWS)]
+    cuda_handle: Annotated[bytes, Meta(max_length=256)] = b""
+    cuda_offset: _Count = 0
 
 
 class LaneWelcome(Struct, frozen=True, array_like=True, tag=1):

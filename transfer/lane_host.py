@@ -54,11 +54,16 @@ _CREDENTIALS = struct.Struct("iII")
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """``num_bytes`` at ``addr``, which are the file ``fd`` from its byte 0."""
+    """``num_bytes`` at ``addr``, which are the file ``fd`` from its byte 0, or of a GPU.
+
+    ``cuda_handle``: what memory of a GPU is opened by, and where it begins in there; see ``protocol.lane``.
+    """
 
     addr: int
     num_bytes: int
-    fd: int
+    fd: int | None
+    cuda_handle: bytes = b""
+    cuda_offset: int = 0
 
 
 @dataclass(eq=False)
@@ -180,15 +185,19 @@ class LaneHost:
         connection.instance_id, connection.writes_with = hello.instance_id, hello.writes_with
         with self._lock:
             self._num_sole[hello.instance_id] += self._is_sole(connection)
+        descriptors = [memory.fd for memory in self._memory if memory.fd is not None]
         windows = tuple(
-            Window(memory.addr, memory.num_bytes, position) for position, memory in enumerate(self._memory)
+            Window(
+                memory.addr,
+                memory.num_bytes,
+                0 if memory.fd is None else descriptors.index(memory.fd),
+                memory.cuda_handle,
+                memory.cuda_offset,
+            )
+            for memory in self._memory
         )
         try:
-            socket.send_fds(
-                connection.sock,
-                [encoder.encode(LaneWelcome(windows))],
-                [memory.fd for memory in self._memory],
-            )
+            socket.send_fds(connection.sock, [encoder.encode(LaneWelcome(windows))], descriptors)
         except OSError:  # it has left meanwhile
             self._drop(connection)
             return

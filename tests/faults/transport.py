@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import transfer.engine
-import transfer.lane
+import transfer.lane_memory
 from transfer.extents import SlotArray
 from transfer.lane_copy import copy_ranges
 
@@ -153,7 +153,7 @@ def break_transport(rates_json: str) -> None:
     rates = FaultRates(**json.loads(rates_json))
     make = transfer.engine._new_mooncake_engine
     transfer.engine._new_mooncake_engine = lambda: FaultyMooncake(make(), rates)
-    transfer.lane.copy_ranges = SlowCopies(rates)
+    transfer.lane_memory.copy_ranges = SlowCopies(rates)
 
 
 class SlowCopies:

@@ -20,7 +20,7 @@ from tests.unit.decode_node.support import (
     load_checkpoint,
     random_prompt,
 )
-from transfer.lane import Mapping
+from transfer.lane_memory import Mapping
 from vocabulary import PREFILL_NODE_FAILED, HisparseFlag
 
 PROMPT = random_prompt(11, 200)

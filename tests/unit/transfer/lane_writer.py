@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from protocol.lane import LaneOffer, encoder
-from transfer.lane import Mapping
+from transfer.lane_memory import Mapping
 
 
 class LaneWriter:
