@@ -40,10 +40,10 @@ def ipc_handle(memory: Tensor) -> tuple[bytes, int]:
     """
     from cuda.bindings import driver
 
-    error, base, _ = driver.cuMemGetAddressRange(memory.data_ptr())
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"{error.name} from cuMemGetAddressRange at {memory.data_ptr():#x}")
     with torch.cuda.device(memory.device):
+        error, base, _ = driver.cuMemGetAddressRange(memory.data_ptr())
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{error.name} from cuMemGetAddressRange at {memory.data_ptr():#x}")
         handle = cupy_module().cuda.runtime.ipcGetMemHandle(int(base))
     return bytes(handle), memory.data_ptr() - int(base)
 
