@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import socket
 import stat
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,108 +17,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import ArrayLike, NDArray
 
 import transfer.lane
 import transfer.lane_memory
-from kernels.host_memory import HostPool, allocate_host
+from kernels.host_memory import allocate_host
 from protocol.lane import SOCKET_PREFIX, LaneOffer, LaneWelcome, Window, encoder
+from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Pair, pair_of, wait_until
 from tests.unit.transfer.lane_writer import lane_writer
 from transfer.errors import TransferError, TransferSetupError
 from transfer.extents import SlotArray
-from transfer.lane import Lane, Lanes
+from transfer.lane import Lane
 from transfer.lane_copy import SHORT_BYTES, copy_ranges
 from transfer.lane_host import LaneHost, SharedMemory, remove_stale
-from transfer.lane_memory import PIECE_BYTES, RUN_BYTES, LaneError, Mapping
+from transfer.lane_memory import LaneError, Mapping
 from transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
 from transfer.sender import Sender, WriteBatch
-
-WAIT_SECS = 60.0
-SESSION = "127.0.0.1:15001"
-POOL_BYTES = (300_001, 4096)
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_SECS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {WAIT_SECS} s for {what}"
-        time.sleep(0.002)
-
-
-class Network:
-    """In place of a TransferEngine: remembers what it was to send. ``source`` is what is registered."""
-
-    def __init__(self) -> None:
-        self.source = np.random.default_rng(0).integers(0, 256, 400_000, np.uint8)
-        self.sent: list[tuple[str, list[int]]] = []
-
-    @property
-    def addr(self) -> int:
-        return int(self.source.ctypes.data)
-
-    def write(
-        self,
-        session: str,
-        src_addrs: ArrayLike,
-        dst_addrs: ArrayLike,
-        lengths: ArrayLike,
-        stop: Callable[[], str] | None = None,
-    ) -> None:
-        self.sent.append((session, np.asarray(dst_addrs).tolist()))
-
-    def check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None:
-        if (src < self.addr).any() or (src + num_bytes > self.addr + self.source.nbytes).any():
-            raise TransferError("not in registered memory")
-
-
-class Pair:
-    """A decode node's memory, of which all or some is offered, and the lanes of a prefill node."""
-
-    def __init__(self, directory: str = "", *, covers_all: bool = True, why_off: str = "") -> None:
-        self.pools: list[HostPool] = [allocate_host(size, pinned=False, shared=True) for size in POOL_BYTES]
-        self.memory = [pool.tensor.numpy() for pool in self.pools]
-        self.regions = [(int(memory.ctypes.data), memory.nbytes) for memory in self.memory]
-        offered = [
-            SharedMemory(addr, num_bytes, pool.shared_fd)
-            for (addr, num_bytes), pool in zip(self.regions, self.pools, strict=True)
-            if pool.shared_fd is not None
-        ]
-        self.host = LaneHost(
-            offered if covers_all else offered[:1], covers_all=covers_all, directory=directory
-        )
-        self.network = Network()
-        self.lanes = Lanes(self.network, "tcp", "run", why_off=why_off, directory=directory)
-
-    def register(self, offer: LaneOffer | str | None = "own") -> Lane:
-        """The lane, once it is decided."""
-        lane = self.lanes.register(
-            SESSION, self.host.offer if isinstance(offer, str) else offer, self.regions
-        )
-        wait_until(lambda: self.lanes.lane(SESSION) is not None, "the lane is decided")
-        decided = self.lanes.lane(SESSION)
-        assert decided is not None
-        assert lane in (None, decided)
-        return decided
-
-    def write(self, src: list[int], dst: list[int], lengths: list[int]) -> None:
-        """Offsets in the source and in the first pool."""
-        base = self.regions[0][0]
-        self.lanes.write(SESSION, [self.network.addr + at for at in src], [base + at for at in dst], lengths)
-
-    def close(self) -> None:
-        self.lanes.close()
-        self.host.close()
-        for pool in self.pools:
-            pool.close()
-
-
-@contextmanager
-def pair_of(directory: str = "", *, covers_all: bool = True, why_off: str = "") -> Iterator[Pair]:
-    pair = Pair(directory, covers_all=covers_all, why_off=why_off)
-    try:
-        yield pair
-    finally:
-        pair.close()
 
 
 @pytest.fixture
@@ -470,156 +381,3 @@ def test_two_connections_of_a_run_are_over_when_both_are(pair: Pair) -> None:
     assert pair.host.take_ended() == []
     second.close()
     wait_until(lambda: pair.host.take_ended() == ["twice"], "the second connection ends")
-
-
-# --- a GPU's writes ---------------------------------------------------------------------------------------
-
-
-class FakeGpu:
-    """In place of a GpuWriter, whose KV is the first half of the source; copies with the CPU."""
-
-    def __init__(self, network: Network, calls: list[str]) -> None:
-        self.calls = calls
-        self.may_register = threading.Event()
-        self.may_register.set()
-        self.error: Exception | None = None
-        self.opened = np.zeros(9000, np.uint8)
-        """What a handle opens."""
-        self.num_runs = self.num_pieces = 0
-        self._first, self._stop = network.addr, network.addr + network.source.nbytes // 2
-
-    def owns(self, addrs: SlotArray) -> NDArray[np.bool_]:
-        return (addrs >= self._first) & (addrs < self._stop)
-
-    def register(self, addr: int, num_bytes: int) -> None:
-        assert self.may_register.wait(WAIT_SECS)
-        if self.error is not None:
-            raise self.error
-        self.calls.append(f"register {num_bytes}")
-
-    def unregister(self, addr: int) -> None:
-        np.ctypeslib.as_array((ctypes.c_uint8 * 1).from_address(addr))[0] += 0  # it is mapped yet
-        self.calls.append("unregister")
-
-    def open(self, handle: bytes) -> int:
-        if handle != b"handle":
-            raise RuntimeError("invalid device context")
-        self.calls.append("open")
-        return int(self.opened.ctypes.data)
-
-    def close(self, addr: int) -> None:
-        assert addr == self.opened.ctypes.data
-        self.calls.append("close")
-
-    def copy(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> None:
-        if self.error is not None:
-            raise self.error
-        self.num_runs, self.num_pieces = runs[0].size, pieces[0].size
-        assert (runs[2] >= RUN_BYTES).all()
-        assert (pieces[2] <= PIECE_BYTES).all()
-        for src, dst, lengths in (runs, pieces):
-            copy_ranges(src, dst, lengths)
-
-
-@contextmanager
-def pair_with_gpu(handle: bytes = b"handle") -> Iterator[tuple[Pair, FakeGpu]]:
-    """The decode node's second region is in its GPU, at an address that is none here."""
-    with pair_of(covers_all=False) as pair:
-        pair.regions[1] = (1 << 50, 4000)
-        on_gpu = SharedMemory(*pair.regions[1], None, handle, 5000)
-        pair.host._memory = (*pair.host._memory, on_gpu)
-        gpu = FakeGpu(pair.network, [])
-        pair.lanes.gpu = gpu
-        yield pair, gpu
-
-
-def lane_is(pair: Pair, kind: str) -> Callable[[], bool]:
-    return lambda: (lane := pair.lanes.lane(SESSION)) is not None and lane.kind == kind
-
-
-def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
-    with pair_with_gpu() as (pair, gpu):
-        pair.register()
-        wait_until(lane_is(pair, "shm"), "the lane is open")
-        assert pair.lanes.take_decided() == [SESSION]
-        lengths = [RUN_BYTES + 1, 3 * PIECE_BYTES, 100]
-        src = [0, RUN_BYTES + 1, 50]  # the second goes on where the first ends, but not where it lands
-        dst = [0, RUN_BYTES + 7, RUN_BYTES + 4 * PIECE_BYTES]
-        expected = pair.memory[0].copy()
-        for start, to, length in zip(src, dst, lengths, strict=True):
-            expected[to : to + length] = pair.network.source[start : start + length]
-        pair.write(src, dst, lengths)
-        assert np.array_equal(pair.memory[0], expected)
-        assert (gpu.num_runs, gpu.num_pieces) == (1, 4)
-        pair.lanes.write(SESSION, [pair.network.addr + 9], [(1 << 50) + 30], [60])
-        assert np.array_equal(gpu.opened[5030:5090], pair.network.source[9:69])
-        # What is in main memory here, as aux records are, is the CPU's to copy, and not to a GPU.
-        gpu.num_pieces = 0
-        pair.write([pair.network.source.nbytes - 40], [0], [40])
-        assert gpu.num_pieces == 0
-        assert np.array_equal(pair.memory[0][:40], pair.network.source[-40:])
-        with pytest.raises(TransferError, match="not written to the decode node's GPU"):
-            pair.lanes.write(SESSION, [pair.network.addr + pair.network.source.nbytes - 9], [1 << 50], [9])
-        assert pair.network.sent == []
-        pair.lanes.release(SESSION)
-        assert gpu.calls == [f"register {POOL_BYTES[0]}", "open", "close", "unregister"]
-
-
-@pytest.mark.I1
-def test_a_gpus_writes_are_not_over_when_its_process_is() -> None:
-    with pair_with_gpu() as (pair, _):
-        pair.host._covers_all = True
-        pair.register()
-        wait_until(lane_is(pair, "shm"), "the lane is open")
-        pair.lanes.release(SESSION)
-        wait_until(lambda: not pair.host._connections, "the connection ends")
-        assert pair.host.take_ended() == []
-
-
-def test_a_pair_is_on_the_network_until_cuda_has_registered_the_memory() -> None:
-    with pair_with_gpu() as (pair, gpu):
-        gpu.may_register.clear()
-        assert pair.register() == Lane("tcp", "until the decode node's memory is registered with CUDA")
-        pair.write([0], [0], [10])
-        assert len(pair.network.sent) == 1
-        gpu.may_register.set()
-        wait_until(lane_is(pair, "shm"), "the lane is open")
-        pair.write([0], [0], [10])
-        assert len(pair.network.sent) == 1
-        assert np.array_equal(pair.memory[0][:10], pair.network.source[:10])
-
-
-def test_memory_that_cuda_does_not_take_is_left_to_the_network() -> None:
-    with pair_with_gpu() as (pair, gpu):
-        gpu.error = RuntimeError("cudaErrorMemoryAllocation")
-        pair.register()
-        wait_until(pair.lanes.take_decided, "it is decided")
-        lane = pair.lanes.lane(SESSION)
-        assert lane is not None
-        assert lane.kind == "tcp"
-        assert (
-            "CUDA cannot register 300001 bytes of the decode node: cudaErrorMemoryAllocation" in lane.reason
-        )
-        wait_until(lambda: not pair.host._connections, "the connection ends")
-        pair.write([0], [0], [10])
-        assert len(pair.network.sent) == 1
-
-
-def test_a_gpu_that_cannot_be_opened_is_written_to_over_the_network() -> None:
-    with pair_with_gpu(b"of a GPU that is not visible") as (pair, _):
-        pair.register()
-        wait_until(lane_is(pair, "shm"), "the lane is open")
-        assert pair.lanes.lane(SESSION) == Lane("shm", "both see the same memory; the rest of it over tcp")
-        pair.lanes.write(SESSION, [pair.network.addr], [1 << 50], [9])
-        assert pair.network.sent == [(SESSION, [1 << 50])]
-
-
-@pytest.mark.I1
-def test_what_a_gpu_failed_to_write_may_still_land() -> None:
-    with pair_with_gpu() as (pair, gpu):
-        pair.register()
-        wait_until(lane_is(pair, "shm"), "the lane is open")
-        gpu.error = RuntimeError("cudaErrorLaunchFailure")
-        with pytest.raises(TransferError, match="RuntimeError: cudaErrorLaunchFailure") as caught:
-            pair.write([0], [0], [10])
-        assert caught.value.may_still_land
