@@ -280,7 +280,7 @@ def run_peer(num_bytes: int) -> None:
     memory = pool.tensor.numpy()
     engine = TransferEngine("127.0.0.1")
     addr = engine.register(memory.ctypes.data, num_bytes)
-    host = LaneHost([SharedMemory(addr, num_bytes, pool.shared_fd)], covers_all=True)
+    host = LaneHost([SharedMemory(addr, num_bytes, pool.shared_fd)])
     for line in sys.stdin:
         if line.strip() == "crc":
             crc = zlib.crc32(memory.data)

@@ -174,7 +174,6 @@ class DecodeEngine:
             return None
         return LaneHost(
             memory,
-            covers_all=self._settings.device == "cpu",
             directory=self._settings.same_host_dir,
             wakeup=self._wakeup.set,
         )

@@ -11,7 +11,7 @@ silent one is lost is judged by ``liveness.py``.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 REGISTER_TIMEOUT_SECS = 5.0
 REGISTER_REPEAT_SECS = 1.0
 IDLE_CLOSE_SECS = 300.0
+LAST_WORDS_SECS = 0.1
+"""After the end of a run's lane: what it had said, such as that a room is delivered, may be under way."""
 
 
 class PeerPhase(StrEnum):
@@ -173,6 +175,8 @@ class PrefillPeers:
         self._num_peers_ever = 0
         self._num_ranks: dict[tuple[str, int], int] = {}
         """Of nodes in ``_peers`` that have more than one."""
+        self._ended: deque[tuple[str, float]] = deque()
+        """Runs whose lanes have ended, and when that was heard."""
         self._wakeup = Wakeup()
         self._discovery = Discovery(self.keys, self.allowed, self._wakeup.set)
         self.poller.register(self._wakeup)
@@ -251,9 +255,16 @@ class PrefillPeers:
             self._receive(peer, now, events)
             self._take_lookup(peer, now, events)
             self._keep_up(peer, now, peer.address in wanted, events)
-        for instance_id in self.lane_host.take_ended() if self.lane_host is not None else ():
-            self._writer_gone(instance_id, events)
+        if self.lane_host is not None:
+            self._take_ended(self.lane_host, now, events)
         return events
+
+    def _take_ended(self, lane_host: LaneHost, now: float, events: list[PeerEvent]) -> None:
+        self._ended += [(instance_id, now) for instance_id in lane_host.take_ended()]
+        while self._ended and now - self._ended[0][1] >= LAST_WORDS_SECS:
+            instance_id, _ = self._ended.popleft()
+            if not lane_host.is_held_by(instance_id):  # it may have come back
+                self._writer_gone(instance_id, events)
 
     def _writer_gone(self, instance_id: str, events: list[PeerEvent]) -> None:
         """It has died, or has lost patience with this node: whatever it was given is lost."""

@@ -2,13 +2,14 @@
 
 A decode node that offers its memory names the socket and a token in its registration, over the control
 channel. The prefill node shows the token on the socket and gets descriptors of the memory with the answer.
-From then on nothing is said: the connection stands for as long as the prefill node may write, and the kernel
-closes it when the process is gone. One message is one packet (SOCK_SEQPACKET).
+When it has mapped that it may say that it will write in no other way. From then on nothing is said: the
+connection stands for as long as the prefill node may write, and the kernel closes it when the process ends.
+One message is one packet (SOCK_SEQPACKET).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta, Struct
 from msgspec.msgpack import Encoder
@@ -35,11 +36,15 @@ class LaneOffer(Struct, frozen=True, array_like=True):
 
 
 class LaneHello(Struct, frozen=True, array_like=True, tag=1):
-    """First packet of the prefill node. ``writes_with``: what carries its writes, a CPU or a GPU."""
+    """First packet of the prefill node."""
 
     token: Token
-    instance_id: Annotated[str, Meta(max_length=256, pattern=r"^[ -~]*\Z")]
-    writes_with: Literal["cpu", "cuda"]
+    instance_id: Annotated[str, Meta(max_length=256, pattern=r"^[ -~]+\Z")]
+
+
+class LaneSole(Struct, frozen=True, array_like=True, tag=2):
+    """The run will write to this decode node through this memory alone, with a CPU: what it has written when
+    the connection ends is all that ever lands."""
 
 
 class Window(Struct, frozen=True, array_like=True):
@@ -68,5 +73,5 @@ class LaneDenied(Struct, frozen=True, array_like=True, tag=2):
 LaneAnswer = LaneWelcome | LaneDenied
 
 encoder = Encoder()
-hello_decoder: TypedDecoder[LaneHello] = TypedDecoder(LaneHello)
+from_writer_decoder: TypedDecoder[LaneHello | LaneSole] = TypedDecoder(LaneHello | LaneSole)
 answer_decoder: TypedDecoder[LaneAnswer] = TypedDecoder(LaneAnswer)

@@ -214,6 +214,8 @@ class Lanes:
             if mapping is not None:
                 covers_all = mapping.covers(pair.regions)
                 pair.mapping, pair.is_sole = mapping, covers_all and self.gpu is None
+                if pair.is_sole:
+                    mapping.promise_sole()
                 if not covers_all:
                     lane = Lane("shm", f"both see the same memory; the rest of it over {self.protocol}")
             pair.lane = lane

@@ -35,11 +35,13 @@ from protocol.lane import (
     SOCKET_PREFIX,
     TOKEN_BYTES,
     LaneDenied,
+    LaneHello,
     LaneOffer,
+    LaneSole,
     LaneWelcome,
     Window,
     encoder,
-    hello_decoder,
+    from_writer_decoder,
 )
 from transfer.errors import TransferSetupError
 
@@ -72,11 +74,12 @@ class _Connection:
     deadline: float
     instance_id: str = ""
     """Of the run of a prefill node that holds the memory; empty before its hello."""
-    writes_with: str = ""
+    is_sole: bool = False
+    """It has said that it writes in no other way."""
 
 
 class LaneHost:
-    """``memory``: what is offered. ``covers_all``: a prefill node writes to nothing else of this node's.
+    """``memory``: what is offered.
 
     ``directory``: where the socket is; empty: an abstract name. ``wakeup``: called from the host's thread
     when ``take_ended`` has something. Raises TransferSetupError.
@@ -86,17 +89,15 @@ class LaneHost:
         self,
         memory: Sequence[SharedMemory],
         *,
-        covers_all: bool,
         directory: str = "",
         wakeup: Callable[[], None] = lambda: None,
     ) -> None:
         self._memory = tuple(memory)
-        self._covers_all = covers_all
         self._wakeup = wakeup
         self.offer = LaneOffer(SOCKET_PREFIX + secrets.token_hex(8), secrets.token_bytes(TOKEN_BYTES))
         self._lock = threading.Lock()
-        self._num_sole: Counter[str] = Counter()
-        """Open connections of runs that write over nothing else, by instance id."""
+        self._num_open: Counter[str] = Counter()
+        """Connections with which runs hold the memory, by instance id."""
         self._ended: list[str] = []
         self._connections: set[_Connection] = set()
         self._listener, self._path = _listen(self.offer.socket, directory)
@@ -108,11 +109,16 @@ class LaneHost:
         self._thread.start()
 
     def take_ended(self) -> list[str]:
-        """Instance ids of runs that hold the memory no more since the last call: none of their writes can
-        land. Only of runs that write over this lane alone, with a CPU. Never waits."""
+        """Instance ids of runs that let go of the memory since the last call: none of their writes can land,
+        unless they hold it again. Only of those that said that they write in no other way. Never waits."""
         with self._lock:
             ended, self._ended = self._ended, []
-            return [instance_id for instance_id in ended if not self._num_sole[instance_id]]
+            return ended
+
+    def is_held_by(self, instance_id: str) -> bool:
+        """Whether the run has the memory open, so that it may write."""
+        with self._lock:
+            return instance_id in self._num_open
 
     def close(self) -> None:
         """Take no further connections, and close those that there are."""
@@ -168,23 +174,28 @@ class LaneHost:
             return
         except OSError:
             packet = b""
-        if not packet or connection.instance_id:  # after the hello nothing is to be said
-            self._drop(connection)
-            return
-        reason, hello = "", None
         try:
-            hello = hello_decoder.decode(packet)
+            message = from_writer_decoder.decode(packet) if packet else None
         except msgspec.MsgspecError as error:
-            reason = f"malformed: {error}"
-        if hello is not None and not secrets.compare_digest(hello.token, self.offer.token):
-            reason = "the token is not that of this decode node's registrations"
-        if hello is None or reason:
             self._forget(connection)
-            _deny(connection.sock, reason)
+            _deny(connection.sock, f"malformed: {error}")
             return
-        connection.instance_id, connection.writes_with = hello.instance_id, hello.writes_with
-        with self._lock:
-            self._num_sole[hello.instance_id] += self._is_sole(connection)
+        match message:
+            case LaneHello() if not connection.instance_id:
+                self._welcome(connection, message)
+            case LaneSole() if connection.instance_id:
+                connection.is_sole = True
+            case _:
+                self._drop(connection)
+
+    def _welcome(self, connection: _Connection, hello: LaneHello) -> None:
+        if not secrets.compare_digest(hello.token, self.offer.token):
+            self._forget(connection)
+            _deny(connection.sock, "the token is not that of this decode node's registrations")
+            return
+        connection.instance_id = hello.instance_id
+        with self._lock:  # before the answer: whoever has it may write
+            self._num_open[hello.instance_id] += 1
         descriptors = [memory.fd for memory in self._memory if memory.fd is not None]
         windows = tuple(
             Window(
@@ -213,17 +224,14 @@ class LaneHost:
         if not connection.instance_id:
             return
         log.info("run %s of a prefill node let this node's memory go", connection.instance_id)
-        if not self._is_sole(connection):
-            return
         with self._lock:
-            self._num_sole[connection.instance_id] -= 1
-            if not self._num_sole[connection.instance_id]:
-                del self._num_sole[connection.instance_id]
+            self._num_open[connection.instance_id] -= 1
+            if not self._num_open[connection.instance_id]:
+                del self._num_open[connection.instance_id]
+            if connection.is_sole:
                 self._ended.append(connection.instance_id)
-        self._wakeup()
-
-    def _is_sole(self, connection: _Connection) -> bool:
-        return self._covers_all and connection.writes_with == "cpu"
+        if connection.is_sole:
+            self._wakeup()
 
     def _leave(self) -> None:
         for connection in self._connections:

@@ -30,6 +30,7 @@ from protocol.lane import (
     LaneDenied,
     LaneHello,
     LaneOffer,
+    LaneSole,
     Window,
     answer_decoder,
     encoder,
@@ -84,9 +85,8 @@ class Mapping:
         self._gpu = gpu
         self._undo: list[Callable[[], None]] = []
         """What CUDA has to forget, in the order in which it came to know it."""
-        hello = LaneHello(offer.token, instance_id, "cpu" if gpu is None else "cuda")
         try:
-            windows, descriptors = _introduce(self._connection, hello)
+            windows, descriptors = _introduce(self._connection, LaneHello(offer.token, instance_id))
             try:
                 opened, here = self._open(_checked(windows, descriptors), descriptors)
             finally:
@@ -197,6 +197,11 @@ class Mapping:
             is_last = not was_closing and not self._num_writes
         if is_last:
             self._unmap()
+
+    def promise_sole(self) -> None:
+        """To write to the decode node through this memory alone, with a CPU."""
+        with contextlib.suppress(OSError):  # it has ended by now
+            self._connection.send(encoder.encode(LaneSole()))
 
     def wait_for_end(self) -> None:
         """Until the decode node has ended, or the memory was let go of here."""

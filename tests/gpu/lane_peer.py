@@ -72,7 +72,7 @@ def main() -> None:
         SharedMemory(pool.tensor.data_ptr(), num_bytes, pool.shared_fd),
         SharedMemory(on_gpu.data_ptr(), num_bytes, None, handle, offset),
     ]
-    host = LaneHost(memory, covers_all=False)
+    host = LaneHost(memory)
     print(msgspec.json.encode(host.offer).decode(), pool.tensor.data_ptr(), on_gpu.data_ptr(), flush=True)
     for line in sys.stdin:
         content = pool.tensor if line.strip() == "host" else on_gpu.cpu()

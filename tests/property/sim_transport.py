@@ -99,7 +99,10 @@ class SimLaneHost:
 
     def take_ended(self) -> list[str]:
         ended, self._ended = self._ended, []
-        return [instance_id for instance_id in ended if not self._num_open[instance_id]]
+        return ended
+
+    def is_held_by(self, instance_id: str) -> bool:
+        return self._num_open[instance_id] > 0
 
 
 class SimLanes:

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from decode_node.pools import Stage
+from decode_node.prefill_peers import LAST_WORDS_SECS
 from protocol.messages import Room, RoomDone, to_decode_decoder
 from service.engine_messages import Abort, Generate, GenerateGroup
 from tests.property.both_ends import LATE_SECS, QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
@@ -515,7 +516,7 @@ def test_slots_of_a_killed_writer_to_shared_memory_are_free_at_once() -> None:
         assert pools.free != pools.totals
         world.turn_decode()
         world.kill_prefill(address)
-        world.turn_decode()
+        turn_for_last_words(world)
         assert world.decode.front.errors["r"].status == 502
         assert pools.free == pools.totals
         assert world.late == []
@@ -535,12 +536,41 @@ def test_a_writer_to_shared_memory_that_lost_patience_keeps_the_slots_of_its_wri
         world.network.break_connection(world.network.clients[0], 0)  # nothing else is said of the room
         world.decode.front.inbox.append(Abort("r"))
         for _ in range(3):
-            world.turn_decode()
+            turn_for_last_words(world)
             assert pools.used(Stage.QUARANTINED).host > 0
         (room,) = node.sender.in_flight
         world.finish_write(node, room, WriteFate.WRITTEN)
-        world.turn_decode()
+        turn_for_last_words(world)
         assert pools.used(Stage.QUARANTINED).host == 0
+    finally:
+        world.close()
+
+
+def turn_for_last_words(world: World) -> None:
+    """The decode node turns, and once more when what a lane that has ended had said must be there."""
+    world.turn_decode()
+    world.pass_time(LAST_WORDS_SECS, late_bytes_land=False)
+    world.turn_decode()
+
+
+@pytest.mark.I7
+def test_what_a_run_said_before_it_let_go_of_the_memory_counts() -> None:
+    """A delivery, say: it comes over the network, while the kernel says at once that a process has ended."""
+    world = World(1, num_shared=1)
+    try:
+        node = write_slowly(world)
+        (client,) = world.network.clients
+        assert client.connection is not None
+        while not client.connection.to_client:
+            for room in list(node.sender.in_flight):
+                world.finish_write(node, room, WriteFate.WRITTEN)
+            world.turn_prefill(node)
+        world.lane_host.let_go(node.instance_id)
+        world.turn_decode()
+        world.network.deliver_all()
+        turn_for_last_words(world)
+        assert world.decode.front.errors == {}
+        assert world.decode.front.tokens["r"] == [FIRST_TOKEN]
     finally:
         world.close()
 

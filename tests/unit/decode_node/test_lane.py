@@ -54,7 +54,9 @@ def land(node: EngineHarness, double: PrefillDouble) -> tuple[Answer, Mapping]:
     node.turn_until(lambda: double.bootstraps, double)
     (register,) = double._registered.values()
     assert register.lane is not None
-    return answer, Mapping(register.lane, double.instance_id, "")
+    mapping = Mapping(register.lane, double.instance_id, "")
+    mapping.promise_sole()
+    return answer, mapping
 
 
 def held(node: EngineHarness, stage: Stage) -> int:

@@ -332,7 +332,6 @@ class DecodePeer(ControlPeer):
                 for pool in self._pools
                 if pool.shared_fd is not None
             ],
-            covers_all=True,
         )
         self.transfer = TransferEngine("127.0.0.1")
         for memory in (self.kv_host, self.kv_device, self.index, self.aux):

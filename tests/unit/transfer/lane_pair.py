@@ -66,9 +66,7 @@ class Pair:
             for (addr, num_bytes), pool in zip(self.regions, self.pools, strict=True)
             if pool.shared_fd is not None
         ]
-        self.host = LaneHost(
-            offered if covers_all else offered[:1], covers_all=covers_all, directory=directory
-        )
+        self.host = LaneHost(offered if covers_all else offered[:1], directory=directory)
         self.network = Network()
         self.lanes = Lanes(self.network, "tcp", "run", why_off=why_off, directory=directory)
 

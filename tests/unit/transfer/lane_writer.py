@@ -66,6 +66,7 @@ def lane_writer(offer: LaneOffer) -> Iterator[LaneWriter]:
 def main() -> None:
     offer = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=LaneOffer)
     mapping = Mapping(offer, "child", "")
+    mapping.promise_sole()
     memory = np.frombuffer(mapping._maps[0], np.uint8)
     print("open", flush=True)
     for value in itertools.cycle(range(1, 256)):

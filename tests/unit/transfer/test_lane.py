@@ -275,9 +275,7 @@ def test_a_directory_that_is_not_there_ends_the_start_with_its_name(directory: P
     pool = allocate_host(4096, pinned=False, shared=True)
     assert pool.shared_fd is not None
     with pytest.raises(TransferSetupError, match=rf"{directory}/none.*--same-host-dir"):
-        LaneHost(
-            [SharedMemory(4096, 4096, pool.shared_fd)], covers_all=True, directory=str(directory / "none")
-        )
+        LaneHost([SharedMemory(4096, 4096, pool.shared_fd)], directory=str(directory / "none"))
     pool.close()
 
 
@@ -291,7 +289,7 @@ def test_a_killed_writer_is_gone_and_a_stopped_one_is_not(pair: Pair) -> None:
         wait_until(lambda: pair.memory[0].any(), "the first write")
         writer.pause()
         assert pair.host.take_ended() == []
-        wait_until(lambda: pair.host._num_sole["child"] == 1, "the host has counted it")
+        wait_until(lambda: pair.host._num_open["child"] == 1, "the host has counted it")
         pair.memory[0][:] = 0
         writer.resume()
         wait_until(lambda: pair.memory[0].any(), "a write after the pause")
@@ -333,7 +331,7 @@ def test_memory_is_let_go_of_when_the_write_in_progress_is_over(
     pair.lanes.release(SESSION)
     with pytest.raises(TransferError, match="let go"):
         pair.write([0], [200], [10])
-    assert pair.host._num_sole["run"] == 1
+    assert pair.host._num_open["run"] == 1
     may_go_on.set()
     thread.join(WAIT_SECS)
     assert np.array_equal(pair.memory[0][:100], pair.network.source[:100])
@@ -376,8 +374,16 @@ def test_memory_of_a_decode_node_that_has_ended_is_given_back(pair: Pair) -> Non
 
 def test_two_connections_of_a_run_are_over_when_both_are(pair: Pair) -> None:
     first, second = (Mapping(pair.host.offer, "twice", "") for _ in range(2))
-    first.close()
-    wait_until(lambda: len(pair.host._connections) == 1, "the first connection ends")
+    for mapping in (first, second):
+        mapping.promise_sole()
+        mapping.close()
+        wait_until(lambda: pair.host.take_ended() == ["twice"], "the connection ends")
+        assert pair.host.is_held_by("twice") == (mapping is first)
+
+
+@pytest.mark.I1
+def test_memory_that_was_opened_and_not_written_to_says_nothing_when_it_is_let_go_of(pair: Pair) -> None:
+    """Its pair may be on the network: it could not be mapped, say."""
+    Mapping(pair.host.offer, "failed", "").close()
+    wait_until(lambda: not pair.host._connections and not pair.host.is_held_by("failed"), "it ends")
     assert pair.host.take_ended() == []
-    second.close()
-    wait_until(lambda: pair.host.take_ended() == ["twice"], "the second connection ends")

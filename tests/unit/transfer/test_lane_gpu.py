@@ -113,7 +113,6 @@ def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
 @pytest.mark.I1
 def test_a_gpus_writes_are_not_over_when_its_process_is() -> None:
     with pair_with_gpu() as (pair, _):
-        pair.host._covers_all = True
         pair.register()
         wait_until(lane_is(pair, "shm"), "the lane is open")
         pair.lanes.release(SESSION)
