@@ -21,7 +21,7 @@ MAX_LANE_MESSAGE_BYTES = 8192
 MAX_WINDOWS = 8
 
 SOCKET_PREFIX = "hisparse-pd-lane-"
-LaneSocket = Annotated[str, Meta(pattern=rf"^{SOCKET_PREFIX}[0-9a-f]{{16}}\Z")]
+LaneSocket = Annotated[str, Meta(max_length=64, pattern=rf"^{SOCKET_PREFIX}[0-9a-f]{{16}}\Z")]
 """A name without a path: where to look for it is the prefill node's own business."""
 Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -72,6 +72,8 @@ class LaneDenied(Struct, frozen=True, array_like=True, tag=2):
 
 LaneAnswer = LaneWelcome | LaneDenied
 
+FromWriter = LaneHello | LaneSole
+
 encoder = Encoder()
-from_writer_decoder: TypedDecoder[LaneHello | LaneSole] = TypedDecoder(LaneHello | LaneSole)
+from_writer_decoder: TypedDecoder[FromWriter] = TypedDecoder(FromWriter)
 answer_decoder: TypedDecoder[LaneAnswer] = TypedDecoder(LaneAnswer)
