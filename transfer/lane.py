@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 PART_BYTES = 32 << 20
 """Copied between two questions whether to stop: as much as a room writes in its turn."""
 
+CLOSE_SECS = 5.0
+"""For letting go of a decode node's memory at the end; the kernel does it otherwise."""
+
 LaneKind = Literal["shm", "tcp", "rdma"]
 
 
@@ -72,6 +75,8 @@ class _Pair:
     is_sole: bool = False
     is_opening: bool = False
     was_released: bool = False
+    has_ended: bool = False
+    """The decode node's process has; it does not come back."""
 
 
 @dataclass
@@ -129,17 +134,25 @@ class Lanes:
         progress is over."""
         with self._lock:
             pair = self._pairs.get(session)
-            if pair is not None and pair.mapping is not None:
+            if pair is None:
+                return
+            if pair.mapping is not None:
                 pair.mapping.close()
                 pair.mapping, pair.was_released = None, True
+            # Of others it has to be remembered what was decided.
+            if pair.has_ended or pair.offer is None or self.why_off:
+                del self._pairs[session]
 
     def close(self) -> None:
-        """Let go of all memory. What is written from now on fails."""
+        """Let go of all memory, waiting a bounded time for that. Nothing may be written any more."""
         with self._lock:
-            sessions = list(self._pairs)
             self.why_off = "this node is shutting down"
+            sessions = list(self._pairs)
+            mappings = [pair.mapping for pair in self._pairs.values() if pair.mapping is not None]
         for session in sessions:
             self.release(session)
+        for mapping in mappings:
+            mapping.wait_until_unmapped(CLOSE_SECS)
 
     def write(
         self,
@@ -224,6 +237,8 @@ class Lanes:
         self.on_decided()
         if mapping is not None:
             mapping.wait_for_end()
+            with self._lock:
+                pair.has_ended = pair.mapping is mapping
             mapping.close()  # of a node that has ended the memory is still there while it is mapped here
 
     def _say(self, session: str, lane: Lane) -> None:

@@ -80,6 +80,7 @@ class Mapping:
         self._lock = threading.Lock()
         self._num_writes = 0
         self._is_closing = False
+        self._is_unmapped = threading.Event()
         self._connection = _connect(offer.socket, directory)
         self._maps: list[mmap.mmap] = []
         self._gpu = gpu
@@ -191,12 +192,15 @@ class Mapping:
             raise TransferError(reason, may_still_land=True) from error
 
     def close(self) -> None:
-        """Let go of the memory, once no write is in progress. May be called again."""
+        """Let go of the memory, once no write is in progress. Returns at once; may be called again."""
         with self._lock:
             was_closing, self._is_closing = self._is_closing, True
             is_last = not was_closing and not self._num_writes
-        if is_last:
-            self._unmap()
+        if is_last:  # of a large pool it takes seconds, for CUDA even more
+            threading.Thread(target=self._unmap, name="unmap", daemon=True).start()
+
+    def wait_until_unmapped(self, timeout_secs: float) -> None:
+        self._is_unmapped.wait(timeout_secs)
 
     def promise_sole(self) -> None:
         """To write to the decode node through this memory alone, with a CPU."""
@@ -220,6 +224,7 @@ class Mapping:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # wakes who waits for the end
         self._connection.close()  # after the memory: it says that no write can land any more
+        self._is_unmapped.set()
 
 
 def _connect(name: str, directory: str) -> socket.socket:

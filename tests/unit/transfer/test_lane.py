@@ -370,6 +370,8 @@ def test_memory_of_a_decode_node_that_has_ended_is_given_back(pair: Pair) -> Non
     wait_until(lambda: all(mapped.closed for mapped in mapping._maps), "it is unmapped")
     with pytest.raises(TransferError, match="let go"):
         pair.write([0], [0], [10])
+    pair.lanes.release(SESSION)
+    assert pair.lanes._pairs == {}, "of a node that is gone nothing is kept"
 
 
 def test_two_connections_of_a_run_are_over_when_both_are(pair: Pair) -> None:
