@@ -1,7 +1,7 @@
 """A process that writes over a lane until it ends: ``python -m tests.unit.transfer.lane_writer``.
 
-Reads a line with a ``LaneOffer`` as hex, opens it as the run ``child``, prints ``open`` and from then on
-writes one byte value after the other over all of the memory's first window.
+Reads a line with a ``LaneOffer`` as hex and the directory of its socket, opens it as the run ``child``, prints
+``open`` and from then on writes one byte value after the other over all of the memory's first window.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -24,16 +24,16 @@ from transfer.lane_memory import Mapping
 class LaneWriter:
     """The other process, as a test sees it."""
 
-    def __init__(self, offer: LaneOffer) -> None:
+    def __init__(self, offer: LaneOffer, directory: str, wrapper: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.transfer.lane_writer"],
+            [*wrapper, sys.executable, "-m", "tests.unit.transfer.lane_writer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(encoder.encode(offer).hex() + "\n")
+        self._process.stdin.write(f"{encoder.encode(offer).hex()} {directory}\n")
         self._process.stdin.flush()
         assert self._process.stdout.readline() == "open\n"
 
@@ -55,8 +55,9 @@ class LaneWriter:
 
 
 @contextmanager
-def lane_writer(offer: LaneOffer) -> Iterator[LaneWriter]:
-    writer = LaneWriter(offer)
+def lane_writer(offer: LaneOffer, directory: str = "", wrapper: Sequence[str] = ()) -> Iterator[LaneWriter]:
+    """``wrapper``: a command that runs the process."""
+    writer = LaneWriter(offer, directory, wrapper)
     try:
         yield writer
     finally:
@@ -64,8 +65,8 @@ def lane_writer(offer: LaneOffer) -> Iterator[LaneWriter]:
 
 
 def main() -> None:
-    offer = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=LaneOffer)
-    mapping = Mapping(offer, "child", "")
+    offer, _, directory = sys.stdin.readline().strip().partition(" ")
+    mapping = Mapping(msgspec.msgpack.decode(bytes.fromhex(offer), type=LaneOffer), "child", directory)
     mapping.promise_sole()
     memory = np.frombuffer(mapping._maps[0], np.uint8)
     print("open", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import shutil
 import socket
 import stat
 import tempfile
@@ -269,6 +270,17 @@ def test_sockets_of_nodes_that_were_killed_are_removed_and_no_others(directory: 
         assert (directory / first.host.offer.socket).exists()
         assert foreign.exists()
         assert first.register().kind == "shm"
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="only root makes namespaces, with unshare"
+)
+def test_a_process_of_other_namespaces_writes_through_a_directory(directory: Path) -> None:
+    """As another container does, whose network and IPC are its own."""
+    with pair_of(str(directory)) as pair:
+        with lane_writer(pair.host.offer, str(directory), ("unshare", "--net", "--ipc")):
+            wait_until(lambda: pair.memory[0].any(), "the first write")
+        wait_until(lambda: pair.host.take_ended() == ["child"], "the kernel closes its connection")
 
 
 def test_a_directory_that_is_not_there_ends_the_start_with_its_name(directory: Path) -> None:
