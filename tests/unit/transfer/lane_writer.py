@@ -1,7 +1,7 @@
 """A process that writes over a lane until it ends: ``python -m tests.unit.transfer.lane_writer``.
 
-Reads a line with a ``LaneOffer`` as hex and the directory of its socket, opens it as the run ``child``, prints
-``open`` and from then on writes one byte value after the other over all of the memory's first window.
+Reads a line with a ``LaneOffer`` as hex and the directory of its socket, opens it as the run ``child``, and
+prints ``open``. From then on it writes one byte value after the other over all of the first window.
 """
 
 from __future__ import annotations
