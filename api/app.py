@@ -359,6 +359,13 @@ def _server_info(front: Front) -> Response:
         info["transfer_devices"] = ready.transfer_devices
         info["transfer_reason"] = ready.transfer_reason
         info["ranks"] = [_rank_info(rank) for rank in front.link.ranks]
+    ranks = [(rank.rank, rank.stats) for rank in front.link.ranks]
+    info["lanes"] = [
+        {"dp_rank": rank, **msgspec.to_builtins(lane)}
+        for rank, stats in ranks
+        if stats is not None
+        for lane in stats.lanes
+    ]
     return json_response(info)
 
 

@@ -6,7 +6,8 @@ The peer is a process of its own on loopback. "Sender" is the product path from 
 descriptors, queue, write. "Mooncake's best" is the fastest raw batch write of the same number of bytes,
 found by a search over descriptor sizes and numbers of threads in the same run. "Same descriptors" is
 Mooncake alone with the descriptors of the plan: what the landing zone costs, whoever sends. All are measured
-in turns, after a write whose bytes are checked in the peer. "Of best" is the median over the turns of the
+in turns, after a write whose bytes are checked in the peer. "Shared memory" is the product path over the lane
+of two nodes of one machine. "Of best" is the median over the turns of the
 sender's rate divided by that of Mooncake's best in the same turn, because a shared machine drifts.
 """
 
@@ -31,16 +32,21 @@ from typing import Any
 if not __package__:  # run as a file, the folder of this file would hide the package `transfer`
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
 from bench.facts import OUT, run_facts, spread
 from bench.transfer_report import draw, print_report
+from kernels.host_memory import allocate_host
+from protocol.lane import LaneOffer
 from protocol.messages import MAX_EXTENTS, Room
 from transfer.allocator import ExtentAllocator
 from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, quiet_mooncake_logs
 from transfer.extents import SlotArray, expand_pages, extents_to_slots, slots_to_extents
+from transfer.lane import Lanes
+from transfer.lane_host import LaneHost, SharedMemory
 from transfer.plan import (
     Descriptors,
     LayerWrites,
@@ -55,6 +61,8 @@ PAGE_SIZE = 64
 ITEM_BYTES = {"bf16": 1152, "fp8": 656}
 ZONES = ("fresh", "fragmented", "shuffled")
 WAIT_SECS = 120.0
+SHARED = "shared memory"
+"""In place of a session."""
 SEED = 20261121
 
 
@@ -179,7 +187,8 @@ class Link:
         self.engine = TransferEngine("127.0.0.1")
         self.src_addr = self.engine.register(self.memory.ctypes.data, num_bytes)
         self._done = threading.Event()
-        self._sender = Sender(self.engine, self._done.set)
+        self._lanes = Lanes(self.engine, "tcp", "bench")
+        self._sender = Sender(self._lanes, self._done.set)
         self._num_rooms = 0
         self._peer = subprocess.Popen(
             [sys.executable, "-m", "bench.transfer", "--peer", str(num_bytes)],
@@ -188,17 +197,22 @@ class Link:
             text=True,
             cwd=Path(__file__).resolve().parent.parent,
         )
-        session, addr = self._ask("").split()
+        session, addr, offer = self._ask("").split()
         self.session, self.dst_addr = session, int(addr)
+        self._lanes.register(SHARED, msgspec.json.decode(offer, type=LaneOffer), [(self.dst_addr, num_bytes)])
+        while (lane := self._lanes.lane(SHARED)) is None:
+            time.sleep(0.001)
+        if lane.kind != "shm":
+            raise RuntimeError(f"the peer's memory cannot be shared: {lane.reason}")
 
-    def send(self, zone: Zone, src: RegionView, dst: RegionView) -> None:
-        """The product path: plan, descriptors, queue, write, completion."""
+    def send(self, zone: Zone, src: RegionView, dst: RegionView, session: str = "") -> None:
+        """The product path: plan, descriptors, queue, write, completion. ``session``: over TCP when empty."""
         runs = plan_writes(zone.src_slots(), zone.dst_slots)
         writes = SlicedWrites([LayerWrites(runs, src, dst, 0, src.num_layers)])
         self._num_rooms += 1
         self._done.clear()
         batch = WriteBatch(Room(self._num_rooms), "bench", writes, writes.num_bytes)
-        self._sender.submit(self.session, batch)
+        self._sender.submit(session or self.session, batch)
         if not self._done.wait(WAIT_SECS):
             raise TimeoutError(f"no completion within {WAIT_SECS} s")
         (completion,) = self._sender.poll()
@@ -239,6 +253,7 @@ class Link:
 
     def close(self) -> None:
         self._sender.close(WAIT_SECS)
+        self._lanes.close()
         self._peer.communicate(timeout=WAIT_SECS)
         self.engine.close()
 
@@ -261,16 +276,18 @@ def open_link(num_bytes: int) -> Iterator[Link]:
 
 def run_peer(num_bytes: int) -> None:
     """The other process: says where its memory is, then answers until its input ends."""
-    memory = np.zeros(num_bytes, np.uint8)
+    pool = allocate_host(num_bytes, pinned=False, shared=True)
+    memory = pool.tensor.numpy()
     engine = TransferEngine("127.0.0.1")
     addr = engine.register(memory.ctypes.data, num_bytes)
+    host = LaneHost([SharedMemory(addr, num_bytes, pool.shared_fd)])
     for line in sys.stdin:
         if line.strip() == "crc":
             crc = zlib.crc32(memory.data)
             memory[:] = 0
             print(crc, flush=True)
         else:
-            print(engine.session, addr, flush=True)
+            print(engine.session, addr, msgspec.json.encode(host.offer).decode(), flush=True)
     os._exit(0)  # Mooncake's own way out takes a second
 
 
@@ -295,7 +312,8 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
         RegionView(addr, link.num_bytes, num_layers, num_slots, item_bytes)
         for addr in (link.src_addr, link.dst_addr)
     )
-    check_landed(link, zone, src, dst)
+    for session in ("", SHARED):
+        check_landed(link, zone, src, dst, session)
     writes = plan_zone(zone, src, dst)
     num_bytes = writes.num_bytes
 
@@ -310,6 +328,7 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
     finalists = sorted(raw, key=lambda name: max(search[name]), reverse=True)[: scale.finalists]
     runs: dict[str, Callable[[], None]] = {
         "sender": partial(link.send, zone, src, dst),
+        "shared memory": partial(link.send, zone, src, dst, SHARED),
         "same descriptors": partial(link.write_raw, writes),
         **{name: raw[name] for name in finalists},
     }
@@ -325,6 +344,7 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
         "num_bytes": num_bytes,
         "num_descriptors": int(writes.lengths.size),
         "sender": spread(rates["sender"]),
+        "shared_memory": spread(rates["shared memory"]),
         "same_descriptors": spread(rates["same descriptors"]),
         "best": {"how": best, **spread(rates[best])},
         "sender_of_best": spread(side_by_side),
@@ -332,10 +352,10 @@ def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, A
     }
 
 
-def check_landed(link: Link, zone: Zone, src: RegionView, dst: RegionView) -> None:
+def check_landed(link: Link, zone: Zone, src: RegionView, dst: RegionView, session: str) -> None:
     """Send once, and compare all of the peer's memory with what must be there."""
     link.landed_crc()
-    link.send(zone, src, dst)
+    link.send(zone, src, dst, session)
     shape = (src.num_layers, src.num_slots, src.item_bytes)
     size = src.num_layers * src.layer_bytes
     expected = np.zeros(link.num_bytes, np.uint8)

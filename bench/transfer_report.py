@@ -35,6 +35,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         "item",
         "MB",
         "descriptors",
+        "shared memory",
         "sender",
         "same descriptors",
         "Mooncake's best",
@@ -49,6 +50,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             f"{row['dtype']} {row['item_bytes']} B",
             f"{row['num_bytes'] / 1e6:.0f}",
             f"{row['num_descriptors']:,}",
+            gigabytes(row["shared_memory"]),
             gigabytes(row["sender"]),
             gigabytes(row["same_descriptors"]),
             gigabytes(row["best"]),
@@ -84,6 +86,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure, (wire, planning) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 1))
     rows = report["wire"]
     columns = (
+        ("shared_memory", "sender, shared memory"),
         ("sender", "sender"),
         ("same_descriptors", "Mooncake, same descriptors"),
         ("best", "Mooncake's best"),
@@ -92,12 +95,12 @@ def draw(report: dict[str, Any], path: Path) -> None:
         medians = np.array([row[key]["median"] for row in rows]) / 1e9
         low = medians - np.array([row[key]["min"] for row in rows]) / 1e9
         high = np.array([row[key]["max"] for row in rows]) / 1e9 - medians
-        wire.bar(np.arange(len(rows)) + (number - 1) * 0.27, medians, 0.27, yerr=(low, high), label=label)
+        wire.bar(np.arange(len(rows)) + (number - 1.5) * 0.21, medians, 0.21, yerr=(low, high), label=label)
     wire.set_yscale("log")
     wire.set_xticks(range(len(rows)), [f"{row['zone']}\n{row['dtype']}" for row in rows])
     wire.set_ylabel("GB/s")
-    wire.set_title(f"{rows[0]['num_tokens']:,} tokens over loopback TCP")
-    wire.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    wire.set_title(f"{rows[0]['num_tokens']:,} tokens over loopback TCP and shared memory")
+    wire.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     planning.bar(
         [row["zone"] for row in report["planning"]], [r["secs"]["median"] * 1e3 for r in report["planning"]]
     )

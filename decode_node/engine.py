@@ -35,7 +35,7 @@ from model.dsa import DsaModel
 from model.spec import ModelSpec
 from protocol.access import PeerList
 from protocol.channels import load_control_keys
-from protocol.polling import Poller
+from protocol.polling import Poller, Wakeup
 from service.engine_messages import (
     Abort,
     EngineLoading,
@@ -51,6 +51,7 @@ from service.lockstep import Lockstep, NodeStep
 from service.process import parent_is_alive
 from service.settings import DecodeSettings
 from transfer.engine import TransferEngine
+from transfer.lane_host import LaneHost
 from transfer.listeners import guarded_listeners
 from transfer.transport import Transport, choose_transport
 from vocabulary import RankPlace
@@ -108,7 +109,13 @@ class DecodeEngine:
         self.limits = make_limits(settings, spec, size_device_pool(settings, spec, gpu_memory))
         self.requests = LiveRequests(Pools(self.limits.totals, settings.page_size), settings.quarantine_secs)
         front.send(EngineLoading("pools"))
-        self._memory = DecodeMemory(spec, self.requests.pools.totals, settings.page_size, device)
+        self._memory = DecodeMemory(
+            spec,
+            self.requests.pools.totals,
+            settings.page_size,
+            device,
+            shared=settings.same_host_lane == "auto",
+        )
         self.hot_buffers = HotBuffers(
             spec,
             self._memory,
@@ -119,6 +126,9 @@ class DecodeEngine:
         allowed = PeerList.parse(settings.allowed_peers)
         with guarded_listeners(settings.reachable_host, allowed):
             self._transfer = TransferEngine(settings.reachable_host, transport)
+        self._wakeup = Wakeup()
+        self._poller.register(self._wakeup)
+        self._lane_host = self._offer_memory()
         self.peers = PrefillPeers(
             node_id=f"decode-{uuid.uuid4().hex}",
             session=self._transfer.session,
@@ -130,6 +140,7 @@ class DecodeEngine:
             poller=self._poller,
             keys=load_control_keys(settings.control_key_file),
             allowed=allowed,
+            lane_host=self._lane_host,
         )
         self.lifecycle = RequestLife(
             limits=self.limits,
@@ -157,6 +168,17 @@ class DecodeEngine:
         self._next_stats_at = 0.0
         self._next_check_at = 0.0
 
+    def _offer_memory(self) -> LaneHost | None:
+        """To prefill nodes of this machine. Raises TransferSetupError."""
+        memory = self._memory.shared_memory()
+        if not memory:
+            return None
+        return LaneHost(
+            memory,
+            directory=self._settings.same_host_dir,
+            wakeup=self._wakeup.set,
+        )
+
     def run(self) -> None:
         """Serve until Shutdown, or until the front is gone."""
         self._front.send(
@@ -182,6 +204,7 @@ class DecodeEngine:
             or any(request.has_slots_for_next for request in self.requests.select(RequestState.RUNNING))
         )
         self._poller.wait(0.0 if has_work else max_wait_secs)
+        self._wakeup.clear()
         now = time.monotonic()
         if (pause_secs := now - self._last_turn_at - MAX_TURN_SECS) > 0:
             self.requests.postpone(pause_secs)
@@ -212,6 +235,9 @@ class DecodeEngine:
         for request in self.requests.all():
             self.lifecycle.fail(request, 503, "the decode node is shutting down", Landing.IN_FLIGHT, now)
         self.peers.close()
+        if self._lane_host is not None:
+            self._lane_host.close()
+        self._wakeup.close()
         self._transfer.close()
         self._memory.close()
 
@@ -366,6 +392,7 @@ class DecodeEngine:
                 num_dropped=self.peers.num_dropped,
                 num_peers=self.peers.num_registered,
                 transfer_info=self._transfer.transport.info_metric,
+                lanes=self.peers.lanes,
                 step=self._step,
                 now=now,
             )

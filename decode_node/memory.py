@@ -14,6 +14,8 @@ Remote writes land at any time in slots of landing and quarantined rooms, and no
 The device and the index pool have one more page than the allocators know of, at their end: the scratch page.
 Padding of a batch writes there, so that a captured CUDA graph needs no branch for it.
 
+When it is shared, main memory is of memfds, which prefill nodes of this machine map (``transfer/lane.py``).
+
 With a GPU the host pool and the aux slots are pinned, and the order of the end is fixed: the transport lets
 go of the memory first, then CUDA (``close``), then it is unmapped.
 """
@@ -29,12 +31,14 @@ from torch import Tensor
 
 from decode_node.pools import SlotCounts
 from kernels.host_memory import HostMemoryError, HostPool, Pinning, allocate_host
+from kernels.peer_memory import ipc_handle
 from model.spec import ModelSpec
 from protocol.messages import Extent, Region, RegionKind, Room
 from service.free_memory import memory_fault
 from transfer.aux_record import AuxLayout, AuxRecord
 from transfer.engine import TransferEngine
 from transfer.extents import extents_to_slots, slice_extents
+from transfer.lane_host import SharedMemory
 from transfer.machine import Machine
 
 log = logging.getLogger(__name__)
@@ -44,7 +48,8 @@ class DecodeMemory:
     """The tensors of all pools, allocated and registered once.
 
     ``totals``: the slots that allocators hand out, whole pages in the device and the index pool.
-    ``pinning``: CUDA's when not given. Raises HostMemoryError.
+    ``pinning``: CUDA's when not given. ``shared``: other processes can map what is main memory. Raises
+    HostMemoryError.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class DecodeMemory:
         page_size: int,
         device: torch.device,
         pinning: Pinning | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
         self.aux_layout = AuxLayout(spec.num_index_layers, spec.index_topk)
         self.scratch_device_slot = totals.device
@@ -63,12 +70,13 @@ class DecodeMemory:
         self._host_pools: list[HostPool] = []
         pools: dict[RegionKind, Tensor] = {}
         for kind, (shape, where) in shapes.items():
-            if kind in (RegionKind.KV_HOST, RegionKind.AUX):
+            if kind in (RegionKind.KV_HOST, RegionKind.AUX) or (shared and where.type == "cpu"):
                 # Without a GPU, pages come into being as they are written: there may be fewer than asked for.
                 host_pool = allocate_host(
                     math.prod(shape),
                     pinned=device.type == "cuda",
                     touch=device.type == "cuda",
+                    shared=shared,
                     name=f"pool {kind}",
                     pinning=pinning,
                 )
@@ -94,6 +102,24 @@ class DecodeMemory:
             Region(kind, engine.register(pool), pool.nbytes, num_slots=pool.shape[1])
             for kind, pool in self._by_kind.items()
         )
+
+    def shared_memory(self) -> tuple[SharedMemory, ...]:
+        """What other processes can map or, of a GPU, open; nothing unless it was made ``shared``."""
+        shared = [
+            SharedMemory(pool.tensor.data_ptr(), pool.num_bytes, pool.shared_fd)
+            for pool in self._host_pools
+            if pool.shared_fd is not None
+        ]
+        if not shared or self.k_dev.device.type != "cuda":
+            return tuple(shared)
+        for pool in (self.k_dev, self.index):
+            try:
+                handle, offset = ipc_handle(pool)
+            except Exception as error:  # prefill nodes write there over the network then
+                log.warning("the pools of the GPU cannot be opened by other processes: %s", error)
+                break
+            shared.append(SharedMemory(pool.data_ptr(), pool.nbytes, None, handle, offset))
+        return tuple(shared)
 
     def close(self) -> None:
         """Let go of main memory. The transport must have unregistered it, and no step may be in flight.

@@ -8,7 +8,7 @@ from decode_node.live_requests import LiveRequests
 from decode_node.pools import PoolKind, Pools, Stage
 from decode_node.request import RequestState
 from protocol.messages import DROP_REASONS
-from service.engine_messages import EngineStats
+from service.engine_messages import EngineStats, PeerLane
 from vocabulary import HisparseFlag, Mode
 
 _TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX)
@@ -53,6 +53,7 @@ class Metrics:
         num_dropped: Counter[str],
         num_peers: int,
         transfer_info: str,
+        lanes: tuple[PeerLane, ...] = (),
         step: int,
         now: float,
     ) -> EngineStats:
@@ -83,6 +84,7 @@ class Metrics:
             "num_registered_peers": num_peers,
             "gen_throughput": self._throughput(now),
             transfer_info: 1,
+            **{lane.info_metric: 1 for lane in lanes},
             # A request that waits has no mode yet, only what it asked for.
             **{_labelled("running_reqs", {"mode": mode}): running[mode] for mode in Mode},
             **{_labelled("queue_reqs", {"hisparse": flag}): queued[flag] for flag in HisparseFlag},
@@ -104,6 +106,7 @@ class Metrics:
             step=step,
             trouble=requests.trouble(now),
             quarantine=requests.quarantined_runs(now),
+            lanes=lanes,
         )
 
     def _throughput(self, now: float) -> float:

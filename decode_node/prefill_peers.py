@@ -11,7 +11,7 @@ silent one is lost is judged by ``liveness.py``.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -39,12 +39,16 @@ from protocol.messages import (
     ToPrefill,
 )
 from protocol.polling import Poller, Wakeup
+from service.engine_messages import PeerLane
+from transfer.lane_host import LaneHost
 
 log = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_SECS = 5.0
 REGISTER_REPEAT_SECS = 1.0
 IDLE_CLOSE_SECS = 300.0
+LAST_WORDS_SECS = 0.1
+"""After the end of a run's lane: what it had said, such as that a room is delivered, may be under way."""
 
 
 class PeerPhase(StrEnum):
@@ -90,6 +94,16 @@ class InstanceGone:
 
 
 @dataclass(frozen=True)
+class WriterGone:
+    """The run ``instance_id`` wrote through shared memory alone, and has let go of it: nothing more lands.
+
+    Its rooms were reported lost before.
+    """
+
+    instance_id: str
+
+
+@dataclass(frozen=True)
 class RoomMessage:
     """A message about a room by the run that is registered; not checked against what is known of the room."""
 
@@ -105,7 +119,9 @@ class RanksChanged:
     node: tuple[str, int]
 
 
-PeerEvent: TypeAlias = PeerReady | PeerRefused | PeerLost | InstanceGone | RanksChanged | RoomMessage
+PeerEvent: TypeAlias = (
+    PeerReady | PeerRefused | PeerLost | InstanceGone | WriterGone | RanksChanged | RoomMessage
+)
 
 
 @dataclass(eq=False)
@@ -123,6 +139,8 @@ class _Peer:
     instance_heard_at: float = 0.0
     """When that run was last heard, as opposed to a successor of it."""
     page_size: int = 0
+    lane: tuple[str, str] = ("", "")
+    """What the run writes over, and why; empty when it does not say."""
     last_error: str = ""
     last_used_at: float = 0.0
     connected_at: float = 0.0
@@ -147,6 +165,8 @@ class PrefillPeers:
     keys: ControlKeys | None = None
     allowed: PeerList | None = None
     """Where prefill nodes may be; None: anywhere."""
+    lane_host: LaneHost | None = None
+    """Hands this node's memory to prefill nodes of this machine; None: it stays private."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Messages dropped by connections that are closed by now; see ``num_dropped``."""
 
@@ -155,6 +175,8 @@ class PrefillPeers:
         self._num_peers_ever = 0
         self._num_ranks: dict[tuple[str, int], int] = {}
         """Of nodes in ``_peers`` that have more than one."""
+        self._ended: deque[tuple[str, float]] = deque()
+        """Runs whose lanes have ended, and when that was heard."""
         self._wakeup = Wakeup()
         self._discovery = Discovery(self.keys, self.allowed, self._wakeup.set)
         self.poller.register(self._wakeup)
@@ -205,6 +227,12 @@ class PrefillPeers:
         return sum(peer.phase is PeerPhase.READY for peer in self._peers.values())
 
     @property
+    def lanes(self) -> tuple[PeerLane, ...]:
+        """What the registered peers write over; those left out that do not say."""
+        ready = (peer for peer in self._peers.values() if peer.phase is PeerPhase.READY)
+        return tuple(PeerLane(str(peer.address), *peer.lane) for peer in ready if peer.lane[0])
+
+    @property
     def num_dropped(self) -> Counter[str]:
         """Control messages that could not be decoded or sent, by reason."""
         clients = [peer.client for peer in self._peers.values() if peer.client is not None]
@@ -227,7 +255,23 @@ class PrefillPeers:
             self._receive(peer, now, events)
             self._take_lookup(peer, now, events)
             self._keep_up(peer, now, peer.address in wanted, events)
+        if self.lane_host is not None:
+            self._take_ended(self.lane_host, now, events)
         return events
+
+    def _take_ended(self, lane_host: LaneHost, now: float, events: list[PeerEvent]) -> None:
+        self._ended += [(instance_id, now) for instance_id in lane_host.take_ended()]
+        while self._ended and now - self._ended[0][1] >= LAST_WORDS_SECS:
+            instance_id, _ = self._ended.popleft()
+            if not lane_host.is_held_by(instance_id):  # it may have come back
+                self._writer_gone(instance_id, events)
+
+    def _writer_gone(self, instance_id: str, events: list[PeerEvent]) -> None:
+        """It has died, or has lost patience with this node: whatever it was given is lost."""
+        for peer in self._peers.values():
+            if peer.instance_id == instance_id:
+                self._give_up(peer, f"prefill node {peer.address} has let go of this node's memory", events)
+        events.append(WriterGone(instance_id))
 
     def _receive(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
         messages = peer.client.receive() if peer.client is not None else ()
@@ -274,6 +318,7 @@ class PrefillPeers:
         peer.instance_id = message.instance_id
         peer.instance_heard_at = now
         peer.page_size = message.geometry.page_size
+        peer.lane = (message.lane, message.lane_reason)
         peer.last_error = ""
         events.append(PeerReady(peer.address, message.instance_id))
 
@@ -359,6 +404,7 @@ class PrefillPeers:
             self.geometry,
             self.regions,
             self.transfer_protocol,
+            self.lane_host.offer if self.lane_host is not None else None,
         )
         self.send(peer.address, register)
 

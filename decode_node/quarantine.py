@@ -10,6 +10,8 @@ the room is quiet, a batch of it failed                after ``quarantine_secs``
                                                        batch may sit in the transport until its timeouts
 that run of the prefill node is gone, or an operator   after ``quarantine_secs`` more, for the same reason
 says so
+that run wrote through shared memory alone, and the    at once: nothing of it is in a transport
+kernel says that its process has let go of it
 the room was delivered, a batch of it was repeated     ``quarantine_secs`` after the delivery, for the same
                                                        reason; a request that runs for longer is not here
 nothing                                                never; ``quarantined_tokens`` shows them
@@ -113,6 +115,13 @@ class Quarantine:
         for entry in self._entries.values():
             if entry.instance_id == instance_id:
                 entry.free_at = min(entry.free_at, self.free_at(now))
+
+    def writer_gone(self, instance_id: str) -> None:
+        """The run ``instance_id`` wrote through shared memory alone, and has let go of it: nothing lands."""
+        for entry in tuple(self._entries.values()):
+            if entry.instance_id == instance_id:
+                del self._entries[entry.room]
+                self._release(entry.holding)
 
     def postpone(self, secs: float) -> None:
         """This node stood still for ``secs``: what its sockets took in meanwhile has yet to land."""

@@ -28,6 +28,7 @@ from decode_node.prefill_peers import (
     PrefillPeers,
     RanksChanged,
     RoomMessage,
+    WriterGone,
 )
 from decode_node.quarantine import Quarantined
 from decode_node.request import Request, RequestState
@@ -145,6 +146,8 @@ class RequestLife:
                 self._peer_lost(event, now)
             case InstanceGone():
                 self.requests.quarantine.instance_gone(event.instance_id, now)
+            case WriterGone():
+                self.requests.quarantine.writer_gone(event.instance_id)
             case RanksChanged():
                 self._readdress(event, now)
             case RoomMessage():

@@ -2,7 +2,8 @@
 
 Ordinary allocators are no good for a pool of hundreds of gigabytes: a pinned one rounds up to a power of two,
 and its pages are made by one thread, some gigabytes a second. Here the pages are of an anonymous mapping, are
-made by all cores at once, and the driver only has to pin them.
+made by all cores at once, and the driver only has to pin them. Memory that another process is to map as well
+is of a memfd instead: it has no name, so that nothing is left of it when its processes have ended, however.
 
 A pool's life: allocate, register with the transport, serve, unregister from the transport, ``close``. The
 mapping itself goes with the last tensor on it, so that no reader can ever meet unmapped memory. A pool that
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
@@ -86,9 +88,13 @@ class _Mapping(mmap.mmap):
 class HostPool:
     """One piece of main memory, zeroed; see ``allocate_host``."""
 
-    def __init__(self, mapping: mmap.mmap, num_bytes: int) -> None:
+    def __init__(self, mapping: mmap.mmap, num_bytes: int, shared_fd: int | None = None) -> None:
         self._mapping: mmap.mmap | None = mapping
         self._num_bytes = num_bytes
+        self._close_fd: Callable[[], object] = lambda: None
+        if shared_fd is not None:
+            self._close_fd = weakref.finalize(mapping, os.close, shared_fd)
+        self._shared_fd = shared_fd
         self._unpin: Callable[[], object] | None = None
         self.start_secs = StartSecs(0.0, 0.0, 0.0)
 
@@ -103,6 +109,11 @@ class HostPool:
     @property
     def is_closed(self) -> bool:
         return self._mapping is None
+
+    @property
+    def shared_fd(self) -> int | None:
+        """The memfd that is this memory, from its byte 0, until ``close``; None for private memory."""
+        return self._shared_fd
 
     @property
     def tensor(self) -> Tensor:
@@ -125,7 +136,8 @@ class HostPool:
                 unpin()
             except Exception:  # a broken CUDA context, say: what is left of the process ends all the same
                 log.warning("CUDA cannot unregister %d bytes", self._num_bytes, exc_info=True)
-        self._mapping = None
+        self._close_fd()
+        self._shared_fd = self._mapping = None
 
 
 def allocate_host(
@@ -133,27 +145,30 @@ def allocate_host(
     *,
     pinned: bool,
     touch: bool = True,
+    shared: bool = False,
     name: str = "host memory",
     pinning: Pinning | None = None,
 ) -> HostPool:
     """Zeroed memory of ``num_bytes`` bytes that starts at a page.
 
     ``pinned``: a GPU may read and write it, by the same address. ``touch``: make all pages now, with several
-    threads; what is not touched comes into being with its first write. ``name`` is for the log and for
-    errors. ``pinning``: CUDA's when not given. Raises HostMemoryError, and has kept nothing then.
+    threads; what is not touched comes into being with its first write. ``shared``: of a memfd, which other
+    processes can map (``HostPool.shared_fd``); its size is sealed. ``name`` is for the log and for errors.
+    ``pinning``: CUDA's when not given. Raises HostMemoryError, and has kept nothing then.
     """
     if num_bytes < 1:
         raise HostMemoryError(f"{name}: {num_bytes} bytes; expected at least 1")
     started = time.perf_counter()
     try:
-        mapping = _Mapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pool, mapping = _map_shared(num_bytes) if shared else _map_private(num_bytes)
     except (OSError, OverflowError) as error:
+        remedy = "; --same-host-lane off asks for private memory" if shared else ""
         raise HostMemoryError(
             f"{name}: {num_bytes} bytes ({num_bytes / _GIB:.1f} GiB) cannot be mapped: {error}; the limits "
             "on a process's address space (ulimit -v) and on committed memory (vm.overcommit_memory) bound it"
+            f"{remedy}"
         ) from error
     _advise(mapping)
-    pool = HostPool(mapping, num_bytes)
     addr = pool.tensor.data_ptr()
     mapped = time.perf_counter()
     if touch:
@@ -171,6 +186,26 @@ def allocate_host(
         f"registered with CUDA in {pool.start_secs.pinning:.3f} s" if pinned else "not registered with CUDA",
     )
     return pool
+
+
+def _map_private(num_bytes: int) -> tuple[HostPool, mmap.mmap]:
+    mapping = _Mapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return HostPool(mapping, num_bytes), mapping
+
+
+def _map_shared(num_bytes: int) -> tuple[HostPool, mmap.mmap]:
+    """Raises OSError, and OverflowError for what no file can be as long as."""
+    fd = os.memfd_create("hisparse-pd pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, num_bytes)
+        # Whoever has it mapped could be killed (SIGBUS) by another who makes it shorter.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        mapping = _Mapping(fd, num_bytes, flags=mmap.MAP_SHARED)
+    except BaseException:
+        os.close(fd)
+        raise
+    return HostPool(mapping, num_bytes, fd), mapping
 
 
 def num_touch_threads(num_bytes: int, num_cores: int) -> int:

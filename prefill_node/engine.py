@@ -24,6 +24,7 @@ from api.sampling_defaults import SamplingDefaults
 from kernels.device_memory import (
     DeviceMemory,
 )
+from kernels.peer_memory import GpuWriter
 from model.dsa import DsaModel
 from model.spec import ModelSpec
 from prefill_node.compute import PromptRunner
@@ -60,6 +61,7 @@ from service.engine_messages import (
     EngineStats,
     FlushCache,
     GenerateGroup,
+    PeerLane,
     ReleaseQuarantine,
     Shutdown,
     ToEngine,
@@ -69,6 +71,7 @@ from service.engine_sockets import EngineSocket
 from service.lockstep import Lockstep
 from service.settings import PrefillSettings
 from transfer.engine import TransferEngine
+from transfer.lane import Lanes
 from transfer.listeners import guarded_listeners
 from transfer.sender import Sender
 from transfer.transport import Transport, choose_transport
@@ -144,7 +147,16 @@ class PrefillEngine:
         )
         self._memory.register(self._transfer)
         self._wakeup = Wakeup()
-        self._sender = Sender(self._transfer, self._wakeup.set)
+        self._lanes = Lanes(
+            self._transfer,
+            self._transfer.transport.protocol,
+            self._instance_id,
+            why_off="--same-host-lane is off" if settings.same_host_lane == "off" else "",
+            directory=settings.same_host_dir,
+            on_decided=self._wakeup.set,
+            gpu=GpuWriter(device, (self._memory.kv, self._memory.index)) if device.type == "cuda" else None,
+        )
+        self._sender = Sender(self._lanes, self._wakeup.set)
         self._runner = PromptRunner(
             model,
             self._memory,
@@ -245,6 +257,7 @@ class PrefillEngine:
         self._control.close()
         self._wakeup.close()
         if is_quiet:
+            self._lanes.close()
             self._transfer.close()
         log.info("stopped")
 
@@ -259,6 +272,9 @@ class PrefillEngine:
         self._life.fail_overdue(self._sender.overdue(), self._settings.transfer_timeout_secs, now_secs)
         for completion in self._sender.poll():
             self._life.completed(completion, now_secs)
+        for session in self._lanes.take_decided():
+            if (peer := self._peers.of_session(session)) is not None:
+                self._answer(peer)
         for identity, message in self._control.receive():
             self._on_control(identity, message, now_secs)
         for request in self._front.receive():
@@ -314,8 +330,27 @@ class PrefillEngine:
         for old in replaced:
             self._probes.forget(old.session)
             self._life.fail_rooms_of(old, "restarted", now_secs)
-        log.info("registered decode node %s, session %s", peer.node_id, peer.session)
-        self._control.send(identity, Registered(PROTOCOL_VERSION, self._instance_id, self._geometry))
+            if old.session != peer.session:
+                self._lanes.release(old.session)
+        if peer is not before:
+            log.info("registered decode node %s, session %s", peer.node_id, peer.session)
+        regions = [(region.base_addr, region.num_bytes) for region in message.regions]
+        if self._lanes.register(peer.session, message.lane, regions) is not None:
+            self._answer(peer)
+
+    def _answer(self, peer: Peer) -> None:
+        """Once the lane to a registered peer is decided."""
+        lane = self._lanes.lane(peer.session)
+        if lane is None:
+            return
+        if lane.is_refused:
+            error = f"the memory that this run wrote to cannot be opened again: {lane.reason}"
+            self._control.send(peer.identity, Refused(error[:MAX_ERROR_CHARS], permanent=False))
+            return
+        self._control.send(
+            peer.identity,
+            Registered(PROTOCOL_VERSION, self._instance_id, self._geometry, lane.kind, lane.reason),
+        )
 
     def _tell_peer(self, peer: Peer, message: ToDecode) -> None:
         self._control.send(self._peers.current(peer).identity, message)
@@ -339,6 +374,7 @@ class PrefillEngine:
             error = f"was silent for more than {settings.heartbeat_timeout_secs:g} s"
             log.warning("lost decode node %s: it %s", peer.node_id, error)
             self._life.fail_rooms_of(peer, error, now_secs)
+            self._lanes.release(peer.session)
         self._life.fail_unpaired(now_secs)
         self._life.release_sources(now_secs)
 
@@ -414,6 +450,11 @@ class PrefillEngine:
         for reason in (*DROP_REASONS, *dropped):
             counters[f'control_messages_dropped_total{{reason="{reason}"}}'] = dropped[reason]
         num_prompt_tokens = max(counters.get("prompt_tokens_total", 0.0), 1.0)
+        lanes = tuple(
+            PeerLane(peer.session, lane.kind, lane.reason)
+            for peer in self._peers
+            if (lane := self._lanes.lane(peer.session)) is not None
+        )
         gauges = {
             "num_running_reqs": float(num_running),
             "num_queue_reqs": float(num_waiting),
@@ -425,10 +466,17 @@ class PrefillEngine:
             "num_registered_peers": float(len(self._peers)),
             "quarantined_tokens": float(life.num_quarantined_pages * self._limits.page_size),
             self._transfer.transport.info_metric: 1.0,
+            **{lane.info_metric: 1.0 for lane in lanes},
         }
         self._front.send(
             EngineStats(
-                gauges, counters, num_running + num_sending, num_waiting, num_used_tokens, self._num_steps
+                gauges,
+                counters,
+                num_running + num_sending,
+                num_waiting,
+                num_used_tokens,
+                self._num_steps,
+                lanes=lanes,
             )
         )
 

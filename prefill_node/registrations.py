@@ -8,7 +8,7 @@ restarted: the old registration is lost. So it is when its session turns up with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +86,13 @@ class Registrations:
     def of_node(self, node_id: str) -> Peer | None:
         """The registration of a decode node."""
         return self._by_node.get(node_id)
+
+    def of_session(self, session: str) -> Peer | None:
+        """The registration that is written to at ``session``."""
+        return next((peer for peer in self._by_node.values() if peer.session == session), None)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._by_node.values())
 
     def heard(self, identity: bytes, now_secs: float) -> Peer | None:
         """The registered peer behind a connection, whose silence ends now; None when it is not registered."""

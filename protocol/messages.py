@@ -31,6 +31,7 @@ from msgspec import Meta, Struct
 from msgspec.msgpack import Encoder
 
 from protocol.decoding import TypedDecoder
+from protocol.lane import LaneOffer
 
 PROTOCOL_VERSION = 1
 
@@ -133,6 +134,8 @@ class Register(Struct, frozen=True, array_like=True, tag=1):
     regions: Annotated[tuple[Region, ...], Meta(max_length=8)]
     transfer_protocol: Name = ""
     """What the session speaks, such as "tcp"; empty from a node that does not say."""
+    lane: LaneOffer | None = None
+    """Where processes of the same machine get the memory of the regions; None: nowhere."""
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
@@ -174,11 +177,17 @@ ToPrefill = Register | Heartbeat | Bootstrap | AbortRoom
 
 
 class Registered(Struct, frozen=True, array_like=True, tag=1):
-    """The registration stands; ``instance_id`` changes whenever the prefill node restarts."""
+    """The registration stands; ``instance_id`` changes whenever the prefill node restarts.
+
+    ``lane``: over what it writes to this decode node, and why; empty from a node that does not say. It may
+    come again with another lane.
+    """
 
     protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
     instance_id: Name
     geometry: Geometry
+    lane: Name = ""
+    lane_reason: Text = ""
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=2):

@@ -201,6 +201,22 @@ class QuarantinedRun(Struct, frozen=True):
     aux_slots: int
 
 
+class PeerLane(Struct, frozen=True):
+    """What a pair of nodes is on: ``lane`` is shm, tcp or rdma."""
+
+    peer: str
+    """A prefill node's bootstrap endpoint, or a decode node's session."""
+    lane: str
+    reason: str
+
+    @property
+    def info_metric(self) -> str:
+        """Name and labels of a gauge that is always 1."""
+        # What would end a label or a line of Prometheus' text is no part of any reason but by accident.
+        reason = self.reason.translate(str.maketrans('"{}\n\\', "'()  "))
+        return f'lane_info{{peer="{self.peer}",lane="{self.lane}",reason="{reason}"}}'
+
+
 class EngineStats(Struct, frozen=True, tag="stats"):
     """Sent at least twice a second while the engine loop turns; its arrival is what /health looks at.
 
@@ -218,6 +234,7 @@ class EngineStats(Struct, frozen=True, tag="stats"):
     trouble: str = ""
     """Why no request can be admitted until an operator does something; empty while one can."""
     quarantine: tuple[QuarantinedRun, ...] = ()
+    lanes: tuple[PeerLane, ...] = ()
 
 
 FromEngine = EngineLoading | EngineReady | Tokens | PrefillFinished | RequestFailed | EngineStats

@@ -51,6 +51,7 @@ _HELP = {
     "kv_transfer_failures_total": "KV transfers that failed",
     "kv_transfer_retries_total": "writes that failed once and were written again",
     "transfer_info": "1; the labels say what the KV transport runs on, and why",
+    "lane_info": "1; the labels say what KV takes between this node and a registered peer, and why",
     "swap_in_hits_total": "selected entries found in the hot buffer",
     "swap_in_misses_total": "selected entries paged in from the host pool",
     "swap_in_bytes_total": "KV bytes that misses brought from the host pool",

@@ -155,6 +155,18 @@ class NodeSettings(_Settings):
         description="RDMA devices for rdma and auto, such as mlx5_0,mlx5_1, which must all be usable; "
         "default: all that are",
     )
+    same_host_lane: Literal["auto", "off"] = Field(
+        "auto",
+        description="whether KV goes through shared memory between two nodes of one machine; auto: where "
+        "both see the same memory, else over --transfer-protocol",
+    )
+    same_host_dir: str = Field(
+        "",
+        max_length=64,
+        description="directory that all nodes of one machine see, for the decode nodes' sockets, where "
+        "containers have networks of their own; default: names of the network namespace",
+        title="DIR",
+    )
     control_key_file: Path | None = Field(
         None, description="file with the cluster's CURVE secret key (Z85); unset: control traffic is plain"
     )

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from protocol.access import WILDCARD_HOSTS
 from transfer.errors import TransferError as TransferError
 from transfer.errors import TransferSetupError as TransferSetupError
-from transfer.extents import SlotArray, as_slots
+from transfer.extents import SlotArray, as_slots, ranges_around
 from transfer.machine import Machine
 from transfer.plan import MAX_DESCRIPTOR_BYTES, cut_long
 from transfer.transport import TCP, Transport, address_fault, environment_fault
@@ -156,7 +156,7 @@ class TransferEngine:
             raise TransferError(f"{src.size} sources, {dst.size} destinations and {num_bytes.size} lengths")
         if src.size == 0:
             return
-        self._check_sources(src, num_bytes)
+        self.check_sources(src, num_bytes)
         src, dst, num_bytes = cut_long(src, dst, num_bytes, MAX_DESCRIPTOR_BYTES)
         with self._turn(session):
             with self._lock:
@@ -175,6 +175,19 @@ class TransferEngine:
                         "not registered the destination",
                         may_still_land=True,
                     )
+
+    def check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None:
+        """Raises TransferError unless all of ``[src[i], src[i] + num_bytes[i])`` is registered here."""
+        with self._lock:
+            starts = np.array(self._starts, np.int64)
+            ends = np.array([self._end_at[start] for start in self._starts], np.int64)
+        bad = ranges_around(starts, ends, src, num_bytes) < 0
+        if bad.any():
+            worst = int(np.argmax(bad))
+            raise TransferError(
+                f"source of {num_bytes[worst]} bytes at {src[worst]:#x} (descriptor {worst} of {src.size}) "
+                "is not in registered memory; nothing was sent"
+            )
 
     def renew(self, session: str) -> None:
         """Another process than before is behind ``session``: the next write asks where its memory is.
@@ -220,19 +233,6 @@ class TransferEngine:
             if turn is None:
                 turn = self._turns[session] = threading.Lock()
             return turn
-
-    def _check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None:
-        with self._lock:
-            starts = np.array([0, *self._starts], np.int64)
-            ends = np.array([0, *(self._end_at[start] for start in self._starts)], np.int64)
-        nearest = np.searchsorted(starts, src, side="right") - 1
-        bad = (num_bytes < 1) | (src < 1) | (num_bytes > ends[nearest] - src)
-        if bad.any():
-            worst = int(np.argmax(bad))
-            raise TransferError(
-                f"source of {num_bytes[worst]} bytes at {src[worst]:#x} (descriptor {worst} of {src.size}) "
-                "is not in registered memory; nothing was sent"
-            )
 
 
 def _resolve(memory: HasMemory | int, num_bytes: int | None) -> tuple[int, int, HasMemory | None]:

@@ -102,3 +102,16 @@ def as_slots(values: ArrayLike) -> SlotArray:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"expected a list of integers, got shape {array.shape}, dtype {array.dtype}")
     return array.astype(np.int64, copy=False)
+
+
+def ranges_around(starts: SlotArray, ends: SlotArray, addrs: SlotArray, num_bytes: SlotArray) -> SlotArray:
+    """For each ``[addrs[i], addrs[i] + num_bytes[i])`` which of the ranges ``[starts, ends)`` it lies in.
+
+    ``starts``: sorted; the ranges do not overlap. -1: in none, or not in one alone, or it is empty.
+    """
+    if starts.size == 0:
+        return np.full(addrs.size, -1, np.int64)
+    nearest = np.searchsorted(starts, addrs, side="right") - 1
+    # No end is computed: numpy wraps around silently.
+    is_inside = (nearest >= 0) & (num_bytes >= 1) & (num_bytes <= ends[nearest] - addrs)
+    return np.where(is_inside, nearest, -1)

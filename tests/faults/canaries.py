@@ -146,8 +146,10 @@ def keep_canaries(report: Path) -> None:
         pools.append(CanaryPools(totals, page_size))
         return pools[-1]
 
-    def make_memory(spec: Any, totals: SlotCounts, page_size: int, device: Any) -> DecodeMemory:
-        memory = DecodeMemory(spec, totals, page_size, device)
+    def make_memory(
+        spec: Any, totals: SlotCounts, page_size: int, device: Any, **options: Any
+    ) -> DecodeMemory:
+        memory = DecodeMemory(spec, totals, page_size, device, **options)
         pools[-1].canaries = Canaries(memory, totals, report)
         return memory
 

@@ -1,5 +1,8 @@
 """A Mooncake that fails: below everything of the product, where its calls leave for the extension.
 
+And copies to shared memory that are slow. They do nothing else that a network does: a copy that has returned
+is there, whole, and nothing comes later.
+
 What it does is what a network may do, and no more. A write that returns 0 has landed, whole. One that returns
 an error has landed not at all, in part, or later. The descriptors of one write have no order.
 """
@@ -20,6 +23,9 @@ from typing import Any
 import torch
 
 import transfer.engine
+import transfer.lane_memory
+from transfer.extents import SlotArray
+from transfer.lane_copy import copy_ranges
 
 log = logging.getLogger(__name__)
 
@@ -121,10 +127,14 @@ class FaultyMooncake:
         threading.Timer(secs, land).start()
 
     def _report(self, fault: str) -> None:
-        """A line a fault, which is there also when this process is killed at once."""
-        descriptor = os.open(self._rates.report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.write(descriptor, f"{fault}\n".encode())
-        os.close(descriptor)
+        report(self._rates, fault)
+
+
+def report(rates: FaultRates, fault: str) -> None:
+    """A line a fault, which is there also when this process is killed at once."""
+    descriptor = os.open(rates.report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(descriptor, f"{fault}\n".encode())
+    os.close(descriptor)
 
 
 def _read(address: int, num_bytes: int) -> bytes:
@@ -143,3 +153,21 @@ def break_transport(rates_json: str) -> None:
     rates = FaultRates(**json.loads(rates_json))
     make = transfer.engine._new_mooncake_engine
     transfer.engine._new_mooncake_engine = lambda: FaultyMooncake(make(), rates)
+    transfer.lane_memory.copy_ranges = SlowCopies(rates)
+
+
+class SlowCopies:
+    """In place of ``transfer.lane_copy.copy_ranges``: the second half of some copies is up to ``slow_secs``
+    late."""
+
+    def __init__(self, rates: FaultRates) -> None:
+        self._rates = rates
+        self._random = random.Random(rates.seed or None)
+
+    def __call__(self, src: SlotArray, dst: SlotArray, lengths: SlotArray) -> None:
+        middle = lengths.size // 2
+        copy_ranges(src[:middle], dst[:middle], lengths[:middle])
+        if self._random.random() < self._rates.slow:
+            report(self._rates, "slow copy")
+            time.sleep(self._random.random() * self._rates.slow_secs)
+        copy_ranges(src[middle:], dst[middle:], lengths[middle:])

@@ -55,7 +55,7 @@ def test_right_tokens_or_a_clear_error(
     # Pools that are so small that freed slots are soon given out again.
     quarantine = ["--quarantine-secs", "2"]
     options = ["--host-pool-tokens", "1200", "--device-pool-tokens", "1024", *quarantine]
-    prefill = prefill_service(checkpoint, tmp_path, "prefill", quarantine)
+    prefill = prefill_service(checkpoint, tmp_path, "prefill", [*quarantine, "--same-host-lane", "off"])
     decode = decode_service(checkpoint, tmp_path, "decode", [*options, "--device-buffer-size", "128"])
     router = router_service([prefill], [decode], tmp_path)
     faults = tmp_path / "faults"
@@ -91,18 +91,27 @@ def test_right_tokens_or_a_clear_error(
     assert canaries["bytes_checked"] > 0
 
 
+@pytest.mark.I1
 @pytest.mark.I7
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(("lane", "quarantine_secs"), [("off", "2"), ("auto", "3600")], ids=["tcp", "shm"])
 def test_a_prefill_node_that_is_killed_in_mid_transfer_fails_its_request_and_serves_again(
-    tiny_checkpoint: Callable[[str], Path], pair: Deployment, tmp_path: Path
+    tiny_checkpoint: Callable[[str], Path],
+    pair: Deployment,
+    tmp_path: Path,
+    lane: str,
+    quarantine_secs: str,
 ) -> None:
-    """The decode node notices by itself: the request comes without a router. Heartbeats are as shipped."""
+    """The decode node notices by itself: the request comes without a router. Heartbeats are as shipped.
+
+    Over shared memory its slots are free as soon as the kernel has ended the writer, whatever the quarantine.
+    """
     prompt = list(range(40, 110))
     expected = ask(pair.url, prompt, MAX_NEW_TOKENS, True).json()["output_ids"]
     checkpoint = tiny_checkpoint("v32")
-    prefill = prefill_service(checkpoint, tmp_path, "prefill")
-    decode = decode_service(checkpoint, tmp_path, "decode", ["--quarantine-secs", "2"])
+    prefill = prefill_service(checkpoint, tmp_path, "prefill", ["--same-host-lane", lane])
+    decode = decode_service(checkpoint, tmp_path, "decode", ["--quarantine-secs", quarantine_secs])
     router = router_service([prefill], [decode], tmp_path)
     faults = tmp_path / "faults"
     prefill.module = "tests.faults.node"

@@ -47,6 +47,8 @@ from tests.property.sim_transport import (
     SLICE_COST,
     Piece,
     SafetyViolation,
+    SimLaneHost,
+    SimLanes,
     SimSender,
     SimTransfer,
     WriteFate,
@@ -111,6 +113,7 @@ class PrefillNode:
     sender: SimSender
     server: SimServer
     instance_id: str
+    lanes: SimLanes
     is_stopped: bool = False
     """By SIGSTOP: neither answers nor ends, and goes on where it was."""
 
@@ -124,9 +127,12 @@ _POOL_OF_REGION = {
 
 
 class World:
-    """``num_prefill`` prefill nodes, started, and a decode node. Call ``close`` in the end."""
+    """``num_prefill`` prefill nodes, started, and a decode node. Call ``close`` in the end.
 
-    def __init__(self, num_prefill: int) -> None:
+    ``num_shared``: the last of them write over shared memory, the others over the network.
+    """
+
+    def __init__(self, num_prefill: int, num_shared: int = 0) -> None:
         self.now = 1000.0
         self.network = Network()
         self.prompts: dict[str, tuple[int, ...]] = {}
@@ -138,6 +144,9 @@ class World:
         self._patches = ExitStack()
         self._patch()
         self.addresses = [PeerAddress("prefill", 1 + number) for number in range(num_prefill)]
+        self._shared = self.addresses[num_prefill - num_shared :]
+        self.lane_host = SimLaneHost()
+        """Of the decode node."""
         self.prefill: dict[PeerAddress, PrefillNode] = {}
         for address in self.addresses:
             self.start_prefill(address)
@@ -171,6 +180,8 @@ class World:
                 "make_runner": lambda settings, model, hot_buffers: SimDecodeRunner(hot_buffers),
                 "TransferEngine": self._new_transfer,
                 "guarded_listeners": lambda *_: nullcontext(),
+                "LaneHost": self._new_lane_host,
+                "Wakeup": NoWakeup,
             },
             "prefill_node.engine": {
                 "time": clock,
@@ -184,6 +195,7 @@ class World:
                 "Wakeup": NoWakeup,
                 "Probes": NoProbes,
                 "Sender": lambda *_: SimSender(lambda: self.now),
+                "Lanes": self._new_lanes,
                 "ControlServer": lambda host, port, *_: SimServer(self.network, port or self._next_port()),
             },
         }
@@ -198,20 +210,29 @@ class World:
         self._num_runs += 1
         return SimTransfer(f"127.0.0.1:{10_000 + self._num_runs}")
 
+    def _new_lane_host(self, *_: Any, **__: Any) -> SimLaneHost:
+        self.lane_host = SimLaneHost()
+        return self.lane_host
+
+    def _new_lanes(self, transfer: Any, protocol: str, instance_id: str, **_: Any) -> SimLanes:
+        return SimLanes(instance_id, (lambda: self.lane_host) if self._starting in self._shared else None)
+
     def start_prefill(self, address: PeerAddress, control_port: int = 0) -> None:
+        self._starting = address
         settings = PREFILL.model_copy(update={"control_port": control_port})
         engine = PrefillEngine(settings, SPEC, NO_MODEL, SimFront(), TCP)  # type: ignore[arg-type]
         engine._life._pusher._min_batch_bytes = 0  # so that layers of short prompts leave one by one
         engine._life._pusher._slice_bytes = SLICE_COST
         parts: Any = engine  # of which some are stand-ins
         self.prefill[address] = PrefillNode(
-            engine, parts._front, address, parts._sender, parts._control, parts._instance_id
+            engine, parts._front, address, parts._sender, parts._control, parts._instance_id, parts._lanes
         )
 
     def kill_prefill(self, address: PeerAddress) -> PrefillNode:
-        """What its writes had read stays in the transport for a while."""
+        """What its writes had read stays in the transport for a while; nothing of those to shared memory."""
         node = self.prefill.pop(address)
-        for room in node.sender.in_flight:
+        node.lanes.die()
+        for room in node.sender.in_flight if not node.lanes.is_shared else ():
             self._leave_in_transport(node.sender.pieces(room))
         self.late = [piece.in_socket() if piece.sender is node.sender else piece for piece in self.late]
         self.network.server_died(node.server)
@@ -249,6 +270,7 @@ class World:
         engine._expire()
         engine._step()
         engine._life.check_integrity()
+        node.lanes.let_go(node.sender.sessions_in_flight)
         node.sender.start()
 
     def turn_decode(self, *, answers_lookups: bool = True) -> None:
@@ -281,8 +303,11 @@ class World:
                     return
 
     def finish_write(self, node: PrefillNode, room: Room, fate: WriteFate) -> None:
-        """Of a write that fails, descriptors that have not landed may land late."""
+        """Of a write that fails, descriptors that have not landed may land late, but not in shared memory."""
         pieces = node.sender.pieces(room)
+        is_shared = node.lanes.is_shared
+        if is_shared and fate is WriteFate.REPEATED:
+            fate = WriteFate.WRITTEN
         if pieces[0].session != self.decode.session and fate is not WriteFate.FAILED_MIDWAY:
             fate = WriteFate.FAILED  # that decode node is dead
         match fate:
@@ -299,9 +324,11 @@ class World:
                 num_landed = int(fate is WriteFate.FAILED_MIDWAY)
                 for piece in pieces[:num_landed]:
                     self.land(piece)
-                self._leave_in_transport(pieces[num_landed:])
-                node.sender.finish(room, ok=False)
+                if not is_shared:
+                    self._leave_in_transport(pieces[num_landed:])
+                node.sender.finish(room, ok=False, lands_late=not is_shared)
         node.sender.start()
+        node.lanes.let_go(node.sender.sessions_in_flight)
 
     def _leave_in_transport(self, pieces: Sequence[Piece]) -> None:
         self.late += [replace(piece, lands_until=self.now + LATE_SECS) for piece in pieces]

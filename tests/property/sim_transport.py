@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import secrets
+from collections import Counter
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
 
+from protocol.lane import SOCKET_PREFIX, LaneOffer
 from protocol.messages import Room
+from transfer.lane import Lane
 from transfer.plan import DESCRIPTOR_COST_BYTES, Descriptors
 from transfer.send_queue import Completion, Outcome, SendQueue, Slice, WriteBatch
 from transfer.transport import TCP
@@ -75,6 +79,72 @@ class SimTransfer:
 
     def close(self) -> None:
         pass
+
+
+class SimLaneHost:
+    """In place of a ``LaneHost``: prefill nodes hold its memory, and it is told when they let it go."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._num_open: Counter[str] = Counter()
+        self._ended: list[str] = []
+        self.offer = LaneOffer(f"{SOCKET_PREFIX}{id(self):016x}", secrets.token_bytes(32))
+
+    def open(self, instance_id: str) -> None:
+        self._num_open[instance_id] += 1
+
+    def let_go(self, instance_id: str) -> None:
+        self._num_open[instance_id] -= 1
+        if not self._num_open[instance_id]:
+            self._ended.append(instance_id)
+
+    def take_ended(self) -> list[str]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def is_held_by(self, instance_id: str) -> bool:
+        return self._num_open[instance_id] > 0
+
+
+class SimLanes:
+    """In place of ``Lanes``: holds a decode node's memory from the registration to the release, and longer
+    while a write to it is in flight. ``host``: of the present decode node; None: over the network."""
+
+    def __init__(self, instance_id: str, host: Callable[[], SimLaneHost] | None) -> None:
+        self.is_shared = host is not None
+        self._instance_id = instance_id
+        self._host = host
+        self._held: dict[str, SimLaneHost] = {}
+        self._closing: list[tuple[str, SimLaneHost]] = []
+
+    def register(self, session: str, offer: LaneOffer | None, regions: object) -> Lane:
+        # A registration may be of a decode node that is dead by now.
+        if self._host is not None and session not in self._held and self._host().offer == offer:
+            self._held[session] = self._host()
+            self._held[session].open(self._instance_id)
+        return self.lane(session)
+
+    def lane(self, session: str) -> Lane:
+        return Lane("shm" if self.is_shared else "tcp", "")
+
+    def take_decided(self) -> list[str]:
+        return []
+
+    def release(self, session: str) -> None:
+        if (host := self._held.pop(session, None)) is not None:
+            self._closing.append((session, host))
+
+    def let_go(self, writing_to: Container[str]) -> None:
+        """Of what was released and is not written to."""
+        for session, host in self._closing:
+            if session not in writing_to:
+                host.let_go(self._instance_id)
+        self._closing = [(session, host) for session, host in self._closing if session in writing_to]
+
+    def die(self) -> None:
+        """The kernel lets go of everything."""
+        for session in tuple(self._held):
+            self.release(session)
+        self.let_go(())
 
 
 class SimSender:
@@ -157,14 +227,19 @@ class SimSender:
             pieces.append(Piece(self, room, session, src_addr, dst_addr, content))
         return pieces
 
-    def finish(self, room: Room, *, ok: bool, was_repeated: bool = False) -> None:
+    @property
+    def sessions_in_flight(self) -> set[str]:
+        return {session for session, taken in self._by_session.items() if taken is not None}
+
+    def finish(self, room: Room, *, ok: bool, was_repeated: bool = False, lands_late: bool = True) -> None:
         taken = self.in_flight[room]
         (session,) = (session for session, other in self._by_session.items() if other is taken)
         self._by_session[session] = None
         if not ok:
             self._over.add(room)
         error = "" if ok else "the transport failed"
-        self._queue.finish(taken, Outcome(error, 0.0, not ok or was_repeated, int(was_repeated)))
+        may_still_land = lands_late and (not ok or was_repeated)
+        self._queue.finish(taken, Outcome(error, 0.0, may_still_land, int(was_repeated)))
 
 
 def _read(writes: Descriptors) -> list[tuple[int, bytes]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from prefill_node.registrations import Registrations, why_not_landing
-from protocol import bootstrap, messages
+from protocol import bootstrap, lane, messages
 from protocol.access import PeerList
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from protocol.decoding import TypedDecoder
@@ -82,9 +82,17 @@ FROM_ENGINE = (
     ),
 )
 
+FROM_WRITER = (lane.LaneHello(bytes(32), "inst"), lane.LaneSole())
+LANE_ANSWERS = (
+    lane.LaneWelcome((lane.Window(4096, 300, 1), lane.Window(1 << 40, 7, 0, b"handle", 512))),
+    lane.LaneDenied("another user"),
+)
+
 DECODERS: dict[str, tuple[TypedDecoder[Any], list[bytes]]] = {
     "to_prefill": (messages.to_prefill_decoder, [bytes.fromhex(golden) for _, golden in TO_PREFILL]),
     "to_decode": (messages.to_decode_decoder, [bytes.fromhex(golden) for _, golden in TO_DECODE]),
+    "lane_writer": (lane.from_writer_decoder, [msgspec.msgpack.encode(m) for m in FROM_WRITER]),
+    "lane_answer": (lane.answer_decoder, [msgspec.msgpack.encode(m) for m in LANE_ANSWERS]),
     "to_engine": (engine_messages.to_engine_decoder, [msgspec.msgpack.encode(m) for m in TO_ENGINE]),
     "from_engine": (engine_messages.from_engine_decoder, [msgspec.msgpack.encode(m) for m in FROM_ENGINE]),
 }
@@ -146,7 +154,9 @@ def test_deep_nesting_in_a_field_that_nobody_knows_is_refused(name: str, part: b
             decoder.decode(longer)
 
 
-@pytest.mark.parametrize("union", [messages.ToPrefill, messages.ToDecode, BootstrapInfo])
+@pytest.mark.parametrize(
+    "union", [messages.ToPrefill, messages.ToDecode, BootstrapInfo, lane.FromWriter, lane.LaneAnswer]
+)
 def test_every_field_of_a_message_is_bounded(union: Any) -> None:
     unbounded: list[str] = []
 
@@ -156,8 +166,12 @@ def test_every_field_of_a_message_is_bounded(union: Any) -> None:
                 low = info.ge if info.ge is not None else info.gt
                 high = info.le if info.le is not None else info.lt
                 is_bounded = low is not None and high is not None
-            case inspect.StrType():
+            case inspect.StrType() | inspect.BytesType():
                 is_bounded = info.max_length is not None
+            case inspect.UnionType():
+                is_bounded = True
+                for one in info.types:
+                    look(path, one)
             case inspect.VarTupleType():
                 is_bounded = info.max_length is not None
                 look(f"{path}[]", info.item_type)
@@ -165,7 +179,7 @@ def test_every_field_of_a_message_is_bounded(union: Any) -> None:
                 is_bounded = True
                 for field in info.fields:
                     look(f"{path}.{field.name}", field.type)
-            case inspect.BoolType() | inspect.EnumType():
+            case inspect.BoolType() | inspect.EnumType() | inspect.NoneType():
                 is_bounded = True
             case _:
                 is_bounded = False

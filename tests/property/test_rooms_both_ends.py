@@ -3,8 +3,9 @@
 Requests arrive at both nodes, at one or at none, and are given up on either side; messages are late, lost
 with their connection or said twice; writes are slow, fail, land after they failed, or never come back; nodes
 stop, die and start again. Whatever happens, no byte lands in a slot that is not held for the room of its
-write, and no request runs on bytes that are not its own (``both_ends.World``). In the end every request has
-ended, once, and every pool of both nodes is whole.
+write, and no request runs on bytes that are not its own (``both_ends.World``). One prefill node writes over
+the network, the other over shared memory, of which the kernel says when a dead writer has let go. In the end
+every request has ended, once, and every pool of both nodes is whole.
 
 ROOM_EXAMPLES in the environment sets the number of histories, new ones in every run.
 """
@@ -21,6 +22,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from decode_node.pools import Stage
+from decode_node.prefill_peers import LAST_WORDS_SECS
 from protocol.messages import Room, RoomDone, to_decode_decoder
 from service.engine_messages import Abort, Generate, GenerateGroup
 from tests.property.both_ends import LATE_SECS, QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
@@ -33,7 +36,8 @@ pytestmark = pytest.mark.I7
 
 _ASKED = os.environ.get("ROOM_EXAMPLES")
 NUM_PREFILL = 2
-NUM_PREFILL = 2
+NUM_SHARED = 1
+"""The last of them writes over shared memory."""
 LEGS = ("prefill", "decode")
 ABORTED = st.sampled_from([LEGS[1:], LEGS, LEGS[:1], LEGS[1:]])
 ARRIVALS = st.tuples(
@@ -54,7 +58,7 @@ FATES = st.sampled_from([WriteFate.WRITTEN, WriteFate.SLOW, *WriteFate])
 class BothEndsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(NUM_PREFILL)
+        self.world = World(NUM_PREFILL, NUM_SHARED)
         self.requests: dict[str, Generate] = {}
         self.groups: dict[str, GenerateGroup] = {}
         self.undelivered: list[tuple[str, str]] = []
@@ -501,6 +505,87 @@ def test_the_next_run_cannot_call_a_room_of_the_last_one_quiet() -> None:
         assert world.late == []
     finally:
         world.close()
+
+
+@pytest.mark.I1
+def test_slots_of_a_killed_writer_to_shared_memory_are_free_at_once() -> None:
+    world = World(1, num_shared=1)
+    try:
+        pools, (address,) = world.decode.engine.requests.pools, world.addresses
+        write_slowly(world)
+        assert pools.free != pools.totals
+        world.turn_decode()
+        world.kill_prefill(address)
+        turn_for_last_words(world)
+        assert world.decode.front.errors["r"].status == 502
+        assert pools.free == pools.totals
+        assert world.late == []
+    finally:
+        world.close()
+
+
+@pytest.mark.I1
+def test_a_writer_to_shared_memory_that_lost_patience_keeps_the_slots_of_its_write_in_progress() -> None:
+    """It lets the memory go when the last write is over, which is what frees the slots."""
+    world = World(1, num_shared=1)
+    try:
+        pools, node = world.decode.engine.requests.pools, write_slowly(world)
+        world.pass_time(6.0, late_bytes_land=False)
+        world.turn_prefill(node)
+        assert len(node.engine._peers) == 0, "the decode node was silent for too long"
+        world.network.break_connection(world.network.clients[0], 0)  # nothing else is said of the room
+        world.decode.front.inbox.append(Abort("r"))
+        for _ in range(3):
+            turn_for_last_words(world)
+            assert pools.used(Stage.QUARANTINED).host > 0
+        (room,) = node.sender.in_flight
+        world.finish_write(node, room, WriteFate.WRITTEN)
+        turn_for_last_words(world)
+        assert pools.used(Stage.QUARANTINED).host == 0
+    finally:
+        world.close()
+
+
+def turn_for_last_words(world: World) -> None:
+    """The decode node turns, and once more when what a lane that has ended had said must be there."""
+    world.turn_decode()
+    world.pass_time(LAST_WORDS_SECS, late_bytes_land=False)
+    world.turn_decode()
+
+
+@pytest.mark.I7
+def test_what_a_run_said_before_it_let_go_of_the_memory_counts() -> None:
+    """A delivery, say: it comes over the network, while the kernel says at once that a process has ended."""
+    world = World(1, num_shared=1)
+    try:
+        node = write_slowly(world)
+        (client,) = world.network.clients
+        assert client.connection is not None
+        while not client.connection.to_client:
+            for room in list(node.sender.in_flight):
+                world.finish_write(node, room, WriteFate.WRITTEN)
+            world.turn_prefill(node)
+        world.lane_host.let_go(node.instance_id)
+        world.turn_decode()
+        world.network.deliver_all()
+        turn_for_last_words(world)
+        assert world.decode.front.errors == {}
+        assert world.decode.front.tokens["r"] == [FIRST_TOKEN]
+    finally:
+        world.close()
+
+
+def write_slowly(world: World) -> PrefillNode:
+    """A request, of which a write is in flight."""
+    (address,) = world.addresses
+    request = Generate("r", 1, 9, SamplingParams(1), address.host, address.port, HisparseFlag.TRUE)
+    group = world.generate(request, tuple(range(9)))
+    for inbox in (world.decode.front.inbox, world.prefill[address].front.inbox):
+        inbox.append(group)
+    for _ in range(6):
+        world.work(itertools.repeat(WriteFate.SLOW))
+    assert world.prefill[address].sender.in_flight
+    return world.prefill[address]
 
 
 TestBothEnds = pytest.mark.timeout(0 if _ASKED else 600)(BothEndsMachine.TestCase)

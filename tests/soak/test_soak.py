@@ -141,7 +141,8 @@ def services(checkpoint: Path, directory: Path) -> Deployment:
     same_port = ["--control-port", str(first_of_free_ports(NUM_RANKS))]
     prefill = [
         prefill_service(checkpoint, directory, "prefill-0", [*NODE_OPTIONS, *same_port]),
-        prefill_service(checkpoint, directory, "prefill-1", NODE_OPTIONS),
+        # One writes over shared memory, the other over TCP.
+        prefill_service(checkpoint, directory, "prefill-1", [*NODE_OPTIONS, "--same-host-lane", "off"]),
     ]
     decode = [
         decode_service(checkpoint, directory, f"decode-{number}", [*NODE_OPTIONS, *DECODE_OPTIONS])

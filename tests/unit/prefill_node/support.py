@@ -6,6 +6,7 @@ The decode node is real where it meets the prefill node: control client, Mooncak
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import zmq
 
+from kernels.host_memory import HostPool, allocate_host
 from model.dsa import DsaModel
 from model.loader import load_model
 from model.paged_kv import PagedKv, PagedRequest
@@ -62,6 +64,7 @@ from service.settings import PrefillSettings
 from transfer.aux_record import AuxLayout, AuxRecord
 from transfer.engine import TransferEngine
 from transfer.extents import expand_pages, extents_to_slots
+from transfer.lane_host import LaneHost, SharedMemory
 from transfer.sender import Ready, WriteBatch
 from transfer.transport import TCP
 from vocabulary import SamplingParams
@@ -304,7 +307,10 @@ class ControlPeer:
 
 
 class DecodePeer(ControlPeer):
-    """A decode node: registered memory, a control connection, and landing zones of the test's choice."""
+    """A decode node: registered memory, a control connection, and landing zones of the test's choice.
+
+    All of its memory can be mapped by the prefill node: ``registration(lane=peer.lane_host.offer)``.
+    """
 
     NUM_SLOTS = 1024
     NUM_AUX_SLOTS = 8
@@ -315,15 +321,25 @@ class DecodePeer(ControlPeer):
         self.node_id = node_id
         self.geometry = spec.geometry(page_size)
         self.layout = AuxLayout(spec.num_index_layers, spec.index_topk)
-        self.kv_host = torch.zeros(spec.num_layers, self.NUM_SLOTS, spec.item_bytes, dtype=torch.uint8)
-        self.kv_device = torch.zeros_like(self.kv_host)
-        self.index = torch.zeros(
-            spec.num_index_layers, self.NUM_SLOTS, spec.index_item_bytes, dtype=torch.uint8
+        self._pools: list[HostPool] = []
+        self.kv_host = self._zeros(spec.num_layers, self.NUM_SLOTS, spec.item_bytes)
+        self.kv_device = self._zeros(spec.num_layers, self.NUM_SLOTS, spec.item_bytes)
+        self.index = self._zeros(spec.num_index_layers, self.NUM_SLOTS, spec.index_item_bytes)
+        self.aux = self._zeros(self.NUM_AUX_SLOTS, self.layout.slot_bytes)
+        self.lane_host = LaneHost(
+            [
+                SharedMemory(pool.tensor.data_ptr(), pool.num_bytes, pool.shared_fd)
+                for pool in self._pools
+                if pool.shared_fd is not None
+            ],
         )
-        self.aux = torch.zeros(self.NUM_AUX_SLOTS, self.layout.slot_bytes, dtype=torch.uint8)
         self.transfer = TransferEngine("127.0.0.1")
         for memory in (self.kv_host, self.kv_device, self.index, self.aux):
             self.transfer.register(memory)
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        self._pools.append(allocate_host(math.prod(shape), pinned=False, shared=True))
+        return self._pools[-1].tensor.view(shape)
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -373,6 +389,7 @@ class DecodePeer(ControlPeer):
 
     def close(self) -> None:
         super().close()
+        self.lane_host.close()
         self.transfer.close()
 
 

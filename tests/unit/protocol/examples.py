@@ -1,5 +1,6 @@
 """One of every control message with its golden bytes, and the geometry that tests give their nodes."""
 
+from protocol.lane import LaneOffer
 from protocol.messages import (
     AbortRoom,
     Bootstrap,
@@ -40,14 +41,23 @@ BOOTSTRAP = Bootstrap(
 
 TO_PREFILL = [
     (
-        Register(1, "node", "10.0.0.2:15001", GEOMETRY, (Region(RegionKind.KV_HOST, 4096, 768, 1),), "rdma"),
-        "9701"
+        Register(
+            1,
+            "node",
+            "10.0.0.2:15001",
+            GEOMETRY,
+            (Region(RegionKind.KV_HOST, 4096, 768, 1),),
+            "rdma",
+            LaneOffer("hisparse-pd-lane-" + "0f" * 8, bytes(range(32))),
+        ),
+        "9801"
         "01a46e6f6465ae31302e302e302e323a3135303031"
         "99a26670a7666c6f6174333204"
         "03ccc0cc804040"
         "a9746f705f7020302e39"
         "9194a76b765f686f7374cd1000cd030001"
-        "a472646d61",
+        "a472646d61"
+        "92d92168697370617273652d70642d6c616e652d" + "3066" * 8 + "c420" + bytes(range(32)).hex(),
     ),
     (Heartbeat(9), "920209"),
     (BOOTSTRAP, "9803cf7fffffffffffffffcc829292076492cd012c1e919240ccc005c301"),
@@ -55,8 +65,8 @@ TO_PREFILL = [
 ]
 TO_DECODE = [
     (
-        Registered(1, "inst", GEOMETRY),
-        "940101a4696e737499a26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e39",
+        Registered(1, "inst", GEOMETRY, "shm", "same"),
+        "960101a4696e737499a26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e39a373686da473616d65",
     ),
     (Refused("no", True), "9302a26e6fc3"),
     (HeartbeatAck(9, "inst"), "930309a4696e7374"),

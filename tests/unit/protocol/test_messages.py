@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from protocol import messages
 from protocol.messages import (
     Bootstrap,
+    Registered,
     RoomDone,
 )
-from tests.unit.protocol.examples import BOOTSTRAP, TO_DECODE, TO_PREFILL
+from tests.unit.protocol.examples import BOOTSTRAP, GEOMETRY, TO_DECODE, TO_PREFILL
 
 
 @pytest.mark.parametrize(("message", "golden"), TO_PREFILL, ids=lambda value: type(value).__name__)
@@ -54,9 +55,29 @@ def test_bootstrap_without_its_last_fields_decodes(num_missing: int, without: di
 
 def test_a_registration_that_does_not_name_its_transport_decodes() -> None:
     register, _ = TO_PREFILL[0]
-    shortened = msgspec.msgpack.encode(_fields(register)[:-1])
+    shortened = msgspec.msgpack.encode(_fields(register)[:-2])
     decoded = messages.to_prefill_decoder.decode(shortened)
-    assert decoded == msgspec.structs.replace(register, transfer_protocol="")
+    assert decoded == msgspec.structs.replace(register, transfer_protocol="", lane=None)
+
+
+def test_nodes_that_know_of_no_lanes_decode() -> None:
+    """Golden bytes of before there were the fields."""
+    register, _ = TO_PREFILL[0]
+    decoded = messages.to_prefill_decoder.decode(msgspec.msgpack.encode(_fields(register)[:-1]))
+    assert decoded == msgspec.structs.replace(register, lane=None)
+    before = "940101a4696e737499a26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e39"
+    assert messages.to_decode_decoder.decode(bytes.fromhex(before)) == Registered(1, "inst", GEOMETRY)
+
+
+@pytest.mark.parametrize(
+    "socket", ["", "/run/x.sock", "hisparse-pd-lane-../x", "hisparse-pd-lane-" + "0" * 17]
+)
+def test_a_lane_names_a_socket_of_ours_and_no_path(socket: str) -> None:
+    register, _ = TO_PREFILL[0]
+    fields = _fields(register)
+    fields[-1] = [socket, bytes(32)]
+    with pytest.raises(msgspec.MsgspecError):
+        messages.to_prefill_decoder.decode(msgspec.msgpack.encode(fields))
 
 
 def test_a_delivery_that_does_not_tell_of_failed_batches_decodes() -> None:

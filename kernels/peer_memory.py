@@ -1,0 +1,148 @@
+"""Memory that a GPU of this process writes to and another process owns: main memory, and a GPU's.
+
+Main memory that both processes have mapped is registered with CUDA in either; it has the address then that it
+is mapped at. A GPU's memory is opened by a handle of its owner's (CUDA IPC), also that of another GPU, which
+the two reach over NVLink or PCIe. Long ranges are copied by the GPU's copy engine, short ones by a kernel
+(``csrc/lane_copy.cu``).
+
+cupy is imported, and the code compiled, on the first use.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.cuda_launch import cupy_module, translation_unit
+from kernels.host_memory import CudaPinning
+
+Addresses = npt.NDArray[np.int64]
+
+NUM_BLOCKS = 32
+NUM_THREADS = 256
+"""So few blocks fill PCIe, and leave the rest of the GPU to the forward beside them."""
+_MEMCPY_DEFAULT = 4
+_LAZY_PEER_ACCESS = 1
+"""cudaMemcpyDefault, cudaIpcMemLazyEnablePeerAccess"""
+
+
+def ipc_handle(memory: Tensor) -> tuple[bytes, int]:
+    """What another process opens ``memory`` by, on a GPU, and where in the opened memory it begins.
+
+    Raises RuntimeError, or any error of the driver's, where there is none: of expandable segments, say.
+    """
+    from cuda.bindings import driver
+
+    with torch.cuda.device(memory.device):
+        error, base, _ = driver.cuMemGetAddressRange(memory.data_ptr())
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{error.name} from cuMemGetAddressRange at {memory.data_ptr():#x}")
+        handle = cupy_module().cuda.runtime.ipcGetMemHandle(int(base))
+    return bytes(handle), memory.data_ptr() - int(base)
+
+
+class GpuWriter:
+    """Writes from ``sources``, tensors on ``device``, to memory of other processes. For any thread."""
+
+    def __init__(self, device: torch.device, sources: Sequence[Tensor]) -> None:
+        self._device = device
+        self._starts = np.array([source.data_ptr() for source in sources], np.int64)
+        self._ends = self._starts + np.array([source.nbytes for source in sources], np.int64)
+        self._sources = tuple(sources)  # keeps them
+        self._pinning = CudaPinning()
+        self._of_thread = threading.local()
+
+    def owns(self, addrs: Addresses) -> npt.NDArray[np.bool_]:
+        """Which addresses are in the sources."""
+        is_inside = (addrs[:, None] >= self._starts) & (addrs[:, None] < self._ends)
+        return np.asarray(is_inside.any(axis=1), np.bool_)
+
+    def register(self, addr: int, num_bytes: int) -> None:
+        """Let the GPU write to main memory, at some 1.5 GB/s of 4 KiB pages. Raises the driver's error."""
+        with torch.cuda.device(self._device):
+            self._pinning.register(addr, num_bytes)
+
+    def unregister(self, addr: int) -> None:
+        """Undo ``register``; no copy may be in progress."""
+        with torch.cuda.device(self._device):
+            self._pinning.unregister(addr)
+
+    def open(self, handle: bytes) -> int:
+        """The address here of another process's memory, by its ``ipc_handle``. Raises the driver's error."""
+        with torch.cuda.device(self._device):
+            return int(cupy_module().cuda.runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
+
+    def close(self, addr: int) -> None:
+        """Undo ``open``; no copy may be in progress."""
+        with torch.cuda.device(self._device):
+            cupy_module().cuda.runtime.ipcCloseMemHandle(addr)
+
+    def copy(self, runs: Sequence[Addresses], pieces: Sequence[Addresses]) -> None:
+        """Copy long ranges and short ones, sources, destinations and lengths in bytes of each: int64 [n].
+
+        Blocks, without the interpreter lock, until all of it has landed. Raises the driver's error; then some
+        of it may land later.
+        """
+        with torch.cuda.device(self._device):
+            channel = self._channel()
+            with torch.cuda.stream(channel.stream):
+                for src, dst, length in zip(*(column.tolist() for column in runs), strict=True):
+                    cupy_module().cuda.runtime.memcpyAsync(
+                        dst, src, length, _MEMCPY_DEFAULT, channel.stream.cuda_stream
+                    )
+                if pieces[0].size:
+                    channel.launch(pieces)
+                channel.over.record(channel.stream)
+            channel.over.synchronize()
+
+    def _channel(self) -> _Channel:
+        if not hasattr(self._of_thread, "channel"):
+            self._of_thread.channel = _Channel(self._device)
+        channel: _Channel = self._of_thread.channel
+        return channel
+
+
+class _Channel:
+    """A thread's stream, and where it puts addresses for the kernel. One copy at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Waits in the driver: a thread that spins would take a core from the forward.
+        self.over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._staged = torch.empty(0, dtype=torch.int64)
+        self._addresses = torch.empty(0, dtype=torch.int64, device=device)
+
+    def launch(self, pieces: Sequence[Addresses]) -> None:
+        columns = np.stack(pieces)
+        if columns.size > self._staged.numel():
+            self._staged = torch.empty(2 * columns.size, dtype=torch.int64, pin_memory=True)
+            self._addresses = torch.empty(2 * columns.size, dtype=torch.int64, device=self._device)
+        self._staged[: columns.size].copy_(torch.from_numpy(columns.reshape(-1)))
+        self._addresses[: columns.size].copy_(self._staged[: columns.size], non_blocking=True)
+        kernel = _kernel(word_bytes(columns))
+        with cupy_module().cuda.ExternalStream(self.stream.cuda_stream, self._device.index or 0):
+            kernel(
+                (NUM_BLOCKS,),
+                (NUM_THREADS,),
+                (np.uint64(self._addresses.data_ptr()), np.int32(columns.shape[1])),
+            )
+
+
+def word_bytes(columns: Addresses) -> int:
+    """The widest word, of 16 bytes at most, that all addresses and lengths are multiples of."""
+    bits = int(np.bitwise_or.reduce(columns, axis=None))
+    return next(width for width in (16, 8, 4, 1) if bits % width == 0)
+
+
+@functools.cache
+def _kernel(width: int) -> Any:
+    module = cupy_module().RawModule(code=translation_unit("lane_copy.cu"), backend="nvrtc")
+    return module.get_function(f"copy_ranges_{width}")

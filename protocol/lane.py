@@ -1,0 +1,79 @@
+"""What crosses the socket of a lane: a Unix socket between two processes of one machine.
+
+A decode node that offers its memory names the socket and a token in its registration, over the control
+channel. The prefill node shows the token on the socket and gets descriptors of the memory with the answer.
+When it has mapped that it may say that it will write in no other way. From then on nothing is said: the
+connection stands for as long as the prefill node may write, and the kernel closes it when the process ends.
+One message is one packet (SOCK_SEQPACKET).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+from msgspec.msgpack import Encoder
+
+from protocol.decoding import TypedDecoder
+
+TOKEN_BYTES = 32
+MAX_LANE_MESSAGE_BYTES = 8192
+MAX_WINDOWS = 8
+
+SOCKET_PREFIX = "hisparse-pd-lane-"
+LaneSocket = Annotated[str, Meta(max_length=64, pattern=rf"^{SOCKET_PREFIX}[0-9a-f]{{16}}\Z")]
+"""A name without a path: where to look for it is the prefill node's own business."""
+Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class LaneOffer(Struct, frozen=True, array_like=True):
+    """In a registration: where this node's memory can be had by processes of its machine. Another one in
+    every run of a node."""
+
+    socket: LaneSocket
+    token: Token
+
+
+class LaneHello(Struct, frozen=True, array_like=True, tag=1):
+    """First packet of the prefill node."""
+
+    token: Token
+    instance_id: Annotated[str, Meta(max_length=256, pattern=r"^[ -~]+\Z")]
+
+
+class LaneSole(Struct, frozen=True, array_like=True, tag=2):
+    """The run will write to this decode node through this memory alone, with a CPU: what it has written when
+    the connection ends is all that ever lands."""
+
+
+class Window(Struct, frozen=True, array_like=True):
+    """``num_bytes`` from ``base_addr`` of the decode node are the file ``descriptor`` from its byte 0, or are
+    in its GPU.
+
+    ``descriptor``: a position among those that came with the packet. ``cuda_handle``: opens memory of a GPU,
+    in which the window begins at ``cuda_offset``; empty: it is a file.
+    """
+
+    base_addr: _Count
+    num_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    descriptor: Annotated[int, Meta(ge=0, lt=MAX_WINDOWS)]
+    cuda_handle: Annotated[bytes, Meta(max_length=256)] = b""
+    cuda_offset: _Count = 0
+
+
+class LaneWelcome(Struct, frozen=True, array_like=True, tag=1):
+    windows: Annotated[tuple[Window, ...], Meta(min_length=1, max_length=MAX_WINDOWS)]
+
+
+class LaneDenied(Struct, frozen=True, array_like=True, tag=2):
+    reason: Annotated[str, Meta(max_length=1024)]
+
+
+LaneAnswer = LaneWelcome | LaneDenied
+
+FromWriter = LaneHello | LaneSole
+
+encoder = Encoder()
+from_writer_decoder: TypedDecoder[FromWriter] = TypedDecoder(FromWriter)
+answer_decoder: TypedDecoder[LaneAnswer] = TypedDecoder(LaneAnswer)

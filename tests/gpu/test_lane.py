@@ -1,0 +1,176 @@
+"""A GPU's writes to another process: main memory that both have registered, and the other one's GPU memory.
+
+With two GPUs the other process has the second. What is measured is printed: ``pytest -m gpu -s``.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import ArrayLike
+
+from kernels.peer_memory import GpuWriter, word_bytes
+from tests.gpu.lane_peer import LanePeer, lane_peer
+from tests.gpu.support import DEVICE, needs_gpu
+from transfer.extents import SlotArray
+from transfer.lane import Lanes
+from transfer.lane_memory import PIECE_BYTES, RUN_BYTES
+from transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
+
+pytestmark = needs_gpu
+
+NUM_BYTES = 512 << 20
+WAIT_SECS = 120.0
+SESSION = "peer"
+
+
+class NoNetwork:
+    """All of it goes over the lane. Sources are not checked here."""
+
+    def write(self, *_: object, **__: object) -> None:
+        raise AssertionError("over the network")
+
+    def check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None:
+        pass
+
+
+class Writer:
+    """This process: KV on the first GPU, an aux record in main memory, and a lane to the peer."""
+
+    def __init__(self, peer: LanePeer) -> None:
+        self.peer = peer
+        generator = torch.Generator().manual_seed(3)
+        self.content = torch.randint(0, 256, (NUM_BYTES,), dtype=torch.uint8, generator=generator)
+        self.source = self.content.to("cuda:0")
+        self.aux = torch.arange(100, dtype=torch.uint8)
+        started = time.monotonic()
+        self.lanes = Lanes(NoNetwork(), "tcp", "run", gpu=GpuWriter(torch.device("cuda:0"), [self.source]))
+        self.lanes.register(SESSION, peer.offer, peer.regions)
+        while (lane := self.lanes.lane(SESSION)) is None or lane.kind != "shm":
+            assert time.monotonic() - started < WAIT_SECS, lane
+            time.sleep(0.01)
+        assert lane.reason == "both see the same memory", "the other GPU's memory as well"
+        self.open_secs = time.monotonic() - started
+
+    def write(self, src: ArrayLike, dst: ArrayLike, lengths: ArrayLike, where: str) -> None:
+        """Offsets in the source and in the peer's memory."""
+        base = self.peer.host_addr if where == "host" else self.peer.gpu_addr
+        self.lanes.write(SESSION, np.asarray(src) + self.source.data_ptr(), np.asarray(dst) + base, lengths)
+
+
+@pytest.fixture(scope="module")
+def writer() -> Iterator[Writer]:
+    device = "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
+    with lane_peer(NUM_BYTES, device) as peer:
+        made = Writer(peer)
+        yield made
+        made.lanes.close()
+
+
+@pytest.fixture
+def landed() -> dict[str, np.ndarray]:
+    """What the peer's memory must be. Tests of a module write one after the other."""
+    return _LANDED
+
+
+_LANDED = {where: np.zeros(NUM_BYTES, np.uint8) for where in ("host", "gpu")}
+
+
+@pytest.mark.parametrize("where", ["host", "gpu"])
+@pytest.mark.parametrize("item_bytes", [1, 3, 132, 656, 1152, 8 * 656 + 4, PIECE_BYTES + 16, RUN_BYTES + 64])
+def test_rows_of_any_length_land_bitwise_and_nothing_else_changes(
+    writer: Writer, landed: dict[str, np.ndarray], where: str, item_bytes: int
+) -> None:
+    num_slots = min(5000, (NUM_BYTES - 5) // item_bytes)
+    rng = np.random.default_rng(item_bytes)
+    src, dst = (rng.permutation(num_slots)[: num_slots // 2] * item_bytes for _ in range(2))
+    src, dst = src + 5 % item_bytes, dst + 3 % item_bytes  # also where nothing is aligned
+    keep = (src + item_bytes <= NUM_BYTES) & (dst + item_bytes <= NUM_BYTES)
+    src, dst = src[keep], dst[keep]
+    writer.write(src, dst, np.full(src.size, item_bytes), where)
+    content = writer.content.numpy()
+    for start, to in zip(src.tolist(), dst.tolist(), strict=True):
+        landed[where][to : to + item_bytes] = content[start : start + item_bytes]
+    assert writer.peer.crc(where) == zlib.crc32(landed[where].data)
+
+
+def test_a_room_of_long_and_short_runs_lands_in_slices(writer: Writer, landed: dict[str, np.ndarray]) -> None:
+    num_layers, num_slots, item_bytes = 4, 40_000, 656
+    rng = np.random.default_rng(1)
+    dst_slots = rng.permutation(num_slots)[:20_000]
+    dst_slots[:9000] = np.arange(9000)
+    dst_slots[9000:] = np.setdiff1d(np.arange(num_slots), dst_slots[:9000])[: 20_000 - 9000]
+    dst_slots[9000:] = rng.permutation(dst_slots[9000:])
+    src_slots = np.arange(20_000)
+    for where, base in (("host", writer.peer.host_addr), ("gpu", writer.peer.gpu_addr)):
+        src = RegionView(writer.source.data_ptr(), NUM_BYTES, num_layers, num_slots, item_bytes)
+        dst = RegionView(base, NUM_BYTES, num_layers, num_slots, item_bytes)
+        runs = plan_writes(src_slots, dst_slots)
+        for slice_ in SlicedWrites([LayerWrites(runs, src, dst, 0, num_layers)]):
+            writer.lanes.write(SESSION, *slice_)
+        shape, size = (num_layers, num_slots, item_bytes), num_layers * num_slots * item_bytes
+        source = writer.content.numpy()[:size].reshape(shape)
+        landed[where][:size].reshape(shape)[:, dst_slots] = source[:, src_slots]
+        assert writer.peer.crc(where) == zlib.crc32(landed[where].data)
+
+
+def test_what_is_in_main_memory_is_copied_by_the_cpu(writer: Writer, landed: dict[str, np.ndarray]) -> None:
+    writer.lanes.write(SESSION, [writer.aux.data_ptr()], [writer.peer.host_addr + 77], [100])
+    landed["host"][77:177] = writer.aux.numpy()
+    assert writer.peer.crc("host") == zlib.crc32(landed["host"].data)
+
+
+@pytest.mark.parametrize(("bits", "width"), [(0, 16), (656, 16), (1160, 8), (132, 4), (6, 1), (1, 1)])
+def test_the_widest_word_that_fits_is_taken(bits: int, width: int) -> None:
+    assert word_bytes(np.array([[4096], [bits]])) == width
+
+
+def test_the_peers_death_lets_its_memory_go() -> None:
+    with lane_peer(64 << 20, DEVICE) as peer:
+        lanes = Lanes(
+            NoNetwork(),
+            "tcp",
+            "run",
+            gpu=GpuWriter(torch.device("cuda:0"), [torch.zeros(64, device="cuda:0")]),
+        )
+        lanes.register(SESSION, peer.offer, peer.regions)
+        deadline = time.monotonic() + WAIT_SECS
+        while (lane := lanes.lane(SESSION)) is None or lane.kind != "shm":
+            assert time.monotonic() < deadline, lane
+            time.sleep(0.01)
+        mapping = lanes._pairs[SESSION].mapping
+        assert mapping is not None
+        peer.close()
+        while not all(mapped.closed for mapped in mapping._maps):
+            assert time.monotonic() < deadline, "the memory of a dead process is still mapped"
+            time.sleep(0.01)
+    torch.zeros(10, device="cuda:0").sum().item()  # the context lives on
+
+
+@pytest.mark.parametrize("where", ["host", "gpu"])
+@pytest.mark.parametrize(("name", "item_bytes"), [("runs of 2.7 MB", 2_700_000 // 656 * 656), ("rows", 656)])
+def test_how_fast(
+    writer: Writer, capsys: pytest.CaptureFixture[str], where: str, name: str, item_bytes: int
+) -> None:
+    """Prints GB/s of slices as the sender makes them; nothing is asserted of it."""
+    num_items = min(2048, (32 << 20) // item_bytes)
+    stride = 2 * item_bytes
+    src = np.arange(num_items) * stride
+    dst = np.random.default_rng(0).permutation(num_items) * stride
+    lengths = np.full(num_items, item_bytes)
+    writer.write(src, dst, lengths, where)
+    rates = []
+    for _ in range(20):
+        started = time.perf_counter()
+        writer.write(src, dst, lengths, where)
+        rates.append(num_items * item_bytes / (time.perf_counter() - started) / 1e9)
+    with capsys.disabled():
+        print(
+            f"\n{name} of {item_bytes} B to the {where}: {np.median(rates):.1f} GB/s "
+            f"({min(rates):.1f}-{max(rates):.1f}); {NUM_BYTES >> 20} MiB opened in {writer.open_secs:.2f} s"
+        )

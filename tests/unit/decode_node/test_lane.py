@@ -1,0 +1,141 @@
+"""A prefill node that wrote through shared memory lets go of it: its slots are free then, and no sooner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from decode_node.memory import DecodeMemory
+from decode_node.pools import PoolKind, Stage
+from protocol.messages import Registered
+from service.engine_messages import Abort, PeerLane
+from tests.unit.decode_node.support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    load_checkpoint,
+    random_prompt,
+)
+from transfer.lane_memory import Mapping
+from vocabulary import PREFILL_NODE_FAILED, HisparseFlag
+
+PROMPT = random_prompt(11, 200)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
+    return load_checkpoint(tiny_checkpoint("v32"))
+
+
+@pytest.fixture
+def node(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[EngineHarness]:
+    """Whose quarantine outlasts any test."""
+    harness = EngineHarness(
+        checkpoint, tmp_path, host_pool_tokens=1024, device_pool_tokens=1024, quarantine_secs=80_000.0
+    )
+    with closing(harness):
+        yield harness
+
+
+@pytest.fixture
+def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
+    with closing(PrefillDouble(checkpoint)) as double:
+        double.delivers = double.answers_aborts = False
+        yield double
+
+
+def land(node: EngineHarness, double: PrefillDouble) -> tuple[Answer, Mapping]:
+    """A request that a prefill node was entrusted with, and the memory that this one holds."""
+    answer = node.generate(double, PROMPT, 4, HisparseFlag.TRUE)
+    node.turn_until(lambda: double.bootstraps, double)
+    (register,) = double._registered.values()
+    assert register.lane is not None
+    mapping = Mapping(register.lane, double.instance_id, "")
+    mapping.promise_sole()
+    return answer, mapping
+
+
+def held(node: EngineHarness, stage: Stage) -> int:
+    return node.engine.requests.pools.used(stage)[PoolKind.HOST]
+
+
+@pytest.mark.I1
+@pytest.mark.I7
+def test_a_run_that_lets_go_is_lost_and_its_slots_are_free_at_once(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    answer, mapping = land(node, double)
+    double.answers_heartbeats, double.is_hung = False, True  # nothing else says that it has ended
+    mapping.close()
+    node.turn_until(lambda: answer.is_over)
+    assert answer.failure is not None
+    assert (answer.failure.status, answer.failure.code) == (502, PREFILL_NODE_FAILED)
+    assert "let go of this node's memory" in answer.failure.error
+    pools = node.engine.requests.pools
+    node.turn_until(lambda: pools.free == pools.totals)
+
+
+@pytest.mark.I1
+def test_slots_wait_for_as_long_as_the_run_holds_the_memory(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    _, mapping = land(node, double)
+    (request_id,) = node.answers
+    node.send(Abort(request_id))
+    node.turn_until(lambda: double.aborts, double)
+    num_held = held(node, Stage.QUARANTINED)
+    assert num_held > 0
+    double.close_http()  # its front is gone, the run is over for certain, and yet it may write
+    node.turn_until(lambda: node.stats is not None and not node.engine.peers.num_registered)
+    node.turn_for(0.2)
+    assert held(node, Stage.QUARANTINED) == num_held
+    mapping.close()
+    node.turn_until(lambda: held(node, Stage.QUARANTINED) == 0)
+
+
+@pytest.mark.I1
+def test_a_run_that_lets_go_frees_nothing_of_another(
+    node: EngineHarness, double: PrefillDouble, checkpoint: Checkpoint
+) -> None:
+    with closing(PrefillDouble(checkpoint)) as other:
+        other.delivers = other.answers_aborts = False
+        answer, mapping = land(node, double)
+        waiting = node.generate(other, PROMPT, 4, HisparseFlag.TRUE)
+        node.turn_until(lambda: other.bootstraps, double, other)
+        mapping.close()
+        node.turn_until(lambda: answer.is_over, other)
+        assert not waiting.is_over
+        assert held(node, Stage.LANDING) > 0
+        other.deliver(other.bootstraps[0])
+        node.turn_until(lambda: waiting.is_over, other)
+        assert waiting.failure is None
+
+
+def test_the_lane_of_a_peer_is_shown(node: EngineHarness, double: PrefillDouble) -> None:
+    land(node, double)[1].close()
+    answer = Registered(1, double.instance_id, double.geometry, "shm", 'it is "here"')
+    node.turn_until(lambda: not node.engine.peers.num_registered, double)
+    node.generate(double, PROMPT, 4, HisparseFlag.TRUE)
+    node.turn_until(lambda: node.engine.peers.num_registered, double)
+    double.say(answer)
+    lane = PeerLane(double.name, "shm", 'it is "here"')
+    node.turn_until(lambda: node.stats is not None and node.stats.lanes == (lane,), double)
+    assert node.stats is not None
+    name = f'lane_info{{peer="{double.name}",lane="shm",reason="it is \'here\'"}}'
+    assert node.stats.gauges[name] == 1
+
+
+def test_memory_stays_private_where_the_lane_is_off(
+    checkpoint: Checkpoint, tmp_path: Path, double: PrefillDouble
+) -> None:
+    with closing(EngineHarness(checkpoint, tmp_path, same_host_lane="off")) as node:
+        node.generate(double, PROMPT, 4, HisparseFlag.TRUE)
+        node.turn_until(lambda: double.bootstraps, double)
+        (register,) = double._registered.values()
+        assert register.lane is None
+        memory: DecodeMemory = node.engine._memory
+        assert memory.shared_memory() == ()

@@ -1,0 +1,109 @@
+"""The prefill engine's lanes: decided before the registration is answered, shown, kept, and let go of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.messages import RoomFailed
+from service.engine_messages import PeerLane
+from tests.unit.prefill_node.support import (
+    EngineThread,
+    decode_peer,
+    deliver,
+    engine_thread,
+    prompt,
+    wait_for,
+)
+from transfer.errors import TransferError
+
+SAME = "both see the same memory"
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    return tiny_checkpoint("v32")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineThread]:
+    with engine_thread(tiny, tmp_path_factory.mktemp("lane") / "front") as engine:
+        yield engine
+
+
+@pytest.fixture
+def network_fails(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what arrives came over shared memory."""
+
+    def write(*_: object) -> None:
+        raise TransferError("over the network")
+
+    monkeypatch.setattr(engine.engine._transfer, "write", write)
+
+
+@pytest.mark.usefixtures("network_fails")
+def test_rooms_land_over_the_lane_in_both_modes(engine: EngineThread) -> None:
+    with decode_peer(engine, "shared") as peer:
+        registered = peer.register(lane=peer.lane_host.offer)
+        assert (registered.lane, registered.lane_reason) == ("shm", SAME)
+        for room, hisparse in ((1, True), (2, False)):
+            deliver(engine, peer, room, prompt(room, 100), hisparse=hisparse)
+        lane = PeerLane(peer.transfer.session, "shm", SAME)
+        stats = engine.next_stats()
+        assert stats.lanes == (lane,)
+        assert stats.gauges[lane.info_metric] == 1
+        peer.reconnect()
+        assert peer.register(lane=peer.lane_host.offer).lane == "shm"
+        assert len(peer.lane_host._connections) == 1, "the same registration keeps its lane"
+
+
+@pytest.mark.usefixtures("network_fails")
+def test_a_node_that_offers_nothing_is_on_the_network(engine: EngineThread) -> None:
+    with decode_peer(engine, "private") as peer:
+        registered = peer.register()
+        assert (registered.lane, registered.lane_reason) == ("tcp", "the decode node offers no shared memory")
+        peer.bootstrap(3, 20)
+        engine.generate(3, prompt(3, 20))
+        assert "over the network" in peer.expect(RoomFailed).error
+
+
+def test_a_node_that_has_lost_its_lane_fails_its_rooms_and_no_others(engine: EngineThread) -> None:
+    with decode_peer(engine, "ending") as ending, decode_peer(engine, "staying") as staying:
+        for peer in (ending, staying):
+            assert peer.register(lane=peer.lane_host.offer).lane == "shm"
+        mapping = engine.engine._lanes._pairs[ending.transfer.session].mapping
+        assert mapping is not None
+        ending.lane_host.close()
+        wait_for(lambda: all(mapped.closed for mapped in mapping._maps), "the memory to be unmapped")
+        ending.bootstrap(4, 20)
+        engine.generate(4, prompt(4, 20))
+        failed = ending.expect(RoomFailed)
+        assert "let go of" in failed.error
+        assert failed.quiet or not failed.batch_failed
+        deliver(engine, staying, 5, prompt(5, 30))
+
+
+@pytest.mark.I1
+def test_the_memory_of_a_silent_node_is_let_go_of(tiny: Path, tmp_path: Path) -> None:
+    with (
+        engine_thread(tiny, tmp_path / "front", heartbeat_interval_secs=0.1) as engine,
+        decode_peer(engine) as peer,
+    ):
+        peer.register(lane=peer.lane_host.offer)
+        ended: list[str] = []
+        wait_for(lambda: ended.extend(peer.lane_host.take_ended()) or bool(ended), "the lane to end")
+        assert ended == [engine.ready.instance_id]
+        assert peer.register(lane=peer.lane_host.offer).lane == "shm"
+
+
+def test_a_node_with_the_lane_off_says_so(tiny: Path, tmp_path: Path) -> None:
+    with (
+        engine_thread(tiny, tmp_path / "front", same_host_lane="off") as engine,
+        decode_peer(engine) as peer,
+    ):
+        registered = peer.register(lane=peer.lane_host.offer)
+        assert (registered.lane, registered.lane_reason) == ("tcp", "--same-host-lane is off")
+        deliver(engine, peer, 6, prompt(6, 40))
+        assert peer.lane_host._connections == set()

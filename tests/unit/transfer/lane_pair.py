@@ -1,0 +1,102 @@
+"""A decode node's memory and the lanes of a prefill node in one process, for the tests of both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kernels.host_memory import HostPool, allocate_host
+from protocol.lane import LaneOffer
+from transfer.errors import TransferError
+from transfer.extents import SlotArray
+from transfer.lane import Lane, Lanes
+from transfer.lane_host import LaneHost, SharedMemory
+
+WAIT_SECS = 60.0
+SESSION = "127.0.0.1:15001"
+POOL_BYTES = (300_001, 4096)
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {WAIT_SECS} s for {what}"
+        time.sleep(0.002)
+
+
+class Network:
+    """In place of a TransferEngine: remembers what it was to send. ``source`` is what is registered."""
+
+    def __init__(self) -> None:
+        self.source = np.random.default_rng(0).integers(0, 256, 400_000, np.uint8)
+        self.sent: list[tuple[str, list[int]]] = []
+
+    @property
+    def addr(self) -> int:
+        return int(self.source.ctypes.data)
+
+    def write(
+        self,
+        session: str,
+        src_addrs: ArrayLike,
+        dst_addrs: ArrayLike,
+        lengths: ArrayLike,
+        stop: Callable[[], str] | None = None,
+    ) -> None:
+        self.sent.append((session, np.asarray(dst_addrs).tolist()))
+
+    def check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None:
+        if (src < self.addr).any() or (src + num_bytes > self.addr + self.source.nbytes).any():
+            raise TransferError("not in registered memory")
+
+
+class Pair:
+    """A decode node's memory, of which all or some is offered, and the lanes of a prefill node."""
+
+    def __init__(self, directory: str = "", *, covers_all: bool = True, why_off: str = "") -> None:
+        self.pools: list[HostPool] = [allocate_host(size, pinned=False, shared=True) for size in POOL_BYTES]
+        self.memory = [pool.tensor.numpy() for pool in self.pools]
+        self.regions = [(int(memory.ctypes.data), memory.nbytes) for memory in self.memory]
+        offered = [
+            SharedMemory(addr, num_bytes, pool.shared_fd)
+            for (addr, num_bytes), pool in zip(self.regions, self.pools, strict=True)
+            if pool.shared_fd is not None
+        ]
+        self.host = LaneHost(offered if covers_all else offered[:1], directory=directory)
+        self.network = Network()
+        self.lanes = Lanes(self.network, "tcp", "run", why_off=why_off, directory=directory)
+
+    def register(self, offer: LaneOffer | str | None = "own") -> Lane:
+        """The lane, once it is decided."""
+        lane = self.lanes.register(
+            SESSION, self.host.offer if isinstance(offer, str) else offer, self.regions
+        )
+        wait_until(lambda: self.lanes.lane(SESSION) is not None, "the lane is decided")
+        decided = self.lanes.lane(SESSION)
+        assert decided is not None
+        assert lane in (None, decided) or self.lanes.gpu is not None
+        return decided
+
+    def write(self, src: list[int], dst: list[int], lengths: list[int]) -> None:
+        """Offsets in the source and in the first pool."""
+        base = self.regions[0][0]
+        self.lanes.write(SESSION, [self.network.addr + at for at in src], [base + at for at in dst], lengths)
+
+    def close(self) -> None:
+        self.lanes.close()
+        self.host.close()
+        for pool in self.pools:
+            pool.close()
+
+
+@contextmanager
+def pair_of(directory: str = "", *, covers_all: bool = True, why_off: str = "") -> Iterator[Pair]:
+    pair = Pair(directory, covers_all=covers_all, why_off=why_off)
+    try:
+        yield pair
+    finally:
+        pair.close()

@@ -1,0 +1,403 @@
+"""Lanes of shared memory: every byte where it belongs, who is let in, and when a writer is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import transfer.lane
+import transfer.lane_memory
+from kernels.host_memory import allocate_host
+from protocol.lane import SOCKET_PREFIX, LaneOffer, LaneWelcome, Window, encoder
+from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Pair, pair_of, wait_until
+from tests.unit.transfer.lane_writer import lane_writer
+from transfer.errors import TransferError, TransferSetupError
+from transfer.extents import SlotArray
+from transfer.lane import Lane
+from transfer.lane_copy import SHORT_BYTES, copy_ranges
+from transfer.lane_host import LaneHost, SharedMemory, remove_stale
+from transfer.lane_memory import LaneError, Mapping
+from transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
+from transfer.sender import Sender, WriteBatch
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with pair_of() as made:
+        yield made
+
+
+# --- bytes ------------------------------------------------------------------------------------------------
+
+ITEM_BYTES = st.sampled_from([1, 3, 17, 64, 132, 200, 656, 1152, SHORT_BYTES + 1])
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_ranges_are_copied_and_nothing_else(data: st.DataObject) -> None:
+    item_bytes = data.draw(ITEM_BYTES)
+    num_slots = max(8, min(200, (1 << 19) // item_bytes))
+    slots = st.integers(0, num_slots - 1)
+    dst_slots = data.draw(st.lists(slots, unique=True, max_size=60))
+    src_slots = data.draw(st.lists(slots, min_size=len(dst_slots), max_size=len(dst_slots)))
+    if data.draw(st.booleans()):
+        src_slots = list(range(len(dst_slots)))
+    runs = plan_writes(src_slots, sorted(dst_slots) if data.draw(st.booleans()) else dst_slots)
+    source = np.random.default_rng(1).integers(0, 256, num_slots * item_bytes, np.uint8)
+    landing = np.full(num_slots * item_bytes + 2, 7, np.uint8)
+    expected = landing.copy()
+    src, dst, lengths = (array * item_bytes for array in (runs.src_start, runs.dst_start, runs.length))
+    for start, to, length in zip(src, dst, lengths, strict=True):
+        expected[1 + to : 1 + to + length] = source[start : start + length]
+    copy_ranges(src + source.ctypes.data, dst + 1 + landing.ctypes.data, lengths)
+    assert np.array_equal(landing, expected)
+
+
+def test_ranges_of_lengths_without_a_common_row_are_copied() -> None:
+    source = np.arange(4000, dtype=np.uint8)
+    landing = np.zeros(4000, np.uint8)
+    src, dst, lengths = np.array([0, 1001, 17]), np.array([5, 2001, 3003]), np.array([1000, 13, 611])
+    expected = landing.copy()
+    for start, to, length in zip(src, dst, lengths, strict=True):
+        expected[to : to + length] = source[start : start + length]
+    copy_ranges(src + source.ctypes.data, dst + landing.ctypes.data, lengths)
+    assert np.array_equal(landing, expected)
+
+
+def test_a_room_lands_over_the_sender_as_planned(pair: Pair) -> None:
+    """Slots in any order, several layers, in slices: as the prefill node writes."""
+    assert pair.register() == Lane("shm", "both see the same memory")
+    item_bytes, num_layers = 132, 5
+    num_slots = 200_000 // (item_bytes * num_layers)
+    addr, num_bytes = pair.regions[0]
+    src = RegionView(pair.network.addr, pair.network.source.nbytes, num_layers, num_slots, item_bytes)
+    dst = RegionView(addr, num_bytes, num_layers, num_slots, item_bytes)
+    rng = np.random.default_rng(2)
+    src_slots, dst_slots = (rng.permutation(num_slots)[:150] for _ in range(2))
+    src_slots[:40] = np.arange(40)
+    dst_slots[:40] = np.setdiff1d(np.arange(num_slots), dst_slots[40:])[:40]
+    writes = SlicedWrites((LayerWrites(plan_writes(src_slots, dst_slots), src, dst, 0, num_layers),), 1 << 16)
+    sender = Sender(pair.lanes)
+    sender.submit(SESSION, WriteBatch(1, "tag", writes, writes.num_bytes))  # type: ignore[arg-type]
+    completions: list[object] = []
+    wait_until(lambda: completions.extend(sender.poll()) or completions, "the batch has landed")
+    assert sender.close(WAIT_SECS)
+    expected = np.zeros_like(pair.memory[0])
+    shape = (num_layers, num_slots, item_bytes)
+    size = num_layers * num_slots * item_bytes
+    expected[:size].reshape(shape)[:, dst_slots] = pair.network.source[:size].reshape(shape)[:, src_slots]
+    assert np.array_equal(pair.memory[0], expected)
+    assert pair.network.sent == []
+
+
+@pytest.mark.I1
+def test_a_wrong_plan_fails_and_writes_nothing(pair: Pair) -> None:
+    pair.register()
+    size = POOL_BYTES[0]
+    ends = mmap.PAGESIZE * -(-size // mmap.PAGESIZE)  # the next pool may begin behind the last page
+    for dst, length in ((size, 1), (size - 3, 4), (-1, 1), (-5, 10), (0, size + 1), (ends + (1 << 40), 5)):
+        with pytest.raises(TransferError, match=r"nothing was written|not in registered memory") as caught:
+            pair.write([0, 0], [10, dst], [5, length])
+        assert not caught.value.may_still_land
+    with pytest.raises(TransferError, match="not in registered memory"):
+        pair.write([pair.network.source.nbytes - 2], [0], [3])
+    with pytest.raises(TransferError, match="2 sources, 1 destinations"):
+        pair.write([0, 1], [0], [3])
+    assert not pair.memory[0].any()
+    assert pair.network.sent == []
+
+
+def test_a_write_that_is_to_stop_stops_between_its_parts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer.lane, "PART_BYTES", 1000)
+    pair.register()
+    answers = iter(["", "", "the room was cancelled"])
+    base = pair.regions[0][0]
+    with pytest.raises(TransferError, match="stopped after 2000 bytes: the room was cancelled"):
+        pair.lanes.write(SESSION, [pair.network.addr], [base], [5000], stop=lambda: next(answers))
+    assert np.array_equal(pair.memory[0][:2000], pair.network.source[:2000])
+    assert not pair.memory[0][2000:].any()
+
+
+def test_what_is_not_shared_goes_over_the_network() -> None:
+    with pair_of(covers_all=False) as pair:
+        assert pair.register() == Lane("shm", "both see the same memory; the rest of it over tcp")
+        other = pair.regions[1][0]
+        src, dst = [pair.network.addr, pair.network.addr + 50], [pair.regions[0][0] + 9, other]
+        pair.lanes.write(SESSION, src, dst, [40, 40])
+        assert np.array_equal(pair.memory[0][9:49], pair.network.source[:40])
+        assert pair.network.sent == [(SESSION, [other])]
+        with pytest.raises(TransferError, match="ends outside of the decode node's memory"):
+            pair.write([0], [POOL_BYTES[0] - 1], [2])
+
+
+# --- which lane, and why ----------------------------------------------------------------------------------
+
+
+def test_the_network_is_taken_where_shared_memory_is_not_wanted() -> None:
+    with pair_of(why_off="--same-host-lane is off") as pair:
+        assert pair.register() == Lane("tcp", "--same-host-lane is off")
+        pair.write([0], [0], [10])
+        assert len(pair.network.sent) == 1
+
+
+def test_the_network_is_taken_for_a_node_that_offers_nothing(pair: Pair) -> None:
+    assert pair.register(None) == Lane("tcp", "the decode node offers no shared memory")
+
+
+def test_the_network_is_taken_for_a_node_of_another_machine(pair: Pair) -> None:
+    elsewhere = LaneOffer(f"{SOCKET_PREFIX}{'0' * 16}", bytes(32))
+    lane = pair.register(elsewhere)
+    assert lane.kind == "tcp"
+    assert f"{SOCKET_PREFIX}{'0' * 16} is not among this machine's abstract names" in lane.reason
+
+
+def test_who_does_not_know_the_token_gets_nothing(pair: Pair) -> None:
+    lane = pair.register(LaneOffer(pair.host.offer.socket, bytes(32)))
+    assert lane.kind == "tcp"
+    assert "the token is not that of this decode node's registrations" in lane.reason
+
+
+def test_another_user_gets_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.geteuid()
+    monkeypatch.setattr("transfer.lane_host.os.geteuid", lambda: user + 1)
+    lane = pair.register()
+    assert lane.kind == "tcp"
+    assert f"the prefill node runs as user {user}, the decode node as {user + 1}" in lane.reason
+
+
+@contextmanager
+def answering(name: str, packet: bytes | None, descriptors: list[int]) -> Iterator[None]:
+    """A socket that answers one connection so, or not at all."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+
+        def answer() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(4096)
+                if packet is not None:
+                    socket.send_fds(sock, [packet], descriptors)
+                sock.recv(1)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield
+        thread.join(WAIT_SECS)
+
+
+@pytest.mark.I7
+def test_a_wrong_answer_is_refused_and_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer.lane_memory, "OPEN_SECS", 0.2)
+    unsealed = os.memfd_create("unsealed")
+    os.ftruncate(unsealed, 4096)
+    pool = allocate_host(4096, pinned=False, shared=True)
+    assert pool.shared_fd is not None
+    sealed = pool.shared_fd
+    cases: list[tuple[bytes | None, list[int], str]] = [
+        (None, [], "gave no answer within 0.2 s"),
+        (b"\x01", [], "malformed"),
+        (encoder.encode(LaneWelcome((Window(4096, 4096, 0),))), [], "descriptor 0 of 0 is missing"),
+        (encoder.encode(LaneWelcome((Window(4096, 4096, 0),))), [unsealed], "not sealed"),
+        (encoder.encode(LaneWelcome((Window(4096, 4097, 0),))), [sealed], "4096 bytes is said to be 4097"),
+        (encoder.encode(LaneWelcome((Window(2**63 - 9, 64, 0),))), [sealed], "overlap"),
+        (encoder.encode(LaneWelcome((Window(0, 64, 0), Window(63, 9, 0)))), [sealed], "overlap"),
+    ]
+    num_open = len(os.listdir("/proc/self/fd"))
+    for number, (packet, descriptors, words) in enumerate(cases):
+        offer = LaneOffer(f"{SOCKET_PREFIX}{os.getpid():014x}{number:02x}", bytes(32))
+        with answering(offer.socket, packet, descriptors), pytest.raises(LaneError, match=words):
+            Mapping(offer, "run", "")
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    os.close(unsealed)
+    pool.close()
+
+
+@pytest.mark.I7
+def test_strangers_who_say_nothing_or_nonsense_keep_nobody_out(pair: Pair) -> None:
+    with contextlib.ExitStack() as strangers:
+        for packet in (b"", b"\xff" * 100, b"x" * 20_000):
+            sock = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            sock.connect(f"\0{pair.host.offer.socket}")
+            if packet:
+                sock.send(packet)
+        assert pair.register().kind == "shm"
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A short path: that of a socket has 107 bytes at most."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+# --- sockets in a directory -------------------------------------------------------------------------------
+
+
+def test_a_directory_has_the_socket_for_its_user_alone_and_only_while_the_node_lives(directory: Path) -> None:
+    with pair_of(str(directory)) as pair:
+        (path,) = directory.iterdir()
+        assert path.name == pair.host.offer.socket
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert pair.register().kind == "shm"
+    assert list(directory.iterdir()) == []
+
+
+def test_sockets_of_nodes_that_were_killed_are_removed_and_no_others(directory: Path) -> None:
+    stale = directory / f"{SOCKET_PREFIX}{'1' * 16}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(stale))
+    foreign = directory / "other.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(foreign))
+    with pair_of(str(directory)) as first:
+        assert not stale.exists()
+        remove_stale(directory)
+        assert (directory / first.host.offer.socket).exists()
+        assert foreign.exists()
+        assert first.register().kind == "shm"
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="only root makes namespaces, with unshare"
+)
+def test_a_process_of_other_namespaces_writes_through_a_directory(directory: Path) -> None:
+    """As another container does, whose network and IPC are its own."""
+    with pair_of(str(directory)) as pair:
+        with lane_writer(pair.host.offer, str(directory), ("unshare", "--net", "--ipc")):
+            wait_until(lambda: pair.memory[0].any(), "the first write")
+        wait_until(lambda: pair.host.take_ended() == ["child"], "the kernel closes its connection")
+
+
+def test_a_directory_that_is_not_there_ends_the_start_with_its_name(directory: Path) -> None:
+    pool = allocate_host(4096, pinned=False, shared=True)
+    assert pool.shared_fd is not None
+    with pytest.raises(TransferSetupError, match=rf"{directory}/none.*--same-host-dir"):
+        LaneHost([SharedMemory(4096, 4096, pool.shared_fd)], directory=str(directory / "none"))
+    pool.close()
+
+
+# --- who still writes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.I1
+def test_a_killed_writer_is_gone_and_a_stopped_one_is_not(pair: Pair) -> None:
+    """Its process writes all the time. What has landed when it is gone stays as it is."""
+    with lane_writer(pair.host.offer) as writer:
+        wait_until(lambda: pair.memory[0].any(), "the first write")
+        writer.pause()
+        assert pair.host.take_ended() == []
+        wait_until(lambda: pair.host._num_open["child"] == 1, "the host has counted it")
+        pair.memory[0][:] = 0
+        writer.resume()
+        wait_until(lambda: pair.memory[0].any(), "a write after the pause")
+        assert pair.host.take_ended() == []
+        writer.kill()
+        ended: list[str] = []
+        wait_until(lambda: ended.extend(pair.host.take_ended()) or ended, "the kernel closes its connection")
+        pair.memory[0][:] = 0
+        writer.close()
+        assert ended == ["child"]
+        assert not pair.memory[0].any()
+
+
+@pytest.mark.I1
+def test_a_run_that_may_write_otherwise_is_never_reported_gone() -> None:
+    with pair_of(covers_all=False) as pair:
+        pair.register()
+        pair.lanes.release(SESSION)
+        wait_until(lambda: not pair.host._connections, "the connection ends")
+        assert pair.host.take_ended() == []
+
+
+@pytest.mark.I1
+def test_memory_is_let_go_of_when_the_write_in_progress_is_over(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.register()
+    is_copying, may_go_on = threading.Event(), threading.Event()
+
+    def copy(src: SlotArray, dst: SlotArray, lengths: SlotArray) -> None:
+        is_copying.set()
+        assert may_go_on.wait(WAIT_SECS)
+        copy_ranges(src, dst, lengths)
+
+    monkeypatch.setattr(transfer.lane_memory, "copy_ranges", copy)
+    thread = threading.Thread(target=pair.write, args=([0], [0], [100]))
+    thread.start()
+    assert is_copying.wait(WAIT_SECS)
+    pair.lanes.release(SESSION)
+    with pytest.raises(TransferError, match="let go"):
+        pair.write([0], [200], [10])
+    assert pair.host._num_open["run"] == 1
+    may_go_on.set()
+    thread.join(WAIT_SECS)
+    assert np.array_equal(pair.memory[0][:100], pair.network.source[:100])
+    wait_until(lambda: pair.host.take_ended() == ["run"], "the connection ends")
+    assert pair.network.sent == []
+
+
+@pytest.mark.I1
+def test_a_pair_that_was_on_shared_memory_is_never_on_the_network(pair: Pair) -> None:
+    """Else the end of its process would not say that nothing lands any more."""
+    pair.register()
+    pair.lanes.release(SESSION)
+    with pytest.raises(TransferError, match="let go"):
+        pair.write([0], [0], [10])
+    assert pair.register().kind == "shm"  # the same process came back
+    pair.write([0], [0], [10])
+    pair.lanes.release(SESSION)
+    pair.host.close()
+    assert pair.lanes.register(SESSION, pair.host.offer, pair.regions) is None
+    wait_until(lambda: pair.lanes.lane(SESSION) is not None, "it is decided")
+    lane = pair.lanes.lane(SESSION)
+    assert lane is not None
+    assert lane.is_refused
+    with pytest.raises(TransferError, match="let go"):
+        pair.write([0], [0], [10])
+    assert pair.network.sent == []
+    assert pair.register(None).kind == "tcp"  # another process, by its offer
+
+
+def test_memory_of_a_decode_node_that_has_ended_is_given_back(pair: Pair) -> None:
+    """It would be missing when the node starts again."""
+    pair.register()
+    mapping = pair.lanes._pairs[SESSION].mapping
+    assert mapping is not None
+    pair.host.close()
+    wait_until(lambda: all(mapped.closed for mapped in mapping._maps), "it is unmapped")
+    with pytest.raises(TransferError, match="let go"):
+        pair.write([0], [0], [10])
+    pair.lanes.release(SESSION)
+    assert pair.lanes._pairs == {}, "of a node that is gone nothing is kept"
+
+
+def test_two_connections_of_a_run_are_over_when_both_are(pair: Pair) -> None:
+    first, second = (Mapping(pair.host.offer, "twice", "") for _ in range(2))
+    for mapping in (first, second):
+        mapping.promise_sole()
+        mapping.close()
+        wait_until(lambda: pair.host.take_ended() == ["twice"], "the connection ends")
+        assert pair.host.is_held_by("twice") == (mapping is first)
+
+
+@pytest.mark.I1
+def test_memory_that_was_opened_and_not_written_to_says_nothing_when_it_is_let_go_of(pair: Pair) -> None:
+    """Its pair may be on the network: it could not be mapped, say."""
+    Mapping(pair.host.offer, "failed", "").close()
+    wait_until(lambda: not pair.host._connections and not pair.host.is_held_by("failed"), "it ends")
+    assert pair.host.take_ended() == []

@@ -1,0 +1,170 @@
+"""Lanes of a prefill node whose KV is on a GPU, with a stand-in for the GPU that copies with the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Network, Pair, pair_of, wait_until
+from transfer.errors import TransferError
+from transfer.extents import SlotArray
+from transfer.lane import Lane
+from transfer.lane_copy import copy_ranges
+from transfer.lane_host import SharedMemory
+from transfer.lane_memory import PIECE_BYTES, RUN_BYTES
+
+
+class FakeGpu:
+    """In place of a GpuWriter, whose KV is the first half of the source; copies with the CPU."""
+
+    def __init__(self, network: Network, calls: list[str]) -> None:
+        self.calls = calls
+        self.may_register = threading.Event()
+        self.may_register.set()
+        self.error: Exception | None = None
+        self.opened = np.zeros(9000, np.uint8)
+        """What a handle opens."""
+        self.num_runs = self.num_pieces = 0
+        self._first, self._stop = network.addr, network.addr + network.source.nbytes // 2
+
+    def owns(self, addrs: SlotArray) -> NDArray[np.bool_]:
+        return (addrs >= self._first) & (addrs < self._stop)
+
+    def register(self, addr: int, num_bytes: int) -> None:
+        assert self.may_register.wait(WAIT_SECS)
+        if self.error is not None:
+            raise self.error
+        self.calls.append(f"register {num_bytes}")
+
+    def unregister(self, addr: int) -> None:
+        np.ctypeslib.as_array((ctypes.c_uint8 * 1).from_address(addr))[0] += 0  # it is mapped yet
+        self.calls.append("unregister")
+
+    def open(self, handle: bytes) -> int:
+        if handle != b"handle":
+            raise RuntimeError("invalid device context")
+        self.calls.append("open")
+        return int(self.opened.ctypes.data)
+
+    def close(self, addr: int) -> None:
+        assert addr == self.opened.ctypes.data
+        self.calls.append("close")
+
+    def copy(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.num_runs, self.num_pieces = runs[0].size, pieces[0].size
+        assert (runs[2] >= RUN_BYTES).all()
+        assert (pieces[2] <= PIECE_BYTES).all()
+        for src, dst, lengths in (runs, pieces):
+            copy_ranges(src, dst, lengths)
+
+
+@contextmanager
+def pair_with_gpu(handle: bytes = b"handle") -> Iterator[tuple[Pair, FakeGpu]]:
+    """The decode node's second region is in its GPU, at an address that is none here."""
+    with pair_of(covers_all=False) as pair:
+        pair.regions[1] = (1 << 50, 4000)
+        on_gpu = SharedMemory(*pair.regions[1], None, handle, 5000)
+        pair.host._memory = (*pair.host._memory, on_gpu)
+        gpu = FakeGpu(pair.network, [])
+        pair.lanes.gpu = gpu
+        yield pair, gpu
+
+
+def lane_is(pair: Pair, kind: str) -> Callable[[], bool]:
+    return lambda: (lane := pair.lanes.lane(SESSION)) is not None and lane.kind == kind
+
+
+def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
+    with pair_with_gpu() as (pair, gpu):
+        pair.register()
+        wait_until(lane_is(pair, "shm"), "the lane is open")
+        assert pair.lanes.take_decided() == [SESSION]
+        lengths = [RUN_BYTES + 1, 3 * PIECE_BYTES, 100]
+        src = [0, RUN_BYTES + 1, 50]  # the second goes on where the first ends, but not where it lands
+        dst = [0, RUN_BYTES + 7, RUN_BYTES + 4 * PIECE_BYTES]
+        expected = pair.memory[0].copy()
+        for start, to, length in zip(src, dst, lengths, strict=True):
+            expected[to : to + length] = pair.network.source[start : start + length]
+        pair.write(src, dst, lengths)
+        assert np.array_equal(pair.memory[0], expected)
+        assert (gpu.num_runs, gpu.num_pieces) == (1, 4)
+        pair.lanes.write(SESSION, [pair.network.addr + 9], [(1 << 50) + 30], [60])
+        assert np.array_equal(gpu.opened[5030:5090], pair.network.source[9:69])
+        # What is in main memory here, as aux records are, is the CPU's to copy, and not to a GPU.
+        gpu.num_pieces = 0
+        pair.write([pair.network.source.nbytes - 40], [0], [40])
+        assert gpu.num_pieces == 0
+        assert np.array_equal(pair.memory[0][:40], pair.network.source[-40:])
+        with pytest.raises(TransferError, match="not written to the decode node's GPU"):
+            pair.lanes.write(SESSION, [pair.network.addr + pair.network.source.nbytes - 9], [1 << 50], [9])
+        assert pair.network.sent == []
+        pair.lanes.release(SESSION)
+        expected_calls = [f"register {POOL_BYTES[0]}", "open", "close", "unregister"]
+        wait_until(lambda: gpu.calls == expected_calls, "CUDA has let go of the memory before it is unmapped")
+
+
+@pytest.mark.I1
+def test_a_gpus_writes_are_not_over_when_its_process_is() -> None:
+    with pair_with_gpu() as (pair, _):
+        pair.register()
+        wait_until(lane_is(pair, "shm"), "the lane is open")
+        pair.lanes.release(SESSION)
+        wait_until(lambda: not pair.host._connections, "the connection ends")
+        assert pair.host.take_ended() == []
+
+
+def test_a_pair_is_on_the_network_until_cuda_has_registered_the_memory() -> None:
+    with pair_with_gpu() as (pair, gpu):
+        gpu.may_register.clear()
+        assert pair.register() == Lane("tcp", "until the decode node's memory is registered with CUDA")
+        pair.write([0], [0], [10])
+        assert len(pair.network.sent) == 1
+        gpu.may_register.set()
+        wait_until(lane_is(pair, "shm"), "the lane is open")
+        pair.write([0], [0], [10])
+        assert len(pair.network.sent) == 1
+        assert np.array_equal(pair.memory[0][:10], pair.network.source[:10])
+
+
+def test_memory_that_cuda_does_not_take_is_left_to_the_network() -> None:
+    with pair_with_gpu() as (pair, gpu):
+        gpu.error = RuntimeError("cudaErrorMemoryAllocation")
+        pair.register()
+        wait_until(pair.lanes.take_decided, "it is decided")
+        lane = pair.lanes.lane(SESSION)
+        assert lane is not None
+        assert lane.kind == "tcp"
+        assert (
+            "CUDA cannot register 300001 bytes of the decode node: cudaErrorMemoryAllocation" in lane.reason
+        )
+        wait_until(lambda: not pair.host._connections, "the connection ends")
+        pair.write([0], [0], [10])
+        assert len(pair.network.sent) == 1
+
+
+def test_a_gpu_that_cannot_be_opened_is_written_to_over_the_network() -> None:
+    with pair_with_gpu(b"of a GPU that is not visible") as (pair, _):
+        pair.register()
+        wait_until(lane_is(pair, "shm"), "the lane is open")
+        assert pair.lanes.lane(SESSION) == Lane("shm", "both see the same memory; the rest of it over tcp")
+        pair.lanes.write(SESSION, [pair.network.addr], [1 << 50], [9])
+        assert pair.network.sent == [(SESSION, [1 << 50])]
+
+
+@pytest.mark.I1
+def test_what_a_gpu_failed_to_write_may_still_land() -> None:
+    with pair_with_gpu() as (pair, gpu):
+        pair.register()
+        wait_until(lane_is(pair, "shm"), "the lane is open")
+        gpu.error = RuntimeError("cudaErrorLaunchFailure")
+        with pytest.raises(TransferError, match="RuntimeError: cudaErrorLaunchFailure") as caught:
+            pair.write([0], [0], [10])
+        assert caught.value.may_still_land

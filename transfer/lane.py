@@ -1,0 +1,262 @@
+"""The lanes of a prefill node: over what its writes go to each decode node, chosen when that registers.
+
+``shm``: the decode node is a process of this machine and has handed over its memory (``lane_host.py``), which
+is mapped here. A write is a copy by this process then, over when the call returns, and none of its bytes can
+come later. Where the KV is on a GPU, that copies: to main memory, which is registered with CUDA here as well,
+and to the decode node's GPU. Otherwise the lane is the transport's, tcp or rdma.
+
+Where a CPU writes, a pair is on one lane for good. If a write over the network could follow one over shared
+memory, the decode node could not tell from the end of this process that nothing lands any more. So a decode
+node that was lost and comes back is opened anew, or refused. Memory that is not shared is written over the
+network beside the lane, and a GPU's writes may outlive their process: such pairs (``is_sole`` is False) wait
+out the quarantine, and may take the network, as they do until CUDA has registered the memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from protocol.lane import LaneOffer
+from transfer.errors import TransferError
+from transfer.extents import SlotArray, as_slots
+from transfer.lane_memory import Gpu, LaneError, Mapping
+from transfer.plan import cut_long
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 32 << 20
+"""Copied between two questions whether to stop: as much as a room writes in its turn."""
+
+CLOSE_SECS = 5.0
+"""For letting go of a decode node's memory at the end; the kernel does it otherwise."""
+
+LaneKind = Literal["shm", "tcp", "rdma"]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What a pair is on, and why. ``is_refused``: on none; the lane that it was on cannot be opened again."""
+
+    kind: LaneKind
+    reason: str
+    is_refused: bool = False
+
+
+class Network(Protocol):
+    """What lanes need of a ``TransferEngine``."""
+
+    def write(
+        self,
+        session: str,
+        src_addrs: ArrayLike,
+        dst_addrs: ArrayLike,
+        lengths: ArrayLike,
+        stop: Callable[[], str] | None = None,
+    ) -> None: ...
+
+    def check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None: ...
+
+
+@dataclass(eq=False)
+class _Pair:
+    """``lane``: None while it is being decided. ``mapping``: of shm only, until the peer is released."""
+
+    offer: LaneOffer | None
+    regions: tuple[tuple[int, int], ...]
+    lane: Lane | None = None
+    mapping: Mapping | None = None
+    is_sole: bool = False
+    is_opening: bool = False
+    was_released: bool = False
+    has_ended: bool = False
+    """The decode node's process has; it does not come back."""
+
+
+@dataclass
+class Lanes:
+    """Writes to all decode nodes, each over its lane. Any thread may call it.
+
+    ``protocol``: the network's. ``why_off``: why shared memory is not used here, empty: it is. ``gpu``: what
+    the KV here is on, None: it is in main memory.
+    ``directory``: where the sockets of decode nodes are, beside the abstract names. ``on_decided``: called
+    from any thread when ``take_decided`` has something.
+    """
+
+    network: Network
+    protocol: Literal["tcp", "rdma"]
+    instance_id: str
+    why_off: str = ""
+    directory: str = ""
+    on_decided: Callable[[], None] = lambda: None
+    gpu: Gpu | None = None
+    _pairs: dict[str, _Pair] = field(default_factory=dict, init=False)
+    _decided: list[str] = field(default_factory=list, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def register(
+        self, session: str, offer: LaneOffer | None, regions: Sequence[tuple[int, int]]
+    ) -> Lane | None:
+        """A decode node has registered ``regions``, ``(base_addr, num_bytes)`` each. None: the lane is being
+        opened, and ``take_decided`` will name the session."""
+        with self._lock:
+            pair = self._pairs.get(session)
+            if pair is None or (pair.offer, pair.regions) != (offer, tuple(regions)):  # another process
+                if pair is not None and pair.mapping is not None:
+                    pair.mapping.close()
+                pair = self._pairs[session] = _Pair(offer, tuple(regions))
+                self._begin(session, pair)
+            elif pair.was_released or (pair.lane is not None and pair.lane.is_refused):
+                pair.was_released, pair.lane = False, None
+                self._begin(session, pair)
+            return pair.lane
+
+    def lane(self, session: str) -> Lane | None:
+        """What a registered session is on; None while that is being decided, or when nobody registered it."""
+        with self._lock:
+            pair = self._pairs.get(session)
+            return None if pair is None else pair.lane
+
+    def take_decided(self) -> list[str]:
+        """Sessions whose lane was decided since the last call, after ``register`` had returned None."""
+        with self._lock:
+            decided, self._decided = self._decided, []
+            return decided
+
+    def release(self, session: str) -> None:
+        """The decode node is lost and nothing further starts for it. Its memory stays until the write in
+        progress is over."""
+        with self._lock:
+            pair = self._pairs.get(session)
+            if pair is None:
+                return
+            if pair.mapping is not None:
+                pair.mapping.close()
+                pair.mapping, pair.was_released = None, True
+            # Of others it has to be remembered what was decided.
+            if pair.has_ended or pair.offer is None or self.why_off:
+                del self._pairs[session]
+
+    def close(self) -> None:
+        """Let go of all memory, waiting a bounded time for that. Nothing may be written any more."""
+        with self._lock:
+            self.why_off = "this node is shutting down"
+            sessions = list(self._pairs)
+            mappings = [pair.mapping for pair in self._pairs.values() if pair.mapping is not None]
+        for session in sessions:
+            self.release(session)
+        for mapping in mappings:
+            mapping.wait_until_unmapped(CLOSE_SECS)
+
+    def write(
+        self,
+        session: str,
+        src_addrs: ArrayLike,
+        dst_addrs: ArrayLike,
+        lengths: ArrayLike,
+        stop: Callable[[], str] | None = None,
+    ) -> None:
+        """As ``TransferEngine.write``, over the session's lane. Over shared memory nothing may still land
+        after an error."""
+        with self._lock:
+            pair = self._pairs.get(session)
+        if pair is None or not (pair.is_sole or pair.mapping is not None):
+            self.network.write(session, src_addrs, dst_addrs, lengths, stop)
+            return
+        src, dst, num_bytes = as_slots(src_addrs), as_slots(dst_addrs), as_slots(lengths)
+        if not src.size == dst.size == num_bytes.size:
+            raise TransferError(f"{src.size} sources, {dst.size} destinations and {num_bytes.size} lengths")
+        self.network.check_sources(src, num_bytes)
+        if (mapping := pair.mapping) is None:
+            raise TransferError(f"this node has let go of the memory of session {session}")
+        with mapping.writing():
+            windows = mapping.windows_of(dst, num_bytes)
+            elsewhere = windows < 0
+            if pair.is_sole and elsewhere.any():
+                worst = int(np.argmax(elsewhere))
+                raise TransferError(
+                    f"destination of {num_bytes[worst]} bytes at {dst[worst]:#x} (descriptor {worst} of "
+                    f"{dst.size}) is not in the memory of session {session}; nothing was written"
+                )
+            here = ~elsewhere
+            _copy_in_parts(mapping, src[here], dst[here], num_bytes[here], stop)
+        if elsewhere.any():
+            self.network.write(session, src[elsewhere], dst[elsewhere], num_bytes[elsewhere], stop)
+
+    # --- opening ---------------------------------------------------------------------------------------
+
+    def _begin(self, session: str, pair: _Pair) -> None:
+        """With the lock held."""
+        if self.why_off or pair.offer is None:
+            reason = self.why_off or "the decode node offers no shared memory"
+            pair.lane = Lane(self.protocol, reason)
+            self._say(session, pair.lane)
+            return
+        if self.gpu is not None:
+            pair.lane = Lane(self.protocol, "until the decode node's memory is registered with CUDA")
+        if not pair.is_opening:
+            pair.is_opening = True
+            name = f"lane to {session}"
+            threading.Thread(target=self._open, args=(session, pair), name=name, daemon=True).start()
+
+    def _open(self, session: str, pair: _Pair) -> None:
+        """In a thread of its own: the decode node may be stopped."""
+        assert pair.offer is not None
+        mapping: Mapping | None = None
+        try:
+            mapping = Mapping(pair.offer, self.instance_id, self.directory, self.gpu)
+            lane = Lane("shm", "both see the same memory")
+        except Exception as error:
+            if not isinstance(error, LaneError):
+                log.exception("the lane to session %s", session)
+            # Once a pair wrote over shared memory alone, the network is no way out: see above.
+            reason = str(error) if isinstance(error, LaneError) else f"{type(error).__name__}: {error}"
+            lane = Lane("shm" if pair.is_sole else self.protocol, reason, is_refused=pair.is_sole)
+        with self._lock:
+            pair.is_opening = False
+            if self._pairs.get(session) is not pair or self.why_off:  # another process came in its place
+                if mapping is not None:
+                    mapping.close()
+                return
+            if mapping is not None:
+                covers_all = mapping.covers(pair.regions)
+                pair.mapping, pair.is_sole = mapping, covers_all and self.gpu is None
+                if pair.is_sole:
+                    mapping.promise_sole()
+                if not covers_all:
+                    lane = Lane("shm", f"both see the same memory; the rest of it over {self.protocol}")
+            pair.lane = lane
+            self._decided.append(session)
+        self._say(session, lane)
+        self.on_decided()
+        if mapping is not None:
+            mapping.wait_for_end()
+            with self._lock:
+                pair.has_ended = pair.mapping is mapping
+            mapping.close()  # of a node that has ended the memory is still there while it is mapped here
+
+    def _say(self, session: str, lane: Lane) -> None:
+        log.info("decode node at %s: lane %s (%s)", session, lane.kind, lane.reason)
+
+
+def _copy_in_parts(
+    mapping: Mapping, src: SlotArray, dst: SlotArray, num_bytes: SlotArray, stop: Callable[[], str] | None
+) -> None:
+    src, dst, num_bytes = cut_long(src, dst, num_bytes, PART_BYTES)
+    windows = mapping.windows_of(dst, num_bytes)
+    ends = np.cumsum(num_bytes)
+    first = 0
+    while first < ends.size:
+        num_copied = int(ends[first - 1]) if first else 0
+        if stop is not None and (reason := stop()):
+            raise TransferError(f"stopped after {num_copied} bytes: {reason}")
+        after = max(first + 1, int(np.searchsorted(ends, num_copied + PART_BYTES, side="right")))
+        part = slice(first, after)
+        mapping.copy(src[part], dst[part], num_bytes[part], windows[part])
+        first = after

@@ -1,0 +1,89 @@
+"""Copies byte ranges within this process's memory on the CPU: long ones one by one, rows as arrays.
+
+One call of memmove from Python costs 0.5 us, in which a core moves some 5 KB. So ranges shorter than
+``SHORT_BYTES`` that are multiples of one length are copied as rows of two arrays, in two passes: 5 GB/s for
+rows of 656 bytes, where one by one makes 1.2. The interpreter lock is released meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from transfer.extents import SlotArray, ranges_to_slots
+
+SHORT_BYTES = 16 << 10
+MIN_ROW_BYTES = 64
+"""Shorter rows would need more index than there are bytes."""
+MAX_ROWS = 8192
+"""Of one call, so that what it stages stays in the cache."""
+
+
+def copy_ranges(src_addrs: SlotArray, dst_addrs: SlotArray, lengths: SlotArray) -> None:
+    """Copy ``lengths[i]`` bytes from ``src_addrs[i]`` to ``dst_addrs[i]``, int64 [num_ranges] each.
+
+    All of it is memory of this process, which the caller has made sure of. Destinations are distinct, and no
+    source is a destination.
+    """
+    src, dst, num_bytes = coalesced(src_addrs, dst_addrs, lengths)
+    is_short = num_bytes < SHORT_BYTES
+    row_bytes = _common_row(src[is_short], dst[is_short], num_bytes[is_short])
+    if row_bytes < MIN_ROW_BYTES:
+        is_short = np.zeros_like(is_short)
+    else:
+        _copy_rows(src[is_short], dst[is_short], num_bytes[is_short], row_bytes)
+    is_long = ~is_short
+    for to, start, length in zip(
+        dst[is_long].tolist(), src[is_long].tolist(), num_bytes[is_long].tolist(), strict=True
+    ):
+        ctypes.memmove(to, start, length)
+
+
+def coalesced(src: SlotArray, dst: SlotArray, num_bytes: SlotArray) -> tuple[SlotArray, SlotArray, SlotArray]:
+    """Neighbours that go on where the one before ends, on both sides, are one."""
+    if src.size < 2:
+        return src, dst, num_bytes
+    goes_on = (src[1:] == src[:-1] + num_bytes[:-1]) & (dst[1:] == dst[:-1] + num_bytes[:-1])
+    first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+    return src[first], dst[first], np.add.reduceat(num_bytes, first)
+
+
+def _common_row(src: SlotArray, dst: SlotArray, num_bytes: SlotArray) -> int:
+    """The longest row that all ranges are made of, on a grid of its length on either side; 0: too few."""
+    if src.size < 2:
+        return 0
+    return int(np.gcd.reduce(np.concatenate((num_bytes, src - src.min(), dst - dst.min()))))
+
+
+def _copy_rows(src: SlotArray, dst: SlotArray, num_bytes: SlotArray, row_bytes: int) -> None:
+    src_rows, dst_rows = (
+        _Rows(int(addrs.min()), int((addrs + num_bytes).max()), row_bytes) for addrs in (src, dst)
+    )
+    num_rows = num_bytes // row_bytes
+    from_row = ranges_to_slots((src - src_rows.start) // row_bytes, num_rows)
+    to_row = ranges_to_slots((dst - dst_rows.start) // row_bytes, num_rows)
+    source, landing = np.asarray(src_rows), np.asarray(dst_rows)
+    for first in range(0, from_row.size, MAX_ROWS):
+        part = slice(first, first + MAX_ROWS)
+        landing[to_row[part]] = source.take(from_row[part], axis=0)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Memory ``[start, stop)`` as uint8 [num_rows, row_bytes], for ``numpy.asarray``."""
+
+    start: int
+    stop: int
+    row_bytes: int
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "data": (self.start, False),
+            "shape": ((self.stop - self.start) // self.row_bytes, self.row_bytes),
+            "typestr": "|u1",
+            "version": 3,
+        }

@@ -1,0 +1,296 @@
+"""Offers a decode node's memory to prefill nodes on the same machine: owns the socket, and who holds it open.
+
+A Unix socket reaches processes of this machine only, and takes descriptors of memory across containers. By
+default its name is an abstract one, which processes of one network namespace see and which goes with its
+process. With a directory, say a volume that two containers share, it is a file in there.
+
+Who connects must show the token of this node's registrations and have this node's user. A connection stands
+for as long as its writer may write; the kernel closes it when the process ends, however it ends, and not
+while it is stopped. It does so once none of the process's threads can run any more: all of them leave their
+memory before the last one lets go of their descriptors. So what a CPU writes is over by then. Of a GPU that
+is not known: what it had begun may go on until the driver has taken the process apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from protocol.lane import (
+    MAX_LANE_MESSAGE_BYTES,
+    SOCKET_PREFIX,
+    TOKEN_BYTES,
+    LaneDenied,
+    LaneHello,
+    LaneOffer,
+    LaneSole,
+    LaneWelcome,
+    Window,
+    encoder,
+    from_writer_decoder,
+)
+from transfer.errors import TransferSetupError
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 256
+HELLO_SECS = 5.0
+"""From a connection to its first packet at most."""
+_CREDENTIALS = struct.Struct("iII")
+"""struct ucred: pid, uid, gid."""
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """``num_bytes`` at ``addr``, which are the file ``fd`` from its byte 0, or of a GPU.
+
+    ``cuda_handle``: what memory of a GPU is opened by, and where it begins in there; see ``protocol.lane``.
+    """
+
+    addr: int
+    num_bytes: int
+    fd: int | None
+    cuda_handle: bytes = b""
+    cuda_offset: int = 0
+
+
+@dataclass(eq=False)
+class _Connection:
+    sock: socket.socket
+    deadline: float
+    instance_id: str = ""
+    """Of the run of a prefill node that holds the memory; empty before its hello."""
+    is_sole: bool = False
+    """It has said that it writes in no other way."""
+
+
+class LaneHost:
+    """``memory``: what is offered.
+
+    ``directory``: where the socket is; empty: an abstract name. ``wakeup``: called from the host's thread
+    when ``take_ended`` has something. Raises TransferSetupError.
+    """
+
+    def __init__(
+        self,
+        memory: Sequence[SharedMemory],
+        *,
+        directory: str = "",
+        wakeup: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._memory = tuple(memory)
+        self._wakeup = wakeup
+        self.offer = LaneOffer(SOCKET_PREFIX + secrets.token_hex(8), secrets.token_bytes(TOKEN_BYTES))
+        self._lock = threading.Lock()
+        self._num_open: Counter[str] = Counter()
+        """Connections with which runs hold the memory, by instance id."""
+        self._ended: list[str] = []
+        self._connections: set[_Connection] = set()
+        self._listener, self._path = _listen(self.offer.socket, directory)
+        self._closed, self._close = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._closed, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="lane host", daemon=True)
+        self._thread.start()
+
+    def take_ended(self) -> list[str]:
+        """Instance ids of runs that let go of the memory since the last call: none of their writes can land,
+        unless they hold it again. Only of those that said that they write in no other way. Never waits."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+            return ended
+
+    def is_held_by(self, instance_id: str) -> bool:
+        """Whether the run has the memory open, so that it may write."""
+        with self._lock:
+            return instance_id in self._num_open
+
+    def close(self) -> None:
+        """Take no further connections, and close those that there are."""
+        with contextlib.suppress(OSError):
+            self._close.send(b"\0")
+        self._thread.join()
+        self._close.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    # --- in the thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            waiting = [connection.deadline for connection in self._connections if not connection.instance_id]
+            timeout_secs = max(0.0, min(waiting) - time.monotonic()) if waiting else None
+            for key, _ in self._selector.select(timeout_secs):
+                if key.fileobj is self._closed:
+                    self._leave()
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            now = time.monotonic()
+            for connection in tuple(self._connections):
+                if not connection.instance_id and connection.deadline <= now:
+                    self._drop(connection)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # it has left, or this process is out of descriptors
+            log.warning("a prefill node of this machine could not be heard: %s", error)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(0.1)
+            return
+        sock.setblocking(False)
+        reason = _why_stranger(sock)
+        if not reason and len(self._connections) >= MAX_CONNECTIONS:
+            reason = f"{MAX_CONNECTIONS} connections are open, as many as there may be"
+        if reason:
+            _deny(sock, reason)
+            return
+        connection = _Connection(sock, time.monotonic() + HELLO_SECS)
+        self._connections.add(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _hear(self, connection: _Connection) -> None:
+        try:
+            packet = connection.sock.recv(MAX_LANE_MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        try:
+            message = from_writer_decoder.decode(packet) if packet else None
+        except msgspec.MsgspecError as error:
+            self._forget(connection)
+            _deny(connection.sock, f"malformed: {error}")
+            return
+        match message:
+            case LaneHello() if not connection.instance_id:
+                self._welcome(connection, message)
+            case LaneSole() if connection.instance_id:
+                connection.is_sole = True
+            case _:
+                self._drop(connection)
+
+    def _welcome(self, connection: _Connection, hello: LaneHello) -> None:
+        if not secrets.compare_digest(hello.token, self.offer.token):
+            self._forget(connection)
+            _deny(connection.sock, "the token is not that of this decode node's registrations")
+            return
+        connection.instance_id = hello.instance_id
+        with self._lock:  # before the answer: whoever has it may write
+            self._num_open[hello.instance_id] += 1
+        descriptors = [memory.fd for memory in self._memory if memory.fd is not None]
+        windows = tuple(
+            Window(
+                memory.addr,
+                memory.num_bytes,
+                0 if memory.fd is None else descriptors.index(memory.fd),
+                memory.cuda_handle,
+                memory.cuda_offset,
+            )
+            for memory in self._memory
+        )
+        try:
+            socket.send_fds(connection.sock, [encoder.encode(LaneWelcome(windows))], descriptors)
+        except OSError:  # it has left meanwhile
+            self._drop(connection)
+            return
+        log.info("run %s of a prefill node writes straight to this node's memory", hello.instance_id)
+
+    def _forget(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection.sock)
+
+    def _drop(self, connection: _Connection) -> None:
+        self._forget(connection)
+        connection.sock.close()
+        if not connection.instance_id:
+            return
+        log.info("run %s of a prefill node let this node's memory go", connection.instance_id)
+        with self._lock:
+            self._num_open[connection.instance_id] -= 1
+            if not self._num_open[connection.instance_id]:
+                del self._num_open[connection.instance_id]
+            if connection.is_sole:
+                self._ended.append(connection.instance_id)
+        if connection.is_sole:
+            self._wakeup()
+
+    def _leave(self) -> None:
+        for connection in self._connections:
+            connection.sock.close()
+        self._listener.close()
+        self._closed.close()
+        self._selector.close()
+
+
+def _listen(name: str, directory: str) -> tuple[socket.socket, Path | None]:
+    """A listening socket, and its file when it has one. Raises TransferSetupError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    path = Path(directory) / name if directory else None
+    try:
+        if path is None:
+            listener.bind(f"\0{name}")
+            listener.listen(MAX_CONNECTIONS)
+        else:
+            remove_stale(path.parent)
+            os.fchmod(listener.fileno(), 0o600)  # the file that bind makes has it from its beginning
+            unheard = path.with_name(f".{name}")  # nobody may find it stale before it listens
+            listener.bind(str(unheard))
+            listener.listen(MAX_CONNECTIONS)
+            unheard.rename(path)
+    except OSError as error:
+        listener.close()
+        where = f"in {directory}" if directory else "with an abstract name"
+        raise TransferSetupError(
+            f"no socket can be made {where} for prefill nodes of this machine: {error}; name a directory "
+            "that this process may write to with --same-host-dir, or set --same-host-lane off"
+        ) from error
+    listener.setblocking(False)
+    return listener, path
+
+
+def _why_stranger(sock: socket.socket) -> str:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    if user == os.geteuid():
+        return ""
+    return f"the prefill node runs as user {user}, the decode node as {os.geteuid()}; run both as one"
+
+
+def _deny(sock: socket.socket, reason: str) -> None:
+    log.warning("denied a process of this machine the lane: %s", reason)
+    with contextlib.suppress(OSError):
+        sock.send(encoder.encode(LaneDenied(reason[:1024])))
+    sock.close()
+
+
+def remove_stale(directory: Path) -> None:
+    """Remove the sockets of nodes that were killed: nobody listens there. Raises OSError."""
+    for path in directory.glob(f"{SOCKET_PREFIX}*"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                log.info("removed %s, which a node that was killed has left", path)
+                path.unlink(missing_ok=True)
+            except OSError:
+                continue

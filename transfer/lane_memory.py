@@ -1,0 +1,311 @@
+"""A decode node's memory as a prefill node of the same machine has it: opened, mapped, written, let go of.
+
+What comes out of the decode node's socket is checked before it is believed: a file must be as long as it is
+said to be and sealed against getting shorter, or its owner could kill this process in the middle of a write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.lane import (
+    MAX_LANE_MESSAGE_BYTES,
+    MAX_WINDOWS,
+    LaneDenied,
+    LaneHello,
+    LaneOffer,
+    LaneSole,
+    Window,
+    answer_decoder,
+    encoder,
+)
+from transfer.errors import TransferError
+from transfer.extents import SlotArray, ranges_around
+from transfer.lane_copy import coalesced, copy_ranges
+from transfer.plan import cut_long
+
+log = logging.getLogger(__name__)
+
+OPEN_SECS = 2.0
+"""For the decode node's answer, which a thread of it gives within milliseconds."""
+RUN_BYTES = 128 << 10
+"""A range from this length on is for a GPU's copy engine: a call costs 3 us, in which it moves as much."""
+PIECE_BYTES = 8 << 10
+"""What a warp of the kernel for short ranges copies at a time."""
+
+
+class LaneError(Exception):
+    """Why memory of a decode node cannot be had."""
+
+
+class Gpu(Protocol):
+    """What lanes need of a ``kernels.peer_memory.GpuWriter``, where the methods are explained."""
+
+    def owns(self, addrs: SlotArray) -> NDArray[np.bool_]: ...
+
+    def register(self, addr: int, num_bytes: int) -> None: ...
+
+    def unregister(self, addr: int) -> None: ...
+
+    def open(self, handle: bytes) -> int: ...
+
+    def close(self, addr: int) -> None: ...
+
+    def copy(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> None: ...
+
+
+class Mapping:
+    """Memory of a decode node, mapped into this process, and registered with its ``gpu``. Raises LaneError.
+
+    Stands until it is closed and the last write is over; the decode node sees the connection end then.
+    """
+
+    def __init__(self, offer: LaneOffer, instance_id: str, directory: str, gpu: Gpu | None = None) -> None:
+        self._lock = threading.Lock()
+        self._num_writes = 0
+        self._is_closing = False
+        self._is_unmapped = threading.Event()
+        self._connection = _connect(offer.socket, directory)
+        self._maps: list[mmap.mmap] = []
+        self._gpu = gpu
+        self._undo: list[Callable[[], None]] = []
+        """What CUDA has to forget, in the order in which it came to know it."""
+        try:
+            windows, descriptors = _introduce(self._connection, LaneHello(offer.token, instance_id))
+            try:
+                opened, here = self._open(_checked(windows, descriptors), descriptors)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+        except BaseException:
+            self._unmap()
+            raise
+        self._starts = np.array([window.base_addr for window in opened], np.int64)
+        self._ends = np.array([window.base_addr + window.num_bytes for window in opened], np.int64)
+        self._here = np.array(here, np.int64)
+        self._is_on_gpu = np.array([bool(window.cuda_handle) for window in opened], np.bool_)
+
+    def _open(self, windows: Sequence[Window], descriptors: Sequence[int]) -> tuple[list[Window], list[int]]:
+        """Those that can be had, and where they are in this process. Raises LaneError."""
+        opened: list[Window] = []
+        here: list[int] = []
+        for window in windows:
+            if not window.cuda_handle:
+                self._maps.append(_map(window, descriptors[window.descriptor]))
+                here.append(_address(self._maps[-1]))
+                self._register(here[-1], window.num_bytes)
+                opened.append(window)
+            elif self._gpu is not None:
+                try:
+                    base = self._gpu.open(window.cuda_handle)
+                except Exception as error:  # a GPU that this process does not see, say: over the network then
+                    log.warning("memory of the decode node's GPU cannot be opened here: %s", error)
+                    continue
+                self._undo.append(partial(self._gpu.close, base))
+                here.append(base + window.cuda_offset)
+                opened.append(window)
+        return opened, here
+
+    def _register(self, addr: int, num_bytes: int) -> None:
+        if self._gpu is None:
+            return
+        try:
+            self._gpu.register(addr, num_bytes)
+        except Exception as error:
+            raise LaneError(f"CUDA cannot register {num_bytes} bytes of the decode node: {error}") from error
+        self._undo.append(partial(self._gpu.unregister, addr))
+
+    def covers(self, regions: Sequence[tuple[int, int]]) -> bool:
+        """Whether all regions, ``(base_addr, num_bytes)`` each, are in the mapped memory."""
+        base = np.array([addr for addr, _ in regions], np.int64)
+        num_bytes = np.array([size for _, size in regions], np.int64)
+        return bool((ranges_around(self._starts, self._ends, base, num_bytes) >= 0).all())
+
+    def windows_of(self, dst: SlotArray, num_bytes: SlotArray) -> SlotArray:
+        """Which window each destination lies in; -1: in none. Raises TransferError for one that lies across
+        the end of a window."""
+        found = ranges_around(self._starts, self._ends, dst, num_bytes)
+        across = (found < 0) & (ranges_around(self._starts, self._ends, dst, np.ones_like(dst)) >= 0)
+        if across.any():
+            worst = int(np.argmax(across))
+            raise TransferError(
+                f"destination of {num_bytes[worst]} bytes at {dst[worst]:#x} (descriptor {worst} of "
+                f"{dst.size}) ends outside of the decode node's memory; nothing was written"
+            )
+        return found
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The memory stays mapped. Raises TransferError when it is let go of."""
+        with self._lock:
+            if self._is_closing:
+                raise TransferError("this node has let go of the decode node's memory")
+            self._num_writes += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_writes -= 1
+                is_last = self._is_closing and not self._num_writes
+            if is_last:
+                self._unmap()
+
+    def copy(self, src: SlotArray, dst: SlotArray, num_bytes: SlotArray, windows: SlotArray) -> None:
+        """Copy to destinations in these windows of theirs; within ``writing``."""
+        for window in np.unique(windows).tolist():
+            is_there = windows == window
+            here = dst[is_there] + (self._here[window] - self._starts[window])
+            self._copy(src[is_there], here, num_bytes[is_there], bool(self._is_on_gpu[window]))
+
+    def _copy(self, src: SlotArray, dst: SlotArray, num_bytes: SlotArray, is_on_gpu: bool) -> None:
+        by_gpu = np.zeros(src.size, np.bool_) if self._gpu is None else self._gpu.owns(src)
+        by_cpu = ~by_gpu
+        if is_on_gpu and by_cpu.any():
+            raise TransferError("what is in main memory here is not written to the decode node's GPU")
+        copy_ranges(src[by_cpu], dst[by_cpu], num_bytes[by_cpu])
+        if self._gpu is None or not by_gpu.any():
+            return
+        src, dst, num_bytes = coalesced(src[by_gpu], dst[by_gpu], num_bytes[by_gpu])
+        is_run = num_bytes >= RUN_BYTES
+        runs = (src[is_run], dst[is_run], num_bytes[is_run])
+        pieces = cut_long(src[~is_run], dst[~is_run], num_bytes[~is_run], PIECE_BYTES)
+        try:
+            self._gpu.copy(runs, pieces)
+        except Exception as error:
+            reason = f"the GPU's write to the decode node failed: {type(error).__name__}: {error}"
+            raise TransferError(reason, may_still_land=True) from error
+
+    def close(self) -> None:
+        """Let go of the memory, once no write is in progress. Returns at once; may be called again."""
+        with self._lock:
+            was_closing, self._is_closing = self._is_closing, True
+            is_last = not was_closing and not self._num_writes
+        if is_last:  # of a large pool it takes seconds, for CUDA even more
+            threading.Thread(target=self._unmap, name="unmap", daemon=True).start()
+
+    def wait_until_unmapped(self, timeout_secs: float) -> None:
+        self._is_unmapped.wait(timeout_secs)
+
+    def promise_sole(self) -> None:
+        """To write to the decode node through this memory alone, with a CPU."""
+        with contextlib.suppress(OSError):  # it has ended by now
+            self._connection.send(encoder.encode(LaneSole()))
+
+    def wait_for_end(self) -> None:
+        """Until the decode node has ended, or the memory was let go of here."""
+        with contextlib.suppress(OSError):
+            self._connection.settimeout(None)
+            self._connection.recv(1)
+
+    def _unmap(self) -> None:
+        for undo in reversed(self._undo):
+            try:
+                undo()
+            except Exception:  # a broken CUDA context, say: this process ends all the same
+                log.warning("CUDA cannot let go of the decode node's memory", exc_info=True)
+        for mapped in self._maps:
+            mapped.close()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes who waits for the end
+        self._connection.close()  # after the memory: it says that no write can land any more
+        self._is_unmapped.set()
+
+
+def _connect(name: str, directory: str) -> socket.socket:
+    """To the socket of a decode node. Raises LaneError."""
+    places = [str(Path(directory) / name)] if directory else []
+    for address in (*places, f"\0{name}"):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(OPEN_SECS)
+        try:
+            sock.connect(address)
+            return sock
+        except OSError as error:
+            sock.close()
+            if error.errno not in (errno.ENOENT, errno.ECONNREFUSED):
+                raise LaneError(f"the decode node's socket {name} cannot be opened: {error}") from error
+    where = f"in {directory} and among" if directory else "among"
+    raise LaneError(
+        f"the decode node's socket {name} is not {where} this machine's abstract names: it is on "
+        "another machine, or in a container without a common --same-host-dir"
+    )
+
+
+def _introduce(sock: socket.socket, hello: LaneHello) -> tuple[tuple[Window, ...], list[int]]:
+    """Windows and descriptors, which are the caller's to close. Raises LaneError."""
+    try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # denied by now: the answer says
+            sock.send(encoder.encode(hello))
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(sock, MAX_LANE_MESSAGE_BYTES, MAX_WINDOWS)
+        except ConnectionResetError:  # said once, of a hello that nobody read; what was sent comes behind it
+            packet, descriptors, _, _ = socket.recv_fds(sock, MAX_LANE_MESSAGE_BYTES, MAX_WINDOWS)
+    except OSError as error:
+        raise LaneError(f"the decode node's socket gave no answer within {OPEN_SECS:g} s: {error}") from error
+    try:
+        answer = answer_decoder.decode(packet)
+    except msgspec.MsgspecError as error:
+        answer = LaneDenied(f"a malformed answer: {error}" if packet else "it closed the connection")
+    if isinstance(answer, LaneDenied):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise LaneError(f"the decode node does not hand its memory over: {answer.reason}")
+    return answer.windows, descriptors
+
+
+def _checked(windows: tuple[Window, ...], descriptors: Sequence[int]) -> tuple[Window, ...]:
+    """By address. Raises LaneError unless each is of a file that is long enough and stays so."""
+    windows = tuple(sorted(windows, key=lambda window: window.base_addr))
+    for window, after in zip(windows, (*windows[1:], None), strict=True):
+        end = window.base_addr + window.num_bytes
+        if end >= 2**63 or (after is not None and end > after.base_addr):
+            raise LaneError(
+                f"memory of {window.num_bytes} bytes at {window.base_addr:#x} overlaps other memory"
+            )
+        if window.cuda_handle:
+            continue
+        if window.descriptor >= len(descriptors):
+            raise LaneError(f"descriptor {window.descriptor} of {len(descriptors)} is missing")
+        descriptor = descriptors[window.descriptor]
+        size = os.fstat(descriptor).st_size
+        if size < window.num_bytes:
+            raise LaneError(f"a file of {size} bytes is said to be {window.num_bytes} bytes of memory")
+        seals = 0
+        with contextlib.suppress(OSError):  # no file that has seals
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        if not seals & fcntl.F_SEAL_SHRINK:
+            raise LaneError("the decode node's memory is not sealed: it could be taken away in a write")
+    return windows
+
+
+def _map(window: Window, descriptor: int) -> mmap.mmap:
+    """Raises LaneError."""
+    try:
+        mapped = mmap.mmap(descriptor, window.num_bytes, flags=mmap.MAP_SHARED)
+    except (OSError, ValueError, OverflowError) as error:
+        raise LaneError(f"{window.num_bytes} bytes of the decode node cannot be mapped: {error}") from error
+    for hint in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if (advice := getattr(mmap, hint, None)) is not None:
+            with contextlib.suppress(OSError):
+                mapped.madvise(advice)
+    return mapped
+
+
+def _address(mapped: mmap.mmap) -> int:
+    return int(np.frombuffer(mapped, np.uint8).ctypes.data)
