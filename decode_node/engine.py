@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import assert_never
 
+import msgspec
 import torch
 
 from api.sampling_defaults import SamplingDefaults
+from decode_node.held_prefixes import PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
@@ -115,6 +117,8 @@ class DecodeEngine:
             max_capacity=min(settings.device_buffer_size, spec.context_length),
             page_size=settings.page_size,
         )
+        geometry = spec.geometry(settings.page_size, str(SamplingDefaults.of(settings)))
+        self._prefix_identity = msgspec.msgpack.encode(geometry)
         allowed = PeerList.parse(settings.allowed_peers)
         with guarded_listeners(settings.reachable_host, allowed):
             self._transfer = TransferEngine(settings.reachable_host, transport)
@@ -122,7 +126,7 @@ class DecodeEngine:
             node_id=f"decode-{uuid.uuid4().hex}",
             session=self._transfer.session,
             transfer_protocol=transport.protocol,
-            geometry=spec.geometry(settings.page_size, str(SamplingDefaults.of(settings))),
+            geometry=geometry,
             regions=self._memory.register(self._transfer),
             heartbeat_interval_secs=settings.heartbeat_interval_secs,
             heartbeat_timeout_secs=settings.heartbeat_timeout_secs,
@@ -220,12 +224,11 @@ class DecodeEngine:
         for message in self._front.receive():
             match message:
                 case GenerateGroup():
-                    for sample in message.samples:
-                        self.lifecycle.generate(sample, now)
+                    self._generate(message, now)
                 case Abort():
                     self.lifecycle.abort(message.request_id, now, has_finished=message.has_finished)
                 case FlushCache():
-                    pass  # There is no cache on this side.
+                    self.requests.held.flush()
                 case ReleaseQuarantine():
                     self.lifecycle.release_quarantine(message.instance_id, now)
                 case Shutdown():
@@ -237,6 +240,14 @@ class DecodeEngine:
             self.lifecycle.peer_event(event, now)
         self.lifecycle.expire(now)
         self.lifecycle.refresh_queue(now)
+
+    def _generate(self, message: GenerateGroup, now: float) -> None:
+        """A prompt comes with its tokens where prefixes are held."""
+        prompt_keys = None
+        if message.prompt and not self._settings.disable_held_prefixes:
+            prompt_keys = PromptKeys.of(self._prefix_identity, message.prompt, self.limits.page_size)
+        for sample in message.samples:
+            self.lifecycle.generate(sample, now, prompt_keys)
 
     def _plan(self, now: float) -> None:
         plan = self._next_plan(now)
@@ -250,7 +261,7 @@ class DecodeEngine:
         situation = self.requests.pools.num_changes, next(self.requests.waiting(), None), stuck
         plan = plan_step(
             self.limits,
-            self.requests.pools.free,
+            self.requests.available,
             self.requests.select(RequestState.RUNNING),
             self.requests.select(RequestState.LANDING),
             self.requests.waiting() if situation != self._nothing_to_do_in else None,

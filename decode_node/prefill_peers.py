@@ -123,6 +123,7 @@ class _Peer:
     instance_heard_at: float = 0.0
     """When that run was last heard, as opposed to a successor of it."""
     page_size: int = 0
+    skips_held: bool = False
     last_error: str = ""
     last_used_at: float = 0.0
     connected_at: float = 0.0
@@ -189,6 +190,10 @@ class PrefillPeers:
 
     def page_size(self, address: PeerAddress) -> int:
         return self._peers[address].page_size
+
+    def skips_held(self, address: PeerAddress) -> bool:
+        """Whether it knows that a landing zone may begin behind a held prefix."""
+        return self._peers[address].skips_held
 
     def last_error(self, address: PeerAddress) -> str:
         """Why the peer is not there; for the error that a client gets."""
@@ -274,6 +279,7 @@ class PrefillPeers:
         peer.instance_id = message.instance_id
         peer.instance_heard_at = now
         peer.page_size = message.geometry.page_size
+        peer.skips_held = message.skips_held
         peer.last_error = ""
         events.append(PeerReady(peer.address, message.instance_id))
 

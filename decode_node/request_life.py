@@ -15,6 +15,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from decode_node.held_prefixes import KV_POOL, PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import DuplicateRoom, Landing, LiveRequests
 from decode_node.metrics import Metrics
@@ -80,8 +81,8 @@ class RequestLife:
 
     # --- from the front ---------------------------------------------------------------------------
 
-    def generate(self, message: Generate, now: float) -> None:
-        """Take a request in, or answer at once why not."""
+    def generate(self, message: Generate, now: float, prompt_keys: PromptKeys | None = None) -> None:
+        """Take a request in, or answer at once why not. ``prompt_keys``: None when nothing is held for it."""
         num_prompt_tokens = message.num_prompt_tokens
         # The last output token may be the one past the context's end: its KV is never computed.
         max_new_tokens = min(message.sampling.max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens)
@@ -94,6 +95,7 @@ class RequestLife:
             peer=self.peers.address_for(message.bootstrap_host, message.bootstrap_port, message.room),
             arrived_at=now,
             deadline=now + self.contact_timeout_secs,
+            prompt_keys=prompt_keys,
         )
         error = ""
         if not 1 <= num_prompt_tokens <= self.limits.max_context:
@@ -119,7 +121,7 @@ class RequestLife:
             if not has_finished:
                 self.metrics.add("aborted_requests_total")
             self._tell_peer(request, "the client is gone")
-            self._end(request, Landing.IN_FLIGHT, now)
+            self._end(request, Landing.IN_FLIGHT, now, is_sound=True)
 
     def release_quarantine(self, instance_id: str, now: float) -> None:
         """The operator says that this run of a prefill node is over. One that answers is not."""
@@ -246,6 +248,8 @@ class RequestLife:
             return
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         self.metrics.add("cached_tokens_total", message.num_cached_tokens)
+        self.metrics.add("held_tokens_total", request.held_prefix_tokens)
+        self.metrics.add("held_hits_total", request.held_prefix_tokens > 0)
         request.num_cached_tokens = message.num_cached_tokens
         request.transfer_bytes = message.num_bytes
         request.transfer_secs = message.transfer_secs
@@ -329,7 +333,8 @@ class RequestLife:
     def _admit(self, admission: Admission, now: float) -> None:
         request = admission.request
         instance_id = self.peers.instance_id(request.peer)
-        self.requests.admit(admission, instance_id, now + self.room_timeout_secs)
+        uses_held = self.peers.skips_held(request.peer)
+        self.requests.admit(admission, instance_id, now + self.room_timeout_secs, uses_held=uses_held)
         self.metrics.add("requests_total", mode=admission.mode)
         if not self.peers.send(request.peer, _bootstrap(request)):
             error = f"prefill node {request.peer} takes no messages; try again"
@@ -382,7 +387,7 @@ class RequestLife:
         )
         self.metrics.generated(request.mode)
         if reason is not None:
-            self._end(request, Landing.QUIET, now)
+            self._end(request, Landing.QUIET, now, is_sound=True)
         is_first = len(request.output_token_ids) == 1
         if reason is not None or is_first or len(request.unsent_token_ids) >= self.stream_interval:
             self._send_tokens(request, reason, matched)
@@ -412,13 +417,13 @@ class RequestLife:
         self._end(request, landing, now)
         self.send(RequestFailed(request.request_id, status, error, code))
 
-    def _end(self, request: Request, landing: Landing, now: float) -> None:
+    def _end(self, request: Request, landing: Landing, now: float, *, is_sound: bool = False) -> None:
         """The one way out of every state: of steps, of the tables, of the books."""
         if request.num_in_flight:  # the step that it is in may not use slots of others (I1)
             self.wait_for_step()
         if request.state is RequestState.RUNNING:
             self.hot_buffers.release(request)
-        self.requests.end(request, landing, now)
+        self.requests.end(request, landing, now, is_sound=is_sound)
 
     def _tell_peer(self, request: Request, reason: str) -> None:
         """Spare the prefill node the work, and its wait for a Bootstrap, of a room that ends here."""
@@ -433,15 +438,15 @@ def _landing(message: RoomFailed) -> Landing:
 
 
 def _bootstrap(request: Request) -> Bootstrap:
-    """Where the prompt's KV is to land."""
-    holding, num_tokens = request.owned, request.num_prompt_tokens
-    is_hisparse = request.mode is Mode.HISPARSE
+    """Where the prompt's KV is to land, behind what is held of it."""
+    holding, start, stop = request.owned, request.held_prefix_tokens, request.num_prompt_tokens
     return Bootstrap(
         room=request.room,
-        num_prompt_tokens=num_tokens,
-        kv_extents=slice_extents(holding[PoolKind.HOST if is_hisparse else PoolKind.DEVICE], 0, num_tokens),
-        index_extents=slice_extents(holding[PoolKind.INDEX], 0, num_tokens),
+        num_prompt_tokens=stop,
+        kv_extents=slice_extents(holding[KV_POOL[request.mode]], start, stop),
+        index_extents=slice_extents(holding[PoolKind.INDEX], start, stop),
         aux_slot=holding.only_slot(PoolKind.AUX),
-        hisparse=is_hisparse,
+        hisparse=request.mode is Mode.HISPARSE,
         attempt=1 + request.admitted_seq,
+        num_held_tokens=start,
     )

@@ -94,7 +94,8 @@ async def _deltas(front: Front, work: Work, outputs: Sequence[SampleOutput]) -> 
     clock = _TokenClock(front, work)
     by_request_id = {output.sample.generate.request_id: output for output in outputs}
     num_live = len(outputs)
-    with front.link.open(grouped(work.samples, with_prompts=False)) as group:
+    holds_prefixes = isinstance(front.settings, DecodeSettings) and not front.settings.disable_held_prefixes
+    with front.link.open(grouped(work.samples, with_prompts=holds_prefixes)) as group:
         while num_live:
             output, tokens = await _next_tokens(group, by_request_id)
             delta = output.feed(tokens)

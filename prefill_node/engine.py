@@ -312,7 +312,9 @@ class PrefillEngine:
             self._probes.forget(old.session)
             self._life.fail_rooms_of(old, "restarted", now_secs)
         log.info("registered decode node %s, session %s", peer.node_id, peer.session)
-        self._control.send(identity, Registered(PROTOCOL_VERSION, self._instance_id, self._geometry))
+        self._control.send(
+            identity, Registered(PROTOCOL_VERSION, self._instance_id, self._geometry, skips_held=True)
+        )
 
     def _tell_peer(self, peer: Peer, message: ToDecode) -> None:
         self._control.send(self._peers.current(peer).identity, message)

@@ -149,6 +149,8 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     became of the room; 0: from a node that does not say.
     ``kv_extents``: token slots of ``KV_HOST`` when hisparse, else of ``KV_DEVICE``, in position order.
     ``index_extents``: token slots of ``INDEX``, in position order, each a whole number of pages but the last.
+    ``num_held_tokens``: leading tokens of the prompt whose KV and indexer keys the decode node has: both kinds
+    of extents begin behind them. 0 to a prefill node that has not said ``skips_held``.
     """
 
     room: RoomField
@@ -158,6 +160,7 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     aux_slot: Count
     hisparse: bool = False
     attempt: Count = 0
+    num_held_tokens: Annotated[int, Meta(ge=0, lt=2**32)] = 0
 
 
 class AbortRoom(Struct, frozen=True, array_like=True, tag=4):
@@ -179,6 +182,8 @@ class Registered(Struct, frozen=True, array_like=True, tag=1):
     protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
     instance_id: Name
     geometry: Geometry
+    skips_held: bool = False
+    """It looks at ``Bootstrap.num_held_tokens``; a node of an older release does not."""
 
 
 class Refused(Struct, frozen=True, array_like=True, tag=2):

@@ -319,6 +319,11 @@ class DecodeSettings(NodeSettings):
     auto_dense_margin: float = Field(
         0.25, ge=0, le=1, description="share of the device pool that auto keeps free when it picks dense"
     )
+    disable_held_prefixes: bool = Field(
+        False,
+        description="keep no KV of requests that have ended; otherwise a request that begins like one of them "
+        "finds it here, and the prefill node sends only the rest",
+    )
     stream_interval: int = Field(
         1,
         ge=1,

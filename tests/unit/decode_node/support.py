@@ -47,6 +47,7 @@ from protocol.messages import (
 )
 from service import engine_messages
 from service.engine_messages import (
+    Abort,
     EngineLoading,
     EngineStats,
     FromEngine,
@@ -55,6 +56,7 @@ from service.engine_messages import (
     RequestFailed,
     ToEngine,
     Tokens,
+    pack_token_ids,
 )
 from service.engine_sockets import EngineSocket
 from service.settings import DecodeSettings
@@ -121,6 +123,11 @@ def _prefill(path: Path, prompt: Prompt, page_size: int) -> Prefilled:
     return Prefilled(kv, index, token_ids[0], logprobs[0], hint.numpy())
 
 
+def computed(checkpoint: Checkpoint, prompt: Prompt, page_size: int) -> Prefilled:
+    """What a prefill node has of ``prompt``."""
+    return _prefill(checkpoint.path, prompt, page_size)
+
+
 @lru_cache
 def _shared_transfer() -> TransferEngine:
     """One for all doubles: starting and stopping Mooncake takes a second."""
@@ -148,6 +155,7 @@ class PrefillDouble:
         self.curve = False
         """What the bootstrap endpoint says of the control channel."""
         self.num_cached_tokens = 0
+        self.skips_held = True
         self.batch_failed = False
         """What it says of the batches that it delivers with."""
         self.num_registrations = 0
@@ -225,7 +233,10 @@ class PrefillDouble:
                 self.num_registrations += 1
                 self._transfer.renew(message.session)
                 self._registered[identity] = message
-                self.control.send(identity, Registered(PROTOCOL_VERSION, self.instance_id, self.geometry))
+                registered = Registered(
+                    PROTOCOL_VERSION, self.instance_id, self.geometry, skips_held=self.skips_held
+                )
+                self.control.send(identity, registered)
             case Heartbeat(seq):
                 if identity not in self._registered:
                     self.control.send(identity, Refused("not registered", False))
@@ -252,10 +263,13 @@ class PrefillDouble:
         spec = self.checkpoint.spec
         ready = _prefill(self.checkpoint.path, self.prompts[bootstrap.room], self.page_size)
         kv_region = regions[RegionKind.KV_HOST if bootstrap.hisparse else RegionKind.KV_DEVICE]
-        self._write_pool(register.session, ready.kv, spec.item_bytes, kv_region, bootstrap.kv_extents)
+        first = bootstrap.num_held_tokens
+        self._write_pool(
+            register.session, ready.kv[:, first:].contiguous(), spec.item_bytes, kv_region, bootstrap.kv_extents
+        )
         self._write_pool(
             register.session,
-            ready.index,
+            ready.index[:, first:].contiguous(),
             spec.index_item_bytes,
             regions[RegionKind.INDEX],
             bootstrap.index_extents,
@@ -278,7 +292,7 @@ class PrefillDouble:
         position = 0
         for extent in extents:
             for layer in range(num_layers):
-                src_addrs.append(source.data_ptr() + (layer * source.shape[1] + position) * item_bytes)
+                src_addrs.append(source[layer, position:].data_ptr())
                 dst_addrs.append(region.base_addr + (layer * region.num_slots + extent.start) * item_bytes)
                 lengths.append(extent.length * item_bytes)
             position += extent.length
@@ -328,6 +342,7 @@ class EngineHarness:
                 "device_pool_tokens": 4096,
                 "device_buffer_size": 128,
                 "max_running_requests": 16,
+                "disable_held_prefixes": True,
                 **settings,
             },
         )
@@ -374,10 +389,16 @@ class EngineHarness:
                         bootstrap_port=double.port if port is None else port,
                         hisparse=hisparse,
                     ),
-                )
+                ),
+                pack_token_ids(prompt),
             )
         )
         return answer
+
+    def leave(self, answer: Answer) -> None:
+        """The client of ``answer`` is gone."""
+        (request_id,) = (each for each, given in self.answers.items() if given is answer)
+        self.send(Abort(request_id))
 
     def turn(self, *doubles: PrefillDouble) -> None:
         for double in doubles:

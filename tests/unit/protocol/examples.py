@@ -30,12 +30,13 @@ GEOMETRY = Geometry(
 )
 BOOTSTRAP = Bootstrap(
     room=2**63 - 1,
-    num_prompt_tokens=130,
+    num_prompt_tokens=194,
     kv_extents=(Extent(7, 100), Extent(300, 30)),
     index_extents=(Extent(64, 192),),
     aux_slot=5,
     hisparse=True,
     attempt=1,
+    num_held_tokens=64,
 )
 
 TO_PREFILL = [
@@ -50,13 +51,13 @@ TO_PREFILL = [
         "a472646d61",
     ),
     (Heartbeat(9), "920209"),
-    (BOOTSTRAP, "9803cf7fffffffffffffffcc829292076492cd012c1e919240ccc005c301"),
+    (BOOTSTRAP, "9903cf7fffffffffffffffccc29292076492cd012c1e919240ccc005c30140"),
     (AbortRoom(3, "gone"), "930403a4676f6e65"),
 ]
 TO_DECODE = [
     (
-        Registered(1, "inst", GEOMETRY),
-        "940101a4696e737499a26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e39",
+        Registered(1, "inst", GEOMETRY, skips_held=True),
+        "950101a4696e737499a26670a7666c6f617433320403ccc0cc804040a9746f705f7020302e39c3",
     ),
     (Refused("no", True), "9302a26e6fc3"),
     (HeartbeatAck(9, "inst"), "930309a4696e7374"),

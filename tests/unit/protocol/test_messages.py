@@ -41,15 +41,26 @@ def _fields(message: Any) -> list[Any]:
 
 def test_hisparse_keeps_its_place_in_the_bootstrap_message() -> None:
     """What came after it stands behind it."""
-    assert Bootstrap.__struct_fields__[5:] == ("hisparse", "attempt")
-    assert _fields(BOOTSTRAP)[6:] == [True, 1]
+    assert Bootstrap.__struct_fields__[5:] == ("hisparse", "attempt", "num_held_tokens")
+    assert _fields(BOOTSTRAP)[6:] == [True, 1, 64]
 
 
-@pytest.mark.parametrize(("num_missing", "without"), [(1, {}), (2, {"hisparse": False})])
+@pytest.mark.parametrize(
+    ("num_missing", "without"), [(1, {}), (2, {"attempt": 0}), (3, {"attempt": 0, "hisparse": False})]
+)
 def test_bootstrap_without_its_last_fields_decodes(num_missing: int, without: dict[str, bool]) -> None:
     shortened = msgspec.msgpack.encode(_fields(BOOTSTRAP)[:-num_missing])
     decoded = messages.to_prefill_decoder.decode(shortened)
-    assert decoded == msgspec.structs.replace(BOOTSTRAP, attempt=0, **without)
+    assert decoded == msgspec.structs.replace(BOOTSTRAP, num_held_tokens=0, **without)
+
+
+def test_a_prefill_node_that_does_not_say_that_it_skips_does_not() -> None:
+    """It is of an older release, and would write a whole prompt."""
+    registered, _ = TO_DECODE[0]
+    shortened = msgspec.msgpack.encode(_fields(registered)[:-1])
+    assert messages.to_decode_decoder.decode(shortened) == msgspec.structs.replace(
+        registered, skips_held=False
+    )
 
 
 def test_a_registration_that_does_not_name_its_transport_decodes() -> None:
