@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from decode_node.engine import DecodeEngine
+from decode_node.held_prefixes import KV_POOL
 from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind, Stage
 from decode_node.request import PeerAddress, RequestState
@@ -104,6 +105,8 @@ class DecodeNode:
             for slot in extents_to_slots(holding[kind]).tolist()
         }
         for request in requests.select(RequestState.LANDING, RequestState.RUNNING):
+            if kind not in (KV_POOL[request.mode], PoolKind.INDEX):
+                continue
             for slot in extents_to_slots(request.owned[kind])[: request.held_prefix_tokens].tolist():
                 owners[slot] = request.room, Stage.HELD
         return owners
