@@ -22,7 +22,7 @@ from service.settings import RouterPolicy, RouterSettings
 log = logging.getLogger(__name__)
 
 LOAD_BOUND = 1.25
-"""Of the mean load, what a prefill rank may have for the sake of its prefix cache: as in consistent hashing
+"""Of the mean load, what a rank may have for the sake of the prefixes that it has: as in consistent hashing
 with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016).
 """
 LOAD_SLACK = 2
@@ -117,7 +117,8 @@ class NodePool:
         self.nodes = [*prefill, *decode]
         self._policy = policy
         self._pick_number = itertools.count()
-        self._prefixes: PrefixIndex[Rank] = PrefixIndex()
+        self._prefixes: dict[NodeKind, PrefixIndex[Rank]] = {kind: PrefixIndex() for kind in NodeKind}
+        """Where a prompt's beginning is: in a prefill rank's prefix cache, held by a decode node."""
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> NodePool:
@@ -144,9 +145,12 @@ class NodePool:
         Raises RouterError 503 when a kind has no healthy node left.
         """
         keys = block_keys(prompt) if self._policy == "cache_aware" else []
-        prefill = self._pick(NodeKind.PREFILL, excluded, self._prefixes.find(keys))
-        decode = self._pick(NodeKind.DECODE, excluded)
-        self._prefixes.note(keys, prefill)
+        prefill, decode = (
+            self._pick(kind, excluded, self._prefixes[kind].find(keys))
+            for kind in (NodeKind.PREFILL, NodeKind.DECODE)
+        )
+        for rank in (prefill, decode):
+            self._prefixes[rank.node.kind].note(keys, rank)
         return Pair(prefill.node, decode.node, prefill.draw_room())
 
     def has_pair(self, excluded: Collection[Node] = ()) -> bool:
@@ -174,7 +178,7 @@ class NodePool:
         if node.healthy or node.trouble != trouble:
             log.warning("%s is unhealthy: %s", node.name, trouble)
         if node.healthy:
-            self._prefixes.forget(node.ranks)
+            self._prefixes[node.kind].forget(node.ranks)
         node.healthy, node.trouble = False, trouble
 
     def report_load(self, node: Node, num_requests: Sequence[int]) -> None:
@@ -182,7 +186,7 @@ class NodePool:
         if self._policy != "cache_aware" or node.kind is NodeKind.DECODE:
             num_requests = [sum(num_requests)]  # the node spreads them itself
         if len(num_requests) != len(node.ranks):
-            self._prefixes.forget(node.ranks)
+            self._prefixes[node.kind].forget(node.ranks)
             node.ranks = [Rank(node, number) for number in range(len(num_requests))]
         for rank, num in zip(node.ranks, num_requests, strict=True):
             rank.num_foreign = max(0, num - rank.num_in_flight)

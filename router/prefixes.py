@@ -1,4 +1,4 @@
-"""Which rank of a prefill node had a prompt with the same beginning last, and so has it in its prefix cache.
+"""Which rank had a prompt with the same beginning last, and so has it in its prefix cache, or holds it.
 
 A prompt's bytes, as its client sent them, are cut into blocks; a block's key is a hash of all bytes up to its
 end. So the longest beginning that two prompts have in common is the last key that they share, whatever they

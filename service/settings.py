@@ -401,7 +401,7 @@ class RouterSettings(_Settings):
     policy: RouterPolicy = Field(
         "round_robin",
         description="how a pair of nodes is picked for a request; cache_aware: by load, but prompts that "
-        "begin alike go to the same prefill node while it has little more to do than the others",
+        "begin alike go to the same nodes while these have little more to do than the others",
     )
     health_interval_secs: Secs = Field(5.0, description="between health checks of a node, in seconds")
     connect_timeout_secs: Secs = Field(5.0, description="connecting to a node at most, in seconds")
