@@ -42,7 +42,7 @@ TIMEOUT_SECS = 600.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a conversation, in tokens. ``more``: that a turn's prompt has beyond the last one's and its answer."""
+    """Of a conversation, in tokens. ``more``: what a turn's prompt has beyond the last one and its answer."""
 
     first: int
     more: int

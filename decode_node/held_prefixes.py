@@ -1,4 +1,4 @@
-"""Owns the held prefixes: KV and indexer keys of requests that have ended, for the next one that begins alike.
+"""Owns the held prefixes: KV and indexer keys of requests that have ended, for the next that begins alike.
 
 Nothing is copied to hold a prefix, nor to use it. The slots that a request leaves stay where they are: whole
 pages of KV, in the host pool or, of a dense request, in the device pool, and of its indexer keys. The next
@@ -139,7 +139,9 @@ class HeldPrefixes:
         num_slots = len(keys) * self._pools.page_size
         wanted = {KV_POOL[mode]: num_slots, PoolKind.INDEX: num_slots}
         if {kind: holding.num_slots(kind) for kind in holding.extents} != wanted:
-            raise PoolIntegrityError(f"room {holding.room}: {holding.extents} are not {len(keys)} pages to hold")
+            raise PoolIntegrityError(
+                f"room {holding.room}: {holding.extents} are not {len(keys)} pages to hold"
+            )
         prefix = HeldPrefix(mode, list(keys), holding)
         self._prefixes[prefix] = None
         for key in prefix.keys:

@@ -1,4 +1,4 @@
-"""Owns which slot of which pool belongs to whom: free, or one request's, or quarantined, or held for the next.
+"""Owns which slot of which pool belongs to whom: free, or one request's, or quarantined, or held.
 
 Pure bookkeeping. The memory behind the slots is in ``memory.py``; nothing here runs a kernel or waits.
 A request's slots in all pools are one Holding, reserved all or nothing. At any time, for every pool,
@@ -218,7 +218,7 @@ class Pools:
             raise ValueError(f"room {holding.room}: {num_slots} slots are no whole pages of {self.page_size}")
         first = {kind: slice_extents(holding[kind], 0, num_slots) for kind in kinds}
         self.num_changes += 1
-        for kind, extents in first.items():
+        for kind in first:
             holding.extents[kind] = slice_extents(holding[kind], num_slots, holding.num_slots(kind))
         split = Holding(holding.room, Stage.HELD, first)
         self._holdings.add(split)
@@ -229,7 +229,9 @@ class Pools:
         for kind in tuple(holding.extents):
             num_had = holding.num_slots(kind)
             if num_had > num_slots:
-                rest = Holding(holding.room, holding.stage, {kind: slice_extents(holding[kind], num_slots, num_had)})
+                rest = Holding(
+                    holding.room, holding.stage, {kind: slice_extents(holding[kind], num_slots, num_had)}
+                )
                 holding.extents[kind] = slice_extents(holding[kind], 0, num_slots)
                 self._holdings.add(rest)
                 self.release(rest)

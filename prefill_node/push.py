@@ -188,7 +188,7 @@ class Pusher:
         self._submit_layers(push, self._source.kv.num_layers, None)
 
     def push_tokens(self, record: RoomRecord, start: int, stop: int) -> None:
-        """Submit KV and indexer keys of positions that are computed, in one batch. Nothing to send: no batch."""
+        """Submit KV and indexer keys of positions that are computed, in one batch. Nothing: no batch."""
         if start < stop:
             self.push_rest(self.plan(record, start, stop))
 

@@ -211,8 +211,8 @@ def why_not_landing(bootstrap: Bootstrap, peer: Peer, page_size_src: int) -> str
     num_landing = bootstrap.num_prompt_tokens - bootstrap.num_held_tokens
     if num_landing < 1:
         return (
-            f"num_held_tokens {bootstrap.num_held_tokens} of {bootstrap.num_prompt_tokens} prompt tokens: the "
-            "last one is never held"
+            f"num_held_tokens {bootstrap.num_held_tokens} of {bootstrap.num_prompt_tokens} prompt tokens: "
+            "the last one is never held"
         )
     kv_kind = kv_region_of(bootstrap)
     for kind, extents in ((kv_kind, bootstrap.kv_extents), (RegionKind.INDEX, bootstrap.index_extents)):

@@ -40,7 +40,7 @@ class GenerateGroup(Struct, frozen=True, tag="generate"):
 
     samples: tuple[Generate, ...]
     prompt: bytes = b""
-    """As of ``pack_token_ids``; empty for a decode engine that holds no prefixes: it needs the length only."""
+    """As of ``pack_token_ids``; empty for a decode engine that holds no prefixes."""
 
 
 class Abort(Struct, frozen=True, tag="abort"):

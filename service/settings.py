@@ -321,8 +321,8 @@ class DecodeSettings(NodeSettings):
     )
     disable_held_prefixes: bool = Field(
         False,
-        description="keep no KV of requests that have ended; otherwise a request that begins like one of them "
-        "finds it here, and the prefill node sends only the rest",
+        description="keep no KV of requests that have ended; otherwise a request that begins like one "
+        "of them finds it here, and the prefill node sends only the rest",
     )
     stream_interval: int = Field(
         1,

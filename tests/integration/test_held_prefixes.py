@@ -1,4 +1,4 @@
-"""Conversations through a pair with different page sizes, whose decode node can hold few of them at a time."""
+"""Conversations through a pair with different page sizes, whose decode node can hold few at a time."""
 
 from __future__ import annotations
 

@@ -87,9 +87,7 @@ class Turns:
 
 @pytest.mark.I7
 @pytest.mark.I8
-@pytest.mark.parametrize(
-    ("role", "holds_prefixes"), [("prefill", True), ("decode", True), ("decode", False)]
-)
+@pytest.mark.parametrize(("role", "holds_prefixes"), [("prefill", True), ("decode", True), ("decode", False)])
 def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, holds_prefixes: bool
 ) -> None:

@@ -265,7 +265,11 @@ class PrefillDouble:
         kv_region = regions[RegionKind.KV_HOST if bootstrap.hisparse else RegionKind.KV_DEVICE]
         first = bootstrap.num_held_tokens
         self._write_pool(
-            register.session, ready.kv[:, first:].contiguous(), spec.item_bytes, kv_region, bootstrap.kv_extents
+            register.session,
+            ready.kv[:, first:].contiguous(),
+            spec.item_bytes,
+            kv_region,
+            bootstrap.kv_extents,
         )
         self._write_pool(
             register.session,

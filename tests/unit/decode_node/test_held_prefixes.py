@@ -322,7 +322,9 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
     num_held = (85 + 59) // 16 * 16
     assert len(prefix.keys) * 16 == num_held
     alone = computed(checkpoint, (*prompt, *answer.token_ids)[:num_held], 16)
-    kv, kind = (memory.k_dev, PoolKind.DEVICE) if prefix.mode is Mode.DENSE else (memory.k_host, PoolKind.HOST)
+    kv, kind = (
+        (memory.k_dev, PoolKind.DEVICE) if prefix.mode is Mode.DENSE else (memory.k_host, PoolKind.HOST)
+    )
     assert kv[:, slots_tensor(prefix.holding[kind])].equal(alone.kv[:, :num_held])
     assert memory.index[:, slots_tensor(prefix.holding[PoolKind.INDEX])].equal(alone.index[:, :num_held])
 
@@ -343,7 +345,10 @@ def test_a_conversation_goes_on_behind_what_is_held(
         assert len(landing_slots(bootstrap)) == len(prompt) - bootstrap.num_held_tokens
         turns.append((prompt, answer.token_ids, bootstrap.num_held_tokens))
         prompt = (*prompt, *answer.token_ids, *random_prompt(10 + turn, 30))
-    assert [num_held for _, _, num_held in turns] == [0, *((len(p) + 19) // 16 * 16 for p, _, _ in turns[:-1])]
+    assert [num_held for _, _, num_held in turns] == [
+        0,
+        *((len(p) + 19) // 16 * 16 for p, _, _ in turns[:-1]),
+    ]
     for prompt, token_ids, _ in turns:  # each of them cold
         flush(node, double)
         assert ask(node, double, prompt, 20, flag).token_ids == token_ids

@@ -151,7 +151,10 @@ def test_what_the_decode_node_holds_is_computed_and_not_sent(
     for each, num_cached in ((room, 0), (next(_rooms), 96)):
         peer.forget()
         done = deliver(engine, peer, each, tokens, **landing)
-        assert (done.num_bytes, done.num_cached_tokens) == (rest * per_token + peer.layout.slot_bytes, num_cached)
+        assert (done.num_bytes, done.num_cached_tokens) == (
+            rest * per_token + peer.layout.slot_bytes,
+            num_cached,
+        )
         landed = (peer.kv_host if hisparse else peer.kv_device).any(dim=-1).any(dim=0)
         assert landed.nonzero().flatten().tolist() == list(range(100, 100 + rest))
         assert peer.index.any(dim=-1).any(dim=0).sum() == rest

@@ -339,7 +339,10 @@ def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: D
         ({"index": (Extent(1020, 20),)}, "index extent [1020, 1040)"),
         ({"index": (Extent(0, 16),)}, "index extents hold 16 tokens, the prompt needs at least 20"),
         ({"aux_slot": 8}, "aux_slot 8 is not in [0, 8)"),
-        ({"num_held_tokens": 16, "kv": (Extent(0, 20),)}, "kv_host extents hold 20 tokens, the prompt needs 4"),
+        (
+            {"num_held_tokens": 16, "kv": (Extent(0, 20),)},
+            "kv_host extents hold 20 tokens, the prompt needs 4",
+        ),
         ({"num_held_tokens": 20}, "num_held_tokens 20 of 20 prompt tokens: the last one is never held"),
         ({"num_held_tokens": 2**32 - 1}, "the last one is never held"),
         ({"kv": (Extent(1020, 20),), "hisparse": False}, "kv_device extent [1020, 1040)"),
