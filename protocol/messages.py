@@ -149,8 +149,8 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     became of the room; 0: from a node that does not say.
     ``kv_extents``: token slots of ``KV_HOST`` when hisparse, else of ``KV_DEVICE``, in position order.
     ``index_extents``: token slots of ``INDEX``, in position order, each a whole number of pages but the last.
-    ``num_held_tokens``: leading tokens of the prompt whose KV and indexer keys the decode node has. Both kinds
-    of extents begin behind them. 0 to a prefill node that has not said ``skips_held``.
+    ``num_held_tokens``: leading tokens of the prompt whose KV and indexer keys the decode node has. Both
+    kinds of extents begin behind them. 0 to a prefill node that has not said ``skips_held``.
     """
 
     room: RoomField

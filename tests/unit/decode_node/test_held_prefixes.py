@@ -63,7 +63,7 @@ def test_output_goes_on_where_the_prompt_ended() -> None:
 
 
 def held(*rooms: int, num_pages: int = 3, mode: Mode = Mode.HISPARSE) -> tuple[Pools, HeldPrefixes]:
-    """A prefix of ``num_pages`` pages of tokens ``room``, for each of ``rooms``; nothing else is in the pools."""
+    """A prefix of ``num_pages`` pages of tokens ``room``, for each of ``rooms``, and nothing else."""
     pools = Pools(SlotCounts(host=40, device=40, index=80, aux=2, req_row=2), PAGE)
     prefixes = HeldPrefixes(pools)
     for room in rooms:
@@ -123,8 +123,8 @@ def test_nothing_is_given_up_for_slots_that_it_does_not_have() -> None:
 @pytest.mark.I2
 def test_a_prefix_that_somebody_owns_cannot_be_held() -> None:
     pools, prefixes = held(1)
+    holding = pools.reserve(Room(2), SlotCounts(host=8, index=4))
     with pytest.raises(PoolIntegrityError, match="not 2 pages to hold"):
-        holding = pools.reserve(Room(2), SlotCounts(host=8, index=4))
         prefixes.add(holding, keys_of((2,) * 8).keys, Mode.HISPARSE)
 
 

@@ -768,9 +768,8 @@ def test_a_busy_node_gives_up_what_it_has_cached(kind: NodeKind) -> None:
         for _ in range(5):
             assert getattr(pool.pick(prompt=PROMPT), kind) is first
             stack.enter_context(pool.working(first, 0))
-        other = getattr(
-            pool.pick(prompt=PROMPT), kind
-        )  # 5 are 2.5 more than 1.25 times the mean of 6 on 3 nodes
+        # 5 are 2.5 more than 1.25 times the mean of 6 on 3 nodes
+        other = getattr(pool.pick(prompt=PROMPT), kind)
         assert other is not first
     assert getattr(pool.pick(prompt=PROMPT), kind) is other
 
