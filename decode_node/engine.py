@@ -25,6 +25,7 @@ from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
 from decode_node.metrics import Metrics
 from decode_node.pools import Pools, SlotCounts
 from decode_node.prefill_peers import PrefillPeers
+from decode_node.prefix_copies import PrefixCopies
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.request_life import RequestLife
 from decode_node.runner import Launched, make_runner
@@ -117,6 +118,7 @@ class DecodeEngine:
             max_capacity=min(settings.device_buffer_size, spec.context_length),
             page_size=settings.page_size,
         )
+        self.copies = PrefixCopies(self._memory)
         geometry = spec.geometry(settings.page_size, str(SamplingDefaults.of(settings)))
         self._prefix_identity = msgspec.msgpack.encode(geometry)
         allowed = PeerList.parse(settings.allowed_peers)
@@ -140,6 +142,7 @@ class DecodeEngine:
             room_timeout_secs=settings.room_timeout_secs,
             requests=self.requests,
             hot_buffers=self.hot_buffers,
+            copies=self.copies,
             peers=self.peers,
             metrics=self._metrics,
             send=front.send,
@@ -182,6 +185,7 @@ class DecodeEngine:
         has_work = (
             self._has_launched
             or self._lockstep.is_due
+            or self.copies.is_busy
             or any(request.has_slots_for_next for request in self.requests.select(RequestState.RUNNING))
         )
         self._poller.wait(0.0 if has_work else max_wait_secs)
@@ -191,6 +195,7 @@ class DecodeEngine:
         self._last_turn_at = now
         self._receive(now)
         self._plan(now)
+        self.lifecycle.copy_prefixes(now)
         batch = self._next_batch()
         step = self._lockstep.agree(
             len(batch), is_split=self._runner.would_split(batch), is_stopping=self._is_stopping
@@ -278,7 +283,10 @@ class DecodeEngine:
             (
                 request
                 for request in self.requests.select(RequestState.RUNNING)
-                if request.has_next_step and request.has_slots_for_next and self.hot_buffers.is_ready(request)
+                if request.has_next_step
+                and request.has_slots_for_next
+                and request.source is None
+                and self.hot_buffers.is_ready(request)
             ),
             key=lambda request: request.admitted_seq,
         )

@@ -1,10 +1,11 @@
 """Owns the held prefixes: KV and indexer keys of requests that have ended, for the next that begins alike.
 
-Nothing is copied to hold a prefix, nor to use it. The slots that a request leaves stay where they are: whole
-pages of KV, in the host pool or, of a dense request, in the device pool, and of its indexer keys. The next
-request with the same tokens takes them over as its own first pages, as many as they have in common, and the
-prefill node writes only what is behind them. So a prefix serves one request at a time (a hisparse request's
-place in its hot buffer is looked up by host slot), and comes back, longer, when that one ends.
+Nothing is copied to hold a prefix, nor for a request of the same mode to use it. The slots that a request
+leaves stay where they are: whole pages of KV, in the host pool or, of a dense request, the device pool, and
+of its indexer keys. The next request with the same tokens takes them over as its own first pages, as many as
+they have in common, and the prefill node writes only what is behind them. One of the other mode takes over
+the indexer keys, and copies the KV (``prefix_copies.py``). So a prefix serves one request at a time (where a
+position is in a hot buffer is looked up by host slot), and comes back, longer, when that one ends.
 
 Held slots are as good as free: ``make_room`` gives up the least recently used ones, from their ends, before
 anybody who needs slots is told that there are none. So nobody is admitted later, or otherwise, for what is
@@ -36,6 +37,7 @@ _KEY_BYTES: Final = 16
 
 KV_POOL: Final = {Mode.HISPARSE: PoolKind.HOST, Mode.DENSE: PoolKind.DEVICE}
 """Where the KV of a request is, and of the prefix that it leaves."""
+_OTHER: Final = {Mode.HISPARSE: Mode.DENSE, Mode.DENSE: Mode.HISPARSE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,22 +116,40 @@ class HeldPrefixes:
         return self.slots.index
 
     def find(self, keys: Sequence[PageKey], mode: Mode) -> tuple[HeldPrefix, int] | None:
-        """The prefix that has most of ``keys``, and how many; of equals the most recently used."""
+        """The prefix of ``mode`` that has most of ``keys``, and how many; of equals the latest."""
         by_key = self._by_key[mode]
         num_pages = bisect_left(keys, True, key=lambda key: key not in by_key)
         if not num_pages:
             return None
         return next(reversed(by_key[keys[num_pages - 1]])), num_pages
 
-    def take(self, keys: Sequence[PageKey], mode: Mode) -> Holding | None:
-        """The longest beginning of ``keys`` that is held, for one request; what is behind it is given up."""
+    def take(
+        self, keys: Sequence[PageKey], mode: Mode, need: SlotCounts
+    ) -> tuple[Holding, Holding | None] | None:
+        """The longest beginning of ``keys`` that is held, for one request; what is behind it is given up.
+
+        When its KV is in the pool of the other mode, that is a holding of its own, the second one: HELD, for
+        the request to copy it. It is left alone when ``need`` would not fit beside it.
+        """
         found = self.find(keys, mode)
+        other = self.find(keys, _OTHER[mode])
+        if other is not None and (found is None or found[1] < other[1]) and self._fits_beside(need, other):
+            found = other
         if found is None:
             return None
         prefix, num_pages = found
         self._cut(prefix, num_pages)
         self._forget(prefix)
-        return prefix.holding
+        if prefix.mode is mode:
+            return prefix.holding, None
+        kind = KV_POOL[prefix.mode]
+        return prefix.holding, self._pools.split(prefix.holding, [kind], prefix.holding.num_slots(kind))
+
+    def _fits_beside(self, need: SlotCounts, found: tuple[HeldPrefix, int]) -> bool:
+        prefix, num_pages = found
+        num_slots = num_pages * self._pools.page_size
+        copied = SlotCounts(host=num_slots) if prefix.mode is Mode.HISPARSE else SlotCounts(device=num_slots)
+        return (self._pools.rounded(need) + copied).fits_in(self._pools.free + self.slots)
 
     def add(self, holding: Holding, keys: Sequence[PageKey], mode: Mode) -> None:
         """Hold ``holding``, which is HELD, KV and indexer keys of as many whole pages as there are ``keys``.

@@ -53,6 +53,8 @@ class LiveRequests:
     def __init__(self, pools: Pools, quarantine_secs: float) -> None:
         self.pools = pools
         self.held = HeldPrefixes(pools)
+        self.copying: dict[Room, Request] = {}
+        """Those with a ``source``."""
         self.quarantine = Quarantine(quarantine_secs, pools.release)
         self.num_queued: Counter[HisparseFlag] = Counter()
         """Requests that own nothing yet, by what they ask for."""
@@ -127,7 +129,13 @@ class LiveRequests:
 
     @property
     def available(self) -> SlotCounts:
-        """What can be given to requests: free slots, and held ones."""
+        """What can be given to requests: free slots, held ones, and those that are being copied from."""
+        sources = (request.source for request in self.copying.values() if request.source is not None)
+        return self.available_now + self.pools.held_by(sources)
+
+    @property
+    def available_now(self) -> SlotCounts:
+        """The same while nothing is copied to its end."""
         return self.pools.free + self.held.slots
 
     # --- the moves --------------------------------------------------------------------------------
@@ -186,16 +194,20 @@ class LiveRequests:
         ``uses_held``: with a held prefix as its first pages, if there is one.
         """
         request = admission.request
-        if not self.pools.rounded(admission.need).fits_in(self.available):
+        if not self.pools.rounded(admission.need).fits_in(self.available_now):
             self.pools.reserve(request.room, admission.need)  # which says what is missing
-        prefix = self.held.take(request.usable_keys, admission.mode) if uses_held else None
-        self.held.make_room(self.pools.missing(prefix, admission.need))
-        if prefix is None:
+        keys = request.usable_keys if uses_held else ()
+        taken = self.held.take(keys, admission.mode, admission.need)
+        if taken is None:
+            self.held.make_room(admission.need)
             holding = self.pools.reserve(request.room, admission.need)
         else:
-            holding = prefix
+            holding, request.source = taken
             request.held_prefix_tokens = holding.num_slots(PoolKind.INDEX)
+            self.held.make_room(self.pools.missing(holding, admission.need))
             self.pools.take_over(holding, request.room, admission.need)
+            if request.source is not None:
+                self.copying[request.room] = request
         self._leave(request)
         self.num_queued[request.flag] -= 1
         request.move(RequestState.LANDING)
@@ -208,6 +220,13 @@ class LiveRequests:
         self._set_deadline(request, deadline)
         request.admitted_seq = self._num_admitted
         self._num_admitted += 1
+
+    def copied(self, request: Request) -> None:
+        """The request has its held prefix in its own slots, and its source is nobody's."""
+        source, request.source = request.source, None
+        if source is not None:
+            del self.copying[request.room]
+            self.pools.release(source)
 
     def start(self, request: Request, lands_until: float = 0.0) -> None:
         """LANDING → RUNNING: all bytes are here, the aux record is read.
@@ -270,7 +289,7 @@ class LiveRequests:
         delivered room may still write to.
 
         What is good and quiet is held: of a RUNNING request that is ``is_sound`` all whole pages, otherwise
-        the held prefix that nothing was to land in.
+        the held prefix that nothing was to land in. Of one that has still to copy that nothing is.
         """
         was_landing = request.state is RequestState.LANDING
         self._leave(request)
@@ -283,7 +302,10 @@ class LiveRequests:
             self.num_queued[request.flag] -= 1
             return
         may_land = landing is not Landing.QUIET if was_landing else request.lands_until > now
-        if was_landing or may_land:
+        if request.source is not None:
+            num_good_tokens = 0
+            self.copied(request)
+        elif was_landing or may_land:
             num_good_tokens = request.held_prefix_tokens
         else:
             num_good_tokens = request.num_kv_tokens if is_sound else 0
@@ -386,7 +408,7 @@ class LiveRequests:
                 Stage.LANDING: len(self._admitted[RequestState.LANDING]),
                 Stage.RUNNING: len(self._admitted[RequestState.RUNNING]),
                 Stage.QUARANTINED: len(self.quarantine),
-                Stage.HELD: len(self.held),
+                Stage.HELD: len(self.held) + len(self.copying),
             }
         )
         self.held.check_integrity()

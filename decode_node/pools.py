@@ -219,7 +219,10 @@ class Pools:
         first = {kind: slice_extents(holding[kind], 0, num_slots) for kind in kinds}
         self.num_changes += 1
         for kind in first:
-            holding.extents[kind] = slice_extents(holding[kind], num_slots, holding.num_slots(kind))
+            rest = slice_extents(holding[kind], num_slots, holding.num_slots(kind))
+            del holding.extents[kind]
+            if rest:
+                holding.extents[kind] = rest
         split = Holding(holding.room, Stage.HELD, first)
         self._holdings.add(split)
         return split

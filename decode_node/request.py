@@ -91,6 +91,8 @@ class Request:
     holding: Holding | None = None
     held_prefix_tokens: int = 0
     """Of the prompt, in whole pages: their KV and indexer keys were here already, so nothing lands there."""
+    source: Holding | None = None
+    """KV of the held prefix in the pool of the other mode, until it is copied; owned beside ``holding``."""
     held_tokens: SlotCounts = field(default_factory=SlotCounts)
     """What it holds of the pools of tokens."""
     reserved_tokens: int = 0

@@ -19,7 +19,7 @@ from decode_node.held_prefixes import KV_POOL, PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import DuplicateRoom, Landing, LiveRequests
 from decode_node.metrics import Metrics
-from decode_node.pools import PoolKind
+from decode_node.pools import PoolKind, SlotCounts
 from decode_node.prefill_peers import (
     InstanceGone,
     PeerEvent,
@@ -30,6 +30,7 @@ from decode_node.prefill_peers import (
     RanksChanged,
     RoomMessage,
 )
+from decode_node.prefix_copies import PrefixCopies
 from decode_node.quarantine import Quarantined
 from decode_node.request import Request, RequestState
 from decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
@@ -70,6 +71,7 @@ class RequestLife:
     room_timeout_secs: float
     requests: LiveRequests
     hot_buffers: HotBuffers
+    copies: PrefixCopies
     peers: PrefillPeers
     metrics: Metrics
     send: Callable[[FromEngine], None]
@@ -256,7 +258,7 @@ class RequestLife:
         request.hot_positions = None if record.hint is None else list(record.hint)
         self.requests.start(request, self.requests.quarantine.free_at(now) if message.batch_failed else 0.0)
         self.emit(request, record.first_token, record.logprob, now)
-        if request.state is RequestState.RUNNING:
+        if request.state is RequestState.RUNNING and request.source is None:
             self._fill_row(request, now)
 
     # --- deadlines --------------------------------------------------------------------------------
@@ -325,6 +327,7 @@ class RequestLife:
         for exchange in plan.exchanges:
             self._exchange(exchange, now)
         for growth in plan.growths:
+            self._make_available(growth.need, now)
             self.requests.grow(growth.request, growth.need)
             self.hot_buffers.grow(growth.request)
         for admission in plan.admissions:
@@ -334,8 +337,11 @@ class RequestLife:
         request = admission.request
         instance_id = self.peers.instance_id(request.peer)
         uses_held = self.peers.skips_held(request.peer)
+        self._make_available(admission.need, now)
         self.requests.admit(admission, instance_id, now + self.room_timeout_secs, uses_held=uses_held)
         self.metrics.add("requests_total", mode=admission.mode)
+        if request.source is not None:
+            self.copies.start(request)
         if not self.peers.send(request.peer, _bootstrap(request)):
             error = f"prefill node {request.peer} takes no messages; try again"
             self.fail(request, 503, error, Landing.QUIET, now, PREFILL_NODE_FAILED)
@@ -346,10 +352,35 @@ class RequestLife:
         if request.num_in_flight:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions
+        if request.source is not None:
+            self._copy_to_the_end(request, now)
+            if request.state is not RequestState.RUNNING:
+                return  # its row could not be filled
+        self._make_available(exchange.need + SlotCounts(device=exchange.hot_capacity), now)
         self.requests.grow(request, exchange.need)
         if self._on_device(self.hot_buffers.retract, request, "retracted", now):
             self.requests.exchange(exchange)
             self.metrics.add("retractions_total", request.num_retractions - num_before)
+            self._fill_row(request, now)
+
+    def copy_prefixes(self, now: float) -> None:
+        """A slice of the held prefixes that requests copy."""
+        if (request := self.copies.turn()) is not None:
+            self._copied(request, now)
+
+    def _make_available(self, need: SlotCounts, now: float) -> None:
+        """Slots that are copied from are nobody's in a moment: who needs them now does not wait for turns."""
+        if not self.requests.pools.rounded(need).fits_in(self.requests.available_now):
+            for request in tuple(self.requests.copying.values()):
+                self._copy_to_the_end(request, now)
+
+    def _copy_to_the_end(self, request: Request, now: float) -> None:
+        self.copies.finish(request)
+        self._copied(request, now)
+
+    def _copied(self, request: Request, now: float) -> None:
+        self.requests.copied(request)
+        if request.state is RequestState.RUNNING:
             self._fill_row(request, now)
 
     def _fill_row(self, request: Request, now: float) -> None:
@@ -421,6 +452,7 @@ class RequestLife:
         """The one way out of every state: of steps, of the tables, of the books."""
         if request.num_in_flight:  # the step that it is in may not use slots of others (I1)
             self.wait_for_step()
+        self.copies.drop(request)
         if request.state is RequestState.RUNNING:
             self.hot_buffers.release(request)
         self.requests.end(request, landing, now, is_sound=is_sound)

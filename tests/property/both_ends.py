@@ -230,6 +230,7 @@ class World:
         front = SimFront()
         self._lookups = Lookups()
         engine = DecodeEngine(DECODE, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
+        engine.copies.slice_bytes = 2 * SPEC.item_bytes  # so that copies of held prefixes take some turns
         return DecodeNode(engine, front, engine.peers.session, self._lookups, engine._memory)
 
     def restart_decode(self) -> None:

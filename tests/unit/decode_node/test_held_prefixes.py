@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from decode_node.held_prefixes import HeldPrefixes, PromptKeys
+from decode_node.held_prefixes import KV_POOL, HeldPrefixes, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import slots_tensor
 from decode_node.pools import Holding, PoolKind, Pools, SlotCounts, Stage
@@ -34,6 +34,7 @@ from transfer.extents import extents_to_slots
 from vocabulary import HisparseFlag, Mode, SamplingParams
 
 PAGE = 4
+OTHER = {Mode.HISPARSE: Mode.DENSE, Mode.DENSE: Mode.HISPARSE}
 PEER = PeerAddress("prefill", 8998)
 
 
@@ -84,16 +85,38 @@ def hold(pools: Pools, prefixes: HeldPrefixes, room: int, num_pages: int, mode: 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_prefix_is_taken_as_far_as_it_is_the_same(mode: Mode) -> None:
     pools, prefixes = held(1, 2, mode=mode)
-    other = Mode.DENSE if mode is Mode.HISPARSE else Mode.HISPARSE
     wanted = keys_of((1,) * 8 + (7,) * 8).keys
-    assert prefixes.take(wanted, other) is None
-    holding = prefixes.take(wanted, mode)
-    assert holding is not None
+    holding, source = taken(prefixes.take(wanted, mode, SlotCounts(index=16)))
+    assert source is None
     assert (holding.room, holding.num_slots(PoolKind.INDEX)) == (1, 8)
     assert prefixes.num_tokens == 12, "what is behind it was given up, and the other one is still held"
-    assert prefixes.take(wanted, mode) is None, "it serves one request at a time"
+    assert prefixes.take(wanted, mode, SlotCounts()) is None, "it serves one request at a time"
     assert pools.free + prefixes.slots + pools.held_by([holding]) == pools.totals
     prefixes.check_integrity()
+
+
+@pytest.mark.I2
+@pytest.mark.parametrize("mode", list(Mode))
+def test_what_the_other_mode_left_is_taken_apart(mode: Mode) -> None:
+    """Its indexer keys are the request's; its KV is to be copied."""
+    pools, prefixes = held(1, mode=mode)
+    keys = keys_of((1,) * 9).keys
+    hold(pools, prefixes, 1, 1, OTHER[mode])
+    assert taken(prefixes.take(keys[:1], OTHER[mode], SlotCounts()))[1] is None, (
+        "equally long, without a copy"
+    )
+    whole = SlotCounts(host=36, device=36)
+    assert prefixes.take(keys, OTHER[mode], whole) is None, "there is no place for both"
+    holding, source = taken(prefixes.take(keys, OTHER[mode], SlotCounts(host=9, device=9, index=9)))
+    assert source is not None
+    assert (list(holding.extents), holding.num_slots(PoolKind.INDEX)) == ([PoolKind.INDEX], 8)
+    assert (list(source.extents), source.num_slots(KV_POOL[mode])) == ([KV_POOL[mode]], 8)
+    assert (source.stage, len(prefixes)) == (Stage.HELD, 0)
+
+
+def taken(found: tuple[Holding, Holding | None] | None) -> tuple[Holding, Holding | None]:
+    assert found is not None
+    return found
 
 
 @pytest.mark.I2
@@ -214,6 +237,25 @@ def test_of_a_room_that_did_not_land_only_what_was_held_before_is_held(mode: Mod
     assert (rooms.available == rooms.pools.totals) is is_quiet
 
 
+@pytest.mark.I2
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_what_is_copied_is_held_again_and_what_is_not_is_nobodys(mode: Mode, is_copied: bool) -> None:
+    books = Books()
+    books.end(books.run(books.land(PROMPT, mode), 3))
+    request = books.land((*PROMPT, 77, 77, 1), OTHER[mode])
+    assert (request.held_prefix_tokens, request.owned.num_slots(PoolKind.INDEX)) == (12, 20)
+    assert request.source is not None
+    assert books.rooms.available_now + books.rooms.pools.held_by([request.source]) == books.rooms.available
+    if is_copied:
+        books.rooms.copied(request)
+        books.rooms.check_integrity()
+        assert books.rooms.available == books.rooms.available_now
+    books.end(request)
+    assert books.rooms.held.num_tokens == 12 * is_copied
+    assert books.rooms.available_now == books.rooms.pools.totals
+
+
 @pytest.mark.I1
 def test_what_may_land_once_more_is_not_held() -> None:
     books = Books()
@@ -240,7 +282,9 @@ def test_held_slots_are_as_good_as_free() -> None:
     with pytest.raises(PoolExhausted, match="room 5, host pool: 4 token slots needed, 0 of 48 free"):
         books.land((9,) * 4, Mode.HISPARSE, 4)
     books.end(books.run(request))
+    books.end(books.run(books.land((8,) * 12, Mode.HISPARSE)))
     running = books.run(books.land((9,) * 10, Mode.HISPARSE, 12))
+    assert books.rooms.held.num_tokens > 0
     books.rooms.grow(running, SlotCounts(host=36, index=36))
     assert running.owned.num_slots(PoolKind.HOST) == 48
 
@@ -353,6 +397,67 @@ def test_a_conversation_goes_on_behind_what_is_held(
         flush(node, double)
         assert ask(node, double, prompt, 20, flag).token_ids == token_ids
         assert double.bootstraps[-1].num_held_tokens == 0
+
+
+@pytest.mark.I5
+def test_a_conversation_may_change_its_mode(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The KV is copied from pool to pool in slices of some tokens, while others get theirs."""
+    monkeypatch.setattr(node.engine.copies, "slice_bytes", 5 * node.engine._spec.item_bytes)
+    prompt, other = random_prompt(6, 70), random_prompt(7, 30)
+    turns: list[tuple[Prompt, list[int], HisparseFlag]] = []
+    for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.TRUE):
+        beside = node.generate(double, other, 60, HisparseFlag.TRUE)
+        node.turn_until(lambda beside=beside: beside.token_ids, double)
+        answer = node.generate(double, prompt, 20, flag)
+        node.turn_until(lambda answer=answer: answer.token_ids, double)
+        if turns:
+            assert node.engine.copies.is_busy, "the first token does not wait for the copy"
+        num_before = len(beside.token_ids)
+        node.turn_until(lambda answer=answer: answer.is_over, double)
+        assert len(beside.token_ids) > num_before + 30 * bool(turns), "others step meanwhile"
+        node.turn_until(lambda beside=beside: beside.is_over, double)
+        turns.append((prompt, answer.token_ids, flag))
+        prompt = (*prompt, *answer.token_ids, *random_prompt(40, 10))
+    held = [bootstrap.num_held_tokens for bootstrap in double.bootstraps[1::2]]
+    assert held == [0, *((len(before) + 19) // 16 * 16 for before, _, _ in turns[:-1])]
+    for before, token_ids, flag in turns:
+        flush(node, double)
+        assert ask(node, double, before, 20, flag).token_ids == token_ids
+
+
+@pytest.mark.I1
+def test_a_client_that_leaves_while_its_prefix_is_copied(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node.engine.copies, "slice_bytes", node.engine._spec.item_bytes)
+    prompt = random_prompt(8, 70)
+    ask(node, double, prompt, 2, HisparseFlag.TRUE)
+    answer = node.generate(double, (*prompt, 1), 20, HisparseFlag.FALSE)
+    node.turn_until(lambda: node.engine.copies.is_busy, double)
+    node.leave(answer)
+    requests = node.engine.requests
+    node.turn_until(lambda: not requests and not len(requests.quarantine), double)
+    assert not node.engine.copies.is_busy
+    assert requests.pools.free == requests.pools.totals
+
+
+def test_who_needs_the_slots_of_a_source_does_not_wait_for_turns(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node.engine.copies, "slice_bytes", node.engine._spec.item_bytes)
+    prompt = random_prompt(9, 330)
+    ask(node, double, prompt, 2, HisparseFlag.TRUE)
+    copying = node.generate(double, (*prompt, 1), 20, HisparseFlag.FALSE)
+    node.turn_until(lambda: node.engine.copies.is_busy, double)
+    assert node.engine.requests.pools.free.host < 900
+    large = node.generate(double, random_prompt(10, 900), 20, HisparseFlag.TRUE)
+    node.turn_until(lambda: len(double.bootstraps) == 3, double)
+    assert not node.engine.copies.is_busy
+    node.turn_until(lambda: copying.is_over and large.is_over, double)
+    assert copying.failure is None
+    assert large.failure is None
 
 
 @pytest.mark.I5
