@@ -36,6 +36,7 @@ class HeldMachine(RuleBasedStateMachine):
         self.content: dict[tuple[PoolKind, int], Any] = {}
         self.prompts: dict[Request, tuple[int, ...]] = {}
         self.said: list[tuple[int, ...]] = [()]
+        self.tokens_of_key: dict[bytes, tuple[int, ...]] = {}
         self.now = 0.0
 
     def slots(self, holding: Holding, kind: PoolKind) -> list[int]:
@@ -140,7 +141,10 @@ class HeldMachine(RuleBasedStateMachine):
         if request.state is RequestState.RUNNING and request.source is None:
             self.check(request, request.owned, KV_POOL[request.mode], request.num_kv_tokens)
             self.check(request, request.owned, PoolKind.INDEX, request.num_kv_tokens)
-        self.said.append(self.tokens(request))
+        tokens = self.tokens(request)
+        self.said.append(tokens)
+        keys = PromptKeys.of(b"model", pack_token_ids(tokens), PAGE_SIZE).keys
+        self.tokens_of_key |= {key: tokens[: (number + 1) * PAGE_SIZE] for number, key in enumerate(keys)}
         self.rooms.end(request, landing, self.now, is_sound=is_sound)
         for entry in self.rooms.quarantine:  # whose writes may land until they are over
             for kind in (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX):
@@ -165,6 +169,14 @@ class HeldMachine(RuleBasedStateMachine):
     def is_whole(self) -> None:
         self.rooms.check_integrity()
 
+    @invariant()
+    def holds_what_its_keys_say(self) -> None:
+        for prefix in self.rooms.held._prefixes:
+            tokens = self.tokens_of_key[prefix.keys[-1]]
+            for kind in prefix.holding.extents:
+                found = [self.content.get((kind, slot)) for slot in self.slots(prefix.holding, kind)]
+                assert found == [tokens[: position + 1] for position in range(len(tokens))]
+
     def teardown(self) -> None:
         for request in self.rooms.all():
             self.rooms.end(request, Landing.QUIET, self.now, is_sound=True)
@@ -178,7 +190,7 @@ class HeldMachine(RuleBasedStateMachine):
 TestHeld = HeldMachine.TestCase
 TestHeld.settings = settings(
     derandomize=True,
-    max_examples=40,
+    max_examples=100,
     stateful_step_count=40,
     suppress_health_check=list(HealthCheck),
 )
