@@ -370,9 +370,11 @@ class RequestLife:
 
     def _make_available(self, need: SlotCounts, now: float) -> None:
         """Slots that are copied from are nobody's in a moment: who needs them now does not wait for turns."""
-        if not self.requests.pools.rounded(need).fits_in(self.requests.available_now):
-            for request in tuple(self.requests.copying.values()):
-                self._copy_to_the_end(request, now)
+        rounded = self.requests.pools.rounded(need)
+        for request in tuple(self.requests.copying.values()):
+            if rounded.fits_in(self.requests.available_now):
+                return
+            self._copy_to_the_end(request, now)
 
     def _copy_to_the_end(self, request: Request, now: float) -> None:
         self.copies.finish(request)
