@@ -17,7 +17,7 @@ from api.node import run_front
 from api.output import Delta, SampleOutput
 from api.requests import grouped
 from decode_node.quarantine_routes import quarantine_routes
-from service.engine_link import SampleGroup, least_loaded
+from service.engine_link import ByPrefix, SampleGroup
 from service.engine_messages import PrefillFinished, RequestFailed, Tokens
 from service.http_errors import RequestFailedError
 from service.settings import DecodeSettings
@@ -32,7 +32,7 @@ def run(settings: DecodeSettings) -> int:
         settings,
         role="decode",
         engine=_run_engine,
-        choose_rank=least_loaded,
+        choose_rank=ByPrefix(),
         holds_output=True,
         ports=(settings.port,),
         apps=lambda front: (create_decode_app(front),),

@@ -15,16 +15,12 @@ from enum import StrEnum
 from urllib.parse import urlsplit
 
 from router.errors import RouterError
-from router.prefixes import PrefixIndex, block_keys
 from router.rooms import draw_room
+from service.prefixes import LOAD_BOUND, PrefixIndex, block_keys
 from service.settings import RouterPolicy, RouterSettings
 
 log = logging.getLogger(__name__)
 
-LOAD_BOUND = 1.25
-"""Of the mean load, what a rank may have for the sake of the prefixes that it has: as in consistent hashing
-with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016).
-"""
 LOAD_SLACK = 2
 """Requests beyond that: where there are few, a short wait costs less than computing a long prompt again."""
 

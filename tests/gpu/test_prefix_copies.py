@@ -6,7 +6,7 @@ import pytest
 
 from kernels.host_memory import allocate_host
 from tests.gpu.support import DEVICE, needs_gpu
-from tests.unit.decode_node.test_prefix_copies import Copying, check_finish_and_drop, check_turns, empty_pools
+from tests.unit.decode_node.copies_support import Copying, check_finish_and_drop, check_turns, empty_pools
 from vocabulary import Mode
 
 pytestmark = needs_gpu
