@@ -1,9 +1,9 @@
 """Which rank had a prompt with the same beginning last, and so has it in its prefix cache, or holds it.
 
-A prompt's bytes are cut into blocks: in a router as its client sent them, in a front packed ids.
-A block's key is a hash of all bytes up to its end. So the longest beginning that two prompts have in common is
-the last key that they share, whatever they consist of: a system prompt, a document, the turns of a conversation.
-What nodes drop from their caches is not known here; the index forgets what has not been asked for the longest.
+A prompt's bytes are cut into blocks: in a router as its client sent them, in a node's front packed ids. A
+block's key is a hash of all bytes up to its end. So the longest beginning that two prompts have in common is
+the last key that they share, whatever they consist of: a system prompt, a document, the turns of a talk. What
+nodes drop from their caches is not known here; the index forgets what has not been asked for the longest.
 """
 
 from __future__ import annotations
