@@ -129,11 +129,13 @@ class HeldPrefixes:
         """The longest beginning of ``keys`` that is held, for one request; what is behind it is given up.
 
         When its KV is in the pool of the other mode, that is a holding of its own, the second one: HELD, for
-        the request to copy it. It is left alone when ``need`` would not fit beside it.
+        the request to copy it. It is taken if it is twice as long as what ``mode`` left, because copies take
+        time as well, and if ``need`` fits beside it.
         """
         found = self.find(keys, mode)
         other = self.find(keys, _OTHER[mode])
-        if other is not None and (found is None or found[1] < other[1]) and self._fits_beside(need, other):
+        num_own = 0 if found is None else found[1]
+        if other is not None and 2 * num_own <= other[1] and self._fits_beside(need, other):
             found = other
         if found is None:
             return None

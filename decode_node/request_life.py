@@ -33,7 +33,7 @@ from decode_node.prefill_peers import (
 from decode_node.prefix_copies import PrefixCopies
 from decode_node.quarantine import Quarantined
 from decode_node.request import Request, RequestState
-from decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
+from decode_node.scheduler import Admission, Exchange, Growth, Limits, StepPlan, refusal
 from model.sampling import finish_reason
 from protocol.messages import (
     MAX_TEXT_CHARS,
@@ -327,11 +327,19 @@ class RequestLife:
         for exchange in plan.exchanges:
             self._exchange(exchange, now)
         for growth in plan.growths:
-            self._make_available(growth.need, now)
-            self.requests.grow(growth.request, growth.need)
-            self.hot_buffers.grow(growth.request)
+            self._grow(growth, now)
         for admission in plan.admissions:
             self._admit(admission, now)
+
+    def _grow(self, growth: Growth, now: float) -> None:
+        request = growth.request
+        self._make_available(growth.need, now)
+        if (
+            request.state is RequestState.RUNNING
+        ):  # unless a copy of its own ended and its row could not be filled
+            self.requests.grow(request, growth.need)
+            if request.source is None:
+                self.hot_buffers.grow(request)
 
     def _admit(self, admission: Admission, now: float) -> None:
         request = admission.request
