@@ -371,6 +371,7 @@ class Generate:
             "prompt_tokens": output.num_prompt_tokens,
             "completion_tokens": len(output.token_ids),
             "cached_tokens": output.stats.num_cached_tokens if output.stats else 0,
+            "held_tokens": output.stats.num_held_tokens if output.stats else 0,
             "e2e_latency": time.monotonic() - self._work.arrived_at,
             "hisparse": hisparse_usage([output]),
         }
@@ -405,12 +406,16 @@ def usage(outputs: Sequence[SampleOutput]) -> Json:
     firsts = list({output.sample.prompt_index: output for output in reversed(outputs)}.values())
     num_prompt_tokens = sum(output.num_prompt_tokens for output in firsts)
     num_new_tokens = sum(len(output.token_ids) for output in outputs)
-    num_cached_tokens = sum(output.stats.num_cached_tokens for output in firsts if output.stats)
+    stats = [output.stats for output in firsts if output.stats]
+    details = {
+        "cached_tokens": sum(of_prompt.num_cached_tokens for of_prompt in stats),
+        "held_tokens": sum(of_prompt.num_held_tokens for of_prompt in stats),
+    }
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_new_tokens,
         "total_tokens": num_prompt_tokens + num_new_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+        "prompt_tokens_details": details,
         "hisparse": hisparse_usage(outputs),
     }
 

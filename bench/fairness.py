@@ -123,7 +123,7 @@ def make_record(
     record = RoomRecord(Room(room), RoomState.COMPUTING, 0.0, page_ids=pages, aux_slot_src=0)  # type: ignore[arg-type]
     record.peer = Peer("peer", session, b"", PAGE_SIZE, regions, 0.0)
     whole = (Extent(0, num_tokens),)
-    record.bootstrap = Bootstrap(room, num_tokens, whole, whole, 0, True)
+    record.bootstrap = Bootstrap(room, num_tokens, whole, whole, 0, hisparse=True)
     return record
 
 

@@ -250,7 +250,7 @@ class Tail:
         extents = slots_to_extents(self._zone.dst_slots[first : first + num_tokens])
         record = RoomRecord(room, RoomState.COMPUTING, 0.0, page_ids=page_ids, aux_slot_src=0)
         record.peer = Peer("peer", self._link.session, b"", PAGE_SIZE, regions, 0.0)
-        record.bootstrap = Bootstrap(room, num_tokens, extents, extents, 0, True)
+        record.bootstrap = Bootstrap(room, num_tokens, extents, extents, 0, hisparse=True)
         return record
 
     def close(self) -> None:

@@ -14,15 +14,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import assert_never
 
+import msgspec
 import torch
 
 from api.sampling_defaults import SamplingDefaults
+from decode_node.held_prefixes import PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
 from decode_node.metrics import Metrics
 from decode_node.pools import Pools, SlotCounts
 from decode_node.prefill_peers import PrefillPeers
+from decode_node.prefix_copies import PrefixCopies
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.request_life import RequestLife
 from decode_node.runner import Launched, make_runner
@@ -123,6 +126,9 @@ class DecodeEngine:
             max_capacity=min(settings.device_buffer_size, spec.context_length),
             page_size=settings.page_size,
         )
+        self.copies = PrefixCopies(self._memory)
+        geometry = spec.geometry(settings.page_size, str(SamplingDefaults.of(settings)))
+        self._prefix_identity = msgspec.msgpack.encode(geometry)
         allowed = PeerList.parse(settings.allowed_peers)
         with guarded_listeners(settings.reachable_host, allowed):
             self._transfer = TransferEngine(settings.reachable_host, transport)
@@ -133,7 +139,7 @@ class DecodeEngine:
             node_id=f"decode-{uuid.uuid4().hex}",
             session=self._transfer.session,
             transfer_protocol=transport.protocol,
-            geometry=spec.geometry(settings.page_size, str(SamplingDefaults.of(settings))),
+            geometry=geometry,
             regions=self._memory.register(self._transfer),
             heartbeat_interval_secs=settings.heartbeat_interval_secs,
             heartbeat_timeout_secs=settings.heartbeat_timeout_secs,
@@ -148,6 +154,7 @@ class DecodeEngine:
             room_timeout_secs=settings.room_timeout_secs,
             requests=self.requests,
             hot_buffers=self.hot_buffers,
+            copies=self.copies,
             peers=self.peers,
             metrics=self._metrics,
             send=front.send,
@@ -201,6 +208,7 @@ class DecodeEngine:
         has_work = (
             self._has_launched
             or self._lockstep.is_due
+            or self.copies.is_busy
             or any(request.has_slots_for_next for request in self.requests.select(RequestState.RUNNING))
         )
         self._poller.wait(0.0 if has_work else max_wait_secs)
@@ -211,6 +219,7 @@ class DecodeEngine:
         self._last_turn_at = now
         self._receive(now)
         self._plan(now)
+        self.lifecycle.copy_prefixes(now)
         batch = self._next_batch()
         step = self._lockstep.agree(
             len(batch), is_split=self._runner.would_split(batch), is_stopping=self._is_stopping
@@ -247,12 +256,11 @@ class DecodeEngine:
         for message in self._front.receive():
             match message:
                 case GenerateGroup():
-                    for sample in message.samples:
-                        self.lifecycle.generate(sample, now)
+                    self._generate(message, now)
                 case Abort():
                     self.lifecycle.abort(message.request_id, now, has_finished=message.has_finished)
                 case FlushCache():
-                    pass  # There is no cache on this side.
+                    self.requests.held.flush()
                 case ReleaseQuarantine():
                     self.lifecycle.release_quarantine(message.instance_id, now)
                 case Shutdown():
@@ -264,6 +272,14 @@ class DecodeEngine:
             self.lifecycle.peer_event(event, now)
         self.lifecycle.expire(now)
         self.lifecycle.refresh_queue(now)
+
+    def _generate(self, message: GenerateGroup, now: float) -> None:
+        """A prompt comes with its tokens where prefixes are held."""
+        prompt_keys = None
+        if message.prompt and not self._settings.disable_held_prefixes:
+            prompt_keys = PromptKeys.of(self._prefix_identity, message.prompt, self.limits.page_size)
+        for sample in message.samples:
+            self.lifecycle.generate(sample, now, prompt_keys)
 
     def _plan(self, now: float) -> None:
         plan = self._next_plan(now)
@@ -277,7 +293,7 @@ class DecodeEngine:
         situation = self.requests.pools.num_changes, next(self.requests.waiting(), None), stuck
         plan = plan_step(
             self.limits,
-            self.requests.pools.free,
+            self.requests.available,
             self.requests.select(RequestState.RUNNING),
             self.requests.select(RequestState.LANDING),
             self.requests.waiting() if situation != self._nothing_to_do_in else None,
@@ -294,7 +310,10 @@ class DecodeEngine:
             (
                 request
                 for request in self.requests.select(RequestState.RUNNING)
-                if request.has_next_step and request.has_slots_for_next and self.hot_buffers.is_ready(request)
+                if request.has_next_step
+                and request.has_slots_for_next
+                and request.source is None
+                and self.hot_buffers.is_ready(request)
             ),
             key=lambda request: request.admitted_seq,
         )

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
+from decode_node.held_prefixes import KV_POOL, HeldPrefixes
 from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
@@ -51,6 +52,9 @@ class LiveRequests:
 
     def __init__(self, pools: Pools, quarantine_secs: float) -> None:
         self.pools = pools
+        self.held = HeldPrefixes(pools)
+        self.copying: dict[Room, Request] = {}
+        """Those with a ``source``."""
         self.quarantine = Quarantine(quarantine_secs, pools.release)
         self.num_queued: Counter[HisparseFlag] = Counter()
         """Requests that own nothing yet, by what they ask for."""
@@ -123,6 +127,17 @@ class LiveRequests:
                 expired[request] = None  # once, though it may have had the same deadline before
         return list(expired)
 
+    @property
+    def available(self) -> SlotCounts:
+        """What can be given to requests: free slots, held ones, and those that are being copied from."""
+        sources = (request.source for request in self.copying.values() if request.source is not None)
+        return self.available_now + self.pools.held_by(sources)
+
+    @property
+    def available_now(self) -> SlotCounts:
+        """The same while nothing is copied to its end."""
+        return self.pools.free + self.held.slots
+
     # --- the moves --------------------------------------------------------------------------------
 
     def open(self, request: Request) -> None:
@@ -172,9 +187,24 @@ class LiveRequests:
         self._set_deadline(request, deadline)
 
     def admit(self, admission: Admission, instance_id: str, deadline: float) -> None:
-        """WAITING → LANDING, with everything reserved. Raises PoolExhausted, and then nothing changed."""
+        """WAITING → LANDING, with everything reserved, a held prefix as its first pages if there is one.
+
+        Raises PoolExhausted, and then nothing changed.
+        """
         request = admission.request
-        holding = self.pools.reserve(request.room, admission.need)
+        if not self.pools.rounded(admission.need).fits_in(self.available_now):
+            self.pools.reserve(request.room, admission.need)  # which says what is missing
+        taken = self.held.take(request.usable_keys, admission.mode, admission.need)
+        if taken is None:
+            self.held.make_room(admission.need)
+            holding = self.pools.reserve(request.room, admission.need)
+        else:
+            holding, request.source = taken
+            request.held_prefix_tokens = holding.num_slots(PoolKind.INDEX)
+            self.held.make_room(self.pools.missing(holding, admission.need))
+            self.pools.take_over(holding, request.room, admission.need)
+            if request.source is not None:
+                self.copying[request.room] = request
         self._leave(request)
         self.num_queued[request.flag] -= 1
         request.move(RequestState.LANDING)
@@ -187,6 +217,13 @@ class LiveRequests:
         self._set_deadline(request, deadline)
         request.admitted_seq = self._num_admitted
         self._num_admitted += 1
+
+    def copied(self, request: Request) -> None:
+        """The request has its held prefix in its own slots, and its source is nobody's."""
+        source, request.source = request.source, None
+        if source is not None:
+            del self.copying[request.room]
+            self.pools.release(source)
 
     def start(self, request: Request, lands_until: float = 0.0) -> None:
         """LANDING → RUNNING: all bytes are here, the aux record is read.
@@ -220,6 +257,7 @@ class LiveRequests:
 
     def grow(self, request: Request, need: SlotCounts) -> None:
         """More slots for a running request. Raises PoolExhausted."""
+        self.held.make_room(need)
         for kind in PoolKind:
             if need[kind]:
                 self.pools.grow(request.owned, kind, need[kind])
@@ -233,18 +271,22 @@ class LiveRequests:
         request = exchange.request
         was_dense, num_before = request.mode is Mode.DENSE, request.num_device_slots
         self.pools.give_up(request.owned, [PoolKind.DEVICE])
+        self.held.make_room(SlotCounts(device=exchange.hot_capacity))
         self.pools.grow(request.owned, PoolKind.DEVICE, exchange.hot_capacity)
         request.mode = Mode.HISPARSE
         request.hot_capacity = exchange.hot_capacity
         request.num_retractions += was_dense or request.num_device_slots < num_before
         self._note_reserved(request)
 
-    def end(self, request: Request, landing: Landing, now: float) -> None:
+    def end(self, request: Request, landing: Landing, now: float, *, is_sound: bool = False) -> None:
         """Any state → ENDED: the one release path.
 
         ``landing`` matters for a LANDING request only: unless the room is quiet, what the prefill node may
         still write to goes to quarantine; everything else is free at once. So does what a repeated batch of a
         delivered room may still write to.
+
+        What is good and quiet is held: of a RUNNING request that is ``is_sound`` all whole pages, otherwise
+        the held prefix that nothing was to land in. Of one that has still to copy that nothing is.
         """
         was_landing = request.state is RequestState.LANDING
         self._leave(request)
@@ -257,6 +299,17 @@ class LiveRequests:
             self.num_queued[request.flag] -= 1
             return
         may_land = landing is not Landing.QUIET if was_landing else request.lands_until > now
+        if request.source is not None:
+            num_good_tokens = 0
+            self.copied(request)
+        elif was_landing or may_land:
+            num_good_tokens = request.held_prefix_tokens
+        else:
+            num_good_tokens = request.num_kv_tokens if is_sound else 0
+        if keys := request.kept_keys(num_good_tokens):
+            kinds = (KV_POOL[request.mode], PoolKind.INDEX)
+            num_slots = len(keys) * self.pools.page_size
+            self.held.add(self.pools.split(holding, kinds, num_slots), keys, request.mode)
         if not may_land:
             self.pools.release(holding)
             return
@@ -352,8 +405,10 @@ class LiveRequests:
                 Stage.LANDING: len(self._admitted[RequestState.LANDING]),
                 Stage.RUNNING: len(self._admitted[RequestState.RUNNING]),
                 Stage.QUARANTINED: len(self.quarantine),
+                Stage.HELD: len(self.held) + len(self.copying),
             }
         )
+        self.held.check_integrity()
 
 
 def _arrival(request: Request) -> int:

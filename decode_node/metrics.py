@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from decode_node.live_requests import LiveRequests
-from decode_node.pools import PoolKind, Pools, Stage
+from decode_node.pools import PoolKind, Stage
 from decode_node.request import RequestState
 from protocol.messages import DROP_REASONS
 from service.engine_messages import EngineStats, PeerLane
@@ -24,7 +24,9 @@ class Metrics:
             self.add("generation_tokens_total", 0, mode=mode)
         for name in ("retractions", "kv_transfer_bytes", "kv_transfer_seconds", "kv_transfer_failures"):
             self.add(f"{name}_total", 0)
-        for name in ("prompt_tokens", "cached_tokens", "aborted_requests", "failed_requests"):
+        for name in ("prompt_tokens", "cached_tokens", "held_tokens", "held_hits"):
+            self.add(f"{name}_total", 0)
+        for name in ("aborted_requests", "failed_requests"):
             self.add(f"{name}_total", 0)
         for reason in DROP_REASONS:
             self.add("control_messages_dropped_total", 0, reason=reason)
@@ -63,7 +65,7 @@ class Metrics:
         ``transfer_info``: name and labels of the gauge that tells of the KV transport.
         """
         pools = requests.pools
-        used = pools.totals - pools.free
+        used = pools.totals - requests.available
         quarantined = pools.used(Stage.QUARANTINED)
         all_running = requests.select(RequestState.RUNNING)
         running = Counter(request.mode for request in all_running)
@@ -88,11 +90,12 @@ class Metrics:
             # A request that waits has no mode yet, only what it asked for.
             **{_labelled("running_reqs", {"mode": mode}): running[mode] for mode in Mode},
             **{_labelled("queue_reqs", {"hisparse": flag}): queued[flag] for flag in HisparseFlag},
-            **_pool_gauges(pools),
+            **_pool_gauges(requests),
         }
         counters = dict(self._totals)
         for name, total in zip(("hits", "misses", "evictions"), swap_ins, strict=True):
             counters[f"swap_in_{name}_total"] = float(total)
+        counters["held_evicted_tokens_total"] = float(requests.held.num_evicted_tokens)
         counters["swap_in_bytes_total"] = swap_ins[1] * bytes_per_miss
         for reason, count in num_dropped.items():
             name = _labelled("control_messages_dropped_total", {"reason": reason})
@@ -117,11 +120,13 @@ class Metrics:
         return num_tokens / secs if secs > 0 else 0.0
 
 
-def _pool_gauges(pools: Pools) -> dict[str, float]:
+def _pool_gauges(requests: LiveRequests) -> dict[str, float]:
     gauges: dict[str, float] = {}
+    totals, available, held = requests.pools.totals, requests.available, requests.held.slots
     for kind in _TOKEN_POOLS:
-        gauges[_labelled("pool_used_tokens", {"pool": kind})] = pools.totals[kind] - pools.free[kind]
-        gauges[_labelled("pool_total_tokens", {"pool": kind})] = pools.totals[kind]
+        gauges[_labelled("pool_used_tokens", {"pool": kind})] = totals[kind] - available[kind]
+        gauges[_labelled("pool_held_tokens", {"pool": kind})] = held[kind]
+        gauges[_labelled("pool_total_tokens", {"pool": kind})] = totals[kind]
     return gauges
 
 

@@ -1,9 +1,9 @@
-"""Owns which slot of which pool belongs to whom: free, or one request's, or quarantined.
+"""Owns which slot of which pool belongs to whom: free, or one request's, or quarantined, or held.
 
 Pure bookkeeping. The memory behind the slots is in ``memory.py``; nothing here runs a kernel or waits.
 A request's slots in all pools are one Holding, reserved all or nothing. At any time, for every pool,
 
-    free + landing + running + quarantined = total
+    free + landing + running + quarantined + held = total
 
 and ``check_integrity`` verifies it slot by slot, printing every term when it does not hold.
 """
@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from protocol.messages import Extent, Room
 from transfer.allocator import ExtentAllocator, PoolExhausted, PoolIntegrityError
-from transfer.extents import total_length
+from transfer.extents import slice_extents, total_length
 
 
 class PoolKind(StrEnum):
@@ -35,6 +35,8 @@ class Stage(StrEnum):
     LANDING = "landing"
     RUNNING = "running"
     QUARANTINED = "quarantined"
+    HELD = "held"
+    """A prefix of a request that has ended, for one that begins alike: see ``held_prefixes.py``."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,10 @@ class SlotCounts:
 
 @dataclass(eq=False)
 class Holding:
-    """What one request, or one quarantined room, owns. Changed by ``Pools`` only."""
+    """What one request, one quarantined room or one held prefix owns. Changed by ``Pools`` only.
+
+    ``room``: of a held prefix the one that it is of.
+    """
 
     room: Room
     stage: Stage
@@ -179,6 +184,60 @@ class Pools:
         self.num_changes += 1
         for kind in kinds:
             self._allocators[kind].free(holding.extents.pop(kind, ()))
+
+    def take_over(self, holding: Holding, room: Room, need: SlotCounts) -> None:
+        """Make a held prefix the beginning of what ``room`` needs, for KV that is to land behind it.
+
+        ``need``: in all, with what ``holding`` has of it. Raises PoolExhausted, and then nothing changed.
+        """
+        self._check_known(holding)
+        missing = self.missing(holding, need)
+        for kind in PoolKind:
+            if not self._allocators[kind].can_allocate(missing[kind]):
+                free, total = self.free[kind], self.totals[kind]
+                raise PoolExhausted(f"room {room}, {kind} pool", missing[kind], free, total)
+        holding.room = room
+        self.move(holding, Stage.LANDING)
+        for kind in PoolKind:
+            if missing[kind]:
+                self.grow(holding, kind, missing[kind])
+
+    def missing(self, holding: Holding | None, need: SlotCounts) -> SlotCounts:
+        """What ``need`` takes beyond what ``holding`` has, in whole pages."""
+        held = SlotCounts() if holding is None else self.held_by([holding])
+        rounded = self.rounded(need)
+        return SlotCounts(*(max(0, rounded[kind] - held[kind]) for kind in PoolKind))
+
+    def split(self, holding: Holding, kinds: Iterable[PoolKind], num_slots: int) -> Holding:
+        """A new holding, HELD, of the first ``num_slots`` slots that ``holding`` has of each of ``kinds``.
+
+        The rest stays where it is. Raises ValueError for part of a page, or for more than there are.
+        """
+        self._check_known(holding)
+        if num_slots % self.page_size:
+            raise ValueError(f"room {holding.room}: {num_slots} slots are no whole pages of {self.page_size}")
+        first = {kind: slice_extents(holding[kind], 0, num_slots) for kind in kinds}
+        self.num_changes += 1
+        for kind in first:
+            rest = slice_extents(holding[kind], num_slots, holding.num_slots(kind))
+            del holding.extents[kind]
+            if rest:
+                holding.extents[kind] = rest
+        split = Holding(holding.room, Stage.HELD, first)
+        self._holdings.add(split)
+        return split
+
+    def trim(self, holding: Holding, num_slots: int) -> None:
+        """Free what ``holding`` has beyond its first ``num_slots`` slots of each pool."""
+        for kind in tuple(holding.extents):
+            num_had = holding.num_slots(kind)
+            if num_had > num_slots:
+                rest = Holding(
+                    holding.room, holding.stage, {kind: slice_extents(holding[kind], num_slots, num_had)}
+                )
+                holding.extents[kind] = slice_extents(holding[kind], 0, num_slots)
+                self._holdings.add(rest)
+                self.release(rest)
 
     def release(self, holding: Holding) -> None:
         """Free everything; ``holding`` must not be used afterwards."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from decode_node.held_prefixes import PageKey, PromptKeys
 from decode_node.pools import Holding, PoolKind, SlotCounts
 from protocol.messages import Room
 from service.engine_messages import RequestStats
@@ -80,12 +81,18 @@ class Request:
     state: RequestState = RequestState.CONNECTING
     deadline: float = float("inf")
     """When the present state has lasted too long; infinite while running."""
+    prompt_keys: PromptKeys | None = None
+    """By which its KV is found when it has ended, and what is held for it; None: neither."""
     dense_refusal: str = ""
     """Why this request cannot be dense; empty when it can."""
 
     # From LANDING on.
     mode: Mode = Mode.HISPARSE
     holding: Holding | None = None
+    held_prefix_tokens: int = 0
+    """Of the prompt, in whole pages: their KV and indexer keys were here already, so nothing lands there."""
+    source: Holding | None = None
+    """KV of the held prefix in the pool of the other mode, until it is copied; owned beside ``holding``."""
     held_tokens: SlotCounts = field(default_factory=SlotCounts)
     """What it holds of the pools of tokens."""
     reserved_tokens: int = 0
@@ -167,6 +174,22 @@ class Request:
         """Whether its device pages may serve others: bytes may still land in those of a dense request."""
         return self.mode is Mode.DENSE and not self.lands_until
 
+    @property
+    def usable_keys(self) -> tuple[PageKey, ...]:
+        """Of the pages of its prompt that a held prefix may spare it. The last token is always computed."""
+        if self.prompt_keys is None:
+            return ()
+        return self.prompt_keys.keys[: (self.num_prompt_tokens - 1) // self.prompt_keys.page_size]
+
+    def kept_keys(self, num_tokens: int) -> list[PageKey]:
+        """Of the whole pages of its first ``num_tokens`` tokens."""
+        if self.prompt_keys is None:
+            return []
+        num_pages = num_tokens // self.prompt_keys.page_size
+        if num_pages <= len(self.prompt_keys.keys):
+            return list(self.prompt_keys.keys[:num_pages])
+        return self.prompt_keys.with_output(self.output_token_ids)[:num_pages]
+
     def move(self, state: RequestState) -> None:
         """Enter ``state``. Raises IllegalMove, with the room, when the transition table does not allow it."""
         if state not in _MOVES[self.state]:
@@ -178,6 +201,7 @@ class Request:
         return RequestStats(
             mode=self.mode,
             num_cached_tokens=self.num_cached_tokens,
+            num_held_tokens=self.held_prefix_tokens,
             hits=self.hits + hits,
             misses=self.misses + misses,
             evictions=self.evictions + evictions,

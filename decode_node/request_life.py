@@ -15,10 +15,11 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from decode_node.held_prefixes import KV_POOL, PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import DuplicateRoom, Landing, LiveRequests
 from decode_node.metrics import Metrics
-from decode_node.pools import PoolKind
+from decode_node.pools import PoolKind, SlotCounts
 from decode_node.prefill_peers import (
     InstanceGone,
     PeerEvent,
@@ -30,9 +31,10 @@ from decode_node.prefill_peers import (
     RoomMessage,
     WriterGone,
 )
+from decode_node.prefix_copies import PrefixCopies
 from decode_node.quarantine import Quarantined
 from decode_node.request import Request, RequestState
-from decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
+from decode_node.scheduler import Admission, Exchange, Growth, Limits, StepPlan, refusal
 from model.sampling import finish_reason
 from protocol.messages import (
     MAX_TEXT_CHARS,
@@ -70,6 +72,7 @@ class RequestLife:
     room_timeout_secs: float
     requests: LiveRequests
     hot_buffers: HotBuffers
+    copies: PrefixCopies
     peers: PrefillPeers
     metrics: Metrics
     send: Callable[[FromEngine], None]
@@ -81,8 +84,8 @@ class RequestLife:
 
     # --- from the front ---------------------------------------------------------------------------
 
-    def generate(self, message: Generate, now: float) -> None:
-        """Take a request in, or answer at once why not."""
+    def generate(self, message: Generate, now: float, prompt_keys: PromptKeys | None = None) -> None:
+        """Take a request in, or answer at once why not. ``prompt_keys``: None when nothing is held for it."""
         num_prompt_tokens = message.num_prompt_tokens
         # The last output token may be the one past the context's end: its KV is never computed.
         max_new_tokens = min(message.sampling.max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens)
@@ -95,6 +98,7 @@ class RequestLife:
             peer=self.peers.address_for(message.bootstrap_host, message.bootstrap_port, message.room),
             arrived_at=now,
             deadline=now + self.contact_timeout_secs,
+            prompt_keys=prompt_keys,
         )
         error = ""
         if not 1 <= num_prompt_tokens <= self.limits.max_context:
@@ -120,7 +124,7 @@ class RequestLife:
             if not has_finished:
                 self.metrics.add("aborted_requests_total")
             self._tell_peer(request, "the client is gone")
-            self._end(request, Landing.IN_FLIGHT, now)
+            self._end(request, Landing.IN_FLIGHT, now, is_sound=True)
 
     def release_quarantine(self, instance_id: str, now: float) -> None:
         """The operator says that this run of a prefill node is over. One that answers is not."""
@@ -249,13 +253,15 @@ class RequestLife:
             return
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         self.metrics.add("cached_tokens_total", message.num_cached_tokens)
+        self.metrics.add("held_tokens_total", request.held_prefix_tokens)
+        self.metrics.add("held_hits_total", request.held_prefix_tokens > 0)
         request.num_cached_tokens = message.num_cached_tokens
         request.transfer_bytes = message.num_bytes
         request.transfer_secs = message.transfer_secs
         request.hot_positions = None if record.hint is None else list(record.hint)
         self.requests.start(request, self.requests.quarantine.free_at(now) if message.batch_failed else 0.0)
         self.emit(request, record.first_token, record.logprob, now)
-        if request.state is RequestState.RUNNING:
+        if request.state is RequestState.RUNNING and request.source is None:
             self._fill_row(request, now)
 
     # --- deadlines --------------------------------------------------------------------------------
@@ -324,16 +330,28 @@ class RequestLife:
         for exchange in plan.exchanges:
             self._exchange(exchange, now)
         for growth in plan.growths:
-            self.requests.grow(growth.request, growth.need)
-            self.hot_buffers.grow(growth.request)
+            self._grow(growth, now)
         for admission in plan.admissions:
             self._admit(admission, now)
+
+    def _grow(self, growth: Growth, now: float) -> None:
+        request = growth.request
+        self._make_available(growth.need, now)
+        if (
+            request.state is RequestState.RUNNING
+        ):  # unless a copy of its own ended and its row could not be filled
+            self.requests.grow(request, growth.need)
+            if request.source is None:
+                self.hot_buffers.grow(request)
 
     def _admit(self, admission: Admission, now: float) -> None:
         request = admission.request
         instance_id = self.peers.instance_id(request.peer)
+        self._make_available(admission.need, now)
         self.requests.admit(admission, instance_id, now + self.room_timeout_secs)
         self.metrics.add("requests_total", mode=admission.mode)
+        if request.source is not None:
+            self.copies.start(request)
         if not self.peers.send(request.peer, _bootstrap(request)):
             error = f"prefill node {request.peer} takes no messages; try again"
             self.fail(request, 503, error, Landing.QUIET, now, PREFILL_NODE_FAILED)
@@ -344,10 +362,37 @@ class RequestLife:
         if request.num_in_flight:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions
+        if request.source is not None:
+            self._copy_to_the_end(request, now)
+            if request.state is not RequestState.RUNNING:
+                return  # its row could not be filled
+        self._make_available(exchange.need + SlotCounts(device=exchange.hot_capacity), now)
         self.requests.grow(request, exchange.need)
         if self._on_device(self.hot_buffers.retract, request, "retracted", now):
             self.requests.exchange(exchange)
             self.metrics.add("retractions_total", request.num_retractions - num_before)
+            self._fill_row(request, now)
+
+    def copy_prefixes(self, now: float) -> None:
+        """A slice of the held prefixes that requests copy."""
+        if (request := self.copies.turn()) is not None:
+            self._copied(request, now)
+
+    def _make_available(self, need: SlotCounts, now: float) -> None:
+        """Slots that are copied from are nobody's in a moment: who needs them now does not wait for turns."""
+        rounded = self.requests.pools.rounded(need)
+        for request in tuple(self.requests.copying.values()):
+            if rounded.fits_in(self.requests.available_now):
+                return
+            self._copy_to_the_end(request, now)
+
+    def _copy_to_the_end(self, request: Request, now: float) -> None:
+        self.copies.finish(request)
+        self._copied(request, now)
+
+    def _copied(self, request: Request, now: float) -> None:
+        self.requests.copied(request)
+        if request.state is RequestState.RUNNING:
             self._fill_row(request, now)
 
     def _fill_row(self, request: Request, now: float) -> None:
@@ -385,7 +430,7 @@ class RequestLife:
         )
         self.metrics.generated(request.mode)
         if reason is not None:
-            self._end(request, Landing.QUIET, now)
+            self._end(request, Landing.QUIET, now, is_sound=True)
         is_first = len(request.output_token_ids) == 1
         if reason is not None or is_first or len(request.unsent_token_ids) >= self.stream_interval:
             self._send_tokens(request, reason, matched)
@@ -415,13 +460,14 @@ class RequestLife:
         self._end(request, landing, now)
         self.send(RequestFailed(request.request_id, status, error, code))
 
-    def _end(self, request: Request, landing: Landing, now: float) -> None:
+    def _end(self, request: Request, landing: Landing, now: float, *, is_sound: bool = False) -> None:
         """The one way out of every state: of steps, of the tables, of the books."""
         if request.num_in_flight:  # the step that it is in may not use slots of others (I1)
             self.wait_for_step()
+        self.copies.drop(request)
         if request.state is RequestState.RUNNING:
             self.hot_buffers.release(request)
-        self.requests.end(request, landing, now)
+        self.requests.end(request, landing, now, is_sound=is_sound)
 
     def _tell_peer(self, request: Request, reason: str) -> None:
         """Spare the prefill node the work, and its wait for a Bootstrap, of a room that ends here."""
@@ -436,15 +482,15 @@ def _landing(message: RoomFailed) -> Landing:
 
 
 def _bootstrap(request: Request) -> Bootstrap:
-    """Where the prompt's KV is to land."""
-    holding, num_tokens = request.owned, request.num_prompt_tokens
-    is_hisparse = request.mode is Mode.HISPARSE
+    """Where the prompt's KV is to land, behind what is held of it."""
+    holding, start, stop = request.owned, request.held_prefix_tokens, request.num_prompt_tokens
     return Bootstrap(
         room=request.room,
-        num_prompt_tokens=num_tokens,
-        kv_extents=slice_extents(holding[PoolKind.HOST if is_hisparse else PoolKind.DEVICE], 0, num_tokens),
-        index_extents=slice_extents(holding[PoolKind.INDEX], 0, num_tokens),
+        num_prompt_tokens=stop,
+        kv_extents=slice_extents(holding[KV_POOL[request.mode]], start, stop),
+        index_extents=slice_extents(holding[PoolKind.INDEX], start, stop),
         aux_slot=holding.only_slot(PoolKind.AUX),
-        hisparse=is_hisparse,
+        hisparse=request.mode is Mode.HISPARSE,
         attempt=1 + request.admitted_seq,
+        num_held_tokens=start,
     )

@@ -17,7 +17,7 @@ from api.node import run_front
 from api.output import Delta, SampleOutput
 from api.requests import grouped
 from decode_node.quarantine_routes import quarantine_routes
-from service.engine_link import SampleGroup, least_loaded
+from service.engine_link import ByPrefix, SampleGroup
 from service.engine_messages import PrefillFinished, RequestFailed, Tokens
 from service.http_errors import RequestFailedError
 from service.settings import DecodeSettings
@@ -32,7 +32,7 @@ def run(settings: DecodeSettings) -> int:
         settings,
         role="decode",
         engine=_run_engine,
-        choose_rank=least_loaded,
+        choose_rank=ByPrefix(),
         holds_output=True,
         ports=(settings.port,),
         apps=_apps,
@@ -98,7 +98,8 @@ async def _deltas(front: Front, work: Work, outputs: Sequence[SampleOutput]) -> 
     clock = _TokenClock(front, work)
     by_request_id = {output.sample.generate.request_id: output for output in outputs}
     num_live = len(outputs)
-    with front.link.open(grouped(work.samples, with_prompts=False)) as group:
+    holds_prefixes = isinstance(front.settings, DecodeSettings) and not front.settings.disable_held_prefixes
+    with front.link.open(grouped(work.samples, with_prompts=holds_prefixes)) as group:
         while num_live:
             output, tokens = await _next_tokens(group, by_request_id)
             delta = output.feed(tokens)

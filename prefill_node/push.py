@@ -80,7 +80,10 @@ class SourceRegions:
 
 @dataclass(eq=False, slots=True)
 class ChunkPush:
-    """Positions ``[start, stop)`` of a room: the writes of all layers, and how many layers were submitted."""
+    """Positions ``[start, stop)`` of a room: the writes of all layers, and how many layers were submitted.
+
+    None, when the decode node holds them.
+    """
 
     record: RoomRecord
     start: int
@@ -120,12 +123,18 @@ class Pusher:
         self._max_pending_bytes = source.kv.num_slots * self._token_bytes // MAX_PENDING_SHARE
 
     def plan(self, record: RoomRecord, start: int, stop: int) -> ChunkPush:
-        """The push of positions ``[start, stop)``, of which nothing is submitted yet."""
+        """The push of positions ``[start, stop)``, of which nothing is submitted yet.
+
+        Of those that the decode node holds nothing will be.
+        """
         peer, bootstrap = landing_of(record)
+        num_held = bootstrap.num_held_tokens
+        start = min(max(start, num_held), stop)
+        first, last = (max(position - num_held, 0) for position in (start, stop))
         src_slots = expand_pages(np.asarray(record.page_ids, np.int64), self._page_size, start, stop)
         kv, index = (
             LayerWrites(
-                plan_writes(src_slots, extents_to_slots(slice_extents(extents, start, stop))),
+                plan_writes(src_slots, extents_to_slots(slice_extents(extents, first, last))),
                 source,
                 peer.regions[kind],
                 0,
@@ -150,7 +159,9 @@ class Pusher:
 
     def has_place(self, record: RoomRecord, num_bytes_pending: int) -> bool:
         """Whether the room may start to send to a decode node for which so many bytes are pending."""
-        is_short = self.num_bytes(record.num_prompt_tokens) <= SLICE_BYTES
+        _, bootstrap = landing_of(record)
+        num_tokens = record.num_prompt_tokens - bootstrap.num_held_tokens
+        is_short = self.num_bytes(num_tokens) <= SLICE_BYTES
         return is_short or num_bytes_pending <= self._max_pending_bytes
 
     def layer_written(self, pushes: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:
@@ -177,7 +188,7 @@ class Pusher:
         self._submit_layers(push, self._source.kv.num_layers, None)
 
     def push_tokens(self, record: RoomRecord, start: int, stop: int) -> None:
-        """Submit KV and indexer keys of positions that are computed, in one batch. Empty: no batch."""
+        """Submit KV and indexer keys of positions that are computed, in one batch. Nothing: no batch."""
         if start < stop:
             self.push_rest(self.plan(record, start, stop))
 
@@ -206,7 +217,7 @@ class Pusher:
 
     def _submit_layers(self, push: ChunkPush, stop: int, ready: Ready | None) -> None:
         first = push.num_layers_submitted
-        if first == stop:
+        if first == stop or push.start == push.stop:
             return
         source = self._source
         parts = (

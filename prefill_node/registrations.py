@@ -215,12 +215,18 @@ def why_not_landing(bootstrap: Bootstrap, peer: Peer, page_size_src: int) -> str
             f"dense rooms need equal page sizes: the decode node's is {peer.page_size}, this prefill node's "
             f"{page_size_src}; start both with the same --page-size or send the request with hisparse"
         )
+    num_landing = bootstrap.num_prompt_tokens - bootstrap.num_held_tokens
+    if num_landing < 1:
+        return (
+            f"num_held_tokens {bootstrap.num_held_tokens} of {bootstrap.num_prompt_tokens} prompt tokens: "
+            "the last one is never held"
+        )
     kv_kind = kv_region_of(bootstrap)
     for kind, extents in ((kv_kind, bootstrap.kv_extents), (RegionKind.INDEX, bootstrap.index_extents)):
         region = peer.regions.get(kind)
         if region is None:
             return f"the decode node has not registered a region {kind.value}"
-        error = _why_extents_wrong(kind, extents, region.num_slots, bootstrap.num_prompt_tokens)
+        error = _why_extents_wrong(kind, extents, region.num_slots, num_landing)
         if error is not None:
             return error
     num_aux_slots = peer.regions[RegionKind.AUX].num_slots
@@ -230,7 +236,7 @@ def why_not_landing(bootstrap: Bootstrap, peer: Peer, page_size_src: int) -> str
 
 
 def _why_extents_wrong(
-    kind: RegionKind, extents: tuple[Extent, ...], num_slots: int, num_prompt_tokens: int
+    kind: RegionKind, extents: tuple[Extent, ...], num_slots: int, num_landing: int
 ) -> str | None:
     num_tokens = 0
     for extent in extents:
@@ -240,9 +246,9 @@ def _why_extents_wrong(
             )
         num_tokens += extent.length
     is_paged = kind is RegionKind.INDEX
-    if num_tokens < num_prompt_tokens or (num_tokens > num_prompt_tokens and not is_paged):
+    if num_tokens < num_landing or (num_tokens > num_landing and not is_paged):
         bound = "at least " if is_paged else ""
-        return f"{kind.value} extents hold {num_tokens} tokens, the prompt needs {bound}{num_prompt_tokens}"
+        return f"{kind.value} extents hold {num_tokens} tokens, the prompt needs {bound}{num_landing}"
     starts = np.array([extent.start for extent in extents], np.int64)
     ends = starts + np.array([extent.length for extent in extents], np.int64)
     order = np.argsort(starts)

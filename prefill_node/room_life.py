@@ -244,7 +244,7 @@ class RoomLife:
         """
         num_bytes_pending: dict[str, int] = {}
         for record in self.waiting():
-            peer, _ = landing_of(record)
+            peer, bootstrap = landing_of(record)
             session = peer.session
             if session not in num_bytes_pending:
                 num_bytes_pending[session] = self._pusher.num_bytes_pending(peer)
@@ -252,7 +252,8 @@ class RoomLife:
                 continue
             waiting = self.look_up(record)
             num_cached_tokens = waiting.match.num_pages * self._limits.page_size
-            num_bytes_pending[session] += self._pusher.num_bytes(num_cached_tokens)
+            num_to_send = max(0, num_cached_tokens - bootstrap.num_held_tokens)
+            num_bytes_pending[session] += self._pusher.num_bytes(num_to_send)
             yield waiting
 
     def look_up(self, record: RoomRecord) -> Waiting:

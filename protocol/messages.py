@@ -33,7 +33,7 @@ from msgspec.msgpack import Encoder
 from protocol.decoding import TypedDecoder
 from protocol.lane import LaneOffer
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Largest control message, in bytes: about 200,000 extents."""
@@ -145,13 +145,15 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
 
 
 class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
-    """Where the KV of one room is to land. ``hisparse`` defaults to dense.
+    """Where the KV of one room is to land. ``hisparse`` stands last, and defaults to dense.
 
     ``attempt``: a number that the decode node gives no other landing zone, nor this one once it has given it
     up. A Bootstrap that comes again with it was repeated over a new connection, and is answered with what
     became of the room; 0: from a node that does not say.
     ``kv_extents``: token slots of ``KV_HOST`` when hisparse, else of ``KV_DEVICE``, in position order.
     ``index_extents``: token slots of ``INDEX``, in position order, each a whole number of pages but the last.
+    ``num_held_tokens``: leading tokens of the prompt whose KV and indexer keys the decode node has. Both
+    kinds of extents begin behind them.
     """
 
     room: RoomField
@@ -159,8 +161,9 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     kv_extents: Extents
     index_extents: Extents
     aux_slot: Count
-    hisparse: bool = False
     attempt: Count = 0
+    num_held_tokens: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+    hisparse: bool = False
 
 
 class AbortRoom(Struct, frozen=True, array_like=True, tag=4):

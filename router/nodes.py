@@ -15,16 +15,12 @@ from enum import StrEnum
 from urllib.parse import urlsplit
 
 from router.errors import RouterError
-from router.prefixes import PrefixIndex, block_keys
 from router.rooms import draw_room
+from service.prefixes import LOAD_BOUND, PrefixIndex, block_keys
 from service.settings import RouterPolicy, RouterSettings
 
 log = logging.getLogger(__name__)
 
-LOAD_BOUND = 1.25
-"""Of the mean load, what a prefill rank may have for the sake of its prefix cache: as in consistent hashing
-with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016).
-"""
 LOAD_SLACK = 2
 """Requests beyond that: where there are few, a short wait costs less than computing a long prompt again."""
 
@@ -117,7 +113,8 @@ class NodePool:
         self.nodes = [*prefill, *decode]
         self._policy = policy
         self._pick_number = itertools.count()
-        self._prefixes: PrefixIndex[Rank] = PrefixIndex()
+        self._prefixes: dict[NodeKind, PrefixIndex[Rank]] = {kind: PrefixIndex() for kind in NodeKind}
+        """Where a prompt's beginning is: in a prefill rank's prefix cache, held by a decode node."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the health of a node, or its trouble, has changed."""
 
@@ -157,9 +154,12 @@ class NodePool:
 
     def pick_by(self, excluded: Collection[Node], keys: Sequence[bytes]) -> Pair:
         """Raises RouterError as ``pick`` does."""
-        prefill = self._pick(NodeKind.PREFILL, excluded, self._prefixes.find(keys))
-        decode = self._pick(NodeKind.DECODE, excluded)
-        self._prefixes.note(keys, prefill)
+        prefill, decode = (
+            self._pick(kind, excluded, self._prefixes[kind].find(keys))
+            for kind in (NodeKind.PREFILL, NodeKind.DECODE)
+        )
+        for rank in (prefill, decode):
+            self._prefixes[rank.node.kind].note(keys, rank)
         return Pair(prefill.node, decode.node, prefill.draw_room())
 
     def has_pair(self, excluded: Collection[Node] = ()) -> bool:
@@ -190,7 +190,7 @@ class NodePool:
             return
         log.warning("%s is unhealthy: %s", node.name, trouble)
         if node.healthy:
-            self._prefixes.forget(node.ranks)
+            self._prefixes[node.kind].forget(node.ranks)
         node.healthy, node.trouble = False, trouble
         self.on_change()
 
@@ -199,7 +199,7 @@ class NodePool:
         if self._policy != "cache_aware" or node.kind is NodeKind.DECODE:
             num_requests = [sum(num_requests)]  # the node spreads them itself
         if len(num_requests) != len(node.ranks):
-            self._prefixes.forget(node.ranks)
+            self._prefixes[node.kind].forget(node.ranks)
             node.ranks = [Rank(node, number) for number in range(len(num_requests))]
         for rank, num in zip(node.ranks, num_requests, strict=True):
             rank.num_foreign = max(0, num - rank.num_in_flight)

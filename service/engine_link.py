@@ -38,6 +38,7 @@ from service.engine_sockets import Crossing
 from service.http_errors import ApiError, NodeUnavailable, QueueFull
 from service.in_flight import InFlight, NodeCounts
 from service.patience import Patience
+from service.prefixes import LOAD_BOUND, PrefixIndex, block_keys
 from service.rank_link import RankLink
 from service.settings import NodeSettings
 
@@ -65,16 +66,38 @@ class _InFlight(NamedTuple):
     num_prompt_tokens: int
 
 
-RankChoice = Callable[[Sequence[RankLink], Generate], RankLink]
-"""Whose a sample is."""
+RankChoice = Callable[[Sequence[RankLink], Generate, bytes], RankLink]
+"""Whose a sample of a prompt is, which is there where the engine is sent it."""
 
 
-def least_loaded(ranks: Sequence[RankLink], sample: Generate) -> RankLink:
+def least_loaded(ranks: Sequence[RankLink], sample: Generate, prompt: bytes = b"") -> RankLink:
     """Of equals the one that was given least so far."""
     return min(ranks, key=lambda rank: (rank.num_tokens_in_flight, rank.num_given))
 
 
-def by_room(ranks: Sequence[RankLink], sample: Generate) -> RankLink:
+class ByPrefix:
+    """The least loaded rank, or the one that had a prompt with the same beginning last, and may hold it.
+
+    That one while it has no more than a quarter above the mean and a prompt like this to do.
+    """
+
+    def __init__(self) -> None:
+        self._prefixes: PrefixIndex[int] = PrefixIndex()
+
+    def __call__(self, ranks: Sequence[RankLink], sample: Generate, prompt: bytes) -> RankLink:
+        rank = least_loaded(ranks, sample)
+        if len(ranks) == 1 or not prompt:
+            return rank
+        keys = block_keys(prompt)
+        if (found := self._prefixes.find(keys)) is not None:
+            mean = sum(each.num_tokens_in_flight for each in ranks) / len(ranks)
+            if ranks[found].num_tokens_in_flight <= LOAD_BOUND * mean + sample.num_prompt_tokens:
+                rank = ranks[found]
+        self._prefixes.note(keys, rank.rank)
+        return rank
+
+
+def by_room(ranks: Sequence[RankLink], sample: Generate, prompt: bytes = b"") -> RankLink:
     """Where decode nodes look for the room; so ``PrefillPeers.address_for``."""
     return ranks[sample.room % len(ranks)]
 
@@ -275,7 +298,7 @@ class EngineLink:
         """What of the samples is whose, with the prompt for each rank that has one. Counts them there."""
         shares: dict[int, list[Generate]] = {}
         for sample in prompt.samples:
-            rank = self._choose_rank(self.ranks, sample)
+            rank = self._choose_rank(self.ranks, sample, prompt.prompt)
             self.counts.give(rank.rank, sample.num_prompt_tokens)
             shares.setdefault(rank.rank, []).append(sample)
         return [

@@ -43,7 +43,7 @@ class GenerateGroup(Struct, frozen=True, tag="generate"):
 
     samples: tuple[Generate, ...]
     prompt: bytes = b""
-    """As of ``pack_token_ids``; empty for a decode engine, to which only its length matters."""
+    """As of ``pack_token_ids``; empty for a decode engine that holds no prefixes."""
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -55,7 +55,7 @@ class Abort(Struct, frozen=True, tag="abort"):
 
 
 class FlushCache(Struct, frozen=True, tag="flush_cache"):
-    """Drop every prefix-cache entry that no running request uses. Ignored by a decode node."""
+    """Drop every prefix-cache entry, or held prefix, that no running request uses."""
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):
@@ -155,6 +155,8 @@ class RequestStats(Struct, frozen=True):
 
     mode: Mode
     num_cached_tokens: int = 0
+    num_held_tokens: int = 0
+    """Of the prompt, that the decode node held and the prefill node did not send."""
     hits: int = 0
     misses: int = 0
     evictions: int = 0

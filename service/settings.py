@@ -418,6 +418,11 @@ class DecodeSettings(NodeSettings):
     auto_dense_margin: float = Field(
         0.25, ge=0, le=1, description="share of the device pool that auto keeps free when it picks dense"
     )
+    disable_held_prefixes: bool = Field(
+        False,
+        description="keep no KV of requests that have ended; otherwise a request that begins like one "
+        "of them finds it here, and the prefill node sends only the rest",
+    )
     stream_interval: int = Field(
         1,
         ge=1,
@@ -501,7 +506,7 @@ class RouterSettings(_Settings):
     policy: RouterPolicy = Field(
         "round_robin",
         description="how a pair of nodes is picked for a request; cache_aware: by load, but prompts that "
-        "begin alike go to the same prefill node while it has little more to do than the others",
+        "begin alike go to the same nodes while these have little more to do than the others",
     )
     health_interval_secs: Secs = Field(5.0, description="between health checks of a node, in seconds")
     connect_timeout_secs: Secs = Field(5.0, description="connecting to a node at most, in seconds")

@@ -191,7 +191,8 @@ class Deployment:
         return self.router.url
 
     def flush_prefix_caches(self) -> None:
-        for node in self.prefill:
+        """What prefill nodes have cached and decode nodes hold."""
+        for node in (*self.prefill, *self.decode):
             httpx.post(node.url + "/flush_cache", timeout=10).raise_for_status()
 
 

@@ -26,6 +26,7 @@ from checkpoints.oracle import Oracle
 from tests.integration.harness import Deployment, deployment
 
 NUM_NEW_TOKENS = 48
+TURN_TOKENS = 16
 SAMPLE = [pytest.param(("v32", 2048, 18, 18), id="v32"), pytest.param(("glm", 2048, 18, 18), id="glm")]
 """Of the default run: model, context length, prompts, and prompts that are drawn. Seven chunks fill it."""
 FULL = [pytest.param(("v32", 8192, 40, 60), id="v32"), pytest.param(("glm", 4096, 40, 40), id="glm")]
@@ -119,12 +120,14 @@ def subject(
         yield Subject(pair, prompts, oracle)
 
 
-def generate(url: str, prompt: Prompt, hisparse: bool | str) -> dict[str, Any]:
+def generate(
+    url: str, prompt: Prompt, hisparse: bool | str, num_new_tokens: int = NUM_NEW_TOKENS
+) -> dict[str, Any]:
     answer = httpx.post(
         url + "/generate",
         json={
             "input_ids": list(prompt),
-            "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True},
+            "sampling_params": {"temperature": 0, "max_new_tokens": num_new_tokens, "ignore_eos": True},
             "hisparse": hisparse,
         },
         timeout=REQUEST_TIMEOUT_SECS,
@@ -222,6 +225,31 @@ def test_alone(subject: Subject) -> None:
 def test_mixed_batches_of_16_in_every_mode(subject: Subject) -> None:
     for shift in range(len(FLAGS)):
         check_pass(subject, in_turn(shift), BATCH, warm=shift > 0)
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("subject", SAMPLE[:1], indirect=True)
+def test_conversations_behind_what_the_decode_node_holds(subject: Subject) -> None:
+    """A turn's prompt is the one before it with its answer, so that what comes is known."""
+    subject.pair.flush_prefix_caches()
+    num_held = [0] * len(subject.prompts)
+    for said in range(0, NUM_NEW_TOKENS, TURN_TOKENS):
+
+        def turn(number: int, said: int = said) -> tuple[int, dict[str, Any]]:
+            prompt = (*subject.prompts[number], *subject.oracle.tokens[number][:said])
+            flag = FLAGS[number % len(FLAGS)]
+            return len(prompt), generate(subject.pair.url, prompt, flag, TURN_TOKENS)
+
+        with ThreadPoolExecutor(BATCH) as threads:
+            answers = list(threads.map(turn, range(len(subject.prompts))))
+        for number, (num_prompt_tokens, answer) in enumerate(answers):
+            expected = subject.oracle.tokens[number][said : said + TURN_TOKENS]
+            assert answer["output_ids"] == expected, (num_prompt_tokens, answer["meta_info"])
+            if FLAGS[number % len(FLAGS)] != "auto":  # which may take the other mode, and then finds nothing
+                assert answer["meta_info"]["held_tokens"] == num_held[number]
+            num_held[number] = (num_prompt_tokens + TURN_TOKENS - 1) // PAGE_SIZE * PAGE_SIZE
+    samples = subject.pair.decode[0].metrics()
+    assert samples["hisparse_pd:held_hits_total"] > len(subject.prompts)
 
 
 @pytest.mark.I5

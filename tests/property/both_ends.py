@@ -19,9 +19,10 @@ from typing import Any
 from unittest.mock import patch
 
 from decode_node.engine import DecodeEngine
+from decode_node.held_prefixes import KV_POOL
 from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind, Stage
-from decode_node.request import PeerAddress
+from decode_node.request import PeerAddress, RequestState
 from prefill_node.engine import PrefillEngine
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from protocol.messages import PROTOCOL_VERSION, RegionKind, Room
@@ -98,11 +99,19 @@ class DecodeNode:
     clients: list[SimClient] = field(default_factory=list)
 
     def owners(self, kind: PoolKind) -> dict[int, tuple[Room, Stage]]:
-        return {
+        """Slots that a request has from a held prefix are HELD, too: they are not for its room to write."""
+        requests = self.engine.requests
+        owners = {
             slot: (holding.room, holding.stage)
-            for holding in self.engine.requests.pools._holdings
+            for holding in requests.pools._holdings
             for slot in extents_to_slots(holding[kind]).tolist()
         }
+        for request in requests.select(RequestState.LANDING, RequestState.RUNNING):
+            if kind not in (KV_POOL[request.mode], PoolKind.INDEX):
+                continue
+            for slot in extents_to_slots(request.owned[kind])[: request.held_prefix_tokens].tolist():
+                owners[slot] = request.room, Stage.HELD
+        return owners
 
 
 @dataclass
@@ -242,6 +251,7 @@ class World:
         front = SimFront()
         self._lookups = Lookups()
         engine = DecodeEngine(DECODE, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
+        engine.copies.slice_bytes = 2 * SPEC.item_bytes  # so that copies of held prefixes take some turns
         return DecodeNode(engine, front, engine.peers.session, self._lookups, engine._memory)
 
     def restart_decode(self) -> None:
@@ -363,10 +373,10 @@ class World:
         owners = self.decode.owners(_POOL_OF_REGION[region.kind])
         for slot in range(first, first + len(piece.content) // item_bytes):
             room, stage = owners.get(slot, (None, "free"))
-            is_held = room == piece.room and (
-                stage in (Stage.LANDING, Stage.QUARANTINED) or piece.was_repeated
+            is_for_it = stage in (Stage.LANDING, Stage.QUARANTINED) or (
+                piece.was_repeated and stage is not Stage.HELD
             )
-            if not is_held:
+            if room != piece.room or not is_for_it:
                 raise SafetyViolation(
                     f"bytes of room {piece.room} landed in {region.kind} slot {slot}, which is "
                     f"{'free' if room is None else f'{stage} and of room {room}'}"

@@ -176,16 +176,15 @@ class SimHotBuffers:
 
     def write_newest(self, request: Request) -> None:
         position = request.num_kv_tokens
-        content = (request.request_id, position)
+        content = (*self._prompts[request.request_id], *request.output_token_ids)
         for pool, slots, first_layer in self._pools(request):
             for layer, items in enumerate(pool):
                 items[slots[position]] = np.frombuffer(tag(content, first_layer + layer), np.uint8)
 
     def check(self, request: Request) -> None:
         """Every position that the request has read from its slots is the one that was written there."""
-        prompt = self._prompts[request.request_id]
-        contents: list[tuple[Any, ...]] = [prompt[: position + 1] for position in range(len(prompt))]
-        contents += [(request.request_id, p) for p in range(len(prompt), request.num_kv_tokens)]
+        tokens = (*self._prompts[request.request_id], *request.output_token_ids)
+        contents = [tokens[: position + 1] for position in range(request.num_kv_tokens)]
         for pool, slots, first_layer in self._pools(request):
             for layer, items in enumerate(pool):
                 expected = _tags(contents, first_layer + layer)

@@ -205,3 +205,41 @@ def test_decode_in_any_mode_pages_company_and_retraction(
         assert answer.failure is None
         assert len(answer.token_ids) == NUM_NEW
         check(prompt, answer.token_ids, answer.logprobs, expected[prompt])
+
+
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_decode_behind_prefixes_that_are_held_or_given_up(
+    checkpoint: Checkpoint, expected: dict[Prompt, Expected], data: st.DataObject
+) -> None:
+    """A prompt's beginning, the whole prompt, and then with part of its answer, whose KV decoding left."""
+    page_size = data.draw(st.sampled_from([4, 16, 64]), "page size")
+    order = data.draw(st.permutations(PROMPTS), "order of arrival")
+    flag = st.sampled_from(HisparseFlag)
+    rounds = data.draw(st.lists(st.lists(flag, min_size=7, max_size=7), min_size=3, max_size=3), "modes")
+    pool_tokens = data.draw(st.sampled_from([512, 4096]), "pool tokens")
+    num_said = data.draw(st.integers(1, NUM_NEW - 1), "tokens of the answer")
+    limits = {
+        "host_pool_tokens": pool_tokens,
+        "device_pool_tokens": pool_tokens,
+        "device_buffer_size": 48,
+        "max_running_requests": 7,
+        "disable_held_prefixes": False,
+    }
+    with TemporaryDirectory() as ipc_dir, closing(PrefillDouble(checkpoint, page_size)) as double:
+        harness = EngineHarness(checkpoint, Path(ipc_dir), page_size=page_size, **limits)
+        with closing(harness) as node:
+            for number, flags in enumerate(rounds):
+                jobs = []
+                for prompt, mode in zip(order, flags, strict=True):
+                    said = tuple(expected[prompt].token_ids[: num_said * (number == 2)])
+                    sent = prompt[: -(-len(prompt) // 2)] if number == 0 else (*prompt, *said)
+                    jobs.append(node.generate(double, sent, NUM_NEW - len(said), mode, num_logprobs=2))
+                node.turn_until(lambda jobs=jobs: all(job.is_over for job in jobs), double)
+                for prompt, job in zip(order, jobs, strict=True):
+                    assert job.failure is None
+                    if number:
+                        wanted, first = expected[prompt], num_said * (number == 2)
+                        rest = Expected(wanted.token_ids[first:], wanted.logprobs[first:])
+                        check(prompt, job.token_ids, job.logprobs, rest)
+            assert pool_tokens == 512 or any(each.num_held_tokens for each in double.bootstraps)

@@ -429,7 +429,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.generate(room, [0] * size if data.draw(st.booleans()) else [room % 2] * size)
         self.bootstrap(room % 20, room % 2, None, False)
         if room >= 20:
-            message = Bootstrap(room, size, (Extent(0, size),), (Extent(0, size),), 0, True)
+            message = Bootstrap(room, size, (Extent(0, size),), (Extent(0, size),), 0, hisparse=True)
             self.life.bootstrap(self.peers[room % 2], message, self.now)
 
     @rule(

@@ -89,19 +89,20 @@ class BothEndsMachine(RuleBasedStateMachine):
         max_new_tokens: int = 2,
         arrival: str = "both",
         reused: int | None = None,
+        prompt: tuple[int, ...] = (),
     ) -> None:
         """``arrival``: the legs that reach their node now; ``reused``: how many rooms ago this one was used.
 
-        ``family``: of prompts that begin alike.
+        ``family``: of prompts that begin alike, where no ``prompt`` is given.
         """
         number = len(self.requests)
         room = number if reused is None else max(0, number - 1 - reused)
-        prompt = tuple((family + position // 6 * family) % 8 for position in range(num_tokens))
+        prompt = prompt or tuple((family + position // 6 * family) % 8 for position in range(num_tokens))
         address = self.world.addresses[node]
         request = Generate(
             f"request-{number}",
             room,
-            num_tokens,
+            len(prompt),
             SamplingParams(max_new_tokens, temperature=0.0, ignore_eos=True),
             address.host,
             address.port,
@@ -114,6 +115,21 @@ class BothEndsMachine(RuleBasedStateMachine):
                 self.deliver_leg(leg, request)
             else:
                 self.undelivered.append((leg, request.request_id))
+
+    @precondition(lambda self: self.world.decode.front.tokens)
+    @rule(arrival=ARRIVALS, back=st.integers(0, 3), num_new=st.integers(1, 6))
+    def go_on(
+        self,
+        arrival: tuple[int, HisparseFlag, int, int, int, str, int | None],
+        back: int,
+        num_new: int,
+    ) -> None:
+        """With what a client has got so far, and some tokens more."""
+        node, flag, family, _, max_new_tokens, legs, reused = arrival
+        tokens = self.world.decode.front.tokens
+        before = list(tokens)[-1 - back % len(tokens)]
+        prompt = (*self.world.prompts[before], *tokens[before], *[family] * num_new)[:26]
+        self.request(node, flag, family, 0, max_new_tokens, legs, reused, prompt)
 
     def deliver_leg(self, leg: str, request: Generate) -> None:
         front = self.world.decode.front
@@ -346,6 +362,8 @@ class BothEndsMachine(RuleBasedStateMachine):
                 break
         assert self.unsettled() == []
         rooms = world.decode.engine.requests
+        assert rooms.available == rooms.pools.totals
+        rooms.held.flush()
         assert rooms.pools.free == rooms.pools.totals
         for node in world.prefill.values():
             life = node.engine._life

@@ -92,7 +92,7 @@ def say(
                 chunk,
                 logprobs,
                 FinishReason.LENGTH if is_last else None,
-                stats=RequestStats(mode, num_cached_tokens=2, hits=10, misses=4),
+                stats=RequestStats(mode, num_cached_tokens=2, num_held_tokens=1, hits=10, misses=4),
             )
 
     return script

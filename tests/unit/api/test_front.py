@@ -78,7 +78,7 @@ def test_completion(on_node: OnNode) -> None:
             "prompt_tokens": 5,
             "completion_tokens": 5,
             "total_tokens": 10,
-            "prompt_tokens_details": {"cached_tokens": 2},
+            "prompt_tokens_details": {"cached_tokens": 2, "held_tokens": 1},
             "hisparse": {"mode": "hisparse", "hits": 10, "misses": 4},
         }
         (generate,) = node.engine.generates
@@ -317,6 +317,7 @@ def test_generate(on_node: OnNode) -> None:
             "prompt_tokens": 5,
             "completion_tokens": 3,
             "cached_tokens": 2,
+            "held_tokens": 1,
             "hisparse": {"mode": "dense", "hits": 10, "misses": 4},
             "input_token_logprobs": [],
             "output_token_logprobs": [[-0.5, 97, None], [-0.5, 98, None], [-0.5, 99, None]],

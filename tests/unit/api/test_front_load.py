@@ -87,9 +87,9 @@ class Turns:
 
 @pytest.mark.I7
 @pytest.mark.I8
-@pytest.mark.parametrize(("role", "max_bytes"), [("prefill", 4 * 131_072), ("decode", 0)])
+@pytest.mark.parametrize(("role", "holds_prefixes"), [("prefill", True), ("decode", True), ("decode", False)])
 def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, max_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, holds_prefixes: bool
 ) -> None:
     for name in ("CONTEXT_LENGTH", "POOL_HISPARSE", "POOL_DENSE"):
         monkeypatch.setattr(scripted_engine, name, 140_000)
@@ -104,16 +104,17 @@ def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
     prompt = [i % 251 for i in range(131_072)]
 
     async def main() -> None:
-        async with serving(deliver if role == "prefill" else say("x"), tmp_path, role=role) as node:
+        more = {"disable_held_prefixes": not holds_prefixes} if role == "decode" else {}
+        async with serving(deliver if role == "prefill" else say("x"), tmp_path, role=role, **more) as node:
             answer = await node.post("/v1/completions", **{**BODY, "prompt": prompt, "n": 128})
             assert answer.status_code == 200
             (group,) = node.engine.groups
             assert len(group.samples) == 128
-            assert unpack_token_ids(group.prompt).tolist() == (prompt if role == "prefill" else [])
+            assert unpack_token_ids(group.prompt).tolist() == (prompt if holds_prefixes else [])
             assert {sample.num_prompt_tokens for sample in group.samples} == {131_072}
 
     asyncio.run(main())
-    assert sum(map(len, sent)) < max_bytes + 128 * 400
+    assert sum(map(len, sent)) < 4 * 131_072 * holds_prefixes + 128 * 400
 
 
 # --- what a request may ask for ----------------------------------------------------------------------

@@ -47,6 +47,7 @@ from protocol.messages import (
 )
 from service import engine_messages
 from service.engine_messages import (
+    Abort,
     EngineLoading,
     EngineStats,
     FromEngine,
@@ -55,6 +56,7 @@ from service.engine_messages import (
     RequestFailed,
     ToEngine,
     Tokens,
+    pack_token_ids,
 )
 from service.engine_sockets import EngineSocket
 from service.settings import DecodeSettings
@@ -119,6 +121,11 @@ def _prefill(path: Path, prompt: Prompt, page_size: int) -> Prefilled:
     hint = access.hints[0]
     assert hint is not None
     return Prefilled(kv, index, token_ids[0], logprobs[0], hint.numpy())
+
+
+def computed(checkpoint: Checkpoint, prompt: Prompt, page_size: int) -> Prefilled:
+    """What a prefill node has of ``prompt``."""
+    return _prefill(checkpoint.path, prompt, page_size)
 
 
 @lru_cache
@@ -252,10 +259,17 @@ class PrefillDouble:
         spec = self.checkpoint.spec
         ready = _prefill(self.checkpoint.path, self.prompts[bootstrap.room], self.page_size)
         kv_region = regions[RegionKind.KV_HOST if bootstrap.hisparse else RegionKind.KV_DEVICE]
-        self._write_pool(register.session, ready.kv, spec.item_bytes, kv_region, bootstrap.kv_extents)
+        first = bootstrap.num_held_tokens
         self._write_pool(
             register.session,
-            ready.index,
+            ready.kv[:, first:].contiguous(),
+            spec.item_bytes,
+            kv_region,
+            bootstrap.kv_extents,
+        )
+        self._write_pool(
+            register.session,
+            ready.index[:, first:].contiguous(),
             spec.index_item_bytes,
             regions[RegionKind.INDEX],
             bootstrap.index_extents,
@@ -278,7 +292,7 @@ class PrefillDouble:
         position = 0
         for extent in extents:
             for layer in range(num_layers):
-                src_addrs.append(source.data_ptr() + (layer * source.shape[1] + position) * item_bytes)
+                src_addrs.append(source[layer, position:].data_ptr())
                 dst_addrs.append(region.base_addr + (layer * region.num_slots + extent.start) * item_bytes)
                 lengths.append(extent.length * item_bytes)
             position += extent.length
@@ -328,6 +342,7 @@ class EngineHarness:
                 "device_pool_tokens": 4096,
                 "device_buffer_size": 128,
                 "max_running_requests": 16,
+                "disable_held_prefixes": True,
                 **settings,
             },
         )
@@ -374,10 +389,16 @@ class EngineHarness:
                         bootstrap_port=double.port if port is None else port,
                         hisparse=hisparse,
                     ),
-                )
+                ),
+                pack_token_ids(prompt),
             )
         )
         return answer
+
+    def leave(self, answer: Answer) -> None:
+        """The client of ``answer`` is gone."""
+        (request_id,) = (each for each, given in self.answers.items() if given is answer)
+        self.send(Abort(request_id))
 
     def turn(self, *doubles: PrefillDouble) -> None:
         for double in doubles:

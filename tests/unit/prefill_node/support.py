@@ -295,10 +295,19 @@ class ControlPeer:
         index: tuple[Extent, ...] | None = None,
         aux_slot: int = 0,
         hisparse: bool = True,
+        num_held_tokens: int = 0,
     ) -> Bootstrap:
         """Sends and returns the Bootstrap; landing zones start at slot 0 unless given."""
         whole = (Extent(0, num_tokens),)
-        message = Bootstrap(room, num_tokens, kv or whole, index or whole, aux_slot, hisparse)
+        message = Bootstrap(
+            room,
+            num_tokens,
+            kv or whole,
+            index or whole,
+            aux_slot,
+            hisparse,
+            num_held_tokens=num_held_tokens,
+        )
         self.client.send(message)
         return message
 
@@ -375,13 +384,13 @@ class DecodePeer(ControlPeer):
     def assert_holds(self, bootstrap: Bootstrap) -> None:
         """KV and indexer keys of the room are bitwise those of the prefill node's pools."""
         num_tokens = bootstrap.num_prompt_tokens
-        src_slots = self.engine.slots(bootstrap.room, num_tokens)
+        src_slots = self.engine.slots(bootstrap.room, num_tokens)[bootstrap.num_held_tokens :]
         kv = self.kv_host if bootstrap.hisparse else self.kv_device
         for name, source, target, extents in (
             ("KV", self.engine.memory.kv, kv, bootstrap.kv_extents),
             ("indexer keys", self.engine.memory.index, self.index, bootstrap.index_extents),
         ):
-            sent, landed = source[:, src_slots], target[:, extents_to_slots(extents)[:num_tokens]]
+            sent, landed = source[:, src_slots], target[:, extents_to_slots(extents)[: len(src_slots)]]
             assert sent.any(dim=-1).all(), f"{name}: the source has items of zeros"
             differing = torch.nonzero(sent != landed)
             where = differing[:1].tolist()

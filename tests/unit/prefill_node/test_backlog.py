@@ -107,7 +107,9 @@ class Node:
         whole = (Extent(0, num_tokens),)
         request = Generate(f"r{room}", room, num_tokens, SamplingParams(1), "host", 1)
         self.life.accept(GenerateGroup((request,), pack_token_ids(tokens)), 0.0)
-        self.life.bootstrap(self.peers[peer], Bootstrap(room, num_tokens, whole, whole, 0, True), 0.0)
+        self.life.bootstrap(
+            self.peers[peer], Bootstrap(room, num_tokens, whole, whole, 0, hisparse=True), 0.0
+        )
 
     def compute(self, room: int) -> None:
         """Admit a room and compute its prompt: all of it is with the sender then."""

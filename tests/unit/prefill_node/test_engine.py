@@ -131,6 +131,35 @@ def test_either_half_may_come_first(engine: EngineThread, peer: DecodePeer, room
     peer.assert_holds(bootstrap)
 
 
+@pytest.mark.I1
+@pytest.mark.parametrize("num_held", [16, 40, 64, 99])
+@pytest.mark.parametrize("hisparse", [True, False])
+def test_what_the_decode_node_holds_is_computed_and_not_sent(
+    engine: EngineThread, peer: DecodePeer, room: int, num_held: int, hisparse: bool
+) -> None:
+    """Whatever its pages are, in chunks of 48 of which one or two are held whole; and when all is cached."""
+    tokens = prompt(600 + num_held + 100 * hisparse, 100)
+    rest = 100 - num_held
+    landing = {
+        "kv": (Extent(100, rest),),
+        "index": (Extent(512, rest),),
+        "num_held_tokens": num_held,
+        "hisparse": hisparse,
+    }
+    spec = engine.spec
+    per_token = spec.num_layers * spec.item_bytes + spec.num_index_layers * spec.index_item_bytes
+    for each, num_cached in ((room, 0), (next(_rooms), 96)):
+        peer.forget()
+        done = deliver(engine, peer, each, tokens, **landing)
+        assert (done.num_bytes, done.num_cached_tokens) == (
+            rest * per_token + peer.layout.slot_bytes,
+            num_cached,
+        )
+        landed = (peer.kv_host if hisparse else peer.kv_device).any(dim=-1).any(dim=0)
+        assert landed.nonzero().flatten().tolist() == list(range(100, 100 + rest))
+        assert peer.index.any(dim=-1).any(dim=0).sum() == rest
+
+
 @pytest.mark.I5
 def test_a_cached_prefix_is_sent_but_not_computed_again(engine: EngineThread, peer: DecodePeer) -> None:
     tokens = prompt(4, 100)

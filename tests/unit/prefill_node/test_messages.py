@@ -227,7 +227,7 @@ def test_before_register_everything_is_refused(engine: EngineThread, peer: Decod
     before = engine.num_dropped("unregistered")
     room = next(_rooms)
     messages = (
-        Bootstrap(room, 1, (Extent(0, 1),), (Extent(0, 1),), 0, True),
+        Bootstrap(room, 1, (Extent(0, 1),), (Extent(0, 1),), 0, hisparse=True),
         AbortRoom(room, ""),
         Heartbeat(1),
     )
@@ -243,7 +243,7 @@ def test_before_register_everything_is_refused(engine: EngineThread, peer: Decod
 def test_malformed_messages_are_dropped_and_counted(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register()
     before = engine.num_dropped("malformed")
-    valid = encoder.encode(Bootstrap(1, 1, (Extent(0, 1),), (Extent(0, 1),), 0, True))
+    valid = encoder.encode(Bootstrap(1, 1, (Extent(0, 1),), (Extent(0, 1),), 0, hisparse=True))
     for frame in (
         b"",
         b"\xc1",
@@ -339,6 +339,12 @@ def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: D
         ({"index": (Extent(1020, 20),)}, "index extent [1020, 1040)"),
         ({"index": (Extent(0, 16),)}, "index extents hold 16 tokens, the prompt needs at least 20"),
         ({"aux_slot": 8}, "aux_slot 8 is not in [0, 8)"),
+        (
+            {"num_held_tokens": 16, "kv": (Extent(0, 20),)},
+            "kv_host extents hold 20 tokens, the prompt needs 4",
+        ),
+        ({"num_held_tokens": 20}, "num_held_tokens 20 of 20 prompt tokens: the last one is never held"),
+        ({"num_held_tokens": 2**32 - 1}, "the last one is never held"),
         ({"kv": (Extent(1020, 20),), "hisparse": False}, "kv_device extent [1020, 1040)"),
     ],
 )

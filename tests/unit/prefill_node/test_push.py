@@ -107,7 +107,7 @@ class World:
         num_tokens = sum(extent.length for extent in extents)
         record = RoomRecord(room, RoomState.COMPUTING, 0.0, page_ids=page_ids, aux_slot_src=0)
         record.peer = Peer("node", "host:1", b"", PAGE_SIZE, regions, 0.0)
-        record.bootstrap = Bootstrap(room, num_tokens, extents, extents[::-1], 0, True)
+        record.bootstrap = Bootstrap(room, num_tokens, extents, extents[::-1], 0, hisparse=True)
         return record
 
     def write(self, pushes: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:

@@ -359,7 +359,9 @@ class _Endless:
         return self._frames
 
 
-_BIG = Bootstrap(1, 1, tuple(Extent(2**40 + i, 2**40) for i in range(50_000)), (Extent(0, 1),), 0, True)
+_BIG = Bootstrap(
+    1, 1, tuple(Extent(2**40 + i, 2**40) for i in range(50_000)), (Extent(0, 1),), 0, hisparse=True
+)
 _SAMPLES = tuple(Generate(f"r{i}", i, 3, SamplingParams(1), "127.0.0.1", 1) for i in range(100))
 
 

@@ -708,7 +708,7 @@ async def test_least_loaded_looks_at_own_requests_and_at_what_nodes_tell() -> No
         assert [len(node.requests) for node in pair.decode] == [0, 4]
 
 
-async def test_cache_aware_keeps_a_conversation_at_its_prefill_node() -> None:
+async def test_cache_aware_keeps_a_conversation_at_its_nodes() -> None:
     """Each turn has the ones before it; two conversations share a system prompt of less than a block."""
     async with cluster([delivers] * 2, [says(b"{}")] * 2, policy="cache_aware") as pair:
         talks = [[{"role": "system", "content": "Be kind."}] for _ in range(2)]
@@ -718,12 +718,12 @@ async def test_cache_aware_keeps_a_conversation_at_its_prefill_node() -> None:
                 body = {"messages": talk, "model": "tiny"}
                 answer = await pair.client.post("/v1/chat/completions", json=body)
                 assert answer.status_code == 200
-        heard = [
-            {json.loads(body)["messages"][1]["content"] for _, _, body in node.requests}
-            for node in pair.prefill
-        ]
-        assert [len(first_questions) for first_questions in heard] == [1, 1]
-        assert [len(node.requests) for node in pair.prefill] == [4, 4]
+        for nodes in (pair.prefill, pair.decode):
+            heard = [
+                {json.loads(body)["messages"][1]["content"] for _, _, body in node.requests} for node in nodes
+            ]
+            assert [len(first_questions) for first_questions in heard] == [1, 1]
+            assert [len(node.requests) for node in nodes] == [4, 4]
 
 
 def _pool(policy: Any, num_decode: int, num_prefill: int = 1) -> NodePool:
@@ -760,44 +760,49 @@ def test_a_field_that_is_null_is_no_prompt() -> None:
 PROMPT = bytes(range(256)) * 8
 
 
-def test_a_busy_node_gives_up_what_it_has_cached() -> None:
-    pool = _pool("cache_aware", 1, num_prefill=3)
-    first = pool.pick(prompt=PROMPT).prefill
+@pytest.mark.parametrize("kind", list(NodeKind))
+def test_a_busy_node_gives_up_what_it_has_cached(kind: NodeKind) -> None:
+    pool = _pool("cache_aware", 3, num_prefill=3)
+    first = getattr(pool.pick(prompt=PROMPT), kind)
     with ExitStack() as stack:
         for _ in range(5):
-            assert pool.pick(prompt=PROMPT).prefill is first
+            assert getattr(pool.pick(prompt=PROMPT), kind) is first
             stack.enter_context(pool.working(first, 0))
-        other = pool.pick(prompt=PROMPT).prefill  # 5 are 2.5 more than 1.25 times the mean of 6 on 3 nodes
+        # 5 are 2.5 more than 1.25 times the mean of 6 on 3 nodes
+        other = getattr(pool.pick(prompt=PROMPT), kind)
         assert other is not first
-    assert pool.pick(prompt=PROMPT).prefill is other
+    assert getattr(pool.pick(prompt=PROMPT), kind) is other
 
 
-def test_what_no_node_has_goes_by_load() -> None:
-    pool = _pool("cache_aware", 1, num_prefill=2)
-    first = pool.pick(prompt=PROMPT).prefill
+@pytest.mark.parametrize("kind", list(NodeKind))
+def test_what_no_node_has_goes_by_load(kind: NodeKind) -> None:
+    pool = _pool("cache_aware", 2, num_prefill=2)
+    first = getattr(pool.pick(prompt=PROMPT), kind)
     with pool.working(first, 0):
-        assert pool.pick(prompt=PROMPT[::-1]).prefill is not first
-        assert pool.pick(prompt=b"short").prefill is not first
-        assert pool.pick().prefill is not first
+        assert getattr(pool.pick(prompt=PROMPT[::-1]), kind) is not first
+        assert getattr(pool.pick(prompt=b"short"), kind) is not first
+        assert getattr(pool.pick(), kind) is not first
 
 
-def test_a_node_that_failed_is_not_preferred() -> None:
-    pool = _pool("cache_aware", 1, num_prefill=2)
-    first = pool.pick(prompt=PROMPT).prefill
-    assert pool.pick(excluded={first}, prompt=PROMPT).prefill is not first
-    second = pool.pick(prompt=PROMPT).prefill
+@pytest.mark.parametrize("kind", list(NodeKind))
+def test_a_node_that_failed_is_not_preferred(kind: NodeKind) -> None:
+    pool = _pool("cache_aware", 2, num_prefill=2)
+    first = getattr(pool.pick(prompt=PROMPT), kind)
+    assert getattr(pool.pick(excluded={first}, prompt=PROMPT), kind) is not first
+    second = getattr(pool.pick(prompt=PROMPT), kind)
     assert second is not first, "it was tried there last"
     pool.mark_unhealthy(second, "gone")
-    assert pool.pick(prompt=PROMPT).prefill is first
+    assert getattr(pool.pick(prompt=PROMPT), kind) is first
 
 
-def test_a_node_that_was_gone_has_nothing_cached() -> None:
-    pool = _pool("cache_aware", 1, num_prefill=2)
-    first = pool.pick(prompt=PROMPT).prefill
+@pytest.mark.parametrize("kind", list(NodeKind))
+def test_a_node_that_was_gone_has_nothing_cached(kind: NodeKind) -> None:
+    pool = _pool("cache_aware", 2, num_prefill=2)
+    first = getattr(pool.pick(prompt=PROMPT), kind)
     pool.mark_unhealthy(first, "gone")
     pool.mark_healthy(first)
     with pool.working(first, 0):
-        assert pool.pick(prompt=PROMPT).prefill is not first
+        assert getattr(pool.pick(prompt=PROMPT), kind) is not first
 
 
 @pytest.mark.parametrize(

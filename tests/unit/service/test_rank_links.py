@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
+import msgspec
 import pytest
 
-from service.engine_link import EngineLink, LinkState, QueueLimits, RankChoice, by_room, least_loaded
+from service.engine_link import (
+    ByPrefix,
+    EngineLink,
+    LinkState,
+    QueueLimits,
+    RankChoice,
+    by_room,
+    least_loaded,
+)
 from service.engine_messages import (
     Abort,
     EngineLoading,
@@ -18,6 +29,7 @@ from service.engine_messages import (
     Tokens,
 )
 from service.http_errors import QueueFull
+from service.prefixes import BLOCK_BYTES
 from vocabulary import FinishReason, SamplingParams
 
 GREEDY = SamplingParams(1, temperature=0.0)
@@ -85,6 +97,27 @@ def test_a_request_goes_to_the_rank_with_the_fewest_prompt_tokens() -> None:
     with link.open([group_of(range(4, 7), 5)]):
         assert [len(messages) for messages in sent(link)] == [1, 1, 1], "samples of one prompt, too"
     assert [rank.num_tokens_in_flight for rank in link.ranks] == [0, 0, 0]
+
+
+def test_a_request_goes_to_the_rank_that_had_its_beginning_unless_others_have_much_less_to_do() -> None:
+    link = make_link(ByPrefix())
+    talk, other = bytes(BLOCK_BYTES) * 3, bytes([1]) * BLOCK_BYTES * 3
+
+    def rank_of(number: int, prompt: bytes, num_tokens: int, stack: ExitStack) -> int:
+        group = msgspec.structs.replace(group_of(range(number, number + 1), num_tokens), prompt=prompt)
+        stack.enter_context(link.open([group]))
+        (rank,) = (rank for rank, messages in enumerate(sent(link)) if messages)
+        return rank
+
+    with ExitStack() as first, ExitStack() as later:
+        assert [rank_of(0, talk, 50, first), rank_of(1, other, 50, first)] == [0, 1]
+        assert rank_of(2, talk[: 2 * BLOCK_BYTES] + other, 50, later) == 0, "although another rank is idle"
+        assert rank_of(3, talk, 50, later) == 0
+        assert rank_of(4, talk, 50, later) == 2, "it has 150, which is more than 1.25 times 67 and this one"
+        later.close()
+        sent(link)
+        assert rank_of(5, talk, 50, later) == 2, "which had it last"
+        assert rank_of(6, b"short", 10, later) == 1, "of equals the one that was given least"
 
 
 def test_a_prompt_counts_for_each_rank_that_holds_it_until_all_is_said() -> None:

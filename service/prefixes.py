@@ -1,9 +1,9 @@
-"""Which rank of a prefill node had a prompt with the same beginning last, and so has it in its prefix cache.
+"""Which rank had a prompt with the same beginning last, and so has it in its prefix cache, or holds it.
 
-A prompt's bytes, as its client sent them, are cut into blocks; a block's key is a hash of all bytes up to its
-end. So the longest beginning that two prompts have in common is the last key that they share, whatever they
-consist of: a system prompt, a document, the turns of a conversation. What nodes drop from their caches is not
-known here; the index forgets what has not been asked for the longest.
+A prompt's bytes are cut into blocks: in a router as its client sent them, in a node's front packed ids. A
+block's key is a hash of all bytes up to its end. So the longest beginning that two prompts have in common is
+the last key that they share, whatever they consist of: a system prompt, a document, the turns of a talk. What
+nodes drop from their caches is not known here; the index forgets what has not been asked for the longest.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import Final, Generic, TypeVar
 
 BLOCK_BYTES: Final = 512
-"""Some 128 tokens of English: two pages."""
+"""Some 128 tokens of English, or 128 packed ids: two pages."""
 MAX_BLOCKS: Final = 512
 """Of a prompt that are told apart: 64k tokens."""
+LOAD_BOUND: Final = 1.25
+"""Of the mean load, what a rank may have for the sake of the prefixes that it has: as in consistent hashing
+with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016).
+"""
 MAX_KEYS: Final = 1 << 18
 """In an index: 32 million tokens, 50 MB."""
 

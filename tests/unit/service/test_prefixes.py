@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prefixes import BLOCK_BYTES, MAX_BLOCKS, PrefixIndex, block_keys
+from service.prefixes import BLOCK_BYTES, MAX_BLOCKS, PrefixIndex, block_keys
 
 PARTS = [bytes([letter]) * BLOCK_BYTES for letter in b"abc"]
 

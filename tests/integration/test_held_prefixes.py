@@ -1,0 +1,71 @@
+"""Conversations through a pair with different page sizes, whose decode node can hold few at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from checkpoints.oracle import Oracle
+from tests.integration.harness import deployment, pool_usage
+
+NUM_NEW_TOKENS = 30
+TURN_TOKENS = 10
+NUM_CONCURRENT = 4
+LENGTHS = (1, 15, 16, 17, 37, 64, 127, 150, 257, 300, 380, 450, 512)
+
+
+@pytest.mark.I2
+@pytest.mark.I5
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", ["v32", "glm"])
+def test_turns_have_one_answer_whether_they_are_held_or_given_up(
+    variant: str, tied_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    drawn = random.Random(8)
+    prompts = [[drawn.randint(32, 126) for _ in range(length)] for length in LENGTHS]
+    checkpoint = tied_checkpoint(variant)
+    with (
+        closing(Oracle(checkpoint, prompts, NUM_NEW_TOKENS)) as oracle,
+        deployment(
+            checkpoint,
+            tmp_path,
+            prefill_options=["--page-size", "24", "--chunked-prefill-size", "230"],
+            decode_options=[
+                *("--page-size", "16", "--device-buffer-size", "80", "--growth-tokens", "16"),
+                *("--host-pool-tokens", "2048", "--device-pool-tokens", "1024"),
+            ],
+        ) as pair,
+    ):
+
+        def turn(number: int, said: int) -> int:
+            sampling = {"temperature": 0, "max_new_tokens": TURN_TOKENS, "ignore_eos": True}
+            prompt = prompts[number] + oracle.tokens[number][:said]
+            body = {"input_ids": prompt, "sampling_params": sampling, "hisparse": (True, "auto")[number % 2]}
+            response = httpx.post(f"{pair.url}/generate", json=body, timeout=200)
+            assert response.status_code == 200, response.text
+            answer = response.json()
+            assert answer["output_ids"] == oracle.tokens[number][said : said + TURN_TOKENS], len(prompt)
+            num_held: int = answer["meta_info"]["held_tokens"]
+            assert num_held % 16 == 0
+            return num_held
+
+        def talk(number: int) -> list[int]:
+            return [turn(number, said) for said in range(0, NUM_NEW_TOKENS, TURN_TOKENS)]
+
+        with ThreadPoolExecutor(NUM_CONCURRENT) as threads:
+            num_held = list(threads.map(talk, range(len(prompts))))
+        assert sum(map(sum, num_held)) > 0
+        again = [turn(number, 2 * TURN_TOKENS) for number in range(len(prompts))]
+        assert 0 < sum(num > 0 for num in again) < len(prompts), "some are held, some were given up"
+        samples = pair.decode[0].metrics()
+        assert samples["hisparse_pd:held_evicted_tokens_total"] > 0
+        assert pool_usage(pair.decode[0]) == 0
+        pair.flush_prefix_caches()
+        assert [turn(number, TURN_TOKENS) for number in range(len(prompts))] == [0] * len(prompts)

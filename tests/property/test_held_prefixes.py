@@ -1,0 +1,196 @@
+"""What a decode node holds, through any history of requests: nothing leaks, and what is taken was left so.
+
+Every slot has a content here: the tokens up to it, or what a write left that should not have landed there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from decode_node.held_prefixes import KV_POOL, PromptKeys
+from decode_node.live_requests import Landing, LiveRequests
+from decode_node.pools import Holding, PoolKind, Pools, SlotCounts
+from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.scheduler import Admission
+from protocol.messages import Room
+from service.engine_messages import pack_token_ids
+from transfer.extents import extents_to_slots
+from vocabulary import HisparseFlag, Mode, SamplingParams
+
+pytestmark = pytest.mark.I2
+
+PAGE_SIZE = 4
+TOTALS = SlotCounts(host=60, device=48, index=72, aux=6, req_row=6)
+QUARANTINE_SECS = 3.0
+
+
+class HeldMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rooms = LiveRequests(Pools(TOTALS, PAGE_SIZE), QUARANTINE_SECS)
+        self.content: dict[tuple[PoolKind, int], Any] = {}
+        self.prompts: dict[Request, tuple[int, ...]] = {}
+        self.said: list[tuple[int, ...]] = [()]
+        self.tokens_of_key: dict[bytes, tuple[int, ...]] = {}
+        self.now = 0.0
+
+    def slots(self, holding: Holding, kind: PoolKind) -> list[int]:
+        slots: list[int] = extents_to_slots(holding[kind]).tolist()
+        return slots
+
+    def tokens(self, request: Request) -> tuple[int, ...]:
+        return (*self.prompts[request], *request.output_token_ids)
+
+    def write(self, request: Request, kinds: tuple[PoolKind, ...], start: int, stop: int) -> None:
+        tokens = self.tokens(request)
+        for kind in kinds:
+            slots = self.slots(request.owned, kind)
+            for position in range(start, stop):
+                self.content[kind, slots[position]] = tokens[: position + 1]
+
+    def check(self, request: Request, holding: Holding, kind: PoolKind, num_tokens: int) -> None:
+        tokens, slots = self.tokens(request), self.slots(holding, kind)
+        for position in range(num_tokens):
+            found = self.content[kind, slots[position]]
+            assert found == tokens[: position + 1], f"{kind} position {position} of {request.room}: {found}"
+
+    @rule(
+        before=st.integers(0, 5),
+        num_new=st.integers(1, 9),
+        family=st.integers(0, 2),
+        mode=st.sampled_from(Mode),
+        extra=st.sampled_from([0, 4, 12]),
+    )
+    def arrive(self, before: int, num_new: int, family: int, mode: Mode, extra: int) -> None:
+        prompt = (*self.said[-1 - before % len(self.said)], *[family] * num_new)[:24]
+        number = len(self.prompts)
+        request = Request(
+            f"id-{number}",
+            Room(number),
+            len(prompt),
+            SamplingParams(12),
+            HisparseFlag.AUTO,
+            PeerAddress("prefill", 1),
+            arrived_at=self.now,
+            prompt_keys=PromptKeys.of(b"model", pack_token_ids(prompt), PAGE_SIZE),
+        )
+        num_slots = len(prompt) + extra
+        kv = SlotCounts(host=num_slots, device=8) if mode is Mode.HISPARSE else SlotCounts(device=num_slots)
+        need = self.rooms.pools.rounded(kv + SlotCounts(index=num_slots, aux=1, req_row=1))
+        if not need.fits_in(self.rooms.available_now):
+            return
+        self.prompts[request] = prompt
+        self.rooms.open(request)
+        self.rooms.queue(request, float("inf"))
+        admission = Admission(request, mode, need, 8 if mode is Mode.HISPARSE else 0)
+        self.rooms.admit(admission, "run", float("inf"))
+        num_held = request.held_prefix_tokens
+        assert num_held < len(prompt), "the last token is always computed"
+        self.check(request, request.owned, PoolKind.INDEX, num_held)
+        if request.source is None:
+            self.check(request, request.owned, KV_POOL[mode], num_held)
+        else:
+            (kind,) = request.source.extents
+            self.check(request, request.source, kind, num_held)
+
+    def of(self, *states: RequestState) -> list[Request]:
+        return self.rooms.select(*states)
+
+    @precondition(lambda self: self.rooms.copying)
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(list(self.rooms.copying.values())))
+        self.write(request, (KV_POOL[request.mode],), 0, request.held_prefix_tokens)
+        self.rooms.copied(request)
+
+    @precondition(lambda self: self.of(RequestState.LANDING))
+    @rule(data=st.data(), may_land_again=st.sampled_from([False, False, True]))
+    def land(self, data: st.DataObject, may_land_again: bool) -> None:
+        request = data.draw(st.sampled_from(self.of(RequestState.LANDING)))
+        kinds = (KV_POOL[request.mode], PoolKind.INDEX)
+        self.write(request, kinds, request.held_prefix_tokens, request.num_prompt_tokens)
+        self.rooms.start(request, self.now + QUARANTINE_SECS if may_land_again else 0.0)
+        request.output_token_ids.append(7)
+
+    @precondition(lambda self: self.of(RequestState.RUNNING))
+    @rule(data=st.data(), num_steps=st.integers(1, 6))
+    def step(self, data: st.DataObject, num_steps: int) -> None:
+        request = data.draw(st.sampled_from(self.of(RequestState.RUNNING)))
+        for _ in range(num_steps):
+            if request.source is not None or not request.has_next_step:
+                return
+            if not request.has_slots_for_next:
+                kv = SlotCounts(host=4) if request.mode is Mode.HISPARSE else SlotCounts(device=4)
+                need = kv + SlotCounts(index=4)
+                if not need.fits_in(self.rooms.available_now):
+                    return
+                self.rooms.grow(request, need)
+            kinds = (KV_POOL[request.mode], PoolKind.INDEX)
+            self.write(request, kinds, request.num_kv_tokens, request.num_kv_tokens + 1)
+            request.output_token_ids.append(len(request.output_token_ids) % 3)
+
+    @precondition(lambda self: self.of(RequestState.LANDING, RequestState.RUNNING))
+    @rule(data=st.data(), landing=st.sampled_from(Landing), is_sound=st.sampled_from([True, True, False]))
+    def end(self, data: st.DataObject, landing: Landing, is_sound: bool) -> None:
+        request = data.draw(st.sampled_from(self.of(RequestState.LANDING, RequestState.RUNNING)))
+        if request.state is RequestState.RUNNING and request.source is None:
+            self.check(request, request.owned, KV_POOL[request.mode], request.num_kv_tokens)
+            self.check(request, request.owned, PoolKind.INDEX, request.num_kv_tokens)
+        tokens = self.tokens(request)
+        self.said.append(tokens)
+        keys = PromptKeys.of(b"model", pack_token_ids(tokens), PAGE_SIZE).keys
+        self.tokens_of_key |= {key: tokens[: (number + 1) * PAGE_SIZE] for number, key in enumerate(keys)}
+        self.rooms.end(request, landing, self.now, is_sound=is_sound)
+        for entry in self.rooms.quarantine:  # whose writes may land until they are over
+            for kind in (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX):
+                for slot in self.slots(entry.holding, kind):
+                    self.content[kind, slot] = ("of room", entry.room)
+
+    @rule(secs=st.sampled_from([1.0, QUARANTINE_SECS]), is_quiet=st.booleans())
+    def pass_time(self, secs: float, is_quiet: bool) -> None:
+        self.now += secs
+        if is_quiet:
+            for entry in self.rooms.quarantine:
+                self.rooms.quarantine.quiet(entry.room, False, self.now)
+        self.rooms.expire(self.now)
+
+    @rule(dice=st.integers(0, 5))
+    def flush(self, dice: int) -> None:
+        if dice == 0:
+            self.rooms.held.flush()
+            assert not self.rooms.held.num_tokens
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.rooms.check_integrity()
+
+    @invariant()
+    def holds_what_its_keys_say(self) -> None:
+        for prefix in self.rooms.held._prefixes:
+            tokens = self.tokens_of_key[prefix.keys[-1]]
+            for kind in prefix.holding.extents:
+                found = [self.content.get((kind, slot)) for slot in self.slots(prefix.holding, kind)]
+                assert found == [tokens[: position + 1] for position in range(len(tokens))]
+
+    def teardown(self) -> None:
+        for request in self.rooms.all():
+            self.rooms.end(request, Landing.QUIET, self.now, is_sound=True)
+        self.pass_time(2 * QUARANTINE_SECS, True)
+        self.pass_time(2 * QUARANTINE_SECS, True)
+        assert self.rooms.available_now == self.rooms.pools.totals
+        self.rooms.held.flush()
+        assert self.rooms.pools.free == self.rooms.pools.totals
+
+
+TestHeld = HeldMachine.TestCase
+TestHeld.settings = settings(
+    derandomize=True,
+    max_examples=100,
+    stateful_step_count=40,
+    suppress_health_check=list(HealthCheck),
+)
