@@ -337,9 +337,8 @@ class RequestLife:
     def _grow(self, growth: Growth, now: float) -> None:
         request = growth.request
         self._make_available(growth.need, now)
-        if (
-            request.state is RequestState.RUNNING
-        ):  # unless a copy of its own ended and its row could not be filled
+        # It may have been copied to its end for that, and have ended because its row could not be filled.
+        if request.state is RequestState.RUNNING:
             self.requests.grow(request, growth.need)
             if request.source is None:
                 self.hot_buffers.grow(request)

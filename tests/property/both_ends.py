@@ -251,7 +251,7 @@ class World:
         front = SimFront()
         self._lookups = Lookups()
         engine = DecodeEngine(DECODE, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
-        engine.copies.slice_bytes = 2 * SPEC.item_bytes  # so that copies of held prefixes take some turns
+        engine.copies.slice_bytes = SPEC.item_bytes  # so that copies of held prefixes take many turns
         return DecodeNode(engine, front, engine.peers.session, self._lookups, engine._memory)
 
     def restart_decode(self) -> None:
