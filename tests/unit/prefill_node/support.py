@@ -305,7 +305,7 @@ class ControlPeer:
             kv or whole,
             index or whole,
             aux_slot,
-            hisparse,
+            hisparse=hisparse,
             num_held_tokens=num_held_tokens,
         )
         self.client.send(message)

@@ -100,7 +100,7 @@ def test_bootstrap_with_a_further_field_decodes() -> None:
         {3: [[1]]},
         {3: "slots"},
         {5: -1},
-        {6: 1},
+        {8: 1},
         {0: 77},
         {0: "Bootstrap"},
     ],
