@@ -109,6 +109,16 @@ class GpuWriter:
         return channel
 
 
+class _Handle:
+    """A stream of torch's, as cupy takes those of others."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
 class _Channel:
     """A thread's stream, and where it puts addresses for the kernel. One copy at a time."""
 
@@ -117,6 +127,7 @@ class _Channel:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # Waits in the driver: a thread that spins would take a core from the forward.
         self.over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._cupy_stream = cupy_module().cuda.Stream.from_external(_Handle(self.stream.cuda_stream))
         self._staged = torch.empty(0, dtype=torch.int64)
         self._addresses = torch.empty(0, dtype=torch.int64, device=device)
 
@@ -128,7 +139,7 @@ class _Channel:
         self._staged[: columns.size].copy_(torch.from_numpy(columns.reshape(-1)))
         self._addresses[: columns.size].copy_(self._staged[: columns.size], non_blocking=True)
         kernel = _kernel(word_bytes(columns))
-        with cupy_module().cuda.ExternalStream(self.stream.cuda_stream, self._device.index or 0):
+        with self._cupy_stream:
             kernel(
                 (NUM_BLOCKS,),
                 (NUM_THREADS,),

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from kernels.peer_memory import GpuWriter, word_bytes
 from tests.gpu.lane_peer import LanePeer, lane_peer
-from tests.gpu.support import DEVICE, needs_gpu
+from tests.gpu.support import needs_gpu
 from transfer.extents import SlotArray
 from transfer.lane import Lanes
 from transfer.lane_memory import PIECE_BYTES, RUN_BYTES
@@ -131,7 +131,7 @@ def test_the_widest_word_that_fits_is_taken(bits: int, width: int) -> None:
 
 
 def test_the_peers_death_lets_its_memory_go() -> None:
-    with lane_peer(64 << 20, DEVICE) as peer:
+    with lane_peer(64 << 20, "cuda:0") as peer:
         lanes = Lanes(
             NoNetwork(),
             "tcp",

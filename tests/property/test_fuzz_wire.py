@@ -18,7 +18,7 @@ from protocol import bootstrap, lane, messages
 from protocol.access import PeerList
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from protocol.decoding import TypedDecoder
-from protocol.messages import Bootstrap, Extent, Region, RegionKind, Register
+from protocol.messages import PROTOCOL_VERSION, Bootstrap, Extent, Region, RegionKind, Register
 from service import engine_messages
 from service.engine_messages import (
     Abort,
@@ -202,7 +202,7 @@ _ITEMS = {
     RegionKind.AUX: AUX.slot_bytes,
 }
 REGISTER = Register(
-    1,
+    PROTOCOL_VERSION,
     "node",
     "10.0.0.2:15001",
     GEOMETRY,

@@ -513,6 +513,7 @@ def test_a_client_that_leaves_before_the_kv_is_there_leaves_nothing_new(
 
 
 def test_no_key_no_prefix(checkpoint: Checkpoint, double: PrefillDouble, tmp_path: Path) -> None:
+    double.delivers = True
     with closing(EngineHarness(checkpoint, tmp_path, page_size=16)) as node:
         prompt = random_prompt(4, 40)
         for _ in range(2):

@@ -10,7 +10,7 @@ import pytest
 
 from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind, Stage
-from protocol.messages import Registered
+from protocol.messages import PROTOCOL_VERSION, Registered
 from service.engine_messages import Abort, PeerLane
 from tests.unit.decode_node.support import (
     Answer,
@@ -117,7 +117,7 @@ def test_a_run_that_lets_go_frees_nothing_of_another(
 
 def test_the_lane_of_a_peer_is_shown(node: EngineHarness, double: PrefillDouble) -> None:
     land(node, double)[1].close()
-    answer = Registered(1, double.instance_id, double.geometry, "shm", 'it is "here"')
+    answer = Registered(PROTOCOL_VERSION, double.instance_id, double.geometry, "shm", 'it is "here"')
     node.turn_until(lambda: not node.engine.peers.num_registered, double)
     node.generate(double, PROMPT, 4, HisparseFlag.TRUE)
     node.turn_until(lambda: node.engine.peers.num_registered, double)
