@@ -43,6 +43,7 @@ def spawned(service: Service) -> list[int]:
 
 
 @pytest.mark.I5
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_several_fronts_and_router_processes_serve_as_one(
     pair: Deployment, tiny_checkpoint: Callable[[str], Path], tmp_path: Path
