@@ -97,10 +97,10 @@ class RankGroup:
 
     def check_same(self, mine: Mapping[str, object]) -> None:
         """Raises RankGroupError where another rank has other values of these settings."""
-        of_all = self.meet("been configured", json.dumps(mine, sort_keys=True))
-        for rank, word in of_all.items():
-            theirs = json.loads(word)
-            for name, value in json.loads(of_all[self.rank]).items():
+        words = self.meet("been configured", json.dumps(mine, sort_keys=True))
+        of_all = {rank: json.loads(word) for rank, word in words.items()}
+        for rank, theirs in of_all.items():
+            for name, value in of_all[self.rank].items():
                 if theirs.get(name) != value:
                     raise RankGroupError(
                         f"{name} is {value!r} on rank {self.rank} and {theirs.get(name)!r} on rank {rank}; "

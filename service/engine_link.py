@@ -66,13 +66,14 @@ class _InFlight(NamedTuple):
     num_prompt_tokens: int
 
 
-RankChoice = Callable[[Sequence[RankLink], Generate, bytes], RankLink]
-"""Whose a sample of a prompt is, which is there where the engine is sent it."""
+RankChoice = Callable[[Sequence[RankLink], GenerateGroup], Iterator[RankLink]]
+"""Whose each sample of a prompt is; asked for the next one when the one before is counted."""
 
 
-def least_loaded(ranks: Sequence[RankLink], sample: Generate, prompt: bytes = b"") -> RankLink:
+def least_loaded(ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
     """Of equals the one that was given least so far."""
-    return min(ranks, key=lambda rank: (rank.num_tokens_in_flight, rank.num_given))
+    for _ in prompt.samples:
+        yield min(ranks, key=lambda rank: (rank.num_tokens_in_flight, rank.num_given))
 
 
 class ByPrefix:
@@ -84,22 +85,22 @@ class ByPrefix:
     def __init__(self) -> None:
         self._prefixes: PrefixIndex[int] = PrefixIndex()
 
-    def __call__(self, ranks: Sequence[RankLink], sample: Generate, prompt: bytes) -> RankLink:
-        rank = least_loaded(ranks, sample)
-        if len(ranks) == 1 or not prompt:
-            return rank
-        keys = block_keys(prompt)
-        if (found := self._prefixes.find(keys)) is not None:
-            mean = sum(each.num_tokens_in_flight for each in ranks) / len(ranks)
-            if ranks[found].num_tokens_in_flight <= LOAD_BOUND * mean + sample.num_prompt_tokens:
-                rank = ranks[found]
-        self._prefixes.note(keys, rank.rank)
-        return rank
+    def __call__(self, ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
+        keys = block_keys(prompt.prompt) if len(ranks) > 1 else []
+        for sample, least in zip(prompt.samples, least_loaded(ranks, prompt), strict=True):
+            rank = least
+            if (found := self._prefixes.find(keys)) is not None:
+                mean = sum(each.num_tokens_in_flight for each in ranks) / len(ranks)
+                if ranks[found].num_tokens_in_flight <= LOAD_BOUND * mean + sample.num_prompt_tokens:
+                    rank = ranks[found]
+            self._prefixes.note(keys, rank.rank)
+            yield rank
 
 
-def by_room(ranks: Sequence[RankLink], sample: Generate, prompt: bytes = b"") -> RankLink:
+def by_room(ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
     """Where decode nodes look for the room; so ``PrefillPeers.address_for``."""
-    return ranks[sample.room % len(ranks)]
+    for sample in prompt.samples:
+        yield ranks[sample.room % len(ranks)]
 
 
 class LinkState(StrEnum):
@@ -297,8 +298,7 @@ class EngineLink:
     def _shares(self, prompt: GenerateGroup) -> list[tuple[RankLink, GenerateGroup]]:
         """What of the samples is whose, with the prompt for each rank that has one. Counts them there."""
         shares: dict[int, list[Generate]] = {}
-        for sample in prompt.samples:
-            rank = self._choose_rank(self.ranks, sample, prompt.prompt)
+        for sample, rank in zip(prompt.samples, self._choose_rank(self.ranks, prompt), strict=True):
             self.counts.give(rank.rank, sample.num_prompt_tokens)
             shares.setdefault(rank.rank, []).append(sample)
         return [

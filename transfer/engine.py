@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from protocol.access import WILDCARD_HOSTS
 from transfer.errors import TransferError as TransferError
 from transfer.errors import TransferSetupError as TransferSetupError
-from transfer.extents import SlotArray, as_slots, ranges_around
+from transfer.extents import SlotArray, as_write, ranges_around
 from transfer.machine import Machine
 from transfer.plan import MAX_DESCRIPTOR_BYTES, cut_long
 from transfer.transport import TCP, Transport, address_fault, environment_fault
@@ -151,9 +151,7 @@ class TransferEngine:
         Raises TransferError. Its ``may_still_land`` is False when the arguments were refused, in which case
         nothing was sent, and when ``stop`` ended the write, in which case all that was sent has landed.
         """
-        src, dst, num_bytes = as_slots(src_addrs), as_slots(dst_addrs), as_slots(lengths)
-        if not src.size == dst.size == num_bytes.size:
-            raise TransferError(f"{src.size} sources, {dst.size} destinations and {num_bytes.size} lengths")
+        src, dst, num_bytes = as_write(src_addrs, dst_addrs, lengths)
         if src.size == 0:
             return
         self.check_sources(src, num_bytes)

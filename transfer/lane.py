@@ -25,9 +25,10 @@ from numpy.typing import ArrayLike
 
 from protocol.lane import LaneOffer
 from transfer.errors import TransferError
-from transfer.extents import SlotArray, as_slots
+from transfer.extents import SlotArray, as_write
 from transfer.lane_memory import Gpu, LaneError, Mapping
 from transfer.plan import cut_long
+from transfer.sender import Writer
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +50,8 @@ class Lane:
     is_refused: bool = False
 
 
-class Network(Protocol):
+class Network(Writer, Protocol):
     """What lanes need of a ``TransferEngine``."""
-
-    def write(
-        self,
-        session: str,
-        src_addrs: ArrayLike,
-        dst_addrs: ArrayLike,
-        lengths: ArrayLike,
-        stop: Callable[[], str] | None = None,
-    ) -> None: ...
 
     def check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None: ...
 
@@ -169,9 +161,7 @@ class Lanes:
         if pair is None or not (pair.is_sole or pair.mapping is not None):
             self.network.write(session, src_addrs, dst_addrs, lengths, stop)
             return
-        src, dst, num_bytes = as_slots(src_addrs), as_slots(dst_addrs), as_slots(lengths)
-        if not src.size == dst.size == num_bytes.size:
-            raise TransferError(f"{src.size} sources, {dst.size} destinations and {num_bytes.size} lengths")
+        src, dst, num_bytes = as_write(src_addrs, dst_addrs, lengths)
         self.network.check_sources(src, num_bytes)
         if (mapping := pair.mapping) is None:
             raise TransferError(f"this node has let go of the memory of session {session}")
