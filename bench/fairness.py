@@ -91,9 +91,14 @@ def make_pusher(sender: Any, base: int, num_slots: int, discipline: Discipline) 
         regions[RegionKind.AUX],
         tuple(range(NUM_LAYERS)),
     )
-    pusher = Pusher(sender, source, PAGE_SIZE, WAIT_SECS, layers_per_batch=1)
-    pusher._slice_bytes = discipline.slice_bytes
-    return pusher
+    return Pusher(
+        sender,
+        source,
+        PAGE_SIZE,
+        WAIT_SECS,
+        layers_per_batch=1,
+        slice_bytes=lambda session: discipline.slice_bytes,
+    )
 
 
 def make_regions(base: int, num_slots: int) -> dict[RegionKind, RegionView]:

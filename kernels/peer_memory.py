@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,23 +85,24 @@ class GpuWriter:
         with torch.cuda.device(self._device):
             cupy_module().cuda.runtime.ipcCloseMemHandle(addr)
 
-    def copy(self, runs: Sequence[Addresses], pieces: Sequence[Addresses]) -> None:
+    def start_copy(self, runs: Sequence[Addresses], pieces: Sequence[Addresses]) -> Landing:
         """Copy long ranges and short ones, sources, destinations and lengths in bytes of each: int64 [n].
 
-        Blocks, without the interpreter lock, until all of it has landed. Raises the driver's error; then some
-        of it may land later.
+        Returns when the GPU has been told, or before that waits for the last copy of this thread but one.
+        Raises the driver's error; then some of it may land later.
         """
         with torch.cuda.device(self._device):
             channel = self._channel()
+            landing = channel.next_landing()
             with torch.cuda.stream(channel.stream):
                 for src, dst, length in zip(*(column.tolist() for column in runs), strict=True):
                     cupy_module().cuda.runtime.memcpyAsync(
                         dst, src, length, _MEMCPY_DEFAULT, channel.stream.cuda_stream
                     )
                 if pieces[0].size:
-                    channel.launch(pieces)
-                channel.over.record(channel.stream)
-            channel.over.synchronize()
+                    channel.launch(pieces, landing)
+                landing.over.record(channel.stream)
+        return landing
 
     def _channel(self) -> _Channel:
         if not hasattr(self._of_thread, "channel"):
@@ -119,31 +121,51 @@ class _Handle:
         return 0, self._pointer
 
 
-class _Channel:
-    """A thread's stream, and where it puts addresses for the kernel. One copy at a time."""
+class Landing:
+    """A copy that the GPU has been told of, and where the addresses are that its kernel reads."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # Waits in the driver: a thread that spins would take a core from the forward.
         self.over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._cupy_stream = cupy_module().cuda.Stream.from_external(_Handle(self.stream.cuda_stream))
-        self._staged = torch.empty(0, dtype=torch.int64)
-        self._addresses = torch.empty(0, dtype=torch.int64, device=device)
+        self.staged = torch.empty(0, dtype=torch.int64)
+        self.addresses = torch.empty(0, dtype=torch.int64, device=device)
 
-    def launch(self, pieces: Sequence[Addresses]) -> None:
+    def wait(self) -> None:
+        """Block, without the interpreter lock, until all of it has landed. Raises the driver's error."""
+        self.over.synchronize()
+
+    def stage(self, columns: Addresses) -> None:
+        """Put ``columns`` into ``addresses``, on the current stream."""
+        size = columns.size
+        if size > self.staged.numel():
+            self.staged = torch.empty(2 * size, dtype=torch.int64, pin_memory=True)
+            self.addresses = torch.empty(2 * size, dtype=torch.int64, device=self.addresses.device)
+        self.staged[:size].copy_(torch.from_numpy(columns.reshape(-1)))
+        self.addresses[:size].copy_(self.staged[:size], non_blocking=True)
+
+
+class _Channel:
+    """A thread's stream, for two copies at a time: one is made up while the other goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._cupy_stream = cupy_module().cuda.Stream.from_external(_Handle(self.stream.cuda_stream))
+        self._landings = deque([Landing(device), Landing(device)])
+
+    def next_landing(self) -> Landing:
+        self._landings.rotate()
+        self._landings[0].wait()
+        return self._landings[0]
+
+    def launch(self, pieces: Sequence[Addresses], landing: Landing) -> None:
         columns = np.stack(pieces)
-        if columns.size > self._staged.numel():
-            self._staged = torch.empty(2 * columns.size, dtype=torch.int64, pin_memory=True)
-            self._addresses = torch.empty(2 * columns.size, dtype=torch.int64, device=self._device)
-        self._staged[: columns.size].copy_(torch.from_numpy(columns.reshape(-1)))
-        self._addresses[: columns.size].copy_(self._staged[: columns.size], non_blocking=True)
+        landing.stage(columns)
         kernel = _kernel(word_bytes(columns))
         with self._cupy_stream:
             kernel(
                 (NUM_BLOCKS,),
                 (NUM_THREADS,),
-                (np.uint64(self._addresses.data_ptr()), np.int32(columns.shape[1])),
+                (np.uint64(landing.addresses.data_ptr()), np.int32(columns.shape[1])),
             )
 
 

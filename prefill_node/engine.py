@@ -190,6 +190,7 @@ class PrefillEngine:
                 settings.page_size,
                 settings.transfer_timeout_secs,
                 settings.push_layers,
+                slice_bytes=self._lanes.slice_bytes,
             ),
             limits=self._limits,
             request_limits=RequestLimits(

@@ -20,7 +20,7 @@ wait for a slice of each other room, not for all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,7 +100,7 @@ class Pusher:
     """Plans and submits. Source memory must stand until each batch's completion: the caller counts them.
 
     ``layers_per_batch`` and ``min_batch_bytes``: what a batch carries at least while a forward runs. 0 layers
-    submits nothing then.
+    submits nothing then. ``slice_bytes``: what a slice for a decode node's session costs at most.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class Pusher:
         transfer_timeout_secs: float,
         layers_per_batch: int,
         min_batch_bytes: int = MIN_BATCH_BYTES,
+        slice_bytes: Callable[[str], int] = lambda session: SLICE_BYTES,
     ) -> None:
         self._sender = sender
         self._source = source
@@ -118,7 +119,7 @@ class Pusher:
         self._transfer_timeout_secs = transfer_timeout_secs
         self._layers_per_batch = layers_per_batch
         self._min_batch_bytes = min_batch_bytes
-        self._slice_bytes = SLICE_BYTES
+        self._slice_bytes = slice_bytes
         self._token_bytes = sum(region.num_layers * region.item_bytes for region in (source.kv, source.index))
         self._max_pending_bytes = source.kv.num_slots * self._token_bytes // MAX_PENDING_SHARE
 
@@ -232,7 +233,7 @@ class Pusher:
         self, record: RoomRecord, tag: str, parts: Sequence[LayerWrites], ready: Ready | None
     ) -> None:
         peer, _ = landing_of(record)
-        writes = SlicedWrites(parts, self._slice_bytes)
+        writes = SlicedWrites(parts, self._slice_bytes(peer.session))
         batch = WriteBatch(
             record.room,
             tag,

@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -37,7 +38,7 @@ from protocol.lane import (
 )
 from transfer.errors import TransferError
 from transfer.extents import SlotArray, ranges_around
-from transfer.lane_copy import coalesced, copy_ranges
+from transfer.lane_copy import copy_ranges
 from transfer.plan import cut_long
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,14 @@ class LaneError(Exception):
     """Why memory of a decode node cannot be had."""
 
 
+class Landing(Protocol):
+    """Bytes on their way."""
+
+    def wait(self) -> None:
+        """Until all have landed, without the interpreter lock. Raises what went wrong; then some may land
+        later."""
+
+
 class Gpu(Protocol):
     """What lanes need of a ``kernels.peer_memory.GpuWriter``, where the methods are explained."""
 
@@ -67,7 +76,7 @@ class Gpu(Protocol):
 
     def close(self, addr: int) -> None: ...
 
-    def copy(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> None: ...
+    def start_copy(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> Landing: ...
 
 
 class Mapping:
@@ -166,30 +175,27 @@ class Mapping:
             if is_last:
                 self._unmap()
 
-    def copy(self, src: SlotArray, dst: SlotArray, num_bytes: SlotArray, windows: SlotArray) -> None:
-        """Copy to destinations in these windows of theirs; within ``writing``."""
-        for window in np.unique(windows).tolist():
-            is_there = windows == window
-            here = dst[is_there] + (self._here[window] - self._starts[window])
-            self._copy(src[is_there], here, num_bytes[is_there], bool(self._is_on_gpu[window]))
-
-    def _copy(self, src: SlotArray, dst: SlotArray, num_bytes: SlotArray, is_on_gpu: bool) -> None:
+    def start_copy(self, window: int, src: SlotArray, dst: SlotArray, num_bytes: SlotArray) -> Landing | None:
+        """Copy to destinations in ``window``; within ``writing``. None: all of it has landed."""
+        dst = dst + (self._here[window] - self._starts[window])
         by_gpu = np.zeros(src.size, np.bool_) if self._gpu is None else self._gpu.owns(src)
+        landing = None
+        if self._gpu is not None and by_gpu.any():
+            is_run = by_gpu & (num_bytes >= RUN_BYTES)
+            is_short = by_gpu & ~is_run
+            pieces = cut_long(src[is_short], dst[is_short], num_bytes[is_short], PIECE_BYTES)
+            try:
+                landing = _OfGpu(self._gpu.start_copy((src[is_run], dst[is_run], num_bytes[is_run]), pieces))
+            except Exception as error:
+                raise _failed(error) from error
         by_cpu = ~by_gpu
-        if is_on_gpu and by_cpu.any():
-            raise TransferError("what is in main memory here is not written to the decode node's GPU")
-        copy_ranges(src[by_cpu], dst[by_cpu], num_bytes[by_cpu])
-        if self._gpu is None or not by_gpu.any():
-            return
-        src, dst, num_bytes = coalesced(src[by_gpu], dst[by_gpu], num_bytes[by_gpu])
-        is_run = num_bytes >= RUN_BYTES
-        runs = (src[is_run], dst[is_run], num_bytes[is_run])
-        pieces = cut_long(src[~is_run], dst[~is_run], num_bytes[~is_run], PIECE_BYTES)
-        try:
-            self._gpu.copy(runs, pieces)
-        except Exception as error:
-            reason = f"the GPU's write to the decode node failed: {type(error).__name__}: {error}"
-            raise TransferError(reason, may_still_land=True) from error
+        if by_cpu.any():
+            if self._is_on_gpu[window]:
+                if landing is not None:
+                    landing.wait()
+                raise TransferError("what is in main memory here is not written to the decode node's GPU")
+            copy_ranges(src[by_cpu], dst[by_cpu], num_bytes[by_cpu])
+        return landing
 
     def close(self) -> None:
         """Let go of the memory, once no write is in progress. Returns at once; may be called again."""
@@ -225,6 +231,22 @@ class Mapping:
             self._connection.shutdown(socket.SHUT_RDWR)  # wakes who waits for the end
         self._connection.close()  # after the memory: it says that no write can land any more
         self._is_unmapped.set()
+
+
+@dataclass(frozen=True)
+class _OfGpu:
+    landing: Landing
+
+    def wait(self) -> None:
+        try:
+            self.landing.wait()
+        except Exception as error:
+            raise _failed(error) from error
+
+
+def _failed(error: Exception) -> TransferError:
+    reason = f"the GPU's write to the decode node failed: {type(error).__name__}: {error}"
+    return TransferError(reason, may_still_land=True)
 
 
 def _connect(name: str, directory: str) -> socket.socket:

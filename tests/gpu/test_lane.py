@@ -20,7 +20,7 @@ from tests.gpu.support import needs_gpu
 from transfer.extents import SlotArray
 from transfer.lane import Lanes
 from transfer.lane_memory import PIECE_BYTES, RUN_BYTES
-from transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
+from transfer.plan import DESCRIPTOR_COST_BYTES, LayerWrites, RegionView, SlicedWrites, plan_writes
 
 pytestmark = needs_gpu
 
@@ -153,12 +153,17 @@ def test_the_peers_death_lets_its_memory_go() -> None:
 
 
 @pytest.mark.parametrize("where", ["host", "gpu"])
-@pytest.mark.parametrize(("name", "item_bytes"), [("runs of 2.7 MB", 2_700_000 // 656 * 656), ("rows", 656)])
+@pytest.mark.parametrize(
+    ("name", "item_bytes"),
+    [("runs of 2.7 MB", 2_700_000 // 656 * 656), ("pages of 64 tokens", 64 * 656), ("rows", 656)],
+)
 def test_how_fast(
     writer: Writer, capsys: pytest.CaptureFixture[str], where: str, name: str, item_bytes: int
 ) -> None:
     """Prints GB/s of slices as the sender makes them; nothing is asserted of it."""
-    num_items = min(2048, (32 << 20) // item_bytes)
+    slice_bytes = writer.lanes.slice_bytes(SESSION)
+    most = (slice_bytes // DESCRIPTOR_COST_BYTES, slice_bytes // item_bytes, NUM_BYTES // 2 // item_bytes)
+    num_items = min(most)
     stride = 2 * item_bytes
     src = np.arange(num_items) * stride
     dst = np.random.default_rng(0).permutation(num_items) * stride

@@ -45,7 +45,6 @@ from tests.property.sim_nodes import (
     SimPromptRunner,
 )
 from tests.property.sim_transport import (
-    SLICE_COST,
     Piece,
     SafetyViolation,
     SimLaneHost,
@@ -231,7 +230,6 @@ class World:
         settings = PREFILL.model_copy(update={"control_port": control_port})
         engine = PrefillEngine(settings, SPEC, NO_MODEL, SimFront(), TCP)  # type: ignore[arg-type]
         engine._life._pusher._min_batch_bytes = 0  # so that layers of short prompts leave one by one
-        engine._life._pusher._slice_bytes = SLICE_COST
         parts: Any = engine  # of which some are stand-ins
         self.prefill[address] = PrefillNode(
             engine, parts._front, address, parts._sender, parts._control, parts._instance_id, parts._lanes

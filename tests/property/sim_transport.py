@@ -126,6 +126,9 @@ class SimLanes:
     def lane(self, session: str) -> Lane:
         return Lane("shm" if self.is_shared else "tcp", "")
 
+    def slice_bytes(self, session: str) -> int:
+        return SLICE_COST
+
     def take_decided(self) -> list[str]:
         return []
 

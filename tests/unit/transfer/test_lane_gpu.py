@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import transfer.lane
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Network, Pair, pair_of, wait_until
 from transfer.errors import TransferError
 from transfer.extents import SlotArray
@@ -18,6 +19,21 @@ from transfer.lane import Lane
 from transfer.lane_copy import copy_ranges
 from transfer.lane_host import SharedMemory
 from transfer.lane_memory import PIECE_BYTES, RUN_BYTES
+
+
+class FakeLanding:
+    """Copies when it is waited for."""
+
+    def __init__(self, gpu: FakeGpu, *parts: Sequence[SlotArray]) -> None:
+        self._gpu = gpu
+        self._parts = parts
+
+    def wait(self) -> None:
+        if self._gpu.error is not None:
+            raise self._gpu.error
+        self._gpu.num_landed += 1
+        for src, dst, lengths in self._parts:
+            copy_ranges(src, dst, lengths)
 
 
 class FakeGpu:
@@ -31,6 +47,7 @@ class FakeGpu:
         self.opened = np.zeros(9000, np.uint8)
         """What a handle opens."""
         self.num_runs = self.num_pieces = 0
+        self.num_started = self.num_landed = 0
         self._first, self._stop = network.addr, network.addr + network.source.nbytes // 2
 
     def owns(self, addrs: SlotArray) -> NDArray[np.bool_]:
@@ -56,14 +73,12 @@ class FakeGpu:
         assert addr == self.opened.ctypes.data
         self.calls.append("close")
 
-    def copy(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> None:
-        if self.error is not None:
-            raise self.error
+    def start_copy(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> FakeLanding:
         self.num_runs, self.num_pieces = runs[0].size, pieces[0].size
+        self.num_started += 1
         assert (runs[2] >= RUN_BYTES).all()
         assert (pieces[2] <= PIECE_BYTES).all()
-        for src, dst, lengths in (runs, pieces):
-            copy_ranges(src, dst, lengths)
+        return FakeLanding(self, runs, pieces)
 
 
 @contextmanager
@@ -109,6 +124,37 @@ def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
         pair.lanes.release(SESSION)
         expected_calls = [f"register {POOL_BYTES[0]}", "open", "close", "unregister"]
         wait_until(lambda: gpu.calls == expected_calls, "CUDA has let go of the memory before it is unmapped")
+
+
+@pytest.mark.I1
+@pytest.mark.parametrize("stops_after", [None, 3])
+def test_one_part_is_made_up_while_another_is_copied_and_none_is_left_behind(
+    stops_after: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer.lane, "PART_BYTES", 1000)
+    monkeypatch.setattr(transfer.lane, "PART_RANGES", 3)
+    with pair_with_gpu() as (pair, gpu):
+        pair.register()
+        wait_until(lane_is(pair, "shm"), "the lane is open")
+        num_in_flight = []
+
+        def stop() -> str:
+            num_in_flight.append(gpu.num_started - gpu.num_landed)
+            return "cancelled" if len(num_in_flight) - 1 == stops_after else ""
+
+        src, lengths = [0, 10, 20, 30, 3000], [10, 10, 10, 5, 4000]  # 3 ranges, 35 bytes and the rest by 1000
+        sources = [pair.network.addr + start for start in src]
+        base = pair.regions[0][0]
+        if stops_after is None:
+            pair.lanes.write(SESSION, sources, [base + start for start in src], lengths, stop)
+            assert np.array_equal(pair.memory[0][3000:7000], pair.network.source[3000:7000])
+            assert np.array_equal(pair.memory[0][:35], pair.network.source[:35])
+        else:
+            with pytest.raises(TransferError, match="stopped after 1035 bytes: cancelled") as caught:
+                pair.lanes.write(SESSION, sources, [base + start for start in src], lengths, stop)
+            assert not caught.value.may_still_land
+        assert max(num_in_flight) == 1
+        assert gpu.num_started == gpu.num_landed == len(num_in_flight) - (stops_after is not None)
 
 
 @pytest.mark.I1
