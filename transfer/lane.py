@@ -260,7 +260,7 @@ def _copy_in_parts(
     num_copied = 0
     in_flight: Landing | None = None
     try:
-        for window in np.unique(windows[windows >= 0]).tolist():
+        for window in np.flatnonzero(np.bincount(windows + 1)[1:]).tolist():
             for part in _parts(windows == window, src, dst, num_bytes):
                 if stop is not None and (reason := stop()):
                     raise TransferError(f"stopped after {num_copied} bytes: {reason}")

@@ -47,7 +47,7 @@ OPEN_SECS = 2.0
 """For the decode node's answer, which a thread of it gives within milliseconds."""
 RUN_BYTES = 128 << 10
 """A range from this length on is for a GPU's copy engine: a call costs 3 us, in which it moves as much."""
-PIECE_BYTES = 8 << 10
+PIECE_BYTES = 16 << 10
 """What a warp of the kernel for short ranges copies at a time."""
 
 
@@ -150,6 +150,8 @@ class Mapping:
         """Which window each destination lies in; -1: in none. Raises TransferError for one that lies across
         the end of a window."""
         found = ranges_around(self._starts, self._ends, dst, num_bytes)
+        if found.min(initial=0) >= 0:
+            return found
         across = (found < 0) & (ranges_around(self._starts, self._ends, dst, np.ones_like(dst)) >= 0)
         if across.any():
             worst = int(np.argmax(across))
