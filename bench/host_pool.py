@@ -1,4 +1,4 @@
-"""How long does a host pool take until it can be used: mapped, touched, and registered with CUDA, by its owner
+"""How long does a host pool take until it can be used: mapped, touched, registered with CUDA, by its owner
 and once more by a process that writes to it?
 
     python -m bench.host_pool [--gib 16]
