@@ -121,6 +121,7 @@ class Record:
     has_usage: bool = False
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_held_tokens: int = 0
     mode: str = ""
     """As the endpoint says that it served it."""
     hits: int = 0
@@ -166,6 +167,7 @@ class _Served(msgspec.Struct):
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = 0
+    held_tokens: int | None = 0
 
 
 class _Usage(msgspec.Struct):
@@ -292,6 +294,7 @@ def _take(record: Record, data: bytes, arrived: float, on_chunk: Callable[[], No
         record.num_prompt_tokens = usage.prompt_tokens or 0
         if usage.prompt_tokens_details:
             record.num_cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+            record.num_held_tokens = usage.prompt_tokens_details.held_tokens or 0
         if served := usage.hisparse:
             record.mode, record.hits, record.misses = served.mode, served.hits, served.misses
     if any(choice.text for choice in chunk.choices):

@@ -1,8 +1,8 @@
 """Measures how fast one machine writes to another through the KV transport, by message size.
 
-The serving side registers a buffer and answers questions; the measuring side writes to it as a prefill node
-would, in batches of descriptors, and in the end compares checksums: a rate of bytes that did not arrive is
-none.
+Two doctors of one machine measure the lane between its nodes as well. The serving side registers a buffer and
+answers questions; the measuring side writes to it as a prefill node would, in batches of descriptors, and in
+the end compares checksums: a rate of bytes that did not arrive is none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ from doctor.channel import (
     Question,
     Refused,
 )
+from doctor.lane import lane_to
+from protocol.lane import LaneOffer
 from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine
+from transfer.lane import Lane, LaneKind
+from transfer.lane_host import SharedMemory
+from transfer.lane_memory import Gpu
+from transfer.sender import Writer
 
 A = TypeVar("A", Offer, Checksum)
 
@@ -47,14 +53,26 @@ class BandwidthError(Exception):
 class Buffer:
     """Registered memory on ``device`` (a torch device), zeroed. ``close`` before the engine closes.
 
-    Raises TransferError, BandwidthError.
+    ``shared``: of a memfd, where that can be had, on the CPU. Raises TransferError, BandwidthError.
     """
 
-    def __init__(self, engine: TransferEngine, num_bytes: int, device: str = "cpu") -> None:
+    def __init__(
+        self, engine: TransferEngine, num_bytes: int, device: str = "cpu", *, shared: bool = False
+    ) -> None:
         self.num_bytes = num_bytes
         self._engine = engine
         self._memory: Any  # NDArray[np.uint8] | torch.Tensor
-        if device == "cpu":  # which needs no torch
+        self._pool: Any = None
+        if device == "cpu" and shared:
+            from kernels.host_memory import HostMemoryError, allocate_host
+
+            try:
+                self._pool = allocate_host(num_bytes, pinned=False, shared=True, name="the doctor's buffer")
+            except HostMemoryError as error:
+                raise BandwidthError(str(error)) from error
+            self._memory = self._pool.tensor.numpy()
+            self.base_addr = engine.register(self._memory.ctypes.data, num_bytes)
+        elif device == "cpu":  # which needs no torch
             self._memory = np.zeros(num_bytes, np.uint8)
             self.base_addr = engine.register(self._memory.ctypes.data, num_bytes)
         else:
@@ -67,6 +85,21 @@ class Buffer:
                     f"{num_bytes} bytes on device {device} cannot be had ({type(error).__name__}: {error})"
                 ) from error
             self.base_addr = engine.register(self._memory)
+
+    @property
+    def shared_memory(self) -> tuple[SharedMemory, ...]:
+        """What processes of this machine can be given of it."""
+        if self._pool is None:
+            return ()
+        return (SharedMemory(self.base_addr, self.num_bytes, self._pool.shared_fd),)
+
+    def gpu_writer(self) -> Gpu | None:
+        """What copies from it on a GPU; None: a CPU does."""
+        if isinstance(self._memory, np.ndarray):
+            return None
+        from kernels.peer_memory import GpuWriter
+
+        return GpuWriter(self._memory.device, (self._memory,))
 
     def fill(self, content: NDArray[np.uint8]) -> None:
         """``content``: [num_bytes]."""
@@ -85,15 +118,18 @@ class Buffer:
 
     def close(self) -> None:
         self._engine.unregister(self.base_addr)
+        if self._pool is not None:
+            self._pool.close()
 
 
 @dataclass(frozen=True)
 class Rate:
-    """``num_messages`` of ``message_bytes`` each were written in ``secs``."""
+    """``num_messages`` of ``message_bytes`` each were written in ``secs`` over tcp, rdma or shm."""
 
     message_bytes: int
     num_messages: int
     secs: float
+    over: LaneKind
 
     @property
     def bytes_per_sec(self) -> float:
@@ -110,14 +146,20 @@ def serve(
     buffer: Buffer,
     deadline_secs: float,
     is_stopped: Callable[[], bool],
+    lane: LaneOffer | None = None,
 ) -> None:
-    """Offer the buffer to whoever asks, until ``deadline_secs`` of the monotonic clock or ``is_stopped``."""
+    """Offer the buffer to whoever asks, until ``deadline_secs`` of the monotonic clock or ``is_stopped``.
+
+    ``lane``: offers it to processes of this machine.
+    """
 
     def answer(question: Question) -> Answer:
         match question:
             case Hello():
                 why = _why_refused(question, engine.transport.protocol)
-                return Refused(why) if why else Offer(engine.session, buffer.base_addr, buffer.num_bytes)
+                return (
+                    Refused(why) if why else Offer(engine.session, buffer.base_addr, buffer.num_bytes, lane)
+                )
             case AskChecksum(num_bytes):
                 if num_bytes > buffer.num_bytes:
                     return Refused(f"checksum of {num_bytes} bytes: the buffer has {buffer.num_bytes}")
@@ -135,10 +177,12 @@ def measure(
     message_bytes: Sequence[int],
     secs_per_size: float,
     device: str = "cpu",
-) -> list[Rate]:
+    directory: str = "",
+) -> tuple[list[Rate], Lane]:
     """Write to the buffer of the doctor behind ``client``, ``secs_per_size`` and one batch at least a size.
 
-    Raises DoctorChannelError, TransferError, BandwidthError.
+    Over the network, and over the lane of one machine when that can be had; the lane says why not. Raises
+    DoctorChannelError, TransferError, BandwidthError.
     """
     offer = _ask(client, Hello(DOCTOR_VERSION, engine.transport.protocol), Offer)
     if offer.num_bytes < max(message_bytes):
@@ -147,34 +191,46 @@ def measure(
         )
     num_bytes = max(size * _batch_length(size, offer.num_bytes) for size in message_bytes)
     source = Buffer(engine, num_bytes, device)
-    try:
-        source.fill(np.random.default_rng(_SEED).integers(0, 256, num_bytes, np.uint8))
-        rates = [_measure_size(engine, offer, source, size, secs_per_size) for size in message_bytes]
+    drawn = np.random.default_rng(_SEED)
+
+    def rates_over(kind: LaneKind, writer: Writer) -> list[Rate]:
+        source.fill(drawn.integers(0, 256, num_bytes, np.uint8))
+        rates = [_measure_size(kind, writer, offer, source, size, secs_per_size) for size in message_bytes]
         arrived = _ask(client, AskChecksum(num_bytes), Checksum).crc32
-        sent = source.crc32(num_bytes)
+        if arrived != (sent := source.crc32(num_bytes)):
+            raise BandwidthError(
+                f"the first {num_bytes} bytes arrived with checksum {arrived:#010x}, sent was {sent:#010x}; "
+                "does another doctor write to the same one?"
+            )
+        return rates
+
+    try:
+        rates = rates_over(engine.transport.protocol, engine)
+        region = (offer.base_addr, offer.num_bytes)
+        gpu = source.gpu_writer()
+        with lane_to(offer.lane, offer.session, region, engine, directory, gpu) as (lanes, lane):
+            if lane.kind == "shm":
+                rates += rates_over("shm", lanes)
     finally:
         source.close()
-    if arrived != sent:
-        raise BandwidthError(
-            f"the first {num_bytes} bytes arrived with checksum {arrived:#010x}, sent was {sent:#010x}; "
-            "does another doctor write to the same one?"
-        )
-    return rates
+    return rates, lane
 
 
-def _measure_size(engine: TransferEngine, offer: Offer, source: Buffer, size: int, secs: float) -> Rate:
+def _measure_size(
+    over: LaneKind, writer: Writer, offer: Offer, source: Buffer, size: int, secs: float
+) -> Rate:
     num_messages = _batch_length(size, offer.num_bytes)
     offsets = np.arange(num_messages, dtype=np.int64) * size
     src_addrs, dst_addrs = offsets + source.base_addr, offsets + offer.base_addr
     lengths = np.full(num_messages, size, np.int64)
-    engine.write(offer.session, src_addrs, dst_addrs, lengths)  # opens the connections
+    writer.write(offer.session, src_addrs, dst_addrs, lengths)  # opens the connections
     start_secs = time.perf_counter()
     num_batches, took_secs = 0, 0.0
     while not num_batches or took_secs < secs:
-        engine.write(offer.session, src_addrs, dst_addrs, lengths)
+        writer.write(offer.session, src_addrs, dst_addrs, lengths)
         num_batches += 1
         took_secs = time.perf_counter() - start_secs
-    return Rate(size, num_messages * num_batches, took_secs)
+    return Rate(size, num_messages * num_batches, took_secs, over)
 
 
 def _batch_length(message_bytes: int, buffer_bytes: int) -> int:

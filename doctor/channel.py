@@ -14,6 +14,7 @@ import zmq
 from msgspec import Meta, Struct
 
 from protocol.decoding import TypedDecoder
+from protocol.lane import LaneOffer
 from protocol.messages import Address, Count, Name, Text
 
 DOCTOR_VERSION = 1
@@ -40,11 +41,15 @@ class AskChecksum(Struct, frozen=True, array_like=True, tag=2):
 
 
 class Offer(Struct, frozen=True, array_like=True, tag=1):
-    """Memory that may be written to, ``num_bytes`` from ``base_addr``, through ``session``."""
+    """Memory that may be written to, ``num_bytes`` from ``base_addr``, through ``session``.
+
+    ``lane``: how processes of the same machine get at it; None: not at all.
+    """
 
     session: Name
     base_addr: Address
     num_bytes: Count
+    lane: LaneOffer | None = None
 
 
 class Checksum(Struct, frozen=True, array_like=True, tag=2):

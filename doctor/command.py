@@ -37,10 +37,12 @@ from doctor.checks import (
     cuda_facts,
     mooncake_version,
 )
+from doctor.lane import check_lane, check_shared_pages
 from doctor.settings import DoctorSettings
 from protocol.access import PeerList
 from service import descriptors
 from transfer.engine import TransferEngine, TransferError, quiet_mooncake_logs
+from transfer.lane_host import LaneHost
 from transfer.listeners import guarded_listeners
 from transfer.machine import Machine, show_bytes
 from transfer.topology import wanted_devices
@@ -109,6 +111,8 @@ def examine(settings: DoctorSettings, machine: Machine) -> Report:
         check_cuda(device, cuda, machine),
         check_pinned(device, cuda),
         check_memory(settings.host_pool_bytes, machine),
+        check_lane(settings.same_host_dir),
+        check_shared_pages(device, settings.host_pool_bytes, machine),
         check_descriptors(descriptors.attainable()),
         check_address(host),
         transport_check,
@@ -132,8 +136,9 @@ def check_peer(settings: DoctorSettings, transport: Transport) -> tuple[Check, l
             with guarded_listeners(settings.reachable_host, allowed, has_peers=is_asked_back):
                 engine = TransferEngine(settings.reachable_host, transport)
             try:
-                rates = measure(
-                    client, engine, settings.message_bytes, settings.measure_secs, settings.device
+                rates, lane = measure(
+                    *(client, engine, settings.message_bytes, settings.measure_secs),
+                    *(settings.device, settings.same_host_dir),
                 )
             finally:
                 engine.close()
@@ -142,8 +147,11 @@ def check_peer(settings: DoctorSettings, transport: Transport) -> tuple[Check, l
     except (DoctorChannelError, TransferError, BandwidthError) as error:
         what, _, remedy = str(error).partition("; ")
         return Check(name, Status.FAIL, what, remedy), []
-    best = max(rate.bytes_per_sec for rate in rates)
-    return Check(name, Status.OK, f"up to {best / 1e9:.3g} GB/s over {transport.protocol}"), rates
+    best = {kind: max(r.bytes_per_sec for r in rates if r.over == kind) for kind in {r.over for r in rates}}
+    found = " and ".join(f"{best[kind] / 1e9:.3g} GB/s over {kind}" for kind in sorted(best, reverse=True))
+    if "shm" not in best:
+        found += f"; no shared memory: {lane.reason}"
+    return Check(name, Status.OK, f"up to {found}"), rates
 
 
 def run_server(settings: DoctorSettings, *, as_json: bool) -> int:
@@ -163,15 +171,19 @@ def run_server(settings: DoctorSettings, *, as_json: bool) -> int:
         with guarded_listeners(settings.reachable_host, PeerList.parse(settings.allowed_peers)):
             engine = TransferEngine(settings.reachable_host, transport)
             server = DoctorServer(settings.host, settings.port)
-        buffer = Buffer(engine, BUFFER_BYTES, settings.device)
+        buffer = Buffer(engine, BUFFER_BYTES, settings.device, shared=True)
+        memory, directory = buffer.shared_memory, settings.same_host_dir
+        host = LaneHost(memory, directory=directory) if memory else None
     except (DoctorChannelError, TransferError, BandwidthError) as error:
         print(f"hisparse-pd doctor: error: {error}", file=sys.stderr)
         return 1
     _announce(settings, server.port, engine, as_json=as_json)
     try:
-        serve(server, engine, buffer, deadline_secs, stopped.is_set)
+        serve(server, engine, buffer, deadline_secs, stopped.is_set, host.offer if host else None)
     finally:
         server.close()
+        if host is not None:
+            host.close()
         buffer.close()
         engine.close()
     return 0
@@ -222,10 +234,11 @@ def print_report(report: Report, console: Console) -> None:
 
 def _rates_table(rates: tuple[Rate, ...]) -> Table:
     table = Table(show_edge=False, pad_edge=False)
-    for column in ("message bytes", "GB/s", "us a message", "messages"):
+    for column in ("over", "message bytes", "GB/s", "us a message", "messages"):
         table.add_column(column, justify="right")
     for rate in rates:
         table.add_row(
+            rate.over,
             f"{rate.message_bytes}",
             f"{rate.bytes_per_sec / 1e9:.3f}",
             f"{rate.secs_per_message * 1e6:.1f}",

@@ -30,6 +30,13 @@ class DoctorSettings(BaseModel):
     advertise_host: str = Field(
         "", description="address that peers are to reach this machine at; default: --host"
     )
+    same_host_dir: str = Field(
+        "",
+        max_length=64,
+        description="directory of the sockets by which nodes of one machine share memory; default: names of "
+        "the network namespace",
+        title="DIR",
+    )
     host_pool_gib: float = Field(
         0.0, ge=0, le=1 << 20, description="main memory that the node is to register, in GiB; 0: not checked"
     )

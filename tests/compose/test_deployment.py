@@ -81,6 +81,45 @@ def test_both_modes_give_the_same_answer(deployment: Deployment) -> None:
     assert answers[True] == answers[False]
 
 
+def lanes(deployment: Deployment) -> dict[str, set[tuple[str, str]]]:
+    """Lane and reason of the pair, as Prometheus has them of each node."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for series in deployment.ask_prometheus("query", query="hisparse_pd:lane_info")["result"]:
+        labels = series["metric"]
+        found.setdefault(labels["instance"], set()).add((labels["lane"], labels["reason"]))
+    return found
+
+
+def wait_for_lane(deployment: Deployment, lane: str, reason: str) -> None:
+    """Until each node says that of its one peer, after a request."""
+    expected = {f"{node}:30000": {(lane, reason)} for node in ("prefill", "decode")}
+    wait_until(deployment.is_serving, "requests are answered", HEALTHY_TIMEOUT_SECS)
+    try:
+        wait_until(lambda: lanes(deployment) == expected, "the lane", HEALTHY_TIMEOUT_SECS)
+    except TimeoutError as error:
+        raise AssertionError(f"{error}: {lanes(deployment)}, not {expected}") from error
+
+
+def test_containers_of_one_machine_share_the_decode_nodes_memory(deployment: Deployment) -> None:
+    wait_for_lane(deployment, "shm", "both see the same memory")
+
+
+def test_kv_takes_the_network_where_that_is_configured(deployment: Deployment) -> None:
+    expected = deployment.complete().json()["choices"][0]["text"]
+    deployment.configure(SAME_HOST_LANE="--same-host-lane off")
+    try:
+        deployment.up("prefill", "decode")
+        wait_for_lane(deployment, "tcp", "--same-host-lane is off")
+        for hisparse in (True, False):
+            answer = deployment.complete(hisparse=hisparse)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == expected
+    finally:
+        deployment.configure(SAME_HOST_LANE="--same-host-dir /lane")
+        deployment.up("prefill", "decode")
+        wait_until(deployment.is_serving, "requests are answered", HEALTHY_TIMEOUT_SECS)
+
+
 def test_a_chat_is_streamed(deployment: Deployment) -> None:
     body = {
         "model": "retrieval",

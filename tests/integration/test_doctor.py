@@ -52,7 +52,11 @@ def test_two_machines_measure_each_other() -> None:
             *("--peer", f"127.0.0.1:{offer['port']}", "--measure-secs", "0.01", "--message-bytes", *sizes)
         )
         assert (status, report["ok"]) == (0, True), report
-        assert [str(rate["message_bytes"]) for rate in report["bandwidth"]] == sizes
+        assert [(rate["over"], str(rate["message_bytes"])) for rate in report["bandwidth"]] == [
+            (over, size) for over in ("tcp", "shm") for size in sizes
+        ]
+        (peer,) = [check for check in report["checks"] if check["name"].startswith("peer")]
+        assert peer["found"].endswith("GB/s over shm")
         assert all(rate["bytes_per_sec"] > 0 for rate in report["bandwidth"])
         serving.send_signal(signal.SIGTERM)
         assert serving.wait(TIMEOUT_SECS) == 0

@@ -5,6 +5,7 @@ Invariant I5: a request's tokens do not depend on the lane.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,15 +66,19 @@ def test_tokens_are_the_same_over_shared_memory_and_tcp_in_every_mode(
     pair: Deployment, over_tcp: Service
 ) -> None:
     (shm,), (decode,) = pair.prefill, pair.decode
-    room = 7_000_000
-    for length in LENGTHS:
+    ways = list(itertools.product(FLAGS, (shm, over_tcp)))
+
+    def ask_each_way(number: int) -> list[list[int]]:
+        length, first_room = LENGTHS[number], 7_000_000 + number * len(ways)
         prompt = [32 + (7 * position * position + length) % 90 for position in range(length)]
-        answers = []
-        for flag in FLAGS:
-            for prefill in (shm, over_tcp):
-                room += 1
-                answers.append(ask(prefill, decode, room, prompt, flag))
-        assert all(answer == answers[0] for answer in answers), (length, answers)
+        return [
+            ask(prefill, decode, room, prompt, flag)
+            for room, (flag, prefill) in enumerate(ways, start=first_room)
+        ]
+
+    with ThreadPoolExecutor(len(LENGTHS)) as threads:
+        for length, answers in zip(LENGTHS, threads.map(ask_each_way, range(len(LENGTHS))), strict=True):
+            assert all(answer == answers[0] for answer in answers), (length, answers)
     by_peer = lanes_of(decode)
     assert by_peer[f"127.0.0.1:{shm.bootstrap_port}"] == f"shm: {SAME}"
     assert by_peer[f"127.0.0.1:{over_tcp.bootstrap_port}"] == "tcp: --same-host-lane is off"

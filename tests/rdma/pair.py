@@ -73,6 +73,15 @@ class Service:
         samples = re.finditer(r"^([^#\s{]+(?:\{.*\})?) (\S+)$", text, re.MULTILINE)
         return {match[1]: float(match[2]) for match in samples}
 
+    def wait_counted(self, name: str, value: float) -> dict[str, float]:
+        """``metrics`` once a counter has got there: the engine tells of its counters twice a second."""
+        deadline = time.monotonic() + REQUEST_TIMEOUT_SECS
+        while (metrics := self.metrics())[f"hisparse_pd:{name}"] < value:
+            if time.monotonic() > deadline:
+                raise CommandError(f"{self.url}: {name} is {metrics[f'hisparse_pd:{name}']}, not {value}")
+            time.sleep(_POLL_SECS)
+        return metrics
+
     def _is_healthy(self) -> bool:
         try:
             return httpx.get(f"{self.url}/health", timeout=60).is_success
@@ -116,7 +125,9 @@ def start_node(machine: Machine, kind: str, *options: str) -> Command:
 
 
 @contextlib.contextmanager
-def running_pair(machines: tuple[Machine, Machine], *options: str) -> Iterator[Pair]:
+def running_pair(
+    machines: tuple[Machine, Machine], *options: str, decode_options: Sequence[str] = ()
+) -> Iterator[Pair]:
     """``options``: further ones of both nodes."""
     first, second = machines
     router = (
@@ -132,7 +143,7 @@ def running_pair(machines: tuple[Machine, Machine], *options: str) -> Iterator[P
 
         pair = Pair(
             prefill=started(first, start_node(first, "prefill", *options), NODE_PORT),
-            decode=started(second, start_node(second, "decode", *options), NODE_PORT),
+            decode=started(second, start_node(second, "decode", *options, *decode_options), NODE_PORT),
         )
         for node in (pair.prefill, pair.decode):
             node.wait_healthy()

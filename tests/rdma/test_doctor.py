@@ -42,4 +42,5 @@ def test_the_doctors_of_two_machines_measure_rdma(machines: tuple[Machine, Machi
         assert checks[name]["status"] == "ok", checks[name]
     assert f"GID 1 {first.address} of eth0, RoCE v2" in checks[f"RDMA {DEVICE}"]["found"]
     assert [str(rate["message_bytes"]) for rate in report["bandwidth"]] == list(MESSAGE_BYTES)
+    assert {rate["over"] for rate in report["bandwidth"]} == {"rdma"}, "they are two machines"
     assert second.counters()["rcvd_pkts"] > before

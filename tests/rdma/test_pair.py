@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from bench.retrieval import retrievals
+from bench.retrieval import RETRIEVAL_MODEL, retrievals
+from model.spec import load_spec
 from tests.rdma.conftest import without_device
 from tests.rdma.machines import DEVICE, NODE_PORT, Machine
 from tests.rdma.pair import HOT_BUFFER, Service, running_pair, start_node
@@ -17,6 +18,11 @@ from tests.rdma.patterns import MAX_PAYLOAD_BYTES
 PROMPTS = [retrieval.token_ids for length in (140, 400) for retrieval in retrievals(length, 1)]
 """One that fits its hot buffer, one that does not."""
 NUM_NEW_TOKENS = 16
+TURN = [40 + position * position % 80 for position in range(20)]
+"""What the next turn of a conversation adds."""
+PAGE_SIZE = 64
+"""Of both nodes, which is their default."""
+NO_HELD = ("--disable-held-prefixes",)
 RDMA = ("--transfer-protocol", "rdma", "--ib-device", DEVICE)
 TCP = ("--transfer-protocol", "tcp")
 
@@ -25,9 +31,13 @@ pytestmark = [pytest.mark.rdma, pytest.mark.timeout(7200)]
 
 @dataclass
 class Run:
-    """What one pair did. ``answers``: by prompt and flag. ``*_packets``: that the RDMA devices counted."""
+    """What one pair did. ``answers``: by prompt and flag. ``*_packets``: that the RDMA devices counted.
+
+    ``turns``: answers to the next turns, each of a conversation whose last request had the same flag.
+    """
 
     answers: dict[tuple[int, bool], dict[str, Any]]
+    turns: dict[tuple[int, bool], dict[str, Any]]
     sent_packets: int
     received_packets: int
     infos: list[dict[str, Any]]
@@ -37,23 +47,34 @@ class Run:
     def tokens(self) -> dict[tuple[int, bool], list[int]]:
         return {which: answer["output_ids"] for which, answer in self.answers.items()}
 
+    @property
+    def num_held(self) -> int:
+        answers = (*self.answers.values(), *self.turns.values())
+        return sum(answer["meta_info"]["held_tokens"] for answer in answers)
 
-def run_pair(machines: tuple[Machine, Machine], *options: str) -> Run:
+
+def run_pair(machines: tuple[Machine, Machine], *options: str, decode_options: Sequence[str] = ()) -> Run:
     def packets() -> list[int]:
         first, second = (machine.counters() for machine in machines)
         return [first["sent_pkts"], second["rcvd_pkts"]]
 
     before = packets()
-    with running_pair(machines, *options) as pair:
-        answers = {
-            (number, hisparse): pair.generate(prompt, NUM_NEW_TOKENS, hisparse)
-            for number, prompt in enumerate(PROMPTS)
-            for hisparse in (True, False)
-        }
+    with running_pair(machines, *options, decode_options=decode_options) as pair:
+        answers, turns = {}, {}
+        for number, prompt in enumerate(PROMPTS):
+            last = bool(number % 2)
+            for hisparse in (not last, last):
+                answers[number, hisparse] = pair.generate(prompt, NUM_NEW_TOKENS, hisparse)
+            so_far = [*prompt, *answers[number, last]["output_ids"]]
+            turns[number, last] = pair.generate([*so_far, *TURN], NUM_NEW_TOKENS, last)
         sent, received = (now - then for now, then in zip(packets(), before, strict=True))
-        nodes = (pair.prefill, pair.decode)
-        infos, metrics = [node.server_info() for node in nodes], [node.metrics() for node in nodes]
-    return Run(answers, sent, received, infos, metrics)
+        num_tokens = sum(
+            answer["meta_info"]["prompt_tokens"] for answer in (*answers.values(), *turns.values())
+        )
+        of_decode = pair.decode.wait_counted("prompt_tokens_total", num_tokens)
+        infos = [node.server_info() for node in (pair.prefill, pair.decode)]
+        metrics = [pair.prefill.metrics(), of_decode]
+    return Run(answers, turns, sent, received, infos, metrics)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +84,8 @@ def over_rdma(machines: tuple[Machine, Machine]) -> Run:
 
 @pytest.fixture(scope="module")
 def over_tcp(machines: tuple[Machine, Machine]) -> Run:
-    """In the same machines, with their RDMA devices."""
-    return run_pair(machines, *TCP)
+    """In the same machines, with their RDMA devices. Everything is sent: nothing is held."""
+    return run_pair(machines, *TCP, decode_options=NO_HELD)
 
 
 def test_requests_are_answered_in_both_modes(over_rdma: Run) -> None:
@@ -106,6 +127,25 @@ def check_shown(infos: list[dict[str, Any]], metrics: list[dict[str, float]]) ->
 
 def test_tokens_are_those_of_tcp(over_rdma: Run, over_tcp: Run) -> None:
     assert over_rdma.tokens == over_tcp.tokens
+
+
+@pytest.mark.I5
+def test_turns_go_on_from_what_is_held_with_the_tokens_of_all_sent(over_rdma: Run, over_tcp: Run) -> None:
+    assert {hisparse for _, hisparse in over_rdma.turns} == {True, False}
+    for (number, hisparse), turn in over_rdma.turns.items():
+        so_far = len(PROMPTS[number]) + NUM_NEW_TOKENS
+        assert turn["meta_info"]["prompt_tokens"] == so_far + len(TURN)
+        # The last token of an answer has no KV: nothing was computed from it.
+        assert turn["meta_info"]["held_tokens"] == (so_far - 1) // PAGE_SIZE * PAGE_SIZE
+        usage = turn["meta_info"]["hisparse"]
+        assert usage["mode"] == ("hisparse" if hisparse else "dense")
+        assert turn["output_ids"] == over_tcp.turns[number, hisparse]["output_ids"]
+    assert over_tcp.num_held == 0
+    spec = load_spec(RETRIEVAL_MODEL, "float32")
+    token_bytes = spec.num_layers * spec.item_bytes + spec.num_index_layers * spec.index_item_bytes
+    landed, without = (run.metrics[1]["hisparse_pd:kv_transfer_bytes_total"] for run in (over_rdma, over_tcp))
+    assert without - landed == over_rdma.num_held * token_bytes
+    assert over_rdma.metrics[1]["hisparse_pd:held_tokens_total"] == over_rdma.num_held
 
 
 def test_tcp_is_tcp_where_there_are_rdma_devices(over_tcp: Run) -> None:

@@ -41,9 +41,10 @@ from service.engine_messages import (
     RequestStats,
     Tokens,
 )
-from service.listening import Listener
+from service.listening import Listener, _SharedSocket
 from service.metrics import FrontMetrics
 from service.settings import DecodeSettings
+from service.workers import Workers
 from tests.unit.api.scripted_engine import deliver, say, stats
 from tests.unit.api.support import (
     BODY,
@@ -969,6 +970,44 @@ def test_a_front_that_cannot_start_says_why(
         )
     assert status == 1
     assert (f"127.0.0.1:{port}" if trouble == "port in use" else "missing: no such directory") in caplog.text
+
+
+@pytest.mark.parametrize("num_fronts", [1, 2])
+def test_several_fronts_leave_connections_to_each_other(
+    tmp_path: Path, num_fronts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the kernel gives nearly all of them to one."""
+    monkeypatch.setattr(node, "setup_logging", lambda level, name: None)
+    monkeypatch.setattr(front_module.EngineProcesses, "start", lambda self: None)
+    handed: list[Listener] = []
+
+    def accept_nothing(self: Workers, plan: object, endpoints: object, listener: Listener) -> None:
+        listener.server(_no_app)
+        handed.append(listener)
+        raise OSError("as far as this test goes")
+
+    monkeypatch.setattr(Workers, "start", accept_nothing)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        status = node.run_front(
+            DecodeSettings(model_path=tmp_path, port=0, api_server_count=num_fronts),
+            role="decode",
+            engine=_never,
+            holds_output=True,
+            choose_rank=least_loaded,
+            ports=(0,),
+            apps=lambda _: (),
+        )
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert status == 1
+    (listener,) = handed
+    assert isinstance(listener.socket, _SharedSocket) is (num_fronts > 1)
+
+
+async def _no_app(scope: object, receive: object, send: object) -> None:
+    raise AssertionError("nobody connects")
 
 
 def test_nobody_else_reaches_the_socket_of_an_engine(tmp_path: Path) -> None:

@@ -164,6 +164,11 @@ def test_what_an_operator_looks_for_is_on_the_dashboard() -> None:
         "swap_in_bytes_total",
         "kv_transfer_bytes_total",
         "kv_transfer_failures_total",
+        "lane_info",
+        "pool_held_tokens",
+        "held_tokens_total",
+        "held_hits_total",
+        "held_evicted_tokens_total",
     ):
         assert f"hisparse_pd:{name}" in names
     assert len(all_queries()) == len(dashboard_queries()) + len(alert_rules())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -30,6 +31,8 @@ from doctor.channel import (
     Refused,
 )
 from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine
+from transfer.lane import Lane, Lanes
+from transfer.lane_host import LaneHost
 
 BUFFER_BYTES = 1 << 20
 TIMEOUT_SECS = 60.0
@@ -100,7 +103,9 @@ def client(port: int) -> Iterator[DoctorClient]:
 def test_every_size_is_measured_and_the_bytes_arrive(
     engines: tuple[TransferEngine, TransferEngine], buffer: Buffer, client: DoctorClient
 ) -> None:
-    rates = measure(client, engines[0], [64, 1152, 65536], 0.001)
+    rates, lane = measure(client, engines[0], [64, 1152, 65536], 0.001)
+    assert lane == Lane("tcp", "the decode node offers no shared memory")
+    assert {rate.over for rate in rates} == {"tcp"}
     assert [rate.message_bytes for rate in rates] == [64, 1152, 65536]
     assert [rate.num_messages % size for rate, size in zip(rates, (512, 512, 16), strict=True)] == [0, 0, 0]
     assert all(rate.num_messages > 0 and rate.secs > 0 and rate.bytes_per_sec > 0 for rate in rates)
@@ -111,7 +116,7 @@ def test_every_size_is_measured_and_the_bytes_arrive(
 def test_a_message_may_fill_the_whole_buffer(
     engines: tuple[TransferEngine, TransferEngine], client: DoctorClient
 ) -> None:
-    (rate,) = measure(client, engines[0], [BUFFER_BYTES], 1e-6)
+    (rate,), _ = measure(client, engines[0], [BUFFER_BYTES], 1e-6)
     assert rate.num_messages >= 1
 
 
@@ -147,7 +152,7 @@ def test_a_doctor_on_another_transport_is_refused_with_both(
 
 
 def test_rates() -> None:
-    rate = Rate(message_bytes=1000, num_messages=MAX_BATCH_DESCRIPTORS, secs=0.5)
+    rate = Rate(message_bytes=1000, num_messages=MAX_BATCH_DESCRIPTORS, secs=0.5, over="tcp")
     assert rate.bytes_per_sec == 1000 * 512 / 0.5
     assert rate.secs_per_message == 0.5 / 512
 
@@ -159,6 +164,72 @@ def test_a_device_that_is_not_there_is_told(
         Buffer(engines[0], 64, "nonsense")
     with pytest.raises(BandwidthError, match="nonsense"):
         measure(client, engines[0], [64], 0.001, "nonsense")
+
+
+# --- the lane of one machine ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(engines: tuple[TransferEngine, TransferEngine]) -> Iterator[Buffer]:
+    buffer = Buffer(engines[1], BUFFER_BYTES, shared=True)
+    yield buffer
+    buffer.close()
+
+
+@contextmanager
+def offering(engine: TransferEngine, shared: Buffer, directory: Path) -> Iterator[DoctorClient]:
+    """One who asks a doctor that offers ``shared`` to its machine too, by a socket in ``directory``."""
+
+    def run(server: DoctorServer, is_stopped: Callable[[], bool], _: None) -> None:
+        serve(server, engine, shared, time.monotonic() + 60, is_stopped, host.offer)
+
+    with (
+        closing(LaneHost(shared.shared_memory, directory=str(directory))) as host,
+        answering(None, run) as port,
+    ):
+        client = DoctorClient("127.0.0.1", port, TIMEOUT_SECS)
+        try:
+            yield client
+        finally:
+            client.close()
+
+
+def test_the_lane_is_measured_beside_the_network_and_its_bytes_arrive(
+    engines: tuple[TransferEngine, TransferEngine], shared: Buffer, tmp_path: Path
+) -> None:
+    with offering(engines[1], shared, tmp_path) as client:
+        rates, lane = measure(client, engines[0], [64, 65536], 0.001, directory=str(tmp_path))
+    assert lane == Lane("shm", "both see the same memory")
+    assert [(rate.over, rate.message_bytes) for rate in rates] == [
+        (over, size) for over in ("tcp", "shm") for size in (64, 65536)
+    ]
+    drawn = np.random.default_rng(bandwidth._SEED)
+    sent_each = [drawn.integers(0, 256, BUFFER_BYTES, np.uint8) for _ in range(2)]
+    assert np.array_equal(shared._memory, sent_each[1]), "what the lane has written, last"
+
+
+def test_bytes_that_the_lane_did_not_write_are_noticed(
+    engines: tuple[TransferEngine, TransferEngine],
+    shared: Buffer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Lanes, "write", lambda *_: None)
+    with (
+        offering(engines[1], shared, tmp_path) as client,
+        pytest.raises(BandwidthError, match="arrived with checksum"),
+    ):
+        measure(client, engines[0], [64], 0.001, directory=str(tmp_path))
+
+
+def test_a_socket_that_cannot_be_seen_leaves_the_network_and_the_reason(
+    engines: tuple[TransferEngine, TransferEngine], shared: Buffer, tmp_path: Path
+) -> None:
+    with offering(engines[1], shared, tmp_path) as client:
+        rates, lane = measure(client, engines[0], [64], 0.001)
+    assert [rate.over for rate in rates] == ["tcp"]
+    assert lane.kind == "tcp"
+    assert "without a common --same-host-dir" in lane.reason
 
 
 # --- questions and answers --------------------------------------------------------------------------------

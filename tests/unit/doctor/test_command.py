@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 from dataclasses import replace
@@ -33,6 +34,7 @@ from doctor.checks import (
     mooncake_version,
 )
 from doctor.command import Report, examine, print_report
+from doctor.lane import check_lane, check_shared_pages
 from doctor.settings import DoctorSettings
 from service.free_memory import cgroup_available_bytes
 from tests.unit.transfer.fake_machine import GIB, INFINIBAND, LINK_LOCAL_GID, ROCE, FakeDevice, FakeMachine
@@ -315,6 +317,70 @@ def test_the_transport(
     assert (transport is None) is (status is FAIL)
 
 
+# --- the lane of one machine ------------------------------------------------------------------------------
+
+
+def test_memory_passes_between_processes_of_this_machine(tmp_path: Path) -> None:
+    assert check_lane("") == Check(
+        "same-host lane", OK, "memory passes between processes of this machine, by abstract names"
+    )
+    assert check_lane(str(tmp_path)).found.endswith(f"by sockets in {tmp_path}")
+    assert list(tmp_path.iterdir()) == [], "nothing is left"
+
+
+def test_a_directory_that_takes_no_socket_stops_a_node(tmp_path: Path) -> None:
+    check = check_lane(str(tmp_path / "missing"))
+    assert check.status is FAIL
+    assert "a decode node would not start: no socket can be made in" in check.found
+    assert "--same-host-lane off" in check.remedy
+
+
+def test_without_memfd_a_node_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSYS, "no memfd")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    check = check_lane("")
+    assert check.status is FAIL
+    assert "no memfd" in check.found
+
+
+def test_memory_that_is_not_handed_over_leaves_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.lane_host._why_stranger", lambda sock: "another user")
+    check = check_lane("")
+    assert check.status is WARN
+    assert "would use the network" in check.found
+    assert "another user" in check.found
+
+
+def test_bytes_that_went_elsewhere_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.lane_memory.Mapping.copy", lambda *_: None)
+    assert check_lane("").status is FAIL
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "status", "words"),
+    [
+        ("always within_size [advise] never deny force", "cuda", OK, "advise: pools get huge pages"),
+        ("always [within_size] advise never deny force", "cpu", INFO, "within_size: pools get huge pages"),
+        ("always within_size advise [never] deny force", "cuda", WARN, "never: pools have pages of 4 KiB"),
+        ("always within_size advise never [deny] force", "cuda", WARN, "11 s for --host-pool-gib"),
+        ("always within_size advise [never] deny force", "cpu", INFO, "never: pools have pages of 4 KiB"),
+        (None, "cuda", WARN, "not there"),
+    ],
+)
+def test_huge_pages_of_shared_memory(
+    tmp_path: Path, text: str | None, device: str, status: Status, words: str
+) -> None:
+    fake = FakeMachine(tmp_path)
+    if text is not None:
+        fake.write("sys/kernel/mm/transparent_hugepage/shmem_enabled", f"{text}\n")
+    check = check_shared_pages(device, 16 * GIB, fake.machine)
+    assert check.status is status
+    assert words in check.found
+    assert bool(check.remedy) is (status is WARN)
+
+
 # --- the whole --------------------------------------------------------------------------------------------
 
 
@@ -384,7 +450,7 @@ def test_no_peer_is_asked_when_there_is_no_transport(tmp_path: Path, monkeypatch
 REPORT = Report(
     (Check("one", OK, "[fd00::2] is here"), Check("two", FAIL, "gone", "bring it back")),
     Transport("rdma", ("mlx5_0",), "usable"),
-    (Rate(1152, 512, 0.016),),
+    (Rate(1152, 512, 0.016, "rdma"),),
 )
 
 
@@ -399,6 +465,7 @@ def test_the_report_for_programs() -> None:
         "remedy": "bring it back",
     }
     (rate,) = report["bandwidth"]
+    assert rate["over"] == "rdma"
     assert rate["bytes_per_sec"] == pytest.approx(1152 * 512 / 0.016)
     assert rate["secs_per_message"] == pytest.approx(0.016 / 512)
 
