@@ -168,7 +168,7 @@ class HotBuffers:
     def _hot_positions(self, request: Request) -> list[NDArray[np.int32]]:
         """What is in the hot buffer of each group, latest used first."""
         row = request.req_row
-        host_slots = self.state.hot_to_host[:, row].cpu().numpy()
+        host_slots = self.state.hot_to_lookup[:, row].cpu().numpy()
         stamps = self.state.stamps[:, row].cpu().numpy()
         page_ids = pages_tensor(request.owned[PoolKind.HOST], self.page_size).numpy()
         by_id = np.argsort(page_ids)

@@ -132,13 +132,13 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     context, max_pages = spec.context_length, -(-spec.context_length // settings.page_size)
     capacity = min(settings.device_buffer_size, context)
     host_slots = settings.host_pool_tokens // settings.page_size * settings.page_size
-    host_to_hot = 4 * num_groups * (host_slots + 1)
-    hot_to_host_and_stamps = 2 * 4 * num_groups * capacity
+    lookup_to_hot = 4 * num_groups * (host_slots + 1)
+    hot_to_lookup_and_stamps = 2 * 4 * num_groups * capacity
     hot_slots = 4 * capacity
     three_page_tables = 3 * 4 * max_pages
     counters, capacity_and_flags, step = 3 * 8, 2 * 4, 4 * num_groups
-    tables = host_to_hot + num_rows * (
-        hot_to_host_and_stamps + hot_slots + three_page_tables + counters + capacity_and_flags + step
+    tables = lookup_to_hot + num_rows * (
+        hot_to_lookup_and_stamps + hot_slots + three_page_tables + counters + capacity_and_flags + step
     )
     plans = [num_rows]
     if 0 < settings.micro_batch_min_bs <= num_rows:

@@ -92,7 +92,7 @@ _POOL = _struct(
 )  # fmt: skip
 _POOLS = np.dtype((_POOL, (2,)))
 _TABLES = _struct(
-    host_to_hot=_POINTER, hot_to_host=_POINTER, stamps=_POINTER, step=_POINTER,
+    lookup_to_hot=_POINTER, hot_to_lookup=_POINTER, stamps=_POINTER, step=_POINTER,
     hot_slots=_POINTER, capacity=_POINTER, page_table=_POINTER, host_pages=_POINTER, counters=_POINTER,
     error_flags=_POINTER, num_rows=_INT, max_context=_INT, max_capacity=_INT, max_pages=_INT,
 )  # fmt: skip
@@ -110,7 +110,7 @@ _SWAP_IN = _struct(
 _COPY = _struct(plan=_PLAN, pools=_POOLS, layer=_INT, padding=_INT)
 _FILL = _struct(
     tables=_TABLES, pools=_POOLS, staged=_POINTER, hot_slots=_POINTER, host_pages=_POINTER,
-    index_pages=_POINTER, capacity=_POINTER, group_host_slots=_LONG, group_entries=_LONG, row=_INT,
+    index_pages=_POINTER, capacity=_POINTER, group_lookup_slots=_LONG, group_entries=_LONG, row=_INT,
     num_hot_slots=_INT, num_host_pages=_INT, num_index_pages=_INT, num_layers=_INT, num_groups=_INT,
     max_warm=_INT, num_hints=_INT,
 )  # fmt: skip
@@ -247,8 +247,8 @@ def start_row(
     parameters["staged"] = staged.data_ptr()
     for name in ("hot_slots", "host_pages", "index_pages", "capacity"):
         parameters[name] = getattr(state, name)[row].data_ptr()
-    parameters["group_host_slots"] = state.host_to_hot.stride(0)
-    parameters["group_entries"] = state.hot_to_host.stride(0)
+    parameters["group_lookup_slots"] = state.lookup_to_hot.stride(0)
+    parameters["group_entries"] = state.hot_to_lookup.stride(0)
     parameters["row"] = row
     parameters["num_hot_slots"] = hot_slots.shape[0]
     parameters["num_host_pages"] = host_pages.shape[0]
@@ -429,7 +429,7 @@ def _launch_copies(kernel: Any, device: torch.device, parameters: npt.NDArray[An
 def _tables(state: HotBufferState, group: int) -> tuple[int, ...]:
     grouped = (
         tensor.data_ptr() + group * tensor.stride(0) * tensor.element_size()
-        for tensor in (state.host_to_hot, state.hot_to_host, state.stamps, state.step)
+        for tensor in (state.lookup_to_hot, state.hot_to_lookup, state.stamps, state.step)
     )
     shared = (
         tensor.data_ptr()

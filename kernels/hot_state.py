@@ -6,7 +6,7 @@ entry ``i`` is a hot_index, and the slot behind it is the same in every layer be
 
 Rules that every writer of the tables keeps:
 
-- ``host_to_hot`` and ``hot_to_host`` are inverse to each other in every group: a host slot is in one hot
+- ``lookup_to_hot`` and ``hot_to_lookup`` are inverse to each other in every group: a host slot is in one hot
   buffer at most, and what is of no hisparse row is empty. A host page is so in one hisparse row at most.
 - While ``seq_len <= capacity`` position ``p`` lives at hot_index ``p``.
 - From then on the newest position lives at hot_index ``capacity - 1``, and the others anywhere below it.
@@ -39,7 +39,7 @@ ABSENT = -1
 HITS, MISSES, EVICTIONS = range(3)
 """Columns of ``counters``."""
 
-MAX_HOST_SLOTS = 2**31 - 2
+MAX_LOOKUP_SLOTS = 2**31 - 2
 """Host slots are int32 on the device, and there is one more than are handed out."""
 
 
@@ -62,9 +62,9 @@ class HotBufferState:
     A request's row is its req_row. Counters and flags accumulate until ``reset_row``.
     """
 
-    host_to_hot: Tensor
-    """[num_groups, num_host_slots + 1] hot_index of a host slot; the last one is nobody's and stays empty."""
-    hot_to_host: Tensor
+    lookup_to_hot: Tensor
+    """[num_groups, num_lookup_slots + 1] hot_index of a host slot; the last one is nobody's and stays empty."""
+    hot_to_lookup: Tensor
     """[num_groups, num_rows, max_capacity] host slot at a hot_index."""
     stamps: Tensor
     """[num_groups, num_rows, max_capacity] step in which the entry was last used; ABSENT where free."""
@@ -96,23 +96,23 @@ class HotBufferState:
         max_context: int,
         max_capacity: int,
         page_size: int,
-        num_host_slots: int,
+        num_lookup_slots: int,
         device: torch.device | str = "cpu",
     ) -> HotBufferState:
-        """Empty tables: every row is dense and has no pages. ``num_host_slots``: whole pages."""
+        """Empty tables: every row is dense and has no pages. ``num_lookup_slots``: whole pages."""
         for name, value in (
             ("num_groups", num_groups),
             ("num_rows", num_rows),
             ("max_context", max_context),
             ("max_capacity", max_capacity),
             ("page_size", page_size),
-            ("num_host_slots", num_host_slots),
+            ("num_lookup_slots", num_lookup_slots),
         ):
             check_at_least(name, value, 1)
-        check_range("num_host_slots", num_host_slots, 1, MAX_HOST_SLOTS + 1)
-        if num_host_slots % page_size:
+        check_range("num_lookup_slots", num_lookup_slots, 1, MAX_LOOKUP_SLOTS + 1)
+        if num_lookup_slots % page_size:
             raise KernelArgumentError(
-                f"num_host_slots: expected whole pages of {page_size}, got {num_host_slots}"
+                f"num_lookup_slots: expected whole pages of {page_size}, got {num_lookup_slots}"
             )
         max_pages = -(-max_context // page_size)
 
@@ -120,8 +120,8 @@ class HotBufferState:
             return torch.full(shape, fill, dtype=dtype, device=device)
 
         return cls(
-            host_to_hot=table(num_groups, num_host_slots + 1),
-            hot_to_host=table(num_groups, num_rows, max_capacity),
+            lookup_to_hot=table(num_groups, num_lookup_slots + 1),
+            hot_to_lookup=table(num_groups, num_rows, max_capacity),
             stamps=table(num_groups, num_rows, max_capacity),
             step=table(num_groups, num_rows, fill=0),
             hot_slots=table(num_rows, max_capacity),
@@ -137,19 +137,19 @@ class HotBufferState:
 
     @property
     def num_groups(self) -> int:
-        return self.hot_to_host.shape[0]
+        return self.hot_to_lookup.shape[0]
 
     @property
     def num_rows(self) -> int:
-        return self.hot_to_host.shape[1]
+        return self.hot_to_lookup.shape[1]
 
     @property
     def max_capacity(self) -> int:
-        return self.hot_to_host.shape[2]
+        return self.hot_to_lookup.shape[2]
 
     @property
-    def num_host_slots(self) -> int:
-        return self.host_to_hot.shape[1] - 1
+    def num_lookup_slots(self) -> int:
+        return self.lookup_to_hot.shape[1] - 1
 
     @property
     def max_pages(self) -> int:
@@ -157,15 +157,15 @@ class HotBufferState:
 
     @property
     def device(self) -> torch.device:
-        return self.hot_to_host.device
+        return self.hot_to_lookup.device
 
     # What follows only launches work on the current stream of the tables' device; nothing waits for it.
 
     def reset_row(self, row: int) -> None:
         """Forget everything about ``row``; it is dense, without pages, afterwards."""
         check_range("row", row, 0, self.num_rows)
-        self._forget(self.hot_to_host[:, row])
-        self.hot_to_host[:, row].fill_(ABSENT)
+        self._forget(self.hot_to_lookup[:, row])
+        self.hot_to_lookup[:, row].fill_(ABSENT)
         self.stamps[:, row].fill_(ABSENT)
         self.step[:, row].fill_(0)
         self.hot_slots[row].fill_(ABSENT)
@@ -194,8 +194,12 @@ class HotBufferState:
         check_range("capacity", hot_slots.shape[0], 1, self.max_capacity + 1)
         self.check_pages("host_pages", 0, host_pages)
         if host_pages.device.type == "cpu" and host_pages.numel():
-            check_range("host_pages lowest", int(host_pages.min()), 0, self.num_host_slots // self.page_size)
-            check_range("host_pages highest", int(host_pages.max()), 0, self.num_host_slots // self.page_size)
+            check_range(
+                "host_pages lowest", int(host_pages.min()), 0, self.num_lookup_slots // self.page_size
+            )
+            check_range(
+                "host_pages highest", int(host_pages.max()), 0, self.num_lookup_slots // self.page_size
+            )
 
     def check_pages(self, name: str, first_page: int, page_ids: Tensor) -> None:
         """Raise KernelArgumentError unless a row has room for ``page_ids`` (integer [n])."""
@@ -237,7 +241,7 @@ class HotBufferState:
                 f"hot_slots: expected the first {num_kept} as they were, "
                 f"got {int(hot_slots[entry])} for {int(old_hot_slots[entry])} at hot_index {entry}"
             )
-        host_slots = self.hot_to_host[:, row]
+        host_slots = self.hot_to_lookup[:, row]
         entries = torch.arange(self.max_capacity, device=self.device)
         is_lost = (entries >= num_kept).expand_as(host_slots)
         if seq_len <= capacity:
@@ -284,9 +288,9 @@ class HotBufferState:
         self.capacity[row].fill_(capacity)
 
     def _forget(self, host_slots: Tensor) -> None:
-        """Empty the entries of ``host_slots`` ([num_groups, n], ABSENT for none) in ``host_to_hot``."""
-        nobodys = self.num_host_slots
-        self.host_to_hot.scatter_(1, torch.where(host_slots < 0, nobodys, host_slots).long(), ABSENT)
+        """Empty the entries of ``host_slots`` ([num_groups, n], ABSENT for none) in ``lookup_to_hot``."""
+        nobodys = self.num_lookup_slots
+        self.lookup_to_hot.scatter_(1, torch.where(host_slots < 0, nobodys, host_slots).long(), ABSENT)
 
     # For tests and debugging.
 
@@ -303,7 +307,7 @@ class HotBufferState:
         if is_again.any():
             raise RuntimeError(f"host page {int(page_ids[1:][is_again][0])} is in more than one place")
         for group in range(self.num_groups):
-            forward, backward = self.host_to_hot[group].cpu(), self.hot_to_host[group].cpu()
+            forward, backward = self.lookup_to_hot[group].cpu(), self.hot_to_lookup[group].cpu()
             num_hot, num_used = int((forward != ABSENT).sum()), int((backward != ABSENT).sum())
             for row, capacity in enumerate(capacities):
                 self._check_row(group, row, capacity, forward, host_pages[row], (seq_lens or {}).get(row))
@@ -320,7 +324,7 @@ class HotBufferState:
         seq_len: int | None,
     ) -> None:
         where = f"group {group}, row {row}"
-        backward = self.hot_to_host[group, row].cpu()
+        backward = self.hot_to_lookup[group, row].cpu()
         stamps = self.stamps[group, row].cpu()
         step = int(self.step[group, row])
         entries = torch.nonzero(backward != ABSENT).flatten()

@@ -83,8 +83,8 @@ class _HotStep:
     """One swap-in step of some hisparse rows in one group."""
 
     def __init__(self, state: HotBufferState, group: int, rows: Ints, lens: Ints) -> None:
-        self._host_to_hot = state.host_to_hot[group].numpy()
-        self._hot_to_host = state.hot_to_host[group].numpy()
+        self._lookup_to_hot = state.lookup_to_hot[group].numpy()
+        self._hot_to_lookup = state.hot_to_lookup[group].numpy()
         self._stamps = state.stamps[group].numpy()
         self._hot_slots = state.hot_slots.numpy()
         self._counters = state.counters.numpy()
@@ -115,7 +115,7 @@ class _HotStep:
         lacks_slot = (is_valid & (host_slots < 0)).any(axis=1)
         if lacks_slot.any():
             self._error_flags[self._rows[lacks_slot]] |= HotBufferError.NO_HOST_SLOT
-        hot_indices = np.where(host_slots >= 0, self._host_to_hot[host_slots], ABSENT)
+        hot_indices = np.where(host_slots >= 0, self._lookup_to_hot[host_slots], ABSENT)
         hit_req, hit_column = np.nonzero(hot_indices >= 0)
         self._stamps[self._rows[hit_req], hot_indices[hit_req, hit_column]] = self._now[hit_req]
         self._counters[self._rows, HITS] += _num_distinct(hot_indices)
@@ -124,7 +124,7 @@ class _HotStep:
             is_missing = is_miss[req]
             missing, columns = np.unique(positions[req, is_missing], return_index=True)
             self._take_misses(req, missing, host_slots[req, is_missing][columns])
-            hot_indices[req, is_missing] = self._host_to_hot[host_slots[req, is_missing]]
+            hot_indices[req, is_missing] = self._lookup_to_hot[host_slots[req, is_missing]]
         return np.where(hot_indices >= 0, self._hot_slots[rows, hot_indices], ABSENT)
 
     def _place_newest(self) -> None:
@@ -132,13 +132,13 @@ class _HotStep:
         rows = self._rows
         newest = self._lens - 1
         entries = np.minimum(newest, self._capacity - 1)
-        occupants = self._hot_to_host[rows, entries]
+        occupants = self._hot_to_lookup[rows, entries]
         is_evicted = (occupants != ABSENT) & (occupants != self._newest_slots)
         if is_evicted.any():
-            self._host_to_hot[occupants[is_evicted]] = ABSENT
+            self._lookup_to_hot[occupants[is_evicted]] = ABSENT
             self._counters[rows[is_evicted], EVICTIONS] += 1
-        self._host_to_hot[self._newest_slots] = entries
-        self._hot_to_host[rows, entries] = self._newest_slots
+        self._lookup_to_hot[self._newest_slots] = entries
+        self._hot_to_lookup[rows, entries] = self._newest_slots
         self._stamps[rows, entries] = self._now
 
     def _take_misses(self, req: int, missing: Ints, src_host_slots: Ints) -> None:
@@ -153,12 +153,12 @@ class _HotStep:
         if len(entries) < len(missing):
             self._error_flags[row] |= HotBufferError.TOO_MANY_MISSES
             src_host_slots = src_host_slots[: len(entries)]
-        evicted = self._hot_to_host[row, entries]
+        evicted = self._hot_to_lookup[row, entries]
         evicted = evicted[evicted != ABSENT]
-        self._host_to_hot[evicted] = ABSENT
+        self._lookup_to_hot[evicted] = ABSENT
         self._counters[row, EVICTIONS] += len(evicted)
-        self._host_to_hot[src_host_slots] = entries
-        self._hot_to_host[row, entries] = src_host_slots
+        self._lookup_to_hot[src_host_slots] = entries
+        self._hot_to_lookup[row, entries] = src_host_slots
         self._stamps[row, entries] = self._now[req]
         self._src_host_slots.append(src_host_slots)
         self._dst_device_slots.append(self._hot_slots[row, entries].astype(np.int64))
@@ -196,8 +196,8 @@ def place(state: HotBufferState, group: int, row: int, positions: Ints) -> tuple
     """
     src_host_slots = host_slots_of(state, np.full_like(positions, row), positions)
     num_warm = len(positions)
-    state.host_to_hot[group].numpy()[src_host_slots] = np.arange(num_warm)
-    state.hot_to_host[group, row].numpy()[:num_warm] = src_host_slots
+    state.lookup_to_hot[group].numpy()[src_host_slots] = np.arange(num_warm)
+    state.hot_to_lookup[group, row].numpy()[:num_warm] = src_host_slots
     state.stamps[group, row].numpy()[:num_warm] = 0
     return src_host_slots, state.hot_slots[row].numpy()[:num_warm].astype(np.int64)
 

@@ -85,7 +85,7 @@ class Decoder:
         self.before = on_host(self.state)
         selected = torch.full((size, self.top_k), -1, dtype=torch.int32)
         for i, row in enumerate(rows.tolist()):
-            hot = self.before.hot_to_host[0, row] - row * self.slots_each
+            hot = self.before.hot_to_lookup[0, row] - row * self.slots_each
             hot = hot[hot >= 0][: self.top_k // 2]
             drawn = torch.randint(int(self.seq_len_of[row]), (self.top_k,), generator=self.generator)
             drawn[: len(hot)] = hot

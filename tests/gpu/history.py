@@ -241,7 +241,7 @@ class History:
 
     def lose_host_pages(self, row: int, request: Request) -> None:
         """Take a cold row some of its host pages, but those of its tail."""
-        if bool((self.state.hot_to_host[:, row] >= 0).any()) or request.num_host_pages < 2:
+        if bool((self.state.hot_to_lookup[:, row] >= 0).any()) or request.num_host_pages < 2:
             return
         lost = torch.randperm(request.num_host_pages - 1, generator=self.generator)
         lost = lost[: 1 + request.num_host_pages // 10]

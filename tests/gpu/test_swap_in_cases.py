@@ -102,7 +102,7 @@ def test_more_misses_than_entries_over_many_blocks(num_rows: int) -> None:
     kept = {}
     for row, request in history.requests.items():
         host_slots = request.host_slots.tolist()
-        kept[row] = [host_slots.index(slot) for slot in state.hot_to_host[0, row, :400].tolist()]
+        kept[row] = [host_slots.index(slot) for slot in state.hot_to_lookup[0, row, :400].tolist()]
     slots = history.step(
         {row: shuffled(history, kept[row] + list(range(3000, 4648))) for row in range(num_rows)}
     )
@@ -194,7 +194,7 @@ def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step(top_k: int
     one(20, [3, 4])
     page_ids = one.state.host_pages.clone()
     one.state.host_pages[0, 2:] = -1
-    names = ("host_to_hot", "hot_to_host", "stamps", "step", "counters")
+    names = ("lookup_to_hot", "hot_to_lookup", "stamps", "step", "counters")
     before = {name: getattr(one.state, name).clone() for name in names}
     host = one.host.clone()
     lens, row = one.one * 40, one.one * 0
@@ -224,7 +224,7 @@ def test_newest_in_place_of_a_selected_former_newest() -> None:
 def test_equal_stamps_go_in_the_order_of_their_hot_index() -> None:
     one = Single()
     assert sorted(one(40, list(range(8)))) == list(range(8))
-    one(41, [int(one.state.hot_to_host[0, 0, entry]) for entry in (0, 3, 7)])
+    one(41, [int(one.state.hot_to_lookup[0, 0, entry]) for entry in (0, 3, 7)])
     assert sorted(one(42, [20, 21])) == [1, 2]
     assert sorted(one(43, [22, 23])) == [4, 5]
     assert sorted(one(44, [24, 25, 26])) == [0, 3, 6]

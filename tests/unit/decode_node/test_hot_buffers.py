@@ -60,7 +60,7 @@ def test_what_was_hot_comes_back_in_the_same_order() -> None:
     for group, hint in enumerate(hints):
         for entry, position in enumerate(hint.tolist()):
             host_slot, device_slot = (
-                int(state.hot_to_host[group, row, entry]),
+                int(state.hot_to_lookup[group, row, entry]),
                 int(state.hot_slots[row, entry]),
             )
             assert int(state.host_pages[row, position // PAGE_SIZE]) == host_slot // PAGE_SIZE
@@ -74,7 +74,7 @@ def test_what_was_hot_comes_back_in_the_same_order() -> None:
     assert [hot.tolist() for hot in request.hot_positions] == [
         [3, 99, 50 + group, 17] for group in range(NUM_GROUPS)
     ]
-    assert (state.host_to_hot == -1).all()
+    assert (state.lookup_to_hot == -1).all()
     assert (state.host_pages[row] == -1).all()
 
 

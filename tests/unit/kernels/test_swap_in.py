@@ -90,7 +90,7 @@ class Buffer:
 
     def hot_positions(self, group: int = 0, row: int = ROW) -> list[int]:
         """What is at each hot_index, -1 where nothing is."""
-        slots: list[int] = self.state.hot_to_host[group, row].tolist()
+        slots: list[int] = self.state.hot_to_lookup[group, row].tolist()
         return [HOST_SLOTS.index(slot) if slot >= 0 else -1 for slot in slots]
 
     def resize(self, slots: list[int], seq_len: int) -> None:
@@ -230,16 +230,16 @@ def test_resizing_touches_no_other_row_and_every_group() -> None:
         assert num_warm == [3, 3]
     state.resize_row(1, torch.arange(4) + 10, torch.tensor([10, 11]), 10)
     state.check_consistency()
-    assert state.hot_to_host[:, 0, :3].tolist() == [[9, 8, 7], [9, 7, 6]]
-    assert (state.hot_to_host[:, 1, :2] - 20).tolist() == [[9, 8], [9, 7]]
-    assert (state.hot_to_host[:, 1, 2:] == -1).all()
+    assert state.hot_to_lookup[:, 0, :3].tolist() == [[9, 8, 7], [9, 7, 6]]
+    assert (state.hot_to_lookup[:, 1, :2] - 20).tolist() == [[9, 8], [9, 7]]
+    assert (state.hot_to_lookup[:, 1, 2:] == -1).all()
     assert state.capacity.tolist() == [4, 2]
 
 
 def test_resizing_refuses_other_slots_unchanged() -> None:
     buffer = Buffer()
     buffer.start(10, [0, 1, 2])
-    before = buffer.state.hot_to_host.clone()
+    before = buffer.state.hot_to_lookup.clone()
 
     def failure(hot_slots: list[int], seq_len: int = 10) -> str:
         with pytest.raises(KernelArgumentError) as caught:
@@ -253,7 +253,7 @@ def test_resizing_refuses_other_slots_unchanged() -> None:
     assert failure(list(range(7))) == "hot_slots length: expected a value in [1, 7), got 7"
     assert failure([]) == "hot_slots length: expected a value in [1, 7), got 0"
     assert failure(HOT_SLOTS, 21) == "seq_len: expected a value in [0, 21), got 21"
-    assert torch.equal(buffer.state.hot_to_host, before)
+    assert torch.equal(buffer.state.hot_to_lookup, before)
     assert buffer.state.hot_slots[ROW, :4].tolist() == HOT_SLOTS
 
 
@@ -288,7 +288,7 @@ def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step() -> None:
     buffer = Buffer()
     buffer.start(8, [7, 3, 1])
     buffer.state.host_pages[ROW, 2:] = -1
-    tables = ("host_to_hot", "hot_to_host", "stamps", "step", "counters")
+    tables = ("lookup_to_hot", "hot_to_lookup", "stamps", "step", "counters")
     before = {name: getattr(buffer.state, name).clone() for name in tables}
     host, requests = buffer.k_host.clone(), buffer.requests(9)
     assert newest_slots(*requests, buffer.state).tolist() == [-1]
@@ -428,7 +428,7 @@ def test_dense_rows_go_through_the_page_table() -> None:
 
 def test_padding_and_empty_batches_touch_nothing() -> None:
     buffer = Buffer()
-    before = buffer.state.hot_to_host.clone()
+    before = buffer.state.hot_to_lookup.clone()
     slots = swap_in(
         torch.zeros((2, 3), dtype=torch.int32),
         torch.tensor([4, 4]),
@@ -441,7 +441,7 @@ def test_padding_and_empty_batches_touch_nothing() -> None:
         k_dev=buffer.k_dev,
     )
     assert (slots == -1).all()
-    assert torch.equal(buffer.state.hot_to_host, before)
+    assert torch.equal(buffer.state.hot_to_lookup, before)
 
 
 @pytest.mark.I2
@@ -451,7 +451,7 @@ def test_reset_row_forgets_everything() -> None:
     buffer.start(10, [7, 3, 1])
     buffer.swap_in(11, [1, 2, 3, 4])
     buffer.state.reset_row(ROW)
-    for name in ("host_to_hot", "hot_to_host", "stamps", "step", "hot_slots", "capacity", "page_table",
+    for name in ("lookup_to_hot", "hot_to_lookup", "stamps", "step", "hot_slots", "capacity", "page_table",
                  "host_pages", "index_pages", "counters", "error_flags"):  # fmt: skip
         assert torch.equal(getattr(buffer.state, name), getattr(empty, name)), name
 
@@ -459,8 +459,8 @@ def test_reset_row_forgets_everything() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("host_to_hot", "which maps to hot_index -1"),
-        ("hot_to_host", "has stamp|used entries"),
+        ("lookup_to_hot", "which maps to hot_index -1"),
+        ("hot_to_lookup", "has stamp|used entries"),
         ("stamps", "has stamp -1"),
     ],
 )
@@ -468,7 +468,7 @@ def test_check_consistency_sees_a_broken_table(table: str, message: str) -> None
     buffer = Buffer()
     buffer.swap_in(11, [4, 5, -1, -1])
     tensor = getattr(buffer.state, table)
-    values = tensor[0] if table == "host_to_hot" else tensor[0, ROW]
+    values = tensor[0] if table == "lookup_to_hot" else tensor[0, ROW]
     values[int((values != -1).nonzero()[0])] = -1
     with pytest.raises(RuntimeError, match=message):
         buffer.state.check_consistency()
@@ -531,7 +531,7 @@ def test_errors_name_argument_expectation_and_value() -> None:
         KernelArgumentError, match=r"number of host_pages: expected a value in \[0, 6\), got 6"
     ):
         buffer.state.assign_row(0, torch.arange(3), torch.arange(6))
-    with pytest.raises(KernelArgumentError, match="num_host_slots: expected whole pages of 4, got 42"):
+    with pytest.raises(KernelArgumentError, match="num_lookup_slots: expected whole pages of 4, got 42"):
         HotBufferState.create(1, 3, 20, 6, 4, 42)
 
 
