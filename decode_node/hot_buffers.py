@@ -117,6 +117,7 @@ class HotBuffers:
             row,
             hot_slots=slots_tensor(holding[PoolKind.DEVICE])[: request.hot_capacity],
             host_pages=pages_tensor(holding[PoolKind.HOST], self.page_size),
+            lookup_pages=pages_tensor(holding[PoolKind.HOST], self.page_size),
             index_pages=index_pages,
             num_tokens=request.num_kv_tokens,
             hints=hints,
@@ -134,7 +135,8 @@ class HotBuffers:
         if request.mode is Mode.DENSE:
             self.state.set_pages(row, 0, pages_tensor(holding[PoolKind.DEVICE], self.page_size))
         else:
-            self.state.set_host_pages(row, 0, pages_tensor(holding[PoolKind.HOST], self.page_size))
+            pages = pages_tensor(holding[PoolKind.HOST], self.page_size)
+            self.state.set_host_pages(row, 0, pages, pages)
         self.state.set_index_pages(row, 0, pages_tensor(holding[PoolKind.INDEX], self.page_size))
 
     def retract(self, request: Request) -> None:

@@ -81,11 +81,17 @@ struct HotRow {
     bool fits;                           // every position has its own entry
     int newest_entry, newest_lookup_slot;
     int former_newest;                   // what is at newest_entry before this step; known to one thread
-    int* lookup_to_hot;                    // of all rows
-    int* hot_to_lookup;                    // [max_capacity], the row's part of each table
+    int* lookup_to_hot;                  // of all rows
+    int* hot_to_lookup;                  // [max_capacity], the row's part of each table
     int* stamps;                         // [max_capacity]
+    const int* host_pages;               // [max_pages]
     const int* hot_slots;                // [max_capacity]; in shared memory if they are kept there
 };
+
+// Where the bytes of a missing position are. Hits do not ask.
+__device__ __forceinline__ int host_slot_of(const HotRow& r, int position) {
+    return slot_in_page(__ldg(r.host_pages + page_of(position)), position);
+}
 
 // The positions of one thread: slice[k * NUM_PLANNERS + tid].
 struct Selection {
@@ -113,7 +119,7 @@ __device__ __forceinline__ bool look_up(
             if (!reads_ahead) continue;
             const int number = atomicAdd(&s.mail.num_early, 1);
             if (number >= max_early) continue;
-            Mailbox::post(s.mail.host_slots[number], mine.lookup_slot[k]);
+            Mailbox::post(s.mail.host_slots[number], host_slot_of(r, mine.position[k]));
             Mailbox::post(s.mail.device_slots[number], ABSENT);
             mine.early[k] = number;
         }
@@ -184,7 +190,7 @@ __device__ __forceinline__ void claim_misses(
             mine.miss[k] = first + __popc(claimed[k] & ((1u << lane) - 1));
             if (!reads_ahead && mine.miss[k] < max_early) {
                 mine.early[k] = mine.miss[k];
-                Mailbox::post(s.mail.host_slots[mine.miss[k]], mine.lookup_slot[k]);
+                Mailbox::post(s.mail.host_slots[mine.miss[k]], host_slot_of(r, mine.position[k]));
                 Mailbox::post(s.mail.device_slots[mine.miss[k]], ABSENT);
             }
         }

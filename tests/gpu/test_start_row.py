@@ -49,11 +49,13 @@ def test_a_life_of_a_row_without_a_wait(num_tokens: int, item_bytes: int) -> Non
     def live(state: HotBufferState, dev: torch.Tensor) -> None:
         num_pages = -(-num_tokens // 64)
         start_row(
-            state, 1, hot_slots=slots[:CAPACITY], host_pages=page_ids[:num_pages], index_pages=page_ids[:3],
-            num_tokens=num_tokens, hints=hints, layers_of_group=layers, k_host=host, k_dev=dev,
+            state, 1, hot_slots=slots[:CAPACITY], host_pages=page_ids[:num_pages],
+            lookup_pages=page_ids.flip(0)[:num_pages], index_pages=page_ids[:3], num_tokens=num_tokens,
+            hints=hints, layers_of_group=layers, k_host=host, k_dev=dev,
         )  # fmt: skip
         start_dense_row(state, 2, pages=page_ids[40:50], index_pages=page_ids[:1])
-        state.set_host_pages(1, num_pages, page_ids[num_pages : num_pages + 2])
+        more = slice(num_pages, num_pages + 2)
+        state.set_host_pages(1, num_pages, page_ids[more], page_ids.flip(0)[more])
         state.set_index_pages(1, 3, page_ids[3:4])
         state.set_pages(2, 10, page_ids[50:51])
         state.resize_row(1, slots[:CAPACITY], slots[:250], num_tokens)
