@@ -137,6 +137,7 @@ class Bench:
             host=life if is_hisparse else 0,
             device=capacity or life,
             index=life,
+            lookup=life if is_hisparse else 0,
             aux=0,
             req_row=1,
         )
@@ -145,6 +146,7 @@ class Bench:
                 host=max(PAGE_SIZE, round_up(need.host, PAGE_SIZE) * batch),
                 device=round_up(need.device, PAGE_SIZE) * batch,
                 index=round_up(life, PAGE_SIZE) * batch,
+                lookup=max(PAGE_SIZE, round_up(need.lookup, PAGE_SIZE) * batch),
                 aux=1,
                 req_row=batch,
             ),
@@ -156,6 +158,7 @@ class Bench:
             spec,
             self.memory,
             num_rows=batch,
+            num_lookup_slots=pools.totals.lookup,
             max_capacity=max(1, capacity),
             page_size=PAGE_SIZE,
         )

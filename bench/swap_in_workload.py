@@ -72,7 +72,7 @@ class Cell:
         hot_slots = torch.arange(batch * capacity).view(batch, capacity)
         host_pages = torch.arange(batch * pages_each).view(batch, pages_each)
         for row in range(batch):
-            self.state.assign_row(row, hot_slots[row], host_pages[row])
+            self.state.assign_row(row, hot_slots[row], host_pages[row], host_pages[row])
         self.rows = torch.arange(batch, dtype=torch.int32, device=device)
         self.num_real = torch.full((1,), batch, dtype=torch.int32, device=device)
 

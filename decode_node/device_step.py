@@ -250,7 +250,7 @@ class HostStep(DeviceStep):
         Mostly in contiguous pages, and then reading copies nothing.
         """
         request, seq_len = self._requests[req], self._seq_len_of[req]
-        first, *more = request.owned[PoolKind.INDEX]
+        first, *more = request.extents(PoolKind.INDEX)
         if not more:
             return layer_keys[first.start : first.start + seq_len]
         page_ids = self._index_page_table[request.req_row]

@@ -123,6 +123,7 @@ class DecodeEngine:
             spec,
             self._memory,
             num_rows=settings.max_running_requests,
+            num_lookup_slots=self.limits.totals.lookup,
             max_capacity=min(settings.device_buffer_size, spec.context_length),
             page_size=settings.page_size,
         )
@@ -298,6 +299,7 @@ class DecodeEngine:
             self.requests.select(RequestState.LANDING),
             self.requests.waiting() if situation != self._nothing_to_do_in else None,
             stuck,
+            self.requests.held,
         )
         # Those that run may need slots in any step; for who waits to be admitted something has to change.
         if plan == StepPlan() and situation[1] is not None:

@@ -1,15 +1,18 @@
-"""Owns the held prefixes: KV and indexer keys of requests that have ended, for the next that begins alike.
+"""Owns the held prefixes: KV and indexer keys that requests share, and that outlive them.
 
-Nothing is copied to hold a prefix, nor for a request of the same mode to use it. The slots that a request
-leaves stay where they are: whole pages of KV, in the host pool or, of a dense request, the device pool, and
-of its indexer keys. The next request with the same tokens takes them over as its own first pages, as many as
-they have in common, and the prefill node writes only what is behind them. One of the other mode takes over
-the indexer keys, and copies the KV (``prefix_copies.py``). So a prefix serves one request at a time (where a
-position is in a hot buffer is looked up by host slot), and comes back, longer, when that one ends.
+A tree of runs of whole pages, each behind its ``parent``: KV, in the host pool or, of dense requests, the
+device pool, and indexer keys. A request that begins like what is held uses the pages as they are: nothing is
+copied or sent, and its own slots are those behind them. So may any number of requests, of the same mode, at
+once. One of the other mode copies the pages to its own (``prefix_copies.py``).
 
-Held slots are as good as free: ``make_room`` gives up the least recently used ones, from their ends, before
-anybody who needs slots is told that there are none. So nobody is admitted later, or otherwise, for what is
-held. Only ``LiveRequests`` adds a prefix: no remote write may land in it.
+What is in the tree is never written again, by nobody: pages come in when all of their bytes are there and no
+remote write can land in them (``LiveRequests`` sees to that), the prompt's while the request still runs, the
+others at its end.
+
+Every prefix counts the requests that use it, and those that copy it; each of them uses all before it, too.
+What nobody uses is as good as free: ``make_room`` gives it up, the least recently used first and from the
+ends, before anybody who needs slots is told that there are none. So nobody is admitted later, or otherwise,
+for what is held.
 
 A page is found by a hash of all tokens up to its end, and of the model and its geometry, page size included.
 Pure bookkeeping, as in ``pools.py``.
@@ -19,12 +22,13 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from decode_node.pools import Holding, PoolKind, Pools, SlotCounts
+from protocol.messages import Extent
 from service.engine_messages import pack_token_ids
 from transfer.allocator import PoolIntegrityError
 from vocabulary import Mode
@@ -37,7 +41,7 @@ _KEY_BYTES: Final = 16
 
 KV_POOL: Final = {Mode.HISPARSE: PoolKind.HOST, Mode.DENSE: PoolKind.DEVICE}
 """Where the KV of a request is, and of the prefix that it leaves."""
-_OTHER: Final = {Mode.HISPARSE: Mode.DENSE, Mode.DENSE: Mode.HISPARSE}
+OTHER_MODE: Final = {Mode.HISPARSE: Mode.DENSE, Mode.DENSE: Mode.HISPARSE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +85,51 @@ def _key(last: PageKey, page: bytes) -> PageKey:
 
 @dataclass(eq=False, slots=True)
 class HeldPrefix:
-    """Pages with ``keys``, in order: as many of KV as of indexer keys."""
+    """Pages with ``keys``, in order, behind those of ``parent``: as many of KV as of indexer keys."""
 
     mode: Mode
+    parent: HeldPrefix | None
+    end_page: int
+    """Pages of a sequence up to its end, those before it included."""
     keys: list[PageKey]
     holding: Holding
+    num_users: int = 0
+    """Requests that have its pages among theirs."""
+    num_copies: int = 0
+    """Requests of the other mode that have yet to copy it."""
+
+    def chain(self) -> Iterator[HeldPrefix]:
+        """It and all before it, the last one first."""
+        prefix: HeldPrefix | None = self
+        while prefix is not None:
+            yield prefix
+            prefix = prefix.parent
+
+    def extents(self, kind: PoolKind) -> tuple[Extent, ...]:
+        """Of all pages up to its end, in order."""
+        parts = [prefix.holding[kind] for prefix in self.chain()]
+        return tuple(extent for part in reversed(parts) for extent in part)
+
+
+class Match(NamedTuple):
+    """The longest beginning of a sequence that is held: ``num_pages``, the last of them in ``prefix``."""
+
+    prefix: HeldPrefix
+    num_pages: int
+
+    def parts(self) -> Iterator[tuple[HeldPrefix, int]]:
+        """Every prefix that it is of, and how many of its pages."""
+        end_page = self.num_pages
+        for prefix in self.prefix.chain():
+            start_page = prefix.end_page - len(prefix.keys)
+            yield prefix, end_page - start_page
+            end_page = start_page
+
+
+def kv_and_index_slots(num_pages: Mapping[Mode, int], page_size: int) -> SlotCounts:
+    """What so many pages of each mode take."""
+    num_host, num_device = (page_size * num_pages[mode] for mode in (Mode.HISPARSE, Mode.DENSE))
+    return SlotCounts(host=num_host, device=num_device, index=num_host + num_device)
 
 
 class HeldPrefixes:
@@ -93,11 +137,15 @@ class HeldPrefixes:
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
-        self._prefixes: OrderedDict[HeldPrefix, None] = OrderedDict()
-        """Least recently used first."""
-        self._by_key: dict[Mode, dict[PageKey, dict[HeldPrefix, None]]] = {mode: {} for mode in Mode}
-        """Those that have a page. Who has it has all before it."""
-        self._num_pages = dict.fromkeys(Mode, 0)
+        self._by_key: dict[Mode, dict[PageKey, HeldPrefix]] = {mode: {} for mode in Mode}
+        """The prefix that has a page. Whatever is before that is held, too."""
+        self._prefixes: set[HeldPrefix] = set()
+        self._idle: OrderedDict[HeldPrefix, None] = OrderedDict()
+        """Those that nobody uses or copies, least recently used first, so none before what is behind it."""
+        self._num_unused = dict.fromkeys(Mode, 0)
+        """Pages without users."""
+        self._num_idle = dict.fromkeys(Mode, 0)
+        """Pages that nobody copies either."""
         self.num_evicted_tokens = 0
         """That were given up for somebody who needed the slots, since the start."""
 
@@ -105,70 +153,74 @@ class HeldPrefixes:
         return len(self._prefixes)
 
     @property
-    def slots(self) -> SlotCounts:
-        """What all of them hold."""
-        page_size, num_pages = self._pools.page_size, self._num_pages
-        num_host, num_device = (page_size * num_pages[mode] for mode in (Mode.HISPARSE, Mode.DENSE))
-        return SlotCounts(host=num_host, device=num_device, index=num_host + num_device)
+    def num_tokens(self) -> int:
+        """All that is held, in use or not."""
+        return sum(len(by_key) for by_key in self._by_key.values()) * self._pools.page_size
 
     @property
-    def num_tokens(self) -> int:
-        return self.slots.index
+    def unused(self) -> SlotCounts:
+        """What no request has among its pages; some may still copy it."""
+        return kv_and_index_slots(self._num_unused, self._pools.page_size)
 
-    def find(self, keys: Sequence[PageKey], mode: Mode) -> tuple[HeldPrefix, int] | None:
-        """The prefix of ``mode`` that has most of ``keys``, and how many; of equals the latest."""
+    @property
+    def idle(self) -> SlotCounts:
+        """What ``make_room`` can give up."""
+        return kv_and_index_slots(self._num_idle, self._pools.page_size)
+
+    def find(self, keys: Sequence[PageKey], mode: Mode) -> Match | None:
+        """The longest beginning of ``keys`` that is held in ``mode``."""
         by_key = self._by_key[mode]
         num_pages = bisect_left(keys, True, key=lambda key: key not in by_key)
-        if not num_pages:
-            return None
-        return next(reversed(by_key[keys[num_pages - 1]])), num_pages
+        return Match(by_key[keys[num_pages - 1]], num_pages) if num_pages else None
 
-    def take(
-        self, keys: Sequence[PageKey], mode: Mode, need: SlotCounts
-    ) -> tuple[Holding, Holding | None] | None:
-        """The longest beginning of ``keys`` that is held, for one request; what is behind it is given up.
+    def use(self, keys: Sequence[PageKey], mode: Mode, *, copy: bool = False) -> HeldPrefix:
+        """For one more request the prefix that ends with the last of ``keys``, which are all held.
 
-        When its KV is in the pool of the other mode, that is a holding of its own, the second one: HELD, for
-        the request to copy it. It is taken if it is twice as long as what ``mode`` left, because copies take
-        time as well, and if ``need`` fits beside it.
+        It stays until the request lets go of it. ``copy``: the request is of the other mode.
         """
-        found = self.find(keys, mode)
-        other = self.find(keys, _OTHER[mode])
-        num_own = 0 if found is None else found[1]
-        if other is not None and 2 * num_own <= other[1] and self._fits_beside(need, other):
-            found = other
-        if found is None:
-            return None
-        prefix, num_pages = found
-        self._cut(prefix, num_pages)
-        self._forget(prefix)
-        if prefix.mode is mode:
-            return prefix.holding, None
-        kind = KV_POOL[prefix.mode]
-        return prefix.holding, self._pools.split(prefix.holding, [kind], prefix.holding.num_slots(kind))
+        prefix = self._ending_at(keys, mode)
+        for part in prefix.chain():
+            self._count(part, -1)
+            part.num_users += not copy
+            part.num_copies += copy
+            self._count(part, 1)
+        return prefix
 
-    def _fits_beside(self, need: SlotCounts, found: tuple[HeldPrefix, int]) -> bool:
-        prefix, num_pages = found
-        num_slots = num_pages * self._pools.page_size
-        copied = SlotCounts(host=num_slots) if prefix.mode is Mode.HISPARSE else SlotCounts(device=num_slots)
-        return (self._pools.rounded(need) + copied).fits_in(self._pools.free + self.slots)
+    def let_go(self, prefix: HeldPrefix, *, copy: bool = False) -> None:
+        """One request fewer uses ``prefix``, or copies it."""
+        for part in prefix.chain():
+            self._count(part, -1)
+            part.num_users -= not copy
+            part.num_copies -= copy
+            self._count(part, 1)
+        self._pools.num_changes += 1
 
     def add(self, holding: Holding, keys: Sequence[PageKey], mode: Mode) -> None:
-        """Hold ``holding``, which is HELD, KV and indexer keys of as many whole pages as there are ``keys``.
+        """Hold ``holding``, which is HELD: KV and indexer keys of the last pages of those with ``keys``.
 
-        Raises PoolIntegrityError when it is not.
+        All before them must be held. What of them is held already is freed. Raises PoolIntegrityError.
         """
-        num_slots = len(keys) * self._pools.page_size
-        wanted = {KV_POOL[mode]: num_slots, PoolKind.INDEX: num_slots}
-        if {kind: holding.num_slots(kind) for kind in holding.extents} != wanted:
-            raise PoolIntegrityError(
-                f"room {holding.room}: {holding.extents} are not {len(keys)} pages to hold"
-            )
-        prefix = HeldPrefix(mode, list(keys), holding)
-        self._prefixes[prefix] = None
-        for key in prefix.keys:
-            self._by_key[mode].setdefault(key, {})[prefix] = None
-        self._num_pages[mode] += len(prefix.keys)
+        page_size = self._pools.page_size
+        num_slots = holding.num_slots(PoolKind.INDEX)
+        found = self.find(keys, mode)
+        num_found = 0 if found is None else found.num_pages
+        num_new = min(num_slots, (len(keys) - num_found) * page_size)
+        kinds = (KV_POOL[mode], PoolKind.INDEX)
+        if {kind: holding.num_slots(kind) for kind in holding.extents} != dict.fromkeys(kinds, num_slots):
+            raise PoolIntegrityError(f"room {holding.room}: {holding.extents} are not whole pages to hold")
+        if num_new != (len(keys) - num_found) * page_size:
+            raise PoolIntegrityError(f"room {holding.room}: what is before its pages is not held")
+        if num_new < num_slots:
+            self._pools.release(self._pools.split(holding, kinds, num_slots - num_new))
+        parent = self._ending_at(keys[:num_found], mode) if num_found else None
+        if num_new:
+            prefix = HeldPrefix(mode, parent, len(keys), list(keys[num_found:]), holding)
+            self._enter(prefix)
+            self._count(prefix, 1)
+        else:
+            self._pools.release(holding)
+        for part in () if parent is None else parent.chain():
+            self._touch(part)
 
     def make_room(self, missing: SlotCounts) -> None:
         """Give up as little as makes ``missing`` free, least recently used first, if it is held at all."""
@@ -177,7 +229,7 @@ class HeldPrefixes:
             short = {kind: -(-(missing[kind] - free[kind]) // page_size) for kind in PoolKind}
             if max(short.values()) <= 0:
                 return
-            for prefix in self._prefixes:
+            for prefix in self._idle:
                 num_pages = max(short[kind] for kind in prefix.holding.extents)
                 if num_pages > 0:
                     num_left = max(0, len(prefix.keys) - num_pages)
@@ -188,48 +240,116 @@ class HeldPrefixes:
                 return
 
     def flush(self) -> None:
-        """Give up everything."""
-        for prefix in tuple(self._prefixes):
+        """Give up everything that nobody uses."""
+        for prefix in tuple(self._idle):
             self._cut(prefix, 0)
 
-    def check_integrity(self) -> None:
-        """Raise PoolIntegrityError unless the index and the counts say what is held."""
-        num_pages = dict.fromkeys(Mode, 0)
-        num_entries = 0
+    def check_integrity(self, users: Iterable[HeldPrefix], copiers: Iterable[HeldPrefix]) -> None:
+        """Raise PoolIntegrityError unless the index and the counts say what is held, and who uses it.
+
+        ``users``: what each request has that uses one, likewise ``copiers``.
+        """
+        num_users = Counter(part for prefix in users for part in prefix.chain())
+        num_copies = Counter(part for prefix in copiers for part in prefix.chain())
+        num_unused, num_idle = dict.fromkeys(Mode, 0), dict.fromkeys(Mode, 0)
+        num_entries = dict.fromkeys(Mode, 0)
+        seen: set[HeldPrefix] = set()
+        for prefix in self._idle:
+            if prefix.parent in seen:
+                raise PoolIntegrityError(
+                    f"held prefix of room {prefix.holding.room}: would outlive its start"
+                )
+            seen.add(prefix)
         for prefix in self._prefixes:
-            num_pages[prefix.mode] += len(prefix.keys)
-            num_entries += len(prefix.keys)
-            num_slots = len(prefix.keys) * self._pools.page_size
-            kinds = {KV_POOL[prefix.mode]: num_slots, PoolKind.INDEX: num_slots}
+            where, num_pages = f"held prefix of room {prefix.holding.room}", len(prefix.keys)
+            kinds = dict.fromkeys((KV_POOL[prefix.mode], PoolKind.INDEX), num_pages * self._pools.page_size)
             if kinds != {kind: prefix.holding.num_slots(kind) for kind in prefix.holding.extents}:
-                raise PoolIntegrityError(f"held prefix of room {prefix.holding.room}: not {num_slots} slots")
-            if any(prefix not in self._by_key[prefix.mode].get(key, ()) for key in prefix.keys):
-                raise PoolIntegrityError(f"held prefix of room {prefix.holding.room}: a page cannot be found")
-        num_found = sum(len(found) for by_key in self._by_key.values() for found in by_key.values())
-        if num_pages != self._num_pages or num_entries != num_found:
-            raise PoolIntegrityError(f"held pages {num_pages}, counted as {self._num_pages}")
+                raise PoolIntegrityError(f"{where}: its slots are not {num_pages} pages")
+            start_page = 0 if prefix.parent is None else prefix.parent.end_page
+            if not num_pages or start_page + num_pages != prefix.end_page:
+                raise PoolIntegrityError(f"{where}: {num_pages} pages from {start_page} to {prefix.end_page}")
+            if prefix.parent is not None and prefix.parent not in self._prefixes:
+                raise PoolIntegrityError(f"{where}: what is before it is not held")
+            if any(self._by_key[prefix.mode].get(key) is not prefix for key in prefix.keys):
+                raise PoolIntegrityError(f"{where}: a page cannot be found")
+            if (prefix.num_users, prefix.num_copies) != (num_users[prefix], num_copies[prefix]):
+                raise PoolIntegrityError(
+                    f"{where}: {prefix.num_users} users and {prefix.num_copies} copies counted, "
+                    f"{num_users[prefix]} and {num_copies[prefix]} known"
+                )
+            is_unused = not prefix.num_users
+            is_idle = is_unused and not prefix.num_copies
+            if is_idle is not (prefix in self._idle):
+                raise PoolIntegrityError(f"{where}: idle {is_idle}, listed {prefix in self._idle}")
+            num_entries[prefix.mode] += num_pages
+            num_unused[prefix.mode] += num_pages * is_unused
+            num_idle[prefix.mode] += num_pages * is_idle
+        num_found = {mode: len(by_key) for mode, by_key in self._by_key.items()}
+        if (num_entries, num_unused, num_idle) != (num_found, self._num_unused, self._num_idle):
+            raise PoolIntegrityError(
+                f"held pages {num_entries}, unused {num_unused}, idle {num_idle}, "
+                f"counted as {num_found}, {self._num_unused}, {self._num_idle}"
+            )
+        if strays := (num_users.keys() | num_copies.keys()) - self._prefixes:
+            raise PoolIntegrityError(f"{len(strays)} prefixes are used and not held")
+
+    def _ending_at(self, keys: Sequence[PageKey], mode: Mode) -> HeldPrefix:
+        """The prefix that ends with the last of ``keys``: cut in two, if it goes on."""
+        prefix = self._by_key[mode][keys[-1]]
+        num_first = len(keys) - (prefix.end_page - len(prefix.keys))
+        if num_first == len(prefix.keys):
+            return prefix
+        self._count(prefix, -1)
+        first = HeldPrefix(
+            mode,
+            prefix.parent,
+            len(keys),
+            prefix.keys[:num_first],
+            self._pools.split(prefix.holding, prefix.holding.extents, num_first * self._pools.page_size),
+            prefix.num_users,
+            prefix.num_copies,
+        )
+        prefix.parent, prefix.keys = first, prefix.keys[num_first:]
+        self._enter(first)
+        for part in prefix.chain():
+            self._count(part, 1) if part in (prefix, first) else self._touch(part)
+        return first
+
+    def _enter(self, prefix: HeldPrefix) -> None:
+        self._prefixes.add(prefix)
+        self._by_key[prefix.mode].update(dict.fromkeys(prefix.keys, prefix))
+
+    def _count(self, prefix: HeldPrefix, sign: int) -> None:
+        """Its pages into the sums, or out of them before its users or pages change."""
+        num_pages = sign * len(prefix.keys)
+        if prefix.num_users:
+            return
+        self._num_unused[prefix.mode] += num_pages
+        if prefix.num_copies:
+            return
+        self._num_idle[prefix.mode] += num_pages
+        if sign > 0:
+            self._idle[prefix] = None
+        else:
+            del self._idle[prefix]
+
+    def _touch(self, prefix: HeldPrefix) -> None:
+        """It is the most recently used of those that nobody uses."""
+        if prefix in self._idle:
+            self._idle.move_to_end(prefix)
 
     def _cut(self, prefix: HeldPrefix, num_pages: int) -> None:
-        """Keep the first ``num_pages`` pages; of none, nothing."""
+        """Keep the first ``num_pages`` pages of an idle prefix that nothing is behind; of none, nothing."""
         for key in prefix.keys[num_pages:]:
-            self._unlink(prefix, key)
-        self._num_pages[prefix.mode] -= len(prefix.keys) - num_pages
+            del self._by_key[prefix.mode][key]
+        num_gone = len(prefix.keys) - num_pages
+        self._num_unused[prefix.mode] -= num_gone
+        self._num_idle[prefix.mode] -= num_gone
+        prefix.end_page -= num_gone
         del prefix.keys[num_pages:]
         if num_pages:
             self._pools.trim(prefix.holding, num_pages * self._pools.page_size)
         else:
-            del self._prefixes[prefix]
+            del self._idle[prefix]
+            self._prefixes.discard(prefix)
             self._pools.release(prefix.holding)
-
-    def _forget(self, prefix: HeldPrefix) -> None:
-        """Its holding is somebody's from now on."""
-        for key in prefix.keys:
-            self._unlink(prefix, key)
-        self._num_pages[prefix.mode] -= len(prefix.keys)
-        del self._prefixes[prefix]
-
-    def _unlink(self, prefix: HeldPrefix, key: PageKey) -> None:
-        by_key = self._by_key[prefix.mode]
-        del by_key[key][prefix]
-        if not by_key[key]:
-            del by_key[key]

@@ -27,7 +27,14 @@ class HotBuffers:
     """Tables for ``num_rows`` requests of up to ``max_context`` positions, over the pools of ``memory``."""
 
     def __init__(
-        self, spec: ModelSpec, memory: DecodeMemory, *, num_rows: int, max_capacity: int, page_size: int
+        self,
+        spec: ModelSpec,
+        memory: DecodeMemory,
+        *,
+        num_rows: int,
+        num_lookup_slots: int,
+        max_capacity: int,
+        page_size: int,
     ) -> None:
         self.spec = spec
         self.memory = memory
@@ -39,7 +46,7 @@ class HotBuffers:
             spec.context_length,
             max_capacity,
             page_size,
-            memory.k_host.shape[1],
+            num_lookup_slots,
             self.device,
         )
         self.miss_plan = MissPlan.create(num_rows, spec.index_topk, self.device)
@@ -103,10 +110,10 @@ class HotBuffers:
         return True
 
     def _fill(self, request: Request) -> None:
-        row, holding = request.req_row, request.owned
-        index_pages = pages_tensor(holding[PoolKind.INDEX], self.page_size)
+        row = request.req_row
+        index_pages = self._pages(request, PoolKind.INDEX)
         if request.mode is Mode.DENSE:
-            pages = pages_tensor(holding[PoolKind.DEVICE], self.page_size)
+            pages = self._pages(request, PoolKind.DEVICE)
             start_dense_row(self.state, row, pages=pages, index_pages=index_pages)
             return
         hints, request.hot_positions = request.hot_positions, None
@@ -115,8 +122,9 @@ class HotBuffers:
         start_row(
             self.state,
             row,
-            hot_slots=slots_tensor(holding[PoolKind.DEVICE])[: request.hot_capacity],
-            host_pages=pages_tensor(holding[PoolKind.HOST], self.page_size),
+            hot_slots=slots_tensor(request.owned[PoolKind.DEVICE])[: request.hot_capacity],
+            host_pages=self._pages(request, PoolKind.HOST),
+            lookup_pages=self._pages(request, PoolKind.LOOKUP),
             index_pages=index_pages,
             num_tokens=request.num_kv_tokens,
             hints=hints,
@@ -130,12 +138,16 @@ class HotBuffers:
 
         Waits for nothing. The row may still be being filled: that writes the same ids, or none.
         """
-        row, holding = request.req_row, request.owned
+        row = request.req_row
         if request.mode is Mode.DENSE:
-            self.state.set_pages(row, 0, pages_tensor(holding[PoolKind.DEVICE], self.page_size))
+            self.state.set_pages(row, 0, self._pages(request, PoolKind.DEVICE))
         else:
-            self.state.set_host_pages(row, 0, pages_tensor(holding[PoolKind.HOST], self.page_size))
-        self.state.set_index_pages(row, 0, pages_tensor(holding[PoolKind.INDEX], self.page_size))
+            pages = (self._pages(request, kind) for kind in (PoolKind.HOST, PoolKind.LOOKUP))
+            self.state.set_host_pages(row, 0, *pages)
+        self.state.set_index_pages(row, 0, self._pages(request, PoolKind.INDEX))
+
+    def _pages(self, request: Request, kind: PoolKind) -> Tensor:
+        return pages_tensor(request.extents(kind), self.page_size)
 
     def retract(self, request: Request) -> None:
         """Bring everything to the host before the device slots are given up; remember what was hot."""
@@ -168,12 +180,12 @@ class HotBuffers:
     def _hot_positions(self, request: Request) -> list[NDArray[np.int32]]:
         """What is in the hot buffer of each group, latest used first."""
         row = request.req_row
-        host_slots = self.state.hot_to_host[:, row].cpu().numpy()
+        lookup_slots = self.state.hot_to_lookup[:, row].cpu().numpy()
         stamps = self.state.stamps[:, row].cpu().numpy()
-        page_ids = pages_tensor(request.owned[PoolKind.HOST], self.page_size).numpy()
+        page_ids = self._pages(request, PoolKind.LOOKUP).numpy()
         by_id = np.argsort(page_ids)
         hot_positions = []
-        for slots_of_group, stamps_of_group in zip(host_slots, stamps, strict=True):
+        for slots_of_group, stamps_of_group in zip(lookup_slots, stamps, strict=True):
             by_use = slots_of_group[np.argsort(-stamps_of_group, kind="stable")]
             by_use = by_use[by_use != ABSENT]
             pages = by_id[np.searchsorted(page_ids, by_use // self.page_size, sorter=by_id)]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
-from decode_node.held_prefixes import KV_POOL, HeldPrefixes
+from decode_node.held_prefixes import KV_POOL, OTHER_MODE, HeldPrefixes, PageKey
 from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
@@ -28,6 +28,8 @@ _REMOTELY_WRITTEN = {
     Mode.DENSE: frozenset({PoolKind.DEVICE, PoolKind.INDEX, PoolKind.AUX}),
 }
 """The pools in which the prefill node writes a landing request; the rest of its slots is never remote."""
+
+_TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
 
 
 class Landing(Enum):
@@ -129,14 +131,13 @@ class LiveRequests:
 
     @property
     def available(self) -> SlotCounts:
-        """What can be given to requests: free slots, held ones, and those that are being copied from."""
-        sources = (request.source for request in self.copying.values() if request.source is not None)
-        return self.available_now + self.pools.held_by(sources)
+        """What can be given to requests: free slots, and held ones that nobody uses, copied from or not."""
+        return self.pools.free + self.held.unused
 
     @property
     def available_now(self) -> SlotCounts:
         """The same while nothing is copied to its end."""
-        return self.pools.free + self.held.slots
+        return self.pools.free + self.held.idle
 
     # --- the moves --------------------------------------------------------------------------------
 
@@ -186,25 +187,22 @@ class LiveRequests:
             self._queues[RequestState.CONNECTING][peer] = {each.room: each for each in in_order}
         self._set_deadline(request, deadline)
 
-    def admit(self, admission: Admission, instance_id: str, deadline: float) -> None:
-        """WAITING → LANDING, with everything reserved, a held prefix as its first pages if there is one.
+    def use_held(self, admission: Admission) -> None:
+        """Keep what of the prompt is held for the request, before anything of the plan makes room."""
+        request, keys = admission.request, admission.request.usable_keys[: admission.num_held_pages]
+        if admission.copies_held:
+            request.source = self.held.use(keys, OTHER_MODE[admission.mode], copy=True)
+        elif keys:
+            request.prefix = self.held.use(keys, admission.mode)
+        request.held_prefix_tokens = len(keys) * self.pools.page_size
 
-        Raises PoolExhausted, and then nothing changed.
-        """
+    def admit(self, admission: Admission, instance_id: str, deadline: float) -> None:
+        """WAITING → LANDING, with everything reserved. After ``use_held``. Raises PoolExhausted."""
         request = admission.request
-        if not self.pools.rounded(admission.need).fits_in(self.available_now):
-            self.pools.reserve(request.room, admission.need)  # which says what is missing
-        taken = self.held.take(request.usable_keys, admission.mode, admission.need)
-        if taken is None:
-            self.held.make_room(admission.need)
-            holding = self.pools.reserve(request.room, admission.need)
-        else:
-            holding, request.source = taken
-            request.held_prefix_tokens = holding.num_slots(PoolKind.INDEX)
-            self.held.make_room(self.pools.missing(holding, admission.need))
-            self.pools.take_over(holding, request.room, admission.need)
-            if request.source is not None:
-                self.copying[request.room] = request
+        self.held.make_room(self.pools.rounded(admission.need))
+        holding = self.pools.reserve(request.room, admission.need)
+        if request.source is not None:
+            self.copying[request.room] = request
         self._leave(request)
         self.num_queued[request.flag] -= 1
         request.move(RequestState.LANDING)
@@ -219,17 +217,22 @@ class LiveRequests:
         self._num_admitted += 1
 
     def copied(self, request: Request) -> None:
-        """The request has its held prefix in its own slots, and its source is nobody's."""
+        """The request has its held prefix in its own slots."""
         source, request.source = request.source, None
         if source is not None:
             del self.copying[request.room]
-            self.pools.release(source)
+            self.held.let_go(source, copy=True)
+            if request.state is RequestState.RUNNING:
+                self._share_prompt(request)
 
     def start(self, request: Request, lands_until: float = 0.0) -> None:
         """LANDING → RUNNING: all bytes are here, the aux record is read.
 
         ``lands_until``: when a batch was repeated, how long its bytes may land once more. They are the same,
         so the request may use them; its slots serve nobody else before.
+
+        The whole pages of its prompt are held from now on, if nothing is to happen to them any more. Where
+        others left the same, the request uses those, and its own are free.
         """
         self._leave(request)
         request.move(RequestState.RUNNING)
@@ -239,6 +242,28 @@ class LiveRequests:
         if not lands_until:
             self.pools.give_up(request.owned, [PoolKind.AUX])
         self.pools.move(request.owned, Stage.RUNNING)
+        self._share_prompt(request)
+
+    def _share_prompt(self, request: Request) -> None:
+        """Before its tables are filled: its pages may be others afterwards."""
+        if not request.may_share:
+            return
+        keys = self._hold(request, request.num_prompt_tokens)
+        if keys:
+            before, request.prefix = request.prefix, self.held.use(keys, request.mode)
+            if before is not None:
+                self.held.let_go(before)
+            self._note_reserved(request)
+
+    def _hold(self, request: Request, num_tokens: int) -> list[PageKey]:
+        """Hold the whole pages of its first ``num_tokens`` tokens; returns their keys."""
+        keys = request.kept_keys(num_tokens)
+        num_own = len(keys) - (request.prefix.end_page if request.prefix else 0)
+        if num_own > 0:
+            kinds = (KV_POOL[request.mode], PoolKind.INDEX)
+            own = self.pools.split(request.owned, kinds, num_own * self.pools.page_size)
+            self.held.add(own, keys, request.mode)
+        return keys
 
     def postpone(self, secs: float) -> None:
         """This node stood still for ``secs``, in which nothing could land."""
@@ -286,7 +311,7 @@ class LiveRequests:
         delivered room may still write to.
 
         What is good and quiet is held: of a RUNNING request that is ``is_sound`` all whole pages, otherwise
-        the held prefix that nothing was to land in. Of one that has still to copy that nothing is.
+        what it copied from a held prefix. What it shares stays where it is.
         """
         was_landing = request.state is RequestState.LANDING
         self._leave(request)
@@ -294,8 +319,7 @@ class LiveRequests:
         request.deadline = float("inf")
         del self._by_room[request.room]
         del self._by_request_id[request.request_id]
-        holding, request.holding = request.holding, None
-        if holding is None:
+        if request.holding is None:
             self.num_queued[request.flag] -= 1
             return
         may_land = landing is not Landing.QUIET if was_landing else request.lands_until > now
@@ -306,10 +330,11 @@ class LiveRequests:
             num_good_tokens = request.held_prefix_tokens
         else:
             num_good_tokens = request.num_kv_tokens if is_sound else 0
-        if keys := request.kept_keys(num_good_tokens):
-            kinds = (KV_POOL[request.mode], PoolKind.INDEX)
-            num_slots = len(keys) * self.pools.page_size
-            self.held.add(self.pools.split(holding, kinds, num_slots), keys, request.mode)
+        self._hold(request, num_good_tokens)
+        prefix, request.prefix = request.prefix, None
+        if prefix is not None:
+            self.held.let_go(prefix)
+        holding, request.holding = request.owned, None
         if not may_land:
             self.pools.release(holding)
             return
@@ -390,11 +415,13 @@ class LiveRequests:
         self._num_deadlines += 1
 
     def _note_reserved(self, request: Request) -> None:
-        slots = request.owned.num_slots
-        held = SlotCounts(slots(PoolKind.HOST), slots(PoolKind.DEVICE), slots(PoolKind.INDEX))
+        held = SlotCounts(*(request.owned.num_slots(kind) for kind in _TOKEN_POOLS))
         request.held_tokens = held
-        kv = held.device if request.mode is Mode.DENSE else held.host
-        request.reserved_tokens = min(kv, held.index)
+        num_shared = request.prefix.end_page * self.pools.page_size if request.prefix else 0
+        if request.mode is Mode.DENSE:
+            request.reserved_tokens = num_shared + min(held.device, held.index)
+        else:
+            request.reserved_tokens = min(num_shared + min(held.host, held.index), held.lookup)
 
     # --- what the node holds ----------------------------------------------------------------------
 
@@ -405,10 +432,14 @@ class LiveRequests:
                 Stage.LANDING: len(self._admitted[RequestState.LANDING]),
                 Stage.RUNNING: len(self._admitted[RequestState.RUNNING]),
                 Stage.QUARANTINED: len(self.quarantine),
-                Stage.HELD: len(self.held) + len(self.copying),
+                Stage.HELD: len(self.held),
             }
         )
-        self.held.check_integrity()
+        admitted = [request for requests in self._admitted.values() for request in requests.values()]
+        self.held.check_integrity(
+            users=[request.prefix for request in admitted if request.prefix is not None],
+            copiers=[request.source for request in admitted if request.source is not None],
+        )
 
 
 def _arrival(request: Request) -> int:

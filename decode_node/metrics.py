@@ -11,7 +11,7 @@ from protocol.messages import DROP_REASONS
 from service.engine_messages import EngineStats, PeerLane
 from vocabulary import HisparseFlag, Mode
 
-_TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX)
+_TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
 
 
 class Metrics:
@@ -122,7 +122,7 @@ class Metrics:
 
 def _pool_gauges(requests: LiveRequests) -> dict[str, float]:
     gauges: dict[str, float] = {}
-    totals, available, held = requests.pools.totals, requests.available, requests.held.slots
+    totals, available, held = requests.pools.totals, requests.available, requests.held.unused
     for kind in _TOKEN_POOLS:
         gauges[_labelled("pool_used_tokens", {"pool": kind})] = totals[kind] - available[kind]
         gauges[_labelled("pool_held_tokens", {"pool": kind})] = held[kind]

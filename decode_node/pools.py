@@ -20,11 +20,14 @@ from transfer.extents import slice_extents, total_length
 
 
 class PoolKind(StrEnum):
-    """HOST, DEVICE and INDEX count token slots, AUX aux records, REQ_ROW rows of the per-request tables."""
+    """HOST, DEVICE and INDEX count token slots, LOOKUP those of the tables that say what is hot (there are no
+    bytes behind these), AUX aux records, REQ_ROW rows of the per-request tables.
+    """
 
     HOST = "host"
     DEVICE = "device"
     INDEX = "index"
+    LOOKUP = "lookup"
     AUX = "aux"
     REQ_ROW = "req_row"
 
@@ -36,7 +39,7 @@ class Stage(StrEnum):
     RUNNING = "running"
     QUARANTINED = "quarantined"
     HELD = "held"
-    """A prefix of a request that has ended, for one that begins alike: see ``held_prefixes.py``."""
+    """A prefix that requests share, or that one left for others: see ``held_prefixes.py``."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class SlotCounts:
     host: int = 0
     device: int = 0
     index: int = 0
+    lookup: int = 0
     aux: int = 0
     req_row: int = 0
 
@@ -57,6 +61,7 @@ class SlotCounts:
             self.host + other.host,
             self.device + other.device,
             self.index + other.index,
+            self.lookup + other.lookup,
             self.aux + other.aux,
             self.req_row + other.req_row,
         )
@@ -66,6 +71,7 @@ class SlotCounts:
             self.host - other.host,
             self.device - other.device,
             self.index - other.index,
+            self.lookup - other.lookup,
             self.aux - other.aux,
             self.req_row - other.req_row,
         )
@@ -75,6 +81,7 @@ class SlotCounts:
             self.host <= available.host
             and self.device <= available.device
             and self.index <= available.index
+            and self.lookup <= available.lookup
             and self.aux <= available.aux
             and self.req_row <= available.req_row
         )
@@ -84,7 +91,7 @@ class SlotCounts:
 class Holding:
     """What one request, one quarantined room or one held prefix owns. Changed by ``Pools`` only.
 
-    ``room``: of a held prefix the one that it is of.
+    ``room``: of a held prefix the one that it was of.
     """
 
     room: Room
@@ -107,8 +114,8 @@ class Holding:
 class Pools:
     """The allocators of all pools and every Holding that was reserved from them.
 
-    ``host``, ``device``, ``index``: token slots, handed out in pages; a part of a page at their end stays
-    unused.
+    ``host``, ``device``, ``index``, ``lookup``: token slots, handed out in pages; a part of a page at their
+    end stays unused.
     """
 
     def __init__(self, totals: SlotCounts, page_size: int) -> None:
@@ -185,29 +192,6 @@ class Pools:
         for kind in kinds:
             self._allocators[kind].free(holding.extents.pop(kind, ()))
 
-    def take_over(self, holding: Holding, room: Room, need: SlotCounts) -> None:
-        """Make a held prefix the beginning of what ``room`` needs, for KV that is to land behind it.
-
-        ``need``: in all, with what ``holding`` has of it. Raises PoolExhausted, and then nothing changed.
-        """
-        self._check_known(holding)
-        missing = self.missing(holding, need)
-        for kind in PoolKind:
-            if not self._allocators[kind].can_allocate(missing[kind]):
-                free, total = self.free[kind], self.totals[kind]
-                raise PoolExhausted(f"room {room}, {kind} pool", missing[kind], free, total)
-        holding.room = room
-        self.move(holding, Stage.LANDING)
-        for kind in PoolKind:
-            if missing[kind]:
-                self.grow(holding, kind, missing[kind])
-
-    def missing(self, holding: Holding | None, need: SlotCounts) -> SlotCounts:
-        """What ``need`` takes beyond what ``holding`` has, in whole pages."""
-        held = SlotCounts() if holding is None else self.held_by([holding])
-        rounded = self.rounded(need)
-        return SlotCounts(*(max(0, rounded[kind] - held[kind]) for kind in PoolKind))
-
     def split(self, holding: Holding, kinds: Iterable[PoolKind], num_slots: int) -> Holding:
         """A new holding, HELD, of the first ``num_slots`` slots that ``holding`` has of each of ``kinds``.
 
@@ -275,4 +259,4 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def _granularity(kind: PoolKind, page_size: int) -> int:
-    return page_size if kind in (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX) else 1
+    return 1 if kind in (PoolKind.AUX, PoolKind.REQ_ROW) else page_size

@@ -1,7 +1,7 @@
-"""Owns the copies of held prefixes to the pool of the other mode: from host to device for dense, and back.
+"""Owns the copies of held prefixes to requests of the other mode: from host to device for dense, and back.
 
-A request that takes over what one of the other mode left has the indexer keys as they are, and needs the KV
-in the other pool: its own slots are filled from the prefix's, its ``source`` meanwhile. That is done
+A request that begins like what one of the other mode left needs the KV in the other pool, and indexer keys of
+its own beside it: its first slots are filled from the prefix's, its ``source`` meanwhile. That is done
 a slice in a turn of the engine's loop, while the rest of the prompt is computed and sent, so that no step
 waits for more than a slice. On a GPU a slice runs in a stream of its own beside the step, and the next one
 follows when it is over.
@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from decode_node.held_prefixes import KV_POOL
 from decode_node.memory import DecodeMemory
+from decode_node.pools import PoolKind
 from decode_node.request import Request
 from transfer.extents import extents_to_slots
 from transfer.plan import plan_writes
-from vocabulary import Mode
 
 SLICE_BYTES: Final = 32 << 20
 """0.7 ms of PCIe beside a step."""
@@ -86,28 +87,34 @@ class PrefixCopies:
 
     def _slices(self, request: Request) -> Iterator[None]:
         """Enqueues a slice for each time that it is asked."""
-        memory = self._memory
-        source = request.source
+        left_bytes, left_copies = self.slice_bytes, SLICE_COPIES
+        for src, dst, src_start, dst_start, length in self._ranges(request):
+            item_bytes, done = src.shape[1], 0
+            while done < length:
+                if left_bytes <= 0 or not left_copies:
+                    yield
+                    left_bytes, left_copies = self.slice_bytes, SLICE_COPIES
+                num = min(length - done, max(1, left_bytes // item_bytes))
+                at, to = src_start + done, dst_start + done
+                dst[to : to + num].copy_(src[at : at + num], non_blocking=True)
+                left_bytes -= num * item_bytes
+                left_copies -= 1
+                done += num
+        yield
+
+    def _ranges(self, request: Request) -> Iterator[tuple[Tensor, Tensor, int, int, int]]:
+        """Of every layer, [num_slots, item_bytes]: from where to where, and how many slots that follow."""
+        memory, source = self._memory, request.source
         if source is None:
             raise RuntimeError(f"room {request.room} has no source to copy a held prefix from")
-        to_device = request.mode is Mode.DENSE
-        src, dst = (memory.k_host, memory.k_dev) if to_device else (memory.k_dev, memory.k_host)
-        (from_kind,) = source.extents
-        num_tokens = source.num_slots(from_kind)
-        dst_slots = extents_to_slots(request.owned[KV_POOL[request.mode]])[:num_tokens]
-        runs = plan_writes(extents_to_slots(source[from_kind]), dst_slots)
-        most_tokens = max(1, self.slice_bytes // src.shape[2])
-        left_tokens, left_copies = most_tokens, SLICE_COPIES
-        for src_layer, dst_layer in zip(src, dst, strict=True):
+        pools = {PoolKind.HOST: memory.k_host, PoolKind.DEVICE: memory.k_dev, PoolKind.INDEX: memory.index}
+        for src_kind, dst_kind in (
+            (KV_POOL[source.mode], KV_POOL[request.mode]),
+            (PoolKind.INDEX, PoolKind.INDEX),
+        ):
+            src_slots = extents_to_slots(source.extents(src_kind))
+            runs = plan_writes(src_slots, extents_to_slots(request.owned[dst_kind])[: len(src_slots)])
             columns = (runs.src_start.tolist(), runs.dst_start.tolist(), runs.length.tolist())
-            for src_start, dst_start, length in zip(*columns, strict=True):
-                done = 0
-                while done < length:
-                    if not left_tokens or not left_copies:
-                        yield
-                        left_tokens, left_copies = most_tokens, SLICE_COPIES
-                    num = min(length - done, left_tokens)
-                    at, to = src_start + done, dst_start + done
-                    dst_layer[to : to + num].copy_(src_layer[at : at + num], non_blocking=True)
-                    left_tokens, left_copies, done = left_tokens - num, left_copies - 1, done + num
-        yield
+            for src_layer, dst_layer in zip(pools[src_kind], pools[dst_kind], strict=True):
+                for src_start, dst_start, length in zip(*columns, strict=True):
+                    yield src_layer, dst_layer, src_start, dst_start, length

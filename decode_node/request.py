@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decode_node.held_prefixes import PageKey, PromptKeys
+from decode_node.held_prefixes import KV_POOL, HeldPrefix, PageKey, PromptKeys
 from decode_node.pools import Holding, PoolKind, SlotCounts
-from protocol.messages import Room
+from protocol.messages import Extent, Room
 from service.engine_messages import RequestStats
+from transfer.extents import joined
 from vocabulary import HisparseFlag, Mode, SamplingParams, TokenLogprob
 
 
@@ -28,7 +29,8 @@ class RequestState(StrEnum):
     """Waits in the admission queue. Owns nothing."""
     LANDING = "landing"
     """The prefill node may write. Owns the landing zone (host slots when hisparse, device pages when dense),
-    index pages, an aux slot and a req_row; hisparse: the device slots of its hot buffer to be."""
+    index pages, an aux slot and a req_row; hisparse: lookup slots, and the device slots of its hot buffer to
+    be. Of a held prefix it uses, and does not own, the pages before those."""
     RUNNING = "running"
     """In the batch. Owns the same but the aux slot, unless something may still land (``lands_until``), and
     what it has grown by. It sits steps out while it has no slot for its next token."""
@@ -91,10 +93,12 @@ class Request:
     holding: Holding | None = None
     held_prefix_tokens: int = 0
     """Of the prompt, in whole pages: their KV and indexer keys were here already, so nothing lands there."""
-    source: Holding | None = None
-    """KV of the held prefix in the pool of the other mode, until it is copied; owned beside ``holding``."""
+    prefix: HeldPrefix | None = None
+    """The first of its pages, shared with whoever begins alike; its own are behind them."""
+    source: HeldPrefix | None = None
+    """A held prefix of the other mode, until it is copied to the first of its own pages."""
     held_tokens: SlotCounts = field(default_factory=SlotCounts)
-    """What it holds of the pools of tokens."""
+    """What it owns of the pools of tokens."""
     reserved_tokens: int = 0
     """Positions, from 0 on, that have a slot in every pool that they need one in."""
     hot_capacity: int = 0
@@ -156,6 +160,12 @@ class Request:
             raise IllegalMove(f"room {self.room} is {self.state} and owns nothing")
         return self.holding
 
+    def extents(self, kind: PoolKind) -> tuple[Extent, ...]:
+        """Its slots in the order of positions: those that it shares, and its own behind them."""
+        if self.prefix is None or kind not in (KV_POOL[self.mode], PoolKind.INDEX):
+            return self.owned[kind]
+        return joined(self.prefix.extents(kind) + self.owned[kind])
+
     @property
     def req_row(self) -> int:
         return self.owned.only_slot(PoolKind.REQ_ROW)
@@ -171,8 +181,20 @@ class Request:
 
     @property
     def may_leave_pages(self) -> bool:
-        """Whether its device pages may serve others: bytes may still land in those of a dense request."""
-        return self.mode is Mode.DENSE and not self.lands_until
+        """Whether it may go on as hisparse, its device pages for others.
+
+        Not while bytes may land in them, and not when it shares some, which others would go on to use.
+        """
+        return self.mode is Mode.DENSE and not self.lands_until and self.prefix is None
+
+    @property
+    def may_share(self) -> bool:
+        """Whether others may use the pages of its prompt while it runs.
+
+        So they may when all is there and nothing can land once more, unless it may have to leave its pages.
+        """
+        keeps_pages = self.mode is Mode.HISPARSE or self.reserved_tokens >= self.life_tokens
+        return keeps_pages and not self.lands_until and self.source is None
 
     @property
     def usable_keys(self) -> tuple[PageKey, ...]:

@@ -327,6 +327,8 @@ class RequestLife:
     # --- from the scheduler -----------------------------------------------------------------------
 
     def carry_out(self, plan: StepPlan, now: float) -> None:
+        for admission in plan.admissions:
+            self.requests.use_held(admission)
         for exchange in plan.exchanges:
             self._exchange(exchange, now)
         for growth in plan.growths:
@@ -378,7 +380,7 @@ class RequestLife:
             self._copied(request, now)
 
     def _make_available(self, need: SlotCounts, now: float) -> None:
-        """Slots that are copied from are nobody's in a moment: who needs them now does not wait for turns."""
+        """What is copied can be given up in a moment: who needs the slots does not wait for turns."""
         rounded = self.requests.pools.rounded(need)
         for request in tuple(self.requests.copying.values()):
             if rounded.fits_in(self.requests.available_now):
@@ -482,13 +484,13 @@ def _landing(message: RoomFailed) -> Landing:
 
 def _bootstrap(request: Request) -> Bootstrap:
     """Where the prompt's KV is to land, behind what is held of it."""
-    holding, start, stop = request.owned, request.held_prefix_tokens, request.num_prompt_tokens
+    start, stop = request.held_prefix_tokens, request.num_prompt_tokens
     return Bootstrap(
         room=request.room,
         num_prompt_tokens=stop,
-        kv_extents=slice_extents(holding[KV_POOL[request.mode]], start, stop),
-        index_extents=slice_extents(holding[PoolKind.INDEX], start, stop),
-        aux_slot=holding.only_slot(PoolKind.AUX),
+        kv_extents=slice_extents(request.extents(KV_POOL[request.mode]), start, stop),
+        index_extents=slice_extents(request.extents(PoolKind.INDEX), start, stop),
+        aux_slot=request.owned.only_slot(PoolKind.AUX),
         hisparse=request.mode is Mode.HISPARSE,
         attempt=1 + request.admitted_seq,
         num_held_tokens=start,

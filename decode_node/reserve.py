@@ -3,23 +3,27 @@
 Requests get slots step by step, and together they may ask for more than there is. Nothing that was computed
 is given up for that: who gets no slots sits steps out and keeps what it has. So that nobody waits for ever,
 slots are granted only while there is an order in which everybody can end, one after the other, with what is
-free and what those before it leave (the banker's algorithm, for the host, the device and the index pool
-together):
+free and what those before it leave (the banker's algorithm, for the host, the device, the index and the
+lookup pool together):
 
 - The first in the order can have all that it lacks from what is free, so it never sits out. When it ends,
   the next is the first. Nobody new is admitted while somebody sits out, so everybody gets there, the oldest
   too.
 - A dense request can end in two ways: in device pages, or in a hot buffer and host slots for its whole life.
+  One that shares pages ends in device pages.
+- Shared pages are free when the last of those that use them has ended, and not before.
 - A request whose KV is on its way comes last, and nobody counts on what it holds: when its prefill node
-  vanishes, its slots may never be free again. Slots in quarantine are not free, and nobody counts on them
-  either.
+  vanishes, its slots may never be free again, and what it shares is in use meanwhile. Slots in quarantine
+  are not free, and nobody counts on them either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from decode_node.held_prefixes import HeldPrefix
 from decode_node.pools import SlotCounts, round_up
 from decode_node.request import Request
 from vocabulary import Mode
@@ -27,15 +31,17 @@ from vocabulary import Mode
 _ANY = 1 << 60
 """More slots than there are."""
 
-_Slots = tuple[int, int, int]
-"""Of the host, the device and the index pool. Of the others a request holds all that it needs, always."""
+_Slots = tuple[int, int, int, int]
+"""Of the host, the device, the index and the lookup pool. Of others a request always has all it needs."""
 
 
 class Claim(NamedTuple):
-    """What a request holds, and what it lacks to end, one way or another."""
+    """What a request owns, and what it lacks to end, one way or another."""
 
     held: _Slots
     ways: tuple[_Slots, ...]
+    prefix: HeldPrefix | None = None
+    """What it shares."""
 
 
 class Place(NamedTuple):
@@ -46,16 +52,29 @@ class Place(NamedTuple):
     available: _Slots
 
 
-def claim_of(request: Request, mode: Mode, held: SlotCounts, min_capacity: int, page_size: int) -> Claim:
-    """Of ``request`` with ``held`` in ``mode``. ``min_capacity``: of a hot buffer that works for it."""
-    pages = round_up(request.life_tokens, page_size)
-    lacks_host, lacks_index = max(0, pages - held.host), max(0, pages - held.index)
+def claim_of(
+    request: Request,
+    mode: Mode,
+    held: SlotCounts,
+    min_capacity: int,
+    page_size: int,
+    num_shared_pages: int = 0,
+) -> Claim:
+    """Of ``request`` with ``held`` in ``mode``, behind pages that it shares.
+
+    ``min_capacity``: of a hot buffer that works for it.
+    """
+    life = round_up(request.life_tokens, page_size)
+    own = life - num_shared_pages * page_size
+    lacks_host, lacks_index = max(0, own - held.host), max(0, own - held.index)
+    lacks_lookup = max(0, life - held.lookup)
     if mode is Mode.HISPARSE:
-        ways: tuple[_Slots, ...] = ((lacks_host, 0, lacks_index),)
-    else:
+        return Claim(slots_of(held), ((lacks_host, 0, lacks_index, lacks_lookup),))
+    ways: tuple[_Slots, ...] = ((0, max(0, own - held.device), lacks_index, 0),)
+    if not num_shared_pages:
         lacks_hot_buffer = max(0, round_up(min_capacity, page_size) - held.device)
-        ways = ((0, max(0, pages - held.device), lacks_index), (lacks_host, lacks_hot_buffer, lacks_index))
-    return Claim(_slots(held), ways)
+        ways += ((lacks_host, lacks_hot_buffer, lacks_index, lacks_lookup),)
+    return Claim(slots_of(held), ways)
 
 
 class Reserve:
@@ -65,8 +84,17 @@ class Reserve:
     it is back. So ``keep`` the requests of ``order`` one by one, and give to each before it is kept.
     """
 
-    def __init__(self, free: SlotCounts, running: Iterable[tuple[Request, Claim]]) -> None:
-        self._available = _slots(free)
+    def __init__(
+        self,
+        free: SlotCounts,
+        running: Iterable[tuple[Request, Claim]],
+        pinned: Mapping[HeldPrefix, int],
+        page_size: int,
+    ) -> None:
+        """``pinned``: pages, from their start, of prefixes that those share whose KV is on its way."""
+        self._available = slots_of(free)
+        self._pinned = pinned
+        self._page_size = page_size
         self.is_safe = True
         """Whether there is such an order. Without one, those who cannot end come last and get nothing."""
         self.order = tuple(self._order(running))
@@ -78,12 +106,17 @@ class Reserve:
     def _order(self, running: Iterable[tuple[Request, Claim]]) -> Iterator[Place]:
         """Whoever lacks least is tried first. Whoever can end makes it no harder for the others."""
         pending = sorted(running, key=_lack)
+        num_users = Counter(part for _, claim in pending if claim.prefix for part in claim.prefix.chain())
         while pending:
             left = []
             for request, claim in pending:
                 if self._can_end(claim):
                     yield Place(request, claim, self._available)
                     self._available = _sum(self._available, claim.held)
+                    for part in claim.prefix.chain() if claim.prefix else ():
+                        num_users[part] -= 1
+                        if not num_users[part]:
+                            self._available = _sum(self._available, self._unpinned(part))
                 else:
                     left.append((request, claim))
             if len(left) == len(pending):
@@ -91,6 +124,10 @@ class Reserve:
                 yield from (Place(request, claim, self._available) for request, claim in left)
                 return
             pending = left
+
+    def _unpinned(self, part: HeldPrefix) -> _Slots:
+        num_slots = (len(part.keys) - self._pinned.get(part, 0)) * self._page_size
+        return (num_slots, 0, num_slots, 0) if part.mode is Mode.HISPARSE else (0, num_slots, num_slots, 0)
 
     def _can_end(self, claim: Claim) -> bool:
         ways = claim.ways
@@ -111,13 +148,13 @@ class Reserve:
 
     def allows(self, slots: SlotCounts) -> bool:
         """Whether all that were kept can end when ``slots`` are given away; those below 0 are given back."""
-        need = _slots(slots)
+        need = slots_of(slots)
         if self._most is not None and not _fits(need, self._most):
             return False
         return all(any(_fits(need, slack) for slack in by_way) for by_way in self._by_way)
 
     def give(self, slots: SlotCounts) -> None:
-        need = _slots(slots)
+        need = slots_of(slots)
         if self._most is not None:
             self._most = _difference(self._most, need)
         self._by_way = [[_difference(slack, need) for slack in by_way] for by_way in self._by_way]
@@ -134,12 +171,13 @@ class Reserve:
 
 
 def _lack(entry: tuple[Request, Claim]) -> int:
-    host, device, _ = entry[1].ways[0]
+    host, device, *_ = entry[1].ways[0]
     return host + device
 
 
-def _slots(counts: SlotCounts) -> _Slots:
-    return counts.host, counts.device, counts.index
+def slots_of(counts: SlotCounts) -> _Slots:
+    """Of the pools that requests get slots of step by step."""
+    return counts.host, counts.device, counts.index, counts.lookup
 
 
 def _slack(available: _Slots, way: _Slots) -> _Slots:
@@ -148,19 +186,25 @@ def _slack(available: _Slots, way: _Slots) -> _Slots:
         available[0] - way[0] if way[0] else _ANY,
         available[1] - way[1] if way[1] else _ANY,
         available[2] - way[2] if way[2] else _ANY,
+        available[3] - way[3] if way[3] else _ANY,
     )
 
 
 def _fits(need: _Slots, available: _Slots) -> bool:
-    return need[0] <= available[0] and need[1] <= available[1] and need[2] <= available[2]
+    return (
+        need[0] <= available[0]
+        and need[1] <= available[1]
+        and need[2] <= available[2]
+        and need[3] <= available[3]
+    )
 
 
 def _sum(one: _Slots, other: _Slots) -> _Slots:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3]
 
 
 def _difference(one: _Slots, other: _Slots) -> _Slots:
-    return one[0] - other[0], one[1] - other[1], one[2] - other[2]
+    return one[0] - other[0], one[1] - other[1], one[2] - other[2], one[3] - other[3]
 
 
 def _least(one: _Slots, other: _Slots) -> _Slots:
@@ -168,4 +212,5 @@ def _least(one: _Slots, other: _Slots) -> _Slots:
         one[0] if one[0] < other[0] else other[0],
         one[1] if one[1] < other[1] else other[1],
         one[2] if one[2] < other[2] else other[2],
+        one[3] if one[3] < other[3] else other[3],
     )

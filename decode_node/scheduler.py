@@ -3,7 +3,8 @@
 ``plan_step`` looks at counts of free slots and at requests, and changes nothing. Its rules:
 
 - A request is admitted with the slots of its prompt and ``growth_tokens`` more, and gets as many again each
-  time before the step that needs them, in all pools alike. A grant, to whomever, leaves everybody a way to
+  time before the step that needs them, in all pools alike. Of a prompt whose beginning is held it needs those
+  behind that. A grant, to whomever, leaves everybody a way to
   their end (``reserve.py``). Who cannot be granted more sits steps out: nothing that was computed is given
   up.
 - Growth comes before admission, and nobody is admitted while somebody sits out.
@@ -24,13 +25,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
+from decode_node.held_prefixes import OTHER_MODE, HeldPrefix, HeldPrefixes, Match, kv_and_index_slots
 from decode_node.pools import SlotCounts, round_up
 from decode_node.request import Request
-from decode_node.reserve import Claim, Place, Reserve, claim_of
+from decode_node.reserve import Claim, Place, Reserve, claim_of, slots_of
 from vocabulary import HisparseFlag, Mode
 
 MAX_LOOKED_AT = 256
@@ -75,15 +77,19 @@ class Limits:
     def in_pages(self, num_tokens: int) -> int:
         return round_up(num_tokens, self.page_size)
 
-    def kv_slots(self, request: Request, mode: Mode, num_tokens: int) -> SlotCounts:
-        """What KV of ``num_tokens`` takes, in whole pages."""
+    def kv_slots(
+        self, request: Request, mode: Mode, num_tokens: int, num_shared_pages: int = 0
+    ) -> SlotCounts:
+        """What KV of ``num_tokens`` takes behind pages that are shared, in whole pages."""
         in_pages = self.in_pages(min(num_tokens, request.life_tokens))
+        own = in_pages - num_shared_pages * self.page_size
         if mode is Mode.DENSE:
-            return SlotCounts(device=in_pages, index=in_pages)
-        return SlotCounts(host=in_pages, index=in_pages)
+            return SlotCounts(device=own, index=own)
+        return SlotCounts(host=own, index=own, lookup=in_pages)
 
-    def claim(self, request: Request, mode: Mode, held: SlotCounts) -> Claim:
-        return claim_of(request, mode, held, self.min_capacity(request), self.page_size)
+    def claim(self, request: Request, mode: Mode, held: SlotCounts, num_shared_pages: int = 0) -> Claim:
+        min_capacity = self.min_capacity(request)
+        return claim_of(request, mode, held, min_capacity, self.page_size, num_shared_pages)
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,14 @@ class Admission:
     mode: Mode
     need: SlotCounts
     hot_capacity: int
+    num_held_pages: int = 0
+    """Of its prompt: nothing is to land in these."""
+    copies_held: bool = False
+    """They are of the other mode, and to be copied to the first of ``need``."""
+
+    @property
+    def num_shared_pages(self) -> int:
+        return 0 if self.copies_held else self.num_held_pages
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,7 @@ class Growth:
 class Exchange:
     """Give up all device slots, and go on as hisparse with a hot buffer of ``hot_capacity`` entries.
 
-    ``need``: host slots and index pages that a dense request takes for that.
+    ``need``: host, index and lookup slots that a dense request takes for that.
     """
 
     request: Request
@@ -161,17 +175,31 @@ def plan_step(
     landing: Sequence[Request],
     waiting: Iterable[Request] | None,
     stuck: SlotCounts = _NONE,
+    held: HeldPrefixes | None = None,
 ) -> StepPlan:
     """What to do before the next forward. ``waiting``: in order of arrival, every one of them admissible.
 
     None: nobody could be admitted last time, and nothing has changed. ``stuck``: slots that may never be free
-    again.
+    again. ``free``: with what of ``held`` nobody uses.
     """
-    planner = _Planner(limits, free, running, landing, stuck)
+    planner = _Planner(limits, free, running, landing, stuck, held)
     planner.grow()
     if waiting is not None and not planner.is_short and planner.admit(waiting):
         planner.enlarge_hot_buffers()
     return StepPlan(tuple(planner.exchanges.values()), tuple(planner.growths), tuple(planner.admissions))
+
+
+class _Held(NamedTuple):
+    """What is held of a prompt in the eyes of its admission."""
+
+    match: Match
+    is_copied: bool
+    taken: SlotCounts
+    """What of it nobody uses so far: it counts as free, and does no longer."""
+
+    @property
+    def num_shared_pages(self) -> int:
+        return 0 if self.is_copied else self.match.num_pages
 
 
 @dataclass
@@ -181,6 +209,7 @@ class _Planner:
     running: Sequence[Request]
     landing: Sequence[Request]
     stuck: SlotCounts
+    held: HeldPrefixes | None
     exchanges: dict[Request, Exchange] = field(default_factory=dict)
     growths: list[Growth] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
@@ -190,6 +219,17 @@ class _Planner:
     """Made when something is to be given away: mostly nothing is."""
     _kept: SlotCounts = _NONE
     """A page for each request that will grow."""
+    _pinned: dict[HeldPrefix, int] = field(default_factory=dict)
+    """Pages of prefixes that whoever lands, or is about to, shares or copies."""
+    _holds: dict[Request, tuple[Mode, SlotCounts]] = field(default_factory=dict)
+    """Of those to whom this plan gives slots, or others."""
+    _admitted: list[Claim] = field(default_factory=list)
+    """Of those that it admits."""
+
+    def __post_init__(self) -> None:
+        for request in self.landing:
+            for part in request.prefix.chain() if request.prefix else ():
+                self._pinned[part] = len(part.keys)
 
     def grow(self) -> None:
         """Slots for the newest tokens of requests that have none left, in the order in which all can end."""
@@ -200,34 +240,44 @@ class _Planner:
 
     def _make_reserve(self, short: set[Request]) -> Reserve:
         """The order in which all can end, once a plan; ``short`` requests get what it leaves them."""
-        if self._reserve is not None:
-            return self._reserve
-        limits = self.limits
+        if self._reserve is None:
+            self._reserve = self._in_order(self._pinned, short)
+            growing = [r for r in (*self.running, *self.landing) if r.reserved_tokens < r.life_tokens]
+            num_dense, page = sum(r.mode is Mode.DENSE for r in growing), self.limits.page_size
+            num_hisparse = len(growing) - num_dense
+            self._kept = SlotCounts(
+                num_hisparse * page, num_dense * page, len(growing) * page, num_hisparse * page
+            )
+        return self._reserve
+
+    def _in_order(self, pinned: Mapping[HeldPrefix, int], short: Collection[Request] = ()) -> Reserve:
         claims = ((r, self._claim(r)) for r in self.running)
-        self._reserve = reserve = Reserve(self.available, claims)
+        reserve = Reserve(self.available, claims, pinned, self.limits.page_size)
         for place in reserve.order:
             claim = self._grown(place, reserve) if place.request in short else place.claim
             reserve.keep(claim, place.available)
         for request in self.landing:
             reserve.keep_landing(self._claim(request))
-        growing = [r for r in (*self.running, *self.landing) if r.reserved_tokens < r.life_tokens]
-        num_dense, page = sum(r.mode is Mode.DENSE for r in growing), limits.page_size
-        num_hisparse = len(growing) - num_dense
-        self._kept = SlotCounts(num_hisparse * page, num_dense * page, len(growing) * page)
+        for claim in self._admitted:
+            reserve.keep_landing(claim)
         return reserve
 
     def _claim(self, request: Request) -> Claim:
-        held, ways = self.limits.claim(request, request.mode, request.held_tokens)
+        mode, held = self._holds.get(request, (request.mode, request.held_tokens))
+        num_shared_pages = request.prefix.end_page if request.prefix else 0
+        own, ways, _ = self.limits.claim(request, mode, held, num_shared_pages)
         # Who may not leave its pages for a while should not have to wait for that.
-        return Claim(held, ways[:1] if request.lands_until else ways)
+        return Claim(own, ways[:1] if request.lands_until else ways, request.prefix)
 
     def _grown(self, place: Place, reserve: Reserve) -> Claim:
         """Give a request more slots, or others. What it claims of everybody else stays the same."""
         request, held = place.request, place.request.held_tokens
+        num_shared_pages = request.prefix.end_page if request.prefix else 0
         for num_tokens in (request.next_seq_len - 1 + self.limits.growth_tokens, request.next_seq_len):
-            need = _missing(self.limits.kv_slots(request, request.mode, num_tokens), held)
+            need = _missing(self.limits.kv_slots(request, request.mode, num_tokens, num_shared_pages), held)
             if self._may_give(need, reserve):
                 self.growths.append(Growth(request, need))
+                self._holds[request] = request.mode, held + need
                 self._give(need, reserve)
                 return place.claim
         if request.may_leave_pages:
@@ -239,6 +289,7 @@ class _Planner:
                 given = need + SlotCounts(device=self.limits.in_pages(capacity) - held.device)
                 if self._may_give(given, reserve):
                     self.exchanges[request] = Exchange(request, capacity, need)
+                    self._holds[request] = Mode.HISPARSE, held + given
                     self._give(given, reserve)
                     return Claim(place.claim.held, place.claim.ways[1:])
         self.is_short = True
@@ -256,10 +307,8 @@ class _Planner:
             if admission is None:
                 return False
             self.admissions.append(admission)
-            self.available -= admission.need
-            self._make_reserve(set()).give_landing(self.limits.claim(request, admission.mode, admission.need))
-            held = admission.need.device if admission.mode is Mode.DENSE else admission.need.host
-            if held < request.life_tokens:
+            num_reserved = admission.need.index + admission.num_shared_pages * self.limits.page_size
+            if num_reserved < request.life_tokens:
                 self._kept += self.limits.kv_slots(request, admission.mode, 1)
         return True
 
@@ -286,36 +335,99 @@ class _Planner:
 
     def _place_hisparse(self, request: Request) -> Admission | None:
         num_tokens = request.num_prompt_tokens + self.limits.growth_tokens
-        elsewhere = self.limits.kv_slots(request, Mode.HISPARSE, num_tokens) + SlotCounts(aux=1, req_row=1)
-        if not self._may_land(request, Mode.HISPARSE, elsewhere):
-            return None
         min_capacity = self.limits.min_capacity(request)
-        if not self._hot_capacity(request):
-            self._shrink_hot_buffers(self.limits.in_pages(min_capacity))
-        for capacity in (self._hot_capacity(request), min_capacity):
-            need = elsewhere + SlotCounts(device=self.limits.in_pages(capacity))
-            if capacity and self._may_land(request, Mode.HISPARSE, need):
-                return Admission(request, Mode.HISPARSE, need, capacity)
+        for held in self._held_for(request, Mode.HISPARSE):
+            elsewhere = self._need(request, Mode.HISPARSE, num_tokens, held)
+            if not self._may_land(request, Mode.HISPARSE, elsewhere, held):
+                continue
+            if not self._hot_capacity(request):
+                self._shrink_hot_buffers(self.limits.in_pages(min_capacity))
+            for capacity in (self._hot_capacity(request), min_capacity):
+                need = elsewhere + SlotCounts(device=self.limits.in_pages(capacity))
+                if capacity and (reserve := self._may_land(request, Mode.HISPARSE, need, held)):
+                    return self._land(Admission(request, Mode.HISPARSE, need, capacity), held, reserve)
         return None
 
     def _place_dense(self, request: Request, lengths: Iterable[int]) -> Admission | None:
         """With pages for the first of ``lengths``, in tokens, that can be had."""
         for num_tokens in lengths:
-            need = self.limits.kv_slots(request, Mode.DENSE, num_tokens) + SlotCounts(aux=1, req_row=1)
-            if self._may_land(request, Mode.DENSE, need):
-                return Admission(request, Mode.DENSE, need, 0)
+            for held in self._held_for(request, Mode.DENSE):
+                need = self._need(request, Mode.DENSE, num_tokens, held)
+                if reserve := self._may_land(request, Mode.DENSE, need, held):
+                    return self._land(Admission(request, Mode.DENSE, need, 0), held, reserve)
         return None
 
-    def _may_land(self, request: Request, mode: Mode, need: SlotCounts) -> bool:
-        if not need.fits_in(self.available):
-            return False
+    def _need(self, request: Request, mode: Mode, num_tokens: int, held: _Held | None) -> SlotCounts:
+        num_shared_pages = held.num_shared_pages if held else 0
+        kv = self.limits.kv_slots(request, mode, num_tokens, num_shared_pages)
+        return kv + SlotCounts(aux=1, req_row=1)
+
+    def _held_for(self, request: Request, mode: Mode) -> Iterator[_Held | None]:
+        """What of the prompt is held, the best first: of ``mode``, or of the other, if it is worth the copy.
+
+        That is when it is twice as long, because copies take time as well.
+        """
+        own = other = None
+        if self.held is not None:
+            own, other = (self.held.find(request.usable_keys, each) for each in (mode, OTHER_MODE[mode]))
+        if other is not None and 2 * (own.num_pages if own else 0) <= other.num_pages:
+            yield _Held(other, True, self._taken(other))
+        yield _Held(own, False, self._taken(own)) if own else None
+
+    def _taken(self, match: Match) -> SlotCounts:
+        num_pages = dict.fromkeys(Mode, 0)
+        for part, num in match.parts():
+            if not part.num_users:
+                num_pages[part.mode] += max(0, num - self._pinned.get(part, 0))
+        return kv_and_index_slots(num_pages, self.limits.page_size)
+
+    def _may_land(self, request: Request, mode: Mode, need: SlotCounts, held: _Held | None) -> Reserve | None:
+        """The order in which all can end, this request the last, when it may have ``need``."""
+        taken = need + held.taken if held else need
+        if not taken.fits_in(self.available):
+            return None
         reserve = self._make_reserve(set())
-        fits = (need + self._kept).fits_in(self.available)
-        return fits and reserve.allows_landing(self.limits.claim(request, mode, need))
+        if not (taken + self._kept).fits_in(self.available):
+            return None
+        if held is not None and self._is_counted_on(held):
+            reserve = self._in_order(self._pinned_with(held))
+        return reserve if reserve.allows_landing(self._landing_claim(request, mode, need, held)) else None
+
+    def _is_counted_on(self, held: _Held) -> bool:
+        """Whether some of it, which is shared from now on, would be free when those that run have ended."""
+        return not held.is_copied and any(
+            part.num_users and num > self._pinned.get(part, 0) for part, num in held.match.parts()
+        )
+
+    def _landing_claim(self, request: Request, mode: Mode, need: SlotCounts, held: _Held | None) -> Claim:
+        """With what it takes, of what is held too, for what it owns: nobody counts on either."""
+        if held is None:
+            return self.limits.claim(request, mode, need)
+        claim = self.limits.claim(request, mode, need, held.num_shared_pages)
+        return claim._replace(held=slots_of(need + held.taken))
+
+    def _pinned_with(self, held: _Held) -> dict[HeldPrefix, int]:
+        return self._pinned | {part: max(num, self._pinned.get(part, 0)) for part, num in held.match.parts()}
+
+    def _land(self, admission: Admission, held: _Held | None, reserve: Reserve) -> Admission:
+        """It takes its slots from all that come after it in the plan."""
+        request, mode, need = admission.request, admission.mode, admission.need
+        claim = self._landing_claim(request, mode, need, held)
+        reserve.give_landing(claim)
+        self._reserve = reserve
+        self._admitted.append(claim)
+        self.available -= need
+        if held is None:
+            return admission
+        self.available -= held.taken
+        self._pinned = self._pinned_with(held)
+        return replace(admission, num_held_pages=held.match.num_pages, copies_held=held.is_copied)
 
     def _is_comfortable(self, request: Request) -> bool:
         """Whether the device pool keeps its margin when this request gets all pages of its whole life."""
-        left = self._spare_device() - self.limits.in_pages(request.life_tokens)
+        held = next(self._held_for(request, Mode.DENSE))
+        need = self._need(request, Mode.DENSE, request.life_tokens, held)
+        left = self._spare_device() - need.device - (held.taken.device if held else 0)
         return left >= self._device_margin
 
     @property
@@ -343,7 +455,9 @@ class _Planner:
             return
         for request, gain in gains:
             self.exchanges[request] = Exchange(request, self.limits.min_capacity(request))
-            self.available += SlotCounts(device=gain)
+            freed = SlotCounts(device=gain)
+            self._holds[request] = request.mode, request.held_tokens - freed
+            self.available += freed
 
     def _with_large_hot_buffers(self) -> list[Request]:
         """Running requests that may have more than the minimum and stay as they are so far, latest first."""
@@ -385,6 +499,7 @@ def _missing(wanted: SlotCounts, held: SlotCounts) -> SlotCounts:
         max(0, wanted.host - held.host),
         max(0, wanted.device - held.device),
         max(0, wanted.index - held.index),
+        max(0, wanted.lookup - held.lookup),
     )
 
 

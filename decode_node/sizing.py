@@ -18,6 +18,10 @@ AUX_SLOTS_PER_ROW = 4
 """More than one, because a quarantined room keeps its aux slot and frees its req_row: so often may a prefill
 node vanish with as many rooms as can be in a batch, less one, before somebody has to say that it is gone."""
 
+LOOKUPS_PER_HOST_TOKEN = 2
+"""Lookup slots for each host slot when no other number is given: requests that share host pages look each up
+for themselves, so what all of them have together may be twice the host pool."""
+
 BASE_RESERVE_BYTES = 1 << 30
 """For activations: workspaces of libraries, buffers of the layers, the memory of CUDA graphs."""
 LOGIT_COPIES = 4
@@ -49,11 +53,18 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
     index_tokens = settings.index_pool_tokens or round_up(
         settings.host_pool_tokens + device_pool_tokens, page_size
     )
+    lookup_tokens = settings.lookup_pool_tokens or LOOKUPS_PER_HOST_TOKEN * settings.host_pool_tokens
+    if lookup_tokens < settings.host_pool_tokens:
+        raise DecodeSettingsError(
+            f"lookup_pool_tokens {lookup_tokens}: less than host_pool_tokens {settings.host_pool_tokens}, "
+            "each of which a request looks up; give at least as many, or 0 for twice as many"
+        )
     return Limits(
         totals=SlotCounts(
             host=settings.host_pool_tokens // page_size * page_size,
             device=device_pool_tokens // page_size * page_size,
             index=index_tokens // page_size * page_size,
+            lookup=lookup_tokens // page_size * page_size,
             aux=settings.max_running_requests * AUX_SLOTS_PER_ROW,
             req_row=settings.max_running_requests,
         ),
@@ -124,21 +135,20 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
 def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     """Of ``HotBufferState`` and the miss plans.
 
-    What grows with the context is three page ids a page and row. Where positions are in the hot buffers is
-    looked up by host slot: 4 bytes a group for each token of the host pool, which is 3% of its indexer keys
-    in fp8.
+    What grows with the context is four page ids a page and row. Where positions are in the hot buffers is
+    looked up by lookup slot: 4 bytes a group each, which for two a token of the host pool is 6% of its
+    indexer keys in fp8.
     """
     num_groups, num_rows = spec.num_index_layers, settings.max_running_requests
     context, max_pages = spec.context_length, -(-spec.context_length // settings.page_size)
     capacity = min(settings.device_buffer_size, context)
-    host_slots = settings.host_pool_tokens // settings.page_size * settings.page_size
-    host_to_hot = 4 * num_groups * (host_slots + 1)
-    hot_to_host_and_stamps = 2 * 4 * num_groups * capacity
+    lookup_to_hot = 4 * num_groups * (make_limits(settings, spec, 0).totals.lookup + 1)
+    hot_to_lookup_and_stamps = 2 * 4 * num_groups * capacity
     hot_slots = 4 * capacity
-    three_page_tables = 3 * 4 * max_pages
+    page_tables = 4 * 4 * max_pages
     counters, capacity_and_flags, step = 3 * 8, 2 * 4, 4 * num_groups
-    tables = host_to_hot + num_rows * (
-        hot_to_host_and_stamps + hot_slots + three_page_tables + counters + capacity_and_flags + step
+    tables = lookup_to_hot + num_rows * (
+        hot_to_lookup_and_stamps + hot_slots + page_tables + counters + capacity_and_flags + step
     )
     plans = [num_rows]
     if 0 < settings.micro_batch_min_bs <= num_rows:

@@ -92,9 +92,10 @@ _POOL = _struct(
 )  # fmt: skip
 _POOLS = np.dtype((_POOL, (2,)))
 _TABLES = _struct(
-    host_to_hot=_POINTER, hot_to_host=_POINTER, stamps=_POINTER, step=_POINTER,
-    hot_slots=_POINTER, capacity=_POINTER, page_table=_POINTER, host_pages=_POINTER, counters=_POINTER,
-    error_flags=_POINTER, num_rows=_INT, max_context=_INT, max_capacity=_INT, max_pages=_INT,
+    lookup_to_hot=_POINTER, hot_to_lookup=_POINTER, stamps=_POINTER, step=_POINTER,
+    hot_slots=_POINTER, capacity=_POINTER, page_table=_POINTER, host_pages=_POINTER, lookup_pages=_POINTER,
+    counters=_POINTER, error_flags=_POINTER, num_rows=_INT, max_context=_INT, max_capacity=_INT,
+    max_pages=_INT,
 )  # fmt: skip
 _REQUESTS = _struct(
     seq_lens=_POINTER, req_rows=_POINTER, num_real_reqs=_POINTER, num_reqs=_INT, seq_lens_are_64=_INT,
@@ -110,9 +111,9 @@ _SWAP_IN = _struct(
 _COPY = _struct(plan=_PLAN, pools=_POOLS, layer=_INT, padding=_INT)
 _FILL = _struct(
     tables=_TABLES, pools=_POOLS, staged=_POINTER, hot_slots=_POINTER, host_pages=_POINTER,
-    index_pages=_POINTER, capacity=_POINTER, group_host_slots=_LONG, group_entries=_LONG, row=_INT,
-    num_hot_slots=_INT, num_host_pages=_INT, num_index_pages=_INT, num_layers=_INT, num_groups=_INT,
-    max_warm=_INT, num_hints=_INT,
+    lookup_pages=_POINTER, index_pages=_POINTER, capacity=_POINTER, group_lookup_slots=_LONG,
+    group_entries=_LONG, row=_INT, num_hot_slots=_INT, num_host_pages=_INT, num_index_pages=_INT,
+    num_layers=_INT, num_groups=_INT, max_warm=_INT, num_hints=_INT,
 )  # fmt: skip
 _BACKUP = _struct(tables=_TABLES, requests=_REQUESTS, pools=_POOLS, num_layers=_INT, padding=_INT)
 _NEWEST_SLOTS = _struct(tables=_TABLES, requests=_REQUESTS, out=_POINTER)
@@ -222,6 +223,7 @@ def start_row(
     row: int,
     hot_slots: Tensor,
     host_pages: Tensor,
+    lookup_pages: Tensor,
     index_pages: Tensor,
     warm_up: WarmUp,
     layers_of_group: Sequence[Sequence[int]],
@@ -233,7 +235,8 @@ def start_row(
         for group, of_group in enumerate(layers_of_group)
         for layer in of_group
     ]
-    parts = (hot_slots, host_pages, index_pages, np.array(layers), warm_up.num_warm, warm_up.positions)
+    pages = (host_pages, lookup_pages, index_pages)
+    parts = (hot_slots, *pages, np.array(layers), warm_up.num_warm, warm_up.positions)
     host_staged = torch.empty(
         sum(math.prod(part.shape) for part in parts), dtype=torch.int32, pin_memory=True
     )  # which torch keeps until the copy from it is done
@@ -245,10 +248,10 @@ def start_row(
     parameters["tables"] = _tables(state, 0)
     parameters["pools"] = _pools(pools)
     parameters["staged"] = staged.data_ptr()
-    for name in ("hot_slots", "host_pages", "index_pages", "capacity"):
+    for name in ("hot_slots", "host_pages", "lookup_pages", "index_pages", "capacity"):
         parameters[name] = getattr(state, name)[row].data_ptr()
-    parameters["group_host_slots"] = state.host_to_hot.stride(0)
-    parameters["group_entries"] = state.hot_to_host.stride(0)
+    parameters["group_lookup_slots"] = state.lookup_to_hot.stride(0)
+    parameters["group_entries"] = state.hot_to_lookup.stride(0)
     parameters["row"] = row
     parameters["num_hot_slots"] = hot_slots.shape[0]
     parameters["num_host_pages"] = host_pages.shape[0]
@@ -429,7 +432,7 @@ def _launch_copies(kernel: Any, device: torch.device, parameters: npt.NDArray[An
 def _tables(state: HotBufferState, group: int) -> tuple[int, ...]:
     grouped = (
         tensor.data_ptr() + group * tensor.stride(0) * tensor.element_size()
-        for tensor in (state.host_to_hot, state.hot_to_host, state.stamps, state.step)
+        for tensor in (state.lookup_to_hot, state.hot_to_lookup, state.stamps, state.step)
     )
     shared = (
         tensor.data_ptr()
@@ -438,6 +441,7 @@ def _tables(state: HotBufferState, group: int) -> tuple[int, ...]:
             state.capacity,
             state.page_table,
             state.host_pages,
+            state.lookup_pages,
             state.counters,
             state.error_flags,
         )

@@ -6,16 +6,20 @@ entry ``i`` is a hot_index, and the slot behind it is the same in every layer be
 
 Rules that every writer of the tables keeps:
 
-- ``host_to_hot`` and ``hot_to_host`` are inverse to each other in every group: a host slot is in one hot
-  buffer at most, and what is of no hisparse row is empty. A host page is so in one hisparse row at most.
+- ``lookup_to_hot`` and ``hot_to_lookup`` are inverse to each other in every group: a lookup slot is in one
+  hot buffer at most, and what is of no hisparse row is empty. A lookup page is so in one hisparse row at
+  most.
 - While ``seq_len <= capacity`` position ``p`` lives at hot_index ``p``.
 - From then on the newest position lives at hot_index ``capacity - 1``, and the others anywhere below it.
 - An entry that has to make room is of the oldest age class there is; free entries are older than any, and
   those of one class go in the order of their hot_index.
 - A row of capacity 0 is dense: its positions are found through ``page_table``.
 
-A position is looked up through its host slot and not through its row, so that the tables grow with the host
-pool and not with the number of rows times the longest context.
+A page of a hisparse row has two ids. Its host page is where the bytes are: rows that begin alike may share
+it. Its lookup page is the row's own, with no bytes behind it: a position is looked up through its lookup
+slot and not through its row, so that the tables grow with the tokens that can be looked up at once and not
+with the number of rows times the longest context. Only who copies bytes reads ``host_pages``: misses, backup
+and warm-up.
 
 The tensors live on the model's device with fixed addresses, so that a CUDA graph can hold them; the CPU
 reference works on the same layout.
@@ -39,8 +43,8 @@ ABSENT = -1
 HITS, MISSES, EVICTIONS = range(3)
 """Columns of ``counters``."""
 
-MAX_HOST_SLOTS = 2**31 - 2
-"""Host slots are int32 on the device, and there is one more than are handed out."""
+MAX_LOOKUP_SLOTS = 2**31 - 2
+"""Lookup slots are int32 on the device, and there is one more than are handed out. So are host slots."""
 
 
 class HotBufferError(IntFlag):
@@ -62,10 +66,10 @@ class HotBufferState:
     A request's row is its req_row. Counters and flags accumulate until ``reset_row``.
     """
 
-    host_to_hot: Tensor
-    """[num_groups, num_host_slots + 1] hot_index of a host slot; the last one is nobody's and stays empty."""
-    hot_to_host: Tensor
-    """[num_groups, num_rows, max_capacity] host slot at a hot_index."""
+    lookup_to_hot: Tensor
+    """[num_groups, num_lookup_slots + 1] hot_index of a lookup slot; the last one is nobody's and empty."""
+    hot_to_lookup: Tensor
+    """[num_groups, num_rows, max_capacity] lookup slot at a hot_index."""
     stamps: Tensor
     """[num_groups, num_rows, max_capacity] step in which the entry was last used; ABSENT where free."""
     step: Tensor
@@ -77,7 +81,9 @@ class HotBufferState:
     page_table: Tensor
     """[num_rows, max_pages] device page_id of each page of a dense row."""
     host_pages: Tensor
-    """[num_rows, max_pages] host page_id of each page of a hisparse row."""
+    """[num_rows, max_pages] host page_id of each page of a hisparse row; other rows may have it too."""
+    lookup_pages: Tensor
+    """[num_rows, max_pages] lookup page_id of each page of a hisparse row, and of no other."""
     index_pages: Tensor
     """[num_rows, max_pages] page_id of each page of a row's indexer keys; 0 where there is none."""
     counters: Tensor
@@ -96,23 +102,23 @@ class HotBufferState:
         max_context: int,
         max_capacity: int,
         page_size: int,
-        num_host_slots: int,
+        num_lookup_slots: int,
         device: torch.device | str = "cpu",
     ) -> HotBufferState:
-        """Empty tables: every row is dense and has no pages. ``num_host_slots``: whole pages."""
+        """Empty tables: every row is dense and has no pages. ``num_lookup_slots``: whole pages."""
         for name, value in (
             ("num_groups", num_groups),
             ("num_rows", num_rows),
             ("max_context", max_context),
             ("max_capacity", max_capacity),
             ("page_size", page_size),
-            ("num_host_slots", num_host_slots),
+            ("num_lookup_slots", num_lookup_slots),
         ):
             check_at_least(name, value, 1)
-        check_range("num_host_slots", num_host_slots, 1, MAX_HOST_SLOTS + 1)
-        if num_host_slots % page_size:
+        check_range("num_lookup_slots", num_lookup_slots, 1, MAX_LOOKUP_SLOTS + 1)
+        if num_lookup_slots % page_size:
             raise KernelArgumentError(
-                f"num_host_slots: expected whole pages of {page_size}, got {num_host_slots}"
+                f"num_lookup_slots: expected whole pages of {page_size}, got {num_lookup_slots}"
             )
         max_pages = -(-max_context // page_size)
 
@@ -120,14 +126,15 @@ class HotBufferState:
             return torch.full(shape, fill, dtype=dtype, device=device)
 
         return cls(
-            host_to_hot=table(num_groups, num_host_slots + 1),
-            hot_to_host=table(num_groups, num_rows, max_capacity),
+            lookup_to_hot=table(num_groups, num_lookup_slots + 1),
+            hot_to_lookup=table(num_groups, num_rows, max_capacity),
             stamps=table(num_groups, num_rows, max_capacity),
             step=table(num_groups, num_rows, fill=0),
             hot_slots=table(num_rows, max_capacity),
             capacity=table(num_rows, fill=0),
             page_table=table(num_rows, max_pages),
             host_pages=table(num_rows, max_pages),
+            lookup_pages=table(num_rows, max_pages),
             index_pages=table(num_rows, max_pages, fill=0),
             counters=table(num_rows, 3, fill=0, dtype=torch.int64),
             error_flags=table(num_rows, fill=0),
@@ -137,19 +144,19 @@ class HotBufferState:
 
     @property
     def num_groups(self) -> int:
-        return self.hot_to_host.shape[0]
+        return self.hot_to_lookup.shape[0]
 
     @property
     def num_rows(self) -> int:
-        return self.hot_to_host.shape[1]
+        return self.hot_to_lookup.shape[1]
 
     @property
     def max_capacity(self) -> int:
-        return self.hot_to_host.shape[2]
+        return self.hot_to_lookup.shape[2]
 
     @property
-    def num_host_slots(self) -> int:
-        return self.host_to_hot.shape[1] - 1
+    def num_lookup_slots(self) -> int:
+        return self.lookup_to_hot.shape[1] - 1
 
     @property
     def max_pages(self) -> int:
@@ -157,45 +164,46 @@ class HotBufferState:
 
     @property
     def device(self) -> torch.device:
-        return self.hot_to_host.device
+        return self.hot_to_lookup.device
 
     # What follows only launches work on the current stream of the tables' device; nothing waits for it.
 
     def reset_row(self, row: int) -> None:
         """Forget everything about ``row``; it is dense, without pages, afterwards."""
         check_range("row", row, 0, self.num_rows)
-        self._forget(self.hot_to_host[:, row])
-        self.hot_to_host[:, row].fill_(ABSENT)
+        self._forget(self.hot_to_lookup[:, row])
+        self.hot_to_lookup[:, row].fill_(ABSENT)
         self.stamps[:, row].fill_(ABSENT)
         self.step[:, row].fill_(0)
         self.hot_slots[row].fill_(ABSENT)
         self.capacity[row].fill_(0)
         self.page_table[row].fill_(ABSENT)
         self.host_pages[row].fill_(ABSENT)
+        self.lookup_pages[row].fill_(ABSENT)
         self.index_pages[row].fill_(0)
         self.counters[row].fill_(0)
         self.error_flags[row].fill_(0)
 
-    def assign_row(self, row: int, hot_slots: Tensor, host_pages: Tensor) -> None:
+    def assign_row(self, row: int, hot_slots: Tensor, host_pages: Tensor, lookup_pages: Tensor) -> None:
         """Make ``row`` a hisparse row with an empty hot buffer.
 
         ``hot_slots``: integer [capacity], the device slots that the request owns.
-        ``host_pages``: integer [n], host page ids of its first pages; ``set_host_pages`` adds others.
+        ``host_pages``, ``lookup_pages``: integer [n], the ids of its first pages; ``set_host_pages`` adds
+        others.
         """
-        self.check_hisparse(row, hot_slots, host_pages)
+        self.check_hisparse(row, hot_slots, host_pages, lookup_pages)
         self.reset_row(row)
         self._write_slots(row, hot_slots)
-        self.set_host_pages(row, 0, host_pages)
+        self.set_host_pages(row, 0, host_pages, lookup_pages)
 
-    def check_hisparse(self, row: int, hot_slots: Tensor, host_pages: Tensor) -> None:
+    def check_hisparse(self, row: int, hot_slots: Tensor, host_pages: Tensor, lookup_pages: Tensor) -> None:
         """Raise KernelArgumentError unless ``assign_row`` can take the arguments."""
         check_range("row", row, 0, self.num_rows)
         check_tensor("hot_slots", hot_slots, dtypes=_INTEGERS, shape=(None,))
         check_range("capacity", hot_slots.shape[0], 1, self.max_capacity + 1)
         self.check_pages("host_pages", 0, host_pages)
-        if host_pages.device.type == "cpu" and host_pages.numel():
-            check_range("host_pages lowest", int(host_pages.min()), 0, self.num_host_slots // self.page_size)
-            check_range("host_pages highest", int(host_pages.max()), 0, self.num_host_slots // self.page_size)
+        check_tensor("lookup_pages", lookup_pages, dtypes=_INTEGERS, shape=(host_pages.shape[0],))
+        check_page_ids("lookup_pages", lookup_pages, self.num_lookup_slots // self.page_size)
 
     def check_pages(self, name: str, first_page: int, page_ids: Tensor) -> None:
         """Raise KernelArgumentError unless a row has room for ``page_ids`` (integer [n])."""
@@ -237,18 +245,18 @@ class HotBufferState:
                 f"hot_slots: expected the first {num_kept} as they were, "
                 f"got {int(hot_slots[entry])} for {int(old_hot_slots[entry])} at hot_index {entry}"
             )
-        host_slots = self.hot_to_host[:, row]
+        lookup_slots = self.hot_to_lookup[:, row]
         entries = torch.arange(self.max_capacity, device=self.device)
-        is_lost = (entries >= num_kept).expand_as(host_slots)
+        is_lost = (entries >= num_kept).expand_as(lookup_slots)
         if seq_len <= capacity:
             pages = entries // self.page_size
-            page_ids = self.host_pages[row][pages.clamp(max=self.max_pages - 1)]
-            is_own = (host_slots == page_ids * self.page_size + entries % self.page_size) & (
+            page_ids = self.lookup_pages[row][pages.clamp(max=self.max_pages - 1)]
+            is_own = (lookup_slots == page_ids * self.page_size + entries % self.page_size) & (
                 pages < self.max_pages
             )
             is_lost = is_lost | ~is_own
-        self._forget(torch.where(is_lost, host_slots, ABSENT))
-        host_slots.masked_fill_(is_lost, ABSENT)
+        self._forget(torch.where(is_lost, lookup_slots, ABSENT))
+        lookup_slots.masked_fill_(is_lost, ABSENT)
         self.stamps[:, row].masked_fill_(is_lost, ABSENT)
         self._write_slots(row, hot_slots)
 
@@ -261,12 +269,14 @@ class HotBufferState:
         """Set the page ids of a dense row from its page number ``first_page`` on: how it grows."""
         self._set(self.page_table, row, first_page, page_ids)
 
-    def set_host_pages(self, row: int, first_page: int, page_ids: Tensor) -> None:
-        """Set the host page ids of a hisparse row from its page number ``first_page`` on: how it grows.
+    def set_host_pages(self, row: int, first_page: int, host_pages: Tensor, lookup_pages: Tensor) -> None:
+        """Set the page ids of a hisparse row from its page number ``first_page`` on: how it grows.
 
-        A page that the row has already may be set again to the same id, and to no other.
+        A page that the row has already may be set again to the same ids, and to no others.
         """
-        self._set(self.host_pages, row, first_page, page_ids)
+        check_tensor("lookup_pages", lookup_pages, dtypes=_INTEGERS, shape=(host_pages.shape[0],))
+        self._set(self.host_pages, row, first_page, host_pages)
+        self._set(self.lookup_pages, row, first_page, lookup_pages)
 
     def set_index_pages(self, row: int, first_page: int, page_ids: Tensor) -> None:
         """Set the page ids of a row's indexer keys from its page number ``first_page`` on."""
@@ -283,10 +293,10 @@ class HotBufferState:
         self.hot_slots[row, capacity:].fill_(ABSENT)
         self.capacity[row].fill_(capacity)
 
-    def _forget(self, host_slots: Tensor) -> None:
-        """Empty the entries of ``host_slots`` ([num_groups, n], ABSENT for none) in ``host_to_hot``."""
-        nobodys = self.num_host_slots
-        self.host_to_hot.scatter_(1, torch.where(host_slots < 0, nobodys, host_slots).long(), ABSENT)
+    def _forget(self, lookup_slots: Tensor) -> None:
+        """Empty the entries of ``lookup_slots`` ([num_groups, n], ABSENT for none) in ``lookup_to_hot``."""
+        nobodys = self.num_lookup_slots
+        self.lookup_to_hot.scatter_(1, torch.where(lookup_slots < 0, nobodys, lookup_slots).long(), ABSENT)
 
     # For tests and debugging.
 
@@ -296,19 +306,21 @@ class HotBufferState:
         Synchronises with the device. Raises RuntimeError with group, row, hot_index and both values.
         """
         capacities = self.capacity.tolist()
-        host_pages = self.host_pages.cpu()
-        owned = host_pages[self.capacity.cpu() > 0]
+        lookup_pages = self.lookup_pages.cpu()
+        owned = lookup_pages[self.capacity.cpu() > 0]
         page_ids = owned[owned != ABSENT].sort().values
         is_again = page_ids[1:] == page_ids[:-1]
         if is_again.any():
-            raise RuntimeError(f"host page {int(page_ids[1:][is_again][0])} is in more than one place")
+            raise RuntimeError(f"lookup page {int(page_ids[1:][is_again][0])} is in more than one place")
+        if not torch.equal(lookup_pages == ABSENT, self.host_pages.cpu() == ABSENT):
+            raise RuntimeError("a page has a host page and no lookup page, or the other way round")
         for group in range(self.num_groups):
-            forward, backward = self.host_to_hot[group].cpu(), self.hot_to_host[group].cpu()
+            forward, backward = self.lookup_to_hot[group].cpu(), self.hot_to_lookup[group].cpu()
             num_hot, num_used = int((forward != ABSENT).sum()), int((backward != ABSENT).sum())
             for row, capacity in enumerate(capacities):
-                self._check_row(group, row, capacity, forward, host_pages[row], (seq_lens or {}).get(row))
+                self._check_row(group, row, capacity, forward, lookup_pages[row], (seq_lens or {}).get(row))
             if num_hot != num_used:
-                raise RuntimeError(f"group {group}: {num_hot} hot host slots, {num_used} used entries")
+                raise RuntimeError(f"group {group}: {num_hot} hot lookup slots, {num_used} used entries")
 
     def _check_row(
         self,
@@ -316,40 +328,40 @@ class HotBufferState:
         row: int,
         capacity: int,
         forward: Tensor,
-        host_pages: Tensor,
+        lookup_pages: Tensor,
         seq_len: int | None,
     ) -> None:
         where = f"group {group}, row {row}"
-        backward = self.hot_to_host[group, row].cpu()
+        backward = self.hot_to_lookup[group, row].cpu()
         stamps = self.stamps[group, row].cpu()
         step = int(self.step[group, row])
         entries = torch.nonzero(backward != ABSENT).flatten()
         if entries.numel() and int(entries[-1]) >= capacity:
             raise RuntimeError(f"{where}: hot_index {int(entries[-1])} in use, capacity is {capacity}")
-        host_slots = backward[entries].long()
-        is_lost = forward[host_slots] != entries
+        lookup_slots = backward[entries].long()
+        is_lost = forward[lookup_slots] != entries
         if is_lost.any():
-            host_slot, entry = int(host_slots[is_lost][0]), int(entries[is_lost][0])
+            lookup_slot, entry = int(lookup_slots[is_lost][0]), int(entries[is_lost][0])
             raise RuntimeError(
-                f"{where}: hot_index {entry} holds host slot {host_slot}, "
-                f"which maps to hot_index {int(forward[host_slot])}"
+                f"{where}: hot_index {entry} holds lookup slot {lookup_slot}, "
+                f"which maps to hot_index {int(forward[lookup_slot])}"
             )
-        is_of_row = (host_slots // self.page_size)[:, None] == host_pages
+        is_of_row = (lookup_slots // self.page_size)[:, None] == lookup_pages
         if not is_of_row.any(1).all():
-            stray = int(host_slots[~is_of_row.any(1)][0])
-            raise RuntimeError(f"{where}: host slot {stray} is in none of its pages")
+            stray = int(lookup_slots[~is_of_row.any(1)][0])
+            raise RuntimeError(f"{where}: lookup slot {stray} is in none of its pages")
         mismatched = torch.nonzero((stamps == ABSENT) != (backward == ABSENT)).flatten()
         if mismatched.numel():
             entry = int(mismatched[0])
             raise RuntimeError(
                 f"{where}: hot_index {entry} has stamp {int(stamps[entry])} "
-                f"and host slot {int(backward[entry])}"
+                f"and lookup slot {int(backward[entry])}"
             )
         if int(stamps.max()) > step:
             raise RuntimeError(f"{where}: stamp {int(stamps.max())} after step {step}")
         if seq_len is None or step == 0 or capacity == 0:
             return
-        positions = is_of_row.int().argmax(1) * self.page_size + host_slots % self.page_size
+        positions = is_of_row.int().argmax(1) * self.page_size + lookup_slots % self.page_size
         if seq_len <= capacity:
             is_moved = entries != positions
             if is_moved.any():
@@ -369,3 +381,10 @@ def _write(to: Tensor, values: Tensor) -> None:
     if to.device.type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()
     to.copy_(values, non_blocking=True)
+
+
+def check_page_ids(name: str, page_ids: Tensor, num_pages: int) -> None:
+    """Raise KernelArgumentError unless ``page_ids``, where the host knows them, are in [0, num_pages)."""
+    if page_ids.device.type == "cpu" and page_ids.numel():
+        check_range(f"{name} lowest", int(page_ids.min()), 0, num_pages)
+        check_range(f"{name} highest", int(page_ids.max()), 0, num_pages)

@@ -83,8 +83,8 @@ class _HotStep:
     """One swap-in step of some hisparse rows in one group."""
 
     def __init__(self, state: HotBufferState, group: int, rows: Ints, lens: Ints) -> None:
-        self._host_to_hot = state.host_to_hot[group].numpy()
-        self._hot_to_host = state.hot_to_host[group].numpy()
+        self._lookup_to_hot = state.lookup_to_hot[group].numpy()
+        self._hot_to_lookup = state.hot_to_lookup[group].numpy()
         self._stamps = state.stamps[group].numpy()
         self._hot_slots = state.hot_slots.numpy()
         self._counters = state.counters.numpy()
@@ -92,7 +92,7 @@ class _HotStep:
         self._state = state
         self._rows = rows
         self._lens = lens
-        self._newest_slots = host_slots_of(state, rows, lens - 1)
+        self._newest_slots = lookup_slots_of(state, rows, lens - 1)
         self._capacity = state.capacity.numpy()[rows].astype(np.int64)
         step = state.step[group].numpy()
         step[rows] += 1
@@ -109,22 +109,22 @@ class _HotStep:
         """Device slots [num_reqs, top_k] of ``positions``; ABSENT where not valid or not placeable."""
         self._place_newest()
         rows = self._rows[:, None]
-        host_slots = np.where(
-            is_valid, host_slots_of(self._state, rows, np.where(is_valid, positions, 0)), ABSENT
+        lookup_slots = np.where(
+            is_valid, lookup_slots_of(self._state, rows, np.where(is_valid, positions, 0)), ABSENT
         )
-        lacks_slot = (is_valid & (host_slots < 0)).any(axis=1)
+        lacks_slot = (is_valid & (lookup_slots < 0)).any(axis=1)
         if lacks_slot.any():
             self._error_flags[self._rows[lacks_slot]] |= HotBufferError.NO_HOST_SLOT
-        hot_indices = np.where(host_slots >= 0, self._host_to_hot[host_slots], ABSENT)
+        hot_indices = np.where(lookup_slots >= 0, self._lookup_to_hot[lookup_slots], ABSENT)
         hit_req, hit_column = np.nonzero(hot_indices >= 0)
         self._stamps[self._rows[hit_req], hot_indices[hit_req, hit_column]] = self._now[hit_req]
         self._counters[self._rows, HITS] += _num_distinct(hot_indices)
-        is_miss = (host_slots >= 0) & (hot_indices < 0)
+        is_miss = (lookup_slots >= 0) & (hot_indices < 0)
         for req in np.flatnonzero(is_miss.any(axis=1)).tolist():
             is_missing = is_miss[req]
             missing, columns = np.unique(positions[req, is_missing], return_index=True)
-            self._take_misses(req, missing, host_slots[req, is_missing][columns])
-            hot_indices[req, is_missing] = self._host_to_hot[host_slots[req, is_missing]]
+            self._take_misses(req, missing, lookup_slots[req, is_missing][columns])
+            hot_indices[req, is_missing] = self._lookup_to_hot[lookup_slots[req, is_missing]]
         return np.where(hot_indices >= 0, self._hot_slots[rows, hot_indices], ABSENT)
 
     def _place_newest(self) -> None:
@@ -132,17 +132,17 @@ class _HotStep:
         rows = self._rows
         newest = self._lens - 1
         entries = np.minimum(newest, self._capacity - 1)
-        occupants = self._hot_to_host[rows, entries]
+        occupants = self._hot_to_lookup[rows, entries]
         is_evicted = (occupants != ABSENT) & (occupants != self._newest_slots)
         if is_evicted.any():
-            self._host_to_hot[occupants[is_evicted]] = ABSENT
+            self._lookup_to_hot[occupants[is_evicted]] = ABSENT
             self._counters[rows[is_evicted], EVICTIONS] += 1
-        self._host_to_hot[self._newest_slots] = entries
-        self._hot_to_host[rows, entries] = self._newest_slots
+        self._lookup_to_hot[self._newest_slots] = entries
+        self._hot_to_lookup[rows, entries] = self._newest_slots
         self._stamps[rows, entries] = self._now
 
-    def _take_misses(self, req: int, missing: Ints, src_host_slots: Ints) -> None:
-        """Give the ``missing`` positions (ascending, distinct) of one request, which are in these host slots,
+    def _take_misses(self, req: int, missing: Ints, lookup_slots: Ints) -> None:
+        """Give the ``missing`` positions (ascending, distinct) of one request, which have these lookup slots,
         entries, and plan their copies.
         """
         row = self._rows[req]
@@ -152,15 +152,15 @@ class _HotStep:
         entries = missing if fits else self._least_recent(row, capacity, self._now[req], len(missing))
         if len(entries) < len(missing):
             self._error_flags[row] |= HotBufferError.TOO_MANY_MISSES
-            src_host_slots = src_host_slots[: len(entries)]
-        evicted = self._hot_to_host[row, entries]
+            missing, lookup_slots = missing[: len(entries)], lookup_slots[: len(entries)]
+        evicted = self._hot_to_lookup[row, entries]
         evicted = evicted[evicted != ABSENT]
-        self._host_to_hot[evicted] = ABSENT
+        self._lookup_to_hot[evicted] = ABSENT
         self._counters[row, EVICTIONS] += len(evicted)
-        self._host_to_hot[src_host_slots] = entries
-        self._hot_to_host[row, entries] = src_host_slots
+        self._lookup_to_hot[lookup_slots] = entries
+        self._hot_to_lookup[row, entries] = lookup_slots
         self._stamps[row, entries] = self._now[req]
-        self._src_host_slots.append(src_host_slots)
+        self._src_host_slots.append(host_slots_of(self._state, np.full_like(missing, row), missing))
         self._dst_device_slots.append(self._hot_slots[row, entries].astype(np.int64))
 
     def _least_recent(self, row: int, capacity: int, now: int, num_wanted: int) -> Ints:
@@ -194,12 +194,13 @@ def place(state: HotBufferState, group: int, row: int, positions: Ints) -> tuple
     """Enter ``positions`` in an empty hot buffer, from hot_index 0 on; returns the (host, device) slots to
     copy.
     """
-    src_host_slots = host_slots_of(state, np.full_like(positions, row), positions)
+    rows = np.full_like(positions, row)
+    lookup_slots = lookup_slots_of(state, rows, positions)
     num_warm = len(positions)
-    state.host_to_hot[group].numpy()[src_host_slots] = np.arange(num_warm)
-    state.hot_to_host[group, row].numpy()[:num_warm] = src_host_slots
+    state.lookup_to_hot[group].numpy()[lookup_slots] = np.arange(num_warm)
+    state.hot_to_lookup[group, row].numpy()[:num_warm] = lookup_slots
     state.stamps[group, row].numpy()[:num_warm] = 0
-    return src_host_slots, state.hot_slots[row].numpy()[:num_warm].astype(np.int64)
+    return host_slots_of(state, rows, positions), state.hot_slots[row].numpy()[:num_warm].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -316,10 +317,17 @@ def _real_requests(
 
 def host_slots_of(state: HotBufferState, rows: Ints, positions: Ints) -> Ints:
     """Host slots of ``positions`` in ``rows``, of equal shapes or broadcast; ABSENT where there is none."""
-    page_ids = state.host_pages.numpy()[rows, positions // state.page_size].astype(np.int64)
-    slots: Ints = np.where(
-        page_ids == ABSENT, ABSENT, page_ids * state.page_size + positions % state.page_size
-    )
+    return _slots_of(state.host_pages, state.page_size, rows, positions)
+
+
+def lookup_slots_of(state: HotBufferState, rows: Ints, positions: Ints) -> Ints:
+    """The same of their lookup slots."""
+    return _slots_of(state.lookup_pages, state.page_size, rows, positions)
+
+
+def _slots_of(pages: Tensor, page_size: int, rows: Ints, positions: Ints) -> Ints:
+    page_ids = pages.numpy()[rows, positions // page_size].astype(np.int64)
+    slots: Ints = np.where(page_ids == ABSENT, ABSENT, page_ids * page_size + positions % page_size)
     return slots
 
 

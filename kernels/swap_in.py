@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.checks import KernelArgumentError, check_at_least, check_pool, check_range, check_tensor
-from kernels.hot_state import HotBufferState
+from kernels.hot_state import MAX_LOOKUP_SLOTS, HotBufferState, check_page_ids
 from kernels.miss_plan import MissPlan
 
 INTEGERS = (torch.int32, torch.int64)
@@ -179,6 +179,7 @@ def start_row(
     *,
     hot_slots: Tensor,
     host_pages: Tensor,
+    lookup_pages: Tensor,
     index_pages: Tensor,
     num_tokens: int,
     hints: Sequence[NDArray[np.int32]],
@@ -191,7 +192,8 @@ def start_row(
     """Make ``row`` a hisparse row, its hot buffer warm in every group; returns how many positions of each.
 
     ``hot_slots``: integer [capacity], the device slots that the request owns. ``host_pages`` and
-    ``index_pages``: integer [n], ids of its first pages in the host and the index pool. All on the CPU.
+    ``index_pages``: integer [n], ids of its first pages in the host and the index pool. ``lookup_pages``: as
+    many as ``host_pages``, of no other row. All on the CPU.
     ``num_tokens``: positions [0, num_tokens) are in the host pool. When they leave room for the next token
     (``num_tokens < capacity``) all of them go to their own hot_index, and ``hints`` are not looked at: such
     a request misses nothing until it outgrows the buffer. Otherwise a group's hint (int32 [n]; -1 and
@@ -206,9 +208,12 @@ def start_row(
     """
     pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
     cpu = torch.device("cpu")
-    for name, tensor in (("hot_slots", hot_slots), ("host_pages", host_pages), ("index_pages", index_pages)):
+    given = {"host_pages": host_pages, "lookup_pages": lookup_pages, "index_pages": index_pages}
+    for name, tensor in ({"hot_slots": hot_slots} | given).items():
         check_tensor(name, tensor, dtypes=INTEGERS, shape=(None,), device=cpu)
-    state.check_hisparse(row, hot_slots, host_pages)
+    state.check_hisparse(row, hot_slots, host_pages, lookup_pages)
+    check_range("k_host slots", k_host.shape[1], 0, MAX_LOOKUP_SLOTS + 1)
+    check_page_ids("host_pages", host_pages, k_host.shape[1] // state.page_size)
     state.check_pages("index_pages", 0, index_pages)
     most_tokens = min(state.max_context, host_pages.shape[0] * state.page_size)
     check_range("num_tokens", num_tokens, 0, most_tokens + 1)
@@ -222,9 +227,11 @@ def start_row(
             check_range("layers_of_group", layer, 0, k_dev.shape[0])
     warm_up = reference.plan_warm_up(state.num_groups, hot_slots.shape[0], num_tokens, hints)
     if (cuda := _cuda_kernels("start_row", state.device)) is not None:
-        cuda.start_row(state, row, hot_slots, host_pages, index_pages, warm_up, layers_of_group, pools)
+        cuda.start_row(
+            state, row, hot_slots, host_pages, lookup_pages, index_pages, warm_up, layers_of_group, pools
+        )
     else:
-        state.assign_row(row, hot_slots, host_pages)
+        state.assign_row(row, hot_slots, host_pages, lookup_pages)
         state.set_index_pages(row, 0, index_pages)
         for group, layers in enumerate(layers_of_group):
             src_host_slots, dst_device_slots = reference.place(state, group, row, warm_up.of_group(group))

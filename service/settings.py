@@ -410,6 +410,12 @@ class DecodeSettings(NodeSettings):
     index_pool_tokens: int = Field(
         0, ge=0, description="token slots in the indexer-key pool; 0: host pool plus device pool"
     )
+    lookup_pool_tokens: int = Field(
+        0,
+        ge=0,
+        description="tokens of hisparse requests that can be looked up in hot buffers, those that requests "
+        "share counted for each; 0: twice the host pool",
+    )
     growth_tokens: Tokens = Field(
         1024,
         description="token slots that a request gets beyond its prompt at admission, and again whenever it "

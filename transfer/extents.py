@@ -51,6 +51,17 @@ def ranges_to_slots(starts: SlotArray, lengths: SlotArray) -> SlotArray:
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(num_slots, dtype=np.int64)
 
 
+def joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
+    """The same slots in the same order, in as few extents as can be."""
+    result: list[Extent] = []
+    for extent in extents:
+        if result and result[-1].end == extent.start:
+            result[-1] = Extent(result[-1].start, result[-1].length + extent.length)
+        else:
+            result.append(extent)
+    return tuple(result)
+
+
 def slice_extents(extents: Iterable[Extent], start: int, stop: int) -> tuple[Extent, ...]:
     """The token slots of positions ``[start, stop)``, counted from the first slot of ``extents``.
 

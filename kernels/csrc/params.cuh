@@ -12,7 +12,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 constexpr int ABSENT = -1;       // no position, no hot_index, no slot
-constexpr int CLAIMED = -2;      // host_to_hot of a miss whose entry is being chosen, inside one launch only
+constexpr int CLAIMED = -2;      // lookup_to_hot of a miss whose entry is being chosen, inside one launch only
 constexpr int HITS = 0, MISSES = 1, EVICTIONS = 2;
 constexpr int TOO_MANY_MISSES = 1, BAD_POSITION = 2, NO_HOST_SLOT = 4;
 constexpr int WARP = 32;
@@ -31,14 +31,15 @@ struct Pool {
 
 // The tables of one group (kernels/hot_state.py says what they hold); row-major, one row a request.
 struct Tables {
-    int* host_to_hot;            // [number of host slots + 1]
-    int* hot_to_host;            // [num_rows][max_capacity]
+    int* lookup_to_hot;          // [number of lookup slots + 1]
+    int* hot_to_lookup;          // [num_rows][max_capacity]
     int* stamps;                 // [num_rows][max_capacity]
     int* step;                   // [num_rows]
     const int* hot_slots;        // [num_rows][max_capacity]
     const int* capacity;         // [num_rows]
     const int* page_table;       // [num_rows][max_pages]
-    const int* host_pages;       // [num_rows][max_pages]
+    const int* host_pages;       // [num_rows][max_pages], where bytes are
+    const int* lookup_pages;     // [num_rows][max_pages], where hot_indices are; both are set, or neither
     i64* counters;               // [num_rows][3]
     int* error_flags;            // [num_rows]
     int num_rows, max_context, max_capacity, max_pages;
@@ -119,8 +120,8 @@ struct CopyParams {
 };
 
 // What one row of the tables starts with. `staged` holds, one behind the other, in int32: [num_hot_slots] hot_slots,
-// [num_host_pages] host_pages, [num_index_pages] index_pages, [num_layers] FilledLayer, [num_groups] positions to warm
-// up, and [num_hints][max_warm] these positions.
+// [num_host_pages] host_pages and as many lookup_pages, [num_index_pages] index_pages, [num_layers] FilledLayer,
+// [num_groups] positions to warm up, and [num_hints][max_warm] these positions.
 struct FilledLayer {
     int layer, group;
     int enters;                  // the first one of its group, which enters the positions in the tables
@@ -131,10 +132,11 @@ struct FillParams {
     const int* staged;
     int* hot_slots;              // the row's own part of the tables that swap-ins only read
     int* host_pages;
+    int* lookup_pages;
     int* index_pages;
     int* capacity;
-    i64 group_host_slots;        // ints from one group's host_to_hot to the next one's
-    i64 group_entries;           // likewise of hot_to_host and stamps
+    i64 group_lookup_slots;      // ints from one group's lookup_to_hot to the next one's
+    i64 group_entries;           // likewise of hot_to_lookup and stamps
     int row, num_hot_slots, num_host_pages, num_index_pages;
     int num_layers, num_groups;
     int max_warm;                // of any group

@@ -79,25 +79,31 @@ struct PlanDynamic {
 struct HotRow {
     int row, req, seq_len, capacity, now;
     bool fits;                           // every position has its own entry
-    int newest_entry, newest_host_slot;
+    int newest_entry, newest_lookup_slot;
     int former_newest;                   // what is at newest_entry before this step; known to one thread
-    int* host_to_hot;                    // of all rows
-    int* hot_to_host;                    // [max_capacity], the row's part of each table
+    int* lookup_to_hot;                  // of all rows
+    int* hot_to_lookup;                  // [max_capacity], the row's part of each table
     int* stamps;                         // [max_capacity]
+    const int* host_pages;               // [max_pages]
     const int* hot_slots;                // [max_capacity]; in shared memory if they are kept there
 };
+
+// Where the bytes of a missing position are. Hits do not ask.
+__device__ __forceinline__ int host_slot_of(const HotRow& r, int position) {
+    return slot_in_page(__ldg(r.host_pages + page_of(position)), position);
+}
 
 // The positions of one thread: slice[k * NUM_PLANNERS + tid].
 struct Selection {
     int position[POSITIONS_PER_THREAD];
     int hot[POSITIONS_PER_THREAD];       // hot_index, ABSENT for a miss
-    int host_slot[POSITIONS_PER_THREAD];
+    int lookup_slot[POSITIONS_PER_THREAD];
     int miss[POSITIONS_PER_THREAD];      // number of the miss that this thread claimed, or ABSENT
     int early[POSITIONS_PER_THREAD];     // number among the early copies, or ABSENT
     u32 is_claimed;                      // a bit a k: this thread was the first to ask for the missing position
 };
 
-// Which entries hold what this slice selects; `mine` holds valid positions and what host_to_hot says of them.
+// Which entries hold what this slice selects; `mine` holds valid positions and what lookup_to_hot says of them.
 // is_used must be clear. Returns whether a position is missing; planners and courier call it.
 __device__ __forceinline__ bool look_up(
     PlanShared& s, const HotRow& r, Selection& mine, bool reads_ahead, int max_early) {
@@ -113,7 +119,7 @@ __device__ __forceinline__ bool look_up(
             if (!reads_ahead) continue;
             const int number = atomicAdd(&s.mail.num_early, 1);
             if (number >= max_early) continue;
-            Mailbox::post(s.mail.host_slots[number], mine.host_slot[k]);
+            Mailbox::post(s.mail.host_slots[number], host_slot_of(r, mine.position[k]));
             Mailbox::post(s.mail.device_slots[number], ABSENT);
             mine.early[k] = number;
         }
@@ -144,14 +150,14 @@ __device__ __forceinline__ int share_used(const PlanShared& s, const HotRow& r, 
 // The newest position takes its fixed entry from whoever is there. One thread of the request calls it.
 __device__ __forceinline__ void place_newest(PlanShared& s, const HotRow& r) {
     const int occupant = r.former_newest;
-    if (occupant != r.newest_host_slot) {
+    if (occupant != r.newest_lookup_slot) {
         if (occupant != ABSENT) {
             // Somebody may have claimed it as a miss, now or already.
-            atomicCAS(r.host_to_hot + occupant, r.newest_entry, ABSENT);
+            atomicCAS(r.lookup_to_hot + occupant, r.newest_entry, ABSENT);
             atomicAdd(&s.num_evictions, 1);
         }
-        r.host_to_hot[r.newest_host_slot] = r.newest_entry;
-        r.hot_to_host[r.newest_entry] = r.newest_host_slot;
+        r.lookup_to_hot[r.newest_lookup_slot] = r.newest_entry;
+        r.hot_to_lookup[r.newest_entry] = r.newest_lookup_slot;
     }
     r.stamps[r.newest_entry] = r.now;
 }
@@ -164,7 +170,7 @@ __device__ __forceinline__ void claim_misses(
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
         if (mine.position[k] == ABSENT || mine.hot[k] >= 0) continue;
         // Whoever finds another value than CLAIMED is the first of the duplicates.
-        if (atomicExch(r.host_to_hot + mine.host_slot[k], CLAIMED) != CLAIMED) mine.is_claimed |= 1u << k;
+        if (atomicExch(r.lookup_to_hot + mine.lookup_slot[k], CLAIMED) != CLAIMED) mine.is_claimed |= 1u << k;
     }
     u32 claimed[POSITIONS_PER_THREAD];       // a bit a lane
     int num_claimed = 0;
@@ -184,7 +190,7 @@ __device__ __forceinline__ void claim_misses(
             mine.miss[k] = first + __popc(claimed[k] & ((1u << lane) - 1));
             if (!reads_ahead && mine.miss[k] < max_early) {
                 mine.early[k] = mine.miss[k];
-                Mailbox::post(s.mail.host_slots[mine.miss[k]], mine.host_slot[k]);
+                Mailbox::post(s.mail.host_slots[mine.miss[k]], host_slot_of(r, mine.position[k]));
                 Mailbox::post(s.mail.device_slots[mine.miss[k]], ABSENT);
             }
         }
@@ -312,25 +318,25 @@ __device__ __forceinline__ void take_entries(
         if (!(mine.is_claimed >> k & 1)) continue;
         if (mine.miss[k] >= num_served) {
             mine.miss[k] = ABSENT;
-            r.host_to_hot[mine.host_slot[k]] = ABSENT;
+            r.lookup_to_hot[mine.lookup_slot[k]] = ABSENT;
             continue;
         }
         const int entry = d.entries[mine.miss[k]];
-        const int evicted = __ldcg(r.hot_to_host + entry);
+        const int evicted = __ldcg(r.hot_to_lookup + entry);
         if (evicted != ABSENT) {
-            r.host_to_hot[evicted] = ABSENT;
+            r.lookup_to_hot[evicted] = ABSENT;
             atomicAdd(&s.num_evictions, 1);
         }
-        r.host_to_hot[mine.host_slot[k]] = entry;
-        r.hot_to_host[entry] = mine.host_slot[k];
+        r.lookup_to_hot[mine.lookup_slot[k]] = entry;
+        r.hot_to_lookup[entry] = mine.lookup_slot[k];
         r.stamps[entry] = r.now;
         mine.hot[k] = entry;
     }
 }
 
 // What the first to claim a missing position got: a hot_index or ABSENT.
-__device__ __forceinline__ int find_duplicate(const HotRow& r, int host_slot) {
-    const volatile int* hot = r.host_to_hot + host_slot;
+__device__ __forceinline__ int find_duplicate(const HotRow& r, int lookup_slot) {
+    const volatile int* hot = r.lookup_to_hot + lookup_slot;
     int entry;
     Patience patience;
     do {

@@ -134,7 +134,7 @@ __device__ __forceinline__ void place_misses(
         const int dst = dst_device_slot[k] = r.hot_slots[mine.hot[k]];
         *out_of(p, r, k, b) = dst;
         if (records) {
-            p.plan.src_host_slots[s.plan_start + mine.miss[k]] = mine.host_slot[k];
+            p.plan.src_host_slots[s.plan_start + mine.miss[k]] = host_slot_of(r, mine.position[k]);
             p.plan.dst_device_slots[s.plan_start + mine.miss[k]] = dst;
         }
         if (mine.early[k] != ABSENT) Mailbox::post(s.mail.device_slots[mine.early[k]], dst);
@@ -162,7 +162,7 @@ __device__ __forceinline__ void place_misses(
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
         if (mine.miss[k] != ABSENT && mine.early[k] == ABSENT)
             left[s.buckets[mine.position[k] >> bucket_shift] + in_bucket[k]] =
-                {mine.host_slot[k], dst_device_slot[k]};
+                {host_slot_of(r, mine.position[k]), dst_device_slot[k]};
     Planning::wait();
     b.num_left += s.num_left;
     if (is_last && !b.has_arrived) arrive(p, round, b);
@@ -170,7 +170,7 @@ __device__ __forceinline__ void place_misses(
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
         // Missing, and not the first to ask: what the first one got. Or there was no place.
         if (mine.position[k] == ABSENT || mine.hot[k] >= 0) continue;
-        const int entry = mine.is_claimed >> k & 1 ? ABSENT : find_duplicate(r, mine.host_slot[k]);
+        const int entry = mine.is_claimed >> k & 1 ? ABSENT : find_duplicate(r, mine.lookup_slot[k]);
         *out_of(p, r, k, b) = entry == ABSENT ? ABSENT : r.hot_slots[entry];
     }
 }
@@ -392,11 +392,12 @@ __device__ __forceinline__ void plan_requests(
         r.req = req;
         r.seq_len = request.seq_len;
         r.capacity = 0;
-        r.host_to_hot = p.tables.host_to_hot;
+        r.lookup_to_hot = p.tables.lookup_to_hot;
         if (row != ABSENT) {
             const i64 row_start = static_cast<i64>(row) * p.tables.max_capacity;
-            r.hot_to_host = p.tables.hot_to_host + row_start;
+            r.hot_to_lookup = p.tables.hot_to_lookup + row_start;
             r.stamps = p.tables.stamps + row_start;
+            r.host_pages = p.tables.host_pages + static_cast<i64>(row) * p.tables.max_pages;
             r.hot_slots = p.tables.hot_slots + row_start;
             r.capacity = min(p.tables.capacity[row], p.tables.max_capacity);
             r.now = __ldcg(p.tables.step + row) + 1;
@@ -404,7 +405,7 @@ __device__ __forceinline__ void plan_requests(
             if (p.hot_slots_in_shared) prefetch_hot_slots(p, d, r, b.tid);
         }
         int flags = 0;
-        const int* host_pages = p.tables.host_pages + static_cast<i64>(max(row, 0)) * p.tables.max_pages;
+        const int* lookup_pages = p.tables.lookup_pages + static_cast<i64>(max(row, 0)) * p.tables.max_pages;
         int page_id[POSITIONS_PER_THREAD];       // all asked for before one is used, the newest position's too
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
@@ -412,19 +413,19 @@ __device__ __forceinline__ void plan_requests(
             const bool is_valid = row != ABSENT && position >= 0 && position < r.seq_len;
             if (row != ABSENT && position != ABSENT && !is_valid) flags = BAD_POSITION;
             if (!is_valid) mine.position[k] = ABSENT;
-            page_id[k] = is_valid ? __ldg(host_pages + page_of(position)) : ABSENT;
+            page_id[k] = is_valid ? __ldg(lookup_pages + page_of(position)) : ABSENT;
         }
-        const int newest_page_id = row != ABSENT ? __ldg(host_pages + page_of(r.seq_len - 1)) : ABSENT;
+        const int newest_page_id = row != ABSENT ? __ldg(lookup_pages + page_of(r.seq_len - 1)) : ABSENT;
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
-            mine.host_slot[k] = slot_in_page(page_id[k], mine.position[k]);
-        r.newest_host_slot = slot_in_page(newest_page_id, r.seq_len - 1);
+            mine.lookup_slot[k] = slot_in_page(page_id[k], mine.position[k]);
+        r.newest_lookup_slot = slot_in_page(newest_page_id, r.seq_len - 1);
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
-            mine.hot[k] = mine.host_slot[k] >= 0 ? __ldcg(r.host_to_hot + mine.host_slot[k]) : ABSENT;
+            mine.hot[k] = mine.lookup_slot[k] >= 0 ? __ldcg(r.lookup_to_hot + mine.lookup_slot[k]) : ABSENT;
         r.newest_entry = min(r.seq_len, r.capacity) - 1;
-        if (r.capacity > 0 && b.slice == 0 && b.tid == 0) r.former_newest = __ldcg(r.hot_to_host + r.newest_entry);
-        if (r.capacity > 0 && r.newest_host_slot < 0) {  // its token could not be backed up: as if it were padding
+        if (r.capacity > 0 && b.slice == 0 && b.tid == 0) r.former_newest = __ldcg(r.hot_to_lookup + r.newest_entry);
+        if (r.capacity > 0 && r.newest_lookup_slot < 0) {  // its token could not be backed up: as if it were padding
             if (b.slice == 0 && b.tid == 0) atomicOr(p.tables.error_flags + row, NO_HOST_SLOT);
             row = ABSENT;
             r.capacity = 0;
@@ -432,8 +433,8 @@ __device__ __forceinline__ void plan_requests(
         }
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-            if (r.capacity > 0 && mine.position[k] != ABSENT && mine.host_slot[k] < 0) flags |= NO_HOST_SLOT;
-            if (row == ABSENT || (r.capacity > 0 && mine.host_slot[k] < 0)) mine.position[k] = ABSENT;
+            if (r.capacity > 0 && mine.position[k] != ABSENT && mine.lookup_slot[k] < 0) flags |= NO_HOST_SLOT;
+            if (row == ABSENT || (r.capacity > 0 && mine.lookup_slot[k] < 0)) mine.position[k] = ABSENT;
         }
 #pragma unroll 1
         for (int i = b.tid; i < (p.tables.max_capacity + 31) / 32; i += NUM_PLANNERS + WARP) s.is_used[i] = 0;
@@ -586,7 +587,8 @@ extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
     let_next_kernel_get_ready();
     const int* hot_slots = p.staged;
     const int* host_pages = hot_slots + p.num_hot_slots;
-    const int* index_pages = host_pages + p.num_host_pages;
+    const int* lookup_pages = host_pages + p.num_host_pages;
+    const int* index_pages = lookup_pages + p.num_host_pages;
     const FilledLayer* layers = reinterpret_cast<const FilledLayer*>(index_pages + p.num_index_pages);
     const int* num_warm = reinterpret_cast<const int*>(layers + p.num_layers);
     const int* positions = num_warm + p.num_groups;
@@ -594,7 +596,10 @@ extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
 #pragma unroll 1
     for (int i = thread; i < p.num_hot_slots; i += num_threads) p.hot_slots[i] = hot_slots[i];
 #pragma unroll 1
-    for (int i = thread; i < p.num_host_pages; i += num_threads) p.host_pages[i] = host_pages[i];
+    for (int i = thread; i < p.num_host_pages; i += num_threads) {
+        p.host_pages[i] = host_pages[i];
+        p.lookup_pages[i] = lookup_pages[i];
+    }
 #pragma unroll 1
     for (int i = thread; i < p.num_index_pages; i += num_threads) p.index_pages[i] = index_pages[i];
     if (thread == 0) *p.capacity = p.num_hot_slots;
@@ -611,8 +616,9 @@ extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
         const int host_slot = slot_in_page(host_pages[page_of(position)], position);
         if (lane == 0 && filled.enters) {
             const i64 of_row = filled.group * p.group_entries + static_cast<i64>(p.row) * p.tables.max_capacity;
-            p.tables.host_to_hot[filled.group * p.group_host_slots + host_slot] = entry;
-            p.tables.hot_to_host[of_row + entry] = host_slot;
+            const int lookup_slot = slot_in_page(lookup_pages[page_of(position)], position);
+            p.tables.lookup_to_hot[filled.group * p.group_lookup_slots + lookup_slot] = entry;
+            p.tables.hot_to_lookup[of_row + entry] = lookup_slot;
             p.tables.stamps[of_row + entry] = 0;
         }
         fetch_item(p.pools, filled.layer, {host_slot, hot_slots[entry]}, lane);

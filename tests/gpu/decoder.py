@@ -43,7 +43,7 @@ class Decoder:
         self.truth = torch.randint(
             0, 256, (NUM_LAYERS, num_host_slots, 48), dtype=torch.uint8, generator=self.generator
         )
-        """Of position p of a row at ``row * slots_each + p``, which is its host slot too."""
+        """Of position p of a row at ``row * slots_each + p``, its host and its lookup slot too."""
         self.host = torch.full_like(self.truth, POISON, pin_memory=DEVICE == "cuda")
         self.scratch = num_rows * capacity
         self.dev = torch.full((NUM_LAYERS, self.scratch + 1, 48), POISON, dtype=torch.uint8, device=DEVICE)
@@ -51,9 +51,8 @@ class Decoder:
         for row, seq_len in enumerate(self.seq_len_of.tolist()):
             known = slice(row * slots_each, row * slots_each + seq_len)
             self.host[:, known] = self.truth[:, known]
-            self.state.assign_row(
-                row, torch.arange(capacity) + row * capacity, torch.arange(pages_each) + row * pages_each
-            )  # fmt: skip
+            pages = torch.arange(pages_each) + row * pages_each
+            self.state.assign_row(row, torch.arange(capacity) + row * capacity, pages, pages)
         self.selected = torch.full((num_rows, top_k), -1, dtype=torch.int32, device=DEVICE)
         self.seq_lens = torch.ones(num_rows, dtype=torch.int32, device=DEVICE)
         self.rows = torch.zeros(num_rows, dtype=torch.int64, device=DEVICE)
@@ -85,7 +84,7 @@ class Decoder:
         self.before = on_host(self.state)
         selected = torch.full((size, self.top_k), -1, dtype=torch.int32)
         for i, row in enumerate(rows.tolist()):
-            hot = self.before.hot_to_host[0, row] - row * self.slots_each
+            hot = self.before.hot_to_lookup[0, row] - row * self.slots_each
             hot = hot[hot >= 0][: self.top_k // 2]
             drawn = torch.randint(int(self.seq_len_of[row]), (self.top_k,), generator=self.generator)
             drawn[: len(hot)] = hot

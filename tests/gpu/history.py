@@ -49,6 +49,7 @@ class Request:
     host_slots: Tensor
     """Of all positions; the row has the pages of the first ``num_host_pages``."""
     host_pages: Tensor
+    lookup_pages: Tensor
     num_host_pages: int
     hot_slots: list[int]
     """All that it may own; the first ``capacity`` are its hot buffer."""
@@ -101,10 +102,11 @@ class History:
         """Device slots that a request may own."""
         self.pages_each = -(-max_context // PAGE_SIZE)
         num_host = (num_rows * self.pages_each + 1) * PAGE_SIZE
+        num_lookup = num_host + 3 * PAGE_SIZE
         num_pages = num_rows * -(-self.span // PAGE_SIZE)
         self.num_dev = num_pages * PAGE_SIZE
         self.state = HotBufferState.create(
-            len(group_layers), num_rows, max_context, max(capacities), PAGE_SIZE, num_host, DEVICE
+            len(group_layers), num_rows, max_context, max(capacities), PAGE_SIZE, num_lookup, DEVICE
         )
         self.plan = MissPlan.create(num_rows + 2, top_k, DEVICE)
         is_pinned = is_pinned and DEVICE == "cuda"
@@ -118,6 +120,9 @@ class History:
         self.expected_host = [host.clone() for host in self.host]
         self.is_owned = torch.zeros(self.num_dev, dtype=torch.bool)
         self.free_host = torch.randperm(num_host // PAGE_SIZE, generator=self.generator)
+        self.free_lookup = torch.randperm(num_lookup // PAGE_SIZE, generator=self.generator)
+        self.num_users = torch.zeros(num_host // PAGE_SIZE, dtype=torch.int64)
+        """Of each host page."""
         self.free_pages = list(range(num_pages))
         self.random.shuffle(self.free_pages)
         self.free_rows = list(range(num_rows))
@@ -179,7 +184,7 @@ class History:
         slots = [page * PAGE_SIZE + i for page in pages for i in range(PAGE_SIZE)]
         if capacity == 0:
             none = torch.empty(0, dtype=torch.int64)
-            request = Request(prompt, 0, truth, none, none, 0, slots, pages)
+            request = Request(prompt, 0, truth, none, none, none, 0, slots, pages)
             self.is_owned[slots] = True
             some_pages = torch.tensor(pages[: self.state.max_pages])
             start_dense_row(self.state, row, pages=some_pages, index_pages=some_pages[:1])
@@ -187,12 +192,16 @@ class History:
                 dev[:, torch.tensor(slots[:prompt]).to(DEVICE)] = items[:, :prompt].to(DEVICE)
         else:
             self.random.shuffle(slots)
-            host_pages, self.free_host = self.free_host.split(
-                [self.pages_each, len(self.free_host) - self.pages_each]
-            )
+            num_shared, shared_pages = self.share(prompt, truth)
+            own_pages, self.free_host = self.free_host.tensor_split([self.pages_each - num_shared])
+            host_pages = torch.cat((shared_pages, own_pages))
+            self.num_users[host_pages] += 1
+            lookup_pages, self.free_lookup = self.free_lookup.tensor_split([self.pages_each])
             host_slots = (host_pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
             num_host_pages = -(-prompt // PAGE_SIZE)
-            request = Request(prompt, capacity, truth, host_slots, host_pages, num_host_pages, slots, pages)
+            request = Request(
+                prompt, capacity, truth, host_slots, host_pages, lookup_pages, num_host_pages, slots, pages
+            )
             self.is_owned[slots[:capacity]] = True
             for host, expected, items in zip(self.host, self.expected_host, truth, strict=True):
                 host[:, host_slots[:prompt]] = items[:, :prompt]
@@ -200,11 +209,27 @@ class History:
             if self.random.random() < 0.6 if is_warm is None else is_warm:
                 self.start_warm(row, request)
             else:
-                self.state.assign_row(row, torch.tensor(slots[:capacity]), host_pages[:num_host_pages])
+                self.state.assign_row(
+                    row,
+                    torch.tensor(slots[:capacity]),
+                    host_pages[:num_host_pages],
+                    lookup_pages[:num_host_pages],
+                )
             if self.has_faults and self.random.random() < 0.3:
                 self.lose_host_pages(row, request)
         self.requests[row] = request
         return row
+
+    def share(self, prompt: int, truth: list[Tensor]) -> tuple[int, Tensor]:
+        """Often some first pages of another request, whose bytes the new one has then."""
+        others = [other for other in self.requests.values() if other.capacity]
+        if not others or self.random.random() < 0.5:
+            return 0, torch.empty(0, dtype=torch.int64)
+        other = self.random.choice(others)
+        num_pages = self.random.randint(0, min(prompt - 1, other.seq_len - 1) // PAGE_SIZE)
+        for items, others_items in zip(truth, other.truth, strict=True):
+            items[:, : num_pages * PAGE_SIZE] = others_items[:, : num_pages * PAGE_SIZE]
+        return num_pages, other.host_pages[:num_pages]
 
     def start_warm(self, row: int, request: Request) -> None:
         """On a side stream; the same on the CPU must fill the tables alike."""
@@ -213,6 +238,7 @@ class History:
         arguments = {
             "hot_slots": torch.tensor(request.hot_slots[: request.capacity]),
             "host_pages": request.host_pages[: request.num_host_pages],
+            "lookup_pages": request.lookup_pages[: request.num_host_pages],
             "index_pages": torch.arange(self.random.randint(0, self.pages_each)),
             "num_tokens": request.seq_len,
             "hints": [draw(request.seq_len) for _ in range(num_hints)],
@@ -241,12 +267,13 @@ class History:
 
     def lose_host_pages(self, row: int, request: Request) -> None:
         """Take a cold row some of its host pages, but those of its tail."""
-        if bool((self.state.hot_to_host[:, row] >= 0).any()) or request.num_host_pages < 2:
+        if bool((self.state.hot_to_lookup[:, row] >= 0).any()) or request.num_host_pages < 2:
             return
         lost = torch.randperm(request.num_host_pages - 1, generator=self.generator)
         lost = lost[: 1 + request.num_host_pages // 10]
         request.lost_pages = set(lost.tolist())
-        self.state.host_pages[row, lost.to(DEVICE)] = ABSENT
+        for pages in (self.state.host_pages, self.state.lookup_pages):
+            pages[row, lost.to(DEVICE)] = ABSENT
 
     def release(self) -> None:
         if not self.requests:
@@ -255,12 +282,16 @@ class History:
         request = self.requests.pop(row)
         self.state.reset_row(row)
         self.free_rows.append(row)
-        self.free_host = torch.cat((self.free_host, request.host_pages))
+        self.num_users[request.host_pages] -= 1
+        unused = request.host_pages[self.num_users[request.host_pages] == 0]
+        self.free_host = torch.cat((self.free_host, unused))
+        self.free_lookup = torch.cat((self.free_lookup, request.lookup_pages))
         self.free_pages += request.pages
         self.give_up(request.hot_slots)
         for host, expected in zip(self.host, self.expected_host, strict=True):
-            host[:, request.host_slots] = POISON
-            expected[:, request.host_slots] = POISON
+            slots = (unused[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
+            host[:, slots] = POISON
+            expected[:, slots] = POISON
 
     def give_up(self, device_slots: list[int]) -> None:
         slots = torch.tensor(device_slots, dtype=torch.int64)
@@ -294,7 +325,9 @@ class History:
         if request.capacity and request.seq_len > request.num_host_pages * PAGE_SIZE:
             first = request.num_host_pages
             end = min(first + self.random.choice((1, 1, 3)), self.pages_each)
-            self.state.set_host_pages(row, first, request.host_pages[first:end])
+            self.state.set_host_pages(
+                row, first, request.host_pages[first:end], request.lookup_pages[first:end]
+            )
             request.num_host_pages = end
 
     def selection(self, request: Request) -> Tensor:

@@ -79,7 +79,8 @@ def check_step(
     )
     after = on_host(state)
     for name in ("counters", "error_flags", "step", "stamps",
-                 "hot_slots", "capacity", "page_table", "host_pages", "index_pages"):  # fmt: skip
+                 "hot_slots", "capacity", "page_table", "host_pages", "lookup_pages",
+                 "index_pages"):  # fmt: skip
         assert torch.equal(getattr(after, name), getattr(expected, name)), name
 
     num_real = int(num_real_reqs)
@@ -90,41 +91,42 @@ def check_step(
     is_valid = (positions >= 0) & (positions <= newest) & (capacity > 0)[:, None]
     row_of = rows[:, None].expand_as(positions)
     known = positions.clamp(0, before.max_context - 1)
-    page_ids = before.host_pages[row_of, known // before.page_size].long()
-    host_slots = torch.where(
+    page_ids = before.lookup_pages[row_of, known // before.page_size].long()
+    lookup_slots = torch.where(
         is_valid & (page_ids >= 0), page_ids * before.page_size + known % before.page_size, ABSENT
     )
-    hot_index = before.host_to_hot[group, host_slots]  # the last one, of no slot, is empty
+    hot_index = before.lookup_to_hot[group, lookup_slots]  # the last one, of no slot, is empty
     is_hit = ((hot_index >= 0) & (hot_index != newest_entry)) | (positions == newest)
     is_miss = torch.zeros_like(selected, dtype=torch.bool)
-    is_miss[:num_real] = (host_slots >= 0) & ~is_hit
-    is_missing = torch.zeros(before.num_host_slots + 1, dtype=torch.bool)
-    is_missing[host_slots[is_miss[:num_real]]] = True
+    is_miss[:num_real] = (lookup_slots >= 0) & ~is_hit
+    is_missing = torch.zeros(before.num_lookup_slots + 1, dtype=torch.bool)
+    is_missing[lookup_slots[is_miss[:num_real]]] = True
 
     def got_a_miss(tables: HotBufferState) -> Tensor:
         """Which entries hold what this step missed."""
-        result = torch.zeros_like(tables.hot_to_host, dtype=torch.bool)
-        result[group] = is_missing[tables.hot_to_host[group].long()]
+        result = torch.zeros_like(tables.hot_to_lookup, dtype=torch.bool)
+        result[group] = is_missing[tables.hot_to_lookup[group].long()]
         return result
 
     taken = got_a_miss(expected)
     assert torch.equal(got_a_miss(after), taken), "other entries were taken"
-    assert torch.equal(after.hot_to_host[~taken], expected.hot_to_host[~taken]), "hot_to_host"
-    inverse = torch.full_like(after.host_to_hot, ABSENT)
-    used = torch.nonzero(after.hot_to_host >= 0).unbind(1)
-    inverse[used[0], after.hot_to_host[used].long()] = used[2].int()
-    assert torch.equal(after.host_to_hot, inverse), "host_to_hot is not the inverse"
+    assert torch.equal(after.hot_to_lookup[~taken], expected.hot_to_lookup[~taken]), "hot_to_lookup"
+    inverse = torch.full_like(after.lookup_to_hot, ABSENT)
+    used = torch.nonzero(after.hot_to_lookup >= 0).unbind(1)
+    inverse[used[0], after.hot_to_lookup[used].long()] = used[2].int()
+    assert torch.equal(after.lookup_to_hot, inverse), "lookup_to_hot is not the inverse"
 
     assert torch.equal(out[~is_miss], expected_out[~is_miss]), "device slots of hits"
-    entry = after.host_to_hot[group, host_slots].long()
+    entry = after.lookup_to_hot[group, lookup_slots].long()
     slots = torch.where(entry >= 0, after.hot_slots[row_of, entry.clamp(min=0)], ABSENT)
     assert torch.equal(out[is_miss], slots[is_miss[:num_real]]), "device slots of misses"
 
     if miss_plan is not None:
         row, entry = torch.nonzero(taken[group]).unbind(1)
-        copies = torch.stack(
-            (after.hot_slots[row, entry].long(), after.hot_to_host[group, row, entry].long())
-        )
+        lookup_slots = after.hot_to_lookup[group, row, entry].long()
+        page_number = (after.lookup_pages[row] == (lookup_slots // after.page_size)[:, None]).int().argmax(1)
+        host_slots = after.host_pages[row, page_number] * after.page_size + lookup_slots % after.page_size
+        copies = torch.stack((after.hot_slots[row, entry].long(), host_slots.long()))
         num_misses = int(miss_plan.num_misses)
         assert num_misses == len(src_host_slots), f"{num_misses} planned copies for {len(src_host_slots)}"
         planned = torch.stack(

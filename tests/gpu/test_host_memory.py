@@ -37,7 +37,7 @@ def run_step(pool: HostPool) -> None:
     state = HotBufferState.create(1, 1, 64, 9, 16, NUM_SLOTS, DEVICE)
     host_pages = torch.randperm(NUM_SLOTS // 16)[:4]
     host_slots = (host_pages[:, None] * 16 + torch.arange(16)).flatten()
-    state.assign_row(0, torch.arange(9), host_pages)
+    state.assign_row(0, torch.arange(9), host_pages, host_pages.flip(0))
     one = torch.ones(1, dtype=torch.int32, device=DEVICE)
     positions = [3, 60, 17, 33]
     slots = swap_in(

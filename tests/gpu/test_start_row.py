@@ -49,11 +49,13 @@ def test_a_life_of_a_row_without_a_wait(num_tokens: int, item_bytes: int) -> Non
     def live(state: HotBufferState, dev: torch.Tensor) -> None:
         num_pages = -(-num_tokens // 64)
         start_row(
-            state, 1, hot_slots=slots[:CAPACITY], host_pages=page_ids[:num_pages], index_pages=page_ids[:3],
-            num_tokens=num_tokens, hints=hints, layers_of_group=layers, k_host=host, k_dev=dev,
+            state, 1, hot_slots=slots[:CAPACITY], host_pages=page_ids[:num_pages],
+            lookup_pages=page_ids.flip(0)[:num_pages], index_pages=page_ids[:3], num_tokens=num_tokens,
+            hints=hints, layers_of_group=layers, k_host=host, k_dev=dev,
         )  # fmt: skip
         start_dense_row(state, 2, pages=page_ids[40:50], index_pages=page_ids[:1])
-        state.set_host_pages(1, num_pages, page_ids[num_pages : num_pages + 2])
+        more = slice(num_pages, num_pages + 2)
+        state.set_host_pages(1, num_pages, page_ids[more], page_ids.flip(0)[more])
         state.set_index_pages(1, 3, page_ids[3:4])
         state.set_pages(2, 10, page_ids[50:51])
         state.resize_row(1, slots[:CAPACITY], slots[:250], num_tokens)
@@ -76,9 +78,9 @@ def test_a_life_of_a_row_without_a_wait(num_tokens: int, item_bytes: int) -> Non
 def test_admission_does_not_wait_for_steps_in_flight(mode: Mode) -> None:
     """While a kernel of another stream's keeps the GPU busy, a request is admitted and grows."""
     spec = make_spec(num_layers=3, index_group_of_layer=(0, 1, 1), context_length=2000, index_topk=64)
-    pools = Pools(SlotCounts(host=4096, device=4096, index=4096, aux=2, req_row=4), 64)
+    pools = Pools(SlotCounts(host=4096, device=4096, index=4096, lookup=8192, aux=2, req_row=4), 64)
     memory = DecodeMemory(spec, pools.totals, 64, torch.device(DEVICE))
-    hot = HotBuffers(spec, memory, num_rows=4, max_capacity=256, page_size=64)
+    hot = HotBuffers(spec, memory, num_rows=4, num_lookup_slots=8192, max_capacity=256, page_size=64)
     peer = PeerAddress("", 0)
     requests = []
     for number in range(2):
@@ -88,7 +90,7 @@ def test_admission_does_not_wait_for_steps_in_flight(mode: Mode) -> None:
         request.mode = mode
         request.hot_capacity = 256 if mode is Mode.HISPARSE else 0
         host = 768 if mode is Mode.HISPARSE else 0
-        need = SlotCounts(host=host, device=256 if host else 768, index=768, req_row=1)
+        need = SlotCounts(host=host, device=256 if host else 768, index=768, lookup=host, req_row=1)
         request.holding = pools.reserve(request.room, need)
         request.output_token_ids.append(1)
         request.hot_positions = [np.arange(64, dtype=np.int32)] * 2

@@ -8,7 +8,7 @@ import torch
 from kernels.checks import KernelArgumentError
 from kernels.hot_state import EVICTIONS, HITS, MISSES, HotBufferError, HotBufferState
 from kernels.swap_in import backup_newest, newest_slots, swap_in
-from tests.gpu.history import ONE_LAYER, History
+from tests.gpu.history import ONE_LAYER, PAGE_SIZE, History
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = [*needs_gpu, pytest.mark.I4]
@@ -101,8 +101,11 @@ def test_more_misses_than_entries_over_many_blocks(num_rows: int) -> None:
     state = history.state
     kept = {}
     for row, request in history.requests.items():
-        host_slots = request.host_slots.tolist()
-        kept[row] = [host_slots.index(slot) for slot in state.hot_to_host[0, row, :400].tolist()]
+        pages = request.lookup_pages.tolist()
+        kept[row] = [
+            pages.index(slot // PAGE_SIZE) * PAGE_SIZE + slot % PAGE_SIZE
+            for slot in state.hot_to_lookup[0, row, :400].tolist()
+        ]
     slots = history.step(
         {row: shuffled(history, kept[row] + list(range(3000, 4648))) for row in range(num_rows)}
     )
@@ -142,7 +145,7 @@ class Single:
         if DEVICE == "cuda":
             self.host = self.host.pin_memory()
         self.dev = torch.zeros((1, 9, 32), dtype=torch.uint8, device=DEVICE)
-        self.state.assign_row(0, torch.arange(9), torch.arange(4))  # position p is in host slot p
+        self.state.assign_row(0, torch.arange(9), torch.arange(4), torch.arange(4))  # position p: host slot p
         self.one = torch.ones(1, dtype=torch.int32, device=DEVICE)
 
     def pools(self) -> dict[str, torch.Tensor]:
@@ -180,7 +183,7 @@ def test_bad_positions_and_missing_host_slots_are_flagged() -> None:
     one = Single()
     assert one(5, [5, -3, 0, -1])[:2] == [-1, -1]
     assert one.flags() == HotBufferError.BAD_POSITION
-    one.state.host_pages[0, 1] = -1
+    one.state.host_pages[0, 1] = one.state.lookup_pages[0, 1] = -1
     slots = one(40, [30, 33, 30])
     assert slots[::2] == [-1, -1] != slots[1:2]
     assert one.flags() == HotBufferError.BAD_POSITION | HotBufferError.NO_HOST_SLOT
@@ -193,8 +196,8 @@ def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step(top_k: int
     one = Single()
     one(20, [3, 4])
     page_ids = one.state.host_pages.clone()
-    one.state.host_pages[0, 2:] = -1
-    names = ("host_to_hot", "hot_to_host", "stamps", "step", "counters")
+    one.state.host_pages[0, 2:] = one.state.lookup_pages[0, 2:] = -1
+    names = ("lookup_to_hot", "hot_to_lookup", "stamps", "step", "counters")
     before = {name: getattr(one.state, name).clone() for name in names}
     host = one.host.clone()
     lens, row = one.one * 40, one.one * 0
@@ -205,6 +208,7 @@ def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step(top_k: int
     assert all(torch.equal(getattr(one.state, name), table) for name, table in before.items())
     assert torch.equal(one.host, host)
     one.state.host_pages.copy_(page_ids)
+    one.state.lookup_pages.copy_(page_ids)
     assert one(40, [39, 3, 4])[0] == 8
     assert one.counters()[MISSES] == 2
 
@@ -224,7 +228,7 @@ def test_newest_in_place_of_a_selected_former_newest() -> None:
 def test_equal_stamps_go_in_the_order_of_their_hot_index() -> None:
     one = Single()
     assert sorted(one(40, list(range(8)))) == list(range(8))
-    one(41, [int(one.state.hot_to_host[0, 0, entry]) for entry in (0, 3, 7)])
+    one(41, [int(one.state.hot_to_lookup[0, 0, entry]) for entry in (0, 3, 7)])
     assert sorted(one(42, [20, 21])) == [1, 2]
     assert sorted(one(43, [22, 23])) == [4, 5]
     assert sorted(one(44, [24, 25, 26])) == [0, 3, 6]

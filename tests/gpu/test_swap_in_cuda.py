@@ -148,7 +148,8 @@ def test_hit_rate_is_that_of_exact_lru() -> None:
     ]
     for device in ("cpu", DEVICE):
         state = HotBufferState.create(1, 1, max_context, capacity, 16, max_context, device)
-        state.assign_row(0, torch.arange(capacity), torch.arange(max_context // 16))
+        pages = torch.arange(max_context // 16)
+        state.assign_row(0, torch.arange(capacity), pages, pages)
         host = torch.zeros((1, max_context, 1), dtype=torch.uint8, pin_memory=device == "cuda")
         dev = torch.zeros((1, capacity, 1), dtype=torch.uint8, device=device)
         one = torch.ones(1, dtype=torch.int32, device=device)

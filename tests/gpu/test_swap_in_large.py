@@ -38,9 +38,8 @@ def test_offsets_beyond_two_gigabytes() -> None:
     dev = torch.empty((1, num_slots, item_bytes), dtype=torch.uint8, device=DEVICE)
     host_slots = torch.arange(num_slots - 64, num_slots)
     host[0, host_slots] = torch.randint(0, 256, (64, item_bytes), dtype=torch.uint8)
-    state.assign_row(
-        0, torch.arange(num_slots - 9, num_slots), torch.arange(num_slots // 16 - 4, num_slots // 16)
-    )
+    pages = torch.arange(num_slots // 16 - 4, num_slots // 16)
+    state.assign_row(0, torch.arange(num_slots - 9, num_slots), pages, pages)
     one = torch.ones(1, dtype=torch.int32, device=DEVICE)
     positions = [3, 60, 17, 33]
     slots = swap_in(

@@ -98,7 +98,7 @@ class DecodeNode:
     clients: list[SimClient] = field(default_factory=list)
 
     def owners(self, kind: PoolKind) -> dict[int, tuple[Room, Stage]]:
-        """Slots that a request has from a held prefix are HELD, too: they are not for its room to write."""
+        """Slots that a request copies a held prefix to are HELD, too: they are not for its room to write."""
         requests = self.engine.requests
         owners = {
             slot: (holding.room, holding.stage)
@@ -106,10 +106,9 @@ class DecodeNode:
             for slot in extents_to_slots(holding[kind]).tolist()
         }
         for request in requests.select(RequestState.LANDING, RequestState.RUNNING):
-            if kind not in (KV_POOL[request.mode], PoolKind.INDEX):
-                continue
-            for slot in extents_to_slots(request.owned[kind])[: request.held_prefix_tokens].tolist():
-                owners[slot] = request.room, Stage.HELD
+            if kind in (KV_POOL[request.mode], PoolKind.INDEX):
+                for slot in extents_to_slots(request.extents(kind))[: request.held_prefix_tokens].tolist():
+                    owners[slot] = request.room, Stage.HELD
         return owners
 
 

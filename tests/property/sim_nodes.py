@@ -196,12 +196,12 @@ class SimHotBuffers:
                     )
 
     def _pools(self, request: Request) -> list[tuple[Any, Any, int]]:
-        holding, memory = request.owned, self.memory
+        memory = self.memory
         is_dense = request.mode is Mode.DENSE
         kv, kind = (memory.k_dev, PoolKind.DEVICE) if is_dense else (memory.k_host, PoolKind.HOST)
         return [
-            (kv.numpy(), extents_to_slots(holding[kind]), 0),
-            (memory.index.numpy(), extents_to_slots(holding[PoolKind.INDEX]), 100),
+            (kv.numpy(), extents_to_slots(request.extents(kind)), 0),
+            (memory.index.numpy(), extents_to_slots(request.extents(PoolKind.INDEX)), 100),
         ]
 
 

@@ -15,7 +15,7 @@ from transfer.extents import extents_to_slots
 pytestmark = pytest.mark.I2
 
 PAGE_SIZE = 4
-TOTALS = SlotCounts(host=41, device=32, index=48, aux=5, req_row=4)
+TOTALS = SlotCounts(host=41, device=32, index=48, lookup=48, aux=5, req_row=4)
 
 
 class PoolsMachine(RuleBasedStateMachine):

@@ -13,14 +13,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from decode_node.held_prefixes import PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
-from decode_node.pools import Holding, PoolKind, Pools, SlotCounts
+from decode_node.pools import PoolKind, Pools, SlotCounts
 from decode_node.quarantine import Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.reserve import Claim, Reserve
 from decode_node.scheduler import Limits, plan_step, refusal
 from protocol.messages import Extent, Room
-from transfer.extents import extents_to_slots
+from service.engine_messages import pack_token_ids
+from transfer.extents import extents_to_slots, slice_extents
 from vocabulary import HisparseFlag, Mode, SamplingParams
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I4, pytest.mark.I6, pytest.mark.I7]
@@ -28,7 +30,7 @@ pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I4, pytest.mark.I6, py
 PAGE_SIZE = 4
 QUARANTINE_SECS = 10.0
 INDEX_TOPK = 6
-TOTALS = SlotCounts(host=90, device=48, index=112, aux=12, req_row=6)
+TOTALS = SlotCounts(host=90, device=48, index=112, lookup=132, aux=12, req_row=6)
 LIMITS = Limits(
     totals=TOTALS,
     page_size=PAGE_SIZE,
@@ -46,19 +48,25 @@ ARRIVALS = st.tuples(
     st.sampled_from([1, 2, 5, 12, 30, 68]),
     st.sampled_from(PEERS),
     st.sampled_from(["", "", "page sizes differ"]),
+    st.sampled_from([None, 0, 0, 1]),
 )
 SlotsByKind = dict[PoolKind, tuple[Extent, ...]]
 
 
-def remote_slots(holding: Holding, mode: Mode) -> SlotsByKind:
-    kv = PoolKind.HOST if mode is Mode.HISPARSE else PoolKind.DEVICE
-    return {kind: holding[kind] for kind in (kv, PoolKind.INDEX, PoolKind.AUX)}
+def remote_slots(request: Request) -> SlotsByKind:
+    """Behind what is held of its prompt."""
+    kv = PoolKind.HOST if request.mode is Mode.HISPARSE else PoolKind.DEVICE
+    behind = {
+        kind: slice_extents(request.extents(kind), request.held_prefix_tokens, request.num_prompt_tokens)
+        for kind in (kv, PoolKind.INDEX)
+    }
+    return {**behind, PoolKind.AUX: request.owned[PoolKind.AUX]}
 
 
 def slots_of(request: Request) -> dict[PoolKind, list[int]]:
     """Of every position, in the pools that its KV and its indexer keys are in."""
     kv = PoolKind.HOST if request.mode is Mode.HISPARSE else PoolKind.DEVICE
-    return {kind: extents_to_slots(request.owned[kind]).tolist() for kind in (kv, PoolKind.INDEX)}
+    return {kind: extents_to_slots(request.extents(kind)).tolist() for kind in (kv, PoolKind.INDEX)}
 
 
 class DecodeNodeMachine(RuleBasedStateMachine):
@@ -78,7 +86,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     # --- front ------------------------------------------------------------------------------------
 
     @rule(arrivals=st.lists(ARRIVALS, min_size=1, max_size=6))
-    def arrive(self, arrivals: list[tuple[HisparseFlag, int, int, int, PeerAddress, str]]) -> None:
+    def arrive(
+        self, arrivals: list[tuple[HisparseFlag, int, int, int, PeerAddress, str, int | None]]
+    ) -> None:
         for arrival in arrivals:
             self._arrive(*arrival)
         self.step()
@@ -91,7 +101,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         stops_after: int,
         peer: PeerAddress,
         dense_refusal: str,
+        family: int | None,
     ) -> None:
+        """``family``: of its prompt, the tokens of one are all alike; None: nothing is held for it."""
         self.num_arrived += 1
         request = Request(
             request_id=str(self.num_arrived),
@@ -104,6 +116,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             peer=peer,
             arrived_at=self.now,
             dense_refusal=dense_refusal,
+            prompt_keys=None
+            if family is None
+            else PromptKeys.of(b"model", pack_token_ids([family] * num_prompt_tokens), PAGE_SIZE),
         )
         if not refusal(LIMITS, request):
             self.rooms.open(request)
@@ -122,30 +137,48 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         waiting = self.rooms.select(RequestState.WAITING)
         plan = plan_step(
             LIMITS,
-            self.rooms.pools.free,
+            self.rooms.available,
             self.rooms.select(RequestState.RUNNING),
             self.landing(),
             self.rooms.waiting(),
+            held=self.rooms.held,
         )
+        for admission in plan.admissions:
+            self.rooms.use_held(admission)
         before = {r.room: (r.mode, slots_of(r)) for r in self.rooms.select(RequestState.RUNNING)}
         for exchange in plan.exchanges:
             assert exchange.request.mode is Mode.HISPARSE or exchange.request.may_leave_pages
             is_larger = 0 < exchange.request.hot_capacity < exchange.hot_capacity
             assert not (is_larger and waiting), "a hot buffer grows while somebody waits"
+            self.make_available(exchange.need + SlotCounts(device=exchange.hot_capacity))
+            if exchange.request.source is not None:
+                self.rooms.copied(exchange.request)
             self.rooms.grow(exchange.request, exchange.need)
             self.rooms.exchange(exchange)
         for growth in plan.growths:
+            self.make_available(growth.need)
             self.rooms.grow(growth.request, growth.need)
         for admission in plan.admissions:
+            self.make_available(admission.need)
             self.rooms.admit(admission, f"run of {admission.request.peer}", float("inf"))
-            self.writable[admission.request.room] = remote_slots(
-                admission.request.owned, admission.request.mode
-            )
+            self.writable[admission.request.room] = remote_slots(admission.request)
         assert [admission.request for admission in plan.admissions] == waiting[: len(plan.admissions)]
         self._check_nothing_is_lost(before)
         if not waiting:
             self._check_hot_buffers_are_large()
         self._run_step(admitted=bool(plan.admissions))
+
+    def make_available(self, need: SlotCounts) -> None:
+        """As the engine does: what is copied now is over at once for who needs the slots."""
+        for request in tuple(self.rooms.copying.values()):
+            if self.rooms.pools.rounded(need).fits_in(self.rooms.available_now):
+                return
+            self.rooms.copied(request)
+
+    @precondition(lambda self: self.rooms.copying)
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        self.rooms.copied(data.draw(st.sampled_from(list(self.rooms.copying.values()))))
 
     def _check_nothing_is_lost(self, before: dict[Room, tuple[Mode, dict[PoolKind, list[int]]]]) -> None:
         for request in self.rooms.select(RequestState.RUNNING):
@@ -159,7 +192,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
         if any(r.mode is Mode.DENSE or not r.has_slots_for_next for r in (*running, *self.landing())):
             return
-        spare = self.rooms.pools.free.device - LIMITS.auto_dense_margin * TOTALS.device
+        spare = self.rooms.available.device - LIMITS.auto_dense_margin * TOTALS.device
         for request in running:
             if request.hot_capacity < request.next_seq_len:
                 gain = LIMITS.in_pages(LIMITS.max_capacity(request)) - request.num_device_slots
@@ -169,10 +202,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
         paused = [r for r in running if not r.has_slots_for_next]
         assert not (paused and admitted), "somebody is admitted to slots that another waits for"
-        is_for_a_while = self.returning() or any(r.lands_until for r in running)
+        is_for_a_while = self.returning() or any(r.lands_until or r.source for r in running)
         assert not paused or len(paused) < len(running) or is_for_a_while, "nobody comes nearer to its end"
         for request in running:
-            if request in paused:
+            if request in paused or request.source is not None:
                 continue
             self._check_can_run(request)
             request.output_token_ids.append(0)
@@ -185,7 +218,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def _end_if_last(self, request: Request) -> None:
         num_tokens = len(request.output_token_ids)
         if num_tokens >= min(request.sampling.max_new_tokens, self.stops_after[request.room]):
-            self.end(request, Landing.QUIET)
+            self.end(request, Landing.QUIET, is_sound=True)
 
     @precondition(lambda self: self.rooms.select(RequestState.RUNNING))
     @rule(num_steps=st.integers(2, 12))
@@ -194,15 +227,18 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             self.step()
             for request in self.landing():
                 self._start(request)
+            for request in tuple(self.rooms.copying.values()):
+                self.rooms.copied(request)
 
     def _check_can_run(self, request: Request) -> None:
-        num_slots = request.owned.num_slots
-        assert num_slots(PoolKind.INDEX) >= request.next_seq_len
+        num_slots = {kind: len(extents_to_slots(request.extents(kind))) for kind in PoolKind}
+        assert num_slots[PoolKind.INDEX] >= request.next_seq_len
         if request.mode is Mode.DENSE:
-            assert num_slots(PoolKind.DEVICE) >= request.next_seq_len
+            assert num_slots[PoolKind.DEVICE] >= request.next_seq_len
         else:
-            assert num_slots(PoolKind.HOST) >= request.next_seq_len
-            assert num_slots(PoolKind.DEVICE) >= request.hot_capacity
+            assert num_slots[PoolKind.HOST] >= request.next_seq_len
+            assert num_slots[PoolKind.LOOKUP] >= request.next_seq_len
+            assert num_slots[PoolKind.DEVICE] >= request.hot_capacity
             assert request.hot_capacity >= min(INDEX_TOPK + 1, request.life_tokens)
 
     # --- prefill nodes ----------------------------------------------------------------------------
@@ -262,9 +298,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     # --- both -------------------------------------------------------------------------------------
 
-    def end(self, request: Request, known: Landing) -> None:
+    def end(self, request: Request, known: Landing, *, is_sound: bool = False) -> None:
         was_landing = request.state is RequestState.LANDING
-        self.rooms.end(request, known, self.now)
+        self.rooms.end(request, known, self.now, is_sound=is_sound)
         if known in (Landing.QUIET_AFTER_FAILURE, Landing.IN_FLIGHT_AFTER_FAILURE):
             self.failed_batches.add(request.room)
         if was_landing and known in (Landing.QUIET, Landing.QUIET_AFTER_FAILURE):
@@ -285,11 +321,16 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     @invariant()
     def everybody_can_end(self) -> None:
         def claim(request: Request) -> Claim:
-            return LIMITS.claim(request, request.mode, request.held_tokens)
+            prefix = request.prefix
+            num_shared_pages = prefix.end_page if prefix else 0
+            claim = LIMITS.claim(request, request.mode, request.held_tokens, num_shared_pages)
+            return claim._replace(prefix=prefix)
 
         running = self.rooms.select(RequestState.RUNNING)
-        free = self.rooms.pools.free + self.rooms.pools.held_by(e.holding for e in self.returning())
-        reserve = Reserve(free, [(request, claim(request)) for request in running])
+        free = self.rooms.available + self.rooms.pools.held_by(e.holding for e in self.returning())
+        shared = [request.prefix for request in self.landing() if request.prefix]
+        pinned = {part: len(part.keys) for prefix in shared for part in prefix.chain()}
+        reserve = Reserve(free, [(request, claim(request)) for request in running], pinned, PAGE_SIZE)
         for request in self.landing():
             reserve.keep_landing(claim(request))
         assert reserve.is_safe
@@ -315,6 +356,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             if len(self.rooms):
                 self.steps_and_deliveries(10)
         assert not self.rooms.all(), "somebody starves"
+        assert self.rooms.available_now == self.rooms.pools.totals
+        self.rooms.held.flush()
         assert self.rooms.pools.free == self.rooms.pools.totals
 
 

@@ -1,6 +1,7 @@
-"""What a decode node holds, through any history of requests: nothing leaks, and what is taken was left so.
+"""What a decode node holds, through any history of requests: nothing leaks, and what is shared was left so.
 
 Every slot has a content here: the tokens up to it, or what a write left that should not have landed there.
+Any number of requests share what is held, from the time when it has landed.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decode_node.held_prefixes import KV_POOL, PromptKeys
+from decode_node.held_prefixes import KV_POOL, OTHER_MODE, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
-from decode_node.pools import Holding, PoolKind, Pools, SlotCounts
+from decode_node.pools import PoolKind, Pools, SlotCounts
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission
-from protocol.messages import Room
+from protocol.messages import Extent, Room
 from service.engine_messages import pack_token_ids
-from transfer.extents import extents_to_slots
+from transfer.extents import extents_to_slots, slice_extents
 from vocabulary import HisparseFlag, Mode, SamplingParams
 
 pytestmark = pytest.mark.I2
 
 PAGE_SIZE = 4
-TOTALS = SlotCounts(host=60, device=48, index=72, aux=6, req_row=6)
+TOTALS = SlotCounts(host=60, device=48, index=84, lookup=100, aux=6, req_row=6)
 QUARANTINE_SECS = 3.0
 
 
@@ -38,9 +39,11 @@ class HeldMachine(RuleBasedStateMachine):
         self.said: list[tuple[int, ...]] = [()]
         self.tokens_of_key: dict[bytes, tuple[int, ...]] = {}
         self.now = 0.0
+        self.landing_zones: dict[Request, list[tuple[PoolKind, int]]] = {}
+        """What the prefill node may write to."""
 
-    def slots(self, holding: Holding, kind: PoolKind) -> list[int]:
-        slots: list[int] = extents_to_slots(holding[kind]).tolist()
+    def slots(self, extents: tuple[Extent, ...]) -> list[int]:
+        slots: list[int] = extents_to_slots(extents).tolist()
         return slots
 
     def tokens(self, request: Request) -> tuple[int, ...]:
@@ -49,13 +52,17 @@ class HeldMachine(RuleBasedStateMachine):
     def write(self, request: Request, kinds: tuple[PoolKind, ...], start: int, stop: int) -> None:
         tokens = self.tokens(request)
         for kind in kinds:
-            slots = self.slots(request.owned, kind)
-            for position in range(start, stop):
-                self.content[kind, slots[position]] = tokens[: position + 1]
+            own = set(self.slots(request.owned[kind]))
+            for position, slot in enumerate(self.slots(request.extents(kind))[:stop]):
+                if position >= start:
+                    assert slot in own, "what is shared is written to"
+                    self.content[kind, slot] = tokens[: position + 1]
 
-    def check(self, request: Request, holding: Holding, kind: PoolKind, num_tokens: int) -> None:
-        tokens, slots = self.tokens(request), self.slots(holding, kind)
-        for position in range(num_tokens):
+    def check(
+        self, request: Request, extents: tuple[Extent, ...], kind: PoolKind, start: int, stop: int
+    ) -> None:
+        tokens, slots = self.tokens(request), self.slots(extents)
+        for position in range(start, stop):
             found = self.content[kind, slots[position]]
             assert found == tokens[: position + 1], f"{kind} position {position} of {request.room}: {found}"
 
@@ -79,24 +86,39 @@ class HeldMachine(RuleBasedStateMachine):
             arrived_at=self.now,
             prompt_keys=PromptKeys.of(b"model", pack_token_ids(prompt), PAGE_SIZE),
         )
+        own, other = (self.rooms.held.find(request.usable_keys, each) for each in (mode, OTHER_MODE[mode]))
+        copies = other is not None and other.num_pages >= 2 * (own.num_pages if own else 0)
+        found = other if copies else own
+        num_pages = found.num_pages if found else 0
         num_slots = len(prompt) + extra
-        kv = SlotCounts(host=num_slots, device=8) if mode is Mode.HISPARSE else SlotCounts(device=num_slots)
-        need = self.rooms.pools.rounded(kv + SlotCounts(index=num_slots, aux=1, req_row=1))
-        if not need.fits_in(self.rooms.available_now):
+        num_own = num_slots - (0 if copies else num_pages * PAGE_SIZE)
+        kv = SlotCounts(device=num_own)
+        if mode is Mode.HISPARSE:
+            kv = SlotCounts(host=num_own, device=8, lookup=num_slots)
+        need = self.rooms.pools.rounded(kv + SlotCounts(index=num_own, aux=1, req_row=1))
+        unused = num_pages * PAGE_SIZE  # at most
+        if not (need + SlotCounts(unused, unused, 2 * unused)).fits_in(self.rooms.available_now):
             return
         self.prompts[request] = prompt
         self.rooms.open(request)
         self.rooms.queue(request, float("inf"))
-        admission = Admission(request, mode, need, 8 if mode is Mode.HISPARSE else 0)
+        hot_capacity = 8 if mode is Mode.HISPARSE else 0
+        admission = Admission(request, mode, need, hot_capacity, num_pages, copies)
+        self.rooms.use_held(admission)
         self.rooms.admit(admission, "run", float("inf"))
         num_held = request.held_prefix_tokens
-        assert num_held < len(prompt), "the last token is always computed"
-        self.check(request, request.owned, PoolKind.INDEX, num_held)
-        if request.source is None:
-            self.check(request, request.owned, KV_POOL[mode], num_held)
-        else:
-            (kind,) = request.source.extents
-            self.check(request, request.source, kind, num_held)
+        assert num_held == num_pages * PAGE_SIZE < len(prompt), "the last token is always computed"
+        self.landing_zones[request] = [
+            (kind, slot)
+            for kind in (KV_POOL[mode], PoolKind.INDEX)
+            for slot in self.slots(slice_extents(request.extents(kind), num_held, len(prompt)))
+        ]
+        for kind in (KV_POOL[mode], PoolKind.INDEX):
+            if request.source is None:
+                self.check(request, request.extents(kind), kind, 0, num_held)
+        if request.source is not None:
+            for kind in (KV_POOL[OTHER_MODE[mode]], PoolKind.INDEX):
+                self.check(request, request.source.extents(kind), kind, 0, num_held)
 
     def of(self, *states: RequestState) -> list[Request]:
         return self.rooms.select(*states)
@@ -105,7 +127,11 @@ class HeldMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def copy(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(list(self.rooms.copying.values())))
-        self.write(request, (KV_POOL[request.mode],), 0, request.held_prefix_tokens)
+        assert request.source is not None
+        num_held = request.held_prefix_tokens
+        for kind in (KV_POOL[OTHER_MODE[request.mode]], PoolKind.INDEX):
+            self.check(request, request.source.extents(kind), kind, 0, num_held)
+        self.write(request, (KV_POOL[request.mode], PoolKind.INDEX), 0, num_held)
         self.rooms.copied(request)
 
     @precondition(lambda self: self.of(RequestState.LANDING))
@@ -114,6 +140,9 @@ class HeldMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.of(RequestState.LANDING)))
         kinds = (KV_POOL[request.mode], PoolKind.INDEX)
         self.write(request, kinds, request.held_prefix_tokens, request.num_prompt_tokens)
+        if not may_land_again:
+            del self.landing_zones[request]
+        self.note(self.prompts[request])
         self.rooms.start(request, self.now + QUARANTINE_SECS if may_land_again else 0.0)
         request.output_token_ids.append(7)
 
@@ -125,8 +154,8 @@ class HeldMachine(RuleBasedStateMachine):
             if request.source is not None or not request.has_next_step:
                 return
             if not request.has_slots_for_next:
-                kv = SlotCounts(host=4) if request.mode is Mode.HISPARSE else SlotCounts(device=4)
-                need = kv + SlotCounts(index=4)
+                kv = SlotCounts(host=4, lookup=4)
+                need = (kv if request.mode is Mode.HISPARSE else SlotCounts(device=4)) + SlotCounts(index=4)
                 if not need.fits_in(self.rooms.available_now):
                     return
                 self.rooms.grow(request, need)
@@ -139,17 +168,19 @@ class HeldMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, landing: Landing, is_sound: bool) -> None:
         request = data.draw(st.sampled_from(self.of(RequestState.LANDING, RequestState.RUNNING)))
         if request.state is RequestState.RUNNING and request.source is None:
-            self.check(request, request.owned, KV_POOL[request.mode], request.num_kv_tokens)
-            self.check(request, request.owned, PoolKind.INDEX, request.num_kv_tokens)
-        tokens = self.tokens(request)
-        self.said.append(tokens)
+            for kind in (KV_POOL[request.mode], PoolKind.INDEX):
+                self.check(request, request.extents(kind), kind, 0, request.num_kv_tokens)
+        self.said.append(self.tokens(request))
+        self.note(self.tokens(request))
+        self.rooms.end(request, landing, self.now, is_sound=is_sound)
+        zone = self.landing_zones.pop(request, [])
+        for entry in self.rooms.quarantine:  # whose writes may land until they are over
+            if entry.room == request.room:
+                self.content |= dict.fromkeys(zone, ("of room", entry.room))
+
+    def note(self, tokens: tuple[int, ...]) -> None:
         keys = PromptKeys.of(b"model", pack_token_ids(tokens), PAGE_SIZE).keys
         self.tokens_of_key |= {key: tokens[: (number + 1) * PAGE_SIZE] for number, key in enumerate(keys)}
-        self.rooms.end(request, landing, self.now, is_sound=is_sound)
-        for entry in self.rooms.quarantine:  # whose writes may land until they are over
-            for kind in (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX):
-                for slot in self.slots(entry.holding, kind):
-                    self.content[kind, slot] = ("of room", entry.room)
 
     @rule(secs=st.sampled_from([1.0, QUARANTINE_SECS]), is_quiet=st.booleans())
     def pass_time(self, secs: float, is_quiet: bool) -> None:
@@ -158,12 +189,15 @@ class HeldMachine(RuleBasedStateMachine):
             for entry in self.rooms.quarantine:
                 self.rooms.quarantine.quiet(entry.room, False, self.now)
         self.rooms.expire(self.now)
+        for request in self.of(RequestState.RUNNING):
+            if not request.lands_until:
+                self.landing_zones.pop(request, None)
 
     @rule(dice=st.integers(0, 5))
     def flush(self, dice: int) -> None:
         if dice == 0:
             self.rooms.held.flush()
-            assert not self.rooms.held.num_tokens
+            assert self.rooms.held.idle == SlotCounts()
 
     @invariant()
     def is_whole(self) -> None:
@@ -174,8 +208,19 @@ class HeldMachine(RuleBasedStateMachine):
         for prefix in self.rooms.held._prefixes:
             tokens = self.tokens_of_key[prefix.keys[-1]]
             for kind in prefix.holding.extents:
-                found = [self.content.get((kind, slot)) for slot in self.slots(prefix.holding, kind)]
+                found = [self.content.get((kind, slot)) for slot in self.slots(prefix.extents(kind))]
                 assert found == [tokens[: position + 1] for position in range(len(tokens))]
+
+    @invariant()
+    def nothing_lands_in_what_is_shared(self) -> None:
+        held = {
+            (kind, slot)
+            for prefix in self.rooms.held._prefixes
+            for kind in prefix.holding.extents
+            for slot in self.slots(prefix.holding[kind])
+        }
+        for request, zone in self.landing_zones.items():
+            assert held.isdisjoint(zone), f"room {request.room} may write to what is held"
 
     def teardown(self) -> None:
         for request in self.rooms.all():

@@ -30,6 +30,7 @@ TOP_K = 6
 MAX_PADDING = 2
 NUM_PAGES = 24
 NUM_HOST_PAGES = NUM_ROWS * MAX_CONTEXT // PAGE_SIZE - 5
+NUM_LOOKUP_PAGES = NUM_HOST_PAGES + 3
 
 
 class NaiveGroup:
@@ -91,6 +92,8 @@ class NaiveRequest:
     owned_slots: list[int] = field(default_factory=list)
     """The hot buffer is made of the first ``capacity``."""
     host_pages: list[int] = field(default_factory=list)
+    """The first of which other requests may have too."""
+    lookup_pages: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     groups: list[NaiveGroup] = field(default_factory=list)
     counters: list[int] = field(default_factory=lambda: [0, 0, 0])
@@ -117,15 +120,18 @@ class HotBufferMachine(RuleBasedStateMachine):
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.state = HotBufferState.create(
-            len(GROUP_LAYERS), NUM_ROWS, MAX_CONTEXT, MAX_CAPACITY, PAGE_SIZE, NUM_HOST_PAGES * PAGE_SIZE
+            len(GROUP_LAYERS), NUM_ROWS, MAX_CONTEXT, MAX_CAPACITY, PAGE_SIZE, NUM_LOOKUP_PAGES * PAGE_SIZE
         )
         self.host = self.noise(NUM_HOST_PAGES * PAGE_SIZE)
         self.dev = self.noise(NUM_PAGES * PAGE_SIZE)
         self.plan = MissPlan.create(NUM_ROWS + MAX_PADDING, TOP_K)
         self.free_pages = list(range(NUM_PAGES))
         self.free_host = list(range(NUM_HOST_PAGES))
+        self.num_users = [0] * NUM_HOST_PAGES
+        self.free_lookup = list(range(NUM_LOOKUP_PAGES))
         self.random.shuffle(self.free_pages)
         self.random.shuffle(self.free_host)
+        self.random.shuffle(self.free_lookup)
         self.requests: dict[int, NaiveRequest] = {}
 
     def noise(self, num_slots: int) -> list[Tensor]:
@@ -159,24 +165,40 @@ class HotBufferMachine(RuleBasedStateMachine):
         capacity=st.integers(1, MAX_CAPACITY),
         prompt=st.integers(1, MAX_CAPACITY) | st.integers(1, MAX_CONTEXT - 1),
         warmth=st.sampled_from(["full", "hint", "cold"]),
+        shared=st.none() | st.integers(0, NUM_ROWS - 1),
     )
-    def admit_hisparse(self, capacity: int, prompt: int, warmth: str) -> None:
+    def admit_hisparse(self, capacity: int, prompt: int, warmth: str, shared: int | None) -> None:
         row = self.free_row()
         truth = torch.cat(self.noise(MAX_CONTEXT), dim=-1)
         request = NaiveRequest(prompt, capacity, truth)
+        num_pages = -(-prompt // PAGE_SIZE)
+        other = None if shared is None else self.requests.get(shared)
+        num_shared = 0 if other is None else min(prompt - 1, other.seq_len - 1) // PAGE_SIZE
+        if other is None or not other.capacity:
+            num_shared = 0
         if (
             row is None
-            or len(self.free_host) < -(-prompt // PAGE_SIZE)
+            or len(self.free_host) < num_pages - num_shared
+            or len(self.free_lookup) < num_pages
             or not self.own_slots(request, capacity)
         ):
             return
-        request.host_pages = [self.free_host.pop() for _ in range(-(-prompt // PAGE_SIZE))]
+        if other is not None:
+            truth[:, : num_shared * PAGE_SIZE] = other.truth[:, : num_shared * PAGE_SIZE]
+            for page in other.host_pages[:num_shared]:
+                request.host_pages.append(page)
+                request.lookup_pages.append(self.free_lookup.pop())
+                self.num_users[page] += 1
+        while len(request.host_pages) < num_pages:
+            self.add_host_page(request)
         self.write(self.host, [request.host_slot(p) for p in range(prompt)], truth[:, :prompt])
         hot_slots = torch.tensor(request.owned_slots[:capacity])
         request.groups = [NaiveGroup(capacity) for _ in GROUP_LAYERS]
         self.requests[row] = request
         if warmth == "cold":
-            self.state.assign_row(row, hot_slots, torch.tensor(request.host_pages))
+            self.state.assign_row(
+                row, hot_slots, torch.tensor(request.host_pages), torch.tensor(request.lookup_pages)
+            )
             return
         request.never_misses = prompt < capacity
         hints = [
@@ -188,6 +210,7 @@ class HotBufferMachine(RuleBasedStateMachine):
             row,
             hot_slots=hot_slots,
             host_pages=torch.tensor(request.host_pages),
+            lookup_pages=torch.tensor(request.lookup_pages),
             index_pages=torch.tensor([row, row + 1]),
             num_tokens=prompt,
             hints=[np.array(hint, np.int32) for hint in hints],
@@ -255,18 +278,24 @@ class HotBufferMachine(RuleBasedStateMachine):
 
     def grow(self, row: int, request: NaiveRequest) -> bool:
         """Give a request the page of its next token; False when the pool is empty."""
-        free, pages, enter = (
-            (self.free_host, request.host_pages, self.state.set_host_pages)
-            if request.capacity
-            else (self.free_pages, request.pages, self.state.set_pages)
-        )
+        pages = request.host_pages if request.capacity else request.pages
         if request.seq_len < len(pages) * PAGE_SIZE:
             return True
-        if not free:
+        if not (self.free_host and self.free_lookup if request.capacity else self.free_pages):
             return False
-        pages.append(free.pop())
-        enter(row, len(pages) - 1, torch.tensor(pages[-1:]))
+        if request.capacity:
+            self.add_host_page(request)
+            last = torch.tensor(request.host_pages[-1:]), torch.tensor(request.lookup_pages[-1:])
+            self.state.set_host_pages(row, len(pages) - 1, *last)
+        else:
+            pages.append(self.free_pages.pop())
+            self.state.set_pages(row, len(pages) - 1, torch.tensor(pages[-1:]))
         return True
+
+    def add_host_page(self, request: NaiveRequest) -> None:
+        request.host_pages.append(self.free_host.pop())
+        request.lookup_pages.append(self.free_lookup.pop())
+        self.num_users[request.host_pages[-1]] += 1
 
     def selection(self, request: NaiveRequest, mood: str) -> list[int]:
         seq_len = request.seq_len
@@ -376,7 +405,11 @@ class HotBufferMachine(RuleBasedStateMachine):
         row = sorted(self.requests)[choice % len(self.requests)]
         request = self.requests.pop(row)
         self.free_pages += request.pages
-        self.free_host += request.host_pages
+        self.free_lookup += request.lookup_pages
+        for page in request.host_pages:
+            self.num_users[page] -= 1
+            if not self.num_users[page]:
+                self.free_host.append(page)
         self.state.reset_row(row)
 
     @invariant()

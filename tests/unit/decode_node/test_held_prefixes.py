@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from decode_node.held_prefixes import KV_POOL, HeldPrefixes, PromptKeys
+from decode_node.held_prefixes import OTHER_MODE, HeldPrefixes, Match, PageKey, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import slots_tensor
-from decode_node.pools import Holding, PoolKind, Pools, SlotCounts, Stage
-from decode_node.request import PeerAddress, Request
+from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
+from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission
 from protocol.messages import Room
 from service.engine_messages import FlushCache, pack_token_ids
@@ -34,7 +34,6 @@ from transfer.extents import extents_to_slots
 from vocabulary import HisparseFlag, Mode, SamplingParams
 
 PAGE = 4
-OTHER = {Mode.HISPARSE: Mode.DENSE, Mode.DENSE: Mode.HISPARSE}
 PEER = PeerAddress("prefill", 8998)
 
 
@@ -65,72 +64,133 @@ def test_output_goes_on_where_the_prompt_ended() -> None:
 
 def held(*rooms: int, num_pages: int = 3, mode: Mode = Mode.HISPARSE) -> tuple[Pools, HeldPrefixes]:
     """A prefix of ``num_pages`` pages of tokens ``room``, for each of ``rooms``, and nothing else."""
-    pools = Pools(SlotCounts(host=40, device=40, index=80, aux=2, req_row=2), PAGE)
+    pools = Pools(SlotCounts(host=40, device=40, index=80, lookup=80, aux=2, req_row=2), PAGE)
     prefixes = HeldPrefixes(pools)
     for room in rooms:
-        hold(pools, prefixes, room, num_pages, mode)
+        hold(pools, prefixes, keys_of((room,) * num_pages * PAGE).keys, mode)
     return pools, prefixes
 
 
-def hold(pools: Pools, prefixes: HeldPrefixes, room: int, num_pages: int, mode: Mode) -> Holding:
-    num_slots = num_pages * PAGE
+def hold(
+    pools: Pools, prefixes: HeldPrefixes, keys: tuple[PageKey, ...], mode: Mode, num_before: int = 0
+) -> None:
+    """The pages of ``keys`` behind the first ``num_before``, which are held."""
+    num_slots = (len(keys) - num_before) * PAGE
     kv = SlotCounts(host=num_slots) if mode is Mode.HISPARSE else SlotCounts(device=num_slots)
-    holding = pools.reserve(Room(room), kv + SlotCounts(index=num_slots))
+    holding = pools.reserve(Room(1), kv + SlotCounts(index=num_slots))
     pools.move(holding, Stage.HELD)
-    prefixes.add(holding, keys_of((room,) * num_slots).keys, mode)
-    return holding
+    prefixes.add(holding, keys, mode)
+
+
+def num_held(prefixes: HeldPrefixes, prompt: Prompt, mode: Mode = Mode.HISPARSE) -> int:
+    """Pages of it."""
+    match = prefixes.find(keys_of(prompt).keys, mode)
+    return match.num_pages if match else 0
 
 
 @pytest.mark.I2
 @pytest.mark.parametrize("mode", list(Mode))
-def test_a_prefix_is_taken_as_far_as_it_is_the_same(mode: Mode) -> None:
+def test_any_number_use_a_prefix_as_far_as_it_is_the_same(mode: Mode) -> None:
     pools, prefixes = held(1, 2, mode=mode)
     wanted = keys_of((1,) * 8 + (7,) * 8).keys
-    holding, source = taken(prefixes.take(wanted, mode, SlotCounts(index=16)))
-    assert source is None
-    assert (holding.room, holding.num_slots(PoolKind.INDEX)) == (1, 8)
-    assert prefixes.num_tokens == 12, "what is behind it was given up, and the other one is still held"
-    assert prefixes.take(wanted, mode, SlotCounts()) is None, "it serves one request at a time"
-    assert pools.free + prefixes.slots + pools.held_by([holding]) == pools.totals
-    prefixes.check_integrity()
+    assert num_held(prefixes, (1,) * 8 + (7,) * 8, mode) == 2
+    users = [prefixes.use(wanted[:2], mode) for _ in range(3)]
+    assert users[1:] == users[:-1]
+    assert (users[0].end_page, users[0].num_users) == (2, 3)
+    assert len(extents_to_slots(users[0].extents(PoolKind.INDEX))) == 8
+    assert prefixes.num_tokens == 24, "what is behind it is still held"
+    longer = prefixes.use(keys_of((1,) * 12).keys, mode)
+    assert list(longer.chain()) == [longer, users[0]]
+    assert longer.extents(PoolKind.INDEX)[: len(users[0].extents(PoolKind.INDEX))] == users[0].extents(
+        PoolKind.INDEX
+    )
+    prefixes.check_integrity([*users, longer], [])
+    assert prefixes.unused == prefixes.idle == kv_slots(mode, 12)
+    for prefix in (*users, longer):
+        prefixes.let_go(prefix)
+    prefixes.check_integrity([], [])
+    assert pools.free + prefixes.idle == pools.totals
+
+
+def kv_slots(mode: Mode, num_slots: int) -> SlotCounts:
+    if mode is Mode.HISPARSE:
+        return SlotCounts(host=num_slots, index=num_slots)
+    return SlotCounts(device=num_slots, index=num_slots)
 
 
 @pytest.mark.I2
-@pytest.mark.parametrize("mode", list(Mode))
-def test_what_the_other_mode_left_is_taken_apart(mode: Mode) -> None:
-    """Its indexer keys are the request's; its KV is to be copied."""
-    pools, prefixes = held(1, mode=mode)
-    keys = keys_of((1,) * 9).keys
-    hold(pools, prefixes, 1, 1, OTHER[mode])
-    assert taken(prefixes.take(keys[:1], OTHER[mode], SlotCounts()))[1] is None, (
-        "equally long, without a copy"
-    )
-    whole = SlotCounts(host=36, device=36)
-    assert prefixes.take(keys, OTHER[mode], whole) is None, "there is no place for both"
-    holding, source = taken(prefixes.take(keys, OTHER[mode], SlotCounts(host=9, device=9, index=9)))
-    assert source is not None
-    assert (list(holding.extents), holding.num_slots(PoolKind.INDEX)) == ([PoolKind.INDEX], 8)
-    assert (list(source.extents), source.num_slots(KV_POOL[mode])) == ([KV_POOL[mode]], 8)
-    assert (source.stage, len(prefixes)) == (Stage.HELD, 0)
+def test_a_match_names_the_pages_of_every_prefix_that_it_is_of() -> None:
+    pools, prefixes = held(1)
+    whole = keys_of((1,) * 12).keys
+    prefixes.let_go(first := prefixes.use(whole[:2], Mode.HISPARSE))
+    match = prefixes.find(whole, Mode.HISPARSE)
+    assert match == Match(prefixes.use(whole, Mode.HISPARSE), 3)
+    assert match is not None
+    assert list(match.parts()) == [(match.prefix, 1), (first, 2)]
+    assert prefixes.find(whole[:1], Mode.HISPARSE) == Match(first, 1)
+    assert pools.used(Stage.HELD) == SlotCounts(host=12, index=12)
 
 
-def taken(found: tuple[Holding, Holding | None] | None) -> tuple[Holding, Holding | None]:
-    assert found is not None
-    return found
+@pytest.mark.I2
+def test_what_is_held_already_is_not_held_twice() -> None:
+    """Two that began alike, and ended one after the other."""
+    pools, prefixes = held(1)
+    longer = keys_of((1,) * 12 + (2,) * 8).keys
+    hold(pools, prefixes, longer, Mode.HISPARSE)
+    assert (prefixes.num_tokens, pools.totals.host - pools.free.host) == (20, 20)
+    hold(pools, prefixes, keys_of((1,) * 16).keys, Mode.HISPARSE, num_before=3)
+    hold(pools, prefixes, longer[:4], Mode.HISPARSE, num_before=1)
+    assert (prefixes.num_tokens, pools.totals.host - pools.free.host) == (24, 24)
+    prefixes.check_integrity([], [])
+    holding = pools.reserve(Room(2), SlotCounts(host=4, index=4))
+    pools.move(holding, Stage.HELD)
+    with pytest.raises(PoolIntegrityError, match="what is before its pages is not held"):
+        prefixes.add(holding, keys_of((9,) * 8).keys, Mode.HISPARSE)
 
 
 @pytest.mark.I2
 def test_the_least_recently_used_go_first_and_from_their_ends() -> None:
     pools, prefixes = held(1, 2)
     prefixes.make_room(pools.free + SlotCounts(host=PAGE))
-    assert [prefixes.find(keys_of((room,) * 12).keys, Mode.HISPARSE)[1] for room in (1, 2)] == [2, 3]
+    assert [num_held(prefixes, (room,) * 12) for room in (1, 2)] == [2, 3]
     prefixes.make_room(pools.free + SlotCounts(host=3 * PAGE))
-    assert prefixes.find(keys_of((1,) * 12).keys, Mode.HISPARSE) is None
-    assert prefixes.find(keys_of((2,) * 12).keys, Mode.HISPARSE)[1] == 2
+    assert [num_held(prefixes, (room,) * 12) for room in (1, 2)] == [0, 2]
     assert (prefixes.num_evicted_tokens, len(prefixes)) == (16, 1)
-    prefixes.check_integrity()
+    prefixes.check_integrity([], [])
     prefixes.flush()
     assert (pools.free, prefixes.num_evicted_tokens) == (pools.totals, 16)
+
+
+@pytest.mark.I2
+def test_what_is_used_is_not_given_up_and_its_start_is_given_up_last() -> None:
+    pools, prefixes = held(1)
+    long, other = keys_of((1,) * 20).keys, keys_of((1,) * 12 + (2,) * 4).keys
+    for keys in (long, other):
+        hold(pools, prefixes, keys, Mode.HISPARSE, num_before=3)
+    used = prefixes.use(other, Mode.HISPARSE)
+    prefixes.make_room(SlotCounts(host=1000))
+    assert num_held(prefixes, (1,) * 20) == 3
+    assert (prefixes.num_tokens, prefixes.idle) == (16, SlotCounts())
+    prefixes.flush()
+    assert prefixes.num_tokens == 16
+    prefixes.let_go(used)
+    prefixes.check_integrity([], [])
+    prefixes.make_room(pools.free + SlotCounts(host=PAGE + 1))
+    assert num_held(prefixes, (1,) * 20) == 2, "from its end"
+
+
+@pytest.mark.I2
+def test_what_is_copied_is_kept_and_counts_as_unused() -> None:
+    pools, prefixes = held(1)
+    source = prefixes.use(keys_of((1,) * 8).keys, Mode.HISPARSE, copy=True)
+    assert (prefixes.unused.host, prefixes.idle.host) == (12, 4)
+    prefixes.make_room(SlotCounts(host=1000))
+    assert num_held(prefixes, (1,) * 12) == 2
+    prefixes.check_integrity([], [source])
+    with pytest.raises(PoolIntegrityError, match="0 users and 1 copies counted, 1 and 0 known"):
+        prefixes.check_integrity([source], [])
+    prefixes.let_go(source, copy=True)
+    assert pools.free + prefixes.idle == pools.totals
 
 
 def test_nothing_is_given_up_for_slots_that_it_does_not_have() -> None:
@@ -138,16 +198,16 @@ def test_nothing_is_given_up_for_slots_that_it_does_not_have() -> None:
     prefixes.make_room(pools.free + SlotCounts(aux=1))
     prefixes.make_room(pools.free + SlotCounts(device=1))
     assert prefixes.num_tokens == 12
-    hold(pools, prefixes, 2, 2, Mode.DENSE)
+    hold(pools, prefixes, keys_of((2,) * 8).keys, Mode.DENSE)
     prefixes.make_room(pools.free + SlotCounts(device=1))
-    assert prefixes.slots == SlotCounts(host=12, device=4, index=16)
+    assert prefixes.idle == SlotCounts(host=12, device=4, index=16)
 
 
 @pytest.mark.I2
-def test_a_prefix_that_somebody_owns_cannot_be_held() -> None:
+def test_a_prefix_of_other_slots_cannot_be_held() -> None:
     pools, prefixes = held(1)
     holding = pools.reserve(Room(2), SlotCounts(host=8, index=4))
-    with pytest.raises(PoolIntegrityError, match="not 2 pages to hold"):
+    with pytest.raises(PoolIntegrityError, match="are not whole pages to hold"):
         prefixes.add(holding, keys_of((2,) * 8).keys, Mode.HISPARSE)
 
 
@@ -171,19 +231,29 @@ class Books:
     """Live requests without an engine."""
 
     def __init__(self) -> None:
-        totals = SlotCounts(host=48, device=32, index=64, aux=2, req_row=2)
+        totals = SlotCounts(host=48, device=32, index=64, lookup=96, aux=3, req_row=3)
         self.rooms = LiveRequests(Pools(totals, PAGE), quarantine_secs=5.0)
         self._num_rooms = 0
 
     def land(self, prompt: Prompt, mode: Mode, num_slots: int = 0) -> Request:
+        """With ``num_slots`` for KV, those that it shares included, and all that is held of its prompt."""
         self._num_rooms += 1
         request = make_request(self._num_rooms, prompt)
         num_slots = num_slots or len(prompt) + 4
-        kv = SlotCounts(host=num_slots, device=8) if mode is Mode.HISPARSE else SlotCounts(device=num_slots)
+        own, other = (self.rooms.held.find(request.usable_keys, each) for each in (mode, OTHER_MODE[mode]))
+        found = own or other
+        copies = own is None and other is not None
+        num_pages = found.num_pages if found else 0
+        num_own = num_slots - (0 if copies else num_pages * PAGE)
+        kv = SlotCounts(device=num_own)
+        if mode is Mode.HISPARSE:
+            kv = SlotCounts(host=num_own, device=8, lookup=num_slots)
         self.rooms.open(request)
         self.rooms.queue(request, 9.0)
-        need = kv + SlotCounts(index=num_slots, aux=1, req_row=1)
-        admission = Admission(request, mode, need, 8 if mode is Mode.HISPARSE else 0)
+        need = kv + SlotCounts(index=num_own, aux=1, req_row=1)
+        hot_capacity = 8 if mode is Mode.HISPARSE else 0
+        admission = Admission(request, mode, need, hot_capacity, num_pages, copies)
+        self.rooms.use_held(admission)
         self.rooms.admit(admission, "run", 9.0)
         self.rooms.check_integrity()
         return request
@@ -208,13 +278,13 @@ def test_whole_pages_of_what_exists_are_held(mode: Mode, num_output_tokens: int,
     """The newest token's KV does not exist."""
     books = Books()
     request = books.land(PROMPT, mode, 16)
-    slots = extents_to_slots(request.owned[PoolKind.INDEX])[:num_held].tolist()
+    slots = extents_to_slots(request.extents(PoolKind.INDEX))[:num_held].tolist()
     books.end(books.run(request, num_output_tokens))
     assert books.rooms.held.num_tokens == num_held
     assert books.rooms.available == books.rooms.pools.totals
     following = books.land((*PROMPT, *[77] * num_output_tokens, 5), mode)
     assert following.held_prefix_tokens == num_held
-    assert extents_to_slots(following.owned[PoolKind.INDEX])[:num_held].tolist() == slots
+    assert extents_to_slots(following.extents(PoolKind.INDEX))[:num_held].tolist() == slots
 
 
 @pytest.mark.I1
@@ -222,12 +292,13 @@ def test_whole_pages_of_what_exists_are_held(mode: Mode, num_output_tokens: int,
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("landing", list(Landing))
 def test_of_a_room_that_did_not_land_only_what_was_held_before_is_held(mode: Mode, landing: Landing) -> None:
-    """And of that nothing is quarantined: no write was to land there."""
+    """And of that nothing is quarantined, nor bootstrapped: no write was to land there."""
     books = Books()
     books.end(books.run(books.land(PROMPT, mode)))
     request = books.land((*PROMPT, 1, 2, 3, 4), mode)
     assert request.held_prefix_tokens == 8
-    prefix = set(extents_to_slots(request.owned[PoolKind.INDEX])[:8].tolist())
+    prefix = set(extents_to_slots(request.extents(PoolKind.INDEX))[:8].tolist())
+    assert prefix.isdisjoint(extents_to_slots(request.owned[PoolKind.INDEX]).tolist())
     books.end(request, landing)
     rooms = books.rooms
     assert rooms.held.num_tokens == 8
@@ -240,20 +311,81 @@ def test_of_a_room_that_did_not_land_only_what_was_held_before_is_held(mode: Mod
 @pytest.mark.I2
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("is_copied", [True, False])
-def test_what_is_copied_is_held_again_and_what_is_not_is_nobodys(mode: Mode, is_copied: bool) -> None:
+def test_what_is_copied_is_held_in_both_modes_and_what_is_not_is_nobodys(mode: Mode, is_copied: bool) -> None:
     books = Books()
     books.end(books.run(books.land(PROMPT, mode), 3))
-    request = books.land((*PROMPT, 77, 77, 1), OTHER[mode])
+    request = books.land((*PROMPT, 77, 77, 1), OTHER_MODE[mode])
     assert (request.held_prefix_tokens, request.owned.num_slots(PoolKind.INDEX)) == (12, 20)
     assert request.source is not None
-    assert books.rooms.available_now + books.rooms.pools.held_by([request.source]) == books.rooms.available
+    assert books.rooms.available_now + kv_slots(mode, 12) == books.rooms.available
     if is_copied:
         books.rooms.copied(request)
         books.rooms.check_integrity()
         assert books.rooms.available == books.rooms.available_now
     books.end(request)
-    assert books.rooms.held.num_tokens == 12 * is_copied
+    assert books.rooms.held.num_tokens == 12 + 12 * is_copied
     assert books.rooms.available_now == books.rooms.pools.totals
+
+
+@pytest.mark.I2
+@pytest.mark.parametrize("mode", list(Mode))
+def test_those_that_begin_alike_hold_the_beginning_once(mode: Mode) -> None:
+    """While they run, and when they have ended with different continuations."""
+    books = Books()
+    books.end(books.run(books.land(PROMPT, mode)))
+    requests = [books.land((*PROMPT, number), mode, 16) for number in (1, 2)]
+    assert [request.held_prefix_tokens for request in requests] == [8, 8]
+    assert requests[0].prefix is requests[1].prefix
+    used = books.rooms.pools.totals - books.rooms.available
+    assert used.index == 8 + 2 * 8
+    assert used.lookup == (2 * 16 if mode is Mode.HISPARSE else 0)
+    for request in requests:
+        books.run(request, 4)
+    books.end(requests[0])
+    assert requests[1].extents(PoolKind.INDEX)
+    books.end(requests[1])
+    assert books.rooms.held.num_tokens == 8 + 4 + 4
+    assert books.rooms.available_now == books.rooms.pools.totals
+
+
+@pytest.mark.I1
+@pytest.mark.I2
+def test_a_prompt_is_shared_as_soon_as_it_has_landed() -> None:
+    books = Books()
+    first, late = (books.land(PROMPT, Mode.HISPARSE) for _ in range(2))
+    assert first.prefix is late.prefix is None, "not while it lands"
+    books.run(first)
+    second = books.land(PROMPT, Mode.HISPARSE)
+    assert second.held_prefix_tokens == 8
+    assert second.prefix is first.prefix
+    # What came twice is there once: the late one goes on with the pages of the first.
+    num_free = books.rooms.pools.free
+    books.run(late)
+    books.rooms.check_integrity()
+    assert late.prefix is first.prefix
+    assert books.rooms.pools.free - num_free == SlotCounts(host=8, index=8, aux=1)
+    assert late.reserved_tokens == 16
+    books.end(first, is_sound=False)
+    books.end(second, Landing.IN_FLIGHT)
+    assert books.rooms.held.num_tokens == 8
+    assert books.rooms.pools.used(Stage.QUARANTINED).host == books.rooms.pools.used(Stage.HELD).host == 8
+    books.end(late)
+
+
+@pytest.mark.I1
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_prompt_is_not_shared_while_it_may_land_again_or_leave_its_pages(mode: Mode) -> None:
+    books = Books()
+    repeated = books.run(books.land(PROMPT, mode), lands_until=3.0)
+    short = books.run(books.land(PROMPT, Mode.DENSE, 12))
+    assert repeated.prefix is short.prefix is None
+    assert books.rooms.held.num_tokens == 0
+    assert short.may_leave_pages
+    books.rooms.grow(short, SlotCounts(device=4, index=4))
+    books.end(short)
+    whole = books.run(books.land((*PROMPT, 3), Mode.DENSE, 16))
+    assert whole.prefix is not None
+    assert not whole.may_leave_pages
 
 
 @pytest.mark.I1
@@ -265,9 +397,13 @@ def test_what_may_land_once_more_is_not_held() -> None:
 
 
 def test_what_a_failed_step_left_is_not_held() -> None:
+    """But what landed before it is."""
     books = Books()
-    books.end(books.run(books.land(PROMPT, Mode.HISPARSE)), is_sound=False)
-    assert books.rooms.pools.free == books.rooms.pools.totals
+    books.end(books.run(books.land(PROMPT, Mode.HISPARSE, 20), 7), is_sound=False)
+    assert books.rooms.held.num_tokens == 8
+    books.end(books.run(books.land((5, *PROMPT), Mode.DENSE, 12), 2), is_sound=False)
+    assert books.rooms.held.num_tokens == 8
+    assert books.rooms.available_now == books.rooms.pools.totals
 
 
 @pytest.mark.I2
@@ -282,22 +418,29 @@ def test_held_slots_are_as_good_as_free() -> None:
     with pytest.raises(PoolExhausted, match="room 5, host pool: 4 token slots needed, 0 of 48 free"):
         books.land((9,) * 4, Mode.HISPARSE, 4)
     books.end(books.run(request))
-    books.end(books.run(books.land((8,) * 12, Mode.HISPARSE)))
-    running = books.run(books.land((9,) * 10, Mode.HISPARSE, 12))
-    assert books.rooms.held.num_tokens > 0
-    books.rooms.grow(running, SlotCounts(host=36, index=36))
-    assert running.owned.num_slots(PoolKind.HOST) == 48
 
 
 @pytest.mark.I2
-def test_what_is_taken_is_not_given_up_for_the_rest() -> None:
+def test_growth_gives_up_what_is_held_and_not_what_is_used() -> None:
+    books = Books()
+    books.end(books.run(books.land((8,) * 12, Mode.HISPARSE)))
+    running = books.run(books.land((9,) * 10, Mode.HISPARSE, 12))
+    assert books.rooms.held.num_tokens == 12 + 8
+    books.rooms.grow(running, SlotCounts(host=36, index=36, lookup=36))
+    assert (books.rooms.held.num_tokens, running.owned.num_slots(PoolKind.HOST)) == (8, 40)
+    assert running.reserved_tokens == 48
+    assert running.state is RequestState.RUNNING
+
+
+@pytest.mark.I2
+def test_what_is_used_is_not_given_up_for_the_rest() -> None:
     """Of 48 slots the prefix has 8, and the request that begins with it needs all."""
     books = Books()
     for first in (1, 2, 3):
         books.end(books.run(books.land((first,) * 8, Mode.HISPARSE)))
     request = books.land((1,) * 9, Mode.HISPARSE, 48)
     assert request.held_prefix_tokens == 8
-    assert books.rooms.held.num_tokens == 0
+    assert books.rooms.held.num_tokens == 8
 
 
 # --- the engine ----------------------------------------------------------------------------------------
@@ -362,15 +505,19 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
     prompt = random_prompt(5, 85)
     answer = ask(node, double, prompt, 60, flag)
     memory = node.engine.hot_buffers.memory
-    (prefix,) = node.engine.requests.held._prefixes
     num_held = (85 + 59) // 16 * 16
-    assert len(prefix.keys) * 16 == num_held
+    keys = PromptKeys.of(node.engine._prefix_identity, pack_token_ids((*prompt, *answer.token_ids)), 16).keys
+    mode = Mode.HISPARSE if flag is HisparseFlag.TRUE else Mode.DENSE
+    match = node.engine.requests.held.find(keys, mode)
+    assert match is not None
+    assert match.num_pages * 16 == num_held
+    prefix = match.prefix
     alone = computed(checkpoint, (*prompt, *answer.token_ids)[:num_held], 16)
     kv, kind = (
         (memory.k_dev, PoolKind.DEVICE) if prefix.mode is Mode.DENSE else (memory.k_host, PoolKind.HOST)
     )
-    assert kv[:, slots_tensor(prefix.holding[kind])].equal(alone.kv[:, :num_held])
-    assert memory.index[:, slots_tensor(prefix.holding[PoolKind.INDEX])].equal(alone.index[:, :num_held])
+    assert kv[:, slots_tensor(prefix.extents(kind))].equal(alone.kv[:, :num_held])
+    assert memory.index[:, slots_tensor(prefix.extents(PoolKind.INDEX))].equal(alone.index[:, :num_held])
 
 
 @pytest.mark.I5
@@ -400,14 +547,16 @@ def test_a_conversation_goes_on_behind_what_is_held(
 
 
 @pytest.mark.I5
+@pytest.mark.parametrize("first", [HisparseFlag.TRUE, HisparseFlag.FALSE])
 def test_a_conversation_may_change_its_mode(
-    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch, first: HisparseFlag
 ) -> None:
     """The KV is copied from pool to pool in slices of some tokens, while others get theirs."""
     monkeypatch.setattr(node.engine.copies, "slice_bytes", 5 * node.engine._spec.item_bytes)
     prompt, other = random_prompt(6, 70), random_prompt(7, 30)
     turns: list[tuple[Prompt, list[int], HisparseFlag]] = []
-    for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.TRUE):
+    second = HisparseFlag.FALSE if first is HisparseFlag.TRUE else HisparseFlag.TRUE
+    for flag in (first, second):
         beside = node.generate(double, other, 60, HisparseFlag.TRUE)
         node.turn_until(lambda beside=beside: beside.token_ids, double)
         answer = node.generate(double, prompt, 20, flag)
@@ -440,7 +589,8 @@ def test_a_client_that_leaves_while_its_prefix_is_copied(
     requests = node.engine.requests
     node.turn_until(lambda: not requests and not len(requests.quarantine), double)
     assert not node.engine.copies.is_busy
-    assert requests.pools.free == requests.pools.totals
+    assert requests.held.num_tokens == 64, "what it copied from"
+    assert requests.available_now == requests.pools.totals
 
 
 def test_who_needs_the_slots_of_a_source_does_not_wait_for_turns(

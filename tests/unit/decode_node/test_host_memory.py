@@ -198,7 +198,7 @@ def test_more_than_the_container_may_have_is_refused(tmp_path: Path) -> None:
 # --- the decode node's pools ------------------------------------------------------------------------------
 
 PAGE_SIZE = 4
-TOTALS = SlotCounts(host=30, device=24, index=56, aux=3, req_row=2)
+TOTALS = SlotCounts(host=30, device=24, index=56, lookup=60, aux=3, req_row=2)
 
 
 @pytest.fixture

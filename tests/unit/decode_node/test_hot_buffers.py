@@ -28,13 +28,20 @@ class Node:
             num_layers=4, index_group_of_layer=(0, 1, 1, 2), context_length=500, index_topk=8, kv_lora_rank=4,
             qk_rope_head_dim=2,
         )  # fmt: skip
-        self.pools = Pools(SlotCounts(host=640, device=256, index=640, aux=1, req_row=2), PAGE_SIZE)
-        holdings = [self.pools.reserve(Room(100 + n), SlotCounts(host=PAGE_SIZE)) for n in range(40)]
+        self.pools = Pools(
+            SlotCounts(host=640, device=256, index=640, lookup=1280, aux=1, req_row=2), PAGE_SIZE
+        )
+        holdings = [
+            self.pools.reserve(Room(100 + n), SlotCounts(host=PAGE_SIZE, lookup=PAGE_SIZE)) for n in range(40)
+        ]
+        self.pools.give_up(holdings[1], [PoolKind.LOOKUP])
         for holding in holdings[::2]:
             self.pools.release(holding)
         self.memory = DecodeMemory(self.spec, self.pools.totals, PAGE_SIZE, torch.device("cpu"))
         self.memory.k_host.random_(generator=torch.Generator().manual_seed(1))
-        self.hot = HotBuffers(self.spec, self.memory, num_rows=2, max_capacity=32, page_size=PAGE_SIZE)
+        self.hot = HotBuffers(
+            self.spec, self.memory, num_rows=2, num_lookup_slots=1280, max_capacity=32, page_size=PAGE_SIZE
+        )
 
     def request(self, hot_positions: list[Any] | None) -> Request:
         request = Request(
@@ -42,7 +49,7 @@ class Node:
             arrived_at=0.0,
         )  # fmt: skip
         request.mode, request.hot_capacity = Mode.HISPARSE, 32
-        need = SlotCounts(host=108, device=32, index=108, aux=0, req_row=1)
+        need = SlotCounts(host=108, device=32, index=108, lookup=108, aux=0, req_row=1)
         request.holding = self.pools.reserve(request.room, need)
         request.output_token_ids.append(5)
         request.hot_positions = hot_positions
@@ -59,11 +66,13 @@ def test_what_was_hot_comes_back_in_the_same_order() -> None:
     state, row = node.hot.state, request.req_row
     for group, hint in enumerate(hints):
         for entry, position in enumerate(hint.tolist()):
-            host_slot, device_slot = (
-                int(state.hot_to_host[group, row, entry]),
+            lookup_slot, device_slot = (
+                int(state.hot_to_lookup[group, row, entry]),
                 int(state.hot_slots[row, entry]),
             )
-            assert int(state.host_pages[row, position // PAGE_SIZE]) == host_slot // PAGE_SIZE
+            page, offset = divmod(position, PAGE_SIZE)
+            assert divmod(lookup_slot, PAGE_SIZE) == (int(state.lookup_pages[row, page]), offset)
+            host_slot = int(state.host_pages[row, page]) * PAGE_SIZE + offset
             for layer in node.spec.layers_of_group[group]:
                 item = node.memory.k_dev[layer, device_slot]
                 assert torch.equal(item, node.memory.k_host[layer, host_slot])
@@ -74,7 +83,7 @@ def test_what_was_hot_comes_back_in_the_same_order() -> None:
     assert [hot.tolist() for hot in request.hot_positions] == [
         [3, 99, 50 + group, 17] for group in range(NUM_GROUPS)
     ]
-    assert (state.host_to_hot == -1).all()
+    assert (state.lookup_to_hot == -1).all()
     assert (state.host_pages[row] == -1).all()
 
 
@@ -102,8 +111,12 @@ def test_a_row_grows_in_its_own_pools(mode: Mode) -> None:
     assert (table[row] >= 0).sum() == 7
     node.pools.grow(request.owned, kv_pool, 2 * PAGE_SIZE)
     node.pools.grow(request.owned, PoolKind.INDEX, PAGE_SIZE)
+    tables = [(table[row], kv_pool, 9), (state.index_pages[row], PoolKind.INDEX, 8)]
+    if mode is Mode.HISPARSE:
+        node.pools.grow(request.owned, PoolKind.LOOKUP, 2 * PAGE_SIZE)
+        tables.append((state.lookup_pages[row], PoolKind.LOOKUP, 9))
     node.hot.grow(request)
-    for pages, kind, num_pages in ((table[row], kv_pool, 9), (state.index_pages[row], PoolKind.INDEX, 8)):
+    for pages, kind, num_pages in tables:
         slots = [
             slot
             for extent in request.owned[kind]

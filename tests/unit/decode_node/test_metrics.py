@@ -45,7 +45,9 @@ def _stats(rooms: LiveRequests, swap_ins: tuple[int, int, int] = (0, 0, 0)) -> E
 
 
 def _rooms() -> LiveRequests:
-    return LiveRequests(Pools(SlotCounts(host=100, device=64, index=128, aux=4, req_row=4), 16), 1.0)
+    return LiveRequests(
+        Pools(SlotCounts(host=100, device=64, index=128, lookup=200, aux=4, req_row=4), 16), 1.0
+    )
 
 
 def test_requests_are_told_apart_by_mode_and_by_what_they_asked_for() -> None:

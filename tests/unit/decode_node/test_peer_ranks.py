@@ -178,7 +178,7 @@ def test_a_node_that_comes_back_with_more_ranks_behind_the_same_control_port(
 
 @pytest.mark.parametrize("state", [RequestState.CONNECTING, RequestState.WAITING])
 def test_a_request_that_moves_to_another_rank_keeps_its_place_in_line(state: RequestState) -> None:
-    totals = SlotCounts(host=64, device=64, index=128, aux=4, req_row=4)
+    totals = SlotCounts(host=64, device=64, index=128, lookup=128, aux=4, req_row=4)
     requests = LiveRequests(Pools(totals, 16), 60.0)
     ranks = [PeerAddress(HOST, PORT, rank) for rank in range(2)]
     for number in range(6):

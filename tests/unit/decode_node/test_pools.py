@@ -15,8 +15,8 @@ from protocol.messages import Extent, Room
 from transfer.allocator import PoolExhausted, PoolIntegrityError
 from vocabulary import HisparseFlag, Mode, SamplingParams
 
-TOTALS = SlotCounts(host=100, device=64, index=128, aux=4, req_row=4)
-NEED = SlotCounts(host=10, device=17, index=10, aux=1, req_row=1)
+TOTALS = SlotCounts(host=100, device=64, index=128, lookup=200, aux=4, req_row=4)
+NEED = SlotCounts(host=10, device=17, index=10, lookup=10, aux=1, req_row=1)
 PEER = PeerAddress("prefill", 8998)
 
 
@@ -33,17 +33,17 @@ def landed(rooms: LiveRequests, room: int, mode: Mode = Mode.HISPARSE) -> Reques
 
 
 def test_slot_counts_list_the_pools_in_order() -> None:
-    counts = SlotCounts(*range(1, 6))
-    assert [counts[kind] for kind in PoolKind] == [1, 2, 3, 4, 5]
-    assert SlotCounts(1, 1, 1, 1, 1).fits_in(counts)
-    assert not SlotCounts(aux=5).fits_in(counts)
+    counts = SlotCounts(*range(1, 7))
+    assert [counts[kind] for kind in PoolKind] == [1, 2, 3, 4, 5, 6]
+    assert SlotCounts(1, 1, 1, 1, 1, 1).fits_in(counts)
+    assert not SlotCounts(aux=6).fits_in(counts)
 
 
 @pytest.mark.I2
 def test_a_reservation_takes_whole_pages_and_is_all_or_nothing() -> None:
     pools = Pools(TOTALS, page_size=16)
     holding = pools.reserve(Room(1), NEED)
-    assert pools.totals - pools.free == SlotCounts(host=16, device=32, index=16, aux=1, req_row=1)
+    assert pools.totals - pools.free == SlotCounts(host=16, device=32, index=16, lookup=16, aux=1, req_row=1)
     before = pools.free
     with pytest.raises(PoolExhausted, match=r"room 2, device pool.*33 token slots needed, 32 of 64 free"):
         pools.reserve(Room(2), SlotCounts(host=5, device=33))
@@ -155,7 +155,7 @@ def test_a_dense_request_leaves_its_pages_for_a_hot_buffer() -> None:
     rooms.exchange(Exchange(request, hot_capacity=16))
     assert (request.mode, request.hot_capacity, request.num_device_slots) == (Mode.HISPARSE, 16, 16)
     assert request.reserved_tokens == 16
-    rooms.grow(request, SlotCounts(host=16, index=16))
+    rooms.grow(request, SlotCounts(host=16, index=16, lookup=16))
     assert (request.reserved_tokens, request.held_tokens.index) == (32, 32)
     rooms.check_integrity()
 
@@ -216,7 +216,7 @@ def test_a_failed_batch_is_not_forgotten_when_the_room_goes_quiet() -> None:
 
 @pytest.mark.I1
 def test_a_pause_of_this_node_counts_for_no_quarantine() -> None:
-    pools = Pools(SlotCounts(host=32, device=16, index=16, aux=2, req_row=1), 16)
+    pools = Pools(SlotCounts(host=32, device=16, index=16, lookup=64, aux=2, req_row=1), 16)
     rooms = LiveRequests(pools, quarantine_secs=60.0)
     request = Request(
         "1", Room(1), 4, SamplingParams(max_new_tokens=1), HisparseFlag.TRUE, PEER, arrived_at=0.0

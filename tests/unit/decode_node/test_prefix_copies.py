@@ -16,8 +16,10 @@ from vocabulary import Mode
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_prefix_is_copied_in_slices(mode: Mode) -> None:
-    # 40 tokens of three layers, five in a turn, and one to see that there is no more
-    assert check_turns(Copying(mode, *empty_pools())) == NUM_LAYERS * 40 // 5 + 1
+    # 40 tokens of three layers, five in a turn, and half as large indexer keys of two. A turn may end early
+    # where the extents of one of the two end.
+    num_turns = NUM_LAYERS * 40 // 5 + (NUM_LAYERS - 1) * 40 // 10
+    assert num_turns < check_turns(Copying(mode, *empty_pools())) <= num_turns + 2
 
 
 @pytest.mark.parametrize("mode", list(Mode))

@@ -23,7 +23,7 @@ from vocabulary import HisparseFlag, Mode, SamplingParams
 NUM_WAITING = 3000
 NUM_RUNNING = 8
 LIMITS = Limits(
-    totals=SlotCounts(host=4000, device=2048, index=6000, aux=32, req_row=NUM_RUNNING),
+    totals=SlotCounts(host=4000, device=2048, index=6000, lookup=8000, aux=32, req_row=NUM_RUNNING),
     page_size=16,
     max_context=300,
     index_topk=20,

@@ -15,7 +15,7 @@ from service.settings import DecodeSettings
 from vocabulary import HisparseFlag, Mode, SamplingParams
 
 LIMITS = Limits(
-    totals=SlotCounts(host=400, device=160, index=560, aux=16, req_row=8),
+    totals=SlotCounts(host=400, device=160, index=560, lookup=800, aux=16, req_row=8),
     page_size=16,
     max_context=300,
     index_topk=20,
@@ -88,11 +88,11 @@ class Node:
         (FALSE, 100, Mode.DENSE, SlotCounts(device=112, index=112, aux=1, req_row=1)),
         (AUTO, 112, Mode.DENSE, SlotCounts(device=112, index=112, aux=1, req_row=1)),
         # One page more, and auto is not comfortable.
-        (AUTO, 113, Mode.HISPARSE, SlotCounts(host=128, device=64, index=128, aux=1, req_row=1)),
+        (AUTO, 113, Mode.HISPARSE, SlotCounts(host=128, device=64, index=128, lookup=128, aux=1, req_row=1)),
         # A hot buffer never exceeds the whole life.
-        (TRUE, 30, Mode.HISPARSE, SlotCounts(host=32, device=32, index=32, aux=1, req_row=1)),
+        (TRUE, 30, Mode.HISPARSE, SlotCounts(host=32, device=32, index=32, lookup=32, aux=1, req_row=1)),
         # Not even when the top-k does.
-        (TRUE, 5, Mode.HISPARSE, SlotCounts(host=16, device=16, index=16, aux=1, req_row=1)),
+        (TRUE, 5, Mode.HISPARSE, SlotCounts(host=16, device=16, index=16, lookup=16, aux=1, req_row=1)),
     ],
 )
 def test_what_a_request_gets(
@@ -263,7 +263,7 @@ def test_a_request_gets_slots_before_it_needs_them_and_never_more_than_its_life(
     node.run(request, 18)
     assert not request.has_slots_for_next
     (growth,) = node.step().growths
-    assert growth.need == SlotCounts(host=16, index=16)
+    assert growth.need == SlotCounts(host=16, index=16, lookup=16)
     node.run(request, 16)
     node.step()
     assert (request.held_tokens.host, request.held_tokens.index) == (80, 80)
@@ -291,7 +291,9 @@ def test_chats_without_max_tokens_share_a_node_of_the_default_size() -> None:
     host, page_size = options["host_pool_tokens"].default, options["page_size"].default
     node = Node(
         Limits(
-            totals=SlotCounts(host=host, device=1 << 20, index=host + (1 << 20), aux=256, req_row=64),
+            totals=SlotCounts(
+                host=host, device=1 << 20, index=host + (1 << 20), lookup=2 * host, aux=256, req_row=64
+            ),
             page_size=page_size,
             max_context=context,
             index_topk=2048,
@@ -368,7 +370,7 @@ def test_a_dense_request_without_a_page_goes_on_as_hisparse() -> None:
     assert [growth.request for growth in node.step().growths] == [grower]
     node.run(grower, 16)
     (exchange,) = node.step().exchanges
-    assert exchange == Exchange(grower, 64, SlotCounts(host=80, index=16))
+    assert exchange == Exchange(grower, 64, SlotCounts(host=80, index=16, lookup=80))
     assert (grower.mode, grower.num_retractions, grower.has_slots_for_next) == (Mode.HISPARSE, 1, True)
     node.rooms.end(other, Landing.QUIET, 0.0)
     node.step()

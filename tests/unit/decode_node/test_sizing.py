@@ -51,7 +51,7 @@ def num_device_bytes(settings: DecodeSettings, spec: ModelSpec, totals: SlotCoun
         spec.context_length,
         min(settings.device_buffer_size, spec.context_length),
         settings.page_size,
-        totals.host,
+        totals.lookup,
         GPU,
     )
     num_rows = settings.max_running_requests
@@ -147,8 +147,8 @@ def test_tables_are_counted_as_the_hot_buffers_make_them() -> None:
     settings = decode(
         max_running_requests=3, device_buffer_size=64, page_size=16, host_pool_tokens=50, micro_batch_min_bs=0
     )
-    memory = DecodeMemory(spec, SlotCounts(48, 16, 16, 1, 1), 16, torch.device("cpu"))
-    hot = HotBuffers(spec, memory, num_rows=3, max_capacity=64, page_size=16)
+    memory = DecodeMemory(spec, SlotCounts(48, 16, 16, 96, 1, 1), 16, torch.device("cpu"))
+    hot = HotBuffers(spec, memory, num_rows=3, num_lookup_slots=96, max_capacity=64, page_size=16)
     found = 0
     for owner in (hot, hot.state, hot.miss_plan):
         values = vars(owner).values()
@@ -157,7 +157,7 @@ def test_tables_are_counted_as_the_hot_buffers_make_them() -> None:
 
 
 def test_a_long_context_costs_a_row_page_ids_only() -> None:
-    """At most 12 bytes a page and row; 4 bytes a group for each token of the host pool, however many rows."""
+    """At most 16 bytes a page and row; 8 bytes a group for each token of the host pool, however many rows."""
 
     def tables(**changes: int) -> int:
         fields = {"num_rows": 128, "context": 163_840, "host": 1 << 20, **changes}
@@ -167,8 +167,8 @@ def test_a_long_context_costs_a_row_page_ids_only() -> None:
         )
 
     num_groups = make_spec().num_index_layers
-    assert tables() - tables(context=81_920) == 128 * 12 * 81_920 // 64
-    assert tables(host=2 << 20) - tables() == 4 * num_groups * (1 << 20)
+    assert tables() - tables(context=81_920) == 128 * 16 * 81_920 // 64
+    assert tables(host=2 << 20) - tables() == 2 * 4 * num_groups * (1 << 20)
     assert (tables(num_rows=256) - tables()) / 128 < 3_000_000
 
 
@@ -180,8 +180,8 @@ def test_more_memory_or_a_larger_fraction_gives_more_tokens() -> None:
     sizes = [size_device_pool(decode(mem_fraction_static=f), spec, memory) for f in (0.6, 0.85, 0.95)]
     assert sizes == sorted(set(sizes))
     assert all(size % 64 == 0 for size in sizes)
-    # 0.85 * 140 - 60 - keys of 262144 tokens 1.97 - tables 0.2 - reserve 1.2 GiB, at 48068 bytes a token
-    assert sizes[1] == pytest.approx(1.243e6, rel=0.001)
+    # 0.85 * 140 - 60 - keys of 262144 tokens 1.97 - tables 0.26 - reserve 1.2 GiB, at 48068 bytes a token
+    assert sizes[1] == pytest.approx(1.2416e6, rel=0.001)
 
 
 def test_the_index_pool_covers_host_and_device_tokens() -> None:
@@ -191,6 +191,18 @@ def test_the_index_pool_covers_host_and_device_tokens() -> None:
     assert totals.index == 1024 + totals.device
     given_size = decode(host_pool_tokens=1000, index_pool_tokens=6400)
     assert make_limits(given_size, spec, 640).totals.index == 6400
+
+
+def test_there_are_lookup_slots_for_every_host_slot_and_for_shared_ones() -> None:
+    spec = make_spec()
+    assert make_limits(decode(host_pool_tokens=1000), spec, 640).totals.lookup == 1984
+    assert (
+        make_limits(decode(lookup_pool_tokens=9000, host_pool_tokens=1000), spec, 640).totals.lookup == 8960
+    )
+    with pytest.raises(
+        DecodeSettingsError, match="lookup_pool_tokens 999: less than host_pool_tokens 1000, "
+    ):
+        make_limits(decode(lookup_pool_tokens=999, host_pool_tokens=1000), spec, 640)
 
 
 def test_what_does_not_fit_is_named_with_bytes_and_options() -> None:

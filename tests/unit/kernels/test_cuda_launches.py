@@ -48,6 +48,7 @@ def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> 
         1,
         torch.arange(capacity),
         torch.arange(num_pages) + 3,
+        torch.arange(num_pages) + 1,
         torch.arange(2) + 7,
         plan_warm_up(NUM_GROUPS, capacity, num_tokens, hints),
         [(group,) for group in range(NUM_GROUPS)],
@@ -61,11 +62,12 @@ def test_a_row_of_many_groups_is_one_copy_and_one_launch(monkeypatch: pytest.Mon
     ((name, parameters),) = launches
     assert name == "fill_row"
     (numbers,) = staged
-    parts = (90, 15, 2, 3 * NUM_GROUPS, NUM_GROUPS, NUM_GROUPS * 89)
+    parts = (90, 15, 15, 2, 3 * NUM_GROUPS, NUM_GROUPS, NUM_GROUPS * 89)
     assert numbers.shape == (sum(parts),)
-    hot_slots, host_pages, index_pages, layers, num_warm, positions = numbers.split(parts)
+    hot_slots, host_pages, lookup_pages, index_pages, layers, num_warm, positions = numbers.split(parts)
     assert hot_slots.tolist() == list(range(90))
     assert host_pages.tolist() == list(range(3, 18))
+    assert lookup_pages.tolist() == list(range(1, 16))
     assert index_pages.tolist() == [7, 8]
     assert layers.view(-1, 3).tolist() == [[group, group, 1] for group in range(NUM_GROUPS)]
     assert num_warm.tolist() == [89] * NUM_GROUPS

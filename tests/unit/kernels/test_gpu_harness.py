@@ -46,10 +46,10 @@ def spoil(table: str, state: HotBufferState, out: Tensor, copies: tuple[Any, Any
             state.stamps[state.stamps > 0] -= 1
         case "counters":
             state.counters[:, HITS] += 1
-        case "host_to_hot":
-            state.host_to_hot[0, -2] = 0
-        case "hot_to_host":
-            state.hot_to_host[0, :, :2] = state.hot_to_host[0, :, :2].flip(1)
+        case "lookup_to_hot":
+            state.lookup_to_hot[0, -2] = 0
+        case "hot_to_lookup":
+            state.hot_to_lookup[0, :, :2] = state.hot_to_lookup[0, :, :2].flip(1)
         case "out":
             out[out >= 0] += 1
         case "copies":
@@ -62,8 +62,8 @@ def spoil(table: str, state: HotBufferState, out: Tensor, copies: tuple[Any, Any
     [
         ("stamps", "stamps"),
         ("counters", "counters"),
-        ("host_to_hot", "host_to_hot is not the inverse"),
-        ("hot_to_host", "hot_to_host|inverse"),
+        ("lookup_to_hot", "lookup_to_hot is not the inverse"),
+        ("hot_to_lookup", "hot_to_lookup|inverse"),
         ("out", "device slots"),
         ("copies", "planned copies"),
     ],

@@ -28,11 +28,15 @@ from kernels.swap_in import (
     swap_in,
 )
 
-NUM_LAYERS, NUM_SLOTS, NUM_HOST_SLOTS, ITEM_BYTES = 2, 24, 40, 8
+NUM_LAYERS, NUM_SLOTS, NUM_HOST_SLOTS, NUM_LOOKUP_SLOTS, ITEM_BYTES = 2, 24, 40, 48, 8
 HOT_SLOTS = [5, 9, 2, 11]
 PAGE_SIZE = 4
 HOST_PAGES = [7, 3, 6, 2, 9]
-HOST_SLOTS = [page * PAGE_SIZE + offset for page in HOST_PAGES for offset in range(PAGE_SIZE)]
+LOOKUP_PAGES = [4, 11, 0, 8, 5]
+HOST_SLOTS, LOOKUP_SLOTS = (
+    [page * PAGE_SIZE + offset for page in pages for offset in range(PAGE_SIZE)]
+    for pages in (HOST_PAGES, LOOKUP_PAGES)
+)
 ROW = 1
 
 
@@ -45,8 +49,10 @@ class Buffer:
     """One hisparse request of capacity 4 in row 1 whose 20 positions are on the host."""
 
     def __init__(self) -> None:
-        self.state = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, NUM_HOST_SLOTS)
-        self.state.assign_row(ROW, torch.tensor(HOT_SLOTS), torch.tensor(HOST_PAGES))
+        self.state = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, NUM_LOOKUP_SLOTS)
+        self.state.assign_row(
+            ROW, torch.tensor(HOT_SLOTS), torch.tensor(HOST_PAGES), torch.tensor(LOOKUP_PAGES)
+        )
         generator = torch.Generator().manual_seed(1)
         self.k_host = torch.randint(
             0, 256, (NUM_LAYERS, NUM_HOST_SLOTS, ITEM_BYTES), dtype=torch.uint8, generator=generator
@@ -79,6 +85,7 @@ class Buffer:
             ROW,
             hot_slots=torch.tensor(HOT_SLOTS),
             host_pages=torch.tensor(HOST_PAGES),
+            lookup_pages=torch.tensor(LOOKUP_PAGES),
             index_pages=torch.tensor([4, 1]),
             num_tokens=num_tokens,
             hints=[np.array(hint, np.int32)],
@@ -90,8 +97,8 @@ class Buffer:
 
     def hot_positions(self, group: int = 0, row: int = ROW) -> list[int]:
         """What is at each hot_index, -1 where nothing is."""
-        slots: list[int] = self.state.hot_to_host[group, row].tolist()
-        return [HOST_SLOTS.index(slot) if slot >= 0 else -1 for slot in slots]
+        slots: list[int] = self.state.hot_to_lookup[group, row].tolist()
+        return [LOOKUP_SLOTS.index(slot) if slot >= 0 else -1 for slot in slots]
 
     def resize(self, slots: list[int], seq_len: int) -> None:
         old = self.state.hot_slots[ROW]
@@ -223,23 +230,24 @@ def test_resizing_touches_no_other_row_and_every_group() -> None:
     pool = torch.zeros((2, 40, 8), dtype=torch.uint8)
     for row in range(2):
         num_warm = start_row(
-            state, row, hot_slots=torch.arange(4) + 10 * row, host_pages=torch.arange(5) + 5 * row,
-            index_pages=torch.arange(5), num_tokens=10, layers_of_group=((0,), (1,)), k_host=pool,
-            k_dev=pool.clone(), hints=[np.array([9, 8 - group, 7 - group], np.int32) for group in range(2)],
+            state, row, hot_slots=torch.arange(4) + 10 * row, host_pages=torch.arange(5),
+            lookup_pages=torch.arange(5) + 5 * row, index_pages=torch.arange(5), num_tokens=10,
+            layers_of_group=((0,), (1,)), k_host=pool, k_dev=pool.clone(),
+            hints=[np.array([9, 8 - group, 7 - group], np.int32) for group in range(2)],
         )  # fmt: skip
         assert num_warm == [3, 3]
     state.resize_row(1, torch.arange(4) + 10, torch.tensor([10, 11]), 10)
     state.check_consistency()
-    assert state.hot_to_host[:, 0, :3].tolist() == [[9, 8, 7], [9, 7, 6]]
-    assert (state.hot_to_host[:, 1, :2] - 20).tolist() == [[9, 8], [9, 7]]
-    assert (state.hot_to_host[:, 1, 2:] == -1).all()
+    assert state.hot_to_lookup[:, 0, :3].tolist() == [[9, 8, 7], [9, 7, 6]]
+    assert (state.hot_to_lookup[:, 1, :2] - 20).tolist() == [[9, 8], [9, 7]]
+    assert (state.hot_to_lookup[:, 1, 2:] == -1).all()
     assert state.capacity.tolist() == [4, 2]
 
 
 def test_resizing_refuses_other_slots_unchanged() -> None:
     buffer = Buffer()
     buffer.start(10, [0, 1, 2])
-    before = buffer.state.hot_to_host.clone()
+    before = buffer.state.hot_to_lookup.clone()
 
     def failure(hot_slots: list[int], seq_len: int = 10) -> str:
         with pytest.raises(KernelArgumentError) as caught:
@@ -253,7 +261,7 @@ def test_resizing_refuses_other_slots_unchanged() -> None:
     assert failure(list(range(7))) == "hot_slots length: expected a value in [1, 7), got 7"
     assert failure([]) == "hot_slots length: expected a value in [1, 7), got 0"
     assert failure(HOT_SLOTS, 21) == "seq_len: expected a value in [0, 21), got 21"
-    assert torch.equal(buffer.state.hot_to_host, before)
+    assert torch.equal(buffer.state.hot_to_lookup, before)
     assert buffer.state.hot_slots[ROW, :4].tolist() == HOT_SLOTS
 
 
@@ -276,7 +284,7 @@ def test_bad_positions_and_missing_host_slots_are_flagged() -> None:
     buffer = Buffer()
     assert buffer.swap_in(5, [5, -3, 0, -1]) == [-1, -1, HOT_SLOTS[0], -1]
     assert int(buffer.state.error_flags[ROW]) == HotBufferError.BAD_POSITION
-    buffer.state.host_pages[ROW, 1] = -1
+    buffer.state.set_host_pages(ROW, 1, torch.tensor([-1]), torch.tensor([-1]))
     assert buffer.swap_in(9, [5, 1, -1, -1]) == [-1, HOT_SLOTS[1], -1, -1]
     assert int(buffer.state.error_flags[ROW]) == HotBufferError.BAD_POSITION | HotBufferError.NO_HOST_SLOT
     assert buffer.counters() == [0, 2, 1]
@@ -287,8 +295,8 @@ def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step() -> None:
     """It could not be backed up. With the page that it lacked it goes on as if nothing had been."""
     buffer = Buffer()
     buffer.start(8, [7, 3, 1])
-    buffer.state.host_pages[ROW, 2:] = -1
-    tables = ("host_to_hot", "hot_to_host", "stamps", "step", "counters")
+    buffer.state.set_host_pages(ROW, 2, *[torch.full((3,), -1)] * 2)
+    tables = ("lookup_to_hot", "hot_to_lookup", "stamps", "step", "counters")
     before = {name: getattr(buffer.state, name).clone() for name in tables}
     host, requests = buffer.k_host.clone(), buffer.requests(9)
     assert newest_slots(*requests, buffer.state).tolist() == [-1]
@@ -297,7 +305,7 @@ def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step() -> None:
     assert int(buffer.state.error_flags[ROW]) == HotBufferError.NO_HOST_SLOT
     assert all(torch.equal(getattr(buffer.state, name), table) for name, table in before.items())
     assert torch.equal(buffer.k_host, host)
-    buffer.state.set_host_pages(ROW, 2, torch.tensor(HOST_PAGES[2:]))
+    buffer.state.set_host_pages(ROW, 2, torch.tensor(HOST_PAGES[2:]), torch.tensor(LOOKUP_PAGES[2:]))
     assert newest_slots(*requests, buffer.state).tolist() == [HOT_SLOTS[3]]
     assert buffer.swap_in(9, [8, 7, 3, -1]) == [HOT_SLOTS[3], HOT_SLOTS[0], HOT_SLOTS[1], -1]
 
@@ -306,6 +314,7 @@ def test_a_started_row_has_all_its_tables() -> None:
     buffer = Buffer()
     assert buffer.start(10, [7, 3, 7, -1, 1, 9]) == 3
     assert buffer.state.host_pages[ROW].tolist() == HOST_PAGES
+    assert buffer.state.lookup_pages[ROW].tolist() == LOOKUP_PAGES
     assert buffer.state.index_pages[ROW].tolist() == [4, 1, 0, 0, 0]
     assert buffer.state.capacity.tolist() == [0, 4, 0]
     buffer.state.set_index_pages(ROW, 2, torch.tensor([8]))
@@ -320,10 +329,10 @@ def test_a_started_row_has_all_its_tables() -> None:
 
 
 @pytest.mark.I3
-def test_a_host_page_in_two_rows_is_seen() -> None:
+def test_a_lookup_page_in_two_rows_is_seen() -> None:
     buffer = Buffer()
-    buffer.state.assign_row(2, torch.tensor([20, 21]), torch.tensor([8, 6]))
-    with pytest.raises(RuntimeError, match="host page 6 is in more than one place"):
+    buffer.state.assign_row(2, torch.tensor([20, 21]), torch.tensor(HOST_PAGES[:2]), torch.tensor([9, 8]))
+    with pytest.raises(RuntimeError, match="lookup page 8 is in more than one place"):
         buffer.state.check_consistency()
 
 
@@ -428,7 +437,7 @@ def test_dense_rows_go_through_the_page_table() -> None:
 
 def test_padding_and_empty_batches_touch_nothing() -> None:
     buffer = Buffer()
-    before = buffer.state.hot_to_host.clone()
+    before = buffer.state.hot_to_lookup.clone()
     slots = swap_in(
         torch.zeros((2, 3), dtype=torch.int32),
         torch.tensor([4, 4]),
@@ -441,26 +450,26 @@ def test_padding_and_empty_batches_touch_nothing() -> None:
         k_dev=buffer.k_dev,
     )
     assert (slots == -1).all()
-    assert torch.equal(buffer.state.hot_to_host, before)
+    assert torch.equal(buffer.state.hot_to_lookup, before)
 
 
 @pytest.mark.I2
 def test_reset_row_forgets_everything() -> None:
     buffer = Buffer()
-    empty = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, NUM_HOST_SLOTS)
+    empty = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, NUM_LOOKUP_SLOTS)
     buffer.start(10, [7, 3, 1])
     buffer.swap_in(11, [1, 2, 3, 4])
     buffer.state.reset_row(ROW)
-    for name in ("host_to_hot", "hot_to_host", "stamps", "step", "hot_slots", "capacity", "page_table",
-                 "host_pages", "index_pages", "counters", "error_flags"):  # fmt: skip
+    for name in ("lookup_to_hot", "hot_to_lookup", "stamps", "step", "hot_slots", "capacity", "page_table",
+                 "host_pages", "lookup_pages", "index_pages", "counters", "error_flags"):  # fmt: skip
         assert torch.equal(getattr(buffer.state, name), getattr(empty, name)), name
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("host_to_hot", "which maps to hot_index -1"),
-        ("hot_to_host", "has stamp|used entries"),
+        ("lookup_to_hot", "which maps to hot_index -1"),
+        ("hot_to_lookup", "has stamp|used entries"),
         ("stamps", "has stamp -1"),
     ],
 )
@@ -468,13 +477,13 @@ def test_check_consistency_sees_a_broken_table(table: str, message: str) -> None
     buffer = Buffer()
     buffer.swap_in(11, [4, 5, -1, -1])
     tensor = getattr(buffer.state, table)
-    values = tensor[0] if table == "host_to_hot" else tensor[0, ROW]
+    values = tensor[0] if table == "lookup_to_hot" else tensor[0, ROW]
     values[int((values != -1).nonzero()[0])] = -1
     with pytest.raises(RuntimeError, match=message):
         buffer.state.check_consistency()
 
 
-def test_errors_name_argument_expectation_and_value() -> None:
+def test_errors_name_argument_expectation_and_value(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = Buffer()
     lens, rows, num_real = buffer.requests(5)
     selected = torch.zeros((1, 2), dtype=torch.int32)
@@ -522,16 +531,23 @@ def test_errors_name_argument_expectation_and_value() -> None:
         "req_rows: expected distinct rows, got [1, 1]"
     )
     with pytest.raises(KernelArgumentError, match="capacity: expected a value in"):
-        buffer.state.assign_row(0, torch.arange(7), torch.arange(3))
+        buffer.state.assign_row(0, torch.arange(7), torch.arange(3), torch.arange(3))
+    with pytest.raises(
+        KernelArgumentError, match=r"lookup_pages highest: expected a value in \[0, 12\), got 12"
+    ):
+        buffer.state.assign_row(0, torch.arange(3), torch.tensor([0, 9]), torch.tensor([0, 12]))
+    monkeypatch.setattr("tests.unit.kernels.test_swap_in.HOST_PAGES", [7, 3, 6, 2, 10])
     with pytest.raises(
         KernelArgumentError, match=r"host_pages highest: expected a value in \[0, 10\), got 10"
     ):
-        buffer.state.assign_row(0, torch.arange(3), torch.tensor([0, 10]))
+        buffer.start(3, [])
+    with pytest.raises(KernelArgumentError, match="lookup_pages: expected shape"):
+        buffer.state.assign_row(0, torch.arange(3), torch.arange(2), torch.arange(3))
     with pytest.raises(
         KernelArgumentError, match=r"number of host_pages: expected a value in \[0, 6\), got 6"
     ):
-        buffer.state.assign_row(0, torch.arange(3), torch.arange(6))
-    with pytest.raises(KernelArgumentError, match="num_host_slots: expected whole pages of 4, got 42"):
+        buffer.state.assign_row(0, torch.arange(3), torch.arange(6), torch.arange(6))
+    with pytest.raises(KernelArgumentError, match="num_lookup_slots: expected whole pages of 4, got 42"):
         HotBufferState.create(1, 3, 20, 6, 4, 42)
 
 

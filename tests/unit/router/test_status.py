@@ -54,7 +54,9 @@ def _decode_metrics(num_ranks: int = 1) -> bytes:
     metrics.add("kv_transfer_seconds_total", 0.5)
     metrics.add("prompt_tokens_total", 300)
     metrics.add("cached_tokens_total", 64)
-    rooms = LiveRequests(Pools(SlotCounts(host=1000, device=640, index=1280, aux=4, req_row=4), 16), 1.0)
+    rooms = LiveRequests(
+        Pools(SlotCounts(host=1000, device=640, index=1280, lookup=2000, aux=4, req_row=4), 16), 1.0
+    )
     stats = metrics.stats(
         rooms,
         swap_ins=(90, 10, 4),
@@ -86,7 +88,12 @@ DECODE_LOAD = NodeLoad(
     transferring=0,
     running_by_mode={"hisparse": 0, "dense": 0},
     requests_by_mode={"hisparse": 2, "dense": 1},
-    pools={"host": PoolUse(0, 992), "device": PoolUse(0, 640), "index": PoolUse(0, 1280)},
+    pools={
+        "host": PoolUse(0, 992),
+        "device": PoolUse(0, 640),
+        "index": PoolUse(0, 1280),
+        "lookup": PoolUse(0, 2000),
+    },
     prompt_tokens=300,
     cached_tokens=64,
     generated_tokens=3,
@@ -138,7 +145,12 @@ async def test_what_has_a_label_is_summed_over_ranks_too() -> None:
     load = parse_load(_decode_metrics(num_ranks=2).decode(), NodeKind.DECODE)
     assert load.running_by_mode == {"hisparse": 0, "dense": 0}
     assert load.requests_by_mode == {"hisparse": 4, "dense": 2}
-    assert load.pools == {"host": PoolUse(0, 1984), "device": PoolUse(0, 1280), "index": PoolUse(0, 2560)}
+    assert load.pools == {
+        "host": PoolUse(0, 1984),
+        "device": PoolUse(0, 1280),
+        "index": PoolUse(0, 2560),
+        "lookup": PoolUse(0, 4000),
+    }
     assert load.generated_tokens == 6
     assert load.swap_ins == SwapIns(180, 20, 23040)
     assert [rank.pools for rank in load.ranks] == [DECODE_LOAD.pools] * 2

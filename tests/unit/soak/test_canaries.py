@@ -20,7 +20,7 @@ NEED = SlotCounts(host=5, device=4, index=8, aux=1, req_row=1)
 
 @pytest.fixture
 def pools(tmp_path: Path) -> CanaryPools:
-    made = CanaryPools(SlotCounts(host=20, device=8, index=20, aux=4, req_row=2), page_size=4)
+    made = CanaryPools(SlotCounts(host=20, device=8, index=20, lookup=40, aux=4, req_row=2), page_size=4)
     memory = DecodeMemory(SPEC, made.totals, 4, torch.device("cpu"))
     made.canaries = Canaries(memory, made.totals, tmp_path / "canaries.json")
     return made

@@ -36,7 +36,7 @@ def checkpoint(tiny_checkpoint: Callable[[str], Path]) -> Checkpoint:
 
 
 def test_a_decode_node_knows_what_it_registers_before_it_has_it(checkpoint: Checkpoint) -> None:
-    totals = SlotCounts(host=192, device=128, index=256, aux=3, req_row=2)
+    totals = SlotCounts(host=192, device=128, index=256, lookup=384, aux=3, req_row=2)
     for device in (CPU, GPU):
         memory = decode_memory.DecodeMemory(checkpoint.spec, totals, PAGE_SIZE, device)
         tensors = (memory.k_host, memory.k_dev, memory.index, memory.aux)
