@@ -48,8 +48,8 @@ def generator() -> torch.Generator:
 class Buffer:
     """One hisparse request of capacity 4 in row 1 whose 20 positions are on the host."""
 
-    def __init__(self) -> None:
-        self.state = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, NUM_LOOKUP_SLOTS)
+    def __init__(self, max_new: int = 1) -> None:
+        self.state = HotBufferState.create(1, 3, 20, 6, PAGE_SIZE, NUM_LOOKUP_SLOTS, max_new=max_new)
         self.state.assign_row(
             ROW, torch.tensor(HOT_SLOTS), torch.tensor(HOST_PAGES), torch.tensor(LOOKUP_PAGES)
         )
@@ -58,7 +58,7 @@ class Buffer:
             0, 256, (NUM_LAYERS, NUM_HOST_SLOTS, ITEM_BYTES), dtype=torch.uint8, generator=generator
         )
         self.k_dev = torch.zeros((NUM_LAYERS, NUM_SLOTS, ITEM_BYTES), dtype=torch.uint8)
-        self.plan = MissPlan.create(1, 4)
+        self.plan = MissPlan.create(max_new, 4)
 
     def requests(self, seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
         return torch.tensor([seq_len]), torch.tensor([ROW]), torch.tensor([1], dtype=torch.int32)
