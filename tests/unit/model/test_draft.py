@@ -21,8 +21,8 @@ from model.loader import load_model
 from model.paged_kv import PagedKv, PagedRequest
 from model.spec import ModelSpec, load_spec
 from tests.fp8_checkpoints import write_fp8_checkpoint
+from tests.unit.model.loading import joined, load_ours
 from tests.unit.model.plain_mtp import PlainMtp
-from tests.unit.model.test_loader import joined, load_ours
 from vocabulary import CheckpointError
 
 PAGE_SIZE = 64
