@@ -41,7 +41,7 @@ class HotBuffers:
         self.page_size = page_size
         self.device = memory.k_dev.device
         self.state = HotBufferState.create(
-            spec.num_index_layers,
+            spec.num_index_groups,
             num_rows,
             spec.context_length,
             max_capacity,
@@ -79,7 +79,7 @@ class HotBuffers:
 
         The mean where not every indexer serves equally many layers.
         """
-        return self.spec.item_bytes * self.spec.num_layers / self.spec.num_index_layers
+        return self.spec.item_bytes * self.spec.num_kv_layers / self.spec.num_index_groups
 
     def start(self, request: Request) -> None:
         """Fill the row of a request that is RUNNING from now on, and warm its hot buffer up.
