@@ -29,6 +29,10 @@ def captured(call: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
+def draw(generator: torch.Generator, values: tuple[int, ...]) -> int:
+    return values[int(torch.randint(len(values), (1,), generator=generator))]
+
+
 class Decoder:
     """One state with a request in every row, and a graph of a decode step for every batch size and
     number of new positions.

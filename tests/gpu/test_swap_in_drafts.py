@@ -12,10 +12,9 @@ import torch
 from kernels.checks import KernelArgumentError
 from kernels.hot_state import MISSES, HotBufferState
 from kernels.swap_in import swap_in
-from tests.gpu.decoder import Decoder
+from tests.gpu.decoder import Decoder, draw
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.support import DEVICE, needs_gpu
-from tests.gpu.test_swap_in_graphs import draw
 
 pytestmark = [*needs_gpu, pytest.mark.I3, pytest.mark.I4]
 

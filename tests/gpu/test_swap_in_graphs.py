@@ -10,14 +10,10 @@ import torch
 from kernels.checks import KernelArgumentError
 from kernels.hot_state import HotBufferState
 from kernels.swap_in import swap_in
-from tests.gpu.decoder import Decoder
+from tests.gpu.decoder import Decoder, draw
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = needs_gpu
-
-
-def draw(generator: torch.Generator, values: tuple[int, ...]) -> int:
-    return values[int(torch.randint(len(values), (1,), generator=generator))]
 
 
 def test_graphs_of_several_batch_sizes_on_one_state() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.checks import KernelArgumentError
 from kernels.hot_state import HotBufferError, HotBufferState
 from kernels.swap_in import backup_newest, newest_slots, swap_in
-from tests.unit.kernels.test_swap_in import HOST_PAGES, HOST_SLOTS, HOT_SLOTS, LOOKUP_PAGES, ROW, Buffer
+from tests.unit.kernels.one_buffer import HOST_PAGES, HOST_SLOTS, HOT_SLOTS, LOOKUP_PAGES, ROW, Buffer
 
 MAX_NEW = 2
 
