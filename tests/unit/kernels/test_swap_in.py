@@ -472,7 +472,7 @@ def test_errors_name_argument_expectation_and_value(monkeypatch: pytest.MonkeyPa
         KernelArgumentError, match=r"lookup_pages highest: expected a value in \[0, 12\), got 12"
     ):
         buffer.state.assign_row(0, torch.arange(3), torch.tensor([0, 9]), torch.tensor([0, 12]))
-    monkeypatch.setattr("tests.unit.kernels.test_swap_in.HOST_PAGES", [7, 3, 6, 2, 10])
+    monkeypatch.setattr("tests.unit.kernels.one_buffer.HOST_PAGES", [7, 3, 6, 2, 10])
     with pytest.raises(
         KernelArgumentError, match=r"host_pages highest: expected a value in \[0, 10\), got 10"
     ):
