@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from model import loader
 from model.dsa import DsaModel
 from model.loader import load_model
 from model.paged_kv import PagedKv, PagedRequest
+from model.rank_group import RankGroup
 from model.spec import ModelSpec, load_spec
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.unit.model.loading import joined, load_ours
@@ -34,9 +37,11 @@ FIRST = f"model.layers.{NUM_LAYERS}."
 class Drafter:
     """A model with its MTP layer, over a paged pool whose free slots hold garbage."""
 
-    def __init__(self, path: Path, num_draft_layers: int | None = None) -> None:
+    def __init__(
+        self, path: Path, num_draft_layers: int | None = None, ranks: RankGroup | None = None
+    ) -> None:
         self.spec: ModelSpec = load_spec(path, num_draft_layers=num_draft_layers)
-        self.model: DsaModel = load_model(path, self.spec)
+        self.model: DsaModel = load_model(path, self.spec, ranks=ranks)
         generator = torch.Generator().manual_seed(0)
         shapes = (
             (self.spec.num_kv_layers, NUM_PAGES * PAGE_SIZE, self.spec.item_bytes // 4),
@@ -262,6 +267,52 @@ def test_the_layer_is_loaded_as_any_other(tmp_path: Path, variant: str, num_rank
     whole = joined([of_rank.mlp.experts for of_rank in ours])
     down = torch.cat([whole.down.of(expert, torch.float32) for expert in whole.experts])
     assert torch.equal(down, theirs.mlp.experts.down_proj)
+
+
+class ThreadRank(RankGroup):
+    """A rank whose others are threads; ``shared``: what each gives to the others, between two barriers."""
+
+    def __init__(self, rank: int, shared: list[Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self.step_tokens = rank, len(shared), 0
+        self._shared, self._barrier = shared, barrier
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._exchanged(x, torch.cat)
+
+    def sum_own(self, x: Tensor) -> Tensor:
+        return self._exchanged(x, lambda parts: torch.stack(parts).sum(0)).chunk(self.size)[self.rank]
+
+    def _exchanged(self, x: Tensor, joined: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        self._shared[self.rank] = x
+        self._barrier.wait()
+        result = joined(self._shared)
+        self._barrier.wait()
+        return result
+
+
+@pytest.mark.I5
+def test_ranks_draft_what_one_drafts_to_the_last_bit(drafter: Drafter, variant: str, tmp_path: Path) -> None:
+    """The other rank has half of the experts of each layer, and no row of its own."""
+    write_checkpoint(tmp_path, variant, draft_gain=1.0)
+    shared, barrier = [torch.empty(0)] * 2, threading.Barrier(2, timeout=60)
+    ranks = [ThreadRank(rank, shared, barrier) for rank in range(2)]
+    spread = [Drafter(tmp_path, ranks=rank) for rank in ranks]
+    for rank in ranks:
+        rank.step_tokens = len(PROMPT)
+
+    def take_part() -> None:
+        spread[1].model.forward_of_others()
+        spread[1].model.draft_of_others()
+
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(take_part)
+        logits, hidden = spread[0].forward(PROMPT)
+        drafts = spread[0].draft([*PROMPT[1:], 65], hidden)
+        other.result()
+    expected_logits, expected_hidden = drafter.forward(PROMPT)
+    assert torch.equal(logits, expected_logits)
+    for found, expected in zip(drafts, drafter.draft([*PROMPT[1:], 65], expected_hidden), strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["enorm", "eh_proj", "mlp.experts.5.up_proj"])
