@@ -30,7 +30,7 @@ from vocabulary import CheckpointError
 
 PAGE_SIZE = 64
 NUM_PAGES = 16
-PROMPT = list(Path(__file__).read_bytes()[:300])
+PROMPT = torch.randint(32, 127, (300,), generator=torch.Generator().manual_seed(0)).tolist()
 FIRST = f"model.layers.{NUM_LAYERS}."
 
 
@@ -86,21 +86,28 @@ def drafter(variant: str, checkpoints: dict[str, Path]) -> Drafter:
 
 
 def test_logits_and_hidden_states_are_those_of_a_plain_reference(
-    drafter: Drafter, variant: str, checkpoints: dict[str, Path]
+    variant: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Hidden states of transformers behind its final norm, then a chain of two guesses."""
+    """Hidden states of transformers behind its final norm, then a chain of drafts.
+
+    Norms have weights of their own: with ones a state is the same before and behind the next norm.
+    """
+    path = tmp_path / variant
+    edited(checkpoints[variant], path, weigh_norms)
+    drafter, plain = Drafter(path), PlainMtp(path)
     with torch.no_grad():
-        theirs = load_oracle(checkpoints[variant]).model(torch.tensor([PROMPT])).last_hidden_state[0]
+        theirs = load_oracle(path).model(torch.tensor([PROMPT])).last_hidden_state[0]
     logits, hidden = drafter.forward(PROMPT)
-    torch.testing.assert_close(hidden, theirs, rtol=1e-3, atol=1e-3)
+    # What little the edges of the selections carry, where other rounding chooses otherwise.
+    tolerance = {"rtol": 1e-2, "atol": 5e-2}
+    torch.testing.assert_close(hidden, theirs, **tolerance)
     assert len(PROMPT) > 4 * INDEX_TOPK
     tokens = [*PROMPT[1:], int(logits[-1].argmax())]
-    plain = PlainMtp(checkpoints[variant])
     guesses, states = drafter.draft(tokens, hidden)
     for _ in range(3):
         expected_guesses, expected_states = plain.run(torch.tensor(tokens), hidden)
-        torch.testing.assert_close(guesses, expected_guesses[-len(guesses) :].float(), rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(states, expected_states[-len(states) :].float(), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(guesses, expected_guesses[-len(guesses) :].float(), **tolerance)
+        torch.testing.assert_close(states, expected_states[-len(states) :].float(), **tolerance)
         hidden = torch.cat((hidden, states[-1:]))
         tokens.append(int(guesses[-1].argmax()))
         guesses, states = drafter.draft(tokens[-1:], hidden[-1:], len(tokens) - 1)
@@ -345,6 +352,13 @@ def edited(path: Path, copy: Path, edit: Callable[[dict[str, Tensor]], object]) 
     tensors = load_file(copy / "model.safetensors")
     edit(tensors)
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+
+
+def weigh_norms(tensors: dict[str, Tensor]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name in sorted(tensors):
+        if name == "model.norm.weight" or (name.startswith(FIRST) and name.endswith("norm.weight")):
+            tensors[name] = 0.5 + torch.rand(tensors[name].shape, generator=generator)
 
 
 def edit_config(path: Path, **changes: Any) -> None:
