@@ -52,8 +52,8 @@ SHORT_WIDTHS = WIDTHS[1:3]
 RAMP_STEPS = 50
 LOG_STEPS = 10
 PRINT_SECS = 10.0
-EVAL_PROMPTS = 12
-"""Of each length: one takes a core a few seconds."""
+EVAL_PROMPTS = 8
+"""Of each length: one takes a core 2 to 15 seconds."""
 
 
 class DraftTrainer:
@@ -162,7 +162,14 @@ def _values(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(
-    trainer: DraftTrainer, checkpoint: Path, out_dir: Path, secs: float, max_width: int, seed: int
+    trainer: DraftTrainer,
+    checkpoint: Path,
+    out_dir: Path,
+    *,
+    secs: float,
+    max_width: int,
+    seed: int,
+    eval_prompts: int,
 ) -> None:
     """Train for ``secs``, write the checkpoint, and say how many tokens a step its drafts give."""
     console = Console()
@@ -185,7 +192,7 @@ def train(
             spent += time.monotonic() - started
         write_with_draft(checkpoint, trainer.draft, out_dir / "checkpoint")
         for length in (length for length in LENGTHS if length <= max_width):
-            found = accept_lengths(out_dir / "checkpoint", length, EVAL_PROMPTS)
+            found = accept_lengths(out_dir / "checkpoint", length, eval_prompts)
             values = {"length": length, "tokens_a_step": [round(value, 3) for value in found]}
             log.write(json.dumps(values) + "\n")
             console.print(json.dumps(values), soft_wrap=True, highlight=False)
@@ -201,6 +208,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-width", type=int, default=8192, help="tokens of the longest sequences")
     parser.add_argument("--tokens-per-batch", type=int, default=32768)
+    parser.add_argument("--eval-prompts", type=int, default=EVAL_PROMPTS, help="of each length in the end")
     parser.add_argument("--small", action="store_true", help="for a miniature, of training.train --small")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -214,8 +222,15 @@ def main() -> int:
         arguments.seed,
         arguments.tokens_per_batch,
     )
-    secs = arguments.minutes * 60
-    train(trainer, arguments.checkpoint, arguments.out, secs, arguments.max_width, arguments.seed)
+    train(
+        trainer,
+        arguments.checkpoint,
+        arguments.out,
+        secs=arguments.minutes * 60,
+        max_width=arguments.max_width,
+        seed=arguments.seed,
+        eval_prompts=arguments.eval_prompts,
+    )
     return 0
 
 
