@@ -107,4 +107,5 @@ def _write(offer: LaneOffer, directory: str, sent: NDArray[np.uint8], addr: int)
     """``sent``: [n], to ``addr`` of the host's process. Raises LaneError."""
     with closing(Mapping(offer, "doctor", directory)) as mapping, mapping.writing():
         src, dst, num_bytes = (np.array([value], np.int64) for value in (sent.ctypes.data, addr, sent.nbytes))
-        mapping.copy(src, dst, num_bytes, mapping.windows_of(dst, num_bytes))
+        (window,) = mapping.windows_of(dst, num_bytes).tolist()
+        mapping.start_copy(window, src, dst, num_bytes)  # by the CPU, at once
