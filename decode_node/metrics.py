@@ -26,6 +26,8 @@ class Metrics:
             self.add(f"{name}_total", 0)
         for name in ("prompt_tokens", "cached_tokens", "held_tokens", "held_hits"):
             self.add(f"{name}_total", 0)
+        for name in ("verifying_requests", "drafted_tokens", "accepted_draft_tokens"):
+            self.add(f"{name}_total", 0)
         for name in ("aborted_requests", "failed_requests"):
             self.add(f"{name}_total", 0)
         for reason in DROP_REASONS:
@@ -37,10 +39,10 @@ class Metrics:
     def add(self, name: str, value: float = 1, **labels: str) -> None:
         self._totals[_labelled(name, labels)] += value
 
-    def generated(self, mode: Mode) -> None:
-        """One output token was sent."""
-        self._num_tokens += 1
-        self.add("generation_tokens_total", mode=mode)
+    def generated(self, mode: Mode, num_tokens: int) -> None:
+        """So many output tokens were sent."""
+        self._num_tokens += num_tokens
+        self.add("generation_tokens_total", num_tokens, mode=mode)
 
     def drop(self, reason: str) -> None:
         """A control message had no use here."""

@@ -43,10 +43,16 @@ FROM_DEVICE = -1
 class StepResult:
     """A value for each request of the step's batch. ``errors``: empty where the kernels found nothing."""
 
-    token_ids: list[int]
-    logprobs: list[TokenLogprob | None]
+    token_ids: list[list[int]]
+    """What the request goes on with: the accepted drafts, and one token more."""
+    logprobs: list[list[TokenLogprob | None]]
+    """Of each of these tokens."""
     errors: list[str]
     counters: list[tuple[int, int, int]]
+    num_drafted: list[int]
+    """Drafts that were verified."""
+    drafts: list[list[int]]
+    """What the draft layer guesses to follow; nothing after a step without drafts."""
 
 
 class Launched(Protocol):
@@ -108,6 +114,10 @@ class HostRunner:
             self._model.forward_of_others()
             return _Done(batch, _step_result([], [], []))
         _check_slots(batch)
+        if step.num_new > 1:
+            return _Done(batch, self._verify(batch, step.num_new))
+        for request in batch:
+            request.take_drafts(0)
         access = HostStep(self._hot_buffers, self._kernels, batch)
         newest = torch.tensor([request.output_token_ids[-1] for request in batch])
         logits = self._model.forward(newest, access.positions, access, torch.arange(len(batch)))
@@ -118,10 +128,14 @@ class HostRunner:
             [_next_index(request) for request in batch],
             self._model.spec.eos_token_ids,
         )
-        rows = self._hot_buffers.row_results(access.req_rows).tolist()
-        return _Done(batch, _step_result(token_ids, logprobs, rows))
+        rows = self._row_results(batch)
+        return _Done(batch, _step_result([[one] for one in token_ids], [[one] for one in logprobs], rows))
 
-
+    def _verify(self, batch: Sequence[Request], num_new: int) -> StepResult:
+        """One step in which each request's drafts follow its newest token."""
+        model, num_reqs = self._model, len(batch)
+        ends = [request.next_seq_len - 1 + self._hot_buffers.num_verifiable(r, num_new) for r in batch]
+        drafts = []
 def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
     """The runner for the device and the formats. Raises AttentionBackendError."""
     max_reqs = settings.max_running_requests

@@ -31,10 +31,13 @@ def check_indexer_sizes(
         )
 
 
-def check_swap_in_sizes(*, top_k: int, max_running_requests: int, capacity: int) -> None:
-    """Of the swap-in, for a batch of ``max_running_requests``. Raises KernelSizeError."""
+def check_swap_in_sizes(*, top_k: int, max_running_requests: int, capacity: int, num_new: int = 1) -> None:
+    """Of the swap-in, for a batch of ``max_running_requests`` with ``num_new`` positions each.
+
+    Raises KernelSizeError.
+    """
     _check("index_topk", top_k, MAX_SWAP_IN_TOP_K, "swap-in", _ON_CPU)
-    most_requests = min(MAX_TOKENS_OF_A_BLOCK, (MAX_SELECTED - 1) // top_k)
+    most_requests = min(MAX_TOKENS_OF_A_BLOCK, (MAX_SELECTED - 1) // (top_k * num_new))
     remedy = "lower --max-running-requests"
     _check("max_running_requests", max_running_requests, most_requests, "swap-in", remedy)
     _check("device_buffer_size", capacity, MAX_CAPACITY, "swap-in", "lower --device-buffer-size")
