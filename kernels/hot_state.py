@@ -8,8 +8,14 @@ Rules that every writer of the tables keeps:
 
 - ``host_to_hot`` and ``hot_to_host`` are inverse to each other in every group: a host slot is in one hot
   buffer at most, and what is of no hisparse row is empty. A host page is so in one hisparse row at most.
-- While ``seq_len <= capacity`` position ``p`` lives at hot_index ``p``.
-- From then on the newest position lives at hot_index ``capacity - 1``, and the others anywhere below it.
+- A step has up to ``max_new`` new positions of a request, the newest token's and its drafts', each of which
+  has a fixed hot_index (``ring_entries``): its own number while that is below ``capacity``, and from then on
+  the last ``max_new`` entries in turn, the ring.
+- A row fits while ``max_new`` positions from the first new one on are below ``capacity``: then position ``p``
+  lives at hot_index ``p``. From then on the others live anywhere below the ring. The last new position does
+  not decide that, because a rejected draft takes it back, and a row must not fit again once it did not.
+- A draft that was not accepted stays in its entry until its position is new again, and nobody can find it
+  there: until then the position is behind every ``seq_len``, and when it is new it has the same entry.
 - An entry that has to make room is of the oldest age class there is; free entries are older than any, and
   those of one class go in the order of their hot_index.
 - A row of capacity 0 is dense: its positions are found through ``page_table``.
@@ -26,6 +32,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntFlag
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -48,11 +56,12 @@ class HotBufferError(IntFlag):
 
     NONE = 0
     TOO_MANY_MISSES = 1
-    """More misses than entries that may be evicted: the capacity is below top_k + 1."""
+    """More misses than entries that may be evicted: the capacity is below num_new * top_k + max_new."""
     BAD_POSITION = 2
     """A selected position outside [0, seq_len)."""
     NO_HOST_SLOT = 4
-    """A selected position without a host slot. If it is the newest one, the row is left out like padding."""
+    """A selected position without a host slot, which no draft needs to have. If it is the first new one, the
+    row is left out like padding."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,8 @@ class HotBufferState:
     max_context: int
     """Positions of a row at most."""
     page_size: int
+    max_new: int = 1
+    """New positions of a request in one step at most: its newest token's and its drafts'."""
 
     @classmethod
     def create(
@@ -98,8 +109,11 @@ class HotBufferState:
         page_size: int,
         num_host_slots: int,
         device: torch.device | str = "cpu",
+        max_new: int = 1,
     ) -> HotBufferState:
-        """Empty tables: every row is dense and has no pages. ``num_host_slots``: whole pages."""
+        """Empty tables: every row is dense and has no pages. ``num_host_slots``: whole pages. ``max_new``: at
+        most ``page_size``, so that the new positions of a step are in two pages.
+        """
         for name, value in (
             ("num_groups", num_groups),
             ("num_rows", num_rows),
@@ -110,6 +124,7 @@ class HotBufferState:
         ):
             check_at_least(name, value, 1)
         check_range("num_host_slots", num_host_slots, 1, MAX_HOST_SLOTS + 1)
+        check_range("max_new", max_new, 1, page_size + 1)
         if num_host_slots % page_size:
             raise KernelArgumentError(
                 f"num_host_slots: expected whole pages of {page_size}, got {num_host_slots}"
@@ -133,6 +148,7 @@ class HotBufferState:
             error_flags=table(num_rows, fill=0),
             max_context=max_context,
             page_size=page_size,
+            max_new=max_new,
         )
 
     @property
@@ -179,7 +195,7 @@ class HotBufferState:
     def assign_row(self, row: int, hot_slots: Tensor, host_pages: Tensor) -> None:
         """Make ``row`` a hisparse row with an empty hot buffer.
 
-        ``hot_slots``: integer [capacity], the device slots that the request owns.
+        ``hot_slots``: integer [capacity], the device slots that the request owns, at least ``max_new``.
         ``host_pages``: integer [n], host page ids of its first pages; ``set_host_pages`` adds others.
         """
         self.check_hisparse(row, hot_slots, host_pages)
@@ -191,7 +207,7 @@ class HotBufferState:
         """Raise KernelArgumentError unless ``assign_row`` can take the arguments."""
         check_range("row", row, 0, self.num_rows)
         check_tensor("hot_slots", hot_slots, dtypes=_INTEGERS, shape=(None,))
-        check_range("capacity", hot_slots.shape[0], 1, self.max_capacity + 1)
+        check_range("capacity", hot_slots.shape[0], self.max_new, self.max_capacity + 1)
         self.check_pages("host_pages", 0, host_pages)
         if host_pages.device.type == "cpu" and host_pages.numel():
             check_range("host_pages lowest", int(host_pages.min()), 0, self.num_host_slots // self.page_size)
@@ -210,23 +226,26 @@ class HotBufferState:
         ``old_hot_slots``: integer [old capacity] on the CPU, what the row has.
         ``hot_slots``: integer [capacity] on the CPU. An entry that the row keeps must keep its device slot
         too: the two must begin alike.
-        ``seq_len``: tokens in the row's last step; before its first one, the ``num_tokens`` of ``start_row``.
+        ``seq_len``: tokens that stand after the row's last step, without the drafts that were not accepted;
+        before its first step, the ``num_tokens`` of ``start_row``. Who does not know yet what became of the
+        drafts gives the number before that step.
 
         Must come after ``backup_newest`` of the last step and before ``newest_slots`` of the next, in stream
-        order, because both take the newest position to be at hot_index ``capacity - 1``: the last step's
-        newest position becomes one like any other, which may be forgotten only when its bytes are on the
-        host.
+        order, because both take the new positions to be at their ``ring_entries``: the last step's become
+        positions like any other, which may be forgotten only when their bytes are on the host.
 
         Forgotten in every group: what lived at a hot_index from ``capacity`` on, whose device slots may be
-        given away, and, when the row fits the new buffer (``seq_len <= capacity``), what is not at its own
-        hot_index. It comes back by a miss, and is not counted as an eviction.
+        given away; positions from ``seq_len`` on, for the drafts among them would be found again beside their
+        next ring entry; and, when the row may fit the new buffer (``seq_len + max_new - 1 <= capacity``),
+        what is not at its own hot_index. What is needed comes back by a miss, and is not counted as an
+        eviction.
 
         Raises KernelArgumentError, and has changed nothing then.
         """
         check_range("row", row, 0, self.num_rows)
         for name, slots in (("old_hot_slots", old_hot_slots), ("hot_slots", hot_slots)):
             check_tensor(name, slots, dtypes=_INTEGERS, shape=(None,), device=torch.device("cpu"))
-            check_range(f"{name} length", slots.shape[0], 1, self.max_capacity + 1)
+            check_range(f"{name} length", slots.shape[0], self.max_new, self.max_capacity + 1)
         check_range("seq_len", seq_len, 0, self.max_context + 1)
         capacity = hot_slots.shape[0]
         num_kept = min(old_hot_slots.shape[0], capacity)
@@ -240,13 +259,11 @@ class HotBufferState:
         host_slots = self.hot_to_host[:, row]
         entries = torch.arange(self.max_capacity, device=self.device)
         is_lost = (entries >= num_kept).expand_as(host_slots)
-        if seq_len <= capacity:
-            pages = entries // self.page_size
-            page_ids = self.host_pages[row][pages.clamp(max=self.max_pages - 1)]
-            is_own = (host_slots == page_ids * self.page_size + entries % self.page_size) & (
-                pages < self.max_pages
-            )
-            is_lost = is_lost | ~is_own
+        if self.max_new > 1:
+            drafted = seq_len + torch.arange(self.max_new, device=self.device)
+            is_lost = is_lost | (host_slots[..., None] == self._host_slots(row, drafted)).any(-1)
+        if seq_len + self.max_new - 1 <= capacity:
+            is_lost = is_lost | (host_slots != self._host_slots(row, entries))
         self._forget(torch.where(is_lost, host_slots, ABSENT))
         host_slots.masked_fill_(is_lost, ABSENT)
         self.stamps[:, row].masked_fill_(is_lost, ABSENT)
@@ -272,6 +289,13 @@ class HotBufferState:
         """Set the page ids of a row's indexer keys from its page number ``first_page`` on."""
         self._set(self.index_pages, row, first_page, page_ids)
 
+    def _host_slots(self, row: int, positions: Tensor) -> Tensor:
+        """Host slots of ``positions`` (integer [n], at least 0) of ``row``; nobody's where it has none."""
+        pages = positions // self.page_size
+        page_ids = self.host_pages[row][pages.clamp(max=self.max_pages - 1)]
+        slots = page_ids * self.page_size + positions % self.page_size
+        return torch.where((pages < self.max_pages) & (page_ids != ABSENT), slots, self.num_host_slots)
+
     def _set(self, table: Tensor, row: int, first_page: int, page_ids: Tensor) -> None:
         check_range("row", row, 0, self.num_rows)
         self.check_pages("page_ids", first_page, page_ids)
@@ -290,8 +314,11 @@ class HotBufferState:
 
     # For tests and debugging.
 
-    def check_consistency(self, seq_lens: dict[int, int] | None = None) -> None:
+    def check_consistency(
+        self, seq_lens: dict[int, int] | None = None, num_new: dict[int, int] | None = None
+    ) -> None:
         """Verify the rules above for every row; with ``seq_lens`` (of a row's last step) placement too.
+        ``num_new``: of that step, 1 for a row that is not there.
 
         Synchronises with the device. Raises RuntimeError with group, row, hot_index and both values.
         """
@@ -306,7 +333,9 @@ class HotBufferState:
             forward, backward = self.host_to_hot[group].cpu(), self.hot_to_host[group].cpu()
             num_hot, num_used = int((forward != ABSENT).sum()), int((backward != ABSENT).sum())
             for row, capacity in enumerate(capacities):
-                self._check_row(group, row, capacity, forward, host_pages[row], (seq_lens or {}).get(row))
+                seq_len = (seq_lens or {}).get(row, 0)
+                newest = range(max(0, seq_len - (num_new or {}).get(row, 1)), seq_len)
+                self._check_row(group, row, capacity, forward, host_pages[row], newest)
             if num_hot != num_used:
                 raise RuntimeError(f"group {group}: {num_hot} hot host slots, {num_used} used entries")
 
@@ -317,7 +346,7 @@ class HotBufferState:
         capacity: int,
         forward: Tensor,
         host_pages: Tensor,
-        seq_len: int | None,
+        newest: range,
     ) -> None:
         where = f"group {group}, row {row}"
         backward = self.hot_to_host[group, row].cpu()
@@ -347,20 +376,31 @@ class HotBufferState:
             )
         if int(stamps.max()) > step:
             raise RuntimeError(f"{where}: stamp {int(stamps.max())} after step {step}")
-        if seq_len is None or step == 0 or capacity == 0:
+        if not newest or step == 0 or capacity == 0:
             return
         positions = is_of_row.int().argmax(1) * self.page_size + host_slots % self.page_size
-        if seq_len <= capacity:
+        if newest.start + self.max_new <= capacity:
             is_moved = entries != positions
             if is_moved.any():
                 position, hot_index = int(positions[is_moved][0]), int(entries[is_moved][0])
                 raise RuntimeError(
                     f"{where}: position {position} is at hot_index {hot_index}, not at its own"
                 )
-        elif capacity - 1 not in entries or int(positions[entries == capacity - 1]) != seq_len - 1:
-            raise RuntimeError(
-                f"{where}: hot_index {capacity - 1} does not hold the newest position, {seq_len - 1}"
-            )
+            return
+        entry_of = dict(zip(positions.tolist(), entries.tolist(), strict=True))
+        new_entries = ring_entries(np.array(newest), np.array(capacity), self.max_new)
+        for position, entry in zip(newest, new_entries.tolist(), strict=True):
+            has_page = position < self.max_context and int(host_pages[position // self.page_size]) != ABSENT
+            if has_page and entry_of.get(position) != entry:
+                raise RuntimeError(f"{where}: hot_index {entry} does not hold the new position {position}")
+
+
+def ring_entries(
+    positions: npt.NDArray[np.int64], capacity: npt.NDArray[np.int64], max_new: int
+) -> npt.NDArray[np.int64]:
+    """The hot_index of ``positions`` in a step in which they are new; the two broadcast."""
+    in_ring = capacity - max_new + (positions - capacity) % max_new
+    return np.where(positions < capacity, positions, in_ring)
 
 
 def _write(to: Tensor, values: Tensor) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError
-from kernels.hot_state import ABSENT, EVICTIONS, HITS, MISSES, HotBufferError, HotBufferState
+from kernels.hot_state import ABSENT, EVICTIONS, HITS, MISSES, HotBufferError, HotBufferState, ring_entries
 
 Pools: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
 """(host, device) pairs, uint8 [num_layers, num_slots, item_bytes], strided as ``check_pool`` allows."""
@@ -40,49 +40,62 @@ def resolve(
     state: HotBufferState,
     group: int,
     out: Tensor,
+    num_new: int = 1,
 ) -> tuple[Ints, Ints]:
     """Fill ``out`` with device slots, update the tables, and return the (host, device) slots to copy."""
-    lens, rows = _real_requests(seq_lens, req_rows, num_real_reqs, state)
+    lens, rows = _real_requests(seq_lens, req_rows, num_real_reqs, state, num_new)
     out.fill_(ABSENT)
-    can_step = _can_step(state, lens, rows)
+    can_step = _can_step(state, lens, rows, num_new)
     if not can_step.any():
         return _NO_SLOTS, _NO_SLOTS
-    positions = selected.numpy()[: len(rows)].astype(np.int64)
+    # All that a request's new positions select is one selection.
+    positions = selected.numpy().reshape(seq_lens.shape[0], -1)[: len(rows)].astype(np.int64)
+    out_slots = out.numpy().reshape(seq_lens.shape[0], -1)[: len(rows)]
     if can_step.all():
-        return _resolve(state, group, rows, lens, positions, out.numpy()[: len(rows)])
-    out_slots = np.empty((np.count_nonzero(can_step), positions.shape[1]), dtype=np.int32)
-    copies = _resolve(state, group, rows[can_step], lens[can_step], positions[can_step], out_slots)
-    out.numpy()[: len(rows)][can_step] = out_slots
+        return _resolve(state, group, rows, lens, num_new, positions, out_slots)
+    some_slots = np.empty((np.count_nonzero(can_step), positions.shape[1]), dtype=np.int32)
+    some_rows, some_lens, some_positions = rows[can_step], lens[can_step], positions[can_step]
+    copies = _resolve(state, group, some_rows, some_lens, num_new, some_positions, some_slots)
+    out_slots[can_step] = some_slots
     return copies
 
 
 def _resolve(
-    state: HotBufferState, group: int, rows: Ints, lens: Ints, positions: Ints, out_slots: Table
+    state: HotBufferState,
+    group: int,
+    rows: Ints,
+    lens: Ints,
+    num_new: int,
+    positions: Ints,
+    out_slots: Table,
 ) -> tuple[Ints, Ints]:
-    """``resolve`` of requests that can step; fills ``out_slots`` int32 [num_reqs, top_k]."""
-    is_valid = (positions >= 0) & (positions < lens[:, None])
-    is_bad = ~is_valid & (positions != ABSENT)
+    """``resolve`` of requests that can step; fills ``out_slots`` int32 [num_reqs, num_new * top_k]."""
+    is_bad = (positions != ABSENT) & ((positions < 0) | (positions >= lens[:, None]))
     if is_bad.any():
         state.error_flags.numpy()[rows[is_bad.any(axis=1)]] |= HotBufferError.BAD_POSITION
+    # Drafts behind the context or the request's pages are not there, and may be selected for nothing.
+    first_new = lens - num_new
+    ends = first_new + _num_there(state, rows, lens, num_new)
+    is_valid = (positions >= 0) & (positions < ends[:, None])
     is_dense = state.capacity.numpy()[rows] == 0
     if is_dense.all():
         out_slots[: len(rows)] = _dense_slots(state, rows, positions, is_valid)
         return _NO_SLOTS, _NO_SLOTS
     if not is_dense.any():
-        hot_step = _HotStep(state, group, rows, lens)
+        hot_step = _HotStep(state, group, rows, first_new, ends)
         out_slots[: len(rows)] = hot_step.resolve(positions, is_valid)
         return hot_step.copies()
     dense, hisparse = np.flatnonzero(is_dense), np.flatnonzero(~is_dense)
     out_slots[dense] = _dense_slots(state, rows[dense], positions[dense], is_valid[dense])
-    hot_step = _HotStep(state, group, rows[hisparse], lens[hisparse])
+    hot_step = _HotStep(state, group, rows[hisparse], first_new[hisparse], ends[hisparse])
     out_slots[hisparse] = hot_step.resolve(positions[hisparse], is_valid[hisparse])
     return hot_step.copies()
 
 
 class _HotStep:
-    """One swap-in step of some hisparse rows in one group."""
+    """One swap-in step of some hisparse rows in one group, whose new positions are [first_new, ends)."""
 
-    def __init__(self, state: HotBufferState, group: int, rows: Ints, lens: Ints) -> None:
+    def __init__(self, state: HotBufferState, group: int, rows: Ints, first_new: Ints, ends: Ints) -> None:
         self._host_to_hot = state.host_to_hot[group].numpy()
         self._hot_to_host = state.hot_to_host[group].numpy()
         self._stamps = state.stamps[group].numpy()
@@ -91,8 +104,8 @@ class _HotStep:
         self._error_flags = state.error_flags.numpy()
         self._state = state
         self._rows = rows
-        self._lens = lens
-        self._newest_slots = host_slots_of(state, rows, lens - 1)
+        self._first_new = first_new
+        self._ends = ends
         self._capacity = state.capacity.numpy()[rows].astype(np.int64)
         step = state.step[group].numpy()
         step[rows] += 1
@@ -106,7 +119,7 @@ class _HotStep:
         return np.concatenate(self._src_host_slots), np.concatenate(self._dst_device_slots)
 
     def resolve(self, positions: Ints, is_valid: Mask) -> Table:
-        """Device slots [num_reqs, top_k] of ``positions``; ABSENT where not valid or not placeable."""
+        """Device slots of ``positions`` [num_reqs, n]; ABSENT where not valid or not placeable."""
         self._place_newest()
         rows = self._rows[:, None]
         host_slots = np.where(
@@ -128,18 +141,20 @@ class _HotStep:
         return np.where(hot_indices >= 0, self._hot_slots[rows, hot_indices], ABSENT)
 
     def _place_newest(self) -> None:
-        """Give every row's newest position its fixed entry, evicting what was there."""
-        rows = self._rows
-        newest = self._lens - 1
-        entries = np.minimum(newest, self._capacity - 1)
+        """Give every row's new positions their fixed entries, evicting what was there."""
+        num_new = self._ends - self._first_new
+        req, offset = np.nonzero(np.arange(num_new.max(initial=0)) < num_new[:, None])
+        rows, positions = self._rows[req], self._first_new[req] + offset
+        host_slots = host_slots_of(self._state, rows, positions)
+        entries = ring_entries(positions, self._capacity[req], self._state.max_new)
         occupants = self._hot_to_host[rows, entries]
-        is_evicted = (occupants != ABSENT) & (occupants != self._newest_slots)
+        is_evicted = (occupants != ABSENT) & (occupants != host_slots)
         if is_evicted.any():
             self._host_to_hot[occupants[is_evicted]] = ABSENT
-            self._counters[rows[is_evicted], EVICTIONS] += 1
-        self._host_to_hot[self._newest_slots] = entries
-        self._hot_to_host[rows, entries] = self._newest_slots
-        self._stamps[rows, entries] = self._now
+            np.add.at(self._counters, (rows[is_evicted], EVICTIONS), 1)
+        self._host_to_hot[host_slots] = entries
+        self._hot_to_host[rows, entries] = host_slots
+        self._stamps[rows, entries] = self._now[req]
 
     def _take_misses(self, req: int, missing: Ints, src_host_slots: Ints) -> None:
         """Give the ``missing`` positions (ascending, distinct) of one request, which are in these host slots,
@@ -148,8 +163,9 @@ class _HotStep:
         row = self._rows[req]
         self._counters[row, MISSES] += len(missing)
         capacity = int(self._capacity[req])
-        fits = self._lens[req] <= capacity
-        entries = missing if fits else self._least_recent(row, capacity, self._now[req], len(missing))
+        ring_start = capacity - self._state.max_new
+        fits = self._first_new[req] <= ring_start
+        entries = missing if fits else self._least_recent(row, ring_start, self._now[req], len(missing))
         if len(entries) < len(missing):
             self._error_flags[row] |= HotBufferError.TOO_MANY_MISSES
             src_host_slots = src_host_slots[: len(entries)]
@@ -163,11 +179,11 @@ class _HotStep:
         self._src_host_slots.append(src_host_slots)
         self._dst_device_slots.append(self._hot_slots[row, entries].astype(np.int64))
 
-    def _least_recent(self, row: int, capacity: int, now: int, num_wanted: int) -> Ints:
-        """Up to ``num_wanted`` entries below ``capacity - 1`` that this step does not use: the oldest age
-        class first, within a class in the order of their hot_index.
+    def _least_recent(self, row: int, ring_start: int, now: int, num_wanted: int) -> Ints:
+        """Up to ``num_wanted`` entries below ``ring_start`` that this step does not use: the oldest age class
+        first, within a class in the order of their hot_index.
         """
-        ages = age_classes(self._stamps[row, : capacity - 1], now)
+        ages = age_classes(self._stamps[row, :ring_start], now)
         num_taken = min(num_wanted, int(np.count_nonzero(ages)))
         if num_taken == 0:
             return _NO_SLOTS
@@ -218,18 +234,18 @@ class WarmUp:
 
 
 def plan_warm_up(
-    num_groups: int, capacity: int, num_tokens: int, hints: Sequence[npt.NDArray[np.int32]]
+    num_groups: int, capacity: int, max_new: int, num_tokens: int, hints: Sequence[npt.NDArray[np.int32]]
 ) -> WarmUp:
     """See ``kernels.swap_in.start_row``. Raises KernelArgumentError.
 
     The usual hints, of equal length and without duplicates, are taken as they are.
     """
-    if num_tokens < capacity:
+    if num_tokens + max_new <= capacity:
         everything = np.arange(num_tokens, dtype=np.int32)
         return WarmUp(np.full(num_groups, num_tokens, np.int32), everything[None])
     if len(hints) not in (1, num_groups):
         raise KernelArgumentError(f"hints: expected one, or one for each of {num_groups}, got {len(hints)}")
-    chosen = [_first_distinct(hint, num_tokens)[: capacity - 1] for hint in hints]
+    chosen = [_first_distinct(hint, num_tokens)[: capacity - max_new] for hint in hints]
     num_warm = np.array([len(one) for one in chosen], np.int32)
     positions = np.zeros((len(chosen), max(num_warm)), np.int32)
     for to, one in zip(positions, chosen, strict=True):
@@ -262,36 +278,64 @@ def copy_items(pools: Pools, layer: int, src_host_slots: Ints, dst_device_slots:
 
 
 def backup_newest(
-    seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor, state: HotBufferState, pools: Pools
+    seq_lens: Tensor,
+    req_rows: Tensor,
+    num_real_reqs: Tensor,
+    state: HotBufferState,
+    pools: Pools,
+    num_newest: Tensor | None = None,
 ) -> None:
     lens, rows = _real_requests(seq_lens, req_rows, num_real_reqs, state)
-    capacity = state.capacity.numpy()[rows]
-    is_hisparse = _can_step(state, lens, rows) & (capacity > 0)
-    lens, rows, capacity = lens[is_hisparse], rows[is_hisparse], capacity[is_hisparse]
-    if not len(rows):
+    if num_newest is not None:
+        nums = num_newest.numpy()[: len(rows)].astype(np.int64)
+        is_bad = (nums < 0) | (nums > np.minimum(lens, state.max_new))
+        if is_bad.any():
+            raise KernelArgumentError(
+                f"num_newest: expected values in [0, {state.max_new}] and up to seq_lens, "
+                f"got {nums[is_bad].tolist()} for {lens[is_bad].tolist()}"
+            )
+        req = np.repeat(np.arange(len(rows)), nums)
+        ends = np.repeat(np.cumsum(nums), nums)  # of each request's part of what follows
+        rows, positions = rows[req], lens[req] - ends + np.arange(len(req))
+    else:
+        positions = lens - 1
+    capacity = state.capacity.numpy()[rows].astype(np.int64)
+    dst_host_slots = host_slots_of(state, rows, positions)
+    state.error_flags.numpy()[rows[(capacity > 0) & (dst_host_slots < 0)]] |= HotBufferError.NO_HOST_SLOT
+    is_backed_up = (capacity > 0) & (dst_host_slots >= 0)
+    if not is_backed_up.any():
         return
-    src_device_slots = state.hot_slots.numpy()[rows, np.minimum(lens, capacity) - 1]
-    dst_host_slots = host_slots_of(state, rows, lens - 1)
+    rows, positions, capacity = rows[is_backed_up], positions[is_backed_up], capacity[is_backed_up]
+    dst_host_slots = dst_host_slots[is_backed_up]
+    src_device_slots = state.hot_slots.numpy()[rows, ring_entries(positions, capacity, state.max_new)]
     for host, dev in pools:
         host.numpy()[:, dst_host_slots] = dev.numpy()[:, src_device_slots]
 
 
 def newest_slots(
-    seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor, state: HotBufferState, out: Tensor
+    seq_lens: Tensor,
+    req_rows: Tensor,
+    num_real_reqs: Tensor,
+    state: HotBufferState,
+    out: Tensor,
+    num_new: int = 1,
 ) -> None:
-    lens, rows = _real_requests(seq_lens, req_rows, num_real_reqs, state)
-    capacity = state.capacity.numpy()[rows]
-    newest = (lens - 1)[:, None]
-    dense_slots = _dense_slots(state, rows, newest, np.ones_like(newest, dtype=np.bool_))[:, 0]
-    hot_slots = state.hot_slots.numpy()[rows, np.minimum(lens, np.maximum(capacity, 1)) - 1]
-    out_slots = out.numpy()
+    lens, rows = _real_requests(seq_lens, req_rows, num_real_reqs, state, num_new)
+    capacity = state.capacity.numpy()[rows].astype(np.int64)[:, None]
+    _can_step(state, lens, rows, num_new)
+    offsets = np.arange(num_new)
+    positions = lens[:, None] - num_new + offsets
+    is_there = offsets < _num_there(state, rows, lens, num_new)[:, None]
+    dense_slots = _dense_slots(state, rows, positions, is_there)
+    entries = ring_entries(positions, np.maximum(capacity, state.max_new), state.max_new)
+    hot_slots = np.where(is_there, state.hot_slots.numpy()[rows[:, None], entries], ABSENT)
+    out_slots = out.numpy().reshape(seq_lens.shape[0], num_new)
     out_slots.fill(ABSENT)
-    slots = np.where(capacity == 0, dense_slots, hot_slots)
-    out_slots[: len(rows)] = np.where(_can_step(state, lens, rows), slots, ABSENT)
+    out_slots[: len(rows)] = np.where(capacity == 0, dense_slots, hot_slots)
 
 
 def _real_requests(
-    seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor, state: HotBufferState
+    seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor, state: HotBufferState, num_new: int = 1
 ) -> tuple[Ints, Ints]:
     """int64 (seq_lens, req_rows) without the padding, after checks of their values."""
     num_real = int(num_real_reqs)
@@ -301,9 +345,10 @@ def _real_requests(
         )
     lens = seq_lens.numpy()[:num_real].astype(np.int64)
     rows = req_rows.numpy()[:num_real].astype(np.int64)
-    if num_real and not 1 <= lens.min() <= lens.max() <= state.max_context:
+    longest = state.max_context + num_new - 1  # the drafts may be behind the context
+    if num_real and not num_new <= lens.min() <= lens.max() <= longest:
         raise KernelArgumentError(
-            f"seq_lens: expected values in [1, {state.max_context}], got {lens.min()} to {lens.max()}"
+            f"seq_lens: expected values in [{num_new}, {longest}], got {lens.min()} to {lens.max()}"
         )
     if num_real and not 0 <= rows.min() <= rows.max() < state.num_rows:
         raise KernelArgumentError(
@@ -323,9 +368,27 @@ def host_slots_of(state: HotBufferState, rows: Ints, positions: Ints) -> Ints:
     return slots
 
 
-def _can_step(state: HotBufferState, lens: Ints, rows: Ints) -> Mask:
-    """Which requests are dense, or have a host slot for their newest position; flags the others."""
-    lacks_slot = (state.capacity.numpy()[rows] > 0) & (host_slots_of(state, rows, lens - 1) < 0)
+def _num_there(state: HotBufferState, rows: Ints, lens: Ints, num_new: int) -> Ints:
+    """How many of each request's ``num_new`` new positions, from the first one on, have a page in the pool
+    that the row is in, and are inside the context.
+    """
+    positions = lens[:, None] - num_new + np.arange(num_new)
+    pages = np.minimum(positions, state.max_context - 1) // state.page_size
+    is_hisparse = state.capacity.numpy()[rows][:, None] > 0
+    page_ids = np.where(
+        is_hisparse,
+        state.host_pages.numpy()[rows[:, None], pages],
+        state.page_table.numpy()[rows[:, None], pages],
+    )
+    is_there = (positions < state.max_context) & (page_ids != ABSENT)
+    num_there: Ints = np.logical_and.accumulate(is_there, axis=1).sum(axis=1)
+    return num_there
+
+
+def _can_step(state: HotBufferState, lens: Ints, rows: Ints, num_new: int) -> Mask:
+    """Which requests are dense, or have a host slot for their first new position; flags the others."""
+    first_slots = host_slots_of(state, rows, lens - num_new)
+    lacks_slot = (state.capacity.numpy()[rows] > 0) & (first_slots < 0)
     if lacks_slot.any():
         state.error_flags.numpy()[rows[lacks_slot]] |= HotBufferError.NO_HOST_SLOT
     can_step: Mask = ~lacks_slot

@@ -7,7 +7,11 @@ that a CUDA graph can capture a call.
 
 Common arguments:
 
-- ``seq_lens``: int32 or int64 [num_reqs], tokens of each request including the newest one, at least 1.
+- ``num_new``: new positions of each request in this step, 1 to ``state.max_new``: the newest token's and its
+  drafts'. It may be another one in every step.
+- ``seq_lens``: int32 or int64 [num_reqs], tokens of each request including the last new one, so that its new
+  positions are [seq_len - num_new, seq_len). The first of them is in the context; others may be behind it, or
+  behind the pages that the request has: such a draft has no slot (-1), and changes nothing.
 - ``req_rows``: int32 or int64 [num_reqs], distinct rows of the tables, all in [0, num_rows).
 - ``num_real_reqs``: int32 [1]; requests from this index on are padding and are ignored.
 - ``k_host``, ``k_dev``: uint8 [num_layers, num_slots, item_bytes]; the slot counts may differ. Each may have
@@ -55,35 +59,41 @@ def swap_in(
     v_dev: Tensor | None = None,
     out: Tensor | None = None,
     miss_plan: MissPlan | None = None,
+    num_new: int = 1,
 ) -> Tensor:
     """Make the selected positions of every request readable in the device pool and say where they are.
 
-    ``selected``: int32 [num_reqs, top_k], positions in [0, seq_len) in any order, -1 for none, duplicates
-    allowed. Returns ``out``, int32 [num_reqs, top_k] (made when None): the device slot of each selected
-    position, -1 where ``selected`` is -1 and in padding rows.
+    ``selected``: int32 [num_reqs * num_new, top_k], positions in [0, seq_len) in any order, -1 for none,
+    duplicates allowed. The rows of one request are next to each other in the order of its new positions, and
+    count as one selection: what several of them select is fetched once, and counted once.
+    Returns ``out``, int32 [num_reqs * num_new, top_k] (made when None): the device slot of each selected
+    position, -1 where ``selected`` is -1, in padding rows, and for a draft that has no slot.
 
-    A dense row is resolved through its page table. In a hisparse row the newest position, ``seq_len - 1``,
-    takes hot_index ``min(seq_len, capacity) - 1`` whether it is selected or not; its bytes are written
-    there by the model and never copied from host. While ``seq_len <= capacity`` a missing position goes to
-    its own hot_index and nothing is evicted. Otherwise misses take the entries below ``capacity - 1`` that
-    this step does not use: free ones first, then the least recently used by age class
-    (``reference.age_classes``), those of one class in the order of their hot_index. Which of the misses
-    takes which of these entries is not specified.
+    A dense row is resolved through its page table. In a hisparse row the new positions take the entries that
+    ``hot_state.ring_entries`` says, whether they are selected or not; their bytes are written there by the
+    model and never copied from host. While the row fits (``seq_len - num_new + max_new <= capacity``) a
+    missing position goes to its own hot_index and nothing is evicted. Otherwise misses take the entries below
+    ``capacity - max_new`` that this step does not use: free ones first, then the least recently used by age
+    class (``reference.age_classes``), those of one class in the order of their hot_index. Which of the misses
+    takes which of these entries is not specified. All of them find one when ``capacity`` is at least
+    ``num_new * top_k + max_new``.
 
-    A hisparse row whose newest position has no host page, here and in the functions below, is left out like
-    padding and gets HotBufferError.NO_HOST_SLOT: its token could not be backed up.
+    A hisparse row whose first new position has no host page, here and in the functions below, is left out
+    like padding and gets HotBufferError.NO_HOST_SLOT: its token could not be backed up.
 
     Mutates the tables of ``group``, the counters and flags, ``k_dev[layer]`` (and ``v_dev[layer]``), and
     ``miss_plan``, which then holds this call's copies. A request whose selection cannot be served in full
     (HotBufferError says why) gets -1 in the places concerned and a bit in ``error_flags``; its tables stay
     consistent.
 
-    On a GPU ``num_reqs * top_k`` is below 2**24, ``top_k`` at most 4096 and ``state.max_capacity`` at most
-    32768. Raises KernelArgumentError, KernelUnavailableError.
+    On a GPU ``num_reqs * num_new * top_k`` is below 2**24, ``top_k`` at most 4096, ``num_new * top_k`` at
+    most 8192 and ``state.max_capacity`` at most 32768. Raises KernelArgumentError, KernelUnavailableError.
     """
     pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
     check_range("layer", layer, 0, k_dev.shape[0])
-    return _resolve(selected, seq_lens, req_rows, num_real_reqs, state, group, layer, pools, out, miss_plan)
+    return _resolve(
+        selected, seq_lens, req_rows, num_real_reqs, state, group, layer, pools, out, miss_plan, num_new
+    )
 
 
 def plan_misses(
@@ -96,12 +106,13 @@ def plan_misses(
     group: int,
     miss_plan: MissPlan,
     out: Tensor | None = None,
+    num_new: int = 1,
 ) -> Tensor:
     """``swap_in`` without its copies, which ``replay_misses`` makes later in each of the group's layers.
 
     So the copies, which need PCIe and little else, can be a launch of their own, beside kernels that compute.
     """
-    return _resolve(selected, seq_lens, req_rows, num_real_reqs, state, group, 0, (), out, miss_plan)
+    return _resolve(selected, seq_lens, req_rows, num_real_reqs, state, group, 0, (), out, miss_plan, num_new)
 
 
 def _resolve(
@@ -115,25 +126,31 @@ def _resolve(
     pools: reference.Pools,
     out: Tensor | None,
     miss_plan: MissPlan | None,
+    num_new: int,
 ) -> Tensor:
     """``swap_in`` with copies between ``pools``, of which there may be none."""
     check_tensor("selected", selected, dtypes=(torch.int32,), shape=(None, None), device=state.device)
-    num_reqs, top_k = selected.shape
-    _check_requests(seq_lens, req_rows, num_real_reqs, num_reqs, state)
+    check_range("num_new", num_new, 1, state.max_new + 1)
+    num_rows, top_k = selected.shape
+    if num_rows % num_new:
+        raise KernelArgumentError(f"selected: expected {num_new} rows a request, got {num_rows} rows")
+    _check_requests(seq_lens, req_rows, num_real_reqs, num_rows // num_new, state)
     check_range("group", group, 0, state.num_groups)
     if out is None:
         out = torch.empty_like(selected)
     else:
-        check_tensor("out", out, dtypes=(torch.int32,), shape=(num_reqs, top_k), device=state.device)
-    if miss_plan is not None and miss_plan.max_misses < num_reqs * top_k:
+        check_tensor("out", out, dtypes=(torch.int32,), shape=(num_rows, top_k), device=state.device)
+    if miss_plan is not None and miss_plan.max_misses < selected.numel():
         raise KernelArgumentError(
-            f"miss_plan: expected room for {num_reqs * top_k} misses, got {miss_plan.max_misses}"
+            f"miss_plan: expected room for {selected.numel()} misses, got {miss_plan.max_misses}"
         )
     if (cuda := _cuda_kernels("swap_in", state.device)) is not None:
-        cuda.swap_in(selected, seq_lens, req_rows, num_real_reqs, state, group, layer, pools, out, miss_plan)
+        cuda.swap_in(
+            selected, seq_lens, req_rows, num_real_reqs, state, group, layer, pools, out, miss_plan, num_new
+        )
         return out
     src_host_slots, dst_device_slots = reference.resolve(
-        selected, seq_lens, req_rows, num_real_reqs, state, group, out
+        selected, seq_lens, req_rows, num_real_reqs, state, group, out, num_new
     )
     reference.copy_items(pools, layer, src_host_slots, dst_device_slots)
     if miss_plan is not None:
@@ -192,10 +209,11 @@ def start_row(
 
     ``hot_slots``: integer [capacity], the device slots that the request owns. ``host_pages`` and
     ``index_pages``: integer [n], ids of its first pages in the host and the index pool. All on the CPU.
-    ``num_tokens``: positions [0, num_tokens) are in the host pool. When they leave room for the next token
-    (``num_tokens < capacity``) all of them go to their own hot_index, and ``hints`` are not looked at: such
-    a request misses nothing until it outgrows the buffer. Otherwise a group's hint (int32 [n]; -1 and
-    duplicates allowed) fills the buffer from hot_index 0, with its first ``capacity - 1`` distinct positions.
+    ``num_tokens``: positions [0, num_tokens) are in the host pool. When they leave room for the next ones
+    (``num_tokens + max_new <= capacity``) all of them go to their own hot_index, and ``hints`` are not
+    looked at: such a request misses nothing until it outgrows the buffer. Otherwise a group's hint (int32
+    [n]; -1 and duplicates allowed) fills the buffer from hot_index 0, with its first ``capacity - max_new``
+    distinct positions.
     ``hints``: one for each group, or one for all.
     ``layers_of_group``: at least one each, all copied.
 
@@ -220,7 +238,7 @@ def start_row(
         check_at_least("layers_of_group: layers of a group", len(layers), 1)
         for layer in layers:
             check_range("layers_of_group", layer, 0, k_dev.shape[0])
-    warm_up = reference.plan_warm_up(state.num_groups, hot_slots.shape[0], num_tokens, hints)
+    warm_up = reference.plan_warm_up(state.num_groups, hot_slots.shape[0], state.max_new, num_tokens, hints)
     if (cuda := _cuda_kernels("start_row", state.device)) is not None:
         cuda.start_row(state, row, hot_slots, host_pages, index_pages, warm_up, layers_of_group, pools)
     else:
@@ -252,18 +270,27 @@ def backup_newest(
     k_dev: Tensor,
     v_host: Tensor | None = None,
     v_dev: Tensor | None = None,
+    num_newest: Tensor | None = None,
 ) -> None:
-    """Copy the newest item of every hisparse row, in all layers, to its host slot; dense rows are left alone.
+    """Copy the newest items of every hisparse row, in all layers, to their host slots; dense rows are left
+    alone.
+
+    ``seq_lens``: here without the drafts that were not accepted, so in [1, max_context].
+    ``num_newest``: int32 [num_reqs], 0 to ``min(seq_len, max_new)``: positions
+    [seq_len - num_newest, seq_len) are copied, which must have been new in the last step. None: one of each.
 
     To be called after the model's forward and before the next step's ``swap_in``, which may give the
-    slot away.
+    slots away.
     """
-    _check_requests(seq_lens, req_rows, num_real_reqs, seq_lens.shape[0], state)
+    num_reqs = seq_lens.shape[0]
+    _check_requests(seq_lens, req_rows, num_real_reqs, num_reqs, state)
+    if num_newest is not None:
+        check_tensor("num_newest", num_newest, dtypes=(torch.int32,), shape=(num_reqs,), device=state.device)
     pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
     if (cuda := _cuda_kernels("backup_newest", state.device)) is not None:
-        cuda.backup_newest(seq_lens, req_rows, num_real_reqs, state, pools)
+        cuda.backup_newest(seq_lens, req_rows, num_real_reqs, state, pools, num_newest)
         return
-    reference.backup_newest(seq_lens, req_rows, num_real_reqs, state, pools)
+    reference.backup_newest(seq_lens, req_rows, num_real_reqs, state, pools, num_newest)
 
 
 def newest_slots(
@@ -273,20 +300,25 @@ def newest_slots(
     state: HotBufferState,
     *,
     out: Tensor | None = None,
+    num_new: int = 1,
 ) -> Tensor:
-    """Device slot, int32 [num_reqs], that the model writes each request's newest item to; -1 for padding.
+    """Device slots, int32 [num_reqs * num_new], that the model writes each request's new items to, in the
+    order of their positions; -1 for padding.
 
-    A dense row whose page is not set gives -1 too, and so does a hisparse row whose host page is not.
+    A position of a dense row whose page is not set gives -1 too, and so does one of a hisparse row whose host
+    page is not, and one behind the context.
     """
+    check_range("num_new", num_new, 1, state.max_new + 1)
     _check_requests(seq_lens, req_rows, num_real_reqs, seq_lens.shape[0], state)
+    num_slots = seq_lens.shape[0] * num_new
     if out is None:
-        out = torch.empty(seq_lens.shape[0], dtype=torch.int32, device=state.device)
+        out = torch.empty(num_slots, dtype=torch.int32, device=state.device)
     else:
-        check_tensor("out", out, dtypes=(torch.int32,), shape=(seq_lens.shape[0],), device=state.device)
+        check_tensor("out", out, dtypes=(torch.int32,), shape=(num_slots,), device=state.device)
     if (cuda := _cuda_kernels("newest_slots", state.device)) is not None:
-        cuda.newest_slots(seq_lens, req_rows, num_real_reqs, state, out)
+        cuda.newest_slots(seq_lens, req_rows, num_real_reqs, state, out, num_new)
         return out
-    reference.newest_slots(seq_lens, req_rows, num_real_reqs, state, out)
+    reference.newest_slots(seq_lens, req_rows, num_real_reqs, state, out, num_new)
     return out
 
 
