@@ -30,7 +30,13 @@ from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.request_life import RequestLife
 from decode_node.runner import Launched, make_runner
 from decode_node.scheduler import StepPlan, plan_step
-from decode_node.sizing import DecodeSettingsError, check_swap_in, make_limits, size_device_pool
+from decode_node.sizing import (
+    DecodeSettingsError,
+    check_swap_in,
+    make_limits,
+    max_hot_capacity,
+    size_device_pool,
+)
 from kernels.device_memory import (
     DeviceMemory,
 )
@@ -123,8 +129,9 @@ class DecodeEngine:
             spec,
             self._memory,
             num_rows=settings.max_running_requests,
-            max_capacity=min(settings.device_buffer_size, spec.context_length),
+            max_capacity=max_hot_capacity(settings, spec),
             page_size=settings.page_size,
+            max_new=settings.speculative_num_steps + 1,
         )
         self.copies = PrefixCopies(self._memory)
         geometry = spec.geometry(settings.page_size, str(SamplingDefaults.of(settings)))
@@ -222,7 +229,10 @@ class DecodeEngine:
         self.lifecycle.copy_prefixes(now)
         batch = self._next_batch()
         step = self._lockstep.agree(
-            len(batch), is_split=self._runner.would_split(batch), is_stopping=self._is_stopping
+            len(batch),
+            is_split=self._runner.would_split(batch),
+            is_stopping=self._is_stopping,
+            num_new=1 + self._settings.speculative_num_steps,
         )
         if step.is_last:
             self._has_stopped = True
@@ -366,16 +376,26 @@ class DecodeEngine:
             self._fail_step(launched.batch, error)
             return
         now = time.monotonic()
-        for request, token_id, logprob, wrong, counters in zip(
-            launched.batch, result.token_ids, result.logprobs, result.errors, result.counters, strict=True
+        for request, token_ids, logprobs, wrong, counters, num_drafted, drafts in zip(
+            launched.batch,
+            result.token_ids,
+            result.logprobs,
+            result.errors,
+            result.counters,
+            result.num_drafted,
+            result.drafts,
+            strict=True,
         ):
             if request.state is not RequestState.RUNNING:
                 continue  # it ended while the step ran
             request.row_counters = counters
+            request.draft_token_ids = drafts
+            request.num_drafted += num_drafted
+            self._metrics.drafted(num_drafted)
             if wrong:
                 self.lifecycle.fail(request, 500, f"the hot buffer reported {wrong}", Landing.QUIET, now)
             else:
-                self.lifecycle.emit(request, token_id, logprob, now)
+                self.lifecycle.emit(request, token_ids, logprobs, now)
 
     def _fail_step(self, batch: Sequence[Request], error: Exception) -> None:
         log.error("a decode step of %d requests failed", len(batch), exc_info=error)

@@ -27,8 +27,16 @@ class HotBuffers:
     """Tables for ``num_rows`` requests of up to ``max_context`` positions, over the pools of ``memory``."""
 
     def __init__(
-        self, spec: ModelSpec, memory: DecodeMemory, *, num_rows: int, max_capacity: int, page_size: int
+        self,
+        spec: ModelSpec,
+        memory: DecodeMemory,
+        *,
+        num_rows: int,
+        max_capacity: int,
+        page_size: int,
+        max_new: int = 1,
     ) -> None:
+        """``max_new``: positions of a request in one step at most."""
         self.spec = spec
         self.memory = memory
         self.page_size = page_size
@@ -41,8 +49,9 @@ class HotBuffers:
             page_size,
             memory.k_host.shape[1],
             self.device,
+            max_new=max_new,
         )
-        self.miss_plan = MissPlan.create(num_rows, spec.index_topk, self.device)
+        self.miss_plan = MissPlan.create(num_rows * max_new, spec.index_topk, self.device)
         self._warming: dict[int, torch.cuda.Event] = {}
         self._warm_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """Where rows are filled and warmed up, beside the steps of the others."""
@@ -166,7 +175,7 @@ class HotBuffers:
             filled.synchronize()
 
     def _hot_positions(self, request: Request) -> list[NDArray[np.int32]]:
-        """What is in the hot buffer of each group, latest used first."""
+        """What is in the hot buffer of each group, latest used first, but drafts that were not accepted."""
         row = request.req_row
         host_slots = self.state.hot_to_host[:, row].cpu().numpy()
         stamps = self.state.stamps[:, row].cpu().numpy()
@@ -177,5 +186,6 @@ class HotBuffers:
             by_use = slots_of_group[np.argsort(-stamps_of_group, kind="stable")]
             by_use = by_use[by_use != ABSENT]
             pages = by_id[np.searchsorted(page_ids, by_use // self.page_size, sorter=by_id)]
-            hot_positions.append((pages * self.page_size + by_use % self.page_size).astype(np.int32))
+            positions = pages * self.page_size + by_use % self.page_size
+            hot_positions.append(positions[positions < request.num_kv_tokens].astype(np.int32))
         return hot_positions

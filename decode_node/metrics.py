@@ -26,7 +26,7 @@ class Metrics:
             self.add(f"{name}_total", 0)
         for name in ("prompt_tokens", "cached_tokens", "held_tokens", "held_hits"):
             self.add(f"{name}_total", 0)
-        for name in ("verifying_requests", "drafted_tokens", "accepted_draft_tokens"):
+        for name in ("verifying_steps", "drafted_tokens", "accepted_draft_tokens"):
             self.add(f"{name}_total", 0)
         for name in ("aborted_requests", "failed_requests"):
             self.add(f"{name}_total", 0)
@@ -43,6 +43,11 @@ class Metrics:
         """So many output tokens were sent."""
         self._num_tokens += num_tokens
         self.add("generation_tokens_total", num_tokens, mode=mode)
+
+    def drafted(self, num_drafts: int) -> None:
+        """A request's step verified so many drafts."""
+        self.add("verifying_steps_total", num_drafts > 0)
+        self.add("drafted_tokens_total", num_drafts)
 
     def drop(self, reason: str) -> None:
         """A control message had no use here."""

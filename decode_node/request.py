@@ -176,19 +176,14 @@ class Request:
         """Whether the next token has its slots; who has none for it waits until it is given some."""
         return self.reserved_tokens >= self.next_seq_len
 
-    def lacks_slots(self, num_drafts: int) -> bool:
-        """Whether the next token, or one of so many drafts behind it, has no slot yet."""
-        return self.reserved_tokens < self.next_seq_len + num_drafts
-
     def take_drafts(self, max_drafts: int) -> list[int]:
-        """The drafts that its next step is to verify, ``max_drafts`` at most; the step after has others.
+        """The drafts that its next step verifies, ``max_drafts`` at most; the step after has others.
 
-        None where their KV would have no slot, or behind the last token that was asked for.
+        None for positions behind the last token that was asked for.
         """
         drafts, self.draft_token_ids = self.draft_token_ids, []
         num_left = self.sampling.max_new_tokens - len(self.output_token_ids) - self.num_in_flight
-        num_slots = self.reserved_tokens - self.next_seq_len + 1
-        return drafts[: max(0, min(max_drafts, num_left - 1, num_slots - 1))]
+        return drafts[: max(0, min(max_drafts, num_left - 1))]
 
     @property
     def may_leave_pages(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from decode_node.device_step import DeviceStep, HostStep
+from decode_node.drafting import max_verifiable, num_accepted
 from decode_node.hot_buffers import HotBuffers
 from decode_node.micro_batches import NUM_MICRO_BATCHES, MicroBatches
 from decode_node.request import Request
@@ -134,8 +135,64 @@ class HostRunner:
     def _verify(self, batch: Sequence[Request], num_new: int) -> StepResult:
         """One step in which each request's drafts follow its newest token."""
         model, num_reqs = self._model, len(batch)
-        ends = [request.next_seq_len - 1 + self._hot_buffers.num_verifiable(r, num_new) for r in batch]
-        drafts = []
+        drafts = take_drafts(batch, num_new, self._hot_buffers)
+        lens = [request.next_seq_len for request in batch]
+        ends = [seq_len + len(of_req) for seq_len, of_req in zip(lens, drafts, strict=True)]
+        last = [seq_len + num_new - 1 for seq_len in lens]
+        access = HostStep(self._hot_buffers, self._kernels, batch, last, ends, num_new=num_new)
+        tokens = torch.zeros((num_reqs, num_new), dtype=torch.int64)
+        for req, (request, of_req) in enumerate(zip(batch, drafts, strict=True)):
+            tokens[req, : 1 + len(of_req)] = torch.tensor([request.output_token_ids[-1], *of_req])
+        rows = [(req, row) for req, of_req in enumerate(drafts) for row in range(1 + len(of_req))]
+        logit_rows = torch.tensor([req * num_new + row for req, row in rows])
+        logits, hidden = model.forward_with_hidden(tokens.flatten(), access.positions, access, logit_rows)
+        token_ids, logprobs = sample(
+            logits,
+            [batch[req].sampling for req, _ in rows],
+            [_next_index(batch[req]) + row for req, row in rows],
+            model.spec.eos_token_ids,
+        )
+        drawn: list[list[int]] = [[] for _ in batch]
+        of_drawn: list[list[TokenLogprob | None]] = [[] for _ in batch]
+        for (req, _), token_id, logprob in zip(rows, token_ids, logprobs, strict=True):
+            drawn[req].append(token_id)
+            of_drawn[req].append(logprob)
+        accepted = [num_accepted(*each) for each in zip(drafts, drawn, strict=True)]
+        # The draft layer has each position with the token that was drawn behind it.
+        tokens.zero_()
+        for req, of_req in enumerate(drawn):
+            tokens[req, : len(of_req)] = torch.tensor(of_req)
+        newest_rows = torch.tensor([req * num_new + count for req, count in enumerate(accepted)])
+        logits, hidden = model.draft(tokens.flatten(), hidden, access.positions, access, newest_rows)
+        lens = [seq_len + count for seq_len, count in zip(lens, accepted, strict=True)]
+        access.back_up(torch.tensor(lens), torch.tensor(accepted, dtype=torch.int32) + 1)
+        new_drafts = [logits.argmax(dim=-1)]
+        hidden = hidden[newest_rows]
+        ends = [min(request.reserved_tokens, model.spec.context_length) for request in batch]
+        for number in range(1, num_new - 1):
+            last = [seq_len + number for seq_len in lens]
+            access = HostStep(
+                self._hot_buffers, self._kernels, batch, last, ends, num_new=number, first_row=number - 1
+            )
+            logits, hidden = model.draft(
+                new_drafts[-1], hidden, access.positions, access, torch.arange(num_reqs)
+            )
+            new_drafts.append(logits.argmax(dim=-1))
+        return _step_result(
+            [of_req[: count + 1] for of_req, count in zip(drawn, accepted, strict=True)],
+            [of_req[: count + 1] for of_req, count in zip(of_drawn, accepted, strict=True)],
+            self._row_results(batch),
+            [len(of_req) for of_req in drafts],
+            torch.stack(new_drafts, dim=1).tolist(),
+        )
+
+    def _row_results(self, batch: Sequence[Request]) -> list[list[int]]:
+        rows: list[list[int]] = self._hot_buffers.row_results(
+            torch.tensor([request.req_row for request in batch])
+        ).tolist()
+        return rows
+
+
 def make_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
     """The runner for the device and the formats. Raises AttentionBackendError."""
     max_reqs = settings.max_running_requests
@@ -358,18 +415,43 @@ class _OnDevice:
         logprobs: list[TokenLogprob | None] = [None] * len(rows)
         if self.sampled is not None:
             logprobs = self.sampled.read_logprobs(token_ids)
-        return _step_result(token_ids, logprobs, [row[1:] for row in rows])
+        return _step_result(
+            [[one] for one in token_ids], [[one] for one in logprobs], [row[1:] for row in rows]
+        )
+
+
+def take_drafts(batch: Sequence[Request], num_new: int, hot_buffers: HotBuffers) -> list[list[int]]:
+    """What each request's next step of ``num_new`` positions verifies, and could."""
+    spec, max_new = hot_buffers.spec, hot_buffers.state.max_new
+    return [
+        request.take_drafts(
+            max_verifiable(
+                request,
+                num_new - 1,
+                top_k=spec.index_topk,
+                max_new=max_new,
+                max_context=spec.context_length,
+            )
+        )
+        for request in batch
+    ]
 
 
 def _step_result(
-    token_ids: list[int], logprobs: list[TokenLogprob | None], row_results: list[list[int]]
+    token_ids: list[list[int]],
+    logprobs: list[list[TokenLogprob | None]],
+    row_results: list[list[int]],
+    num_drafted: list[int] | None = None,
+    drafts: list[list[int]] | None = None,
 ) -> StepResult:
-    """``row_results``: as ``HotBuffers.row_results``."""
+    """``row_results``: as ``HotBuffers.row_results``. Without the last two there were no drafts."""
     return StepResult(
         token_ids,
         logprobs,
         [str(HotBufferError(flags).name) if flags else "" for flags, *_ in row_results],
         [(hits, misses, evictions) for _, hits, misses, evictions in row_results],
+        [0] * len(token_ids) if num_drafted is None else num_drafted,
+        [[] for _ in token_ids] if drafts is None else drafts,
     )
 
 

@@ -204,7 +204,7 @@ class _Planner:
     def grow(self) -> None:
         """Slots for the newest tokens of requests that have none left, in the order in which all can end."""
         # Whose last token is in flight needs no slot, and may have none left: its life can fill its pages.
-        short = {r for r in self.running if r.has_next_step and r.lacks_slots(self.limits.max_drafts)}
+        short = {r for r in self.running if r.has_next_step and r.reserved_tokens < self._with_drafts(r)}
         if short:
             self._make_reserve(short)
 
@@ -261,10 +261,14 @@ class _Planner:
 
         Those that only drafts need, it gets with the others, or not.
         """
-        with_drafts = request.next_seq_len + self.limits.max_drafts
-        yield max(min(request.next_seq_len - 1 + self.limits.growth_tokens, request.life_tokens), with_drafts)
+        with_growth = min(request.next_seq_len - 1 + self.limits.growth_tokens, request.life_tokens)
+        yield max(with_growth, self._with_drafts(request))
         if not request.has_slots_for_next:
             yield request.next_seq_len
+
+    def _with_drafts(self, request: Request) -> int:
+        """Positions of the request's next step, and those before them."""
+        return min(request.next_seq_len + self.limits.max_drafts, self.limits.max_context)
 
     def admit(self, waiting: Iterable[Request]) -> bool:
         """Whether nobody waits any more, but who does not fit beside stuck slots."""
