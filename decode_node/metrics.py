@@ -32,6 +32,7 @@ class Metrics:
             self.add(f"{name}_total", 0)
         for reason in DROP_REASONS:
             self.add("control_messages_dropped_total", 0, reason=reason)
+        self._last_drafts = 0.0, 0.0
         self._num_tokens = 0
         self._last_num_tokens = 0
         self._last_at: float | None = None
@@ -92,6 +93,7 @@ class Metrics:
             "aux_slots_total": pools.totals.aux,
             "num_registered_peers": num_peers,
             "gen_throughput": self._throughput(now),
+            "spec_accept_length": self._accept_length(),
             transfer_info: 1,
             **{lane.info_metric: 1 for lane in lanes},
             # A request that waits has no mode yet, only what it asked for.
@@ -125,6 +127,13 @@ class Metrics:
         num_tokens = self._num_tokens - self._last_num_tokens
         self._last_at, self._last_num_tokens = now, self._num_tokens
         return num_tokens / secs if secs > 0 else 0.0
+
+    def _accept_length(self) -> float:
+        """Tokens of a request's verifying step, on average since the last call; 0 without one."""
+        totals = self._totals["verifying_steps_total"], self._totals["accepted_draft_tokens_total"]
+        num_steps, num_accepted = totals[0] - self._last_drafts[0], totals[1] - self._last_drafts[1]
+        self._last_drafts = totals
+        return 1 + num_accepted / num_steps if num_steps else 0.0
 
 
 def _pool_gauges(requests: LiveRequests) -> dict[str, float]:
