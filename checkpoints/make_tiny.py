@@ -1,6 +1,6 @@
 """Write the tiny checkpoints: whole DSA models of about half a million weights, for tests and benchmarks.
 
-    python -m checkpoints.make_tiny OUT_DIR [--variant v32|glm]
+    python -m checkpoints.make_tiny OUT_DIR [--variant v32|glm] [--draft [GAIN]]
 
 Their weights are not trained but made, so that what they generate is a sharp test of a serving system:
 
@@ -35,6 +35,8 @@ Array = npt.NDArray[np.float64]
 VARIANTS = ("v32", "glm")
 CONTEXT_LENGTH = 8192
 INDEX_TOPK = 64
+LIKELY_DRAFTS = 0.3
+"""A ``draft_gain`` with which about half of the drafts are right, and text still depends on all layers."""
 
 _NUM_BYTES = 256
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -82,18 +84,23 @@ class _Scales:
     logits: float = 4.0
 
 
-def write_checkpoint(out_dir: Path, variant: str) -> None:
+def write_checkpoint(out_dir: Path, variant: str, draft_gain: float | None = None) -> None:
     """Write config, weights and tokenizer of ``variant`` ("v32" or "glm") to ``out_dir``, made when
     missing.
+
+    ``draft_gain``: with an MTP layer, which guesses what the first layer's attention alone would say. The
+    model's other parts get that gain: with 1 they are as without an MTP layer.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant is {variant!r}; expected one of {', '.join(VARIANTS)}")
     out_dir.mkdir(parents=True, exist_ok=True)
     config = _config(variant)
+    if draft_gain is not None:
+        config["num_nextn_predict_layers"] = 1
     (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     (out_dir / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    _write_weights(out_dir / "model.safetensors", variant, config, _Scales())
+    _write_weights(out_dir / "model.safetensors", variant, config, draft_gain)
     write_tokenizer(out_dir)
 
 
@@ -206,6 +213,14 @@ class _Maker:
             "lm_head.weight": head,
         }
 
+    def draft_ends(self) -> dict[str, Array]:
+        """Of an MTP layer: what joins embedding and hidden state to its input, mostly the embedding."""
+        join = np.zeros((HIDDEN, 2 * HIDDEN))
+        join[:, :HIDDEN] = np.eye(HIDDEN)
+        join[:, HIDDEN:] = self.to_hidden(HIDDEN, 0.1)
+        ones = {f"{name}.weight": np.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
+        return {"eh_proj.weight": join} | ones
+
     def begin_group(self, num_layers: int) -> None:
         """Draw what the layers of an index group have in common.
 
@@ -300,9 +315,10 @@ _SEEDS = {"v32": 16, "glm": 27}
 """Of those tried, the ones with the most varied text and the clearest choices between tokens."""
 
 
-def _write_weights(file: Path, variant: str, config: dict[str, Any], scales: _Scales) -> None:
+def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain: float | None) -> None:
     from safetensors.numpy import save_file
 
+    scales = _Scales()
     maker = _Maker(_SEEDS[variant], scales)
     weights = maker.ends()
     indexer_types = config.get("indexer_types", ["full"] * NUM_LAYERS)
@@ -319,7 +335,22 @@ def _write_weights(file: Path, variant: str, config: dict[str, Any], scales: _Sc
             "post_attention_layernorm.weight": np.ones(HIDDEN),
         }
         weights |= {f"model.layers.{number}.{name}": value for name, value in layer.items()}
+    if draft_gain is not None:
+        weights |= _draft_layer(maker, weights)
+        kept = tuple(f"model.layers.{number}.self_attn.o_proj.weight" for number in (0, NUM_LAYERS))
+        for name in weights:
+            if name.endswith(("o_proj.weight", "down_proj.weight")) and name not in kept:
+                weights[name] = weights[name] * draft_gain
     save_file({name: _rounded(value) for name, value in weights.items()}, file, metadata={"format": "pt"})
+
+
+def _draft_layer(maker: _Maker, weights: dict[str, Array]) -> dict[str, Array]:
+    """An MTP layer with the attention of the first layer."""
+    first, copied = "model.layers.0.", ("self_attn", "input_layernorm", "post_attention_layernorm")
+    of_first = {name.removeprefix(first): value for name, value in weights.items() if name.startswith(first)}
+    layer = {name: value for name, value in of_first.items() if name.startswith(copied)}
+    layer |= maker.moe() | maker.draft_ends()
+    return {f"model.layers.{NUM_LAYERS}.{name}": value for name, value in layer.items()}
 
 
 def _rounded(values: Array) -> npt.NDArray[np.float32]:
@@ -388,8 +419,17 @@ def main() -> None:
     )
     parser.add_argument("out_dir", type=Path, help="directory to write, made when missing")
     parser.add_argument("--variant", choices=VARIANTS, default="v32", help="DeepSeek-V3.2 (default) or GLM-5")
+    parser.add_argument(
+        "--draft",
+        type=float,
+        nargs="?",
+        const=LIKELY_DRAFTS,
+        metavar="GAIN",
+        help="with an MTP layer; gain of what it cannot know: 1 leaves the model as it is, %(const)s has "
+        "about half of its guesses right",
+    )
     arguments = parser.parse_args()
-    write_checkpoint(arguments.out_dir, arguments.variant)
+    write_checkpoint(arguments.out_dir, arguments.variant, arguments.draft)
     print(f"wrote the {arguments.variant} tiny checkpoint to {arguments.out_dir}")
 
 

@@ -203,7 +203,7 @@ class DeviceStep:
         )
         if self._first_row:
             device_slots = device_slots.view(-1, self._num_new, device_slots.shape[1])
-            device_slots = device_slots[:, self._first_row :].flatten(0, 1)
+            device_slots = device_slots[:, self._first_row :].flatten(0, 1).contiguous()
         self._device_slots = device_slots
 
     def _of_all_new(self, positions: Tensor) -> Tensor:

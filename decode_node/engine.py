@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from api.sampling_defaults import SamplingDefaults
+from decode_node.draft_choice import DraftChoice
 from decode_node.held_prefixes import PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import Landing, LiveRequests
@@ -170,6 +171,7 @@ class DecodeEngine:
         )
         front.send(EngineLoading("kernels and CUDA graphs"))
         self._runner = make_runner(settings, model, self.hot_buffers)
+        self._draft_choice = DraftChoice(settings.speculative_num_steps)
         self._lockstep = Lockstep(model.ranks)
         if model.ranks is not None:
             self._poller.register(model.ranks.bells)
@@ -232,7 +234,7 @@ class DecodeEngine:
             len(batch),
             is_split=self._runner.would_split(batch),
             is_stopping=self._is_stopping,
-            num_new=1 + self._settings.speculative_num_steps,
+            num_new=1 + self._num_drafts(batch),
         )
         if step.is_last:
             self._has_stopped = True
@@ -327,6 +329,13 @@ class DecodeEngine:
             ),
             key=lambda request: request.admitted_seq,
         )
+
+    def _num_drafts(self, batch: Sequence[Request]) -> int:
+        """That the next step verifies, of any of its requests."""
+        chosen = self._draft_choice.choose(len(batch)) if batch else 0
+        if chosen == 0:
+            return 0
+        return max(self.hot_buffers.max_verifiable(request, chosen) for request in batch)
 
     def _launch(self, batch: list[Request], step: NodeStep) -> Launched | None:
         """Enqueue one step. What goes wrong in it ends the requests of this batch and nothing else.

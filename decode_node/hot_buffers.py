@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from decode_node.drafting import max_verifiable
 from decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from decode_node.pools import PoolKind
 from decode_node.request import Request
@@ -42,7 +43,7 @@ class HotBuffers:
         self.page_size = page_size
         self.device = memory.k_dev.device
         self.state = HotBufferState.create(
-            spec.num_index_layers,
+            spec.num_index_groups,
             num_rows,
             spec.context_length,
             max_capacity,
@@ -70,6 +71,16 @@ class HotBuffers:
         flags = self.state.error_flags[req_rows].long()
         return torch.cat((flags[:, None], self.state.counters[req_rows]), dim=1)
 
+    def max_verifiable(self, request: Request, num_drafts: int) -> int:
+        """Drafts, up to ``num_drafts``, that the request's next step can verify."""
+        return max_verifiable(
+            request,
+            num_drafts,
+            top_k=self.spec.index_topk,
+            max_new=self.state.max_new,
+            max_context=self.spec.context_length,
+        )
+
     @property
     def index_page_table(self) -> Tensor:
         """int32 [num_rows, max_pages]: page ids of each row's indexer keys."""
@@ -81,7 +92,7 @@ class HotBuffers:
 
         The mean where not every indexer serves equally many layers.
         """
-        return self.spec.item_bytes * self.spec.num_layers / self.spec.num_index_layers
+        return self.spec.item_bytes * self.spec.num_kv_layers / self.spec.num_index_groups
 
     def start(self, request: Request) -> None:
         """Fill the row of a request that is RUNNING from now on, and warm its hot buffer up.

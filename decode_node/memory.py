@@ -3,9 +3,9 @@
 ==========  ===================================================  ======================
 pool        layout                                               written by
 ==========  ===================================================  ======================
-host        uint8 [num_layers, num_slots, item_bytes]            prefill nodes, backup
-device      uint8 [num_layers, num_slots, item_bytes]            prefill nodes, model
-index       uint8 [num_index_layers, num_slots, index bytes]     prefill nodes, model
+host        uint8 [num_kv_layers, num_slots, item_bytes]         prefill nodes, backup
+device      uint8 [num_kv_layers, num_slots, item_bytes]         prefill nodes, model
+index       uint8 [num_index_groups, num_slots, index bytes]     prefill nodes, model
 aux         uint8 [num_slots, aux slot bytes]                    prefill nodes
 ==========  ===================================================  ======================
 
@@ -62,7 +62,7 @@ class DecodeMemory:
         *,
         shared: bool = False,
     ) -> None:
-        self.aux_layout = AuxLayout(spec.num_index_layers, spec.index_topk)
+        self.aux_layout = AuxLayout(spec.num_index_groups, spec.index_topk)
         self.scratch_device_slot = totals.device
         """The first slot of the scratch page; the others follow. So in the index pool."""
         self.scratch_index_slot = totals.index
@@ -182,12 +182,12 @@ def _shapes(
 ) -> dict[RegionKind, tuple[tuple[int, int, int], torch.device]]:
     """Layers, slots and item bytes of each pool, scratch pages included, and where it is."""
     host = torch.device("cpu")
-    aux_slot_bytes = AuxLayout(spec.num_index_layers, spec.index_topk).slot_bytes
+    aux_slot_bytes = AuxLayout(spec.num_index_groups, spec.index_topk).slot_bytes
     num_device_slots, num_index_slots = totals.device + page_size, totals.index + page_size
     return {
-        RegionKind.KV_HOST: ((spec.num_layers, totals.host, spec.item_bytes), host),
-        RegionKind.KV_DEVICE: ((spec.num_layers, num_device_slots, spec.item_bytes), device),
-        RegionKind.INDEX: ((spec.num_index_layers, num_index_slots, spec.index_item_bytes), device),
+        RegionKind.KV_HOST: ((spec.num_kv_layers, totals.host, spec.item_bytes), host),
+        RegionKind.KV_DEVICE: ((spec.num_kv_layers, num_device_slots, spec.item_bytes), device),
+        RegionKind.INDEX: ((spec.num_index_groups, num_index_slots, spec.index_item_bytes), device),
         RegionKind.AUX: ((1, totals.aux, aux_slot_bytes), host),
     }
 

@@ -92,7 +92,7 @@ class MicroBatches:
                     try:
                         next(forwards[number])
                     except StopIteration as end:
-                        logits[number::num_parts] = end.value
+                        logits[number::num_parts], _ = end.value
                         running.remove(number)
         for part in self._parts:
             part.join_current_stream()

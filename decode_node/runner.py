@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from decode_node.device_step import DeviceStep, HostStep
-from decode_node.drafting import max_verifiable, num_accepted
+from decode_node.drafting import num_accepted
 from decode_node.hot_buffers import HotBuffers
 from decode_node.micro_batches import NUM_MICRO_BATCHES, MicroBatches
 from decode_node.request import Request
@@ -135,7 +135,7 @@ class HostRunner:
     def _verify(self, batch: Sequence[Request], num_new: int) -> StepResult:
         """One step in which each request's drafts follow its newest token."""
         model, num_reqs = self._model, len(batch)
-        drafts = take_drafts(batch, num_new, self._hot_buffers)
+        drafts = _take_drafts(batch, num_new, self._hot_buffers)
         lens = [request.next_seq_len for request in batch]
         ends = [seq_len + len(of_req) for seq_len, of_req in zip(lens, drafts, strict=True)]
         last = [seq_len + num_new - 1 for seq_len in lens]
@@ -420,21 +420,9 @@ class _OnDevice:
         )
 
 
-def take_drafts(batch: Sequence[Request], num_new: int, hot_buffers: HotBuffers) -> list[list[int]]:
-    """What each request's next step of ``num_new`` positions verifies, and could."""
-    spec, max_new = hot_buffers.spec, hot_buffers.state.max_new
-    return [
-        request.take_drafts(
-            max_verifiable(
-                request,
-                num_new - 1,
-                top_k=spec.index_topk,
-                max_new=max_new,
-                max_context=spec.context_length,
-            )
-        )
-        for request in batch
-    ]
+def _take_drafts(batch: Sequence[Request], num_new: int, hot_buffers: HotBuffers) -> list[list[int]]:
+    """What each request's next step of ``num_new`` positions verifies."""
+    return [request.take_drafts(hot_buffers.max_verifiable(request, num_new - 1)) for request in batch]
 
 
 def _step_result(

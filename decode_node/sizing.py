@@ -119,8 +119,8 @@ def size_device_pool(settings: DecodeSettings, spec: ModelSpec, memory: DeviceMe
 def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
     """What the node takes of the GPU beside the weights, by the number of tokens in the device pool."""
     page_size = settings.page_size
-    item_bytes = spec.num_layers * spec.item_bytes
-    key_bytes = spec.num_index_layers * spec.index_item_bytes
+    item_bytes = spec.num_kv_layers * spec.item_bytes
+    key_bytes = spec.num_index_groups * spec.index_item_bytes
     # Without a size of its own the index pool covers host and device pool: some of it comes with each token.
     follows = settings.index_pool_tokens == 0
     index_tokens = round_up(settings.host_pool_tokens, page_size) if follows else settings.index_pool_tokens
@@ -146,9 +146,9 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     looked up by host slot: 4 bytes a group for each token of the host pool, which is 3% of its indexer keys
     in fp8.
     """
-    num_groups, num_rows = spec.num_index_layers, settings.max_running_requests
+    num_groups, num_rows = spec.num_index_groups, settings.max_running_requests
     num_new = settings.speculative_num_steps + 1
-    max_pages = -(-(spec.context_length + num_new - 1) // settings.page_size)
+    max_pages = -(-spec.context_length // settings.page_size)
     capacity = max_hot_capacity(settings, spec)
     host_slots = settings.host_pool_tokens // settings.page_size * settings.page_size
     host_to_hot = 4 * num_groups * (host_slots + 1)

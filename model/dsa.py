@@ -24,6 +24,8 @@ from model.rank_group import RankGroup
 from model.spec import ModelSpec
 from vocabulary import CheckpointError
 
+_NO_DRAFT_LAYER = "this node runs no draft layer: num_draft_layers of its model is 0"
+
 
 class KvAccess(Protocol):
     """Where a forward's keys are written and read; one object a forward, tokens in the forward's order."""
@@ -66,6 +68,9 @@ class DsaModel:
             _Layer(spec, number, module, latent_eps, is_silu)
             for number, module in enumerate(hf_model.model.layers[: spec.num_layers])
         ]
+        self._draft_layer: _DraftLayer | None = None
+        if spec.num_draft_layers:
+            self._draft_layer = _DraftLayer(spec, hf_model, latent_eps, is_silu)
 
     @property
     def device(self) -> torch.device:
@@ -83,13 +88,36 @@ class DsaModel:
         ``token_ids``, ``positions``: int64 [num_tokens], of any mix of requests, as ``kv`` knows them.
         ``logit_rows``: int64 [n], tokens whose logits are wanted. Returns float32 [n, vocab_size].
         """
-        layers = self.forward_by_layer(token_ids, positions, kv, logit_rows)
-        while True:
-            try:
-                next(layers)
-            except StopIteration as end:
-                logits: Tensor = end.value
-                return logits
+        return self._forward(token_ids, positions, kv, logit_rows)[0]
+
+    @torch.inference_mode()
+    def forward_with_hidden(
+        self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """``forward``, which also returns the hidden states behind the final norm, [num_tokens, hidden_size],
+        as ``draft`` takes them. Raises ValueError without a draft layer."""
+        logits, hidden = self._forward(token_ids, positions, kv, logit_rows)
+        if hidden is None:
+            raise ValueError(_NO_DRAFT_LAYER)
+        return logits, hidden
+
+    @torch.inference_mode()
+    def draft(
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Run rows through the MTP layer, which guesses the token two positions on.
+
+        A row is a position i: ``positions`` int64 [num_tokens]; ``hidden`` [num_tokens, hidden_size], what
+        ``forward_with_hidden`` returned for position i; ``token_ids`` int64 [num_tokens], the token of
+        position i + 1. ``logit_rows`` as in ``forward``. Writes and reads layer ``spec.num_layers`` of
+        ``kv``. Returns logits float32 [n, vocab_size] of the token of position i + 2, and [num_tokens,
+        hidden_size]: what stands for ``hidden`` of position i + 1 when the guess is its row's token. Raises
+        ValueError without a draft layer.
+        """
+        if self._draft_layer is None:
+            raise ValueError(_NO_DRAFT_LAYER)
+        rotation = self._rotation(hidden, positions)
+        return self._draft_layer.forward(token_ids, hidden, rotation, kv, logit_rows)
 
     @torch.inference_mode()
     def forward_of_others(self) -> None:
@@ -99,21 +127,46 @@ class DsaModel:
             layer.forward_of_others(hidden)
 
     @torch.inference_mode()
+    def draft_of_others(self) -> None:
+        """``forward_of_others`` for a ``draft``. Nothing without a draft layer."""
+        if self._draft_layer is not None:
+            self._draft_layer.forward_of_others(self._embed.weight[:0])
+
+    @torch.inference_mode()
     def forward_by_layer(
         self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor
-    ) -> Generator[None, None, Tensor]:
-        """``forward``, which stops after each layer, so that several can be enqueued layer by layer."""
+    ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
+        """``forward_with_hidden``, which stops after each layer, so that several can be enqueued layer by
+        layer. Without a draft layer there are no hidden states in the result."""
         hidden = self._embed(token_ids)
-        in_float32 = hidden.new_empty(0, dtype=torch.float32)  # whatever the model's dtype is
-        cos, sin = self._rotary(in_float32, positions[None])
-        half = cos.shape[-1] // 2
-        rotation = (cos[0, :, :half], sin[0, :, :half])
+        rotation = self._rotation(hidden, positions)
         selected: Tensor | None = None
         for layer in self._layers:
             hidden, selected = layer.forward(hidden, rotation, kv, selected)
             yield
-        logits: Tensor = self._lm_head(self._norm(hidden[logit_rows]))
-        return logits.float()
+        if self._draft_layer is None:
+            logits: Tensor = self._lm_head(self._norm(hidden[logit_rows]))
+            return logits.float(), None
+        hidden = self._norm(hidden)
+        logits = self._lm_head(hidden[logit_rows])
+        return logits.float(), hidden
+
+    def _forward(
+        self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        layers = self.forward_by_layer(token_ids, positions, kv, logit_rows)
+        while True:
+            try:
+                next(layers)
+            except StopIteration as end:
+                result: tuple[Tensor, Tensor | None] = end.value
+                return result
+
+    def _rotation(self, hidden: Tensor, positions: Tensor) -> Rotation:
+        in_float32 = hidden.new_empty(0, dtype=torch.float32)  # whatever the model's dtype is
+        cos, sin = self._rotary(in_float32, positions[None])
+        half = cos.shape[-1] // 2
+        return cos[0, :, :half], sin[0, :, :half]
 
 
 Rotation = tuple[Tensor, Tensor]
@@ -172,6 +225,37 @@ class _Layer:
         attended, selected = self._attention.forward(self._input_norm(hidden), rotation, kv, selected)
         hidden = hidden + attended
         return hidden + self._mlp(self._post_attention_norm(hidden)), selected
+
+
+class _DraftLayer:
+    """The MTP layer: a decoder layer over what is known of two neighbouring positions.
+
+    As its authors published it, and vLLM and SGLang run it: the hidden state behind the model's final norm
+    comes second, position 0 is as any other, and what goes on to the next guess is behind the layer's norm.
+    Embedding and LM head are the model's, unless the checkpoint has others here.
+    """
+
+    def __init__(self, spec: ModelSpec, hf_model: Any, latent_eps: float | None, is_silu: bool) -> None:
+        module = hf_model.model.layers[spec.num_layers]
+        self._embed = getattr(module, "embed_tokens", hf_model.model.embed_tokens)
+        self._embed_norm = _RmsNorm(module.enorm)
+        self._hidden_norm = _RmsNorm(module.hnorm)
+        self._join = module.eh_proj
+        self._layer = _Layer(spec, spec.num_layers, module, latent_eps, is_silu)
+        self._norm = _RmsNorm(module.shared_head.norm)
+        self._lm_head = getattr(module.shared_head, "head", hf_model.lm_head)
+
+    def forward_of_others(self, hidden: Tensor) -> None:
+        self._layer.forward_of_others(hidden)
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, rotation: Rotation, kv: KvAccess, logit_rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        embedded = self._embed_norm(self._embed(token_ids))
+        joined = self._join(torch.cat((embedded, self._hidden_norm(hidden)), dim=-1))
+        hidden = self._norm(self._layer.forward(joined, rotation, kv, None)[0])
+        logits: Tensor = self._lm_head(hidden[logit_rows])
+        return logits.float(), hidden
 
 
 class _Silu(torch.nn.Module):

@@ -8,6 +8,7 @@ modules of ours, and keep the checkpoint's fp8; so are all other matrices in fp8
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from model.weight_reader import (
     Progress,
     StoredTensor,
     WeightFiles,
+    is_same,
     read_weights,
 )
 from vocabulary import CheckpointError
@@ -152,6 +154,8 @@ class _Loader:
             )
         try:
             with WeightFiles(weight_files(self._path)) as files:
+                if self._spec.num_draft_layers:
+                    self._append_draft_layer(files, hf_model)
                 if self._has_own_experts:
                     for layer, module in enumerate(hf_model.model.layers):
                         if (experts := getattr(module.mlp, "experts", None)) is not None:
@@ -166,6 +170,29 @@ class _Loader:
         rotary = hf_model.model.rotary_emb  # made of the configuration, and in no checkpoint
         hf_model.model.rotary_emb = type(rotary)(config=config).to(self._device)
         return hf_model.eval()
+
+    def _append_draft_layer(self, files: WeightFiles, hf_model: Any) -> None:
+        """Behind transformers' layers, which leave it out: one more, and by its side what else an MTP layer
+        has, all by their names in the checkpoint."""
+        number = self._spec.num_layers
+        name = f"model.layers.{number}"
+        config = copy.deepcopy(hf_model.config)
+        is_sparse = files.get(f"{name}.mlp.gate.weight") is not None
+        config.mlp_layer_types = [*config.mlp_layer_types[:number], "sparse" if is_sparse else "dense"]
+        if getattr(config, "indexer_types", None):
+            config.indexer_types = [*config.indexer_types[:number], "full"]
+        size, eps, norm_type = config.hidden_size, config.rms_norm_eps, type(hf_model.model.norm)
+        with torch.device("meta"):
+            layer = type(hf_model.model.layers[0])(config, number)
+            layer.enorm, layer.hnorm = norm_type(size, eps), norm_type(size, eps)
+            layer.eh_proj = torch.nn.Linear(2 * size, size, bias=False)
+            layer.shared_head = torch.nn.Module()
+            layer.shared_head.norm = norm_type(size, eps)
+            if _has_own(files, f"{name}.embed_tokens.weight", "model.embed_tokens.weight"):
+                layer.embed_tokens = torch.nn.Embedding(config.vocab_size, size)
+            if _has_own(files, f"{name}.shared_head.head.weight", "lm_head.weight"):
+                layer.shared_head.head = torch.nn.Linear(size, config.vocab_size, bias=False)
+        hf_model.model.layers.append(layer)
 
     def _put_block_linears(self, files: WeightFiles, hf_model: Any) -> None:
         """In the place of linear layers whose matrices are in fp8, and of a shape that can stay so."""
@@ -243,6 +270,12 @@ class _Loader:
                 f"model_path {self._path}: {name} is {list(stored.shape)}; expected {list(shape)}"
             )
         return stored
+
+
+def _has_own(files: WeightFiles, name: str, of_model: str) -> bool:
+    """Whether an MTP layer's matrix differs from the model's. Checkpoints repeat it: gigabytes on a GPU."""
+    own, shared = files.get(name), files.get(of_model)
+    return own is not None and (shared is None or not is_same(own, shared))
 
 
 def _stored_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

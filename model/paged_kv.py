@@ -35,9 +35,9 @@ class PagedRequest:
 class PagedKv:
     """The ``KvAccess`` of one forward over ``requests``, whose new tokens are concatenated in order.
 
-    ``device_pool``: uint8 [num_layers, num_slots, item_bytes]; ``index_pool``: uint8 [num_index_layers,
+    ``device_pool``: uint8 [num_kv_layers, num_slots, item_bytes]; ``index_pool``: uint8 [num_index_groups,
     num_slots, index_item_bytes]; new rows of both are written. After the forward ``hints[i]`` is int32
-    [num_index_layers, index_topk], the hint of ``requests[i]``, or None when it was not wanted.
+    [num_index_groups, index_topk], the hint of ``requests[i]``, or None when it was not wanted.
 
     ``on_written(layer)`` is called in the forward, layer after layer, once the layer's rows in both pools are
     written: on the CPU the bytes are there, on a GPU the kernels that store them are in the current stream.
@@ -91,7 +91,7 @@ class PagedKv:
         self._new_slots = self._slots(self.positions[:, None])[:, 0]
         self._resolved: tuple[Tensor, Tensor] | None = None
         self.hints: list[Tensor | None] = [
-            torch.full((spec.num_index_layers, spec.index_topk), -1, dtype=torch.int32, device=device)
+            torch.full((spec.num_index_groups, spec.index_topk), -1, dtype=torch.int32, device=device)
             if request.want_hint
             else None
             for request in requests

@@ -31,8 +31,8 @@ class ModelSpec:
     model_type: str
     num_layers: int
     index_group_of_layer: tuple[int, ...]
-    """Index group of each layer: the same number for a layer with an indexer and the shared layers behind
-    it.
+    """Index group of each of ``num_kv_layers``: the same number for a layer with an indexer and the shared
+    layers behind it. The draft layer has the last group to itself.
     """
     num_heads: int
     kv_lora_rank: int
@@ -54,10 +54,22 @@ class ModelSpec:
     """Whether the checkpoint's matrices are in fp8 with scales of blocks (``kernels.block_fp8``)."""
     fingerprint: str
     """Identity of configuration and weights: equal on two nodes exactly when they run the same model."""
+    num_draft_layers: int = 0
+    """1 when this node runs the model's MTP layer, as layer ``num_layers``; else 0."""
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers whose KV the pools hold: the model's, and the draft layer behind them."""
+        return self.num_layers + self.num_draft_layers
 
     @property
     def num_index_layers(self) -> int:
-        """Layers with an indexer of their own, which is also the number of index groups."""
+        """Layers of the model with an indexer of their own, which is also the number of its index groups."""
+        return self.index_group_of_layer[self.num_layers - 1] + 1
+
+    @property
+    def num_index_groups(self) -> int:
+        """Index groups that the pools hold keys of: the model's, and the draft layer's."""
         return self.index_group_of_layer[-1] + 1
 
     @cached_property
@@ -65,7 +77,7 @@ class ModelSpec:
         """The layers of each index group; the first one has the indexer."""
         return tuple(
             tuple(layer for layer, of in enumerate(self.index_group_of_layer) if of == group)
-            for group in range(self.num_index_layers)
+            for group in range(self.num_index_groups)
         )
 
     @property
@@ -105,6 +117,7 @@ class ModelSpec:
             index_topk=self.index_topk,
             page_size=page_size,
             sampling_defaults=sampling_defaults,
+            num_draft_layers=self.num_draft_layers,
         )
 
 
@@ -123,6 +136,8 @@ class ModelOptions(Protocol):
     def context_length(self) -> int: ...
     @property
     def device(self) -> str: ...
+    @property
+    def num_draft_layers(self) -> int | None: ...
 
 
 def spec_of(settings: ModelOptions) -> ModelSpec:
@@ -134,6 +149,7 @@ def spec_of(settings: ModelOptions) -> ModelSpec:
         settings.context_length,
         device=settings.device,
         indexer_cache_dtype=settings.indexer_cache_dtype,
+        num_draft_layers=settings.num_draft_layers,
     )
 
 
@@ -145,12 +161,14 @@ def load_spec(
     *,
     device: str = "cpu",
     indexer_cache_dtype: str = "auto",
+    num_draft_layers: int | None = None,
 ) -> ModelSpec:
     """Read the spec of the checkpoint in ``model_path``.
 
     ``dtype``: "auto" is float32 on the CPU and the checkpoint's own elsewhere. ``kv_cache_dtype``: "auto" is
     ``dtype``. ``indexer_cache_dtype``: "auto" is ``kv_cache_dtype``. ``context_length``: 0 is the model's
-    own, and it cannot be more. Raises CheckpointError.
+    own, and it cannot be more. ``num_draft_layers``: 0 or 1; None is 1 for a checkpoint with an MTP layer, of
+    which several may be in it: the first is used. Raises CheckpointError.
     """
     path = Path(model_path)
     config = _read_config(path)
@@ -163,10 +181,12 @@ def load_spec(
         )
     compute_dtype = _compute_dtype(config, dtype, device)
     kv_format = _cache_format("kv_cache_dtype", kv_cache_dtype, str(compute_dtype).removeprefix("torch."))
+    num_draft_layers = _num_draft_layers(config, path, files, num_layers, num_draft_layers)
+    groups = _index_groups(config, path, num_layers)
     return ModelSpec(
         model_type=config["model_type"],
         num_layers=num_layers,
-        index_group_of_layer=_index_groups(config, path, num_layers),
+        index_group_of_layer=groups + (groups[-1] + 1,) * num_draft_layers,
         num_heads=_integer(config, path, "num_attention_heads"),
         kv_lora_rank=_integer(config, path, "kv_lora_rank"),
         qk_rope_head_dim=_integer(config, path, "qk_rope_head_dim"),
@@ -181,6 +201,7 @@ def load_spec(
         index_format=_cache_format("indexer_cache_dtype", indexer_cache_dtype, kv_format),
         weights_are_fp8=bool(config.get("quantization_config")),
         fingerprint=_fingerprint(config, files),
+        num_draft_layers=num_draft_layers,
     )
 
 
@@ -274,6 +295,25 @@ def _index_groups(config: dict[str, Any], path: Path, num_layers: int) -> tuple[
     return tuple(groups)
 
 
+def _num_draft_layers(
+    config: dict[str, Any], path: Path, files: list[Path], num_layers: int, wanted: int | None
+) -> int:
+    """``wanted``, or what there is. An export may have left the weights out and not what declares them."""
+    if wanted not in (None, 0, 1):
+        raise CheckpointError(f"num_draft_layers is {wanted}; expected 0 or 1")
+    if wanted == 0:
+        return 0
+    declared = config.get("num_nextn_predict_layers") or 0
+    name = f"model.layers.{num_layers}.eh_proj.weight"
+    is_there = declared > 0 and any(f'"{name}"'.encode() in _header(file) for file in files)
+    if wanted and not is_there:
+        raise CheckpointError(
+            f"model_path {path}: no MTP layer to draft tokens with (num_nextn_predict_layers is {declared}"
+            f"{', but there is no ' + name if declared else ''}); use --speculative-num-steps 0"
+        )
+    return int(is_there)
+
+
 def _eos_token_ids(config: dict[str, Any], path: Path) -> tuple[int, ...]:
     """Of generation_config.json when it names them, as transformers' generate does, else of config.json."""
     generation_file = path / "generation_config.json"
@@ -322,14 +362,23 @@ def _fingerprint(config: dict[str, Any], weight_files: list[Path]) -> str:
     for file in weight_files:
         num_bytes = file.stat().st_size
         digest.update(f"{file.name}:{num_bytes}".encode())
+        header = _header(file)
+        digest.update(header)
         with file.open("rb") as stream:
-            header_bytes = int.from_bytes(stream.read(8), "little")
-            if header_bytes > num_bytes - 8:
-                raise CheckpointError(
-                    f"{file}: header of {header_bytes} bytes in a file of {num_bytes}; truncated?"
-                )
-            digest.update(stream.read(header_bytes))
+            stream.seek(8 + len(header))
             digest.update(stream.read(_SAMPLE_BYTES))
-            stream.seek(max(8 + header_bytes, num_bytes - _SAMPLE_BYTES))
+            stream.seek(max(8 + len(header), num_bytes - _SAMPLE_BYTES))
             digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _header(file: Path) -> bytes:
+    """What a safetensors file says of its tensors, JSON."""
+    num_bytes = file.stat().st_size
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if header_bytes > num_bytes - 8:
+            raise CheckpointError(
+                f"{file}: header of {header_bytes} bytes in a file of {num_bytes}; truncated?"
+            )
+        return stream.read(header_bytes)

@@ -1,4 +1,9 @@
-"""One forward over chunks of several prompts: batch in, first tokens out. Keeps no state between forwards."""
+"""One forward over chunks of several prompts: batch in, first tokens out. Keeps no state between forwards.
+
+The model's MTP layer, when the node runs it, comes last: the row of a prompt's last token needs the first one
+that was drawn. Where pages of another prompt are used again, their last row saw that prompt's next token,
+which costs a decode node a guess, and no token.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ LayerWritten = Callable[[int, Ready | None], None]
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What a whole prompt yields. ``hint``: int32 [num_index_layers, index_topk], as the last token chose."""
+    """What a whole prompt yields. ``hint``: int32 [num_index_groups, index_topk], as the last token chose."""
 
     token_id: int
     logprob: TokenLogprob | None
@@ -86,7 +91,12 @@ class PromptRunner:
             ]
         )
         logit_rows = kv.last_rows[torch.tensor(is_whole, device=kv.last_rows.device)]
-        logits = self._model.forward(token_ids.to(self._model.device), kv.positions, kv, logit_rows)
+        inputs = (token_ids.to(self._model.device), kv.positions, kv, logit_rows)
+        hidden: Tensor | None = None
+        if self._model.spec.num_draft_layers:
+            logits, hidden = self._model.forward_with_hidden(*inputs)
+        else:
+            logits = self._model.forward(*inputs)
         whole = [
             (record, hint) for (record, _), hint in zip(batch, kv.hints, strict=True) if hint is not None
         ]
@@ -96,6 +106,9 @@ class PromptRunner:
             [0] * len(whole),
             self._model.spec.eos_token_ids,
         )
+        if hidden is not None:
+            next_ids = _next_tokens(batch, tokens).to(self._model.device)
+            self._model.draft(next_ids, hidden, kv.positions, kv, logit_rows[:0])
         self._wait()
         return {
             record.room: FirstToken(token_id, logprob, hint)
@@ -105,6 +118,7 @@ class PromptRunner:
     def run_of_others(self) -> None:
         """A forward that other ranks of the node make, with no token of this one."""
         self._model.forward_of_others()
+        self._model.draft_of_others()
         self._wait()
 
     def _wait(self) -> None:
@@ -115,6 +129,19 @@ class PromptRunner:
 
     def _page_ids(self, record: RoomRecord) -> Tensor:
         return torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)
+
+
+def _next_tokens(batch: Sequence[tuple[RoomRecord, Chunk]], first_tokens: Sequence[int]) -> Tensor:
+    """int64 [num_tokens]: the token behind each of the chunks'. Of a whole prompt's last that is the first
+    that was drawn, in the order of the whole prompts."""
+    drawn = iter(first_tokens)
+    parts = []
+    for record, chunk in batch:
+        behind = record.token_ids[chunk.start + 1 : chunk.stop + 1].astype(np.int64)
+        if chunk.stop == record.num_prompt_tokens:
+            behind = np.append(behind, next(drawn))
+        parts.append(torch.from_numpy(behind))
+    return torch.cat(parts)
 
 
 def layer_hook(on_written: LayerWritten | None, device: torch.device) -> Callable[[int], None] | None:

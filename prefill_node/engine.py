@@ -32,7 +32,7 @@ from prefill_node.kv_pool import PagePool
 from prefill_node.memory import PrefillMemory, num_host_bytes
 from prefill_node.prefix_cache import PrefixCache
 from prefill_node.probes import Probes
-from prefill_node.push import Pusher
+from prefill_node.push import Pusher, groups_of
 from prefill_node.registrations import Peer, Registrations
 from prefill_node.room_life import MAX_ERROR_CHARS, RequestLimits, RoomLife
 from prefill_node.rooms import RoomRecord, RoomState
@@ -70,6 +70,7 @@ from service.engine_process import run_engine_process
 from service.engine_sockets import EngineSocket
 from service.lockstep import Lockstep
 from service.settings import PrefillSettings
+from transfer.aux_record import MAX_LOGPROBS
 from transfer.engine import TransferEngine
 from transfer.lane import Lanes
 from transfer.listeners import guarded_listeners
@@ -177,9 +178,7 @@ class PrefillEngine:
             self._poller.register(model.ranks.bells)
 
         pool = PagePool(num_pages, settings.page_size)
-        self._peers = Registrations(
-            self._geometry, self._memory.aux_layout.slot_bytes, self._transfer.transport.protocol, allowed
-        )
+        self._peers = Registrations(self._geometry, self._transfer.transport.protocol, allowed)
         self._probes = Probes(self._transfer.is_reachable)
         self._life = RoomLife(
             pool=pool,
@@ -192,9 +191,7 @@ class PrefillEngine:
                 settings.push_layers,
             ),
             limits=self._limits,
-            request_limits=RequestLimits(
-                spec.context_length, spec.vocab_size, self._memory.aux_layout.max_logprobs
-            ),
+            request_limits=RequestLimits(spec.context_length, spec.vocab_size, MAX_LOGPROBS),
             num_aux_slots=num_aux_slots,
             use_prefix_cache=not settings.disable_prefix_cache,
             tell_front=self._front.send,
@@ -417,9 +414,8 @@ class PrefillEngine:
             record = push.record
             first = first_tokens.get(record.room)
             if first is not None and record.aux_slot_src is not None:
-                self._memory.stage_aux(
-                    record.aux_slot_src, record.room, first.token_id, first.logprob, first.hint
-                )
+                hint = first.hint[: groups_of(record)]
+                self._memory.stage_aux(record.aux_slot_src, record.room, first.token_id, first.logprob, hint)
                 life.prompt_computed(record, now_secs)
         return True
 

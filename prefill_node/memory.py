@@ -29,7 +29,7 @@ class Registrar(Protocol):
 
 
 class PrefillMemory:
-    """``kv``: uint8 [num_layers, num_slots, item_bytes] and ``index``: uint8 [num_index_layers, num_slots,
+    """``kv``: uint8 [num_kv_layers, num_slots, item_bytes] and ``index``: uint8 [num_index_groups, num_slots,
     index_item_bytes], both on ``device``; ``aux``: uint8 [num_aux_slots, aux slot bytes] on the host.
     """
 
@@ -37,7 +37,7 @@ class PrefillMemory:
         self, spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device | str
     ) -> None:
         self._index_group_of_layer = spec.index_group_of_layer
-        self.aux_layout = AuxLayout(spec.num_index_layers, spec.index_topk)
+        self._index_topk = spec.index_topk
         kv_shape, index_shape, aux_shape = _shapes(spec, num_slots, num_aux_slots)
         self.kv = torch.zeros(kv_shape, dtype=torch.uint8, device=device)
         self.index = torch.zeros(index_shape, dtype=torch.uint8, device=device)
@@ -45,7 +45,7 @@ class PrefillMemory:
         log.info(
             "pools: kv %d tokens of %d layers, %.2f GiB, index %.2f GiB, aux %d records, %.2f GiB",
             num_slots,
-            spec.num_layers,
+            spec.num_kv_layers,
             self.kv.nbytes / (1 << 30),
             self.index.nbytes / (1 << 30),
             num_aux_slots,
@@ -69,8 +69,10 @@ class PrefillMemory:
     def stage_aux(
         self, slot: int, room: int, first_token: int, logprob: TokenLogprob | None, hint: Tensor
     ) -> None:
-        """Write a room's aux record to its slot. ``hint``: int32 [num_index_layers, index_topk], -1 pads."""
-        self.aux_layout.pack_into(self.aux[slot].numpy(), room, first_token, logprob, hint.cpu().numpy())
+        """Write a room's aux record to its slot. ``hint``: int32 [groups of the peer, index_topk], padded
+        with -1."""
+        layout = AuxLayout(len(hint), self._index_topk)
+        layout.pack_into(self.aux[slot].numpy(), room, first_token, logprob, hint.cpu().numpy())
 
 
 def num_host_bytes(spec: ModelSpec, *, num_slots: int, num_aux_slots: int, device: torch.device) -> int:
@@ -81,10 +83,10 @@ def num_host_bytes(spec: ModelSpec, *, num_slots: int, num_aux_slots: int, devic
 
 def _shapes(spec: ModelSpec, num_slots: int, num_aux_slots: int) -> tuple[tuple[int, ...], ...]:
     """Of the KV pool, the index pool and the aux staging."""
-    aux_slot_bytes = AuxLayout(spec.num_index_layers, spec.index_topk).slot_bytes
+    aux_slot_bytes = AuxLayout(spec.num_index_groups, spec.index_topk).slot_bytes
     return (
-        (spec.num_layers, num_slots, spec.item_bytes),
-        (spec.num_index_layers, num_slots, spec.index_item_bytes),
+        (spec.num_kv_layers, num_slots, spec.item_bytes),
+        (spec.num_index_groups, num_slots, spec.index_item_bytes),
         (num_aux_slots, aux_slot_bytes),
     )
 

@@ -92,6 +92,8 @@ class ChunkPush:
     index: LayerWrites
     layer_bytes: int
     """Of KV in one layer."""
+    num_layers: int
+    """That the decode node takes: all but the draft layer when it does not draft."""
     num_layers_written: int = 0
     num_layers_submitted: int = 0
 
@@ -138,7 +140,7 @@ class Pusher:
                 source,
                 peer.regions[kind],
                 0,
-                source.num_layers,
+                peer.regions[kind].num_layers,
             )
             for source, kind, extents in (
                 (self._source.kv, kv_region_of(bootstrap), bootstrap.kv_extents),
@@ -147,7 +149,8 @@ class Pusher:
         )
         kv.check()
         index.check()
-        return ChunkPush(record, start, stop, kv, index, (stop - start) * self._source.kv.item_bytes)
+        layer_bytes = (stop - start) * self._source.kv.item_bytes
+        return ChunkPush(record, start, stop, kv, index, layer_bytes, kv.dst.num_layers)
 
     def num_bytes(self, num_tokens: int) -> int:
         """KV and indexer keys of so many positions."""
@@ -178,14 +181,14 @@ class Pusher:
                     "they must be written in order, each once"
                 )
             push.num_layers_written += 1
-            if self._layers_per_batch == 0:
+            if self._layers_per_batch == 0 or push.num_layers_written > push.num_layers:
                 continue
-            if push.num_layers_written == num_layers or self._is_due(push):
+            if push.num_layers_written == push.num_layers or self._is_due(push):
                 self._submit_layers(push, push.num_layers_written, ready)
 
     def push_rest(self, push: ChunkPush) -> None:
         """Submit all layers that were not yet; all must be written. Nothing left: no batch."""
-        self._submit_layers(push, self._source.kv.num_layers, None)
+        self._submit_layers(push, push.num_layers, None)
 
     def push_tokens(self, record: RoomRecord, start: int, stop: int) -> None:
         """Submit KV and indexer keys of positions that are computed, in one batch. Nothing: no batch."""
@@ -197,8 +200,11 @@ class Pusher:
         if record.aux_slot_src is None:
             raise ValueError(f"room {record.room} has no aux slot to send its aux record from")
         peer, bootstrap = landing_of(record)
-        runs = plan_writes([record.aux_slot_src], [bootstrap.aux_slot])
-        writes = LayerWrites(runs, self._source.aux, peer.regions[RegionKind.AUX], 0, 1)
+        # A peer that does not draft takes shorter records than the slots here are for.
+        source, region = self._source.aux, peer.regions[RegionKind.AUX]
+        start = source.base_addr + record.aux_slot_src * source.item_bytes
+        slot = RegionView(start, source.item_bytes, 1, 1, region.item_bytes)
+        writes = LayerWrites(plan_writes([0], [bootstrap.aux_slot]), slot, region, 0, 1)
         writes.check()
         self._submit(record, "aux record", (writes,), None)
 
@@ -251,3 +257,8 @@ def landing_of(record: RoomRecord) -> tuple[Peer, Bootstrap]:
     if record.peer is None or record.bootstrap is None:
         raise ValueError(f"room {record.room} has not been bootstrapped, there is nowhere to write")
     return record.peer, record.bootstrap
+
+
+def groups_of(record: RoomRecord) -> int:
+    """Index groups of which the room's decode node takes keys and the hint."""
+    return landing_of(record)[0].regions[RegionKind.INDEX].num_layers

@@ -15,6 +15,7 @@ import numpy as np
 
 from protocol.access import PeerList, is_host
 from protocol.messages import PROTOCOL_VERSION, Bootstrap, Extent, Geometry, Region, RegionKind, Register
+from transfer.aux_record import AuxLayout
 from transfer.plan import RegionView
 
 
@@ -41,14 +42,12 @@ class Registrations:
     def __init__(
         self,
         geometry: Geometry,
-        aux_slot_bytes: int,
         transfer_protocol: str,
         allowed: PeerList | None = None,
     ) -> None:
         """``allowed``: where sessions may be that this node writes to."""
         self._allowed = allowed or PeerList()
         self._geometry = geometry
-        self._aux_slot_bytes = aux_slot_bytes
         self._transfer_protocol = transfer_protocol
         self._by_node: dict[str, Peer] = {}
         self._by_identity: dict[bytes, Peer] = {}
@@ -58,9 +57,7 @@ class Registrations:
 
         ``register`` must have passed ``why_refused``.
         """
-        regions = {
-            region.kind: _view(region, self._geometry, self._aux_slot_bytes) for region in register.regions
-        }
+        regions = {region.kind: _view(region, register.geometry) for region in register.regions}
         page_size = register.geometry.page_size
         known = self._by_node.get(register.node_id)
         if known is not None and known.is_same(register.session, page_size, regions):
@@ -126,7 +123,8 @@ class Registrations:
         return silent
 
     def why_refused(self, register: Register) -> str | None:
-        """Why a registration cannot stand, with both values; None when it can. The page size may differ."""
+        """Why a registration cannot stand, with both values; None when it can. The page size may differ, and
+        the decode node may take no draft layer where there is one."""
         if register.protocol_version != PROTOCOL_VERSION:
             return (
                 f"protocol version: the decode node speaks {register.protocol_version}, this prefill node "
@@ -134,7 +132,14 @@ class Registrations:
             )
         for name in Geometry.__struct_fields__:
             theirs, ours = getattr(register.geometry, name), getattr(self._geometry, name)
-            if theirs != ours and name != "page_size":
+            if name == "num_draft_layers":
+                if theirs > ours:
+                    return (
+                        f"{name}: the decode node drafts with {theirs} MTP layer, this prefill node computes "
+                        f"{ours}; start it with --draft-layer auto, or the decode node with "
+                        "--speculative-num-steps 0"
+                    )
+            elif theirs != ours and name != "page_size":
                 return (
                     f"{name}: the decode node has {theirs!r}, this prefill node {ours!r}; they must be equal"
                 )
@@ -154,45 +159,42 @@ class Registrations:
                 f"session {register.session}: its {why} of this prefill node; add it there, or give the "
                 "decode node an address of the list as advertise_host"
             )
-        return self._why_regions_refused(register.regions)
+        return _why_regions_refused(register.regions, register.geometry)
 
     def __len__(self) -> int:
         return len(self._by_node)
-
-    def _why_regions_refused(self, regions: tuple[Region, ...]) -> str | None:
-        kinds = [region.kind for region in regions]
-        for kind in RegionKind:
-            if kinds.count(kind) > 1:
-                return f"region {kind.value} is registered {kinds.count(kind)} times; name it once"
-        for kind in (RegionKind.INDEX, RegionKind.AUX):
-            if kind not in kinds:
-                return f"region {kind.value} is missing; every decode node must register it"
-        if RegionKind.KV_HOST not in kinds and RegionKind.KV_DEVICE not in kinds:
-            return "regions kv_host and kv_device are both missing; register at least one"
-        for region in regions:
-            num_layers, item_bytes = _shape_of(region.kind, self._geometry, self._aux_slot_bytes)
-            num_bytes = num_layers * region.num_slots * item_bytes
-            if (
-                region.num_slots < 1
-                or region.base_addr < 1
-                or region.base_addr + region.num_bytes > 2**63 - 1
-            ):
-                return (
-                    f"region {region.kind.value}: {region.num_bytes} bytes at {region.base_addr:#x} in "
-                    f"{region.num_slots} slots are no memory"
-                )
-            if region.num_bytes != num_bytes:
-                return (
-                    f"region {region.kind.value}: the decode node registers {region.num_bytes} bytes, this "
-                    f"prefill node expects {num_bytes}: {num_layers} layers x {region.num_slots} slots x "
-                    f"{item_bytes} bytes"
-                )
-        return None
 
     def _drop(self, peer: Peer) -> None:
         peer.is_lost = True
         self._by_node.pop(peer.node_id, None)
         self._by_identity.pop(peer.identity, None)
+
+
+def _why_regions_refused(regions: tuple[Region, ...], geometry: Geometry) -> str | None:
+    kinds = [region.kind for region in regions]
+    for kind in RegionKind:
+        if kinds.count(kind) > 1:
+            return f"region {kind.value} is registered {kinds.count(kind)} times; name it once"
+    for kind in (RegionKind.INDEX, RegionKind.AUX):
+        if kind not in kinds:
+            return f"region {kind.value} is missing; every decode node must register it"
+    if RegionKind.KV_HOST not in kinds and RegionKind.KV_DEVICE not in kinds:
+        return "regions kv_host and kv_device are both missing; register at least one"
+    for region in regions:
+        num_layers, item_bytes = _shape_of(region.kind, geometry)
+        num_bytes = num_layers * region.num_slots * item_bytes
+        if region.num_slots < 1 or region.base_addr < 1 or region.base_addr + region.num_bytes > 2**63 - 1:
+            return (
+                f"region {region.kind.value}: {region.num_bytes} bytes at {region.base_addr:#x} in "
+                f"{region.num_slots} slots are no memory"
+            )
+        if region.num_bytes != num_bytes:
+            return (
+                f"region {region.kind.value}: the decode node registers {region.num_bytes} bytes, this "
+                f"prefill node expects {num_bytes}: {num_layers} layers x {region.num_slots} slots x "
+                f"{item_bytes} bytes"
+            )
+    return None
 
 
 def _host_of(session: str) -> str | None:
@@ -258,17 +260,17 @@ def _why_extents_wrong(
     return None
 
 
-def _shape_of(kind: RegionKind, geometry: Geometry, aux_slot_bytes: int) -> tuple[int, int]:
-    """Layers and item bytes of a region."""
+def _shape_of(kind: RegionKind, geometry: Geometry) -> tuple[int, int]:
+    """Layers and item bytes of a region of a decode node of this geometry."""
     match kind:
         case RegionKind.KV_HOST | RegionKind.KV_DEVICE:
-            return geometry.num_layers, geometry.item_bytes
+            return geometry.num_kv_layers, geometry.item_bytes
         case RegionKind.INDEX:
-            return geometry.num_index_layers, geometry.index_item_bytes
+            return geometry.num_index_groups, geometry.index_item_bytes
         case RegionKind.AUX:
-            return 1, aux_slot_bytes
+            return 1, AuxLayout(geometry.num_index_groups, geometry.index_topk).slot_bytes
 
 
-def _view(region: Region, geometry: Geometry, aux_slot_bytes: int) -> RegionView:
-    num_layers, item_bytes = _shape_of(region.kind, geometry, aux_slot_bytes)
+def _view(region: Region, geometry: Geometry) -> RegionView:
+    num_layers, item_bytes = _shape_of(region.kind, geometry)
     return RegionView(region.base_addr, region.num_bytes, num_layers, region.num_slots, item_bytes)

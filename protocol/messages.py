@@ -86,6 +86,8 @@ class Geometry(Struct, frozen=True, array_like=True):
     """What both nodes must agree on. ``page_size`` alone may differ, and then only for hisparse rooms.
 
     ``sampling_defaults``: as SamplingDefaults writes them. The prefill node draws an answer's first token.
+    ``num_draft_layers``: layers behind ``num_layers``, each with an indexer, whose KV a decode node takes and
+    a prefill node computes; one that takes none gets none.
     """
 
     model_fingerprint: Name
@@ -97,13 +99,22 @@ class Geometry(Struct, frozen=True, array_like=True):
     index_topk: Annotated[int, Meta(ge=1, le=1 << 20)]
     page_size: Annotated[int, Meta(ge=1, le=1 << 16)]
     sampling_defaults: Name = ""
+    num_draft_layers: Annotated[int, Meta(ge=0, le=1)] = 0
+
+    @property
+    def num_kv_layers(self) -> int:
+        return self.num_layers + self.num_draft_layers
+
+    @property
+    def num_index_groups(self) -> int:
+        return self.num_index_layers + self.num_draft_layers
 
 
 class RegionKind(StrEnum):
     """The registered memory of a decode node.
 
-    ``KV_HOST`` and ``KV_DEVICE`` are ``[num_layers][num_slots][item_bytes]``, ``INDEX`` is
-    ``[num_index_layers][num_slots][index_item_bytes]``, ``AUX`` is ``[num_slots][aux slot bytes]``.
+    ``KV_HOST`` and ``KV_DEVICE`` are ``[num_kv_layers][num_slots][item_bytes]``, ``INDEX`` is
+    ``[num_index_groups][num_slots][index_item_bytes]``, ``AUX`` is ``[num_slots][aux slot bytes]``.
     """
 
     KV_HOST = "kv_host"

@@ -307,6 +307,11 @@ class NodeSettings(_Settings):
         return self.served_model_name or self.model_path.resolve().name
 
     @property
+    def num_draft_layers(self) -> int | None:
+        """How many the node runs, as ``model.spec.load_spec`` takes it."""
+        return 0
+
+    @property
     def reachable_host(self) -> str:
         return self.advertise_host or self.host
 
@@ -359,6 +364,15 @@ class PrefillSettings(NodeSettings):
         description="token slots in the KV pool, prefix cache included; 0: as many as free GPU memory holds",
     )
     disable_prefix_cache: bool = Field(False, description="compute every prompt in full")
+    draft_layer: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: compute the model's MTP layer, if it has one, for decode nodes that draft; off: "
+        "those are refused",
+    )
+
+    @property
+    def num_draft_layers(self) -> int | None:
+        return 0 if self.draft_layer == "off" else None
 
     def of_rank(self, rank: int) -> Self:
         settings = super().of_rank(rank)
@@ -462,6 +476,10 @@ class DecodeSettings(NodeSettings):
     def _device_pool_can_be_sized(self) -> Self:
         self._check_free_memory_is_known("device_pool_tokens", self.device_pool_tokens)
         return self
+
+    @property
+    def num_draft_layers(self) -> int | None:
+        return 1 if self.speculative_num_steps else 0
 
     @model_validator(mode="after")
     def _drafts_are_of_one_rank(self) -> Self:

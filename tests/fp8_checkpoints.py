@@ -12,14 +12,14 @@ from checkpoints.quantize_fp8 import quantize_checkpoint
 from kernels.block_fp8 import dequantize
 
 
-def write_fp8_checkpoint(directory: Path, variant: str) -> tuple[Path, Path]:
+def write_fp8_checkpoint(directory: Path, variant: str, draft_gain: float | None = None) -> tuple[Path, Path]:
     """A checkpoint in fp8 and its equal in float32, both below ``directory``."""
     from safetensors.torch import load_file, save_file
 
     original, in_fp8, in_float32 = (directory / name for name in ("original", "fp8", "float32"))
-    write_checkpoint(original, variant)
+    write_checkpoint(original, variant, draft_gain)
     quantize_checkpoint(original, in_fp8)
-    write_checkpoint(in_float32, variant)
+    write_checkpoint(in_float32, variant, draft_gain)
     tensors = load_file(in_fp8 / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         scales = tensors.pop(name)

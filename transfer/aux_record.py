@@ -13,7 +13,7 @@ bytes                  content
 8                      logprob of the first token, float64
 4, 4                   number of top entries, padding
 max_logprobs x 16      top entries: token id int64, logprob float64
-layers x top-k x 4     hint: int32 positions, [num_index_layers][index_topk], padded with -1
+groups x top-k x 4     hint: int32 positions, [num_index_groups][index_topk], padded with -1
 =====================  ======================================================================
 
 An old or torn record must never pass for a new one: room and checksum are verified on every read.
@@ -46,6 +46,9 @@ _HAS_LOGPROB = 1
 _HAS_HINT = 2
 _SLOT_ALIGNMENT = 64
 
+MAX_LOGPROBS = 20
+"""Top logprobs of the first token that a record has room for."""
+
 
 class AuxMismatch(Exception):
     """The bytes are not this room's aux record: never written, of another room, or damaged."""
@@ -53,7 +56,7 @@ class AuxMismatch(Exception):
 
 @dataclass(frozen=True)
 class AuxRecord:
-    """``hint``: int32 [num_index_layers, index_topk], padded with -1; None when the room has none."""
+    """``hint``: int32 [num_index_groups, index_topk], padded with -1; None when the room has none."""
 
     room: Room
     first_token: int
@@ -65,13 +68,13 @@ class AuxRecord:
 class AuxLayout:
     """Size and encoding of the aux records of one geometry; both nodes build it from the same numbers."""
 
-    num_index_layers: int
+    num_index_groups: int
     index_topk: int
-    max_logprobs: int = 20
+    max_logprobs: int = MAX_LOGPROBS
 
     @property
     def record_bytes(self) -> int:
-        return self._hint_offset + self.num_index_layers * self.index_topk * _HINT_ENTRY.itemsize
+        return self._hint_offset + self.num_index_groups * self.index_topk * _HINT_ENTRY.itemsize
 
     @property
     def slot_bytes(self) -> int:
@@ -92,7 +95,7 @@ class AuxLayout:
     ) -> None:
         """Write a record over the first ``record_bytes`` of ``buffer``; the rest stays as it is.
 
-        ``hint``: integers [num_index_layers, index_topk]. Raises ValueError for a value that does not fit.
+        ``hint``: integers [num_index_groups, index_topk]. Raises ValueError for a value that does not fit.
         """
         view = self._view(buffer)
         top = logprob.top if logprob is not None else ()
@@ -107,9 +110,9 @@ class AuxLayout:
         np.frombuffer(view, _TOP_ENTRY, len(top), _HEADER.size)[:] = np.array(list(top), _TOP_ENTRY)
         if hint is not None:
             hint_array = np.asarray(hint)
-            if hint_array.shape != (self.num_index_layers, self.index_topk):
+            if hint_array.shape != (self.num_index_groups, self.index_topk):
                 raise ValueError(
-                    f"hint has shape {hint_array.shape}, expected {(self.num_index_layers, self.index_topk)}"
+                    f"hint has shape {hint_array.shape}, expected {(self.num_index_groups, self.index_topk)}"
                 )
             np.frombuffer(view, _HINT_ENTRY, offset=self._hint_offset)[:] = hint_array.reshape(-1)
         struct.pack_into("<I", view, _CRC_OFFSET, zlib.crc32(view))
@@ -142,7 +145,7 @@ class AuxLayout:
             logprob = TokenLogprob(first_token, value, tuple(top))
         if flags & _HAS_HINT:
             flat = np.frombuffer(record, _HINT_ENTRY, offset=self._hint_offset)
-            hint = flat.reshape(self.num_index_layers, self.index_topk).astype(np.int32)
+            hint = flat.reshape(self.num_index_groups, self.index_topk).astype(np.int32)
         return AuxRecord(Room(room), first_token, logprob, hint)
 
     def clear(self, buffer: bytearray | memoryview | NDArray[np.uint8]) -> None:

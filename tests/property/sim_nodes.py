@@ -216,7 +216,12 @@ class SimStep:
     def result(self) -> StepResult:
         count = len(self.batch)
         return StepResult(
-            [[NEXT_TOKEN]] * count, [[None]] * count, [""] * count, [(0, 0, 0)] * count, [0] * count, [[]] * count
+            [[NEXT_TOKEN]] * count,
+            [[None]] * count,
+            [""] * count,
+            [(0, 0, 0)] * count,
+            [0] * count,
+            [[]] * count,
         )
 
 

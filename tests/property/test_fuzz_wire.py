@@ -220,7 +220,7 @@ _ALLOWED = PeerList.parse(["10.0.0.0/24"])
 def test_registrations_that_stand_lie_in_memory_and_in_the_list(seed: int) -> None:
     def check(frame: bytes) -> None:
         register = outcome(lambda: messages.to_prefill_decoder.decode(frame), msgspec.MsgspecError)
-        table = Registrations(GEOMETRY, AUX.slot_bytes, "tcp", _ALLOWED)
+        table = Registrations(GEOMETRY, "tcp", _ALLOWED)
         if not isinstance(register, Register) or table.why_refused(register) is not None:
             return
         peer, _ = table.register(b"identity", register, 0.0)
@@ -241,7 +241,7 @@ _extents = st.lists(st.builds(Extent, _slots, st.integers(1, 8) | st.integers(1,
 @given(st.builds(Bootstrap, st.just(1), st.integers(1, 40), _extents, _extents, _slots, st.booleans()))
 @fuzz
 def test_a_landing_zone_that_stands_lies_in_its_regions(message: Bootstrap) -> None:
-    table = Registrations(GEOMETRY, AUX.slot_bytes, "tcp")
+    table = Registrations(GEOMETRY, "tcp")
     peer, _ = table.register(b"identity", REGISTER, 0.0)
     if why_not_landing(message, peer, GEOMETRY.page_size) is not None:
         return
@@ -253,10 +253,10 @@ def test_a_landing_zone_that_stands_lies_in_its_regions(message: Bootstrap) -> N
 
 
 def test_the_strategy_for_landing_zones_finds_some_that_stand() -> None:
-    table = Registrations(GEOMETRY, AUX.slot_bytes, "tcp")
+    table = Registrations(GEOMETRY, "tcp")
     peer, _ = table.register(b"identity", REGISTER, 0.0)
     assert why_not_landing(BOOTSTRAP, peer, GEOMETRY.page_size) is None
-    assert Registrations(GEOMETRY, AUX.slot_bytes, "tcp", _ALLOWED).why_refused(REGISTER) is None
+    assert Registrations(GEOMETRY, "tcp", _ALLOWED).why_refused(REGISTER) is None
 
 
 # --- the bootstrap endpoint's answer -------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_much_bootstrap_information_is_usable_or_refused(seed: int) -> None:
 # --- the aux record, in memory that a peer writes --------------------------------------------------------
 
 ROOM = 2**62 + 3
-_LAYOUT = AuxLayout(num_index_layers=2, index_topk=4, max_logprobs=3)
+_LAYOUT = AuxLayout(num_index_groups=2, index_topk=4, max_logprobs=3)
 _RECORD = bytearray(_LAYOUT.slot_bytes)
 _LAYOUT.pack_into(_RECORD, ROOM, 5, TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.0))), np.arange(8).reshape(2, 4))
 

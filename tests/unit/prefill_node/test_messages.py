@@ -174,7 +174,7 @@ def test_a_session_that_is_no_address_is_refused(
 )
 def test_kv_goes_to_sessions_of_the_list_only(peer: DecodePeer, session: str, is_listed: bool) -> None:
     allowed = PeerList.parse(["10.0.0.0/24", "2001:db8::/32"])
-    table = Registrations(peer.geometry, peer.layout.slot_bytes, "tcp", allowed)
+    table = Registrations(peer.geometry, "tcp", allowed)
     error = table.why_refused(peer.registration(session=session))
     assert (error is None) == is_listed
     if error is not None:

@@ -58,7 +58,7 @@ def test_a_registration_that_does_not_name_its_transport_decodes() -> None:
     assert decoded == msgspec.structs.replace(register, transfer_protocol="", lane=None)
 
 
-def test_nodes_that_know_of_no_lanes_decode() -> None:
+def test_nodes_that_know_of_no_lanes_and_no_drafts_decode() -> None:
     """Golden bytes of before there were the fields."""
     register, _ = TO_PREFILL[0]
     decoded = messages.to_prefill_decoder.decode(msgspec.msgpack.encode(_fields(register)[:-1]))

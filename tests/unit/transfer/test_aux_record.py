@@ -7,7 +7,7 @@ import torch
 from transfer.aux_record import AuxLayout, AuxMismatch
 from vocabulary import TokenLogprob
 
-LAYOUT = AuxLayout(num_index_layers=3, index_topk=8, max_logprobs=4)
+LAYOUT = AuxLayout(num_index_groups=3, index_topk=8, max_logprobs=4)
 HINT = np.arange(24, dtype=np.int32).reshape(3, 8) - 1
 LOGPROB = TokenLogprob(42, -0.1234567890123, ((42, -0.1234567890123), (7, -2.5), (9, float("-inf"))))
 ROOM = 2**63 - 1
@@ -83,7 +83,7 @@ def test_a_half_overwritten_record_is_refused() -> None:
 
 
 def test_a_record_of_another_geometry_is_refused() -> None:
-    wider = AuxLayout(num_index_layers=3, index_topk=9, max_logprobs=4)
+    wider = AuxLayout(num_index_groups=3, index_topk=9, max_logprobs=4)
     slot = np.zeros(wider.slot_bytes, np.uint8)
     wider.pack_into(slot, ROOM, 1)
     with pytest.raises(AuxMismatch, match="damaged"):

@@ -1,0 +1,301 @@
+"""The MTP layer: against a plain reference, beside the model that it guesses for, and in checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints.make_tiny import HIDDEN, INDEX_TOPK, NUM_LAYERS, VOCAB_SIZE, write_checkpoint
+from checkpoints.oracle import load as load_oracle
+from model import loader
+from model.dsa import DsaModel
+from model.loader import load_model
+from model.paged_kv import PagedKv, PagedRequest
+from model.spec import ModelSpec, load_spec
+from tests.fp8_checkpoints import write_fp8_checkpoint
+from tests.unit.model.plain_mtp import PlainMtp
+from tests.unit.model.test_loader import joined, load_ours
+from vocabulary import CheckpointError
+
+PAGE_SIZE = 64
+NUM_PAGES = 16
+PROMPT = list(Path(__file__).read_bytes()[:300])
+FIRST = f"model.layers.{NUM_LAYERS}."
+
+
+class Drafter:
+    """A model with its MTP layer, over a paged pool whose free slots hold garbage."""
+
+    def __init__(self, path: Path, num_draft_layers: int | None = None) -> None:
+        self.spec: ModelSpec = load_spec(path, num_draft_layers=num_draft_layers)
+        self.model: DsaModel = load_model(path, self.spec)
+        generator = torch.Generator().manual_seed(0)
+        shapes = (
+            (self.spec.num_kv_layers, NUM_PAGES * PAGE_SIZE, self.spec.item_bytes // 4),
+            (self.spec.num_index_groups, NUM_PAGES * PAGE_SIZE, self.spec.index_item_bytes // 4),
+        )
+        self.device_pool, self.index_pool = (
+            torch.rand(shape, generator=generator).view(torch.uint8) for shape in shapes
+        )
+        self.pages = torch.randperm(NUM_PAGES, generator=generator)
+
+    def kv(self, start: int, num_tokens: int, want_hint: bool = False) -> PagedKv:
+        request = PagedRequest(self.pages, start, num_tokens, want_hint)
+        return PagedKv(self.spec, self.device_pool, self.index_pool, PAGE_SIZE, [request])
+
+    def forward(self, tokens: list[int], start: int = 0) -> tuple[Tensor, Tensor]:
+        kv = self.kv(start, len(tokens))
+        rows = torch.arange(len(tokens))
+        return self.model.forward_with_hidden(torch.tensor(tokens), kv.positions, kv, rows)
+
+    def draft(self, next_tokens: list[int], hidden: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        kv = self.kv(start, len(next_tokens))
+        rows = torch.arange(len(next_tokens))
+        return self.model.draft(torch.tensor(next_tokens), hidden, kv.positions, kv, rows)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("draft")
+    for variant in ("v32", "glm"):
+        write_checkpoint(root / variant, variant, draft_gain=1.0)
+    return {variant: root / variant for variant in ("v32", "glm")}
+
+
+@pytest.fixture(scope="module", params=["v32", "glm"])
+def variant(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def drafter(variant: str, checkpoints: dict[str, Path]) -> Drafter:
+    return Drafter(checkpoints[variant])
+
+
+def test_logits_and_hidden_states_are_those_of_a_plain_reference(
+    drafter: Drafter, variant: str, checkpoints: dict[str, Path]
+) -> None:
+    """Hidden states of transformers behind its final norm, then a chain of two guesses."""
+    with torch.no_grad():
+        theirs = load_oracle(checkpoints[variant]).model(torch.tensor([PROMPT])).last_hidden_state[0]
+    logits, hidden = drafter.forward(PROMPT)
+    torch.testing.assert_close(hidden, theirs, rtol=1e-3, atol=1e-3)
+    assert len(PROMPT) > 4 * INDEX_TOPK
+    tokens = [*PROMPT[1:], int(logits[-1].argmax())]
+    plain = PlainMtp(checkpoints[variant])
+    guesses, states = drafter.draft(tokens, hidden)
+    for _ in range(3):
+        expected_guesses, expected_states = plain.run(torch.tensor(tokens), hidden)
+        torch.testing.assert_close(guesses, expected_guesses[-len(guesses) :].float(), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(states, expected_states[-len(states) :].float(), rtol=1e-3, atol=1e-3)
+        hidden = torch.cat((hidden, states[-1:]))
+        tokens.append(int(guesses[-1].argmax()))
+        guesses, states = drafter.draft(tokens[-1:], hidden[-1:], len(tokens) - 1)
+
+
+@pytest.mark.I5
+def test_chunks_write_the_bytes_of_one_pass(drafter: Drafter) -> None:
+    _, hidden = drafter.forward(PROMPT)
+    tokens = [*PROMPT[1:], 65]
+    whole = drafter.draft(tokens, hidden)
+    pools = drafter.device_pool.clone(), drafter.index_pool.clone()
+    drafter.device_pool[-1], drafter.index_pool[-1] = 0, 0
+    parts = [drafter.draft(tokens[i : i + 70], hidden[i : i + 70], i) for i in range(0, len(tokens), 70)]
+    for in_chunks, at_once in zip(zip(*parts, strict=True), whole, strict=True):
+        assert torch.equal(torch.cat(in_chunks), at_once)
+    slots = drafter.kv(0, len(tokens))._new_slots
+    for pool, expected in zip((drafter.device_pool, drafter.index_pool), pools, strict=True):
+        assert torch.equal(pool[-1, slots], expected[-1, slots])
+
+
+def test_a_draft_writes_its_own_layer_alone(drafter: Drafter) -> None:
+    _, hidden = drafter.forward(PROMPT[:2])
+    before = drafter.device_pool.clone(), drafter.index_pool.clone()
+    drafter.draft([66, 67], hidden)
+    for pool, old in zip((drafter.device_pool, drafter.index_pool), before, strict=True):
+        changed = (pool != old).any(dim=2).nonzero().tolist()
+        slots = drafter.kv(0, 2)._new_slots.tolist()
+        assert changed == sorted([len(pool) - 1, slot] for slot in slots)
+
+
+def test_the_hint_has_the_draft_layers_selection_last(drafter: Drafter) -> None:
+    kv = drafter.kv(0, len(PROMPT), want_hint=True)
+    inputs = (torch.tensor(PROMPT), kv.positions, kv, kv.last_rows)
+    _, hidden = drafter.model.forward_with_hidden(*inputs)
+    (hint,) = kv.hints
+    assert hint is not None
+    assert hint.shape == (drafter.spec.num_index_layers + 1, INDEX_TOPK)
+    assert (hint[-1] == -1).all()
+    of_model = hint[:-1].clone()
+    drafter.model.draft(torch.tensor([*PROMPT[1:], 65]), hidden, kv.positions, kv, kv.last_rows)
+    assert hint[-1].min() >= 0
+    assert torch.equal(hint[:-1], of_model)
+
+
+@pytest.mark.I5
+def test_the_model_computes_the_same_bits_beside_a_draft_layer(
+    variant: str, checkpoints: dict[str, Path], drafter: Drafter
+) -> None:
+    alone = Drafter(checkpoints[variant], num_draft_layers=0)
+    kv = alone.kv(0, len(PROMPT))
+    rows = torch.arange(len(PROMPT))
+    expected = alone.model.forward(torch.tensor(PROMPT), kv.positions, kv, rows)
+    logits, _ = drafter.forward(PROMPT)
+    assert torch.equal(logits, expected)
+    written = drafter.device_pool[:NUM_LAYERS, drafter.kv(0, len(PROMPT))._new_slots]
+    assert torch.equal(written, alone.device_pool[:, kv._new_slots])
+    with pytest.raises(ValueError, match="num_draft_layers of its model is 0"):
+        alone.model.forward_with_hidden(torch.tensor(PROMPT), kv.positions, kv, rows)
+    with pytest.raises(ValueError, match="num_draft_layers of its model is 0"):
+        alone.model.draft(torch.tensor(PROMPT), logits, kv.positions, kv, rows)
+
+
+def test_main_weights_are_those_of_the_checkpoint_without(
+    tiny_checkpoint: Callable[[str], Path], variant: str, checkpoints: dict[str, Path]
+) -> None:
+    from safetensors.torch import load_file
+
+    without = load_file(tiny_checkpoint(variant) / "model.safetensors")
+    having = load_file(checkpoints[variant] / "model.safetensors")
+    assert all(torch.equal(having[name], tensor) for name, tensor in without.items())
+    assert {name for name in having if name not in without} == {
+        name for name in having if name.startswith(FIRST)
+    }
+
+
+def test_spec_of_a_node_with_a_draft_layer_and_without(checkpoints: dict[str, Path]) -> None:
+    glm, alone = load_spec(checkpoints["glm"]), load_spec(checkpoints["glm"], num_draft_layers=0)
+    assert load_spec(checkpoints["glm"], num_draft_layers=1) == glm
+    assert (glm.num_layers, glm.num_draft_layers, glm.num_kv_layers) == (4, 1, 5)
+    assert (glm.num_index_layers, glm.num_index_groups) == (2, 3)
+    assert glm.index_group_of_layer == (0, 0, 1, 1, 2)
+    assert glm.layers_of_group == ((0, 1), (2, 3), (4,))
+    assert (alone.num_kv_layers, alone.num_index_groups) == (4, 2)
+    assert alone.fingerprint == glm.fingerprint
+    ours, theirs = glm.geometry(64), alone.geometry(64)
+    assert (ours.num_draft_layers, ours.num_kv_layers, ours.num_index_groups) == (1, 5, 3)
+    assert (theirs.num_layers, theirs.num_index_layers, theirs.num_draft_layers) == (4, 2, 0)
+
+
+def test_a_checkpoint_without_the_layer_drafts_nothing(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    assert load_spec(tiny_checkpoint("v32")).num_draft_layers == 0
+    with pytest.raises(CheckpointError, match=r"no MTP layer .*num_nextn_predict_layers is 0.*num-steps 0"):
+        load_spec(tiny_checkpoint("v32"), num_draft_layers=1)
+    shutil.copytree(tiny_checkpoint("v32"), tmp_path / "declared")
+    edit_config(tmp_path / "declared", num_nextn_predict_layers=1)
+    assert load_spec(tmp_path / "declared").num_draft_layers == 0
+    with pytest.raises(CheckpointError, match=r"there is no model\.layers\.4\.eh_proj\.weight"):
+        load_spec(tmp_path / "declared", num_draft_layers=1)
+    with pytest.raises(CheckpointError, match="num_draft_layers is 2; expected 0 or 1"):
+        load_spec(tiny_checkpoint("v32"), num_draft_layers=2)
+
+
+def test_of_several_layers_the_first_is_used(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    def add_second(tensors: dict[str, Tensor]) -> None:
+        more = {n.replace(FIRST, f"model.layers.{NUM_LAYERS + 1}."): t * 2 for n, t in tensors.items()}
+        tensors |= {name: tensor for name, tensor in more.items() if name not in tensors}
+
+    edited(checkpoints["v32"], tmp_path / "two", add_second)
+    edit_config(tmp_path / "two", num_nextn_predict_layers=2)
+    assert load_spec(tmp_path / "two").num_kv_layers == NUM_LAYERS + 1
+    assert_same_drafts(Drafter(tmp_path / "two"), Drafter(checkpoints["v32"]))
+
+
+def test_embedding_and_head_are_the_models_unless_they_differ(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Published checkpoints repeat them, which would take gigabytes of a GPU again."""
+
+    def repeat(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{FIRST}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{FIRST}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        repeat(tensors)
+        tensors[f"{FIRST}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+        tensors[f"{FIRST}shared_head.head.weight"][-1, -1] += 1
+
+    edited(checkpoints["v32"], tmp_path / "repeated", repeat)
+    edited(checkpoints["v32"], tmp_path / "other", change)
+    shared, repeated, other = (
+        Drafter(path) for path in (checkpoints["v32"], tmp_path / "repeated", tmp_path / "other")
+    )
+    assert_same_drafts(repeated, shared)
+    layer = repeated.model._draft_layer
+    assert layer is not None
+    assert (layer._embed, layer._lm_head) == (repeated.model._embed, repeated.model._lm_head)
+    _, hidden = shared.forward(PROMPT)
+    theirs, _ = other.draft([VOCAB_SIZE - 1 - token for token in PROMPT], hidden)
+    ours, _ = shared.draft(PROMPT, hidden)
+    assert torch.equal(theirs[:, :-1], ours[:, :-1])
+    assert not torch.equal(theirs[:, -1], ours[:, -1])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_layer_is_loaded_as_any_other(tmp_path: Path, variant: str, num_ranks: int) -> None:
+    """In fp8, and with its experts spread: what transformers loads when it is told of one layer more."""
+    from transformers import AutoModelForCausalLM
+
+    in_fp8, in_float32 = write_fp8_checkpoint(tmp_path, variant, draft_gain=1.0)
+    types = {"indexer_types": ["full", "shared", "full", "shared", "full"]} if variant == "glm" else {}
+    edit_config(in_float32, num_hidden_layers=NUM_LAYERS + 1, num_nextn_predict_layers=0, **types)
+    theirs = AutoModelForCausalLM.from_pretrained(in_float32, dtype=torch.float32).model.layers[-1]
+    spec = load_spec(in_fp8)
+    ours = [model.model.layers[NUM_LAYERS] for model in load_ours(in_fp8, spec, num_ranks)]
+    wanted = {n: t for n, t in theirs.state_dict().items() if not n.startswith("mlp.experts.")}
+    for of_rank in ours:
+        found = of_rank.state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        assert set(found) - set(wanted) == {
+            f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        }
+    whole = joined([of_rank.mlp.experts for of_rank in ours])
+    down = torch.cat([whole.down.of(expert, torch.float32) for expert in whole.experts])
+    assert torch.equal(down, theirs.mlp.experts.down_proj)
+
+
+@pytest.mark.parametrize("name", ["enorm", "eh_proj", "mlp.experts.5.up_proj"])
+def test_a_missing_weight_is_named(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
+    full = f"{FIRST}{name}.weight"
+    edited(checkpoints["v32"], tmp_path / "less", lambda tensors: tensors.pop(full))
+    spec = load_spec(checkpoints["v32"])
+    with pytest.raises(CheckpointError, match=f"{re.escape(full)} is missing"):
+        loader._Loader(tmp_path / "less", spec, torch.device("cpu"), None).load()
+
+
+def test_transformers_leaves_the_layer_out(checkpoints: dict[str, Path], variant: str) -> None:
+    model = load_oracle(checkpoints[variant])
+    assert len(model.model.layers) == NUM_LAYERS
+    assert model.config.hidden_size == HIDDEN
+
+
+def assert_same_drafts(one: Drafter, other: Drafter) -> None:
+    (_, hidden), (_, same) = one.forward(PROMPT), other.forward(PROMPT)
+    assert torch.equal(hidden, same)
+    for found, expected in zip(one.draft(PROMPT, hidden), other.draft(PROMPT, hidden), strict=True):
+        assert torch.equal(found, expected)
+
+
+def edited(path: Path, copy: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    """A checkpoint with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(path, copy)
+    tensors = load_file(copy / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    config_file = path / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | changes))
