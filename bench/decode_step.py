@@ -43,7 +43,8 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, slots_tensor
 from decode_node.pools import PoolKind, Pools, SlotCounts, round_up
 from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.runner import Runner, make_runner
+from decode_node.runner import make_runner
+from decode_node.steps import Runner
 from kernels.device_memory import use_device
 from model.dsa import DsaModel
 from model.loader import load_model

@@ -207,7 +207,7 @@ class DeviceStep:
         self._device_slots = device_slots
 
     def _of_all_new(self, positions: Tensor) -> Tensor:
-        """``positions`` with rows that select nothing for the new positions that this forward has no rows of."""
+        """``positions`` with rows that select nothing where this forward has no rows of new positions."""
         num_reqs, top_k = self._seq_lens.shape[0], positions.shape[1]
         all_new = positions.new_full((num_reqs, self._num_new, top_k), ABSENT)
         all_new[:, self._first_row :] = positions.view(num_reqs, -1, top_k)

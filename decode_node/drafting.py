@@ -31,7 +31,7 @@ def max_verifiable(request: Request, num_drafts: int, *, top_k: int, max_new: in
 
 
 def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many ``drafts`` are what was drawn, up to the first that is not. ``drawn``: one more than drafts."""
+    """How many ``drafts`` are what was drawn, up to the first that is not. ``drawn``: one more at least."""
     for number, (draft, token_id) in enumerate(zip(drafts, drawn, strict=False)):
         if draft != token_id:
             return number

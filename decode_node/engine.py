@@ -29,7 +29,7 @@ from decode_node.prefill_peers import PrefillPeers
 from decode_node.prefix_copies import PrefixCopies
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.request_life import RequestLife
-from decode_node.runner import Launched, make_runner
+from decode_node.runner import make_runner
 from decode_node.scheduler import StepPlan, plan_step
 from decode_node.sizing import (
     DecodeSettingsError,
@@ -38,6 +38,7 @@ from decode_node.sizing import (
     max_hot_capacity,
     size_device_pool,
 )
+from decode_node.steps import Launched
 from kernels.device_memory import (
     DeviceMemory,
 )

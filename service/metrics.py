@@ -66,7 +66,7 @@ _HELP = {
     "verifying_steps_total": "times that a step verified drafts of a request",
     "drafted_tokens_total": "tokens of the draft layer that steps verified",
     "accepted_draft_tokens_total": "of them those that became output",
-    "spec_accept_length": "tokens that a request got of a step that verified drafts of it, in the last moment",
+    "spec_accept_length": "tokens that a request got of a step that verified drafts of it, on average",
     "control_messages_dropped_total": "control messages dropped, by reason",
     "aborted_requests_total": "requests aborted by their client, or given up by the decode node",
     "failed_requests_total": "requests that ended in an error",

@@ -19,7 +19,7 @@ import torch
 from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind
 from decode_node.request import Request
-from decode_node.runner import StepResult
+from decode_node.steps import StepResult
 from model.spec import ModelSpec
 from prefill_node.compute import FirstToken, LayerWritten
 from prefill_node.memory import PrefillMemory

@@ -1,4 +1,4 @@
-"""Steps that verify drafts give the tokens of steps that do not (I5), in every mode and whatever comes between.
+"""Steps that verify drafts give the tokens of steps that do not (I5), in every mode, whatever happens.
 
 The engine's own model and draft layer on the CPU, against a prefill double; about half of the drafts are
 right. What is expected comes from transformers, or, for drawn tokens, from an engine without drafts.
@@ -13,8 +13,16 @@ from typing import Any
 
 import pytest
 
+import decode_node.engine
 from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 from checkpoints.oracle import greedy_tokens
+from decode_node.graph_runner import GraphRunner
+from decode_node.hot_buffers import HotBuffers
+from decode_node.runner import make_runner
+from decode_node.steps import Runner
+from model.attention_kernels import AttentionKernels
+from model.dsa import DsaModel
+from service.settings import DecodeSettings
 from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
@@ -33,6 +41,21 @@ HOT_BUFFER = (MAX_DRAFTS + 1) * TOP_K + MAX_DRAFTS + 1
 """In which all positions of a step find what they select."""
 LENGTHS = [1, 63, 64, 65, HOT_BUFFER - 22, HOT_BUFFER - 3, HOT_BUFFER - 1, HOT_BUFFER, 387, 700]
 PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+
+
+MakeRunner = Callable[[DecodeSettings, DsaModel, HotBuffers], Runner]
+
+
+def make_graph_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
+    """What a GPU has, without graphs."""
+    return GraphRunner(
+        model,
+        hot_buffers,
+        AttentionKernels.reference(model.spec),
+        max_reqs=settings.max_running_requests,
+        graph_batches=(),
+        min_split_reqs=3,
+    )
 
 
 @pytest.fixture(scope="module", params=["v32", "glm"])
@@ -54,15 +77,21 @@ def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
     double.close()
 
 
-@pytest.fixture(scope="module")
-def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
-    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"))) as node:
+@pytest.fixture(scope="module", params=[make_runner, make_graph_runner], ids=["host", "graph"])
+def node(
+    request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineHarness]:
+    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"), request.param)) as node:
         yield node
 
 
-def harness(checkpoint: Checkpoint, ipc_dir: Path, **settings: Any) -> EngineHarness:
+def harness(
+    checkpoint: Checkpoint, ipc_dir: Path, make: MakeRunner = make_runner, **settings: Any
+) -> EngineHarness:
     settings = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": MAX_DRAFTS, **settings}
-    return EngineHarness(checkpoint, ipc_dir, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_node.engine, "make_runner", make)
+        return EngineHarness(checkpoint, ipc_dir, **settings)
 
 
 @contextmanager
