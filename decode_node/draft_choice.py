@@ -77,24 +77,24 @@ class DraftChoice:
         """How often the draft at each place was right when those before it were, lately."""
         return [right / tries for right, tries in zip(self._rights, self._tries, strict=True)]
 
-    def choose(self, num_reqs: int) -> int:
-        """Drafts for the next step, of ``num_reqs`` requests."""
-        if self._max_drafts == 0:
+    def choose(self, num_reqs: int, most: int) -> int:
+        """Drafts for the next step, of ``num_reqs`` requests none of which can verify more than ``most``."""
+        if most == 0:
             return 0
         size = self._size(num_reqs)
-        for number in range(self._max_drafts, -1, -1):
+        for number in range(most, -1, -1):
             if size.num_steps[number] < FIRST_STEPS:
                 return number
         if size.probe_steps:
             size.probe_steps -= 1
-            return size.probe
-        size.present = best_num_drafts(self.rates, size.secs, size.present)
+            return min(size.probe, most)
+        size.present = best_num_drafts(self.rates, size.secs[: most + 1], min(size.present, most))
         size.until_probe -= 1
         if size.until_probe <= 0:
             size.until_probe = PROBE_EVERY
             size.probes_up = not size.probes_up
             other = size.present + (1 if size.probes_up else -1)
-            if 0 <= other <= self._max_drafts:
+            if 0 <= other <= most:
                 size.probe, size.probe_steps = other, PROBE_STEPS
         return size.present
 
@@ -123,3 +123,23 @@ class DraftChoice:
             count = self._max_drafts + 1
             self._sizes[bits] = _Size([0.0] * count, [0] * count, present=self._max_drafts)
         return self._sizes[bits]
+
+
+class DraftTimer:
+    """Times the engine's turns for a DraftChoice, as far as they are of one kind."""
+
+    def __init__(self, choice: DraftChoice) -> None:
+        self._choice = choice
+        self._last: tuple[int, int] | None = None
+        self._last_at = 0.0
+
+    def turn(self, num_reqs: int, num_drafts: int, now: float) -> None:
+        """A turn with a step of ``num_reqs`` requests, 0 for none, is over.
+
+        A step may be read a turn after its launch: what counts is the time between the ends of two turns
+        with steps alike.
+        """
+        kind = (num_reqs, num_drafts) if num_reqs else None
+        if kind is not None and kind == self._last:
+            self._choice.took(num_reqs, num_drafts, now - self._last_at)
+        self._last, self._last_at = kind, now

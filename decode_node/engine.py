@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from api.sampling_defaults import SamplingDefaults
-from decode_node.draft_choice import DraftChoice
+from decode_node.draft_choice import DraftChoice, DraftTimer
 from decode_node.held_prefixes import PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import Landing, LiveRequests
@@ -173,6 +173,7 @@ class DecodeEngine:
         front.send(EngineLoading("kernels and CUDA graphs"))
         self._runner = make_runner(settings, model, self.hot_buffers)
         self._draft_choice = DraftChoice(settings.speculative_num_steps)
+        self._draft_timer = DraftTimer(self._draft_choice)
         self._lockstep = Lockstep(model.ranks)
         if model.ranks is not None:
             self._poller.register(model.ranks.bells)
@@ -247,6 +248,7 @@ class DecodeEngine:
             self._commit(previous)
         if self._in_flight is not None and not self._in_flight.feeds_next:
             self._settle()
+        self._draft_timer.turn(len(batch), step.num_new - 1, time.monotonic())
         self._check(is_idle=not self.requests)
         self._report(time.monotonic())
 
@@ -333,10 +335,10 @@ class DecodeEngine:
 
     def _num_drafts(self, batch: Sequence[Request]) -> int:
         """That the next step verifies, of any of its requests."""
-        chosen = self._draft_choice.choose(len(batch)) if batch else 0
-        if chosen == 0:
-            return 0
-        return max(self.hot_buffers.max_verifiable(request, chosen) for request in batch)
+        most = self._settings.speculative_num_steps
+        if most:
+            most = max((self.hot_buffers.max_verifiable(request, most) for request in batch), default=0)
+        return self._draft_choice.choose(len(batch), most)
 
     def _launch(self, batch: list[Request], step: NodeStep) -> Launched | None:
         """Enqueue one step. What goes wrong in it ends the requests of this batch and nothing else.
@@ -402,6 +404,8 @@ class DecodeEngine:
             request.draft_token_ids = drafts
             request.num_drafted += num_drafted
             self._metrics.drafted(num_drafted)
+            if num_drafted:
+                self._draft_choice.verified(num_drafted, len(token_ids) - 1)
             if wrong:
                 self.lifecycle.fail(request, 500, f"the hot buffer reported {wrong}", Landing.QUIET, now)
             else:
