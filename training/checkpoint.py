@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from training.draft import DraftLayer
 from training.network import Network
 from training.shape import NetworkShape
 from training.task import CONTEXT_LENGTH
@@ -24,6 +26,8 @@ from training.vocabulary import BOS_ID, EOS_ID, PAD_ID, write_tokenizer
 
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 STATE_FILE = "state.json"
+DRAFT_FILE = "mtp.safetensors"
+"""Beside model.safetensors, which transformers reads alone."""
 
 
 def write_checkpoint(network: Network, out_dir: Path) -> None:
@@ -38,19 +42,46 @@ def write_checkpoint(network: Network, out_dir: Path) -> None:
 
 def hf_weights(network: Network) -> dict[str, Tensor]:
     """The weights under their names in a checkpoint, bfloat16 but for the routers' correction biases."""
+    return _stored(
+        {
+            name if name.startswith("lm_head") else f"model.{name}": value
+            for name, value in network.state_dict().items()
+        }
+    )
+
+
+def draft_weights(draft: DraftLayer, num_layers: int) -> dict[str, Tensor]:
+    """Those of the MTP layer behind ``num_layers`` layers, likewise."""
+    return _stored({f"model.layers.{num_layers}.{name}": value for name, value in draft.state_dict().items()})
+
+
+def write_with_draft(checkpoint: Path, draft: DraftLayer, out_dir: Path) -> None:
+    """Write ``checkpoint`` with an MTP layer to ``out_dir``, made when missing. Its own weights' file is
+    copied as it is; ``out_dir`` may be ``checkpoint``."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for file in checkpoint.iterdir():
+        if file.is_file() and file.resolve().parent != out_dir.resolve():
+            shutil.copyfile(file, out_dir / file.name)
+    config_file = out_dir / "config.json"
+    config = json.loads(config_file.read_text()) | {"num_nextn_predict_layers": 1}
+    config_file.write_text(json.dumps(config, indent=2) + "\n")
+    weights = draft_weights(draft, config["num_hidden_layers"])
+    save_file(weights, out_dir / DRAFT_FILE, metadata={"format": "pt"})
+
+
+def _stored(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for name, value in network.state_dict().items():
-        full = name if name.startswith("lm_head") else f"model.{name}"
-        if name.endswith("e_score_correction_bias"):
+    for full, value in weights.items():
+        if full.endswith("e_score_correction_bias"):
             found[full] = value.float()
             continue
         value = value.detach().to("cpu", torch.bfloat16)
-        if ".experts." not in name:
+        if ".experts." not in full:
             found[full] = value.contiguous()
             continue
         base = full.rpartition(".")[0]
         for expert, weight in enumerate(value):
-            if name.endswith("down_proj"):
+            if full.endswith("down_proj"):
                 found[f"{base}.{expert}.down_proj.weight"] = weight.contiguous()
             else:
                 gate, up = weight.chunk(2)

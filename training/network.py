@@ -6,7 +6,8 @@ memory. Whole sequences at a time, no cache; attention is dense, or restricted t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,23 @@ class Pass:
     """One of each layer: divergence of the indexer's distribution from attention's, mean over ``rows``."""
     coverages: list[Tensor] = field(default_factory=list)
     """One of each layer: share of the attention of ``rows`` that the selection would keep."""
+    chain: list[Seen] | None = None
+    """Of an MTP layer that runs again over its own results: what each pass so far left."""
+
+    def without_indexer(self) -> Pass:
+        """The same, of a later pass of the chain: it has the selection of the first."""
+        return replace(self, selection=Selection.ALL, rows=None)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What rows of a later pass of a chain see of an earlier one."""
+
+    keys: Tensor
+    values: Tensor
+    """Both [batch, heads, width, dim]."""
+    selected: Tensor | None
+    """bool [batch, width, width]; None: all that came before."""
 
 
 class Network(nn.Module):
@@ -43,7 +61,7 @@ class Network(nn.Module):
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(VOCAB_SIZE, shape.hidden)
-        self.blocks = [_Layer(shape, number) for number in range(shape.num_layers)]
+        self.blocks = [Layer(shape, number) for number in range(shape.num_layers)]
         self.layers = nn.ModuleList(self.blocks)
         self.norm = RmsNorm(shape.hidden)
         self.lm_head = nn.Linear(shape.hidden, VOCAB_SIZE, bias=False)
@@ -59,12 +77,27 @@ class Network(nn.Module):
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Pass]:
         """Logits [batch, width, vocab_size] of ``tokens`` int64 [batch, width]."""
+        hidden, run = self.hidden(tokens, positions, selection, rows)
+        return self.lm_head(hidden), run
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        selection: Selection = Selection.ALL,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Pass]:
+        """The hidden states behind the final norm, [batch, width, hidden]."""
+        run = self.start(positions, selection, rows)
         hidden = self.embed_tokens(tokens)
-        angles = positions[..., None, None].float() * self.frequencies
-        run = Pass(selection, (angles.cos(), angles.sin()), rows)
         for layer in self.blocks:
             hidden = layer(hidden, run)
-        return self.lm_head(self.norm(hidden)), run
+        return self.norm(hidden), run
+
+    def start(self, positions: Tensor, selection: Selection, rows: Tensor | None) -> Pass:
+        """A forward over ``positions`` int64 [batch, width]."""
+        angles = positions[..., None, None].float() * self.frequencies
+        return Pass(selection, (angles.cos(), angles.sin()), rows)
 
     def index_parameters(self) -> list[nn.Parameter]:
         return [p for name, p in self.named_parameters() if ".indexer." in name]
@@ -72,8 +105,7 @@ class Network(nn.Module):
     def balance_experts(self, rate: float) -> None:
         """Move the routers' correction biases against the load of the last forward, and forget it."""
         for layer in self.blocks:
-            if isinstance(layer.mlp, _Moe):
-                layer.mlp.balance(rate)
+            layer.balance_experts(rate)
 
     @torch.no_grad()
     def _init_weights(self) -> None:
@@ -101,7 +133,7 @@ class RmsNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), NORM_EPS).to(x.dtype)
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
     def __init__(self, shape: NetworkShape, number: int) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(shape.hidden)
@@ -114,6 +146,10 @@ class _Layer(nn.Module):
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
+    def balance_experts(self, rate: float) -> None:
+        if isinstance(self.mlp, _Moe):
+            self.mlp.balance(rate)
+
 
 class _Attention(nn.Module):
     """Multi-head latent attention with its indexer."""
@@ -122,7 +158,7 @@ class _Attention(nn.Module):
         super().__init__()
         self._shape = shape
         key_dim = shape.nope_dim + shape.rope_dim
-        self._scale = key_dim**-0.5
+        self.scale = key_dim**-0.5
         heads = shape.num_heads
         self.q_a_proj = nn.Linear(shape.hidden, shape.q_lora, bias=False)
         self.q_a_layernorm = RmsNorm(shape.q_lora)
@@ -159,17 +195,7 @@ class _Attention(nn.Module):
         shape = self._shape
         batch, width, _ = x.shape
         q_resid = self.q_a_layernorm(self.q_a_proj(x))
-        q = self.q_b_proj(q_resid).view(batch, width, shape.num_heads, -1)
-        q_nope, q_rope = q.split([shape.nope_dim, shape.rope_dim], dim=-1)
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split([shape.kv_lora, shape.rope_dim], dim=-1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(batch, width, shape.num_heads, -1)
-        k_nope, value = kv.split([shape.nope_dim, shape.value_dim], dim=-1)
-        k_rope = rotate_interleaved(k_rope[:, :, None], run.rotation).expand(-1, -1, shape.num_heads, -1)
-        q = torch.cat((q_nope, rotate_interleaved(q_rope, run.rotation)), dim=-1).to(value.dtype)
-        k = torch.cat((k_nope, k_rope), dim=-1).to(value.dtype)
-        # Heads before positions: [batch, heads, width, dim].
-        q, k, value = q.transpose(1, 2), k.transpose(1, 2), value.transpose(1, 2)
-
+        q, k, value = self.queries_keys_values(x, q_resid, run.rotation)
         is_seen: Tensor | None = None
         if run.selection is not Selection.ALL or run.rows is not None:
             # The main model is not to be trained by the indexer's loss.
@@ -177,20 +203,41 @@ class _Attention(nn.Module):
             if run.selection is not Selection.ALL:
                 is_seen = select(index, shape.index_topk, at_random=run.selection is Selection.RANDOM)
             if run.rows is not None:
-                target = attention_rows(q, k, run.rows, self._scale)
+                target = attention_rows(q, k, run.rows, self.scale)
                 loss, coverage = index_loss(index, run.rows, target, is_seen, shape.index_topk)
                 run.index_losses.append(loss)
                 run.coverages.append(coverage)
+        if run.chain is not None:
+            run.chain.append(Seen(k, value, is_seen))
+            k = torch.cat([seen.keys for seen in run.chain], dim=2)
+            value = torch.cat([seen.values for seen in run.chain], dim=2)
+            is_seen = _chain_mask(run.chain, width, x.device)
         attended = F.scaled_dot_product_attention(
             q,
             k,
             value,
             attn_mask=None if is_seen is None else is_seen[:, None],
             is_causal=is_seen is None,
-            scale=self._scale,
+            scale=self.scale,
         )
         out: Tensor = self.o_proj(attended.transpose(1, 2).reshape(batch, width, -1))
         return out
+
+    def queries_keys_values(
+        self, x: Tensor, q_resid: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads before positions: each [batch, heads, width, dim]."""
+        shape = self._shape
+        batch, width, _ = x.shape
+        q = self.q_b_proj(q_resid).view(batch, width, shape.num_heads, -1)
+        q_nope, q_rope = q.split([shape.nope_dim, shape.rope_dim], dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split([shape.kv_lora, shape.rope_dim], dim=-1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(batch, width, shape.num_heads, -1)
+        k_nope, value = kv.split([shape.nope_dim, shape.value_dim], dim=-1)
+        k_rope = rotate_interleaved(k_rope[:, :, None], rotation).expand(-1, -1, shape.num_heads, -1)
+        q = torch.cat((q_nope, rotate_interleaved(q_rope, rotation)), dim=-1).to(value.dtype)
+        k = torch.cat((k_nope, k_rope), dim=-1).to(value.dtype)
+        return q.transpose(1, 2), k.transpose(1, 2), value.transpose(1, 2)
 
 
 class _Mlp(nn.Module):
@@ -264,6 +311,24 @@ class _Moe(nn.Module):
     def balance(self, rate: float) -> None:
         self.gate.e_score_correction_bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
+
+
+def _chain_mask(chain: Sequence[Seen], width: int, device: torch.device) -> Tensor | None:
+    """What rows of the last pass of ``chain`` see of all, bool [batch or 1, width, passes * width].
+
+    A row of pass n ends a chain that began n rows before: up to there it sees the first pass, of which the
+    selection is that of the row itself, and one row of each pass since.
+    """
+    num_later, selected = len(chain) - 1, chain[0].selected
+    if num_later == 0:
+        return selected
+    at = torch.arange(width, device=device)
+    back = at[:, None] - at
+    first = (back >= num_later)[None]
+    if selected is not None:
+        first = first & selected
+    later = torch.cat([back == num_later - number for number in range(1, num_later + 1)], dim=1)
+    return torch.cat((first, later.expand(len(first), -1, -1)), dim=2)
 
 
 def rotate_interleaved(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

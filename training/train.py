@@ -177,7 +177,7 @@ class Trainer:
                 batch.tokens,
                 batch.positions,
                 Selection.INDEXER if schedule.stage is Stage.SPARSE else Selection.ALL,
-                None if schedule.stage is Stage.DENSE else _some_rows(batch, INDEX_ROWS),
+                None if schedule.stage is Stage.DENSE else some_rows(batch, INDEX_ROWS),
             )
         losses = _losses(logits, batch)
         index_loss = torch.stack(run.index_losses).sum() if run.index_losses else torch.zeros(())
@@ -244,7 +244,7 @@ def _optimizers(
     return [*matrices, *others], index, optimizers
 
 
-def _some_rows(batch: Batch, count: int) -> Tensor:
+def some_rows(batch: Batch, count: int) -> Tensor:
     """Queries for the indexer's loss, int64 [batch, count]: half anywhere, half in the answers."""
     is_text, is_answer = batch.is_text.float(), batch.is_answer.float()
     weights = is_text / is_text.sum(1, keepdim=True) + is_answer / is_answer.sum(1, keepdim=True).clamp(min=1)

@@ -51,13 +51,13 @@ class WholeContext:
     def __init__(self, positions: Tensor) -> None:
         self._positions = positions
         self._items: dict[int, Tensor] = {}
-        self._keys: list[Tensor] = []
+        self._keys: dict[int, Tensor] = {}
         self.selected: list[Tensor] = []
 
     def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
         assert index_keys is not None
         self._items[layer] = kv
-        self._keys.append(index_keys)
+        self._keys[layer] = index_keys
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         self.selected.append(index_topk(q_index, weights, self._keys[group], self._positions, TOP_K))
@@ -164,6 +164,8 @@ def test_stale_weights_and_impossible_shapes_are_refused(
         write_synthetic(checkpoint, SMALL)
     with pytest.raises(ValueError, match="vocab_size is 100; expected at least 262"):
         SyntheticShape(vocab_size=100)
+    with pytest.raises(ValueError, match=r"draft_agreement is 1\.5; expected a share"):
+        SyntheticShape(draft_agreement=1.5)
     with pytest.raises(SystemExit):
         main(["--out", "unused", "--jitter", "2"])
     assert "jitter is 2.0; expected a share" in capsys.readouterr().err
@@ -183,3 +185,37 @@ def test_experts_in_fp8_are_those_that_the_quantizer_makes(tmp_path: Path) -> No
     # Drawn in float32, which only the other one rounds to bfloat16 before: one step of e4m3 at most.
     difference = experts.gate_up.of(1, torch.float32) - wanted.gate_up.of(1, torch.float32)
     assert float(difference.abs().max()) < 0.08 * float(wanted.gate_up.of(1, torch.float32).abs().max())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.7])
+def test_as_many_drafts_are_right_as_it_was_told(tmp_path: Path, checkpoint: Path, share: float) -> None:
+    """Behind any token, alone and at the end of a chain of guesses; the model without it is as it was."""
+    shape = SyntheticShape(**{**vars(SMALL), "draft_agreement": share})
+    write_synthetic(tmp_path, shape, seed=3)
+    spec = load_spec(tmp_path)
+    model = load_model(tmp_path, spec)
+    positions = torch.arange(CONTEXT)
+    tokens = torch.randint(NUM_BYTES, SMALL.vocab_size - 6, (CONTEXT + 1,))
+    rows = torch.arange(CONTEXT)
+
+    def guess(next_tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits, hidden = model.draft(next_tokens, hidden, positions, kv, rows)
+        return logits.argmax(1), hidden
+
+    kv = WholeContext(positions)
+    logits, hidden = model.forward_with_hidden(tokens[:-1], positions, kv, rows)
+    drawn = logits.argmax(1)
+    first, state = guess(tokens[1:], hidden)
+    agreed = (first[:-1] == drawn[1:]).float().mean()
+    assert abs(float(agreed) - share) < 0.05
+    second, _ = guess(first, state)
+    kv = WholeContext(positions)
+    again, _ = model.forward_with_hidden(first, positions, kv, rows)
+    assert abs(float((second == again.argmax(1)).float().mean()) - share) < 0.07
+    assert drawn.unique().numel() > CONTEXT / 2
+    if share == 0:
+        without = WholeContext(positions)
+        expected = load_model(checkpoint, load_spec(checkpoint)).forward(
+            tokens[:-1], positions, without, rows
+        )
+        assert torch.equal(logits, expected)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,9 +75,9 @@ GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 
 
 @lru_cache
-def checkpoint(path: Path) -> tuple[ModelSpec, DsaModel]:
+def checkpoint(path: Path, num_draft_layers: int | None) -> tuple[ModelSpec, DsaModel]:
     torch.set_num_threads(1)
-    spec = load_spec(path)
+    spec = load_spec(path, num_draft_layers=num_draft_layers)
     return spec, load_model(path, spec)
 
 
@@ -126,7 +126,7 @@ class EngineThread:
             "debug_checks": True,
         }
         self.settings = PrefillSettings(model_path=path, **{**options, **overrides})
-        self.spec, self.model = checkpoint(path)
+        self.spec, self.model = checkpoint(path, self.settings.num_draft_layers)
         self.before_run: Callable[[Sequence[tuple[RoomRecord, Chunk]]], None] = lambda batch: None
         self.after_layer: Callable[[int], None] = lambda layer: None
         self.computed: dict[int, list[tuple[int, int]]] = {}
@@ -324,16 +324,23 @@ class DecodePeer(ControlPeer):
     NUM_SLOTS = 1024
     NUM_AUX_SLOTS = 8
 
-    def __init__(self, engine: EngineThread, node_id: str = "decode-0", page_size: int = 16) -> None:
-        spec = engine.spec
+    def __init__(
+        self,
+        engine: EngineThread,
+        node_id: str = "decode-0",
+        page_size: int = 16,
+        *,
+        takes_drafts: bool = True,
+    ) -> None:
+        spec = engine.spec if takes_drafts else without_drafts(engine.spec)
         super().__init__(engine)
         self.node_id = node_id
         self.geometry = spec.geometry(page_size)
-        self.layout = AuxLayout(spec.num_index_layers, spec.index_topk)
+        self.layout = AuxLayout(spec.num_index_groups, spec.index_topk)
         self._pools: list[HostPool] = []
-        self.kv_host = self._zeros(spec.num_layers, self.NUM_SLOTS, spec.item_bytes)
-        self.kv_device = self._zeros(spec.num_layers, self.NUM_SLOTS, spec.item_bytes)
-        self.index = self._zeros(spec.num_index_layers, self.NUM_SLOTS, spec.index_item_bytes)
+        self.kv_host = self._zeros(spec.num_kv_layers, self.NUM_SLOTS, spec.item_bytes)
+        self.kv_device = self._zeros(spec.num_kv_layers, self.NUM_SLOTS, spec.item_bytes)
+        self.index = self._zeros(spec.num_index_groups, self.NUM_SLOTS, spec.index_item_bytes)
         self.aux = self._zeros(self.NUM_AUX_SLOTS, self.layout.slot_bytes)
         self.lane_host = LaneHost(
             [
@@ -390,7 +397,8 @@ class DecodePeer(ControlPeer):
             ("KV", self.engine.memory.kv, kv, bootstrap.kv_extents),
             ("indexer keys", self.engine.memory.index, self.index, bootstrap.index_extents),
         ):
-            sent, landed = source[:, src_slots], target[:, extents_to_slots(extents)[: len(src_slots)]]
+            slots = extents_to_slots(extents)[: len(src_slots)]
+            sent, landed = source[: len(target), src_slots], target[:, slots]
             assert sent.any(dim=-1).all(), f"{name}: the source has items of zeros"
             differing = torch.nonzero(sent != landed)
             where = differing[:1].tolist()
@@ -412,8 +420,10 @@ def engine_thread(path: Path, ipc_path: Path, **overrides: Any) -> Iterator[Engi
 
 
 @contextmanager
-def decode_peer(engine: EngineThread, node_id: str = "decode-0", page_size: int = 16) -> Iterator[DecodePeer]:
-    peer = DecodePeer(engine, node_id, page_size)
+def decode_peer(
+    engine: EngineThread, node_id: str = "decode-0", page_size: int = 16, *, takes_drafts: bool = True
+) -> Iterator[DecodePeer]:
+    peer = DecodePeer(engine, node_id, page_size, takes_drafts=takes_drafts)
     try:
         yield peer
     finally:
@@ -425,22 +435,53 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
     return torch.randint(3, 250, (num_tokens,), generator=generator).tolist()
 
 
-def reference(engine: EngineThread, tokens: Sequence[int]) -> tuple[int, torch.Tensor]:
-    """First token and hint from one forward of the whole prompt over pools of its own."""
+def without_drafts(spec: ModelSpec) -> ModelSpec:
+    """Of a node that runs no MTP layer."""
+    groups = spec.index_group_of_layer[: spec.num_layers]
+    return replace(spec, num_draft_layers=0, index_group_of_layer=groups)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Of a prompt: what one forward makes. ``kv`` and ``index`` by layer and by group, then by position."""
+
+    kv: torch.Tensor
+    index: torch.Tensor
+    first_token: int
+    hint: torch.Tensor
+
+
+def computed_alone(engine: EngineThread, tokens: Sequence[int]) -> Computed:
+    """One forward of the whole prompt over pools of its own, and then the MTP layer where there is one."""
     spec, page_size = engine.spec, 16
     num_pages = -(-len(tokens) // page_size)
     num_slots = num_pages * page_size
+    device_pool = torch.zeros(spec.num_kv_layers, num_slots, spec.item_bytes, dtype=torch.uint8)
+    index_pool = torch.zeros(spec.num_index_groups, num_slots, spec.index_item_bytes, dtype=torch.uint8)
     kv = PagedKv(
         spec,
-        torch.zeros(spec.num_layers, num_slots, spec.item_bytes, dtype=torch.uint8),
-        torch.zeros(spec.num_index_layers, num_slots, spec.index_item_bytes, dtype=torch.uint8),
+        device_pool,
+        index_pool,
         page_size,
         [PagedRequest(torch.arange(num_pages), 0, len(tokens), want_hint=True)],
     )
-    logits = engine.model.forward(torch.tensor(tokens), kv.positions, kv, kv.last_rows)
+    ids = torch.tensor(tokens)
+    if spec.num_draft_layers:
+        logits, hidden = engine.model.forward_with_hidden(ids, kv.positions, kv, kv.last_rows)
+        next_ids = torch.cat((ids[1:], logits.argmax(1)))
+        engine.model.draft(next_ids, hidden, kv.positions, kv, kv.last_rows)
+    else:
+        logits = engine.model.forward(ids, kv.positions, kv, kv.last_rows)
     hint = kv.hints[0]
     assert hint is not None
-    return int(logits.argmax()), hint
+    rows = slice(0, len(tokens))
+    return Computed(device_pool[:, rows], index_pool[:, rows], int(logits.argmax()), hint)
+
+
+def reference(engine: EngineThread, tokens: Sequence[int]) -> tuple[int, torch.Tensor]:
+    """First token and hint from one forward of the whole prompt over pools of its own."""
+    computed = computed_alone(engine, tokens)
+    return computed.first_token, computed.hint
 
 
 def deliver(
@@ -459,6 +500,6 @@ def deliver(
     record = peer.aux_record(bootstrap)
     assert record.first_token == first_token
     assert record.hint is not None
-    for ours, theirs in zip(record.hint.tolist(), hint.tolist(), strict=True):
+    for ours, theirs in zip(record.hint.tolist(), hint.tolist()[: len(peer.index)], strict=True):
         assert set(ours) == set(theirs)
     return done
