@@ -24,6 +24,8 @@ _OLD_SHARE = 0.9
 """Of an average, what the next value leaves of it."""
 _MAX_JUMP = 3.0
 """A step that took longer than so many averages did something else too, and counts as so many."""
+_CLOCK_SECS = 1e-6
+"""No step is shorter."""
 _OLD_TRIES = 0.999
 _FIRST_GUESS = 0.7
 """How often a draft is right, as long as nobody knows."""
@@ -100,7 +102,7 @@ class DraftChoice:
 
     def took(self, num_reqs: int, num_drafts: int, secs: float) -> None:
         """A step of ``num_reqs`` requests with ``num_drafts`` drafts took ``secs``."""
-        size = self._size(num_reqs)
+        size, secs = self._size(num_reqs), max(secs, _CLOCK_SECS)
         average, count = size.secs[num_drafts], size.num_steps[num_drafts]
         size.num_steps[num_drafts] += 1
         if count == 0:
