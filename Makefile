@@ -105,6 +105,9 @@ bench-layer-push: $(READY) $(TINY_MODEL)/config.json ## first token with and wit
 bench-swap-in: $(READY) $(TRACE) ## measure the CUDA swap-in kernel; needs a GPU
 	$(BIN)/python bench/swap_in.py --fresh both --trace $(TRACE:2048.npz=*.npz)
 
+bench-swap-in-drafts: $(READY) ## measure it with several new positions a request; needs a GPU
+	$(BIN)/python bench/swap_in_drafts.py
+
 bench-accuracy: $(READY) ## exact match of long-context answers, all modes beside transformers; an hour on 2 cores
 	$(BIN)/python bench/accuracy.py --model-path $(MODEL)
 

@@ -45,6 +45,9 @@ NUM_FETCHERS = 3
 MAX_EARLY = 3 * NUM_FETCHERS
 NUM_THREADS = NUM_PLANNERS + 32 + 32 * NUM_FETCHERS
 MAX_TOP_K = 4096
+MAX_NEW = 32
+MAX_POSITIONS = 16 * NUM_PLANNERS
+"""Of a request's selection: as many as one block can take."""
 MAX_CAPACITY = 32768
 MAX_BLOCKS = 160
 ENTRIES_PER_ROUND = 8 * NUM_PLANNERS
@@ -61,7 +64,8 @@ MIN_SLICE_LEN = 32
 MANY_POSITIONS = 256
 """Positions of a slice from which on its block reads and writes a row's tables in their order."""
 MAX_READ_AHEAD = 128
-"""Positions of a slice up to which misses are fetched as they are seen, before duplicates are told apart."""
+"""Positions of a slice up to which misses are fetched as they are seen, before duplicates are told apart; not
+where several new positions select, for they have many in common, and each would be fetched more than once."""
 SLICES_THAT_FILL_PCIE = 8
 """Blocks of a request that together read from the host at full rate, so that no others have to help them."""
 MAX_SLICES_IN_PLACE = 2
@@ -98,14 +102,14 @@ _TABLES = _struct(
 )  # fmt: skip
 _REQUESTS = _struct(
     seq_lens=_POINTER, req_rows=_POINTER, num_real_reqs=_POINTER, num_reqs=_INT, seq_lens_are_64=_INT,
-    req_rows_are_64=_INT, padding=_INT,
+    req_rows_are_64=_INT, num_new=_INT,
 )  # fmt: skip
 _PLAN = _struct(src_host_slots=_POINTER, dst_device_slots=_POINTER, num_misses=_POINTER)
 _SWAP_IN = _struct(
     tables=_TABLES, requests=_REQUESTS, plan=_PLAN, pools=_POOLS, selected=_POINTER, out=_POINTER,
-    num_launches=_POINTER, rounds=_POINTER, left=_POINTER, round_bytes=_INT, left_per_block=_INT, top_k=_INT,
-    num_units=_INT, num_slices=_INT, slice_reciprocal=_INT, stride=_INT, slice_len=_INT, layer=_INT,
-    hot_slots_in_shared=_INT, max_early=_INT, reads_ahead=_INT, spreads=_INT, keeps_place=_INT,
+    num_launches=_POINTER, rounds=_POINTER, left=_POINTER, round_bytes=_INT, left_per_block=_INT,
+    num_selected=_INT, num_units=_INT, num_slices=_INT, slice_reciprocal=_INT, stride=_INT, slice_len=_INT,
+    layer=_INT, hot_slots_in_shared=_INT, max_early=_INT, reads_ahead=_INT, spreads=_INT, keeps_place=_INT,
 )  # fmt: skip
 _COPY = _struct(plan=_PLAN, pools=_POOLS, layer=_INT, padding=_INT)
 _FILL = _struct(
@@ -114,7 +118,9 @@ _FILL = _struct(
     num_hot_slots=_INT, num_host_pages=_INT, num_index_pages=_INT, num_layers=_INT, num_groups=_INT,
     max_warm=_INT, num_hints=_INT,
 )  # fmt: skip
-_BACKUP = _struct(tables=_TABLES, requests=_REQUESTS, pools=_POOLS, num_layers=_INT, padding=_INT)
+_BACKUP = _struct(
+    tables=_TABLES, requests=_REQUESTS, pools=_POOLS, num_newest=_POINTER, num_layers=_INT, padding=_INT
+)  # fmt: skip
 _NEWEST_SLOTS = _struct(tables=_TABLES, requests=_REQUESTS, out=_POINTER)
 
 
@@ -129,6 +135,7 @@ def swap_in(
     pools: Pools,
     out: Tensor,
     miss_plan: MissPlan | None,
+    num_new: int,
 ) -> None:
     """Fill ``out``, update the tables and copy the misses, in one launch; see ``kernels.swap_in.swap_in``.
     Without ``pools`` nothing is copied.
@@ -137,13 +144,16 @@ def swap_in(
     served. A row or a seq_len out of range makes its request padding instead of an exception (BAD_POSITION
     when the row is good).
     """
-    num_reqs, top_k = selected.shape
+    num_reqs, top_k = selected.shape[0] // num_new, selected.shape[1]
     if num_reqs == 0 or top_k == 0:
         if miss_plan is not None:
             miss_plan.num_misses.zero_()
         return
     check_range("top_k", top_k, 1, MAX_TOP_K + 1)
-    check_range("num_reqs * top_k", num_reqs * top_k, 1, MAX_SELECTED)
+    num_selected = num_new * top_k
+    check_range("state.max_new", state.max_new, 1, MAX_NEW + 1)
+    check_range("num_new * top_k", num_selected, 1, MAX_POSITIONS + 1)
+    check_range("num_reqs * num_new * top_k", num_reqs * num_selected, 1, MAX_SELECTED)
     check_range("state.max_capacity", state.max_capacity, 1, MAX_CAPACITY + 1)
     if miss_plan is not None:
         for name, dtype, shape in (
@@ -153,12 +163,14 @@ def swap_in(
         ):
             tensor = getattr(miss_plan, name)
             check_tensor(f"miss_plan.{name}", tensor, dtypes=(dtype,), shape=shape, device=state.device)
-    split = _Split.of(num_reqs, top_k, num_multiprocessors(state.device), copies=len(pools) > 0)
+    split = _Split.of(num_reqs, num_selected, num_multiprocessors(state.device), copies=len(pools) > 0)
     workspace = _workspace(state)
     positions_per_thread = split.positions_per_thread
     capacity = _round_up(state.max_capacity, ENTRIES_PER_ROUND)
     pool_parameters = _pools(pools)
-    kernel = _kernel("swap_in", positions_per_thread, _are_wide(pool_parameters), state.page_size)
+    kernel = _kernel(
+        "swap_in", positions_per_thread, _are_wide(pool_parameters), state.page_size, state.max_new
+    )
     max_slice = NUM_PLANNERS * positions_per_thread
     shared_bytes = capacity + 2 * max_slice
     max_shared_bytes = max_block_shared_bytes(state.device) - kernel.shared_size_bytes
@@ -172,14 +184,14 @@ def swap_in(
         kernel.max_dynamic_shared_size_bytes = shared_bytes
     parameters = np.zeros((), _SWAP_IN)
     parameters["tables"] = _tables(state, group)
-    parameters["requests"] = _requests(seq_lens, req_rows, num_real_reqs)
+    parameters["requests"] = _requests(seq_lens, req_rows, num_real_reqs, num_new)
     if miss_plan is not None:
         parameters["plan"] = _plan(miss_plan)
     parameters["pools"] = pool_parameters
     item_bytes = int(pool_parameters[0]["item_bytes"])
     if _are_wide(pool_parameters) and len(pools) == 1 and item_bytes <= MAX_EARLY_ITEM_BYTES:
         parameters["max_early"] = MAX_EARLY
-        parameters["reads_ahead"] = split.slice_len <= MAX_READ_AHEAD
+        parameters["reads_ahead"] = split.slice_len <= MAX_READ_AHEAD and num_new == 1
     parameters["selected"] = selected.data_ptr()
     parameters["out"] = out.data_ptr()
     parameters["num_launches"] = workspace.num_launches.data_ptr()
@@ -187,7 +199,7 @@ def swap_in(
     parameters["left"] = workspace.left(split.num_blocks * split.left_per_block).data_ptr()
     parameters["round_bytes"] = workspace.rounds.shape[1]
     parameters["left_per_block"] = split.left_per_block
-    parameters["top_k"] = top_k
+    parameters["num_selected"] = num_selected
     parameters["num_units"] = split.num_units
     parameters["num_slices"] = split.num_slices
     parameters["slice_reciprocal"] = -(-(1 << 16) // split.num_slices)
@@ -257,28 +269,38 @@ def start_row(
     parameters["num_groups"] = state.num_groups
     parameters["num_hints"], parameters["max_warm"] = warm_up.positions.shape
     only_wide_items = _are_wide(parameters["pools"])
-    kernel = _kernel("fill_row", only_wide_items=only_wide_items, page_size=state.page_size)
+    kernel = _kernel(
+        "fill_row", only_wide_items=only_wide_items, page_size=state.page_size, max_new=state.max_new
+    )
     num_blocks = min(FILL_BLOCKS, num_multiprocessors(state.device))
     _launch_copies(kernel, state.device, parameters, num_blocks)
 
 
 def backup_newest(
-    seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor, state: HotBufferState, pools: Pools
+    seq_lens: Tensor,
+    req_rows: Tensor,
+    num_real_reqs: Tensor,
+    state: HotBufferState,
+    pools: Pools,
+    num_newest: Tensor | None,
 ) -> None:
-    """See ``kernels.swap_in.backup_newest``; one launch for all requests and layers."""
+    """See ``kernels.swap_in.backup_newest``; one launch for all requests, positions and layers. A number out
+    of range counts as the next one in it.
+    """
     num_layers = pools[0][1].shape[0]
-    num_items = seq_lens.shape[0] * num_layers
+    num_items = seq_lens.shape[0] * num_layers * (1 if num_newest is None else state.max_new)
     if num_items == 0:
         return
     parameters = np.zeros((), _BACKUP)
     parameters["tables"] = _tables(state, 0)
     parameters["requests"] = _requests(seq_lens, req_rows, num_real_reqs)
     parameters["pools"] = _pools(pools)
+    parameters["num_newest"] = 0 if num_newest is None else num_newest.data_ptr()
     parameters["num_layers"] = num_layers
     warps_per_block = COPY_THREADS // 32
     num_blocks = min(-(-num_items // warps_per_block), COPY_BLOCKS_PER_SM * num_multiprocessors(state.device))
     launch(
-        _kernel("backup_newest", page_size=state.page_size),
+        _kernel("backup_newest", page_size=state.page_size, max_new=state.max_new),
         state.device,
         num_blocks,
         COPY_THREADS,
@@ -287,19 +309,23 @@ def backup_newest(
 
 
 def newest_slots(
-    seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor, state: HotBufferState, out: Tensor
+    seq_lens: Tensor,
+    req_rows: Tensor,
+    num_real_reqs: Tensor,
+    state: HotBufferState,
+    out: Tensor,
+    num_new: int,
 ) -> None:
     """See ``kernels.swap_in.newest_slots``."""
-    num_reqs = seq_lens.shape[0]
-    if num_reqs == 0:
+    num_slots = seq_lens.shape[0] * num_new
+    if num_slots == 0:
         return
     parameters = np.zeros((), _NEWEST_SLOTS)
     parameters["tables"] = _tables(state, 0)
-    parameters["requests"] = _requests(seq_lens, req_rows, num_real_reqs)
+    parameters["requests"] = _requests(seq_lens, req_rows, num_real_reqs, num_new)
     parameters["out"] = out.data_ptr()
-    launch(
-        _kernel("newest_slots", page_size=state.page_size), state.device, -(-num_reqs // 128), 128, parameters
-    )
+    kernel = _kernel("newest_slots", page_size=state.page_size, max_new=state.max_new)
+    launch(kernel, state.device, -(-num_slots // 128), 128, parameters)
 
 
 def source() -> str:
@@ -307,12 +333,15 @@ def source() -> str:
     return translation_unit(MAIN_SOURCE)
 
 
-def compile_options(positions_per_thread: int, only_wide_items: bool, page_size: int) -> tuple[str, ...]:
+def compile_options(
+    positions_per_thread: int, only_wide_items: bool, page_size: int, max_new: int
+) -> tuple[str, ...]:
     """What the code is compiled with besides the architecture.
 
-    ``positions_per_thread``: 1, 2, 4 or 8. ``only_wide_items``: every pool allows 16-byte vectors, so that
-    the code for others, and the registers that it costs, can be left out. ``page_size``: of the state, a
-    constant because every position is divided by it.
+    ``positions_per_thread``: 1, 2, 4, 8 or 16. ``only_wide_items``: every pool allows 16-byte vectors, so
+    that the code for others, and the registers that it costs, can be left out. ``page_size``: of the state, a
+    constant because every position is divided by it. ``max_new``: likewise, so that drafts cost nothing where
+    there are none.
     """
     return (
         "-std=c++17",
@@ -321,6 +350,7 @@ def compile_options(positions_per_thread: int, only_wide_items: bool, page_size:
         f"-DPOSITIONS_PER_THREAD={positions_per_thread}",
         f"-DONLY_WIDE_ITEMS={int(only_wide_items)}",
         f"-DPAGE_SIZE={page_size}",
+        f"-DMAX_NEW={max_new}",
     )
 
 
@@ -341,11 +371,12 @@ class _Split:
     """Otherwise nobody has copies to share, nor a place to keep for their sake."""
 
     @classmethod
-    def of(cls, num_reqs: int, top_k: int, num_sms: int, *, copies: bool) -> _Split:
+    def of(cls, num_reqs: int, num_selected: int, num_sms: int, *, copies: bool) -> _Split:
+        """For requests that select ``num_selected`` positions each."""
         num_sms = min(num_sms, MAX_BLOCKS)
-        most_slices = max(1, min(num_sms // num_reqs, -(-top_k // MIN_SLICE_LEN)))
-        slice_len = -(-top_k // most_slices)
-        num_slices = -(-top_k // slice_len)
+        most_slices = max(1, min(num_sms // num_reqs, -(-num_selected // MIN_SLICE_LEN)))
+        slice_len = -(-num_selected // most_slices)
+        num_slices = -(-num_selected // slice_len)
         num_units = min(num_reqs * num_slices, num_sms)
         keeps_place = copies and num_slices <= MAX_SLICES_IN_PLACE and 2 * num_units > num_sms
         return cls(
@@ -360,7 +391,7 @@ class _Split:
 
     @property
     def positions_per_thread(self) -> int:
-        """1, 2, 4 or 8: how the kernel is compiled."""
+        """1, 2, 4, 8 or 16: how the kernel is compiled."""
         return 1 << (-(-self.slice_len // NUM_PLANNERS) - 1).bit_length()
 
 
@@ -446,7 +477,7 @@ def _tables(state: HotBufferState, group: int) -> tuple[int, ...]:
     return (*grouped, *shared, *sizes)
 
 
-def _requests(seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor) -> tuple[int, ...]:
+def _requests(seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor, num_new: int = 1) -> tuple[int, ...]:
     return (
         seq_lens.data_ptr(),
         req_rows.data_ptr(),
@@ -454,7 +485,7 @@ def _requests(seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor) -> tupl
         seq_lens.shape[0],
         int(seq_lens.dtype == torch.int64),
         int(req_rows.dtype == torch.int64),
-        0,
+        num_new,
     )
 
 
@@ -490,12 +521,16 @@ def _mapped_address(name: str, host: Tensor) -> int:
 
 @functools.cache
 def _kernel(
-    name: str, positions_per_thread: int = 1, only_wide_items: bool = False, page_size: int = ANY_PAGE_SIZE
+    name: str,
+    positions_per_thread: int = 1,
+    only_wide_items: bool = False,
+    page_size: int = ANY_PAGE_SIZE,
+    max_new: int = 1,
 ) -> Any:
-    return _module(positions_per_thread, only_wide_items, page_size).get_function(name)
+    return _module(positions_per_thread, only_wide_items, page_size, max_new).get_function(name)
 
 
 @functools.cache
-def _module(positions_per_thread: int, only_wide_items: bool, page_size: int) -> Any:
-    options = compile_options(positions_per_thread, only_wide_items, page_size)
+def _module(positions_per_thread: int, only_wide_items: bool, page_size: int, max_new: int) -> Any:
+    options = compile_options(positions_per_thread, only_wide_items, page_size, max_new)
     return cupy_module().RawModule(code=source(), options=options, backend="nvrtc")

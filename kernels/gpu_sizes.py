@@ -6,7 +6,7 @@ and dimensions of attention (a backend that cannot take them is passed over, ``k
 
 from __future__ import annotations
 
-from kernels.cuda import MAX_CAPACITY, MAX_SELECTED
+from kernels.cuda import MAX_CAPACITY, MAX_POSITIONS, MAX_SELECTED
 from kernels.cuda import MAX_TOP_K as MAX_SWAP_IN_TOP_K
 from kernels.kv_format import FP8_E4M3
 from kernels.paged_indexer import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS_OF_A_BLOCK, MAX_TOP_K
@@ -32,12 +32,13 @@ def check_indexer_sizes(
 
 
 def check_swap_in_sizes(*, top_k: int, max_running_requests: int, capacity: int, num_new: int = 1) -> None:
-    """Of the swap-in, for a batch of ``max_running_requests`` with ``num_new`` positions each.
-
+    """Of the swap-in, for a batch of ``max_running_requests`` with up to ``num_new`` new positions each.
     Raises KernelSizeError.
     """
     _check("index_topk", top_k, MAX_SWAP_IN_TOP_K, "swap-in", _ON_CPU)
-    most_requests = min(MAX_TOKENS_OF_A_BLOCK, (MAX_SELECTED - 1) // (top_k * num_new))
+    most_new = MAX_POSITIONS // top_k
+    _check("speculative_num_steps", num_new - 1, most_new - 1, "swap-in", "lower --speculative-num-steps")
+    most_requests = min(MAX_TOKENS_OF_A_BLOCK, (MAX_SELECTED - 1) // (num_new * top_k))
     remedy = "lower --max-running-requests"
     _check("max_running_requests", max_running_requests, most_requests, "swap-in", remedy)
     _check("device_buffer_size", capacity, MAX_CAPACITY, "swap-in", "lower --device-buffer-size")

@@ -25,7 +25,9 @@ class MissPlan:
 
     @classmethod
     def create(cls, max_reqs: int, top_k: int, device: torch.device | str = "cpu") -> MissPlan:
-        """Room for the misses of ``max_reqs`` requests that select ``top_k`` positions each."""
+        """Room for the misses of ``max_reqs`` requests that select ``top_k`` positions each; of several new
+        positions a request each counts as one.
+        """
         max_misses = max_reqs * top_k
         return cls(
             src_host_slots=torch.zeros(max_misses, dtype=torch.int64, device=device),

@@ -4,6 +4,9 @@
 #ifndef PAGE_SIZE
 #define PAGE_SIZE 64             // token slots of a page, in every pool
 #endif
+#ifndef MAX_NEW
+#define MAX_NEW 1                // new positions of a request in one step at most, PAGE_SIZE and a warp's lanes at most
+#endif
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -16,6 +19,7 @@ constexpr int CLAIMED = -2;      // host_to_hot of a miss whose entry is being c
 constexpr int HITS = 0, MISSES = 1, EVICTIONS = 2;
 constexpr int TOO_MANY_MISSES = 1, BAD_POSITION = 2, NO_HOST_SLOT = 4;
 constexpr int WARP = 32;
+static_assert(MAX_NEW <= WARP && MAX_NEW <= PAGE_SIZE, "one thread of a warp each, in two pages at most");
 constexpr int MAX_POOLS = 2;     // K, or K and V
 constexpr int MAX_BLOCKS = 160;  // of one swap_in
 
@@ -51,8 +55,11 @@ struct Requests {
     const int* num_real_reqs;    // [1]
     int num_reqs;
     int seq_lens_are_64, req_rows_are_64;
-    int padding;
+    int num_new;                 // of each request: the last positions below its seq_len; 1 to MAX_NEW
 };
+
+// A constant where there are no drafts.
+__device__ __forceinline__ int num_new_of(const Requests& requests) { return MAX_NEW == 1 ? 1 : requests.num_new; }
 
 // The copies of one swap-in.
 struct Plan {
@@ -90,14 +97,14 @@ struct SwapInParams {
     Requests requests;
     Plan plan;
     Pool pools[MAX_POOLS];
-    const int* selected;         // [num_reqs][top_k]
-    int* out;                    // [num_reqs][top_k]
+    const int* selected;         // [num_reqs][num_selected]
+    int* out;                    // [num_reqs][num_selected]
     u32* num_launches;           // [1]; its lowest bit chooses the round
     u8* rounds;                  // [2][round_bytes]
     Copy* left;                  // [grid][left_per_block]
     int round_bytes;             // a multiple of 16
     int left_per_block;          // copies
-    int top_k;
+    int num_selected;            // of a request: what all of its new positions select
     int num_units;               // slices to start with, a block each: unit i is slice i % num_slices of a request
     int num_slices;              // units that share a request
     int slice_reciprocal;        // 2^16 / num_slices, rounded up
@@ -145,6 +152,7 @@ struct BackupParams {
     Tables tables;
     Requests requests;
     Pool pools[MAX_POOLS];
+    const int* num_newest;       // [num_reqs], or null: one each
     int num_layers;
     int padding;
 };
@@ -152,10 +160,11 @@ struct BackupParams {
 struct NewestSlotsParams {
     Tables tables;
     Requests requests;
-    int* out;                    // [num_reqs]
+    int* out;                    // [num_reqs][num_new]
 };
 
-// One request of the batch; row is ABSENT where it is padding or out of range.
+// One request of the batch; row is ABSENT where it is padding or out of range. Its first new position is inside the
+// context, the others may be behind it.
 struct Request {
     int row, seq_len;
 };
@@ -169,7 +178,8 @@ __device__ __forceinline__ Request load_request(const Requests& requests, const 
     const i64 seq_len = load_integer(requests.seq_lens, requests.seq_lens_are_64, req);
     const i64 row = load_integer(requests.req_rows, requests.req_rows_are_64, req);
     const bool is_real = req < num_real && row >= 0 && row < tables.num_rows;
-    if (is_real && (seq_len < 1 || seq_len > tables.max_context)) {
+    const int num_new = num_new_of(requests);
+    if (is_real && (seq_len < num_new || seq_len >= tables.max_context + num_new)) {
         atomicOr(&tables.error_flags[row], BAD_POSITION);
         return {ABSENT, 0};
     }
@@ -180,6 +190,12 @@ __device__ __forceinline__ int page_of(int position) { return static_cast<u32>(p
 
 __device__ __forceinline__ int slot_in_page(int page_id, int position) {
     return page_id == ABSENT ? ABSENT : page_id * PAGE_SIZE + static_cast<int>(static_cast<u32>(position) % PAGE_SIZE);
+}
+
+// The hot_index of a position in a step in which it is new (kernels/hot_state.py: ring_entries).
+__device__ __forceinline__ int ring_entry(int position, int capacity) {
+    const int turn = static_cast<int>(static_cast<u32>(position - capacity) % MAX_NEW);
+    return position < capacity ? position : capacity - MAX_NEW + turn;
 }
 
 __device__ __forceinline__ int dense_slot(const Tables& tables, int row, int position) {

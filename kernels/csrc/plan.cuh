@@ -48,7 +48,7 @@ struct Mailbox {
 // and one pass over as many classes as a warp has lanes is cheap.
 constexpr u32 NUM_EXACT = 16;
 constexpr u32 FREE = WARP - 1;
-constexpr u32 NOT_MOVABLE = 0;           // used in this step, or not below capacity - 1
+constexpr u32 NOT_MOVABLE = 0;           // used in this step, or in the ring: not below capacity - MAX_NEW
 constexpr int ENTRIES_PER_READ = 8;      // classes, a byte each, that a thread reads from shared memory in one go
 constexpr int ENTRIES_PER_ROUND = ENTRIES_PER_READ * NUM_PLANNERS;
 
@@ -77,10 +77,13 @@ struct PlanDynamic {
 
 // A hisparse request while its blocks work on it.
 struct HotRow {
-    int row, req, seq_len, capacity, now;
+    int row, req, capacity, now;
+    int first_new, seq_len;              // new positions are those from first_new on that have a page
+    int first_entry;                     // of first_new; those of the others follow it, in the ring
     bool fits;                           // every position has its own entry
-    int newest_entry, newest_host_slot;
-    int former_newest;                   // what is at newest_entry before this step; known to one thread
+    // Of new position first_new + tid, where there is one, in the first slice: its host slot, and what is at its entry
+    // before this step.
+    int new_host_slot, former;
     int* host_to_hot;                    // of all rows
     int* hot_to_host;                    // [max_capacity], the row's part of each table
     int* stamps;                         // [max_capacity]
@@ -97,6 +100,21 @@ struct Selection {
     u32 is_claimed;                      // a bit a k: this thread was the first to ask for the missing position
 };
 
+__device__ __forceinline__ int num_new_of(const HotRow& r) { return MAX_NEW == 1 ? 1 : r.seq_len - r.first_new; }
+
+__device__ __forceinline__ int entry_of_new(const HotRow& r, int number) {
+    const int entry = r.first_entry + number;
+    return MAX_NEW == 1 || entry < r.capacity ? entry : entry - MAX_NEW;
+}
+
+// Whether a new position takes the entry, ABSENT or that of a selected position which is not new.
+__device__ __forceinline__ bool is_taken_by_new(const HotRow& r, int entry) {
+    if (MAX_NEW == 1) return entry == r.first_entry;
+    if (entry < r.capacity - MAX_NEW) return false;
+    const int number = entry - r.first_entry;
+    return (number < 0 ? number + MAX_NEW : number) < num_new_of(r);
+}
+
 // Which entries hold what this slice selects; `mine` holds valid positions and what host_to_hot says of them.
 // is_used must be clear. Returns whether a position is missing; planners and courier call it.
 __device__ __forceinline__ bool look_up(
@@ -104,8 +122,8 @@ __device__ __forceinline__ bool look_up(
     bool is_missing = false;
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
-        if (mine.hot[k] == r.newest_entry) mine.hot[k] = ABSENT;  // no longer
-        if (mine.position[k] == r.seq_len - 1) mine.hot[k] = r.newest_entry;
+        if (is_taken_by_new(r, mine.hot[k])) mine.hot[k] = ABSENT;  // no longer
+        if (mine.position[k] >= r.first_new) mine.hot[k] = entry_of_new(r, mine.position[k] - r.first_new);
         if (mine.hot[k] >= 0) {
             atomicOr(&s.is_used[mine.hot[k] / 32], 1u << (mine.hot[k] % 32));
         } else if (mine.position[k] != ABSENT) {
@@ -141,19 +159,19 @@ __device__ __forceinline__ int share_used(const PlanShared& s, const HotRow& r, 
     return __reduce_add_sync(~0u, num_new);
 }
 
-// The newest position takes its fixed entry from whoever is there. One thread of the request calls it.
-__device__ __forceinline__ void place_newest(PlanShared& s, const HotRow& r) {
-    const int occupant = r.former_newest;
-    if (occupant != r.newest_host_slot) {
+// A new position takes its fixed entry from whoever is there. One thread of the request for each of them.
+__device__ __forceinline__ void place_new(PlanShared& s, const HotRow& r, int number) {
+    const int entry = entry_of_new(r, number), occupant = r.former;
+    if (occupant != r.new_host_slot) {
         if (occupant != ABSENT) {
             // Somebody may have claimed it as a miss, now or already.
-            atomicCAS(r.host_to_hot + occupant, r.newest_entry, ABSENT);
+            atomicCAS(r.host_to_hot + occupant, entry, ABSENT);
             atomicAdd(&s.num_evictions, 1);
         }
-        r.host_to_hot[r.newest_host_slot] = r.newest_entry;
-        r.hot_to_host[r.newest_entry] = r.newest_host_slot;
+        r.host_to_hot[r.new_host_slot] = entry;
+        r.hot_to_host[entry] = r.new_host_slot;
     }
-    r.stamps[r.newest_entry] = r.now;
+    r.stamps[entry] = r.now;
 }
 
 // Number the misses that this block is the first to ask for: [0, num_misses). Every planner calls it; they must meet
@@ -223,14 +241,14 @@ __device__ __forceinline__ void read_ages(
 // All bits of byte k where bit k is set, k < 4.
 __device__ __forceinline__ u32 bytes_of_bits(u32 bits) { return (bits * 0x00204081u & 0x01010101u) * 0xffu; }
 
-// Order the entries below capacity - 1 that this step does not use by age class, the oldest first, then by hot_index.
+// Order the entries below the ring that this step does not use by age class, the oldest first, then by hot_index.
 // Of the first num_wanted of them (or all) this block takes those from number first_rank on, num_own at most, in the
 // order that suits: the set is what all blocks of the request agree on. Returns how many it got. Planners and courier
 // call it. `is_used`: of the whole request, in global memory if it is split.
 __device__ __forceinline__ int choose_victims(
     PlanShared& s, const PlanDynamic& d, const HotRow& r, const u32* is_used, int num_wanted, int first_rank,
     int num_own, int tid, int lane) {
-    const int num_movable = r.capacity - 1;
+    const int num_movable = r.capacity - MAX_NEW;
     const int per_thread = (num_movable + ENTRIES_PER_ROUND - 1) / ENTRIES_PER_ROUND * ENTRIES_PER_READ;
     const bool is_planner = tid < NUM_PLANNERS;
     const int begin = is_planner ? tid * per_thread : 0, end = is_planner ? begin + per_thread : 0;

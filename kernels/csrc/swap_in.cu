@@ -92,7 +92,7 @@ __device__ __forceinline__ void count(const Tables& t, int row, int which, int n
 }
 
 __device__ __forceinline__ int* out_of(const SwapInParams& p, const HotRow& r, int k, const Block& b) {
-    return p.out + static_cast<i64>(r.req) * p.top_k + b.slice * p.slice_len + k * NUM_PLANNERS + b.tid;
+    return p.out + static_cast<i64>(r.req) * p.num_selected + b.slice * p.slice_len + k * NUM_PLANNERS + b.tid;
 }
 
 // The misses that this block has claimed: choose their entries, and write down the copies that no fetcher has begun.
@@ -219,7 +219,8 @@ __device__ __forceinline__ void resolve_hisparse(
 #pragma unroll
     for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
         const int in_slice = k * NUM_PLANNERS + b.tid;
-        const bool is_inside = b.is_planner && in_slice < p.slice_len && b.slice * p.slice_len + in_slice < p.top_k;
+        const bool is_inside =
+            b.is_planner && in_slice < p.slice_len && b.slice * p.slice_len + in_slice < p.num_selected;
         if (mine.hot[k] >= 0) {
             *out_of(p, r, k, b) = r.hot_slots[mine.hot[k]];
             if (!in_order) r.stamps[mine.hot[k]] = r.now;
@@ -231,9 +232,10 @@ __device__ __forceinline__ void resolve_hisparse(
 #pragma unroll 4
         for (int i = b.tid; i < r.capacity; i += NUM_PLANNERS)
             if (s.is_used[i / 32] >> (i % 32) & 1) r.stamps[i] = r.now;
-    if (b.slice == 0 && b.tid == 0) place_newest(s, r);
+    if (b.slice == 0 && b.tid < num_new_of(r)) place_new(s, r, b.tid);
     if (has_misses) place_misses(p, round, s, d, r, mine, word, is_used, is_last, b);
     else if (b.is_planner) EarlyPlaced::arrive();
+    if (MAX_NEW > 1) __syncwarp();       // what the first threads of the first warp have counted
     if (b.tid == 0) {
         if (!is_split) t.step[r.row] = r.now;
         count(t, r.row, MISSES, s.num_misses);
@@ -380,8 +382,8 @@ __device__ __forceinline__ void plan_requests(
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
             const int in_slice = k * NUM_PLANNERS + b.tid, i = b.slice * p.slice_len + in_slice;
-            mine.position[k] = b.is_planner && in_slice < p.slice_len && i < p.top_k
-                ? p.selected[static_cast<i64>(req) * p.top_k + i] : ABSENT;
+            mine.position[k] = b.is_planner && in_slice < p.slice_len && i < p.num_selected
+                ? p.selected[static_cast<i64>(req) * p.num_selected + i] : ABSENT;
             mine.miss[k] = mine.early[k] = ABSENT;
         }
         mine.is_claimed = 0;
@@ -390,7 +392,8 @@ __device__ __forceinline__ void plan_requests(
         HotRow r;
         r.row = row;
         r.req = req;
-        r.seq_len = request.seq_len;
+        r.seq_len = MAX_NEW == 1 ? request.seq_len : min(request.seq_len, p.tables.max_context);
+        r.first_new = request.seq_len - num_new_of(p.requests);
         r.capacity = 0;
         r.host_to_hot = p.tables.host_to_hot;
         if (row != ABSENT) {
@@ -410,21 +413,30 @@ __device__ __forceinline__ void plan_requests(
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
             const int position = mine.position[k];
             const bool is_valid = row != ABSENT && position >= 0 && position < r.seq_len;
-            if (row != ABSENT && position != ABSENT && !is_valid) flags = BAD_POSITION;
+            // Drafts behind the context are selected for nothing.
+            const bool is_draft = MAX_NEW > 1 && position >= r.first_new && position < request.seq_len;
+            if (row != ABSENT && position != ABSENT && !is_valid && !is_draft) flags = BAD_POSITION;
             if (!is_valid) mine.position[k] = ABSENT;
             page_id[k] = is_valid ? __ldg(host_pages + page_of(position)) : ABSENT;
         }
-        const int newest_page_id = row != ABSENT ? __ldg(host_pages + page_of(r.seq_len - 1)) : ABSENT;
+        const int first_page_id = row != ABSENT ? __ldg(host_pages + page_of(r.first_new)) : ABSENT;
+        const int last_page_id =
+            MAX_NEW > 1 && row != ABSENT ? __ldg(host_pages + page_of(r.seq_len - 1)) : first_page_id;
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
             mine.host_slot[k] = slot_in_page(page_id[k], mine.position[k]);
-        r.newest_host_slot = slot_in_page(newest_page_id, r.seq_len - 1);
+        const int new_position = r.first_new + (MAX_NEW == 1 ? 0 : b.tid);
+        r.new_host_slot = slot_in_page(
+            MAX_NEW == 1 || page_of(new_position) == page_of(r.first_new) ? first_page_id : last_page_id, new_position);
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k)
             mine.hot[k] = mine.host_slot[k] >= 0 ? __ldcg(r.host_to_hot + mine.host_slot[k]) : ABSENT;
-        r.newest_entry = min(r.seq_len, r.capacity) - 1;
-        if (r.capacity > 0 && b.slice == 0 && b.tid == 0) r.former_newest = __ldcg(r.hot_to_host + r.newest_entry);
-        if (r.capacity > 0 && r.newest_host_slot < 0) {  // its token could not be backed up: as if it were padding
+        r.first_entry = ring_entry(r.first_new, r.capacity);
+        if (r.capacity > 0 && b.slice == 0 && b.tid < num_new_of(r))
+            r.former = __ldcg(r.hot_to_host + entry_of_new(r, b.tid));
+        // Behind the request's pages drafts are not there.
+        if (MAX_NEW > 1 && r.capacity > 0 && last_page_id == ABSENT) r.seq_len = page_of(r.seq_len - 1) * PAGE_SIZE;
+        if (r.capacity > 0 && first_page_id == ABSENT) {  // its token could not be backed up: as if it were padding
             if (b.slice == 0 && b.tid == 0) atomicOr(p.tables.error_flags + row, NO_HOST_SLOT);
             row = ABSENT;
             r.capacity = 0;
@@ -432,6 +444,7 @@ __device__ __forceinline__ void plan_requests(
         }
 #pragma unroll
         for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
+            if (MAX_NEW > 1 && r.capacity > 0 && mine.position[k] >= r.seq_len) mine.position[k] = ABSENT;
             if (r.capacity > 0 && mine.position[k] != ABSENT && mine.host_slot[k] < 0) flags |= NO_HOST_SLOT;
             if (row == ABSENT || (r.capacity > 0 && mine.host_slot[k] < 0)) mine.position[k] = ABSENT;
         }
@@ -453,14 +466,14 @@ __device__ __forceinline__ void plan_requests(
         }
         ++turn;
         if (r.capacity > 0) {
-            r.fits = r.seq_len <= r.capacity;
+            r.fits = r.first_new + MAX_NEW <= r.capacity;
             resolve_hisparse(p, round, s, d, r, mine, flags, is_last, b);
         } else {
 #pragma unroll
             for (int k = 0; k < POSITIONS_PER_THREAD; ++k) {
                 const int in_slice = k * NUM_PLANNERS + b.tid, i = b.slice * p.slice_len + in_slice;
-                if (b.is_planner && in_slice < p.slice_len && i < p.top_k)
-                    p.out[static_cast<i64>(req) * p.top_k + i] =
+                if (b.is_planner && in_slice < p.slice_len && i < p.num_selected)
+                    p.out[static_cast<i64>(req) * p.num_selected + i] =
                         mine.position[k] == ABSENT ? ABSENT : dense_slot(p.tables, row, mine.position[k]);
             }
             if (flags) atomicOr(&p.tables.error_flags[row], flags);
@@ -619,46 +632,54 @@ extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
     }
 }
 
-// grid: any; one warp a request and layer.
+// grid: any; one warp a request's position and layer.
 extern "C" __global__ void backup_newest(const __grid_constant__ BackupParams p) {
     wait_for_kernel_in_front();
     let_next_kernel_get_ready();
     const Tables& t = p.tables;
     const int lane = threadIdx.x % WARP, num_warps_of_block = blockDim.x / WARP;
     const int num_warps = gridDim.x * num_warps_of_block;
-    const int num_items = p.requests.num_reqs * p.num_layers;
+    const int num_each = MAX_NEW == 1 || p.num_newest == nullptr ? 1 : MAX_NEW;
+    const int num_items = p.requests.num_reqs * num_each * p.num_layers;
 #pragma unroll 1
     for (int i = threadIdx.x / WARP * gridDim.x + blockIdx.x; i < num_items; i += num_warps) {
         const int layer = i % p.num_layers;
-        const Request request = load_request(p.requests, t, i / p.num_layers);
+        const int req = i / p.num_layers / num_each, number = i / p.num_layers % num_each;  // from the newest one back
+        const Request request = load_request(p.requests, t, req);
         if (request.row == ABSENT) continue;
+        const int position = request.seq_len - 1 - number;
+        if (position < 0 || (p.num_newest != nullptr && number >= p.num_newest[req])) continue;
         const int capacity = t.capacity[request.row];
-        const int host_slot = host_slot_of(t, request.row, request.seq_len - 1);
+        const int host_slot = host_slot_of(t, request.row, position);
         if (capacity == 0) continue;
         if (host_slot < 0) {
             if (lane == 0 && layer == 0) atomicOr(t.error_flags + request.row, NO_HOST_SLOT);
             continue;
         }
-        const int entry = min(request.seq_len, capacity) - 1;
+        const int entry = ring_entry(position, capacity);
         back_up_item(p.pools, layer, t.hot_slots[static_cast<i64>(request.row) * t.max_capacity + entry], host_slot,
                      lane);
     }
 }
 
-// grid * block >= num_reqs; one thread a request.
+// grid * block >= num_reqs * num_new; one thread a position.
 extern "C" __global__ void newest_slots(const __grid_constant__ NewestSlotsParams p) {
     wait_for_kernel_in_front();
     let_next_kernel_get_ready();
     const Tables& t = p.tables;
-    const int req = blockIdx.x * blockDim.x + threadIdx.x;
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, num_new = num_new_of(p.requests);
+    const int req = i / num_new, number = i % num_new;
     if (req >= p.requests.num_reqs) return;
     const Request request = load_request(p.requests, t, req);
     int slot = ABSENT;
-    if (request.row != ABSENT) {
-        const int capacity = t.capacity[request.row], newest = request.seq_len - 1;
-        if (capacity == 0) slot = dense_slot(t, request.row, newest);
-        else if (host_slot_of(t, request.row, newest) < 0) atomicOr(t.error_flags + request.row, NO_HOST_SLOT);
-        else slot = t.hot_slots[static_cast<i64>(request.row) * t.max_capacity + min(newest, capacity - 1)];
+    const int position = request.seq_len - num_new + number;
+    if (request.row != ABSENT && position < t.max_context) {
+        const int capacity = t.capacity[request.row];
+        if (capacity == 0) slot = dense_slot(t, request.row, position);
+        else if (host_slot_of(t, request.row, position - number) < 0)
+            atomicOr(t.error_flags + request.row, NO_HOST_SLOT);
+        else if (MAX_NEW == 1 || host_slot_of(t, request.row, position) >= 0)
+            slot = t.hot_slots[static_cast<i64>(request.row) * t.max_capacity + ring_entry(position, capacity)];
     }
-    p.out[req] = slot;
+    p.out[i] = slot;
 }

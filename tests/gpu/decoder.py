@@ -1,4 +1,6 @@
-"""Decode steps of one state, captured once a batch size and replayed with other inputs, each one checked."""
+"""Decode steps of one state, captured once a batch size and number of new positions and replayed with other
+inputs, each one checked.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,24 @@ def captured(call: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
+def draw(generator: torch.Generator, values: tuple[int, ...]) -> int:
+    return values[int(torch.randint(len(values), (1,), generator=generator))]
+
+
 class Decoder:
-    """One state with a request in every row, and a graph of a decode step for every batch size."""
+    """One state with a request in every row, and a graph of a decode step for every batch size and
+    number of new positions.
+    """
 
     def __init__(
-        self, seed: int, batch_sizes: tuple[int, ...], *, top_k: int, capacity: int, max_context: int = 400
+        self,
+        seed: int,
+        batch_sizes: tuple[int, ...],
+        *,
+        top_k: int,
+        capacity: int,
+        max_context: int = 400,
+        max_new: int = 1,
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.num_rows = num_rows = max(batch_sizes)
@@ -39,7 +54,9 @@ class Decoder:
         pages_each = -(-max_context // 16)
         self.slots_each = slots_each = pages_each * 16
         num_host_slots = num_rows * slots_each
-        self.state = HotBufferState.create(1, num_rows, max_context, capacity, 16, num_host_slots, DEVICE)
+        self.state = HotBufferState.create(
+            1, num_rows, max_context, capacity, 16, num_host_slots, DEVICE, max_new
+        )
         self.truth = torch.randint(
             0, 256, (NUM_LAYERS, num_host_slots, 48), dtype=torch.uint8, generator=self.generator
         )
@@ -54,62 +71,92 @@ class Decoder:
             self.state.assign_row(
                 row, torch.arange(capacity) + row * capacity, torch.arange(pages_each) + row * pages_each
             )  # fmt: skip
-        self.selected = torch.full((num_rows, top_k), -1, dtype=torch.int32, device=DEVICE)
-        self.seq_lens = torch.ones(num_rows, dtype=torch.int32, device=DEVICE)
+        num_slots = num_rows * max_new
+        self.selected = torch.full((num_slots, top_k), -1, dtype=torch.int32, device=DEVICE)
+        self.seq_lens = torch.full((num_rows,), max_new, dtype=torch.int32, device=DEVICE)
         self.rows = torch.zeros(num_rows, dtype=torch.int64, device=DEVICE)
         self.num_real = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        self.newest = torch.zeros((NUM_LAYERS, num_rows, 48), dtype=torch.uint8, device=DEVICE)
-        self.slots = torch.zeros(num_rows, dtype=torch.int32, device=DEVICE)
-        self.out = torch.zeros((num_rows, top_k), dtype=torch.int32, device=DEVICE)
-        self.plan = MissPlan.create(num_rows, top_k, DEVICE)
-        self.replay = {size: captured(lambda size=size: self.step(size)) for size in batch_sizes}
+        self.newest = torch.zeros((NUM_LAYERS, num_slots, 48), dtype=torch.uint8, device=DEVICE)
+        self.num_newest = torch.ones(num_rows, dtype=torch.int32, device=DEVICE)
+        self.slots = torch.zeros(num_slots, dtype=torch.int32, device=DEVICE)
+        self.out = torch.zeros((num_slots, top_k), dtype=torch.int32, device=DEVICE)
+        self.plan = MissPlan.create(num_slots, top_k, DEVICE)
+        self.graphs = {
+            (size, num_new): captured(lambda size=size, num_new=num_new: self.step(size, num_new))
+            for size in batch_sizes
+            for num_new in range(1, max_new + 1)
+        }
 
-    def step(self, size: int) -> None:
+    def step(self, size: int, num_new: int) -> None:
         pools = {"k_host": self.host, "k_dev": self.dev}
+        num_slots = size * num_new
         requests = (self.seq_lens[:size], self.rows[:size], self.num_real)
-        slots = newest_slots(*requests, self.state, out=self.slots[:size])
-        self.dev[:, slots.masked_fill(slots < 0, self.scratch).long()] = self.newest[:, :size]
+        slots = newest_slots(*requests, self.state, out=self.slots[:num_slots], num_new=num_new)
+        self.dev[:, slots.masked_fill(slots < 0, self.scratch).long()] = self.newest[:, :num_slots]
         swap_in(
-            self.selected[:size], *requests, self.state,
-            group=0, layer=0, out=self.out[:size], miss_plan=self.plan, **pools,
+            self.selected[:num_slots], *requests, self.state,
+            group=0, layer=0, out=self.out[:num_slots], miss_plan=self.plan, num_new=num_new, **pools,
         )  # fmt: skip
         replay_misses(self.plan, 1, **pools)
-        backup_newest(*requests, self.state, **pools)
+        num_newest = self.num_newest[:size]
+        accepted = (requests[0] - num_new + num_newest, *requests[1:])
+        backup_newest(*accepted, self.state, **pools, num_newest=num_newest)
 
-    def prepare(self, size: int) -> None:
-        """Other inputs: some rows, each one token longer, half of whose selection is what is hot."""
-        running = torch.nonzero(self.seq_len_of < self.max_context).flatten()
+    def prepare(self, size: int, num_new: int = 1) -> None:
+        """Other inputs: some rows, each some tokens longer, half of whose selection is what is hot. Any
+        number of the new positions is accepted; the others get other bytes in the next step.
+        """
+        self.num_new = num_new
+        running = torch.nonzero(self.seq_len_of + num_new <= self.max_context).flatten()
         running = running[torch.randperm(len(running), generator=self.generator)]
         rows = running[: int(torch.randint(0, size + 1, (1,), generator=self.generator))]
-        self.seq_len_of[rows] += 1
+        num_real = len(rows)
         self.before = on_host(self.state)
-        selected = torch.full((size, self.top_k), -1, dtype=torch.int32)
+        first_new = self.seq_len_of[rows]
+        selected = torch.full((size, num_new, self.top_k), -1, dtype=torch.int32)
         for i, row in enumerate(rows.tolist()):
             hot = self.before.hot_to_host[0, row] - row * self.slots_each
-            hot = hot[hot >= 0][: self.top_k // 2]
-            drawn = torch.randint(int(self.seq_len_of[row]), (self.top_k,), generator=self.generator)
-            drawn[: len(hot)] = hot
-            selected[i] = drawn[torch.randperm(self.top_k, generator=self.generator)]
-        lens = torch.ones(size, dtype=torch.int32)
-        lens[: len(rows)] = self.seq_len_of[rows].int()
+            hot = hot[(hot >= 0) & (hot < first_new[i])]
+            hot = hot[: self.top_k // 2]
+            cold = torch.randint(int(first_new[i]) + 1, (self.top_k,), generator=self.generator)
+            for new in range(num_new):
+                drawn = cold.clone()
+                drawn[: len(hot)] = hot
+                drawn[-1] = first_new[i] + new
+                selected[i, new] = drawn[torch.randperm(self.top_k, generator=self.generator)]
+        lens = torch.full((size,), num_new, dtype=torch.int32)
+        lens[:num_real] = first_new.int() + num_new
         req_rows = torch.zeros(size, dtype=torch.int64)
-        req_rows[: len(rows)] = rows
-        self.inputs = (selected, lens, req_rows, torch.tensor([len(rows)], dtype=torch.int32))
-        self.selected[:size].copy_(selected)
+        req_rows[:num_real] = rows
+        num_newest = torch.randint(1, num_new + 1, (size,), dtype=torch.int32, generator=self.generator)
+        num_slots = size * num_new
+        self.inputs = (selected.flatten(0, 1), lens, req_rows, torch.tensor([num_real], dtype=torch.int32))
+        self.selected[:num_slots].copy_(self.inputs[0])
         self.seq_lens[:size].copy_(lens)
         self.rows[:size].copy_(req_rows)
         self.num_real.copy_(self.inputs[3])
-        self.newest_of = rows * self.slots_each + self.seq_len_of[rows] - 1
-        self.newest[:, : len(rows)] = self.truth[:, self.newest_of].to(DEVICE)
+        self.num_newest[:size].copy_(num_newest)
+        new = (rows * self.slots_each + first_new)[:, None] + torch.arange(num_new)
+        shape = (NUM_LAYERS, num_real * num_new, 48)
+        self.truth[:, new.flatten()] = torch.randint(
+            0, 256, shape, dtype=torch.uint8, generator=self.generator
+        )
+        self.newest[:, : num_real * num_new] = self.truth[:, new.flatten()].to(DEVICE)
+        self.newest_of = new[torch.arange(num_new) < num_newest[:num_real, None]]
+        self.seq_len_of[rows] += num_newest[:num_real]
+
+    def replay(self, size: int) -> None:
+        self.graphs[size, self.num_new]()
 
     def check(self) -> None:
         selected, _, rows, num_real = self.inputs
         out = self.out[: len(selected)].cpu()
-        check_step(self.before, self.state, *self.inputs, out, miss_plan=self.plan)
+        check_step(self.before, self.state, *self.inputs, out, miss_plan=self.plan, num_new=self.num_new)
         is_placed = out >= 0
-        host_slots = (rows[:, None] * self.slots_each + selected)[is_placed]
+        row_of = rows.repeat_interleave(self.num_new)
+        host_slots = (row_of[:, None] * self.slots_each + selected)[is_placed]
         assert torch.equal(self.dev[:, out[is_placed].to(DEVICE).long()].cpu(), self.truth[:, host_slots])
-        assert is_placed[: int(num_real)].any(dim=1).all()
+        assert is_placed[: int(num_real) * self.num_new].any(dim=1).all()
         assert torch.equal(self.host[:, self.newest_of], self.truth[:, self.newest_of]), "I4"
 
     def finish(self) -> None:

@@ -42,10 +42,11 @@ ONE_LAYER = ((0,),)
 @dataclass
 class Request:
     seq_len: int
+    """Tokens that stand: those of the prompt, and what was accepted."""
     capacity: int
     """0: dense."""
     truth: list[Tensor]
-    """Per pool, uint8 [num_layers, max_context, item_bytes]."""
+    """Per pool, uint8 [num_layers, max_context, item_bytes]; the last step's drafts too."""
     host_slots: Tensor
     """Of all positions; the row has the pages of the first ``num_host_pages``."""
     host_pages: Tensor
@@ -57,6 +58,8 @@ class Request:
     """Page numbers."""
     has_stepped: bool = False
     """Since its capacity last changed."""
+    new: range = range(0)
+    """New positions of the last step that have a page."""
     last: Tensor | None = None
     """Last selection."""
 
@@ -83,10 +86,13 @@ class History:
         dev_layout: Layout = PLAIN,
         is_pinned: bool = True,
         copy_blocks: int | None = None,
+        max_new: int = 1,
     ) -> None:
         """``churns``: shares of a selection that change in a step, to choose from. ``has_faults``: selections
         larger than the buffer, positions out of range, and positions without a host slot. ``copy_blocks``:
-        half of the swap-ins only plan, and leave the copies to so many blocks.
+        half of the swap-ins only plan, and leave the copies to so many blocks. ``max_new``: new positions of
+        a request in one step at most; how many there are and how many are accepted is drawn, and a position
+        gets other bytes whenever it is new again.
         """
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -96,6 +102,7 @@ class History:
         self.lens_dtype, self.rows_dtype = lens_dtype, rows_dtype
         self.group_layers = group_layers
         self.copy_blocks = copy_blocks
+        self.max_new = max_new
         self.num_layers = sum(map(len, group_layers))
         self.span = max(max(capacities), max_context if has_dense else 0)
         """Device slots that a request may own."""
@@ -104,9 +111,9 @@ class History:
         num_pages = num_rows * -(-self.span // PAGE_SIZE)
         self.num_dev = num_pages * PAGE_SIZE
         self.state = HotBufferState.create(
-            len(group_layers), num_rows, max_context, max(capacities), PAGE_SIZE, num_host, DEVICE
+            len(group_layers), num_rows, max_context, max(capacities), PAGE_SIZE, num_host, DEVICE, max_new
         )
-        self.plan = MissPlan.create(num_rows + 2, top_k, DEVICE)
+        self.plan = MissPlan.create((num_rows + 2) * max_new, top_k, DEVICE)
         is_pinned = is_pinned and DEVICE == "cuda"
         self.host_pools = [
             Pool(host_layout, (self.num_layers, num_host, n), "cpu", is_pinned) for n in item_bytes
@@ -272,61 +279,93 @@ class History:
         """Grow or shrink some hot buffers, to any capacity or to one at which the request just fits."""
         for row, request in self.requests.items():
             if request.capacity and self.random.random() < 0.4:
-                near = request.seq_len + self.random.randint(-1, 1)
+                near = request.seq_len + self.random.randint(-1, self.max_new)
                 is_near = self.random.random() < 0.3 and min(self.capacities) <= near <= max(self.capacities)
                 self.resize_row(row, near if is_near else self.random.choice(self.capacities))
 
     def resize_row(self, row: int, capacity: int) -> None:
-        """The same on the CPU must leave the same tables."""
+        """The same on the CPU must leave the same tables. At times the outcome of the last step's drafts is
+        not known yet.
+        """
         request = self.requests[row]
+        is_behind = self.max_new > 1 and request.new and self.random.random() < 0.5
+        seq_len = request.new.start if is_behind else request.seq_len
         old, slots = (torch.tensor(request.hot_slots[:size]) for size in (request.capacity, capacity))
         expected = on_host(self.state)
         for state in (expected, self.state):
-            state.resize_row(row, old, slots, request.seq_len)
+            state.resize_row(row, old, slots, seq_len)
         assert_same_tables(self.state, expected)
         self.is_owned[slots] = True
         self.give_up(request.hot_slots[capacity : request.capacity])
         request.capacity = capacity
         request.has_stepped = False
 
-    def grow(self, row: int, request: Request) -> None:
-        """The host page of its newest token, when that needs one more; at times some at once."""
-        if request.capacity and request.seq_len > request.num_host_pages * PAGE_SIZE:
+    def grow(self, row: int, request: Request, num_new: int) -> None:
+        """The host page of its newest token, when that needs one more; at times some at once, and at times
+        none for its drafts.
+        """
+        num_wanted = self.random.choice((1, num_new))
+        if request.capacity and request.seq_len + num_wanted > request.num_host_pages * PAGE_SIZE:
             first = request.num_host_pages
             end = min(first + self.random.choice((1, 1, 3)), self.pages_each)
             self.state.set_host_pages(row, first, request.host_pages[first:end])
             request.num_host_pages = end
+        num_there = request.num_host_pages * PAGE_SIZE if request.capacity else self.max_context
+        end = min(request.seq_len + num_new, num_there, self.max_context)
+        request.new = range(request.seq_len, end)
+        request.has_stepped = True
+        if self.max_new > 1:
+            for items in request.truth:
+                new = items[:, request.new.start : request.new.stop]
+                new.copy_(torch.randint(0, 256, new.shape, dtype=torch.uint8, generator=self.generator))
 
-    def selection(self, request: Request) -> Tensor:
-        """Some of the last one and some new positions, absent ones and duplicates between them."""
-        seq_len, top_k = request.seq_len, self.top_k
+    def selection(self, request: Request, num_new: int) -> Tensor:
+        """[num_new, top_k]: some of the last one and some new positions, absent ones and duplicates between
+        them, and much that all have in common.
+        """
+        seq_len, top_k = request.new.start + 1, self.top_k
         is_bounded = request.capacity > 0 and not self.has_faults
-        num_wanted = min(seq_len, top_k, request.capacity - 1 if is_bounded else top_k)
+        num_wanted = min(
+            seq_len, num_new * top_k, request.capacity - self.max_new if is_bounded else num_new * top_k
+        )
         churn = self.random.choice(self.churns)
         fresh = torch.randperm(seq_len, generator=self.generator)[:num_wanted]
         if (kept := request.last) is not None:
             num_kept = int(len(kept) * (1 - churn))
             kept = kept[torch.randperm(len(kept), generator=self.generator)[:num_kept]]
             fresh = torch.cat([kept, fresh[~torch.isin(fresh, kept)]])[:num_wanted]
-        if self.random.random() < 0.5:
-            fresh[-1] = seq_len - 1  # may be a duplicate
         request.last = fresh
+        return torch.stack([self.selection_of_one(fresh, seq_len + i) for i in range(num_new)])
+
+    def selection_of_one(self, fresh: Tensor, seq_len: int) -> Tensor:
+        """Of the row whose position is ``seq_len - 1``."""
+        top_k = self.top_k
+        fresh = fresh[torch.randperm(len(fresh), generator=self.generator)[:top_k]]
+        if self.random.random() < 0.5 and len(fresh):
+            fresh[-1] = seq_len - 1  # may be a duplicate
         row = torch.full((top_k,), ABSENT)
         row[: len(fresh)] = fresh
-        if len(fresh) < top_k and self.random.random() < 0.5:
+        if 0 < len(fresh) < top_k and self.random.random() < 0.5:
             num_duplicates = self.random.randint(0, top_k - len(fresh))
             row[len(fresh) : len(fresh) + num_duplicates] = fresh[0]
         if self.has_faults and self.random.random() < 0.1:
-            row[0] = self.random.choice((-2, seq_len, seq_len + 5, -(2**31), 2**31 - 1))
+            row[0] = self.random.choice((-2, seq_len + 4, seq_len + 9, -(2**31), 2**31 - 1))
         return row[torch.randperm(top_k, generator=self.generator)].to(torch.int32)
 
     def step(
-        self, selections: dict[int, Sequence[int]] | None = None, *, num_padding: int | None = None
+        self,
+        selections: dict[int, Sequence[int]] | None = None,
+        *,
+        num_padding: int | None = None,
+        num_new: int | None = None,
     ) -> Tensor:
         """One decode step of the rows in ``selections``, by default of all or some, with random selections.
+        Given selections are those of ``num_new`` positions one after the other, ``top_k`` each.
 
-        Returns the device slots of the last group's swap-in, on the CPU.
+        Returns the device slots of the last group's swap-in, [num_reqs, num_new * top_k] on the CPU.
         """
+        if num_new is None:
+            num_new = self.random.randint(1, self.max_new) if selections is None else 1
         if selections is None:
             batch = [(r, q) for r, q in self.requests.items() if q.seq_len < self.max_context]
             self.random.shuffle(batch)
@@ -337,50 +376,68 @@ class History:
         if num_padding is None:
             num_padding = self.random.randint(0, 2)
         for row, request in batch:
-            request.seq_len += 1
-            request.has_stepped = True
-            self.grow(row, request)
+            self.grow(row, request, num_new)
         rows = torch.tensor([r for r, _ in batch] + [0] * num_padding, dtype=self.rows_dtype)
-        seq_lens = torch.tensor([q.seq_len for _, q in batch] + [0] * num_padding, dtype=self.lens_dtype)
+        lens = [q.seq_len + num_new for _, q in batch]
+        seq_lens = torch.tensor(lens + [0] * num_padding, dtype=self.lens_dtype)
         num_real = torch.tensor([len(batch)], dtype=torch.int32)
         requests = (seq_lens, rows, num_real)
         requests_dev = (seq_lens.to(DEVICE), rows.to(DEVICE), num_real.to(DEVICE))
-        self.write_newest(batch, requests, requests_dev)
+        self.write_newest(batch, requests, requests_dev, num_new)
         out = torch.empty(0, dtype=torch.int32)
         for group in range(len(self.group_layers)):
-            selected = torch.zeros((len(rows), self.top_k), dtype=torch.int32)
+            selected = torch.zeros((len(rows), num_new, self.top_k), dtype=torch.int32)
             for i, (row, request) in enumerate(batch):
                 selected[i] = (
-                    self.selection(request) if selections is None else padded(selections[row], self.top_k)
+                    self.selection(request, num_new)
+                    if selections is None
+                    else padded(selections[row], num_new * self.top_k).view(num_new, self.top_k)
                 )
-            out = self.swap_in_group(group, batch, selected, requests, requests_dev)
-        backup_newest(*requests_dev, self.state, **self.pools())
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        for _, request in batch:
-            newest = request.seq_len - 1
-            if request.capacity and newest // PAGE_SIZE not in request.lost_pages:
-                for expected, items in zip(self.expected_host, request.truth, strict=True):
-                    expected[:, request.host_slots[newest]] = items[:, newest]
+            out = self.swap_in_group(group, batch, selected.flatten(0, 1), requests, requests_dev, num_new)
+        self.accept(batch, rows, num_real, num_padding)
         on_host(self.state).check_consistency(
-            {r: q.seq_len for r, q in self.requests.items() if q.has_stepped}
+            {r: q.new.stop for r, q in self.requests.items() if q.has_stepped},
+            {r: len(q.new) for r, q in self.requests.items()},
         )
         return out
+
+    def accept(
+        self, batch: list[tuple[int, Request]], rows: Tensor, num_real: Tensor, num_padding: int
+    ) -> None:
+        """Some of the new positions of each request, which are backed up."""
+        accepted = [self.random.randint(1, len(request.new)) for _, request in batch]
+        for (_, request), num in zip(batch, accepted, strict=True):
+            request.seq_len += num
+            newest = torch.arange(request.new.start, request.seq_len)
+            newest = newest[[int(p) // PAGE_SIZE not in request.lost_pages for p in newest]]
+            if request.capacity:
+                for expected, items in zip(self.expected_host, request.truth, strict=True):
+                    expected[:, request.host_slots[newest]] = items[:, newest]
+        lens = [request.seq_len for _, request in batch]
+        seq_lens = torch.tensor(lens + [0] * num_padding, dtype=self.lens_dtype)
+        nums = torch.tensor(accepted + [9] * num_padding, dtype=torch.int32)
+        backup_newest(
+            seq_lens.to(DEVICE), rows.to(DEVICE), num_real.to(DEVICE), self.state, **self.pools(),
+            num_newest=None if self.max_new == 1 else nums.to(DEVICE),
+        )  # fmt: skip
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
 
     def write_newest(
         self,
         batch: list[tuple[int, Request]],
         requests: tuple[Tensor, Tensor, Tensor],
         requests_dev: tuple[Tensor, Tensor, Tensor],
+        num_new: int,
     ) -> None:
         """What a model does before its swap-ins."""
-        slots = newest_slots(*requests_dev, self.state)
-        expected = torch.empty(len(requests[0]), dtype=torch.int32)
-        expected_newest_slots(*requests, on_host(self.state), expected)
-        assert torch.equal(slots.cpu(), expected), "newest_slots"
+        slots = newest_slots(*requests_dev, self.state, num_new=num_new).cpu()
+        expected = torch.empty(len(requests[0]) * num_new, dtype=torch.int32)
+        expected_newest_slots(*requests, on_host(self.state), expected, num_new)
+        assert torch.equal(slots, expected), "newest_slots"
         for i, dev in enumerate(self.dev if batch else ()):
-            items = torch.stack([request.truth[i][:, request.seq_len - 1] for _, request in batch], dim=1)
-            dev[:, slots[: len(batch)].long()] = items.to(DEVICE)
+            items = torch.cat([q.truth[i][:, q.new.start : q.new.stop] for _, q in batch], dim=1)
+            dev[:, slots[slots >= 0].long().to(DEVICE)] = items.to(DEVICE)
 
     def swap_in_group(
         self,
@@ -389,6 +446,7 @@ class History:
         selected: Tensor,
         requests: tuple[Tensor, Tensor, Tensor],
         requests_dev: tuple[Tensor, Tensor, Tensor],
+        num_new: int,
     ) -> Tensor:
         layers = self.group_layers[group]
         plan = self.plan if len(layers) > 1 or self.random.random() < 0.5 else None
@@ -398,21 +456,23 @@ class History:
         if self.copy_blocks is not None and self.random.random() < 0.5:
             plan = self.plan
             plan_misses(
-                selected.to(DEVICE), *requests_dev, self.state, group=group, miss_plan=plan, out=out_dev
-            )
+                selected.to(DEVICE), *requests_dev, self.state, group=group, miss_plan=plan, out=out_dev,
+                num_new=num_new,
+            )  # fmt: skip
             for layer in layers:
                 replay_misses(plan, layer, **self.pools(), max_blocks=self.copy_blocks)
         else:
             swap_in(
                 selected.to(DEVICE), *requests_dev, self.state,
-                group=group, layer=layers[0], out=out_dev, miss_plan=plan, **self.pools(),
+                group=group, layer=layers[0], out=out_dev, miss_plan=plan, num_new=num_new, **self.pools(),
             )  # fmt: skip
             for layer in layers[1:]:
                 replay_misses(self.plan, layer, **self.pools())
         guards = torch.cat((guarded[:GUARD], guarded[-GUARD:]))
         assert (guards == UNTOUCHED).all(), "written outside of out"
         out = out_dev.cpu()
-        check_step(before, self.state, selected, *requests, out, group=group, miss_plan=plan)
+        check_step(before, self.state, selected, *requests, out, group=group, miss_plan=plan, num_new=num_new)
+        selected, out = (table.view(len(requests[0]), num_new * self.top_k) for table in (selected, out))
         slots = [out[i][out[i] >= 0].long() for i in range(len(batch))]
         positions = [selected[i][out[i] >= 0].long() for i in range(len(batch))]
         for layer in layers if batch else ():

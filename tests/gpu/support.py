@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.hot_state import ABSENT, HotBufferState
+from kernels.hot_state import ABSENT, HotBufferState, ring_entries
 from kernels.miss_plan import MissPlan
 from kernels.reference import resolve as expected_resolve
 
@@ -66,6 +66,7 @@ def check_step(
     *,
     group: int = 0,
     miss_plan: MissPlan | None = None,
+    num_new: int = 1,
 ) -> None:
     """Compare the tables, ``out`` and the plan after a swap-in with the reference's; all but ``state`` and
     the plan on the CPU.
@@ -75,8 +76,11 @@ def check_step(
     """
     expected, expected_out = on_host(before), torch.empty_like(selected)
     src_host_slots, _ = expected_resolve(
-        selected, seq_lens, req_rows, num_real_reqs, expected, group, expected_out
+        selected, seq_lens, req_rows, num_real_reqs, expected, group, expected_out, num_new
     )
+    # What a request's new positions select is one selection.
+    shape = (len(seq_lens), num_new * selected.shape[1])
+    selected, out, expected_out = selected.view(shape), out.view(shape), expected_out.view(shape)
     after = on_host(state)
     for name in ("counters", "error_flags", "step", "stamps",
                  "hot_slots", "capacity", "page_table", "host_pages", "index_pages"):  # fmt: skip
@@ -84,10 +88,17 @@ def check_step(
 
     num_real = int(num_real_reqs)
     rows, lens, positions = req_rows[:num_real].long(), seq_lens[:num_real].long(), selected[:num_real].long()
-    capacity = before.capacity[rows].long()
-    newest_entry = torch.minimum(lens, capacity)[:, None] - 1
-    newest = lens[:, None] - 1
-    is_valid = (positions >= 0) & (positions <= newest) & (capacity > 0)[:, None]
+    capacity = before.capacity[rows].long()[:, None]
+    new = lens[:, None] - num_new + torch.arange(num_new)
+    new_pages = before.host_pages[rows[:, None], new.clamp(max=before.max_context - 1) // before.page_size]
+    has_slot = (capacity > 0) & (new < before.max_context) & (new_pages >= 0)
+    first_new, end = new[:, :1], new[:, :1] + has_slot.sum(dim=1, keepdim=True)
+    entries = torch.from_numpy(
+        ring_entries(new.numpy(), capacity.clamp(min=before.max_new).numpy(), before.max_new)
+    )
+    is_taken = torch.zeros((num_real, before.max_capacity + 1), dtype=torch.bool)  # the last is of no entry
+    is_taken[torch.nonzero(has_slot).unbind(1)[0], entries[has_slot]] = True
+    is_valid = (positions >= 0) & (positions < end) & (capacity > 0)
     row_of = rows[:, None].expand_as(positions)
     known = positions.clamp(0, before.max_context - 1)
     page_ids = before.host_pages[row_of, known // before.page_size].long()
@@ -95,7 +106,9 @@ def check_step(
         is_valid & (page_ids >= 0), page_ids * before.page_size + known % before.page_size, ABSENT
     )
     hot_index = before.host_to_hot[group, host_slots]  # the last one, of no slot, is empty
-    is_hit = ((hot_index >= 0) & (hot_index != newest_entry)) | (positions == newest)
+    is_hit = ((hot_index >= 0) & ~is_taken.gather(1, hot_index.long() % is_taken.shape[1])) | (
+        (positions >= first_new) & (positions < end)
+    )
     is_miss = torch.zeros_like(selected, dtype=torch.bool)
     is_miss[:num_real] = (host_slots >= 0) & ~is_hit
     is_missing = torch.zeros(before.num_host_slots + 1, dtype=torch.bool)

@@ -256,7 +256,9 @@ def test_sizes_beyond_the_limits_are_refused() -> None:
         return str(caught.value)
 
     assert failure(1, 4097, one.state) == "top_k: expected a value in [1, 4097), got 4097"
-    assert failure(4096, 4096, one.state).startswith("num_reqs * top_k: expected a value in [1, 16777216)")
+    assert failure(4096, 4096, one.state).startswith(
+        "num_reqs * num_new * top_k: expected a value in [1, 16777216)"
+    )
     large = HotBufferState.create(1, 1, 64, 32769, 16, 64, DEVICE)
     assert failure(1, 4, large) == "state.max_capacity: expected a value in [1, 32769), got 32769"
 

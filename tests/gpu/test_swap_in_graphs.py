@@ -10,14 +10,10 @@ import torch
 from kernels.checks import KernelArgumentError
 from kernels.hot_state import HotBufferState
 from kernels.swap_in import swap_in
-from tests.gpu.decoder import Decoder
+from tests.gpu.decoder import Decoder, draw
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = needs_gpu
-
-
-def draw(generator: torch.Generator, values: tuple[int, ...]) -> int:
-    return values[int(torch.randint(len(values), (1,), generator=generator))]
 
 
 def test_graphs_of_several_batch_sizes_on_one_state() -> None:
@@ -26,7 +22,7 @@ def test_graphs_of_several_batch_sizes_on_one_state() -> None:
     for _ in range(60):
         size = draw(decoder.generator, sizes)
         decoder.prepare(size)
-        decoder.replay[size]()
+        decoder.replay(size)
         decoder.check()
     decoder.finish()
 
@@ -35,7 +31,7 @@ def test_graphs_of_one_request_with_a_large_selection() -> None:
     decoder = Decoder(2, (1, 2), top_k=2048, capacity=2200, max_context=5000)
     for step in range(40):
         decoder.prepare(1 + step % 2)
-        decoder.replay[1 + step % 2]()
+        decoder.replay(1 + step % 2)
         decoder.check()
     decoder.finish()
 
@@ -47,7 +43,7 @@ def test_graphs_of_two_states_in_turn() -> None:
         for decoder, size in sizes.items():
             decoder.prepare(size)
         for decoder in (one, other) if step % 3 else (other, one):
-            decoder.replay[sizes[decoder]]()
+            decoder.replay(sizes[decoder])
         for decoder in sizes:
             decoder.check()
     one.finish()
@@ -65,7 +61,7 @@ def test_graphs_of_two_states_at_the_same_time() -> None:
             torch.cuda.synchronize()
         for decoder, stream in zip(decoders, streams, strict=True):
             with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
-                decoder.replay[40]()
+                decoder.replay(40)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         for decoder in decoders:

@@ -11,10 +11,21 @@ import numpy as np
 import pytest
 import torch
 
+from bench import swap_in_drafts
 from bench.facts import run_facts, spread
 from bench.record_trace import record, seeded_text
+from bench.swap_in_drafts import NUM_TOKENS, NUM_WARM_TOKENS, calls_of, hot_capacity
 from bench.swap_in_report import MAX_KEPT_BYTES, PEER_US, judge, keep, print_report
-from bench.swap_in_workload import CONTEXT, FRESH, MISS_PERCENTS, NUM_STEPS, TOP_K, Cell, selections
+from bench.swap_in_workload import (
+    CONTEXT,
+    FRESH,
+    MISS_PERCENTS,
+    NUM_STEPS,
+    TOP_K,
+    Cell,
+    draft_selections,
+    selections,
+)
 from bench.traces import Trace, kernel_hit_rate, load_trace, lru_counts, lru_hit_rate, synthetic_trace
 from model.loader import load_model
 from model.spec import load_spec
@@ -75,6 +86,44 @@ def test_a_cell_sees_wrong_bytes() -> None:
     cell.dev[0, out[1, 2]] += 1
     with pytest.raises(RuntimeError, match="layer 0, row 1"):
         cell.verify(selected, out)
+
+
+@pytest.mark.parametrize("miss_percent", [0, 10, 30])
+def test_tokens_of_drafts_unite_and_miss_as_they_promise_in_calls_of_any_number(miss_percent: int) -> None:
+    tokens = draft_selections(NUM_TOKENS, 1, miss_percent, 1.9, 0)
+    unions = [len(tokens[step : step + 4].unique()) / TOP_K for step in range(0, NUM_TOKENS - 4, 7)]
+    assert unions == pytest.approx([1.9] * len(unions), abs=0.001)
+    assert all(len(token.unique()) == TOP_K for token in tokens)
+    num_misses = round(TOP_K * miss_percent / 100) * (NUM_TOKENS - NUM_WARM_TOKENS)
+    for num_new in (1, 3, 4):
+        cell = Cell(torch.zeros((1, CONTEXT, 1), dtype=torch.uint8), 1, CONTEXT, hot_capacity(4), "cpu", 4)
+        calls = calls_of(tokens, num_new)
+        assert torch.equal(calls.view(tokens.shape), tokens)
+        for number, call in enumerate(calls):
+            if number == NUM_WARM_TOKENS // num_new:
+                cell.state.counters.zero_()
+            cell.call(call, torch.tensor([CONTEXT]), torch.empty_like(call))
+        assert cell.counted()[1] == num_misses
+        assert not cell.state.error_flags.any()
+    with pytest.raises(
+        ValueError, match=r"31% misses: a token replaces 614 of 2048 positions at a union of 1\.9"
+    ):
+        draft_selections(2, 1, 31, 1.9, 0)
+
+
+def test_calls_of_several_tokens_keep_a_requests_rows_together() -> None:
+    tokens = torch.arange(12).view(4, 3, 1)
+    assert calls_of(tokens, 2)[0].flatten().tolist() == [0, 3, 1, 4, 2, 5]
+
+
+def test_a_report_of_drafts_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = {"us": 41.0, "us_per_token": 20.5, "union": 1.3, "misses_per_token": 41.0, "gb_s": 2.3}
+    one = {"item_bytes": 1152, "batch": 1, "miss_percent": 2, "max_new": 4, "num_new": 2, **numbers}
+    peak = {"gpu": "some GPU", "copy_peak_gb_s": spread([50.0])}
+    swap_in_drafts.print_report(
+        {**peak, "union_of_four": 1.9, "hot_capacity": 8256, "num_repeats": 3, "cells": [one]}
+    )
+    assert " 1152     1     2        4   2   1.30          41.0     41.0      20.5" in capsys.readouterr().out
 
 
 # --- traces -----------------------------------------------------------------------------------------------

@@ -35,8 +35,8 @@ def compile_with_nvrtc(arch: int, options: tuple[str, ...]) -> str:
     return text.decode(errors="replace") if isinstance(text, bytes) else str(text)
 
 
-VARIANTS = [(1, True, 64), (2, True, 1), (4, False, 48), (8, True, 64)]
-"""Positions of a thread, only wide items, page size."""
+VARIANTS = [(1, True, 64, 1), (2, True, 1, 1), (8, False, 48, 2), (16, True, 64, 4)]
+"""Positions of a thread, only wide items, page size, new positions at most."""
 SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=True))
 """Of the default run: each variant and each architecture once."""
 
@@ -49,9 +49,8 @@ SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=True))
         for variant in VARIANTS
     ],
 )
-def test_compiles(arch: int, variant: tuple[int, bool, int], tmp_path: Path) -> None:
-    positions_per_thread, only_wide_items, page_size = variant
-    options = cuda.compile_options(positions_per_thread, only_wide_items, page_size)
+def test_compiles(arch: int, variant: tuple[int, bool, int, int], tmp_path: Path) -> None:
+    options = cuda.compile_options(*variant)
     if shutil.which("nvcc"):
         log = compile_with_nvcc(arch, options, tmp_path)
         assert set(re.findall(r"Compiling entry function '(\w+)'", log)) == ENTRIES

@@ -49,7 +49,7 @@ def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> 
         torch.arange(capacity),
         torch.arange(num_pages) + 3,
         torch.arange(2) + 7,
-        plan_warm_up(NUM_GROUPS, capacity, num_tokens, hints),
+        plan_warm_up(NUM_GROUPS, capacity, 1, num_tokens, hints),
         [(group,) for group in range(NUM_GROUPS)],
         ((pool, pool),),
     )

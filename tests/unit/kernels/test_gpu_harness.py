@@ -23,19 +23,22 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu runs them whe
         {},
         {"has_faults": True, "capacities": (2, 10, 25, 60)},
         {"host_layout": Layout(is_slot_major=True, gap=3), "dev_layout": Layout(gap=5, offset=1)},
+        {"max_new": 4, "capacities": (100, 101, 130), "max_context": 200},
+        {"max_new": 3, "has_faults": True, "capacities": (3, 10, 25, 60)},
     ],
-    ids=["plain", "faults", "strided"],
+    ids=["plain", "faults", "strided", "drafts", "drafts and faults"],
 )
 def test_history(options: dict[str, Any]) -> None:
     History(1, (24, 7), **options).run(60)
 
 
-def test_decoder() -> None:
-    decoder = Decoder(1, (3, 9), top_k=16, capacity=20, max_context=100)
+@pytest.mark.parametrize(("max_new", "capacity"), [(1, 20), (3, 53)])
+def test_decoder(max_new: int, capacity: int) -> None:
+    decoder = Decoder(1, (3, 9), top_k=16, capacity=capacity, max_context=100, max_new=max_new)
     for step in range(12):
         size = (3, 9)[step % 2]
-        decoder.prepare(size)
-        decoder.replay[size]()
+        decoder.prepare(size, 1 + step % max_new)
+        decoder.replay(size)
         decoder.check()
     decoder.finish()
 

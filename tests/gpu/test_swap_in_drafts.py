@@ -1,0 +1,180 @@
+"""The CUDA swap-in of several new positions a request, every step checked as in a history.
+
+The number of drafts changes from step to step; any of them are rejected, and some have no page or are behind
+the context.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.checks import KernelArgumentError
+from kernels.hot_state import MISSES, HotBufferState
+from kernels.swap_in import swap_in
+from tests.gpu.decoder import Decoder, draw
+from tests.gpu.history import ONE_LAYER, History
+from tests.gpu.support import DEVICE, needs_gpu
+
+pytestmark = [*needs_gpu, pytest.mark.I3, pytest.mark.I4]
+
+
+@pytest.mark.parametrize("max_new", [2, 3, 4])
+@pytest.mark.parametrize("item_bytes", [(656,), (7, 24)])
+def test_history_of_drafts(max_new: int, item_bytes: tuple[int, ...]) -> None:
+    """Of requests that outgrow their buffers, and fit again in larger ones."""
+    capacities = (24 * max_new + max_new, 110, 130, 190)
+    History(max_new, item_bytes, max_new=max_new, capacities=capacities).run(100)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_history_of_drafts_with_faults(seed: int) -> None:
+    History(seed, (24,), max_new=4, has_faults=True, capacities=(4, 5, 11, 24, 60, 120)).run(100)
+
+
+@pytest.mark.parametrize("context", [64, 71])
+def test_history_of_drafts_at_the_end_of_the_context(context: int) -> None:
+    """The end of a page, and its middle."""
+    History(
+        context, (24,), max_new=4, max_context=context, capacities=(30, 40, 80), top_k=6, num_rows=4
+    ).run(150)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "top_k", "max_new", "num_steps"),
+    [
+        (1, 300, 4, 30),
+        (2, 300, 3, 30),
+        (3, 200, 4, 30),
+        (10, 100, 2, 20),
+        (40, 60, 4, 12),
+        (70, 48, 4, 10),
+        (140, 40, 3, 8),
+        (200, 24, 4, 8),
+        (140, 150, 4, 4),
+    ],
+)
+def test_history_of_drafts_of_each_batch_size(
+    num_rows: int, top_k: int, max_new: int, num_steps: int
+) -> None:
+    num_selected = max_new * top_k
+    History(
+        num_rows, (32,), num_rows=num_rows, top_k=top_k, max_context=5 * top_k, max_new=max_new,
+        capacities=(num_selected + max_new, num_selected + 100), group_layers=ONE_LAYER,
+    ).run(num_steps, num_started=num_rows)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "top_k", "max_new", "num_steps"),
+    [
+        (1, 2048, 4, 20),
+        (4, 2048, 4, 12),
+        (2, 2048, 3, 12),
+        (3, 4096, 2, 10),
+        (40, 2048, 4, 3),
+        (140, 2048, 4, 2),
+    ],
+)
+def test_history_of_large_selections(num_rows: int, top_k: int, max_new: int, num_steps: int) -> None:
+    """Up to 8192 positions a request, and so many in one block."""
+    capacity = max_new * top_k + max_new
+    History(
+        num_rows, (16,), top_k=top_k, max_new=max_new, num_rows=num_rows, max_context=2 * capacity,
+        capacities=(capacity, capacity + 3000), group_layers=ONE_LAYER, has_dense=num_rows < 10,
+    ).run(num_steps, num_started=num_rows)  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_rows", "copy_blocks"), [(1, 1), (10, 8), (140, 8)])
+def test_history_of_drafts_whose_misses_are_copied_later(num_rows: int, copy_blocks: int) -> None:
+    History(
+        num_rows, (656,), top_k=40, max_new=3, capacities=(123, 160), max_context=300, num_rows=num_rows,
+        copy_blocks=copy_blocks,
+    ).run(8, num_started=num_rows)  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_rows", "top_k"), [(1, 2048), (1, 100), (5, 400), (90, 300), (140, 2048)])
+def test_what_all_new_positions_miss_is_fetched_once(num_rows: int, top_k: int) -> None:
+    """In every block of the request, or in one that has all of it."""
+    capacity = top_k + 4
+    history = History(
+        capacity, (16,), top_k=top_k, num_rows=num_rows, max_context=6000, capacities=(4, capacity),
+        group_layers=ONE_LAYER, has_dense=False, max_new=4,
+    )  # fmt: skip
+    for _ in range(num_rows):
+        history.admit(capacity=capacity, prompt=5000, is_warm=False)
+    for step in range(3):
+        num_misses = history.state.counters[:, MISSES].clone()
+        selections = {}
+        for row in range(num_rows):
+            positions = (torch.arange(top_k) + step * top_k + row) % 5000
+            shuffles = [torch.randperm(top_k, generator=history.generator) for _ in range(4)]
+            selections[row] = torch.cat([positions[order] for order in shuffles]).tolist()
+        history.step(selections, num_new=4)
+        assert (history.state.counters[:, MISSES] - num_misses == top_k).all()
+    history.finish()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 70])
+def test_new_positions_in_place_of_former_ones_that_are_selected(num_rows: int) -> None:
+    """What was accepted loses its entry in the very step in which many blocks ask for it."""
+    top_k, max_new = (1024 if num_rows < 10 else 200), 3
+    capacity = max_new * top_k + max_new
+    history = History(
+        num_rows, (16,), top_k=top_k, num_rows=num_rows, max_context=6000, capacities=(3, capacity),
+        group_layers=ONE_LAYER, has_dense=False, max_new=max_new,
+    )  # fmt: skip
+    for _ in range(num_rows):
+        history.admit(capacity=capacity, prompt=5000, is_warm=False)
+    for step in range(8):
+        num_new = 1 + (step + 1) % max_new
+        selections = {}
+        for row in range(num_rows):
+            first_new = history.requests[row].seq_len
+            others = list(range(7 * step, 7 * step + top_k - 20))
+            one = others + [first_new - 1] * 8 + [first_new - 2] * 4 + [first_new - 3] * 4 + [first_new] * 4
+            selections[row] = [p for _ in range(num_new) for p in history.random.sample(one, top_k)]
+        history.step(selections, num_new=num_new)
+    history.finish()
+
+
+def test_graphs_of_several_batch_sizes_and_numbers_of_drafts_on_one_state() -> None:
+    sizes = (3, 40, 140)
+    decoder = Decoder(1, sizes, top_k=64, capacity=200, max_new=3)
+    for _ in range(60):
+        size = draw(decoder.generator, sizes)
+        decoder.prepare(size, draw(decoder.generator, (1, 2, 3)))
+        decoder.replay(size)
+        decoder.check()
+    decoder.finish()
+
+
+def test_graphs_of_one_request_with_large_selections() -> None:
+    decoder = Decoder(2, (1, 2), top_k=2048, capacity=8200, max_context=20000, max_new=4)
+    for step in range(24):
+        decoder.prepare(1 + step % 2, 1 + step % 4)
+        decoder.replay(1 + step % 2)
+        decoder.check()
+    decoder.finish()
+
+
+def test_more_positions_than_a_block_can_take_are_refused() -> None:
+    state = HotBufferState.create(1, 1, 64, 9, 16, 64, DEVICE, max_new=5)
+    number = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    selected = torch.zeros((5, 2048), dtype=torch.int32, device=DEVICE)
+    host = torch.zeros((1, 64, 32), dtype=torch.uint8, pin_memory=DEVICE == "cuda")
+    dev = torch.zeros((1, 9, 32), dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(
+        KernelArgumentError, match=r"num_new \* top_k: expected a value in \[1, 8193\), got 10240"
+    ):
+        swap_in(
+            selected,
+            number * 5,
+            number * 0,
+            number,
+            state,
+            group=0,
+            layer=0,
+            k_host=host,
+            k_dev=dev,
+            num_new=5,
+        )
