@@ -176,7 +176,7 @@ class Bench:
             spec,
             self.memory,
             num_rows=batch,
-            max_capacity=max(1, capacity),
+            max_capacity=max(self._num_new, capacity),
             page_size=PAGE_SIZE,
             max_new=self._num_new,
         )
