@@ -34,6 +34,7 @@ from decode_node.scheduler import StepPlan, plan_step
 from decode_node.sizing import (
     DecodeSettingsError,
     check_swap_in,
+    drafts_without_room,
     make_limits,
     max_hot_capacity,
     size_device_pool,
@@ -118,6 +119,8 @@ class DecodeEngine:
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         self.limits = make_limits(settings, spec, size_device_pool(settings, spec, gpu_memory))
+        if fault := drafts_without_room(settings, spec):
+            log.warning("%s", fault)
         self.requests = LiveRequests(Pools(self.limits.totals, settings.page_size), settings.quarantine_secs)
         front.send(EngineLoading("pools"))
         self._memory = DecodeMemory(

@@ -386,7 +386,7 @@ class _Inputs:
     def create(
         cls, max_reqs: int, max_new: int, device: torch.device | str, *, pin_memory: bool = False
     ) -> _Inputs:
-        sizes = (max_reqs * max_new, max_reqs, max_reqs, max_reqs, max_reqs, 1)
+        sizes = [max_reqs * max_new, max_reqs, max_reqs, max_reqs, max_reqs, 1]
         values = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pin_memory)
         return cls(values, *torch.split(values, sizes))
 

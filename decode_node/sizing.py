@@ -82,6 +82,19 @@ def full_buffer_for_drafts(settings: DecodeSettings, spec: ModelSpec) -> int:
     return num_new * spec.index_topk + num_new
 
 
+def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
+    """What hot buffers are too small for, and the remedy; empty when they are large enough."""
+    num_drafts, top_k = settings.speculative_num_steps, spec.index_topk
+    needed = full_buffer_for_drafts(settings, spec)
+    if num_drafts == 0 or max_hot_capacity(settings, spec) >= min(needed, spec.context_length + num_drafts):
+        return ""
+    possible = max(0, (settings.device_buffer_size - num_drafts - 1) // top_k - 1)
+    return (
+        f"device_buffer_size {settings.device_buffer_size} has room for {possible} of {num_drafts} drafts of a "
+        f"hisparse request that is longer; give --device-buffer-size {needed} for all of them"
+    )
+
+
 def check_swap_in(settings: DecodeSettings, spec: ModelSpec) -> None:
     """Raise KernelSizeError for what the swap-in of a GPU cannot take, if the node is on one."""
     if settings.device != "cpu":
