@@ -374,6 +374,7 @@ class Generate:
             "held_tokens": output.stats.num_held_tokens if output.stats else 0,
             "e2e_latency": time.monotonic() - self._work.arrived_at,
             "hisparse": hisparse_usage([output]),
+            **_generate_drafts(output),
         }
         if output.sample.options.num_logprobs is not None:
             meta["input_token_logprobs"] = []
@@ -416,8 +417,35 @@ def usage(outputs: Sequence[SampleOutput]) -> Json:
         "completion_tokens": num_new_tokens,
         "total_tokens": num_prompt_tokens + num_new_tokens,
         "prompt_tokens_details": details,
+        **_openai_drafts(outputs),
         "hisparse": hisparse_usage(outputs),
     }
+
+
+def num_drafts(outputs: Sequence[SampleOutput]) -> tuple[int, int]:
+    """Drafts that steps verified for all samples together, and those of them that were accepted."""
+    stats = [output.stats for output in outputs if output.stats is not None]
+    return sum(entry.num_drafted for entry in stats), sum(entry.num_accepted for entry in stats)
+
+
+def _openai_drafts(outputs: Sequence[SampleOutput]) -> Json:
+    """OpenAI's names; nothing where no draft was verified."""
+    num_drafted, num_accepted = num_drafts(outputs)
+    if not num_drafted:
+        return {}
+    details = {
+        "accepted_prediction_tokens": num_accepted,
+        "rejected_prediction_tokens": num_drafted - num_accepted,
+    }
+    return {"completion_tokens_details": details}
+
+
+def _generate_drafts(output: SampleOutput) -> Json:
+    """SGLang's names; nothing where no draft was verified."""
+    num_drafted, num_accepted = num_drafts([output])
+    if not num_drafted:
+        return {}
+    return {"spec_draft_token_num": num_drafted, "spec_accept_token_num": num_accepted}
 
 
 def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:

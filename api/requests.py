@@ -110,6 +110,7 @@ async def plan_samples(
                 bootstrap_host=meeting.bootstrap_host,
                 bootstrap_port=meeting.bootstrap_port,
                 hisparse=request.hisparse,
+                is_speculative=request.is_speculative,
             )
             samples.append(SampleRequest(generate, prompt, prompt_index, options))
             if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:

@@ -89,6 +89,7 @@ class ApiRequest:
     stream: bool
     usage: StreamedUsage
     hisparse: HisparseFlag | None
+    is_speculative: bool
     request_ids: tuple[str, ...]
     """``rid`` of ``/generate``: one a prompt, or ()."""
 
@@ -146,6 +147,7 @@ def parse_request(
         stream=stream,
         usage=_streamed_usage(fields, endpoint, stream),
         hisparse=_hisparse(fields, endpoint),
+        is_speculative=fields.flag("speculative", default=True),
         request_ids=_request_ids(fields, endpoint, len(prompts)),
     )
 

@@ -1,6 +1,7 @@
 """Where a decode step's time goes: the node's own steps on a GPU, without servers around them.
 
     python bench/decode_step.py --model-path DIR [--batch 1 8 32 128] [--context 32768] [--out STEM]
+        [--speculative-num-steps 0 1 2 3]
 
 One prompt of ``--context`` random tokens is prefilled by the prefill node's code (its rate stands below the
 table); every request of a batch gets a copy of that KV, in host slots of its own or in dense pages, and a
@@ -9,6 +10,11 @@ by the clock around all of them, and, in as many steps again, by kernel with tor
 the kernel of that name with its replays; its bytes are the misses that it counted. Of a step in micro-batches
 kernels overlap, and their times do not add up; a copy's has in it how long it waited for its plan, and so its
 GB/s are the least that it can have been. On a CPU it runs, too, and then says how the host's code does.
+
+``--speculative-num-steps`` takes the steps with so many drafts each, where the checkpoint has an MTP layer;
+how often its guesses are right is a setting of ``checkpoints/make_synthetic.py``. "tokens" are what a request
+gets of a step, "misses" those of a token; the other columns are of a step. A hot buffer that cannot hold what
+all positions of a step may select is refused.
 
 With ``--dp-size N`` as many ranks take the steps together, each with a batch of its own; what is printed is
 the first one's, its tokens a second of all. On a GPU a line a row says what each part takes of its memory in
@@ -43,7 +49,9 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, slots_tensor
 from decode_node.pools import PoolKind, Pools, SlotCounts, round_up
 from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.runner import Runner, make_runner
+from decode_node.runner import make_runner
+from decode_node.sizing import DecodeSettingsError, full_buffer_for_drafts
+from decode_node.steps import Runner
 from kernels.device_memory import use_device
 from model.dsa import DsaModel
 from model.loader import load_model
@@ -99,7 +107,13 @@ def prefill(
             stop = min(start + chunk, context)
             request = PagedRequest(pages, start, stop - start, want_hint=stop == context)
             kv = PagedKv(spec, memory.kv, memory.index, PAGE_SIZE, [request], None, kernels)
-            model.forward(tokens[start:stop].to(device), kv.positions, kv, kv.last_rows)
+            inputs = tokens[start:stop].to(device), kv.positions, kv, kv.last_rows
+            if spec.num_draft_layers:
+                _, hidden = model.forward_with_hidden(*inputs)
+                following = tokens.roll(-1)[start:stop].to(device)
+                model.draft(following, hidden, kv.positions, kv, kv.last_rows)
+            else:
+                model.forward(*inputs)
             if kv.hints[0] is not None:
                 hints = kv.hints[0].cpu()
         synchronize(device)
@@ -129,10 +143,16 @@ class Bench:
         used = MemoryByPart(model.device)
         used.mark("before")
         batch, context = settings.max_running_requests, prompt.kv.shape[1]
-        life = context + 4 * num_steps + 2
+        self._num_new = settings.speculative_num_steps + 1
+        life = context + 4 * num_steps * self._num_new + 1 + self._num_new
         self._spec, self._prompt = spec, prompt
         is_hisparse = mode is Mode.HISPARSE
         capacity = min(settings.device_buffer_size, life) if is_hisparse else 0
+        if 0 < capacity < min(full_buffer_for_drafts(settings, spec), life):
+            raise DecodeSettingsError(
+                f"--buffer {capacity}: the positions of a step with {self._num_new - 1} drafts may select "
+                f"more; give {full_buffer_for_drafts(settings, spec)}"
+            )
         need = SlotCounts(
             host=life if is_hisparse else 0,
             device=capacity or life,
@@ -159,8 +179,9 @@ class Bench:
             self.memory,
             num_rows=batch,
             num_lookup_slots=pools.totals.lookup,
-            max_capacity=max(1, capacity),
+            max_capacity=max(self._num_new, capacity),
             page_size=PAGE_SIZE,
+            max_new=self._num_new,
         )
         used.mark("tables")
         self.requests = [self._admit(pools, need, number, mode, context, life) for number in range(batch)]
@@ -168,6 +189,8 @@ class Bench:
         used.mark("graphs and workspaces")
         self.used, self.planned = used, planned_pools(settings, spec, pools.totals)
         self.totals = (0, 0, 0)
+        self.num_tokens = 0
+        """That the requests have got."""
 
     def run(self, num_steps: int) -> float:
         """Seconds of so many steps, each launched before the tokens of the one before are read."""
@@ -175,8 +198,9 @@ class Bench:
         started = time.perf_counter()
         previous = None
         for _ in range(num_steps):
+            is_split = self.runner.would_split(self.requests)
             launched = self.runner.launch(
-                self.requests, NodeStep(len(self.requests), self.runner.would_split(self.requests))
+                self.requests, NodeStep(len(self.requests), is_split, num_new=self._num_new)
             )
             for request in self.requests:
                 request.num_in_flight += 1
@@ -196,12 +220,14 @@ class Bench:
         result = launched.result()
         if wrong := [error for error in result.errors if error]:
             raise RuntimeError(f"a step reported {wrong[0]}")
-        for request, token_id, counters in zip(
-            launched.batch, result.token_ids, result.counters, strict=True
+        for request, token_ids, counters, drafts in zip(
+            launched.batch, result.token_ids, result.counters, result.drafts, strict=True
         ):
             request.num_in_flight -= 1
-            request.output_token_ids.append(token_id)
+            request.output_token_ids += token_ids
+            request.draft_token_ids = drafts
             request.row_counters = counters
+            self.num_tokens += len(token_ids)
         self.totals = self.hot_buffers.totals(self.requests)
 
     def _admit(
@@ -239,14 +265,21 @@ class Bench:
 
 
 def measure(
-    spec: ModelSpec, model: DsaModel, arguments: argparse.Namespace, prompt: Prefilled, mode: Mode, batch: int
+    spec: ModelSpec,
+    model: DsaModel,
+    arguments: argparse.Namespace,
+    prompt: Prefilled,
+    mode: Mode,
+    batch: int,
+    num_drafts: int,
 ) -> dict[str, Any]:
-    settings = make_settings(arguments, batch)
+    settings = make_settings(arguments, batch, num_drafts)
     bench = Bench(spec, model, settings, prompt, mode, arguments.steps)
     try:
         bench.run(max(2, arguments.steps // 4))
-        before = bench.totals
+        before, tokens_before = bench.totals, bench.num_tokens
         secs = bench.run(arguments.steps)
+        num_tokens = bench.num_tokens - tokens_before
         hits, misses, _ = (after - b for after, b in zip(bench.totals, before, strict=True))
         bench.used.mark("steps")
         kinds, longest = by_kind(bench, arguments.steps) if model.device.type == "cuda" else ({}, [])
@@ -258,8 +291,11 @@ def measure(
     return {
         "mode": str(mode),
         "batch": batch,
+        "num_drafts": num_drafts,
         "step_ms": step_ms,
-        "tokens_a_second": arguments.dp_size * batch / step_ms * 1e3,
+        "tokens_a_step": num_tokens / arguments.steps / batch,
+        "tokens_a_second": arguments.dp_size * num_tokens / secs,
+        "misses_a_token": misses / num_tokens,
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         "mb_a_step": miss_bytes / 1e6,
         "gpu_ms": kinds,
@@ -290,7 +326,7 @@ def by_kind(bench: Bench, num_steps: int) -> tuple[dict[str, float], list[tuple[
     return dict(sums), names.most_common(14)
 
 
-def make_settings(arguments: argparse.Namespace, batch: int) -> DecodeSettings:
+def make_settings(arguments: argparse.Namespace, batch: int, num_drafts: int = 0) -> DecodeSettings:
     return DecodeSettings(
         model_path=arguments.model_path,
         device=arguments.device,
@@ -303,6 +339,7 @@ def make_settings(arguments: argparse.Namespace, batch: int) -> DecodeSettings:
         **({"cuda_graph_max_bs": 0} if arguments.no_graphs else {"cuda_graph_bs": (batch,)}),
         micro_batch_min_bs=arguments.micro_batch_min_bs,
         page_size=PAGE_SIZE,
+        speculative_num_steps=num_drafts,
     )
 
 
@@ -318,15 +355,19 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         f"{report['buffer']}; {report['device']}, commit {facts['commit'][:12]}; ms a step"
     )
     kinds = [*KINDS, "the rest"]
-    for name in ("mode", "batch", "step", "tok/s", "hit rate", "MB a step", *kinds, "share", "GB/s"):
+    names = ("mode", "batch", "drafts", "step", "tokens", "tok/s", "hit rate", "misses", "MB a step")
+    for name in (*names, *kinds, "share", "GB/s"):
         table.add_column(name, justify="right")
     for row in report["rows"]:
         table.add_row(
             row["mode"],
             str(row["batch"]),
+            str(row["num_drafts"]),
             f"{row['step_ms']:.3f}",
+            f"{row['tokens_a_step']:.2f}",
             f"{row['tokens_a_second']:,.0f}",
             "" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}",
+            f"{row['misses_a_token']:,.0f}",
             f"{row['mb_a_step']:.1f}",
             *(f"{row['gpu_ms'].get(kind, 0):.3f}" for kind in kinds),
             "" if row["swap_in_share"] is None else f"{row['swap_in_share']:.0%}",
@@ -355,7 +396,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     rows = [row for row in report["rows"] if row["gpu_ms"]]
-    names = [f"{row['mode']}\n{row['batch']}" for row in rows]
+    names = [f"{row['mode']}\n{row['batch']}, {row['num_drafts']}" for row in rows]
     figure, axis = pyplot.subplots(figsize=(1.5 + len(rows), 4.5))
     bottoms = [0.0] * len(rows)
     for kind in (*KINDS, "the rest"):
@@ -363,7 +404,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axis.bar(names, heights, bottom=bottoms, label=kind, width=0.7)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axis.plot(names, [row["step_ms"] for row in rows], "k_", markersize=18, label="step by the clock")
-    axis.set(ylabel="ms", xlabel="mode and requests in the batch")
+    axis.set(ylabel="ms", xlabel="mode; requests in the batch, drafts")
     axis.legend(fontsize=8)
     axis.grid(axis="y", alpha=0.3)
     axis.set_title(
@@ -387,6 +428,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill forward")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
+    parser.add_argument("--speculative-num-steps", type=int, nargs="+", default=[0], choices=range(4))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dp-size", type=int, default=1, help="ranks, on as many devices from --device on")
     parser.add_argument("--dtype", default="bfloat16")
@@ -428,6 +470,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
         arguments.kv_cache_dtype,
         device=arguments.device,
         indexer_cache_dtype=arguments.indexer_cache_dtype,
+        num_draft_layers=int(max(arguments.speculative_num_steps) > 0),
     )
     ranks = None
     if place.size > 1:
@@ -461,11 +504,16 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
         for mode in arguments.modes:
             if mode == "dense" and batch > arguments.max_dense:
                 continue
-            row = measure(spec, model, arguments, prompt, Mode(mode), batch)
-            report["rows"].append(row)
-            console.print(f"{mode} {batch}: {row['step_ms']:.3f} ms", highlight=False)
-            for name, kernel_ms in row["longest_kernels_ms"] if arguments.kernels else ():
-                console.print(f"    {kernel_ms:.3f} {name}", markup=False, highlight=False)
+            for num_drafts in arguments.speculative_num_steps:
+                row = measure(spec, model, arguments, prompt, Mode(mode), batch, num_drafts)
+                report["rows"].append(row)
+                console.print(
+                    f"{mode} {batch}, {num_drafts} drafts: {row['step_ms']:.3f} ms, "
+                    f"{row['tokens_a_step']:.2f} tokens",
+                    highlight=False,
+                )
+                for name, kernel_ms in row["longest_kernels_ms"] if arguments.kernels else ():
+                    console.print(f"    {kernel_ms:.3f} {name}", markup=False, highlight=False)
     if place.rank == 0:
         write_report(report, console, arguments.out)
     if ranks is not None:

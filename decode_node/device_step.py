@@ -1,4 +1,5 @@
-"""The model's view of the pools in one decode forward: one new token a request, dense and hisparse together.
+"""The model's view of the pools in one decode forward, dense and hisparse together: the new positions of each
+request, which are its newest token's and its drafts'. To the model each of them is a row of its own.
 
 ``DeviceStep`` is device work only: what a CUDA graph can capture, and nothing that reads the host.
 ``HostStep`` is the same on the CPU, but for the selection, which is faster there a request at a time.
@@ -80,6 +81,12 @@ class DeviceStep:
     ``num_real_reqs``: int32 [1]. ``backup_stream``: where newest items are copied to the host while the last
     layer computes; None: the current stream. A micro-batch has a ``miss_plan`` of its own, and its ``order``
     among the others of its step.
+
+    With drafts ``num_new`` positions of each request are new, and ``seq_lens`` ends with the last of them.
+    The forward has rows for those from ``first_row`` on, a request's next to each other; the others were
+    written by forwards before it. ``ends``: int64 [num_reqs], where each request's positions end that have
+    slots and room in the hot buffer; rows from there on leave no trace and give nothing that is used. What is
+    to reach the host is not known before the draws: ``back_up`` says it.
     """
 
     def __init__(
@@ -93,6 +100,9 @@ class DeviceStep:
         *,
         miss_plan: MissPlan | None = None,
         order: MicroBatchOrder | None = None,
+        num_new: int = 1,
+        first_row: int = 0,
+        ends: Tensor | None = None,
     ) -> None:
         self._spec = hot_buffers.spec
         self._state = hot_buffers.state
@@ -101,20 +111,37 @@ class DeviceStep:
         self._index_page_table = hot_buffers.index_page_table
         self._page_size = hot_buffers.page_size
         self._kernels = kernels
-        self._seq_lens = seq_lens
-        self.req_rows = req_rows
+        self._req_rows = req_rows
         self._num_real_reqs = num_real_reqs
         self._backup_stream = backup_stream
         self._order = order
-        self.positions = seq_lens - 1
-        """int64 [num_reqs] of the new tokens."""
-        num_reqs = seq_lens.shape[0]
-        is_real = torch.arange(num_reqs, device=seq_lens.device) < num_real_reqs
-        new_slots = newest_slots(seq_lens, req_rows, num_real_reqs, self._state).long()
-        self._new_slots = torch.where(new_slots < 0, self._memory.scratch_device_slot, new_slots)
-        page_ids = self._index_page_table[req_rows, self.positions // self._page_size].long()
-        index_slots = page_ids * self._page_size + self.positions % self._page_size
-        self._new_index_slots = torch.where(is_real, index_slots, self._memory.scratch_index_slot)
+        self._num_new = num_new
+        self._first_row = first_row
+        self._has_drafts = ends is not None
+        self._seq_lens = seq_lens
+        self._row_reqs, self._num_real_rows = req_rows, num_real_reqs
+        is_there = torch.arange(seq_lens.shape[0], device=seq_lens.device) < num_real_reqs
+        self.positions = self._select_at = seq_lens - 1
+        """int64 [num_rows], ``num_new - first_row`` rows for each request."""
+        if ends is not None:
+            rows_each = num_new - first_row
+            positions = seq_lens[:, None] - torch.arange(rows_each, 0, -1, device=seq_lens.device)
+            is_there = (is_there[:, None] & (positions < ends[:, None])).flatten()
+            self.positions = positions.flatten()
+            self._select_at = torch.minimum(positions, ends[:, None] - 1).flatten()
+            self._row_reqs = req_rows.repeat_interleave(rows_each)
+            self._num_real_rows = num_real_reqs * rows_each
+            # The kernels want a slot for a request's first new position, even if no row is there.
+            self._seq_lens = torch.minimum(seq_lens, ends - 1 + num_new)
+        self._is_there = is_there
+        new_slots = newest_slots(self._seq_lens, req_rows, num_real_reqs, self._state, num_new=num_new)
+        new_slots = new_slots.view(-1, num_new)[:, first_row:].flatten().long()
+        self._new_slots = torch.where(
+            (new_slots >= 0) & is_there, new_slots, self._memory.scratch_device_slot
+        )
+        page_ids = self._index_page_table[self._row_reqs, self._select_at // self._page_size].long()
+        index_slots = page_ids * self._page_size + self._select_at % self._page_size
+        self._new_index_slots = torch.where(is_there, index_slots, self._memory.scratch_index_slot)
         self._device_slots: Tensor | None = None
 
     def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
@@ -123,23 +150,24 @@ class DeviceStep:
         if index_keys is not None:
             group = self._spec.index_group_of_layer[layer]
             self._kernels.index_format.store(self._memory.index[group], self._new_index_slots, index_keys)
-        if layer == self._spec.num_layers - 1:
+        if layer == self._spec.num_layers - 1 and not self._has_drafts:
             self._start_backup()
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
-        return paged_index_topk(
+        selected = paged_index_topk(
             q_index,
             weights,
             self._memory.index[group],
             self._index_page_table,
-            self.req_rows,
-            self.positions,
-            self._num_real_reqs,
+            self._row_reqs,
+            self._select_at,
+            self._num_real_rows,
             page_size=self._page_size,
             top_k=self._spec.index_topk,
             key_format=self._kernels.index_format.name,
             scratch=self._kernels.indexer_scratch,
         )
+        return torch.where(self._is_there[:, None], selected, ABSENT) if self._has_drafts else selected
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
         if self._order is None:
@@ -158,10 +186,12 @@ class DeviceStep:
         if layer != layers[0]:
             replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev)
             return
-        self._device_slots = swap_in(
+        if self._first_row:
+            positions = self._of_all_new(positions)
+        device_slots = swap_in(
             positions,
             self._seq_lens,
-            self.req_rows,
+            self._req_rows,
             self._num_real_reqs,
             self._state,
             group=group,
@@ -169,7 +199,19 @@ class DeviceStep:
             k_host=memory.k_host,
             k_dev=memory.k_dev,
             miss_plan=self._miss_plan if len(layers) > 1 else None,
+            num_new=self._num_new,
         )
+        if self._first_row:
+            device_slots = device_slots.view(-1, self._num_new, device_slots.shape[1])
+            device_slots = device_slots[:, self._first_row :].flatten(0, 1).contiguous()
+        self._device_slots = device_slots
+
+    def _of_all_new(self, positions: Tensor) -> Tensor:
+        """``positions`` with rows that select nothing where this forward has no rows of new positions."""
+        num_reqs, top_k = self._seq_lens.shape[0], positions.shape[1]
+        all_new = positions.new_full((num_reqs, self._num_new, top_k), ABSENT)
+        all_new[:, self._first_row :] = positions.view(num_reqs, -1, top_k)
+        return all_new.flatten(0, 1)
 
     def _swap_in_beside_others(self, layer: int, positions: Tensor, order: MicroBatchOrder) -> None:
         """The same in two launches, so that one that only waits for PCIe can run beside others' kernels."""
@@ -180,7 +222,7 @@ class DeviceStep:
                 self._device_slots = plan_misses(
                     positions,
                     self._seq_lens,
-                    self.req_rows,
+                    self._req_rows,
                     self._num_real_reqs,
                     self._state,
                     group=group,
@@ -188,6 +230,19 @@ class DeviceStep:
                 )
         with order.copying():
             replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev, max_blocks=order.copy_blocks)
+
+    def back_up(self, seq_lens: Tensor, num_newest: Tensor) -> None:
+        """Copy the last ``num_newest`` (int32 [num_reqs]) of ``seq_lens`` (int64 [num_reqs]) positions to the
+        host, in all layers: what was accepted (I4), once all layers have it."""
+        backup_newest(
+            seq_lens,
+            self._req_rows,
+            self._num_real_reqs,
+            self._state,
+            k_host=self._memory.k_host,
+            k_dev=self._memory.k_dev,
+            num_newest=num_newest,
+        )
 
     def finish(self) -> None:
         """Order what follows in the current stream after the backup of the new tokens (I4)."""
@@ -206,7 +261,7 @@ class DeviceStep:
     def _backup(self) -> None:
         backup_newest(
             self._seq_lens,
-            self.req_rows,
+            self._req_rows,
             self._num_real_reqs,
             self._state,
             k_host=self._memory.k_host,
@@ -215,41 +270,59 @@ class DeviceStep:
 
 
 class HostStep(DeviceStep):
-    """A step on the CPU, of indexer keys in a plain format and of real requests only."""
+    """A step on the CPU, of indexer keys in a plain format and of real requests only.
+
+    ``seq_lens``: of each request, as of ``DeviceStep``, and so ``ends``; without them every request has its
+    newest token, and no draft.
+    """
 
     def __init__(
-        self, hot_buffers: HotBuffers, kernels: AttentionKernels, requests: Sequence[Request]
+        self,
+        hot_buffers: HotBuffers,
+        kernels: AttentionKernels,
+        requests: Sequence[Request],
+        seq_lens: Sequence[int] | None = None,
+        ends: Sequence[int] | None = None,
+        *,
+        num_new: int = 1,
+        first_row: int = 0,
     ) -> None:
         self._requests = requests
-        self._seq_len_of = [request.next_seq_len for request in requests]
+        last = [request.next_seq_len for request in requests] if seq_lens is None else seq_lens
         super().__init__(
             hot_buffers,
             kernels,
-            torch.tensor(self._seq_len_of, dtype=torch.int64),
+            torch.tensor(last, dtype=torch.int64),
             torch.tensor([request.req_row for request in requests], dtype=torch.int64),
             torch.tensor([len(requests)], dtype=torch.int32),
+            num_new=num_new,
+            first_row=first_row,
+            ends=None if ends is None else torch.tensor(ends, dtype=torch.int64),
         )
+        self._rows_each = num_new - first_row
+        self._seq_len_of: list[int] = torch.where(self._is_there, self.positions + 1, 0).tolist()
+        """Of each row; 0: it sees nothing."""
         # Where everything fits in the top-k, the selection is the same in all groups.
         top = torch.arange(self._spec.index_topk, dtype=torch.int32)
-        self._everything = torch.where(top < self._seq_lens[:, None], top, ABSENT)
+        self._everything = torch.where(top < torch.tensor(self._seq_len_of)[:, None], top, ABSENT)
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         top_k = self._spec.index_topk
         layer_keys = self._kernels.index_format.load(self._memory.index[group])
         selected = self._everything.clone()
-        for req, seq_len in enumerate(self._seq_len_of):
+        for row, seq_len in enumerate(self._seq_len_of):
             if seq_len > top_k:
-                keys = self._keys(req, layer_keys)
-                one = slice(req, req + 1)
+                keys = self._keys(row, layer_keys)
+                one = slice(row, row + 1)
                 selected[one] = index_topk(q_index[one], weights[one], keys, self.positions[one], top_k)
         return selected
 
-    def _keys(self, req: int, layer_keys: Tensor) -> Tensor:
+    def _keys(self, row: int, layer_keys: Tensor) -> Tensor:
         """[seq_len, index_head_dim] of ``layer_keys`` [num_slots, index_head_dim].
 
         Mostly in contiguous pages, and then reading copies nothing.
         """
-        request, seq_len = self._requests[req], self._seq_len_of[req]
+        request, seq_len = self._requests[row // self._rows_each], self._seq_len_of[row]
         first, *more = request.extents(PoolKind.INDEX)
         if not more:
             return layer_keys[first.start : first.start + seq_len]

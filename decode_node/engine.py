@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from api.sampling_defaults import SamplingDefaults
+from decode_node.draft_choice import DraftChoice, DraftTimer
 from decode_node.held_prefixes import PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import Landing, LiveRequests
@@ -28,9 +29,17 @@ from decode_node.prefill_peers import PrefillPeers
 from decode_node.prefix_copies import PrefixCopies
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.request_life import RequestLife
-from decode_node.runner import Launched, make_runner
+from decode_node.runner import make_runner
 from decode_node.scheduler import StepPlan, plan_step
-from decode_node.sizing import DecodeSettingsError, check_swap_in, make_limits, size_device_pool
+from decode_node.sizing import (
+    DecodeSettingsError,
+    check_swap_in,
+    drafts_without_room,
+    make_limits,
+    max_hot_capacity,
+    size_device_pool,
+)
+from decode_node.steps import Launched
 from kernels.device_memory import (
     DeviceMemory,
 )
@@ -110,6 +119,8 @@ class DecodeEngine:
         device = torch.device(settings.device)
         gpu_memory = DeviceMemory.read(device) if device.type == "cuda" else None
         self.limits = make_limits(settings, spec, size_device_pool(settings, spec, gpu_memory))
+        if fault := drafts_without_room(settings, spec):
+            log.warning("%s", fault)
         self.requests = LiveRequests(Pools(self.limits.totals, settings.page_size), settings.quarantine_secs)
         front.send(EngineLoading("pools"))
         self._memory = DecodeMemory(
@@ -124,8 +135,9 @@ class DecodeEngine:
             self._memory,
             num_rows=settings.max_running_requests,
             num_lookup_slots=self.limits.totals.lookup,
-            max_capacity=min(settings.device_buffer_size, spec.context_length),
+            max_capacity=max_hot_capacity(settings, spec),
             page_size=settings.page_size,
+            max_new=settings.speculative_num_steps + 1,
         )
         self.copies = PrefixCopies(self._memory)
         geometry = spec.geometry(settings.page_size, str(SamplingDefaults.of(settings)))
@@ -164,6 +176,8 @@ class DecodeEngine:
         )
         front.send(EngineLoading("kernels and CUDA graphs"))
         self._runner = make_runner(settings, model, self.hot_buffers)
+        self._draft_choice = DraftChoice(settings.speculative_num_steps)
+        self._draft_timer = DraftTimer(self._draft_choice)
         self._lockstep = Lockstep(model.ranks)
         if model.ranks is not None:
             self._poller.register(model.ranks.bells)
@@ -223,7 +237,10 @@ class DecodeEngine:
         self.lifecycle.copy_prefixes(now)
         batch = self._next_batch()
         step = self._lockstep.agree(
-            len(batch), is_split=self._runner.would_split(batch), is_stopping=self._is_stopping
+            len(batch),
+            is_split=self._runner.would_split(batch),
+            is_stopping=self._is_stopping,
+            num_new=1 + self._num_drafts(batch),
         )
         if step.is_last:
             self._has_stopped = True
@@ -235,6 +252,7 @@ class DecodeEngine:
             self._commit(previous)
         if self._in_flight is not None and not self._in_flight.feeds_next:
             self._settle()
+        self._draft_timer.turn(len(batch), step.num_new - 1, time.monotonic())
         self._check(is_idle=not self.requests)
         self._report(time.monotonic())
 
@@ -320,6 +338,13 @@ class DecodeEngine:
             key=lambda request: request.admitted_seq,
         )
 
+    def _num_drafts(self, batch: Sequence[Request]) -> int:
+        """That the next step verifies, of any of its requests."""
+        most = self._settings.speculative_num_steps
+        if most:
+            most = max((self.hot_buffers.max_verifiable(request, most) for request in batch), default=0)
+        return self._draft_choice.choose(len(batch), most)
+
     def _launch(self, batch: list[Request], step: NodeStep) -> Launched | None:
         """Enqueue one step. What goes wrong in it ends the requests of this batch and nothing else.
 
@@ -368,16 +393,28 @@ class DecodeEngine:
             self._fail_step(launched.batch, error)
             return
         now = time.monotonic()
-        for request, token_id, logprob, wrong, counters in zip(
-            launched.batch, result.token_ids, result.logprobs, result.errors, result.counters, strict=True
+        for request, token_ids, logprobs, wrong, counters, num_drafted, drafts in zip(
+            launched.batch,
+            result.token_ids,
+            result.logprobs,
+            result.errors,
+            result.counters,
+            result.num_drafted,
+            result.drafts,
+            strict=True,
         ):
             if request.state is not RequestState.RUNNING:
                 continue  # it ended while the step ran
             request.row_counters = counters
+            request.draft_token_ids = drafts
+            request.num_drafted += num_drafted
+            self._metrics.drafted(num_drafted)
+            if num_drafted:
+                self._draft_choice.verified(num_drafted, len(token_ids) - 1)
             if wrong:
                 self.lifecycle.fail(request, 500, f"the hot buffer reported {wrong}", Landing.QUIET, now)
             else:
-                self.lifecycle.emit(request, token_id, logprob, now)
+                self.lifecycle.emit(request, token_ids, logprobs, now)
 
     def _fail_step(self, batch: Sequence[Request], error: Exception) -> None:
         log.error("a decode step of %d requests failed", len(batch), exc_info=error)

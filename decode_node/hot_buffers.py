@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from decode_node.drafting import max_verifiable
 from decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from decode_node.pools import PoolKind
 from decode_node.request import Request
@@ -35,7 +36,9 @@ class HotBuffers:
         num_lookup_slots: int,
         max_capacity: int,
         page_size: int,
+        max_new: int = 1,
     ) -> None:
+        """``max_new``: positions of a request in one step at most."""
         self.spec = spec
         self.memory = memory
         self.page_size = page_size
@@ -48,8 +51,9 @@ class HotBuffers:
             page_size,
             num_lookup_slots,
             self.device,
+            max_new=max_new,
         )
-        self.miss_plan = MissPlan.create(num_rows, spec.index_topk, self.device)
+        self.miss_plan = MissPlan.create(num_rows * max_new, spec.index_topk, self.device)
         self._warming: dict[int, torch.cuda.Event] = {}
         self._warm_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """Where rows are filled and warmed up, beside the steps of the others."""
@@ -67,6 +71,16 @@ class HotBuffers:
         """int64 [num_reqs, 4]: error flags, hits, misses and evictions of the rows so far, on the device."""
         flags = self.state.error_flags[req_rows].long()
         return torch.cat((flags[:, None], self.state.counters[req_rows]), dim=1)
+
+    def max_verifiable(self, request: Request, num_drafts: int) -> int:
+        """Drafts, up to ``num_drafts``, that the request's next step can verify."""
+        return max_verifiable(
+            request,
+            num_drafts,
+            top_k=self.spec.index_topk,
+            max_new=self.state.max_new,
+            max_context=self.spec.context_length,
+        )
 
     @property
     def index_page_table(self) -> Tensor:
@@ -178,7 +192,7 @@ class HotBuffers:
             filled.synchronize()
 
     def _hot_positions(self, request: Request) -> list[NDArray[np.int32]]:
-        """What is in the hot buffer of each group, latest used first."""
+        """What is in the hot buffer of each group, latest used first, but drafts that were not accepted."""
         row = request.req_row
         lookup_slots = self.state.hot_to_lookup[:, row].cpu().numpy()
         stamps = self.state.stamps[:, row].cpu().numpy()
@@ -189,5 +203,6 @@ class HotBuffers:
             by_use = slots_of_group[np.argsort(-stamps_of_group, kind="stable")]
             by_use = by_use[by_use != ABSENT]
             pages = by_id[np.searchsorted(page_ids, by_use // self.page_size, sorter=by_id)]
-            hot_positions.append((pages * self.page_size + by_use % self.page_size).astype(np.int32))
+            positions = pages * self.page_size + by_use % self.page_size
+            hot_positions.append(positions[positions < request.num_kv_tokens].astype(np.int32))
         return hot_positions

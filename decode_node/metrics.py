@@ -26,10 +26,13 @@ class Metrics:
             self.add(f"{name}_total", 0)
         for name in ("prompt_tokens", "cached_tokens", "held_tokens", "held_hits"):
             self.add(f"{name}_total", 0)
+        for name in ("verifying_steps", "drafted_tokens", "accepted_draft_tokens"):
+            self.add(f"{name}_total", 0)
         for name in ("aborted_requests", "failed_requests"):
             self.add(f"{name}_total", 0)
         for reason in DROP_REASONS:
             self.add("control_messages_dropped_total", 0, reason=reason)
+        self._last_drafts = 0.0, 0.0
         self._num_tokens = 0
         self._last_num_tokens = 0
         self._last_at: float | None = None
@@ -37,10 +40,15 @@ class Metrics:
     def add(self, name: str, value: float = 1, **labels: str) -> None:
         self._totals[_labelled(name, labels)] += value
 
-    def generated(self, mode: Mode) -> None:
-        """One output token was sent."""
-        self._num_tokens += 1
-        self.add("generation_tokens_total", mode=mode)
+    def generated(self, mode: Mode, num_tokens: int) -> None:
+        """So many output tokens were sent."""
+        self._num_tokens += num_tokens
+        self.add("generation_tokens_total", num_tokens, mode=mode)
+
+    def drafted(self, num_drafts: int) -> None:
+        """A request's step verified so many drafts."""
+        self.add("verifying_steps_total", num_drafts > 0)
+        self.add("drafted_tokens_total", num_drafts)
 
     def drop(self, reason: str) -> None:
         """A control message had no use here."""
@@ -85,6 +93,7 @@ class Metrics:
             "aux_slots_total": pools.totals.aux,
             "num_registered_peers": num_peers,
             "gen_throughput": self._throughput(now),
+            "spec_accept_length": self._accept_length(),
             transfer_info: 1,
             **{lane.info_metric: 1 for lane in lanes},
             # A request that waits has no mode yet, only what it asked for.
@@ -118,6 +127,13 @@ class Metrics:
         num_tokens = self._num_tokens - self._last_num_tokens
         self._last_at, self._last_num_tokens = now, self._num_tokens
         return num_tokens / secs if secs > 0 else 0.0
+
+    def _accept_length(self) -> float:
+        """Tokens of a request's verifying step, on average since the last call; 0 without one."""
+        totals = self._totals["verifying_steps_total"], self._totals["accepted_draft_tokens_total"]
+        num_steps, num_accepted = totals[0] - self._last_drafts[0], totals[1] - self._last_drafts[1]
+        self._last_drafts = totals
+        return 1 + num_accepted / num_steps if num_steps else 0.0
 
 
 def _pool_gauges(requests: LiveRequests) -> dict[str, float]:

@@ -87,6 +87,8 @@ class Request:
     """By which its KV is found when it has ended, and what is held for it; None: neither."""
     dense_refusal: str = ""
     """Why this request cannot be dense; empty when it can."""
+    is_speculative: bool = True
+    """Whether its steps may verify drafts."""
 
     # From LANDING on.
     mode: Mode = Mode.HISPARSE
@@ -117,7 +119,12 @@ class Request:
     """The latest of the output, which the front has not been told of."""
     num_in_flight: int = 0
     """Output tokens that launched steps will yield and nobody has read yet; at most one where a step is
-    planned."""
+    planned. Of a step that verifies drafts, the one token that it is sure to yield."""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """What the draft layer guesses to follow the newest token; the next step takes them."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Of the drafts that were verified."""
     hot_positions: list[NDArray[np.int32]] | None = None
     """Per index group, what a new hot buffer is to be warmed with, most useful first."""
     num_cached_tokens: int = 0
@@ -179,6 +186,15 @@ class Request:
         """Whether the next token has its slots; who has none for it waits until it is given some."""
         return self.reserved_tokens >= self.next_seq_len
 
+    def take_drafts(self, max_drafts: int) -> list[int]:
+        """The drafts that its next step verifies, ``max_drafts`` at most; the step after has others.
+
+        None for positions behind the last token that was asked for.
+        """
+        drafts, self.draft_token_ids = self.draft_token_ids, []
+        num_left = self.sampling.max_new_tokens - len(self.output_token_ids) - self.num_in_flight
+        return drafts[: max(0, min(max_drafts, num_left - 1))]
+
     @property
     def may_leave_pages(self) -> bool:
         """Whether it may go on as hisparse, its device pages for others.
@@ -230,4 +246,6 @@ class Request:
             transfer_bytes=self.transfer_bytes,
             transfer_secs=self.transfer_secs,
             num_retractions=self.num_retractions,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -99,6 +99,7 @@ class RequestLife:
             arrived_at=now,
             deadline=now + self.contact_timeout_secs,
             prompt_keys=prompt_keys,
+            is_speculative=message.is_speculative,
         )
         error = ""
         if not 1 <= num_prompt_tokens <= self.limits.max_context:
@@ -260,7 +261,7 @@ class RequestLife:
         request.transfer_secs = message.transfer_secs
         request.hot_positions = None if record.hint is None else list(record.hint)
         self.requests.start(request, self.requests.quarantine.free_at(now) if message.batch_failed else 0.0)
-        self.emit(request, record.first_token, record.logprob, now)
+        self.emit(request, [record.first_token], [record.logprob], now)
         if request.state is RequestState.RUNNING and request.source is None:
             self._fill_row(request, now)
 
@@ -417,22 +418,32 @@ class RequestLife:
 
     # --- the ways out -----------------------------------------------------------------------------
 
-    def emit(self, request: Request, token_id: int, logprob: TokenLogprob | None, now: float) -> None:
-        """Give one more token to the client, and end the request when it is the last."""
-        request.output_token_ids.append(token_id)
-        request.unsent_token_ids.append(token_id)
-        if logprob is not None:
-            request.unsent_logprobs.append(logprob)
-        reason, matched = finish_reason(
-            token_id,
-            len(request.output_token_ids),
-            request.sampling,
-            self.hot_buffers.spec.eos_token_ids,
-        )
-        self.metrics.generated(request.mode)
+    def emit(
+        self, request: Request, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], now: float
+    ) -> None:
+        """Give its next tokens to the client, up to the one that ends the request if there is one."""
+        is_first = not request.output_token_ids
+        reason, matched = None, None
+        num_emitted = 0
+        for token_id, logprob in zip(token_ids, logprobs, strict=True):
+            num_emitted += 1
+            request.output_token_ids.append(token_id)
+            request.unsent_token_ids.append(token_id)
+            if logprob is not None:
+                request.unsent_logprobs.append(logprob)
+            reason, matched = finish_reason(
+                token_id,
+                len(request.output_token_ids),
+                request.sampling,
+                self.hot_buffers.spec.eos_token_ids,
+            )
+            if reason is not None:
+                break
+        self.metrics.generated(request.mode, num_emitted)
+        request.num_accepted += num_emitted - 1
+        self.metrics.add("accepted_draft_tokens_total", num_emitted - 1)
         if reason is not None:
             self._end(request, Landing.QUIET, now, is_sound=True)
-        is_first = len(request.output_token_ids) == 1
         if reason is not None or is_first or len(request.unsent_token_ids) >= self.stream_interval:
             self._send_tokens(request, reason, matched)
 

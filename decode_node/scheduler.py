@@ -19,6 +19,8 @@
 - While the first in the queue lacks nothing but device slots for a hot buffer, hot buffers larger than they
   have to be shrink to their minimum, latest admitted first. They get their full size back when nobody waits
   and ``auto_dense_margin`` of the device pool stays free, so that they do not shrink again at once.
+- Where steps verify drafts, slots for these come with the others when they are there. A request that has a
+  slot for its newest token waits for no more.
 - A page for every request that will grow is kept out of admissions, so that nobody sits out because of
   these.
 """
@@ -53,13 +55,15 @@ class Limits:
     auto_dense_margin: float
     growth_tokens: int
     """Slots that a request gets beyond those that it needs, at its admission and whenever it grows."""
+    max_drafts: int = 0
+    """Drafts that a step verifies behind a request's newest token at most."""
 
     @property
     def max_life_hisparse(self) -> int:
         """Longest whole life that a hisparse request can have."""
         bound = min(self.totals.host, self.totals.index)
-        if self.totals.device < round_up(self.index_topk + 1, self.page_size):
-            bound = min(bound, self.totals.device)
+        if self.totals.device < round_up(self.smallest_hot_buffer, self.page_size):
+            bound = min(bound, max(0, self.totals.device - self.max_drafts))
         return bound
 
     @property
@@ -67,21 +71,25 @@ class Limits:
         """Longest whole life that a dense request can have."""
         return min(self.totals.device, self.totals.index)
 
+    @property
+    def smallest_hot_buffer(self) -> int:
+        """Of a request of any length: the top-k of one position, the newest token, and drafts behind it."""
+        return self.index_topk + 1 + self.max_drafts
+
     def min_capacity(self, request: Request) -> int:
-        """Smallest hot buffer that works: the top-k of one step and the newest token, or the whole life."""
-        return min(self.index_topk + 1, request.life_tokens)
+        """Smallest hot buffer that works; one for the whole life, with its last step's drafts, is enough."""
+        return min(self.smallest_hot_buffer, request.life_tokens + self.max_drafts)
 
     def max_capacity(self, request: Request) -> int:
-        return max(self.min_capacity(request), min(self.device_buffer_size, request.life_tokens))
+        whole_life = request.life_tokens + self.max_drafts
+        return max(self.min_capacity(request), min(self.device_buffer_size, whole_life))
 
     def in_pages(self, num_tokens: int) -> int:
         return round_up(num_tokens, self.page_size)
 
-    def kv_slots(
-        self, request: Request, mode: Mode, num_tokens: int, num_shared_pages: int = 0
-    ) -> SlotCounts:
+    def kv_slots(self, mode: Mode, num_tokens: int, num_shared_pages: int = 0) -> SlotCounts:
         """What KV of ``num_tokens`` takes behind pages that are shared, in whole pages."""
-        in_pages = self.in_pages(min(num_tokens, request.life_tokens))
+        in_pages = self.in_pages(num_tokens)
         own = in_pages - num_shared_pages * self.page_size
         if mode is Mode.DENSE:
             return SlotCounts(device=own, index=own)
@@ -234,7 +242,7 @@ class _Planner:
     def grow(self) -> None:
         """Slots for the newest tokens of requests that have none left, in the order in which all can end."""
         # Whose last token is in flight needs no slot, and may have none left: its life can fill its pages.
-        short = {r for r in self.running if r.has_next_step and not r.has_slots_for_next}
+        short = {r for r in self.running if r.has_next_step and r.reserved_tokens < self._with_drafts(r)}
         if short:
             self._make_reserve(short)
 
@@ -273,19 +281,21 @@ class _Planner:
         """Give a request more slots, or others. What it claims of everybody else stays the same."""
         request, held = place.request, place.request.held_tokens
         num_shared_pages = request.prefix.end_page if request.prefix else 0
-        for num_tokens in (request.next_seq_len - 1 + self.limits.growth_tokens, request.next_seq_len):
-            need = _missing(self.limits.kv_slots(request, request.mode, num_tokens, num_shared_pages), held)
+        for num_tokens in self._lengths(request):
+            need = _missing(self.limits.kv_slots(request.mode, num_tokens, num_shared_pages), held)
             if self._may_give(need, reserve):
                 self.growths.append(Growth(request, need))
                 self._holds[request] = request.mode, held + need
                 self._give(need, reserve)
                 return place.claim
+        if request.has_slots_for_next:
+            return place.claim  # only drafts lack slots, and nobody waits for those
         if request.may_leave_pages:
             # What fits in its own pages, if that works: nobody else's are touched.
             own = min(self.limits.max_capacity(request), held.device)
             capacity = max(own, self.limits.min_capacity(request))
-            for num_tokens in (request.next_seq_len - 1 + self.limits.growth_tokens, request.next_seq_len):
-                need = _missing(self.limits.kv_slots(request, Mode.HISPARSE, num_tokens), held)
+            for num_tokens in self._lengths(request):
+                need = _missing(self.limits.kv_slots(Mode.HISPARSE, num_tokens), held)
                 given = need + SlotCounts(device=self.limits.in_pages(capacity) - held.device)
                 if self._may_give(given, reserve):
                     self.exchanges[request] = Exchange(request, capacity, need)
@@ -294,6 +304,20 @@ class _Planner:
                     return Claim(place.claim.held, place.claim.ways[1:])
         self.is_short = True
         return place.claim
+
+    def _lengths(self, request: Request) -> Iterator[int]:
+        """Positions that a request should get slots for, those that it has included; the first choice first.
+
+        Those that only drafts need, it gets with the others, or not.
+        """
+        with_growth = min(request.next_seq_len - 1 + self.limits.growth_tokens, request.life_tokens)
+        yield max(with_growth, self._with_drafts(request))
+        if not request.has_slots_for_next:
+            yield request.next_seq_len
+
+    def _with_drafts(self, request: Request) -> int:
+        """Positions of the request's next step, and those before them."""
+        return min(request.next_seq_len + self.limits.max_drafts, self.limits.max_context)
 
     def admit(self, waiting: Iterable[Request]) -> bool:
         """Whether nobody waits any more, but who does not fit beside stuck slots."""
@@ -309,7 +333,7 @@ class _Planner:
             self.admissions.append(admission)
             num_reserved = admission.need.index + admission.num_shared_pages * self.limits.page_size
             if num_reserved < request.life_tokens:
-                self._kept += self.limits.kv_slots(request, admission.mode, 1)
+                self._kept += self.limits.kv_slots(admission.mode, 1)
         return True
 
     def _place(self, request: Request) -> Admission | None:
@@ -359,7 +383,7 @@ class _Planner:
 
     def _need(self, request: Request, mode: Mode, num_tokens: int, held: _Held | None) -> SlotCounts:
         num_shared_pages = held.num_shared_pages if held else 0
-        kv = self.limits.kv_slots(request, mode, num_tokens, num_shared_pages)
+        kv = self.limits.kv_slots(mode, min(num_tokens, request.life_tokens), num_shared_pages)
         return kv + SlotCounts(aux=1, req_row=1)
 
     def _held_for(self, request: Request, mode: Mode) -> Iterator[_Held | None]:
@@ -461,7 +485,7 @@ class _Planner:
 
     def _with_large_hot_buffers(self) -> list[Request]:
         """Running requests that may have more than the minimum and stay as they are so far, latest first."""
-        smallest = self.limits.index_topk + 1
+        smallest = self.limits.smallest_hot_buffer
         large = [r for r in self.running if r.hot_capacity > smallest and r not in self.exchanges]
         return sorted(large, key=_admitted, reverse=True)
 

@@ -38,10 +38,13 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
     Raises DecodeSettingsError when nothing could ever be served with them.
     """
     page_size = settings.page_size
-    if settings.device_buffer_size <= spec.index_topk:
+    num_drafts = settings.speculative_num_steps
+    smallest = spec.index_topk + 1 + num_drafts
+    if settings.device_buffer_size < smallest:
+        with_drafts = f" and {num_drafts} drafts" if num_drafts else ""
         raise DecodeSettingsError(
             f"device_buffer_size {settings.device_buffer_size}: a hot buffer holds the {spec.index_topk} "
-            f"positions of a top-k and the newest token; give at least {spec.index_topk + 1}"
+            f"positions of a top-k and the newest token{with_drafts}; give at least {smallest}"
         )
     for name, num_tokens in (
         ("host_pool_tokens", settings.host_pool_tokens),
@@ -74,6 +77,32 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         device_buffer_size=settings.device_buffer_size,
         auto_dense_margin=settings.auto_dense_margin,
         growth_tokens=settings.growth_tokens,
+        max_drafts=num_drafts,
+    )
+
+
+def max_hot_capacity(settings: DecodeSettings, spec: ModelSpec) -> int:
+    """Entries of a hot buffer at most: of the whole context's, drafts behind its end included."""
+    return min(settings.device_buffer_size, spec.context_length + settings.speculative_num_steps)
+
+
+def full_buffer_for_drafts(settings: DecodeSettings, spec: ModelSpec) -> int:
+    """Entries with which a hisparse request of any length can have all its drafts verified in a step: what
+    all positions may select, and themselves."""
+    num_new = settings.speculative_num_steps + 1
+    return num_new * spec.index_topk + num_new
+
+
+def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
+    """What hot buffers are too small for, and the remedy; empty when they are large enough."""
+    num_drafts, top_k = settings.speculative_num_steps, spec.index_topk
+    needed = full_buffer_for_drafts(settings, spec)
+    if num_drafts == 0 or max_hot_capacity(settings, spec) >= min(needed, spec.context_length + num_drafts):
+        return ""
+    possible = max(0, (settings.device_buffer_size - num_drafts - 1) // top_k - 1)
+    return (
+        f"device_buffer_size {settings.device_buffer_size} has room for {possible} of {num_drafts} drafts of a "
+        f"hisparse request that is longer; give --device-buffer-size {needed} for all of them"
     )
 
 
@@ -83,7 +112,8 @@ def check_swap_in(settings: DecodeSettings, spec: ModelSpec) -> None:
         check_swap_in_sizes(
             top_k=spec.index_topk,
             max_running_requests=settings.max_running_requests,
-            capacity=min(settings.device_buffer_size, spec.context_length),
+            capacity=max_hot_capacity(settings, spec),
+            num_new=settings.speculative_num_steps + 1,
         )
 
 
@@ -103,7 +133,8 @@ def size_device_pool(settings: DecodeSettings, spec: ModelSpec, memory: DeviceMe
     if settings.device_pool_tokens:
         demand.check_fits(memory, settings.device_pool_tokens)
         return settings.device_pool_tokens
-    smallest_hot_buffer = min(spec.index_topk + 1, spec.context_length)
+    num_drafts = settings.speculative_num_steps
+    smallest_hot_buffer = min(spec.index_topk + 1, spec.context_length) + num_drafts
     return demand.tokens_from_free(
         memory, settings.mem_fraction_static, round_up(smallest_hot_buffer, settings.page_size)
     )
@@ -140,8 +171,9 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     indexer keys in fp8.
     """
     num_groups, num_rows = spec.num_index_groups, settings.max_running_requests
-    context, max_pages = spec.context_length, -(-spec.context_length // settings.page_size)
-    capacity = min(settings.device_buffer_size, context)
+    num_new = settings.speculative_num_steps + 1
+    max_pages = -(-spec.context_length // settings.page_size)
+    capacity = max_hot_capacity(settings, spec)
     lookup_to_hot = 4 * num_groups * (make_limits(settings, spec, 0).totals.lookup + 1)
     hot_to_lookup_and_stamps = 2 * 4 * num_groups * capacity
     hot_slots = 4 * capacity
@@ -150,7 +182,7 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     tables = lookup_to_hot + num_rows * (
         hot_to_lookup_and_stamps + hot_slots + page_tables + counters + capacity_and_flags + step
     )
-    plans = [num_rows]
+    plans = [num_rows * num_new]
     if 0 < settings.micro_batch_min_bs <= num_rows:
         plans += [-(-num_rows // NUM_MICRO_BATCHES)] * NUM_MICRO_BATCHES
     return tables + sum(4 + 2 * 8 * spec.index_topk * room for room in plans)
@@ -159,4 +191,5 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
 def reserve_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     """For what a step computes with: a fixed part, logits, and the scores of the indexer."""
     per_row = 4 * LOGIT_COPIES * spec.vocab_size + 2 * 4 * spec.context_length
-    return BASE_RESERVE_BYTES + settings.max_running_requests * per_row
+    num_rows = settings.max_running_requests * (settings.speculative_num_steps + 1)
+    return BASE_RESERVE_BYTES + num_rows * per_row

@@ -81,6 +81,10 @@ class DsaModel:
     def num_heads(self) -> int:
         return self._layers[0].num_heads
 
+    @property
+    def hidden_size(self) -> int:
+        return int(self._embed.weight.shape[1])
+
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor) -> Tensor:
         """Run new tokens through all layers.

@@ -36,6 +36,8 @@ class Generate(Struct, frozen=True):
     bootstrap_host: str
     bootstrap_port: int
     hisparse: HisparseFlag | None = None
+    is_speculative: bool = True
+    """False: its steps verify no drafts."""
 
 
 class GenerateGroup(Struct, frozen=True, tag="generate"):
@@ -163,6 +165,9 @@ class RequestStats(Struct, frozen=True):
     transfer_bytes: int = 0
     transfer_secs: float = 0.0
     num_retractions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Of the drafts that steps verified for it."""
 
 
 class PrefillFinished(Struct, frozen=True, tag="prefill_finished"):

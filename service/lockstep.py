@@ -21,6 +21,8 @@ class NodeStep:
     is_split: bool = False
     is_last: bool = False
     """A rank was told to stop: all do, and none waits for another any more."""
+    num_new: int = 1
+    """Positions of each request: its newest token, and the drafts behind it that are verified."""
 
 
 class Lockstep:
@@ -48,13 +50,16 @@ class Lockstep:
         """Others wait for this rank, or soon will."""
         return self.is_together or self._is_rung
 
-    def agree(self, num_tokens: int, *, is_split: bool = False, is_stopping: bool = False) -> NodeStep:
-        """``num_tokens``: that this rank would compute. ``is_split``: it would like micro-batches.
+    def agree(
+        self, num_tokens: int, *, is_split: bool = False, is_stopping: bool = False, num_new: int = 1
+    ) -> NodeStep:
+        """``num_tokens``: requests of this rank. ``is_split``: it would like micro-batches. ``num_new``: as
+        of NodeStep, above 1 on a node of one rank only.
 
         Waits for the other ranks, unless nobody has work. Raises RankGroupError.
         """
         if self._ranks is None:
-            return NodeStep(num_tokens, is_split, is_stopping)
+            return NodeStep(num_tokens, is_split, is_stopping, num_new)
         has_news = num_tokens > 0 or is_stopping
         if not self.is_due:
             if not has_news:

@@ -470,10 +470,30 @@ class DecodeSettings(NodeSettings):
         description="hisparse requests in a batch from which on a GPU runs it as two micro-batches, one of "
         "which copies misses while the other computes; 0: never",
     )
+    speculative_num_steps: int = Field(
+        0,
+        ge=0,
+        le=3,
+        description="tokens that the checkpoint's draft layer guesses a step at most, which the next step "
+        "verifies; how many it is follows what they have brought; 0: none",
+    )
 
     @model_validator(mode="after")
     def _device_pool_can_be_sized(self) -> Self:
         self._check_free_memory_is_known("device_pool_tokens", self.device_pool_tokens)
+        return self
+
+    @property
+    def num_draft_layers(self) -> int | None:
+        return 1 if self.speculative_num_steps else 0
+
+    @model_validator(mode="after")
+    def _drafts_are_of_one_rank(self) -> Self:
+        if self.speculative_num_steps and self.dp_size > 1:
+            raise ValueError(
+                f"speculative_num_steps {self.speculative_num_steps} with dp_size {self.dp_size}: drafts are "
+                "made on nodes of one rank only; give --speculative-num-steps 0, or run nodes of one rank"
+            )
         return self
 
     @model_validator(mode="after")

@@ -78,6 +78,7 @@ DECODE = DecodeSettings(
     host_pool_tokens=90,
     device_pool_tokens=48,
     max_running_requests=4,
+    speculative_num_steps=2,
 )
 PREFILL = PrefillSettings(
     **_SHARED,

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from decode_node.drafting import max_verifiable
 from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind
 from decode_node.request import Request
-from decode_node.runner import StepResult
+from decode_node.steps import StepResult
 from model.spec import ModelSpec
 from prefill_node.compute import FirstToken, LayerWritten
 from prefill_node.memory import PrefillMemory
@@ -45,6 +46,7 @@ PAGE_SIZE = 4
 TAG_BYTES = 16
 FIRST_TOKEN, NEXT_TOKEN = 5, 6
 MAX_CONTEXT = 40
+MAX_NEW = 3
 
 SPEC: ModelSpec = make_spec(
     num_layers=3,
@@ -174,12 +176,23 @@ class SimHotBuffers:
     def totals(self, running: Sequence[Request]) -> tuple[int, int, int]:
         return 0, 0, 0
 
-    def write_newest(self, request: Request) -> None:
-        position = request.num_kv_tokens
-        content = (*self._prompts[request.request_id], *request.output_token_ids)
+    def max_verifiable(self, request: Request, num_drafts: int) -> int:
+        return max_verifiable(
+            request, num_drafts, top_k=SPEC.index_topk, max_new=MAX_NEW, max_context=MAX_CONTEXT
+        )
+
+    def write_new(self, request: Request, num_accepted: int, num_rejected: int) -> None:
+        """The newest token and drafts behind it. On the device rejected ones are written like any other."""
+        tokens = [*self._prompts[request.request_id], *request.output_token_ids, *[NEXT_TOKEN] * num_accepted]
         for pool, slots, first_layer in self._pools(request):
+            is_host = first_layer == 0 and request.mode is Mode.HISPARSE
             for layer, items in enumerate(pool):
-                items[slots[position]] = np.frombuffer(tag(content, first_layer + layer), np.uint8)
+                for position in range(request.num_kv_tokens, len(tokens)):
+                    content = tuple(tokens[: position + 1])
+                    items[slots[position]] = np.frombuffer(tag(content, first_layer + layer), np.uint8)
+                for position in range(len(tokens), len(tokens) + num_rejected):
+                    if not is_host:
+                        items[slots[position]] = 0xDD
 
     def check(self, request: Request) -> None:
         """Every position that the request has read from its slots is the one that was written there."""
@@ -207,7 +220,12 @@ class SimHotBuffers:
 
 @dataclass(frozen=True)
 class SimStep:
+    """``num_drafted`` and ``num_accepted``: of each request; ``num_drafts``: made for the next step."""
+
     batch: Sequence[Request]
+    num_drafted: list[int]
+    num_accepted: list[int]
+    num_drafts: int
     feeds_next: bool = False
 
     def wait(self) -> None:
@@ -215,11 +233,18 @@ class SimStep:
 
     def result(self) -> StepResult:
         count = len(self.batch)
-        return StepResult([NEXT_TOKEN] * count, [None] * count, [""] * count, [(0, 0, 0)] * count)
+        return StepResult(
+            [[NEXT_TOKEN] * (1 + accepted) for accepted in self.num_accepted],
+            [[None] * (1 + accepted) for accepted in self.num_accepted],
+            [""] * count,
+            [(0, 0, 0)] * count,
+            self.num_drafted,
+            [[NEXT_TOKEN] * self.num_drafts for _ in range(count)],
+        )
 
 
 class SimDecodeRunner:
-    """In place of the model: checks all that a request has, and writes the newest token."""
+    """In place of the model: checks all that a request has, and writes the new tokens."""
 
     def __init__(self, hot_buffers: SimHotBuffers) -> None:
         self._hot_buffers = hot_buffers
@@ -228,10 +253,15 @@ class SimDecodeRunner:
         return False
 
     def launch(self, batch: Sequence[Request], step: NodeStep) -> SimStep:
+        num_drafted, num_accepted = [], []
         for request in batch:
             self._hot_buffers.check(request)
-            self._hot_buffers.write_newest(request)
-        return SimStep(batch)
+            num_drafts = self._hot_buffers.max_verifiable(request, step.num_new - 1)
+            drafts = request.take_drafts(num_drafts)
+            num_drafted.append(len(drafts))
+            num_accepted.append((request.room + len(request.output_token_ids)) % (len(drafts) + 1))
+            self._hot_buffers.write_new(request, num_accepted[-1], len(drafts) - num_accepted[-1])
+        return SimStep(batch, num_drafted, num_accepted, step.num_new - 1)
 
 
 class NoPoller:

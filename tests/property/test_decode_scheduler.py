@@ -8,6 +8,8 @@ computed. Answers mostly end long before their max_new_tokens, which nobody know
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -70,6 +72,8 @@ def slots_of(request: Request) -> dict[PoolKind, list[int]]:
 
 
 class DecodeNodeMachine(RuleBasedStateMachine):
+    limits = LIMITS
+
     def __init__(self) -> None:
         super().__init__()
         self.rooms = LiveRequests(Pools(TOTALS, PAGE_SIZE), QUARANTINE_SECS)
@@ -110,7 +114,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             room=Room(self.num_arrived),
             num_prompt_tokens=num_prompt_tokens,
             sampling=SamplingParams(
-                max_new_tokens=min(max_new_tokens, LIMITS.max_context + 1 - num_prompt_tokens)
+                max_new_tokens=min(max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens)
             ),
             flag=flag,
             peer=peer,
@@ -120,7 +124,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             if family is None
             else PromptKeys.of(b"model", pack_token_ids([family] * num_prompt_tokens), PAGE_SIZE),
         )
-        if not refusal(LIMITS, request):
+        if not refusal(self.limits, request):
             self.rooms.open(request)
             self.rooms.queue(request, float("inf"))
             self.stops_after[request.room] = stops_after
@@ -136,7 +140,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def step(self) -> None:
         waiting = self.rooms.select(RequestState.WAITING)
         plan = plan_step(
-            LIMITS,
+            self.limits,
             self.rooms.available,
             self.rooms.select(RequestState.RUNNING),
             self.landing(),
@@ -192,10 +196,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
         if any(r.mode is Mode.DENSE or not r.has_slots_for_next for r in (*running, *self.landing())):
             return
-        spare = self.rooms.available.device - LIMITS.auto_dense_margin * TOTALS.device
+        spare = self.rooms.available.device - self.limits.auto_dense_margin * TOTALS.device
         for request in running:
             if request.hot_capacity < request.next_seq_len:
-                gain = LIMITS.in_pages(LIMITS.max_capacity(request)) - request.num_device_slots
+                gain = self.limits.in_pages(self.limits.max_capacity(request)) - request.num_device_slots
                 assert gain == 0 or spare < gain, "a hot buffer misses beside free slots"
 
     def _run_step(self, admitted: bool) -> None:
@@ -208,8 +212,17 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             if request in paused or request.source is not None:
                 continue
             self._check_can_run(request)
+            self._run(request)
+
+    def _run(self, request: Request) -> None:
+        """A step, in which some of the drafts that have slots are accepted."""
+        num_slots = min(request.reserved_tokens, self.limits.max_context) - request.next_seq_len
+        num_drafts = min(self.limits.max_drafts, num_slots)
+        for _ in range(1 + (request.room + len(request.output_token_ids)) % (1 + num_drafts)):
             request.output_token_ids.append(0)
             self._end_if_last(request)
+            if request.state is not RequestState.RUNNING:
+                return
 
     def returning(self) -> list[Quarantined]:
         """Slots that time alone frees: somebody may have counted on them before they were quarantined."""
@@ -239,7 +252,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert num_slots[PoolKind.HOST] >= request.next_seq_len
             assert num_slots[PoolKind.LOOKUP] >= request.next_seq_len
             assert num_slots[PoolKind.DEVICE] >= request.hot_capacity
-            assert request.hot_capacity >= min(INDEX_TOPK + 1, request.life_tokens)
+            assert request.hot_capacity >= self.limits.min_capacity(request)
 
     # --- prefill nodes ----------------------------------------------------------------------------
 
@@ -323,7 +336,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         def claim(request: Request) -> Claim:
             prefix = request.prefix
             num_shared_pages = prefix.end_page if prefix else 0
-            claim = LIMITS.claim(request, request.mode, request.held_tokens, num_shared_pages)
+            claim = self.limits.claim(request, request.mode, request.held_tokens, num_shared_pages)
             return claim._replace(prefix=prefix)
 
         running = self.rooms.select(RequestState.RUNNING)
@@ -361,8 +374,15 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         assert self.rooms.pools.free == self.rooms.pools.totals
 
 
+class SpeculatingMachine(DecodeNodeMachine):
+    """Of requests whose steps verify drafts, where these have slots."""
+
+    limits = replace(LIMITS, max_drafts=3)
+
+
 TestDecodeNode = DecodeNodeMachine.TestCase
-TestDecodeNode.settings = settings(
+TestSpeculatingNode = SpeculatingMachine.TestCase
+TestDecodeNode.settings = TestSpeculatingNode.settings = settings(
     derandomize=True,
     max_examples=120,
     stateful_step_count=40,

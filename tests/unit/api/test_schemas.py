@@ -281,12 +281,20 @@ def test_the_flag_where_public_routers_leave_it(endpoint: Endpoint, carrier: str
     assert parse(endpoint, hisparse="auto", **{carrier: {"hisparse": value}}).hisparse is HisparseFlag.AUTO
 
 
+@pytest.mark.parametrize("endpoint", Endpoint)
+@pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), (None, True)])
+def test_drafts_can_be_declined(endpoint: Endpoint, value: object, expected: bool) -> None:
+    request = parse(endpoint, speculative=value)
+    assert request.is_speculative is expected
+
+
 # --- errors ----------------------------------------------------------------------------------------
 
 EVERYWHERE = [
     ({"hisparse": "sometimes"}, "hisparse", '"sometimes" must be true, false or "auto"'),
     ({"hisparse": "true"}, "hisparse", "must be true, false"),
     ({"hisparse": 1}, "hisparse", "1 must be"),
+    ({"speculative": "no"}, "speculative", '"no" must be true or false'),
     ({"stream": "yes"}, "stream", '"yes" must be true or false'),
     ({"bootstrap_room": -1}, "bootstrap_room", "-1 must be at least 0"),
     ({"bootstrap_room": 2**63}, "bootstrap_room", "9223372036854775808 must be at most 9223372036854775807"),

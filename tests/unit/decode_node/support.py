@@ -79,9 +79,9 @@ class Checkpoint:
 
 
 @lru_cache
-def load_checkpoint(path: Path) -> Checkpoint:
+def load_checkpoint(path: Path, num_draft_layers: int = 0) -> Checkpoint:
     torch.set_num_threads(1)
-    spec = load_spec(path)
+    spec = load_spec(path, num_draft_layers=num_draft_layers)
     return Checkpoint(path, spec, load_model(path, spec))
 
 
@@ -101,23 +101,30 @@ class Prefilled:
 
 
 @lru_cache
-def _prefill_model(path: Path) -> DsaModel:
+def _prefill_model(path: Path, num_draft_layers: int) -> DsaModel:
     """The prefill side's own: a test may break the decode engine's before the first prompt is computed."""
-    return load_model(path, load_checkpoint(path).spec)
+    return load_model(path, load_checkpoint(path, num_draft_layers).spec)
 
 
 @lru_cache(maxsize=256)
-def _prefill(path: Path, prompt: Prompt, page_size: int) -> Prefilled:
-    spec = load_checkpoint(path).spec
+def _prefill(path: Path, num_draft_layers: int, prompt: Prompt, page_size: int) -> Prefilled:
+    spec, model = load_checkpoint(path, num_draft_layers).spec, _prefill_model(path, num_draft_layers)
     num_pages = -(-len(prompt) // page_size)
     num_slots = num_pages * page_size
-    kv = torch.zeros((spec.num_layers, num_slots, spec.item_bytes), dtype=torch.uint8)
-    index = torch.zeros((spec.num_index_layers, num_slots, spec.index_item_bytes), dtype=torch.uint8)
+    kv = torch.zeros((spec.num_kv_layers, num_slots, spec.item_bytes), dtype=torch.uint8)
+    index = torch.zeros((spec.num_index_groups, num_slots, spec.index_item_bytes), dtype=torch.uint8)
     request = PagedRequest(torch.arange(num_pages), 0, len(prompt), want_hint=True)
     access = PagedKv(spec, kv, index, page_size, [request])
-    logits = _prefill_model(path).forward(torch.tensor(prompt), access.positions, access, access.last_rows)
+    tokens = torch.tensor(prompt)
     greedy = SamplingParams(max_new_tokens=1, temperature=0.0, num_logprobs=2)
-    token_ids, logprobs = sample(logits, [greedy], [0], ())
+    if num_draft_layers:
+        logits, hidden = model.forward_with_hidden(tokens, access.positions, access, access.last_rows)
+        token_ids, logprobs = sample(logits, [greedy], [0], ())
+        following = torch.tensor([*prompt[1:], token_ids[0]])
+        model.draft(following, hidden, access.positions, access, access.last_rows)
+    else:
+        logits = model.forward(tokens, access.positions, access, access.last_rows)
+        token_ids, logprobs = sample(logits, [greedy], [0], ())
     hint = access.hints[0]
     assert hint is not None
     return Prefilled(kv, index, token_ids[0], logprobs[0], hint.numpy())
@@ -125,7 +132,7 @@ def _prefill(path: Path, prompt: Prompt, page_size: int) -> Prefilled:
 
 def computed(checkpoint: Checkpoint, prompt: Prompt, page_size: int) -> Prefilled:
     """What a prefill node has of ``prompt``."""
-    return _prefill(checkpoint.path, prompt, page_size)
+    return _prefill(checkpoint.path, checkpoint.spec.num_draft_layers, prompt, page_size)
 
 
 @lru_cache
@@ -158,7 +165,7 @@ class PrefillDouble:
         self.batch_failed = False
         """What it says of the batches that it delivers with."""
         self.num_registrations = 0
-        self._layout = AuxLayout(checkpoint.spec.num_index_layers, checkpoint.spec.index_topk)
+        self._layout = AuxLayout(checkpoint.spec.num_index_groups, checkpoint.spec.index_topk)
         self._transfer = _shared_transfer()
         self._registered: dict[bytes, Register] = {}
         self.control = ControlServer("127.0.0.1", 0)
@@ -257,7 +264,7 @@ class PrefillDouble:
         register = list(self._registered.values())[-1]
         regions = {region.kind: region for region in register.regions}
         spec = self.checkpoint.spec
-        ready = _prefill(self.checkpoint.path, self.prompts[bootstrap.room], self.page_size)
+        ready = computed(self.checkpoint, self.prompts[bootstrap.room], self.page_size)
         kv_region = regions[RegionKind.KV_HOST if bootstrap.hisparse else RegionKind.KV_DEVICE]
         first = bootstrap.num_held_tokens
         self._write_pool(
@@ -366,6 +373,7 @@ class EngineHarness:
         num_new_tokens: int,
         hisparse: HisparseFlag | None = None,
         *,
+        is_speculative: bool = True,
         room: int | None = None,
         port: int | None = None,
         **sampling: Any,
@@ -388,6 +396,7 @@ class EngineHarness:
                         bootstrap_host="127.0.0.1",
                         bootstrap_port=double.port if port is None else port,
                         hisparse=hisparse,
+                        is_speculative=is_speculative,
                     ),
                 ),
                 pack_token_ids(prompt),

@@ -16,10 +16,11 @@ import torch
 
 import decode_node.engine
 from checkpoints.oracle import greedy_tokens
+from decode_node.graph_runner import GraphRunner
 from decode_node.hot_buffers import HotBuffers
 from decode_node.micro_batches import matmuls_without
 from decode_node.request import Request, RequestState
-from decode_node.runner import GraphRunner, Launched, Runner, StepResult
+from decode_node.steps import Launched, Runner, StepResult
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from service.engine_messages import Abort

@@ -1,0 +1,147 @@
+"""Decides how many drafts a step verifies: the number that has brought most tokens a second. Pure.
+
+Verifying costs time in every step, and more of it the larger the batch is; what it brings depends on the
+text. Both are measured: seconds of a step by size of the batch and number of drafts, and for each place in
+the chain of drafts how often one was right when those before it were. Numbers that were not tried yet at a
+size of batch are tried first, and the neighbours of the best one again from time to time. None of this
+changes a token, only when it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+FIRST_STEPS = 6
+"""Of a number of drafts at a size of batch, before it is judged."""
+PROBE_EVERY = 400
+"""Steps at a size of batch between two trials of another number than the best."""
+PROBE_STEPS = 4
+"""Of a trial: the first has no drafts to verify when the best number was 0."""
+MIN_GAIN = 1.03
+"""By which another number has to be better than the present one: two that are alike do not take turns."""
+_OLD_SHARE = 0.9
+"""Of an average, what the next value leaves of it."""
+_MAX_JUMP = 3.0
+"""A step that took longer than so many averages did something else too, and counts as so many."""
+_CLOCK_SECS = 1e-6
+"""No step is shorter."""
+_OLD_TRIES = 0.999
+_FIRST_GUESS = 0.7
+"""How often a draft is right, as long as nobody knows."""
+
+
+def expected_tokens(rates: Sequence[float], num_drafts: int) -> float:
+    """Of a request's step that verifies ``num_drafts``. ``rates``: how often a draft is right where those
+    before it are."""
+    tokens = all_right = 1.0
+    for rate in rates[:num_drafts]:
+        all_right *= rate
+        tokens += all_right
+    return tokens
+
+
+def best_num_drafts(rates: Sequence[float], secs: Sequence[float], present: int) -> int:
+    """The number of drafts, an index of ``secs``, with most tokens a second; ``present``, if it is as good.
+
+    ``secs``: of a step with so many drafts.
+    """
+    speeds = [expected_tokens(rates, number) / of_step for number, of_step in enumerate(secs)]
+    best = max(range(len(speeds)), key=lambda number: speeds[number])
+    return best if speeds[best] > MIN_GAIN * speeds[present] else present
+
+
+@dataclass
+class _Size:
+    """What is known of batches of about one size."""
+
+    secs: list[float]
+    num_steps: list[int]
+    """Measured, by number of drafts."""
+    present: int
+    until_probe: int = PROBE_EVERY
+    probe: int = 0
+    probe_steps: int = 0
+    probes_up: bool = field(default=False)
+
+
+class DraftChoice:
+    """``max_drafts``: those that a step can verify."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self._max_drafts = max_drafts
+        self._sizes: dict[int, _Size] = {}
+        self._tries = [1.0] * max_drafts
+        self._rights = [_FIRST_GUESS] * max_drafts
+
+    @property
+    def rates(self) -> list[float]:
+        """How often the draft at each place was right when those before it were, lately."""
+        return [right / tries for right, tries in zip(self._rights, self._tries, strict=True)]
+
+    def choose(self, num_reqs: int, most: int) -> int:
+        """Drafts for the next step, of ``num_reqs`` requests none of which can verify more than ``most``."""
+        if most == 0:
+            return 0
+        size = self._size(num_reqs)
+        for number in range(most, -1, -1):
+            if size.num_steps[number] < FIRST_STEPS:
+                return number
+        if size.probe_steps:
+            size.probe_steps -= 1
+            return min(size.probe, most)
+        size.present = best_num_drafts(self.rates, size.secs[: most + 1], min(size.present, most))
+        size.until_probe -= 1
+        if size.until_probe <= 0:
+            size.until_probe = PROBE_EVERY
+            size.probes_up = not size.probes_up
+            other = size.present + (1 if size.probes_up else -1)
+            if 0 <= other <= most:
+                size.probe, size.probe_steps = other, PROBE_STEPS
+        return size.present
+
+    def took(self, num_reqs: int, num_drafts: int, secs: float) -> None:
+        """A step of ``num_reqs`` requests with ``num_drafts`` drafts took ``secs``."""
+        size, secs = self._size(num_reqs), max(secs, _CLOCK_SECS)
+        average, count = size.secs[num_drafts], size.num_steps[num_drafts]
+        size.num_steps[num_drafts] += 1
+        if count == 0:
+            size.secs[num_drafts] = secs
+        elif count < FIRST_STEPS:  # the first one may have compiled something
+            size.secs[num_drafts] = min(average, secs)
+        else:
+            size.secs[num_drafts] = _OLD_SHARE * average + (1 - _OLD_SHARE) * min(secs, _MAX_JUMP * average)
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Of ``num_drafts`` that a step had place for, a request accepted ``num_accepted``."""
+        for place in range(min(num_drafts, num_accepted + 1)):
+            self._tries[place] = _OLD_TRIES * self._tries[place] + 1
+            self._rights[place] = _OLD_TRIES * self._rights[place] + (place < num_accepted)
+
+    def _size(self, num_reqs: int) -> _Size:
+        """Batches of the next larger power of two are alike."""
+        bits = (max(1, num_reqs) - 1).bit_length()
+        if bits not in self._sizes:
+            count = self._max_drafts + 1
+            self._sizes[bits] = _Size([0.0] * count, [0] * count, present=self._max_drafts)
+        return self._sizes[bits]
+
+
+class DraftTimer:
+    """Times the engine's turns for a DraftChoice, as far as they are of one kind."""
+
+    def __init__(self, choice: DraftChoice) -> None:
+        self._choice = choice
+        self._last: tuple[int, int] | None = None
+        self._last_at = 0.0
+
+    def turn(self, num_reqs: int, num_drafts: int, now: float) -> None:
+        """A turn with a step of ``num_reqs`` requests, 0 for none, is over.
+
+        A step may be read a turn after its launch: what counts is the time between the ends of two turns
+        with steps alike.
+        """
+        kind = (num_reqs, num_drafts) if num_reqs else None
+        if kind is not None and kind == self._last:
+            self._choice.took(num_reqs, num_drafts, now - self._last_at)
+        self._last, self._last_at = kind, now

@@ -1,0 +1,38 @@
+"""What becomes of drafts: how many of a request's a step can verify, and which of them were right.
+
+A draft is accepted while it is what the model draws itself, with that position's own random number. So the
+tokens are those of steps without drafts, at any temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from decode_node.request import Request
+from vocabulary import Mode
+
+NO_DRAFT = -1
+"""In place of a draft: equal to no token that is drawn."""
+
+
+def max_verifiable(request: Request, num_drafts: int, *, top_k: int, max_new: int, max_context: int) -> int:
+    """Drafts, up to ``num_drafts``, that the request's next step can verify.
+
+    They need slots below the end of the context, and its hot buffer room for what all positions may select,
+    unless it holds the whole sequence. ``max_new``: positions of a step at most.
+    """
+    if not request.is_speculative:
+        return 0
+    first_new = request.next_seq_len - 1
+    num_drafts = min(num_drafts, min(request.reserved_tokens, max_context) - first_new - 1)
+    if request.mode is Mode.HISPARSE and first_new + max_new > request.hot_capacity:
+        num_drafts = min(num_drafts, (request.hot_capacity - max_new) // top_k - 1)
+    return max(0, num_drafts)
+
+
+def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
+    """How many ``drafts`` are what was drawn, up to the first that is not. ``drawn``: one more at least."""
+    for number, (draft, token_id) in enumerate(zip(drafts, drawn, strict=False)):
+        if draft != token_id:
+            return number
+    return len(drafts)

@@ -1,0 +1,113 @@
+"""What a decode step is to the engine: a batch in, its tokens out; and what its runners have in common.
+
+``launch`` enqueues a step and returns; ``Launched.result`` waits for its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from decode_node.hot_buffers import HotBuffers
+from decode_node.request import Request
+from kernels.hot_state import HotBufferError
+from service.lockstep import NodeStep
+from vocabulary import TokenLogprob
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A value for each request of the step's batch. ``errors``: empty where the kernels found nothing."""
+
+    token_ids: list[list[int]]
+    """What the request goes on with: the accepted drafts, and one token more."""
+    logprobs: list[list[TokenLogprob | None]]
+    """Of each of these tokens."""
+    errors: list[str]
+    counters: list[tuple[int, int, int]]
+    num_drafted: list[int]
+    """Drafts that were verified."""
+    drafts: list[list[int]]
+    """What the draft layer guesses to follow; nothing after a step without drafts."""
+
+
+class Launched(Protocol):
+    """A step that was enqueued."""
+
+    @property
+    def batch(self) -> Sequence[Request]: ...
+
+    @property
+    def feeds_next(self) -> bool:
+        """Whether the next step may be launched before this one's result was taken, or is over already."""
+
+    def wait(self) -> None:
+        """Until no memory of the step's requests is read or written by it any more."""
+
+    def result(self) -> StepResult:
+        """Waits. To be taken once, before the step after the next is launched."""
+
+
+class Runner(Protocol):
+    def would_split(self, batch: Sequence[Request]) -> bool:
+        """Whether the batch runs as micro-batches. Where one rank's does, all ranks' do."""
+
+    def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:
+        """Enqueue one step, a token for each request, of which another rank may have more.
+
+        Raises what the model raises.
+        """
+
+
+@dataclass(frozen=True)
+class Done:
+    """A step that was over when ``launch`` returned."""
+
+    batch: Sequence[Request]
+    step_result: StepResult
+    feeds_next: bool = False
+
+    def wait(self) -> None:
+        pass
+
+    def result(self) -> StepResult:
+        return self.step_result
+
+
+def take_drafts(batch: Sequence[Request], num_new: int, hot_buffers: HotBuffers) -> list[list[int]]:
+    """What each request's next step of ``num_new`` positions verifies."""
+    return [request.take_drafts(hot_buffers.max_verifiable(request, num_new - 1)) for request in batch]
+
+
+def step_result(
+    token_ids: list[list[int]],
+    logprobs: list[list[TokenLogprob | None]],
+    row_results: list[list[int]],
+    num_drafted: list[int] | None = None,
+    drafts: list[list[int]] | None = None,
+) -> StepResult:
+    """``row_results``: as ``HotBuffers.row_results``. Without the last two there were no drafts."""
+    return StepResult(
+        token_ids,
+        logprobs,
+        [str(HotBufferError(flags).name) if flags else "" for flags, *_ in row_results],
+        [(hits, misses, evictions) for _, hits, misses, evictions in row_results],
+        [0] * len(token_ids) if num_drafted is None else num_drafted,
+        [[] for _ in token_ids] if drafts is None else drafts,
+    )
+
+
+def check_slots(batch: Sequence[Request]) -> None:
+    """Raises RuntimeError when the newest token of a request has no slot."""
+    for request in batch:
+        if not request.has_slots_for_next:
+            raise RuntimeError(
+                f"room {request.room}: no slot for position {request.next_seq_len - 1}, it has "
+                f"{request.reserved_tokens}"
+            )
+
+
+def next_index(request: Request) -> int:
+    """Output tokens before the one that the next step samples."""
+    return len(request.output_token_ids) + request.num_in_flight

@@ -1,0 +1,470 @@
+"""Steps that verify drafts give the tokens of steps that do not (I5), in every mode, whatever happens.
+
+The engine's own model and draft layer on the CPU, against a prefill double; about half of the drafts are
+right. What is expected comes from transformers, or, for drawn tokens, from an engine without drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import decode_node.engine
+from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
+from checkpoints.oracle import greedy_tokens
+from decode_node.graph_runner import GraphRunner
+from decode_node.hot_buffers import HotBuffers
+from decode_node.memory import slots_tensor
+from decode_node.pools import PoolKind
+from decode_node.request import RequestState
+from decode_node.runner import make_runner
+from decode_node.scheduler import Exchange, StepPlan
+from decode_node.steps import Runner
+from model.attention_kernels import AttentionKernels
+from model.dsa import DsaModel
+from service.settings import DecodeSettings
+from tests.unit.decode_node.support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    Prompt,
+    load_checkpoint,
+    random_prompt,
+)
+from vocabulary import HisparseFlag, Mode
+
+NUM_NEW = 20
+CANARY = 0xCB
+TOP_K = 64
+MAX_DRAFTS = 3
+HOT_BUFFER = (MAX_DRAFTS + 1) * TOP_K + MAX_DRAFTS + 1
+"""In which all positions of a step find what they select."""
+LENGTHS = [1, 63, 64, 65, HOT_BUFFER - 22, HOT_BUFFER - 3, HOT_BUFFER - 1, HOT_BUFFER, 387, 700]
+PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+
+
+MakeRunner = Callable[[DecodeSettings, DsaModel, HotBuffers], Runner]
+
+
+def make_graph_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
+    """What a GPU has, without graphs."""
+    return GraphRunner(
+        model,
+        hot_buffers,
+        AttentionKernels.reference(model.spec),
+        max_reqs=settings.max_running_requests,
+        graph_batches=(),
+        min_split_reqs=3,
+    )
+
+
+@pytest.fixture(scope="module", params=["v32", "glm"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    path = tmp_path_factory.mktemp("speculation") / request.param
+    write_checkpoint(path, request.param, draft_gain=LIKELY_DRAFTS)
+    return load_checkpoint(path, num_draft_layers=1)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
+    return dict(zip(PROMPTS, greedy_tokens(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
+
+
+@pytest.fixture(scope="module")
+def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
+    double = PrefillDouble(checkpoint)
+    yield double
+    double.close()
+
+
+@pytest.fixture(scope="module", params=[make_runner, make_graph_runner], ids=["host", "graph"])
+def node(
+    request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineHarness]:
+    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"), request.param)) as node:
+        yield node
+
+
+def harness(
+    checkpoint: Checkpoint, ipc_dir: Path, make: MakeRunner = make_runner, **settings: Any
+) -> EngineHarness:
+    settings = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": MAX_DRAFTS, **settings}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_node.engine, "make_runner", make)
+        return EngineHarness(checkpoint, ipc_dir, **settings)
+
+
+@contextmanager
+def drafts(node: EngineHarness, *numbers: int) -> Iterator[None]:
+    """Steps verify so many by turns, where their requests can."""
+    in_turn = cycle(numbers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node.engine._draft_choice, "choose", lambda num_reqs, most: min(next(in_turn), most))
+        yield
+
+
+def finish(node: EngineHarness, answers: list[Answer], double: PrefillDouble) -> None:
+    node.turn_until(lambda: all(answer.is_over for answer in answers), double)
+    assert [answer.failure for answer in answers] == [None] * len(answers)
+    assert node.engine.requests.pools.free == node.engine.requests.pools.totals
+
+
+def num_drafts(answer: Answer) -> tuple[int, int]:
+    assert answer.last is not None
+    assert answer.last.stats is not None
+    return answer.last.stats.num_drafted, answer.last.stats.num_accepted
+
+
+@pytest.mark.I3
+@pytest.mark.I4
+@pytest.mark.I5
+@pytest.mark.I6
+@pytest.mark.parametrize("num_steps", range(MAX_DRAFTS + 1))
+@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+def test_tokens_equal_the_oracle_with_any_number_of_drafts(
+    expected: dict[Prompt, list[int]],
+    double: PrefillDouble,
+    node: EngineHarness,
+    flag: HisparseFlag,
+    num_steps: int,
+) -> None:
+    with drafts(node, num_steps):
+        answers = [node.generate(double, prompt, NUM_NEW, flag) for prompt in PROMPTS]
+        finish(node, answers, double)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
+    drafted, accepted = (sum(column) for column in zip(*map(num_drafts, answers), strict=True))
+    if num_steps:
+        assert 0 < accepted < drafted
+    else:
+        assert drafted == 0
+
+
+def by_turns(number: int) -> HisparseFlag:
+    return [HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.AUTO][number % 3]
+
+
+@pytest.mark.I5
+def test_the_number_of_drafts_may_change_in_every_step_of_a_mixed_batch(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+) -> None:
+    """Every fourth request wants none; on a GPU steps without drafts overlap with the one before them."""
+    with drafts(node, 3, 0, 0, 1, 0, 2):
+        answers = [
+            node.generate(double, prompt, NUM_NEW, by_turns(number), is_speculative=number % 4 != 1)
+            for number, prompt in enumerate(PROMPTS)
+        ]
+        finish(node, answers, double)
+    for number, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
+        assert answer.token_ids == expected[prompt], f"{by_turns(number)}, {len(prompt)} prompt tokens"
+        assert (num_drafts(answer)[0] > 0) == (number % 4 != 1)
+
+
+@pytest.mark.I5
+def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(
+    double: PrefillDouble, node: EngineHarness
+) -> None:
+    texts = []
+    num_accepted = 0
+    for num_steps in range(MAX_DRAFTS + 1):
+        with drafts(node, num_steps):
+            answers = [
+                node.generate(
+                    double,
+                    prompt,
+                    NUM_NEW,
+                    by_turns(seed),
+                    temperature=(1.0, 0.3)[seed % 2],
+                    top_p=0.9 if seed % 3 else 1.0,
+                    seed=seed,
+                )
+                for prompt in PROMPTS[3:7]
+                for seed in range(3)
+            ]
+            finish(node, answers, double)
+        texts.append([answer.token_ids for answer in answers])
+        num_accepted += sum(num_drafts(answer)[1] for answer in answers)
+    assert texts[1:] == texts[:1] * MAX_DRAFTS
+    assert len({tuple(text) for text in texts[0]}) == len(texts[0])
+    assert num_accepted > 0
+
+
+def test_logprobs_are_those_without_drafts(double: PrefillDouble, node: EngineHarness) -> None:
+    logged = []
+    for num_steps in (0, 3):
+        with drafts(node, num_steps):
+            answers = [
+                node.generate(double, PROMPTS[4], NUM_NEW, by_turns(number), num_logprobs=number)
+                for number in range(3)
+            ]
+            beside = node.generate(double, PROMPTS[5], NUM_NEW)
+            finish(node, [*answers, beside], double)
+        assert [len(answer.logprobs) for answer in answers] == [NUM_NEW] * 3
+        logged.append([logprob for answer in answers for logprob in answer.logprobs])
+    for without, with_drafts in zip(*logged, strict=True):
+        assert with_drafts.token_id == without.token_id
+        assert with_drafts.logprob == pytest.approx(without.logprob, abs=1e-4)
+        assert [token_id for token_id, _ in with_drafts.top] == [token_id for token_id, _ in without.top]
+
+
+@pytest.mark.I2
+def test_a_request_ends_at_its_stop_token_or_length_wherever_that_is_among_accepted_ones(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+) -> None:
+    prompt = PROMPTS[8]
+    tokens = expected[prompt]
+    stops = [number for number, token in enumerate(tokens) if token not in tokens[:number]]
+    assert len(stops) > 8
+    with drafts(node, 3):
+        at_stops = [
+            node.generate(double, prompt, NUM_NEW, by_turns(stop), stop_token_ids=(tokens[stop],))
+            for stop in stops
+        ]
+        finish(node, at_stops, double)
+        lengths = [node.generate(double, prompt, 1 + number, by_turns(number)) for number in range(8)]
+        finish(node, lengths, double)
+    for stop, answer in zip(stops, at_stops, strict=True):
+        assert answer.token_ids == tokens[: stop + 1]
+        assert answer.last is not None
+        assert (answer.last.finish_reason, answer.last.matched_stop_token) == ("stop", tokens[stop])
+    assert [answer.token_ids for answer in lengths] == [tokens[: 1 + number] for number in range(8)]
+    assert [answer.last and answer.last.finish_reason for answer in lengths] == ["length"] * 8
+    for answer in (*at_stops, *lengths):
+        drafted, accepted = num_drafts(answer)
+        assert accepted <= max(0, len(answer.token_ids) - 2)
+        assert accepted <= drafted
+
+
+def test_tokens_that_may_not_come_yet_are_forbidden_at_every_position(
+    double: PrefillDouble, node: EngineHarness
+) -> None:
+    """min_tokens ends in the middle of a step: what may stop a request before it, may not be drawn."""
+    prompt = PROMPTS[8]
+    texts = []
+    for num_steps in (0, 1, 3):
+        with drafts(node, num_steps):
+            free = node.generate(double, prompt, NUM_NEW)
+            finish(node, [free], double)
+            stop_token_ids = tuple(set(free.token_ids[1:9]) - {free.token_ids[0]})
+            bound = [
+                node.generate(double, prompt, NUM_NEW, min_new_tokens=number, stop_token_ids=stop_token_ids)
+                for number in range(2, 12)
+            ]
+            finish(node, bound, double)
+        texts.append([answer.token_ids for answer in bound])
+    assert texts[1:] == texts[:1] * 2
+    assert all(len(text) > number for number, text in enumerate(texts[0], start=1))
+
+
+@pytest.mark.I4
+@pytest.mark.I5
+def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+) -> None:
+    engine = node.engine
+    k_host, k_dev = engine.hot_buffers.memory.k_host, engine.hot_buffers.memory.k_dev
+    prompts, num_layers = PROMPTS[4:], engine.hot_buffers.spec.num_layers
+    num_rejected = 0
+    with drafts(node, 3):
+        answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+        while not all(answer.is_over for answer in answers):
+            running = engine.requests.select(RequestState.RUNNING)
+            before = {}
+            for request in running:
+                slots = slots_tensor(request.owned[PoolKind.HOST])[request.num_kv_tokens :]
+                k_host[:, slots] = CANARY
+                before[request.request_id] = request.num_kv_tokens, slots
+            node.turn(double)
+            for request in engine.requests.select(RequestState.RUNNING):
+                if request.request_id not in before:
+                    continue
+                num_tokens, slots = before[request.request_id]
+                num_written = request.num_kv_tokens - num_tokens
+                num_rejected += num_written < 4
+                assert (k_host[:, slots[num_written:]] == CANARY).all(), "a rejected draft's"
+                hot = engine.hot_buffers.state.host_to_hot[0, slots[:num_written]]
+                at = engine.hot_buffers.state.hot_slots[request.req_row][hot].long()
+                assert torch.equal(k_host[:num_layers, slots[:num_written]], k_dev[:num_layers, at])
+    assert num_rejected > NUM_NEW
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected[prompt]
+    finish(node, answers, double)
+
+
+@pytest.mark.I4
+@pytest.mark.I5
+def test_every_request_survives_another_hot_buffer_in_every_step(
+    expected: dict[Prompt, list[int]],
+    double: PrefillDouble,
+    node: EngineHarness,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hot buffers are lost with all they hold, drafts that were not accepted too."""
+    prompts = PROMPTS[4:]
+    rooms, lifecycle = node.engine.requests, node.engine.lifecycle
+    exchange = rooms.exchange
+    num_exchanges = 0
+
+    def exchange_and_lose(planned: Exchange) -> None:
+        nonlocal num_exchanges
+        device_slots = slots_tensor(planned.request.owned[PoolKind.DEVICE])
+        exchange(planned)
+        num_exchanges += 1
+        node.engine.hot_buffers.memory.k_dev[:, device_slots] = CANARY
+
+    monkeypatch.setattr(rooms, "exchange", exchange_and_lose)
+    # The smallest, with room for no draft, then for one, two and three.
+    sizes = cycle([TOP_K + 4, *(number * TOP_K + 4 for number in (2, 3, 4))])
+    with drafts(node, 3):
+        answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+        while not all(answer.is_over for answer in answers):
+            node.turn(double)
+            node.engine._settle()
+            running = rooms.select(RequestState.RUNNING)
+            lifecycle.carry_out(
+                StepPlan(exchanges=tuple(Exchange(each, next(sizes)) for each in running)), 0.0
+            )
+    assert num_exchanges > len(prompts) * NUM_NEW // 3
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
+    finish(node, answers, double)
+
+
+@pytest.mark.I2
+@pytest.mark.I5
+def test_an_abort_after_any_step_leaves_the_others_and_the_pools_whole(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
+) -> None:
+    with drafts(node, 3, 2, 0, 0):
+        staying = [node.generate(double, PROMPTS[8], NUM_NEW, by_turns(number)) for number in range(2)]
+        leaving = [node.generate(double, PROMPTS[9], NUM_NEW, by_turns(number)) for number in range(6)]
+        for answer in leaving:
+            node.turn_until(lambda: answer.token_ids, double)  # noqa: B023
+            for _ in range(leaving.index(answer)):
+                node.turn(double)
+            if not answer.is_over:
+                node.leave(answer)
+        finish(node, staying, double)
+    assert [answer.token_ids for answer in staying] == [expected[PROMPTS[8]]] * 2
+
+
+# --- other sizes ---------------------------------------------------------------------------------------
+
+MAKERS = pytest.mark.parametrize("make", [make_runner, make_graph_runner], ids=["host", "graph"])
+
+
+@MAKERS
+@pytest.mark.I5
+@pytest.mark.parametrize("checkpoint", ["v32"], indirect=True)
+def test_slots_that_come_one_by_one_and_pages_that_go(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, make: MakeRunner
+) -> None:
+    """Small pools: drafts lack slots, hot buffers shrink, dense requests are retracted, somebody waits."""
+    prompts = PROMPTS[1:]
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        closing(
+            harness(
+                checkpoint,
+                tmp_path,
+                make,
+                page_size=4,
+                growth_tokens=1,
+                host_pool_tokens=1300,
+                device_pool_tokens=1000,
+                max_running_requests=10,
+            )
+        ) as node,
+        drafts(node, 3, 3, 1),
+    ):
+        answers = [
+            node.generate(double, prompt, NUM_NEW, by_turns(number)) for number, prompt in enumerate(prompts)
+        ]
+        finish(node, answers, double)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected[prompt], f"{len(prompt)} prompt tokens"
+    assert sum(num_drafts(answer)[1] for answer in answers) > 0
+
+
+@MAKERS
+@pytest.mark.I6
+@pytest.mark.parametrize("checkpoint", ["v32"], indirect=True)
+def test_the_context_can_be_filled_to_its_end(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, make: MakeRunner
+) -> None:
+    """No draft is placed behind it, whether a page ends there or not."""
+    prompt = PROMPTS[3]  # 65 tokens
+    for context_length in (65, 68, 80, 64 + NUM_NEW):
+        small = replace(checkpoint, spec=replace(checkpoint.spec, context_length=context_length))
+        ipc_dir = tmp_path / str(context_length)
+        ipc_dir.mkdir()
+        with (
+            closing(PrefillDouble(checkpoint, page_size=4)) as double,
+            closing(harness(small, ipc_dir, make, page_size=4)) as node,
+            drafts(node, 3),
+        ):
+            answers = [node.generate(double, prompt, NUM_NEW, flag) for flag in HisparseFlag]
+            finish(node, answers, double)
+        num_tokens = min(NUM_NEW, context_length + 1 - len(prompt))
+        assert [answer.token_ids for answer in answers] == [expected[prompt][:num_tokens]] * 3
+
+
+@MAKERS
+@pytest.mark.I5
+@pytest.mark.parametrize("checkpoint", ["v32"], indirect=True)
+@pytest.mark.parametrize(("capacity", "most"), [(TOP_K + 4, 0), (2 * TOP_K + 4, 1)])
+def test_a_hot_buffer_bounds_the_drafts(
+    checkpoint: Checkpoint,
+    expected: dict[Prompt, list[int]],
+    tmp_path: Path,
+    make: MakeRunner,
+    capacity: int,
+    most: int,
+) -> None:
+    prompt = PROMPTS[8]
+    with (
+        closing(PrefillDouble(checkpoint)) as double,
+        closing(harness(checkpoint, tmp_path, make, device_buffer_size=capacity)) as node,
+        drafts(node, 3),
+    ):
+        sparse, dense = [
+            node.generate(double, prompt, NUM_NEW, flag) for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE)
+        ]
+        finish(node, [sparse, dense], double)
+    assert [sparse.token_ids, dense.token_ids] == [expected[prompt]] * 2
+    assert num_drafts(sparse)[0] <= most * NUM_NEW
+    assert (num_drafts(sparse)[0] > 0) == (most > 0)
+    assert num_drafts(dense)[0] > NUM_NEW
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("checkpoint", ["v32"], indirect=True)
+def test_turns_of_a_conversation_behind_held_prefixes(
+    checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
+) -> None:
+    """What is held has no draft in it, though the last page had."""
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        closing(harness(checkpoint, tmp_path, page_size=4, disable_held_prefixes=False)) as node,
+        drafts(node, 3),
+    ):
+        for said in range(0, NUM_NEW, 5):
+            answers = [
+                node.generate(double, (*prompt, *expected[prompt][:said]), 5, by_turns(number))
+                for number, prompt in enumerate(PROMPTS[3:9])
+            ]
+            node.turn_until(lambda: all(answer.is_over for answer in answers), double)  # noqa: B023
+            for prompt, answer in zip(PROMPTS[3:9], answers, strict=True):
+                assert answer.token_ids == expected[prompt][said : said + 5]
+                assert answer.last is not None
+                assert answer.last.stats is not None
+                if said and answer.last.stats.mode is Mode.HISPARSE:
+                    assert answer.last.stats.num_held_tokens > 0
