@@ -70,3 +70,73 @@ def test_turns_have_one_answer_whether_they_are_held_or_given_up(
         assert decode.metrics()["hisparse_pd:held_evicted_tokens_total"] > 0
         pair.flush_prefix_caches()
         assert [turn(number, TURN_TOKENS) for number in range(len(prompts))] == [0] * len(prompts)
+
+
+@pytest.mark.I2
+@pytest.mark.I5
+def test_many_at_once_share_a_prompt_that_one_of_them_sent(
+    tied_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In both modes, while the one that sent it still runs, and when its client has left.
+
+    One shares only the start, fits in its hot buffer with that, and outgrows it.
+    """
+    drawn = random.Random(9)
+    common, *tails = ([drawn.randint(32, 126) for _ in range(length)] for length in (300, *range(3, 12)))
+    prompts = [common + tail for tail in tails]
+    outgrows = 3
+    prompts[outgrows] = common[:64] + tails[outgrows]
+    modes = [True, True, True, True, False, False, False, False, True]
+    checkpoint = tied_checkpoint("v32")
+    with (
+        closing(Oracle(checkpoint, prompts, NUM_NEW_TOKENS)) as oracle,
+        deployment(
+            checkpoint,
+            tmp_path,
+            prefill_options=["--page-size", "16"],
+            decode_options=[
+                *("--page-size", "16", "--device-buffer-size", "80", "--growth-tokens", "16"),
+                *("--host-pool-tokens", "4096", "--device-pool-tokens", "4096"),
+            ],
+        ) as pair,
+    ):
+        decode = pair.decode[0]
+
+        def body(number: int, num_new: int, **more: bool) -> dict[str, object]:
+            sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
+            return {
+                "input_ids": prompts[number],
+                "sampling_params": sampling,
+                "hisparse": modes[number],
+                **more,
+            }
+
+        def num_bytes() -> float:
+            return decode.metrics()["hisparse_pd:kv_transfer_bytes_total"]
+
+        def ask(number: int) -> dict[str, int]:
+            """Misses and held tokens of a request, after a look at what it said."""
+            response = httpx.post(f"{pair.url}/generate", json=body(number, NUM_NEW_TOKENS), timeout=60)
+            assert response.status_code == 200, response.text
+            answer = response.json()
+            assert answer["output_ids"] == oracle.tokens[number], f"prompt {number}"
+            meta = answer["meta_info"]
+            assert meta["hisparse"]["mode"] == ("hisparse" if modes[number] else "dense")
+            return {"misses": meta["hisparse"]["misses"], "held": meta["held_tokens"]}
+
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            with httpx.stream(
+                "POST", f"{pair.url}/generate", json=body(0, 1500, stream=True), timeout=60
+            ) as first:
+                events = first.iter_lines()
+                assert next(events).startswith("data: {")
+                wait_until(num_bytes, 30, "the first prompt is counted")
+                num_first = num_bytes()
+                answers = [threads.submit(ask, number) for number in range(1, 7)]
+                answers[0].result()
+                assert decode.metrics()["hisparse_pd:num_running_reqs"] >= 1, "the first one still runs"
+            found = [answer.result() for answer in answers] + list(threads.map(ask, (7, 8)))
+        assert [one["held"] for one in found] == [64 if number == outgrows else 288 for number in range(1, 9)]
+        assert all(one["misses"] > 0 for one, mode in zip(found, modes[1:], strict=True) if mode)
+        wait_until(lambda: pool_usage(decode) == 0, 30, "what is held is nobody's")
+        assert num_bytes() - num_first < 0.6 * num_first, "12 to 23 tokens of each, 8 of the first's 303"

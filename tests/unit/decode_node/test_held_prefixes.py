@@ -167,6 +167,7 @@ def test_what_is_used_is_not_given_up_and_its_start_is_given_up_last() -> None:
     long, other = keys_of((1,) * 20).keys, keys_of((1,) * 12 + (2,) * 4).keys
     for keys in (long, other):
         hold(pools, prefixes, keys, Mode.HISPARSE, num_before=3)
+        prefixes.check_integrity([], [])
     used = prefixes.use(other, Mode.HISPARSE)
     prefixes.make_room(SlotCounts(host=1000))
     assert num_held(prefixes, (1,) * 20) == 3

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from decode_node.held_prefixes import HeldPrefix, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
-from decode_node.pools import Pools, SlotCounts
+from decode_node.pools import Holding, Pools, SlotCounts, Stage
 from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.reserve import Claim, Reserve
 from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
 from protocol.messages import Room
+from service.engine_messages import pack_token_ids
 from service.settings import DecodeSettings
 from vocabulary import HisparseFlag, Mode, SamplingParams
 
@@ -36,7 +39,14 @@ class Node:
         self.rooms = LiveRequests(Pools(limits.totals, limits.page_size), 1.0)
         self.num_requests = 0
 
-    def arrive(self, flag: HisparseFlag, num_prompt_tokens: int, max_new_tokens: int = 1) -> Request:
+    def arrive(
+        self,
+        flag: HisparseFlag,
+        num_prompt_tokens: int,
+        max_new_tokens: int = 1,
+        family: int | None = None,
+    ) -> Request:
+        """``family``: prompts of one begin alike, and are held."""
         self.num_requests += 1
         request = Request(
             str(self.num_requests),
@@ -47,6 +57,9 @@ class Node:
             PeerAddress("prefill", 1),
             arrived_at=0.0,
         )
+        if family is not None:
+            tokens = pack_token_ids([family] * num_prompt_tokens)
+            request.prompt_keys = PromptKeys.of(b"model", tokens, self.limits.page_size)
         assert refusal(self.limits, request) == ""
         self.rooms.open(request)
         self.rooms.queue(request, 9.0)
@@ -55,15 +68,18 @@ class Node:
     def plan(self, now: float = 0.0) -> StepPlan:
         return plan_step(
             self.limits,
-            self.rooms.pools.free,
+            self.rooms.available,
             self.rooms.select(RequestState.RUNNING),
             self.rooms.select(RequestState.LANDING),
             self.rooms.waiting(),
             self.rooms.stuck(now),
+            self.rooms.held,
         )
 
     def step(self, now: float = 0.0) -> StepPlan:
         plan = self.plan(now)
+        for admission in plan.admissions:
+            self.rooms.use_held(admission)
         for exchange in plan.exchanges:
             self.rooms.grow(exchange.request, exchange.need)
             self.rooms.exchange(exchange)
@@ -401,3 +417,90 @@ def test_a_page_for_everybody_who_will_grow_is_kept_from_those_behind_it() -> No
     plan = node.step()
     assert [admission.request for admission in plan.admissions[1:]] == growing
     assert node.rooms.pools.free.device == 2 * node.limits.page_size
+
+
+# --- what is held ------------------------------------------------------------------------------------
+
+
+def test_those_who_share_a_prompt_need_what_is_behind_it() -> None:
+    """Each of them has 208 of 400 host slots: the first its own, the others 192 of the first's."""
+    node = Node()
+    node.arrive(TRUE, 200, family=1)
+    node.step()
+    sharers = [node.arrive(TRUE, 200, family=1) for _ in range(2)]
+    plan = node.step()
+    assert [admission.request for admission in plan.admissions] == sharers
+    assert {(a.need.host, a.need.index, a.need.lookup, a.num_held_pages) for a in plan.admissions} == {
+        (16, 16, 208, 12)
+    }
+    assert node.rooms.pools.free.host == node.rooms.available.host == 400 - 192 - 3 * 16
+
+
+def test_what_one_request_takes_of_what_is_held_is_taken_once() -> None:
+    node = Node()
+    first = node.arrive(TRUE, 200, family=1)
+    node.step()
+    node.rooms.end(first, Landing.QUIET, 0.0, is_sound=True)
+    assert node.rooms.available == node.rooms.pools.totals
+    sharers = [node.arrive(TRUE, 200, family=1) for _ in range(2)]
+    node.arrive(TRUE, 180)
+    assert [admission.request for admission in node.step().admissions] == sharers, (
+        "400 - 192 - 2 * 16 are left"
+    )
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize(("family", "is_admitted"), [(1, False), (2, True)])
+def test_nobody_shares_what_another_needs_to_be_free(family: int, is_admitted: bool) -> None:
+    """The long one can end when the first has. Of equal need are one who shares with the first, and one who
+    does not: who shares keeps the first's pages in use when that one has ended.
+    """
+    node = Node(STEP_BY_STEP)
+    first = node.arrive(TRUE, 160, 17, family=1)
+    node.step()
+    long = node.arrive(TRUE, 32, 209)
+    node.step()
+    assert (first.reserved_tokens, long.reserved_tokens) == (176, 48)
+    assert node.rooms.available.host < long.life_tokens - 48
+    newcomer = node.arrive(TRUE, 160 if family == 1 else 16, 17, family=family)
+    plan = node.plan()
+    assert len(plan.admissions) == is_admitted
+    if is_admitted:
+        assert plan.admissions[0].need.host == 32
+        return
+    node.run(first, 17)
+    node.rooms.end(first, Landing.QUIET, 0.0, is_sound=True)
+    node.rooms.end(long, Landing.QUIET, 0.0, is_sound=True)
+    (admission,) = node.plan().admissions
+    assert (admission.request, admission.need.host) == (newcomer, 32)
+
+
+@pytest.mark.I7
+def test_what_is_shared_is_free_when_the_last_has_ended() -> None:
+    """In the order in which all can end. What somebody shares whose KV is on its way stays in use."""
+    node = Node()
+    requests = [node.arrive(TRUE, 16) for _ in range(3)]
+    prefix = HeldPrefix(Mode.HISPARSE, None, 10, [b""] * 10, Holding(Room(1), Stage.HELD))
+    own = (16, 0, 16, 16)
+    sharing = Claim(own, ((0, 0, 0, 0),), prefix)
+    claims = [sharing, sharing, Claim(own, ((100, 0, 100, 0),))]
+    for pinned, num_host in (({}, 16 + 16 + 160), ({prefix: 4}, 16 + 16 + 96)):
+        reserve = Reserve(SlotCounts(), list(zip(requests, claims, strict=True)), pinned, 16)
+        assert reserve.is_safe
+        assert [place.available[0] for place in reserve.order] == [0, 16, num_host]
+    pinned = {prefix: 10}
+    assert not Reserve(SlotCounts(), list(zip(requests, claims, strict=True)), pinned, 16).is_safe
+
+
+def test_a_dense_request_that_shares_pages_keeps_them() -> None:
+    """Others would go on to use them: it sits out where one that owns its pages goes on as hisparse."""
+    node = Node(STEP_BY_STEP)
+    first = node.arrive(FALSE, 64, 1, family=1)
+    node.step()
+    node.rooms.end(first, Landing.QUIET, 0.0, is_sound=True)
+    sharer = node.arrive(FALSE, 66, 70, family=1)
+    node.step()
+    assert (sharer.mode, sharer.held_prefix_tokens) == (Mode.DENSE, 64)
+    assert not sharer.may_leave_pages
+    claim = node.limits.claim(sharer, Mode.DENSE, sharer.held_tokens, 4)
+    assert claim.ways == ((0, 144 - 64 - sharer.held_tokens.device, 144 - 64 - sharer.held_tokens.index, 0),)
