@@ -101,8 +101,8 @@ def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
         return ""
     possible = max(0, (settings.device_buffer_size - num_drafts - 1) // top_k - 1)
     return (
-        f"device_buffer_size {settings.device_buffer_size} has room for {possible} of {num_drafts} drafts of a "
-        f"hisparse request that is longer; give --device-buffer-size {needed} for all of them"
+        f"device_buffer_size {settings.device_buffer_size} has room for {possible} of {num_drafts} drafts of "
+        f"a hisparse request that is longer; give --device-buffer-size {needed} for all of them"
     )
 
 

@@ -279,18 +279,21 @@ def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
             running = engine.requests.select(RequestState.RUNNING)
             before = {}
             for request in running:
-                slots = slots_tensor(request.owned[PoolKind.HOST])[request.num_kv_tokens :]
+                kinds = (PoolKind.HOST, PoolKind.LOOKUP)
+                slots, looked_up = (
+                    slots_tensor(request.extents(kind))[request.num_kv_tokens :] for kind in kinds
+                )
                 k_host[:, slots] = CANARY
-                before[request.request_id] = request.num_kv_tokens, slots
+                before[request.request_id] = request.num_kv_tokens, slots, looked_up
             node.turn(double)
             for request in engine.requests.select(RequestState.RUNNING):
                 if request.request_id not in before:
                     continue
-                num_tokens, slots = before[request.request_id]
+                num_tokens, slots, looked_up = before[request.request_id]
                 num_written = request.num_kv_tokens - num_tokens
                 num_rejected += num_written < 4
                 assert (k_host[:, slots[num_written:]] == CANARY).all(), "a rejected draft's"
-                hot = engine.hot_buffers.state.host_to_hot[0, slots[:num_written]]
+                hot = engine.hot_buffers.state.lookup_to_hot[0, looked_up[:num_written]]
                 at = engine.hot_buffers.state.hot_slots[request.req_row][hot].long()
                 assert torch.equal(k_host[:num_layers, slots[:num_written]], k_dev[:num_layers, at])
     assert num_rejected > NUM_NEW
