@@ -90,8 +90,8 @@ def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
         return ""
     possible = max(0, (settings.device_buffer_size - num_drafts - 1) // top_k - 1)
     return (
-        f"device_buffer_size {settings.device_buffer_size} has room for {possible} of {num_drafts} drafts of a "
-        f"hisparse request that is longer; give --device-buffer-size {needed} for all of them"
+        f"device_buffer_size {settings.device_buffer_size} has room for {possible} of {num_drafts} drafts of "
+        f"a hisparse request that is longer; give --device-buffer-size {needed} for all of them"
     )
 
 
@@ -180,6 +180,8 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
 
 def reserve_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     """For what a step computes with: a fixed part, logits, and the scores of the indexer."""
-    per_row = 4 * LOGIT_COPIES * spec.vocab_size + 2 * 4 * spec.context_length
-    num_rows = settings.max_running_requests * (settings.speculative_num_steps + 1)
+    num_new = settings.speculative_num_steps + 1
+    num_copies = LOGIT_COPIES + (num_new > 1)  # the logits between a step's two graphs
+    per_row = 4 * num_copies * spec.vocab_size + 2 * 4 * spec.context_length
+    num_rows = settings.max_running_requests * num_new
     return BASE_RESERVE_BYTES + num_rows * per_row
