@@ -15,6 +15,7 @@ from model.spec import load_spec
 from training.evaluate import held_out
 
 PAGE_SIZE = 64
+CHUNK = 1024
 MOST_DRAFTS = 3
 MOST_TOKENS = 64
 """Of an answer, that are looked at."""
@@ -63,8 +64,14 @@ class _Drafter:
 
     def right_drafts(self, prompt: list[int]) -> list[int]:
         """For each output token but the last: how many drafts behind it are the model's own tokens."""
-        token, hidden = self._forward(prompt, 0)
-        guess, _ = self._draft([*prompt[1:], token], hidden, 0)
+        states = []
+        for start in range(0, len(prompt), CHUNK):
+            token, state = self._forward(prompt[start : start + CHUNK], start)
+            states.append(state)
+        next_tokens = [*prompt[1:], token]
+        for number, state in enumerate(states):
+            start = number * CHUNK
+            self._draft(next_tokens[start : start + CHUNK], state, start)
         output, chains = [token], []
         while token not in self._model.spec.eos_token_ids and len(output) < MOST_TOKENS:
             at = len(prompt) + len(output) - 1

@@ -316,8 +316,8 @@ class _Moe(nn.Module):
 def _chain_mask(chain: Sequence[Seen], width: int, device: torch.device) -> Tensor | None:
     """What rows of the last pass of ``chain`` see of all, bool [batch or 1, width, passes * width].
 
-    A row of pass n ends a chain that began n rows before: up to there it sees the first pass, of which the
-    selection is that of the row itself, and one row of each pass since.
+    A row of pass n ends a chain that began n rows before: it sees what that row selected of the first pass,
+    and one row of each pass since.
     """
     num_later, selected = len(chain) - 1, chain[0].selected
     if num_later == 0:
@@ -326,7 +326,7 @@ def _chain_mask(chain: Sequence[Seen], width: int, device: torch.device) -> Tens
     back = at[:, None] - at
     first = (back >= num_later)[None]
     if selected is not None:
-        first = first & selected
+        first = first & selected.roll(num_later, dims=1)
     later = torch.cat([back == num_later - number for number in range(1, num_later + 1)], dim=1)
     return torch.cat((first, later.expand(len(first), -1, -1)), dim=2)
 

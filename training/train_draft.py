@@ -36,9 +36,9 @@ from training.optimizer import Muon
 from training.schedule import WIDTHS, num_questions
 from training.shape import NetworkShape
 from training.task import Batch, Shape, TaskGenerator
-from training.train import INDEX_ROWS, SMALL, TEXT_WEIGHT, some_rows
+from training.train import INDEX_ROWS, MOST_REPEATING_WIDTH, SMALL, TEXT_WEIGHT, some_rows
 
-MUON_RATE = 0.004
+MUON_RATE = 0.006
 ADAM_RATE = 1e-3
 INDEX_RATE = 1e-3
 BALANCE_RATE = 1e-3
@@ -46,11 +46,14 @@ PASSES = 3
 PASS_WEIGHTS = (1.0, 0.8, 0.6)
 DENSE_SHARE = 0.5
 """Of the time, in which the layer attends to all positions."""
+SHORT_SHARE = 0.2
+"""Of the time, in which sequences have ``SHORT_WIDTHS``: to look things up is learned where most is asked."""
+SHORT_WIDTHS = WIDTHS[1:3]
 RAMP_STEPS = 50
 LOG_STEPS = 10
 PRINT_SECS = 10.0
-EVAL_PROMPTS = 12
-"""Of each length: one takes a core a few seconds."""
+EVAL_PROMPTS = 8
+"""Of each length: one takes a core 2 to 15 seconds."""
 
 
 class DraftTrainer:
@@ -83,7 +86,8 @@ class DraftTrainer:
         rows = max(1, self._tokens_per_batch // width)
         # Other documents than those that the model was trained on, of the same kind.
         self._tasks.seed((self._seed + 500) * 1_000_003 + self._step)
-        batch = self._tasks.batch(Shape(rows, width, num_questions(width), jumps=True))
+        shape = Shape(rows, width, num_questions(width), jumps=True, repeats=width <= MOST_REPEATING_WIDTH)
+        batch = self._tasks.batch(shape)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._device.type == "cuda"):
             with torch.no_grad():
                 hidden, _ = self.network.hidden(batch.tokens, batch.positions, Selection.INDEXER)
@@ -158,18 +162,27 @@ def _values(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(
-    trainer: DraftTrainer, checkpoint: Path, out_dir: Path, secs: float, max_width: int, seed: int
+    trainer: DraftTrainer,
+    checkpoint: Path,
+    out_dir: Path,
+    *,
+    secs: float,
+    max_width: int,
+    seed: int,
+    eval_prompts: int,
 ) -> None:
     """Train for ``secs``, write the checkpoint, and say how many tokens a step its drafts give."""
     console = Console()
-    widths = [width for width in WIDTHS[1:] if width <= max_width] or [max_width]
     pick = random.Random(seed)
     spent, last_printed = 0.0, 0.0
     with (out_dir / "log.jsonl").open("a") as log:
         write_with_draft(checkpoint, trainer.draft, out_dir / "checkpoint")  # what cannot be, fails now
         while spent < secs:
             started = time.monotonic()
-            entry = trainer.step(pick.choice(widths), spent / secs)
+            part = spent / secs
+            widths = SHORT_WIDTHS if part < SHORT_SHARE else WIDTHS[1:]
+            width = pick.choice([width for width in widths if width <= max_width] or [max_width])
+            entry = trainer.step(width, part)
             if entry["step"] % LOG_STEPS == 0:
                 values = {**_values(entry), "secs": round(spent, 1)}
                 log.write(json.dumps(values) + "\n")
@@ -179,7 +192,7 @@ def train(
             spent += time.monotonic() - started
         write_with_draft(checkpoint, trainer.draft, out_dir / "checkpoint")
         for length in (length for length in LENGTHS if length <= max_width):
-            found = accept_lengths(out_dir / "checkpoint", length, EVAL_PROMPTS)
+            found = accept_lengths(out_dir / "checkpoint", length, eval_prompts)
             values = {"length": length, "tokens_a_step": [round(value, 3) for value in found]}
             log.write(json.dumps(values) + "\n")
             console.print(json.dumps(values), soft_wrap=True, highlight=False)
@@ -195,6 +208,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--max-width", type=int, default=8192, help="tokens of the longest sequences")
     parser.add_argument("--tokens-per-batch", type=int, default=32768)
+    parser.add_argument("--eval-prompts", type=int, default=EVAL_PROMPTS, help="of each length in the end")
     parser.add_argument("--small", action="store_true", help="for a miniature, of training.train --small")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -208,8 +222,15 @@ def main() -> int:
         arguments.seed,
         arguments.tokens_per_batch,
     )
-    secs = arguments.minutes * 60
-    train(trainer, arguments.checkpoint, arguments.out, secs, arguments.max_width, arguments.seed)
+    train(
+        trainer,
+        arguments.checkpoint,
+        arguments.out,
+        secs=arguments.minutes * 60,
+        max_width=arguments.max_width,
+        seed=arguments.seed,
+        eval_prompts=arguments.eval_prompts,
+    )
     return 0
 
 

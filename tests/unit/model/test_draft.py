@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +21,27 @@ from model import loader
 from model.dsa import DsaModel
 from model.loader import load_model
 from model.paged_kv import PagedKv, PagedRequest
+from model.rank_group import RankGroup
 from model.spec import ModelSpec, load_spec
 from tests.fp8_checkpoints import write_fp8_checkpoint
+from tests.unit.model.loading import joined, load_ours
 from tests.unit.model.plain_mtp import PlainMtp
-from tests.unit.model.test_loader import joined, load_ours
 from vocabulary import CheckpointError
 
 PAGE_SIZE = 64
 NUM_PAGES = 16
-PROMPT = list(Path(__file__).read_bytes()[:300])
+PROMPT = torch.randint(32, 127, (300,), generator=torch.Generator().manual_seed(0)).tolist()
 FIRST = f"model.layers.{NUM_LAYERS}."
 
 
 class Drafter:
     """A model with its MTP layer, over a paged pool whose free slots hold garbage."""
 
-    def __init__(self, path: Path, num_draft_layers: int | None = None) -> None:
+    def __init__(
+        self, path: Path, num_draft_layers: int | None = None, ranks: RankGroup | None = None
+    ) -> None:
         self.spec: ModelSpec = load_spec(path, num_draft_layers=num_draft_layers)
-        self.model: DsaModel = load_model(path, self.spec)
+        self.model: DsaModel = load_model(path, self.spec, ranks=ranks)
         generator = torch.Generator().manual_seed(0)
         shapes = (
             (self.spec.num_kv_layers, NUM_PAGES * PAGE_SIZE, self.spec.item_bytes // 4),
@@ -81,21 +86,28 @@ def drafter(variant: str, checkpoints: dict[str, Path]) -> Drafter:
 
 
 def test_logits_and_hidden_states_are_those_of_a_plain_reference(
-    drafter: Drafter, variant: str, checkpoints: dict[str, Path]
+    variant: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Hidden states of transformers behind its final norm, then a chain of two guesses."""
+    """Hidden states of transformers behind its final norm, then a chain of drafts.
+
+    Norms have weights of their own: with ones a state is the same before and behind the next norm.
+    """
+    path = tmp_path / variant
+    edited(checkpoints[variant], path, weigh_norms)
+    drafter, plain = Drafter(path), PlainMtp(path)
     with torch.no_grad():
-        theirs = load_oracle(checkpoints[variant]).model(torch.tensor([PROMPT])).last_hidden_state[0]
+        theirs = load_oracle(path).model(torch.tensor([PROMPT])).last_hidden_state[0]
     logits, hidden = drafter.forward(PROMPT)
-    torch.testing.assert_close(hidden, theirs, rtol=1e-3, atol=1e-3)
+    # What little the edges of the selections carry, where other rounding chooses otherwise.
+    tolerance = {"rtol": 1e-2, "atol": 5e-2}
+    torch.testing.assert_close(hidden, theirs, **tolerance)
     assert len(PROMPT) > 4 * INDEX_TOPK
     tokens = [*PROMPT[1:], int(logits[-1].argmax())]
-    plain = PlainMtp(checkpoints[variant])
     guesses, states = drafter.draft(tokens, hidden)
     for _ in range(3):
         expected_guesses, expected_states = plain.run(torch.tensor(tokens), hidden)
-        torch.testing.assert_close(guesses, expected_guesses[-len(guesses) :].float(), rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(states, expected_states[-len(states) :].float(), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(guesses, expected_guesses[-len(guesses) :].float(), **tolerance)
+        torch.testing.assert_close(states, expected_states[-len(states) :].float(), **tolerance)
         hidden = torch.cat((hidden, states[-1:]))
         tokens.append(int(guesses[-1].argmax()))
         guesses, states = drafter.draft(tokens[-1:], hidden[-1:], len(tokens) - 1)
@@ -264,6 +276,52 @@ def test_the_layer_is_loaded_as_any_other(tmp_path: Path, variant: str, num_rank
     assert torch.equal(down, theirs.mlp.experts.down_proj)
 
 
+class ThreadRank(RankGroup):
+    """A rank whose others are threads; ``shared``: what each gives to the others, between two barriers."""
+
+    def __init__(self, rank: int, shared: list[Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self.step_tokens = rank, len(shared), 0
+        self._shared, self._barrier = shared, barrier
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._exchanged(x, torch.cat)
+
+    def sum_own(self, x: Tensor) -> Tensor:
+        return self._exchanged(x, lambda parts: torch.stack(parts).sum(0)).chunk(self.size)[self.rank]
+
+    def _exchanged(self, x: Tensor, joined: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        self._shared[self.rank] = x
+        self._barrier.wait()
+        result = joined(self._shared)
+        self._barrier.wait()
+        return result
+
+
+@pytest.mark.I5
+def test_ranks_draft_what_one_drafts_to_the_last_bit(drafter: Drafter, variant: str, tmp_path: Path) -> None:
+    """The other rank has half of the experts of each layer, and no row of its own."""
+    write_checkpoint(tmp_path, variant, draft_gain=1.0)
+    shared, barrier = [torch.empty(0)] * 2, threading.Barrier(2, timeout=60)
+    ranks = [ThreadRank(rank, shared, barrier) for rank in range(2)]
+    spread = [Drafter(tmp_path, ranks=rank) for rank in ranks]
+    for rank in ranks:
+        rank.step_tokens = len(PROMPT)
+
+    def take_part() -> None:
+        spread[1].model.forward_of_others()
+        spread[1].model.draft_of_others()
+
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(take_part)
+        logits, hidden = spread[0].forward(PROMPT)
+        drafts = spread[0].draft([*PROMPT[1:], 65], hidden)
+        other.result()
+    expected_logits, expected_hidden = drafter.forward(PROMPT)
+    assert torch.equal(logits, expected_logits)
+    for found, expected in zip(drafts, drafter.draft([*PROMPT[1:], 65], expected_hidden), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("name", ["enorm", "eh_proj", "mlp.experts.5.up_proj"])
 def test_a_missing_weight_is_named(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
     full = f"{FIRST}{name}.weight"
@@ -294,6 +352,13 @@ def edited(path: Path, copy: Path, edit: Callable[[dict[str, Tensor]], object]) 
     tensors = load_file(copy / "model.safetensors")
     edit(tensors)
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+
+
+def weigh_norms(tensors: dict[str, Tensor]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name in sorted(tensors):
+        if name == "model.norm.weight" or (name.startswith(FIRST) and name.endswith("norm.weight")):
+            tensors[name] = 0.5 + torch.rand(tensors[name].shape, generator=generator)
 
 
 def edit_config(path: Path, **changes: Any) -> None:

@@ -18,11 +18,11 @@ from model.experts import RoutedExperts
 from model.loader import load_model
 from model.spec import ModelSpec, load_spec
 from tests.fp8_checkpoints import in_two_files, write_fp8_checkpoint
+from tests.unit.model.loading import CPU, joined, load_ours
 from tests.unit.model.model_specs import make_spec
 from tests.unit.model.rank_stand_in import RankStandIn
 from vocabulary import CheckpointError
 
-CPU = torch.device("cpu")
 EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
 ATTENTION = "model.layers.1.self_attn.o_proj.weight"
 
@@ -32,12 +32,6 @@ def checkpoints(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
     return write_fp8_checkpoint(tmp_path_factory.mktemp("fp8"), request.param)
-
-
-def load_ours(path: Path, spec: ModelSpec, num_ranks: int) -> list[Any]:
-    """The model of each rank."""
-    ranks = [RankStandIn(rank, num_ranks) if num_ranks > 1 else None for rank in range(num_ranks)]
-    return [loader._Loader(path, spec, CPU, rank).load() for rank in ranks]
 
 
 def load_theirs(path: Path, spec: ModelSpec) -> Any:
@@ -71,23 +65,6 @@ def assert_same_model(ours: list[Any], expected: Any) -> None:
             result, theirs = mlp(x[None]), module.mlp(x[None])
             tolerance = {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {}
             torch.testing.assert_close(result, theirs, **tolerance)
-
-
-def joined(shares: list[RoutedExperts]) -> RoutedExperts:
-    """What one rank alone would have."""
-    values = shares[0].down.values
-    num_experts = sum(len(share.experts) for share in shares)
-    whole = RoutedExperts(num_experts, *values.shape[2:], values.dtype, CPU)
-    assert [expert for share in shares for expert in share.experts] == list(whole.experts)
-    for target, parts in (
-        (whole.gate_up, [share.gate_up for share in shares]),
-        (whole.down, [share.down for share in shares]),
-    ):
-        torch.cat([part.values for part in parts], out=target.values)
-        assert all((part.scales is None) == (target.scales is None) for part in parts)
-        if target.scales is not None:
-            torch.cat([part.scales for part in parts if part.scales is not None], out=target.scales)
-    return whole
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

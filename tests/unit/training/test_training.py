@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.unit.training.networks import SMALL, small_network
 from training import vocabulary
 from training.checkpoint import (
     hf_weights,
@@ -21,12 +22,7 @@ from training.indexing import Selection
 from training.network import Network
 from training.optimizer import Muon, orthogonal
 from training.schedule import SHARES, WIDTHS, Schedule, Stage
-from training.shape import NetworkShape
 from training.task import Batch, Shape, TaskGenerator
-
-SMALL = NetworkShape(
-    hidden=64, num_layers=3, num_heads=4, q_lora=48, kv_lora=32, dense_dim=64, expert_dim=16, index_topk=32
-)
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +32,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory):
     out_dir = tmp_path_factory.mktemp("tokenizer")
     vocabulary.write_tokenizer(out_dir, 8192)
     return PreTrainedTokenizerFast.from_pretrained(out_dir)
-
-
-def small_network(seed: int = 0) -> Network:
-    torch.manual_seed(seed)
-    network = Network(SMALL)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.copy_(parameter.bfloat16().float())
-        network.lm_head.weight.mul_(64)
-    return network
 
 
 def real_tokens(batch: Batch, row: int) -> list[int]:

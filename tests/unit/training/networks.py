@@ -1,0 +1,22 @@
+"""A network of a few thousand weights, not trained."""
+
+from __future__ import annotations
+
+import torch
+
+from training.network import Network
+from training.shape import NetworkShape
+
+SMALL = NetworkShape(
+    hidden=64, num_layers=3, num_heads=4, q_lora=48, kv_lora=32, dense_dim=64, expert_dim=16, index_topk=32
+)
+
+
+def small_network(seed: int = 0) -> Network:
+    torch.manual_seed(seed)
+    network = Network(SMALL)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+        network.lm_head.weight.mul_(64)
+    return network
