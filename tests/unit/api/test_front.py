@@ -287,6 +287,25 @@ def test_a_stop_token_is_not_shown(on_node: OnNode, no_stop_trim: bool, text: st
     on_node(script, check)
 
 
+def test_usage_says_what_became_of_drafts(on_node: OnNode) -> None:
+    def script(generate: Generate) -> Iterable[Tokens]:
+        drafted = RequestStats(Mode.DENSE, num_drafted=7, num_accepted=3)
+        yield Tokens(generate.request_id, tuple(b"ok"), (), FinishReason.LENGTH, None, drafted)
+
+    async def check(node: Node) -> None:
+        answer = (await node.post("/v1/completions", **BODY, speculative=False)).json()
+        assert answer["usage"]["completion_tokens_details"] == {
+            "accepted_prediction_tokens": 3,
+            "rejected_prediction_tokens": 4,
+        }
+        assert [generate.is_speculative for generate in node.engine.generates] == [False]
+        meta = (await node.post("/generate", **NATIVE)).json()["meta_info"]
+        assert (meta["spec_draft_token_num"], meta["spec_accept_token_num"]) == (7, 3)
+        assert node.engine.generates[-1].is_speculative
+
+    on_node(script, check)
+
+
 def test_eos_is_shown_only_on_request(on_node: OnNode) -> None:
     eos_id = TOKENIZER.convert_tokens_to_ids(EOS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,37 @@ def test_at_least_one_hot_buffer_has_to_fit() -> None:
     assert size_device_pool(settings, spec, least) == 2112
     with pytest.raises(DeviceMemoryError):
         size_device_pool(settings, spec, DeviceMemory(least.total_bytes - 16, 0))
+
+
+def test_tables_and_reserve_have_room_for_drafts() -> None:
+    spec = make_spec(num_layers=3, index_group_of_layer=(0, 1, 2), context_length=4096)
+    plain, drafting = decode(), decode(speculative_num_steps=3)
+    assert table_bytes(drafting, spec) - table_bytes(plain, spec) >= plain.max_running_requests * 3 * 16 * 64
+    assert sizing.reserve_bytes(drafting, spec) > 3 * (sizing.reserve_bytes(plain, spec) - (1 << 30))
+
+
+@pytest.mark.parametrize(
+    ("buffer", "num_drafts", "said"),
+    [
+        (8196, 3, ""),
+        (8195, 3, "room for 2 of 3 drafts.*--device-buffer-size 8196"),
+        (4096, 3, "room for 0 of 3 drafts"),
+        (4096, 1, "room for 0 of 1 drafts.*--device-buffer-size 4098"),
+        (4096, 0, ""),
+    ],
+)
+def test_a_hot_buffer_without_room_for_drafts_is_told(buffer: int, num_drafts: int, said: str) -> None:
+    spec = make_spec(index_topk=2048, context_length=1 << 17)
+    settings = decode(device_buffer_size=buffer, speculative_num_steps=num_drafts)
+    assert re.search(said or "^$", sizing.drafts_without_room(settings, spec))
+    short = dataclasses.replace(spec, context_length=4000)
+    assert sizing.drafts_without_room(settings, short) == ""
+
+
+def test_the_smallest_hot_buffer_has_room_for_the_new_positions() -> None:
+    settings = decode(device_buffer_size=2050, speculative_num_steps=2, host_pool_tokens=4096)
+    with pytest.raises(DecodeSettingsError, match="2 drafts; give at least 2051"):
+        make_limits(settings, make_spec(index_topk=2048), 4096)
 
 
 def test_without_a_gpu_the_size_is_the_settings() -> None:

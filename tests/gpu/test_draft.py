@@ -1,0 +1,62 @@
+"""The MTP layer on a GPU, in bfloat16 and fp8: as many of its guesses are right as it was made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints.make_synthetic import NUM_BYTES, SyntheticShape, write_synthetic
+from model.attention_kernels import AttentionKernels
+from model.loader import load_model
+from model.paged_kv import PagedKv, PagedRequest
+from model.spec import load_spec
+from tests.gpu.support import needs_gpu
+
+pytestmark = needs_gpu
+
+DEVICE = "cuda:0"
+SHARE = 0.7
+NUM_TOKENS, PAGE_SIZE = 1024, 64
+SHAPE = SyntheticShape(
+    num_layers=2, hidden_size=1024, vocab_size=8192, context_length=4096, draft_agreement=SHARE
+)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
+def test_a_chain_of_two_guesses(tmp_path: Path, in_fp8: bool, kv_dtype: str) -> None:
+    write_synthetic(tmp_path, SHAPE, seed=3, device=DEVICE, in_fp8=in_fp8)
+    spec = load_spec(tmp_path, "bfloat16", kv_dtype, device=DEVICE)
+    model = load_model(tmp_path, spec, DEVICE)
+    kernels = AttentionKernels.choose(model, "auto", scratch_tokens=NUM_TOKENS)
+    pools = [
+        torch.zeros((layers, NUM_TOKENS, num_bytes), dtype=torch.uint8, device=DEVICE)
+        for layers, num_bytes in (
+            (spec.num_kv_layers, spec.item_bytes),
+            (spec.num_index_groups, spec.index_item_bytes),
+        )
+    ]
+    pages = torch.arange(NUM_TOKENS // PAGE_SIZE, device=DEVICE)
+    request = PagedRequest(pages, 0, NUM_TOKENS, want_hint=True)
+    kv = PagedKv(spec, pools[0], pools[1], PAGE_SIZE, [request], kernels=kernels)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(NUM_BYTES, SHAPE.vocab_size - 6, (NUM_TOKENS + 1,), generator=generator)
+    tokens, rows = tokens.to(DEVICE), torch.arange(NUM_TOKENS, device=DEVICE)
+
+    logits, hidden = model.forward_with_hidden(tokens[:-1], kv.positions, kv, rows)
+    drawn = logits.argmax(1)
+    logits, state = model.draft(tokens[1:], hidden, kv.positions, kv, rows)
+    first = logits.argmax(1)
+    assert abs(float((first[:-1] == drawn[1:]).float().mean()) - SHARE) < 0.06
+    (hint,) = kv.hints
+    assert hint is not None
+    assert int((hint[-1] >= 0).sum()) == min(NUM_TOKENS, spec.index_topk)
+
+    logits, _ = model.draft(first, state, kv.positions, kv, rows)
+    second = logits.argmax(1)
+    drawn = model.forward(first, kv.positions, kv, rows).argmax(1)
+    assert abs(float((second == drawn).float().mean()) - SHARE) < 0.08
+    assert pools[0][-1].any(dim=1).all()
+    assert pools[1][-1].any(dim=1).all()

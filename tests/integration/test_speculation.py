@@ -1,0 +1,89 @@
+"""Speculation through the real pair: tokens are transformers' own, cold and warm, in every mode, and usage tells.
+
+How many drafts a step verifies is the node's choice, by its own clock; what it says of them is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
+from checkpoints.oracle import greedy_tokens
+from tests.integration.harness import Deployment, deployment
+from tests.unit.decode_node.support import random_prompt
+
+NUM_NEW = 32
+PROMPTS = [random_prompt(seed, length) for seed, length in enumerate([1, 31, 64, 100, 240, 300, 420, 700])]
+FLAGS: tuple[bool | str, ...] = (True, False, "auto")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("speculation") / "v32"
+    write_checkpoint(path, "v32", draft_gain=LIKELY_DRAFTS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    common = ["--page-size", "32", "--context-length", "2048"]
+    with deployment(
+        checkpoint,
+        tmp_path_factory.mktemp("logs"),
+        prefill_options=[*common, "--chunked-prefill-size", "150"],
+        decode_options=[*common, "--speculative-num-steps", "3", "--device-buffer-size", "260"],
+    ) as pair:
+        yield pair
+
+
+def generate(url: str, prompt: tuple[int, ...], hisparse: bool | str, **fields: Any) -> dict[str, Any]:
+    params = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True, **fields.pop("params", {})}
+    body = {"input_ids": list(prompt), "sampling_params": params, "hisparse": hisparse, **fields}
+    answer = httpx.post(url + "/generate", json=body, timeout=200.0)
+    assert answer.status_code == 200, answer.text
+    shown: dict[str, Any] = answer.json()
+    return shown
+
+
+def all_at_once(pair: Deployment, shift: int, **fields: Any) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        return list(
+            threads.map(
+                lambda number: generate(pair.url, PROMPTS[number], FLAGS[(number + shift) % 3], **fields),
+                range(len(PROMPTS)),
+            )
+        )
+
+
+@pytest.mark.I5
+def test_tokens_are_those_of_the_oracle_in_mixed_batches(pair: Deployment, checkpoint: Path) -> None:
+    expected = greedy_tokens(checkpoint, PROMPTS, NUM_NEW)
+    for shift in range(3):  # with a cold cache, then with a warm one and held prefixes
+        answers = all_at_once(pair, shift)
+        assert [answer["output_ids"] for answer in answers] == expected
+    drafted = sum(answer["meta_info"].get("spec_draft_token_num", 0) for answer in answers)
+    accepted = sum(answer["meta_info"].get("spec_accept_token_num", 0) for answer in answers)
+    assert accepted <= drafted
+    counters = pair.decode[0].metrics()
+    assert (
+        0 < counters["hisparse_pd:accepted_draft_tokens_total"] < counters["hisparse_pd:drafted_tokens_total"]
+    )
+    plain = all_at_once(pair, 0, speculative=False)
+    assert [answer["output_ids"] for answer in plain] == expected
+    assert all("spec_draft_token_num" not in answer["meta_info"] for answer in plain)
+
+
+@pytest.mark.I5
+def test_a_seed_gives_one_text_with_drafts_and_without(pair: Deployment) -> None:
+    drawn = {"params": {"temperature": 1.0, "top_p": 0.95, "sampling_seed": 7}}
+    texts = [
+        [answer["output_ids"] for answer in all_at_once(pair, shift, speculative=speculative, **drawn)]
+        for shift, speculative in enumerate((True, False, True))
+    ]
+    assert texts[1:] == texts[:1] * 2
