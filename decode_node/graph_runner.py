@@ -107,9 +107,7 @@ class GraphRunner:
             graph, outputs = graphs[size]
             graph.replay()
         sampled = self._sample(batch, outputs)
-        results = buffers.results[:num_reqs, : outputs.results.shape[1]]
-        results.copy_(outputs.results[:num_reqs], non_blocking=True)
-        buffers.record()
+        buffers.take(outputs.results[:num_reqs])
         return _OnDevice(batch, buffers, sampled)
 
     def _verify(
@@ -132,8 +130,7 @@ class GraphRunner:
             sampled = self._sample_new(batch, drafts, num_new, drawn)
             graphs[size].accept_and_draft.replay()
             results = graphs[size].results
-        buffers.results[:num_reqs, : results.shape[1]].copy_(results[:num_reqs], non_blocking=True)
-        buffers.record()
+        buffers.take(results[:num_reqs])
         return _Verified(batch, buffers, drafts, num_new, sampled)
 
     def _sample_new(
@@ -401,7 +398,7 @@ class _StepBuffers:
 
     inputs: _Inputs
     results: Tensor
-    """int64 [max_reqs, 4 + 2 * max_new]"""
+    """int64 [max_reqs * (3 + 2 * max_new)]: rows of each request, as long as the step has them."""
     done: torch.cuda.Event | None
     ranks: RankGroup | None
 
@@ -409,7 +406,7 @@ class _StepBuffers:
     def create(cls, max_reqs: int, max_new: int, is_pinned: bool, ranks: RankGroup | None) -> _StepBuffers:
         return cls(
             _Inputs.create(max_reqs, max_new, "cpu", pin_memory=is_pinned),
-            torch.zeros((max_reqs, 4 + 2 * max_new), dtype=torch.int64, pin_memory=is_pinned),
+            torch.zeros(max_reqs * (3 + 2 * max_new), dtype=torch.int64, pin_memory=is_pinned),
             torch.cuda.Event() if is_pinned else None,  # type: ignore[no-untyped-call]
             ranks,
         )
@@ -435,9 +432,17 @@ class _StepBuffers:
             values.numpy()[:] = of_reqs + [of_padding] * num_padding
         inputs.num_real.numpy()[0] = len(batch)
 
-    def record(self) -> None:
+    def take(self, results: Tensor) -> None:
+        """Let ``results`` [num_reqs, num_columns] come, without waiting: to memory that is contiguous."""
+        self.results[: results.numel()].view_as(results).copy_(results, non_blocking=True)
         if self.done is not None:
             self.done.record()
+
+    def read(self, num_reqs: int, num_columns: int) -> list[list[int]]:
+        """What ``take`` was given. Waits."""
+        self.wait()
+        rows: list[list[int]] = self.results[: num_reqs * num_columns].view(num_reqs, num_columns).tolist()
+        return rows
 
     def wait(self) -> None:
         if self.done is not None:
@@ -458,8 +463,7 @@ class _OnDevice:
         self.buffers.wait()
 
     def result(self) -> StepResult:
-        self.buffers.wait()
-        rows: list[list[int]] = self.buffers.results[: len(self.batch), :5].tolist()
+        rows = self.buffers.read(len(self.batch), 5)
         token_ids = [row[0] for row in rows]
         logprobs: list[TokenLogprob | None] = [None] * len(rows)
         if self.sampled is not None:
@@ -484,8 +488,7 @@ class _Verified:
         self.buffers.wait()
 
     def result(self) -> StepResult:
-        self.buffers.wait()
-        rows: list[list[int]] = self.buffers.results[: len(self.batch), : 3 + 2 * self.num_new].tolist()
+        rows = self.buffers.read(len(self.batch), 3 + 2 * self.num_new)
         drawn = [row[4 : 5 + len(drafts)] for row, drafts in zip(rows, self.drafts, strict=True)]
         logprobs: list[list[TokenLogprob | None]] = [[None] * len(of_req) for of_req in drawn]
         if self.sampled is not None:

@@ -1,4 +1,4 @@
-"""Speculation through the real pair: tokens are transformers' own, cold and warm, in every mode, and usage tells.
+"""Speculation through the real pair: tokens are transformers' own, cold and warm, in every mode.
 
 How many drafts a step verifies is the node's choice, by its own clock; what it says of them is checked.
 """
