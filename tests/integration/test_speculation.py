@@ -30,14 +30,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def pair(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
     common = ["--page-size", "32", "--context-length", "2048"]
     with deployment(
         checkpoint,
         tmp_path_factory.mktemp("logs"),
         prefill_options=[*common, "--chunked-prefill-size", "150"],
-        decode_options=[*common, "--speculative-num-steps", "3", "--device-buffer-size", "260"],
+        decode_options=[
+            *common,
+            *("--speculative-num-steps", "3", "--device-buffer-size", "260", "--dp-size", str(request.param)),
+        ],
     ) as pair:
         yield pair
 
