@@ -5,7 +5,7 @@ Every number of new positions gets the same tokens' selections (``bench/swap_in_
 All drafts count as accepted, so each number misses the same positions in all, and one column says what a
 token costs. The calls of the first 12 tokens run alone; the others are captured in one CUDA graph that is
 replayed once between two events, as in ``bench/swap_in.py``. ``max_new`` 1 is the code without drafts; the
-others are compiled for the largest number. The hot buffer is as large as the largest number needs, for all.
+others are compiled for the largest number. The hot buffer is as large as four need, for all.
 
     python bench/swap_in_drafts.py [--batch 1 8 ...] [--new 1 2 3 4] [--miss 0 2 ...] [--union 1.9]
 
@@ -36,6 +36,8 @@ NUM_TOKENS = 120
 NUM_WARM_TOKENS = 12
 """Multiples of 1, 2, 3 and 4."""
 MOST_NEW = 4
+HOT_CAPACITY = MOST_NEW * TOP_K + PAGE_SIZE
+"""Serves the union of any four selections and their new positions."""
 
 
 def main() -> None:
@@ -61,9 +63,7 @@ def main() -> None:
                 for max_new, num_new in kinds:
                     cell = {"item_bytes": item, "batch": batch, "miss_percent": miss}
                     cell |= {"max_new": max_new, "num_new": num_new}
-                    capacity = hot_capacity(most_new)
-                    host = host_pool(pool, 1, item)
-                    cell |= measure(host, tokens, capacity, max_new, num_new, arguments.repeat)
+                    cell |= measure(host_pool(pool, 1, item), tokens, max_new, num_new, arguments.repeat)
                     rows.append(cell)
     report = {
         "facts": run_facts(),
@@ -71,17 +71,12 @@ def main() -> None:
         "copy_peak_gb_s": copy_peak(pool),
         "num_repeats": arguments.repeat,
         "union_of_four": arguments.union,
-        "hot_capacity": hot_capacity(most_new),
+        "hot_capacity": HOT_CAPACITY,
         "cells": rows,
     }
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "swap_in_drafts.json").write_text(json.dumps(report, indent=1))
     print_report(report)
-
-
-def hot_capacity(most_new: int) -> int:
-    """Entries that serve the union of any selections, in whole pages."""
-    return most_new * TOP_K + -(-most_new // PAGE_SIZE) * PAGE_SIZE
 
 
 def calls_of(tokens: Tensor, num_new: int) -> Tensor:
@@ -91,9 +86,7 @@ def calls_of(tokens: Tensor, num_new: int) -> Tensor:
     return by_call.reshape(num_tokens // num_new, batch * num_new, top_k)
 
 
-def measure(
-    host: Tensor, tokens: Tensor, capacity: int, max_new: int, num_new: int, num_repeats: int
-) -> dict[str, Any]:
+def measure(host: Tensor, tokens: Tensor, max_new: int, num_new: int, num_repeats: int) -> dict[str, Any]:
     """``tokens``: int32 [NUM_TOKENS, batch, TOP_K] on the CPU."""
     batch = tokens.shape[1]
     calls = calls_of(tokens, num_new).cuda()
@@ -103,7 +96,7 @@ def measure(
     out = torch.empty_like(calls[0])
     graph_us = []
     for _ in range(num_repeats):
-        cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new)
+        cell = Cell(host, batch, CONTEXT, HOT_CAPACITY, "cuda", max_new)
         cell.prepare(calls[0], seq_lens, out)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -14,7 +14,7 @@ import torch
 from bench import swap_in_drafts
 from bench.facts import run_facts, spread
 from bench.record_trace import record, seeded_text
-from bench.swap_in_drafts import NUM_TOKENS, NUM_WARM_TOKENS, calls_of, hot_capacity
+from bench.swap_in_drafts import HOT_CAPACITY, NUM_TOKENS, NUM_WARM_TOKENS, calls_of
 from bench.swap_in_report import MAX_KEPT_BYTES, PEER_US, judge, keep, print_report
 from bench.swap_in_workload import (
     CONTEXT,
@@ -96,7 +96,7 @@ def test_tokens_of_drafts_unite_and_miss_as_they_promise_in_calls_of_any_number(
     assert all(len(token.unique()) == TOP_K for token in tokens)
     num_misses = round(TOP_K * miss_percent / 100) * (NUM_TOKENS - NUM_WARM_TOKENS)
     for num_new in (1, 3, 4):
-        cell = Cell(torch.zeros((1, CONTEXT, 1), dtype=torch.uint8), 1, CONTEXT, hot_capacity(4), "cpu", 4)
+        cell = Cell(torch.zeros((1, CONTEXT, 1), dtype=torch.uint8), 1, CONTEXT, HOT_CAPACITY, "cpu", 4)
         calls = calls_of(tokens, num_new)
         assert torch.equal(calls.view(tokens.shape), tokens)
         for number, call in enumerate(calls):
