@@ -67,6 +67,7 @@ def write_with_draft(checkpoint: Path, draft: DraftLayer, out_dir: Path) -> None
     config_file.write_text(json.dumps(config, indent=2) + "\n")
     weights = draft_weights(draft, config["num_hidden_layers"])
     save_file(weights, out_dir / DRAFT_FILE, metadata={"format": "pt"})
+    (out_dir / DRAFT_FILE).chmod(0o644)  # safetensors writes for the owner alone, containers read it too
 
 
 def _stored(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

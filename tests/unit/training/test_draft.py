@@ -20,7 +20,7 @@ from training.draft import DraftLayer, chain
 from training.indexing import Selection
 from training.network import Network
 from training.task import Shape, TaskGenerator
-from training.train_draft import DraftTrainer
+from training.train_draft import DraftTrainer, train
 
 WIDTH = 96
 PAGE_SIZE = 64
@@ -123,6 +123,16 @@ def test_training_changes_the_layer_alone(checkpoint: Path) -> None:
     assert trainer.step(128, 0.9)["coverage"] <= 1.001
     assert all(torch.equal(before[name], value) for name, value in trainer.network.state_dict().items())
     assert all(not torch.equal(started[name], value) for name, value in trainer.draft.named_parameters())
+
+
+def test_a_run_leaves_a_checkpoint_that_drafts(checkpoint: Path, tmp_path: Path) -> None:
+    trainer = DraftTrainer(checkpoint, "cpu", SMALL, seed=1, tokens_per_batch=256)
+    train(trainer, checkpoint, tmp_path, secs=0.01, max_width=256, seed=1, eval_prompts=1)
+    model = load_model(tmp_path / "checkpoint", load_spec(tmp_path / "checkpoint", num_draft_layers=1))
+    assert model.spec.num_kv_layers == SMALL.num_layers + 1
+    *_, last = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert json.loads(last)["length"] == 256
+    assert len(json.loads(last)["tokens_a_step"]) == MOST_DRAFTS
 
 
 def test_the_files_of_the_model_stay_as_they_are(draft: DraftLayer, checkpoint: Path, tmp_path: Path) -> None:
