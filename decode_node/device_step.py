@@ -129,7 +129,7 @@ class DeviceStep:
             is_there = (is_there[:, None] & (positions < ends[:, None])).flatten()
             self.positions = positions.flatten()
             self._select_at = torch.minimum(positions, ends[:, None] - 1).flatten()
-            self._row_reqs = req_rows.repeat_interleave(rows_each)
+            self._row_reqs = req_rows[:, None].repeat(1, rows_each).flatten()
             self._num_real_rows = num_real_reqs * rows_each
             # The kernels want a slot for a request's first new position, even if no row is there.
             self._seq_lens = torch.minimum(seq_lens, ends - 1 + num_new)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,22 +22,19 @@ import torch
 from torch import Tensor
 
 from decode_node.device_step import DeviceStep
-from decode_node.drafting import NO_DRAFT, num_accepted
+from decode_node.drafting import num_accepted
 from decode_node.hot_buffers import HotBuffers
 from decode_node.micro_batches import NUM_MICRO_BATCHES, MicroBatches
 from decode_node.request import Request
+from decode_node.step_buffers import FROM_DEVICE, StepBuffers, StepInputs
 from decode_node.steps import Launched, StepResult, check_slots, next_index, step_result, take_drafts
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
-from model.rank_group import RankGroup
 from model.sampling import Sampled, enqueue_sample
 from service.lockstep import NodeStep
 from vocabulary import Mode, SamplingParams, TokenLogprob
 
 log = logging.getLogger(__name__)
-
-FROM_DEVICE = -1
-"""In place of an input token: the one that the row's last step sampled."""
 
 
 class GraphRunner:
@@ -64,7 +60,7 @@ class GraphRunner:
         self._max_new = hot_buffers.state.max_new
         device = hot_buffers.device
         self._backup_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._inputs = _Inputs.create(max_reqs, self._max_new, device)
+        self._inputs = StepInputs.create(max_reqs, self._max_new, device)
         self._last_tokens = torch.zeros(hot_buffers.state.num_rows + 1, dtype=torch.int64, device=device)
         """What each row sampled last; the last entry is of padding."""
         self._drawn: _Drawn | None = None
@@ -72,7 +68,7 @@ class GraphRunner:
             self._drawn = _Drawn.create(model, max_reqs * self._max_new)
         is_pinned = device.type == "cuda"
         self._buffers = [
-            _StepBuffers.create(max_reqs, self._max_new, is_pinned, model.ranks) for _ in range(2)
+            StepBuffers.create(max_reqs, self._max_new, is_pinned, model.ranks) for _ in range(2)
         ]
         self._num_launched = 0
         self._min_split_reqs = max(min_split_reqs, NUM_MICRO_BATCHES) if min_split_reqs else max_reqs + 1
@@ -107,9 +103,7 @@ class GraphRunner:
             graph, outputs = graphs[size]
             graph.replay()
         sampled = self._sample(batch, outputs)
-        results = buffers.results[:num_reqs, : outputs.results.shape[1]]
-        results.copy_(outputs.results[:num_reqs], non_blocking=True)
-        buffers.record()
+        buffers.take(outputs.results[:num_reqs])
         return _OnDevice(batch, buffers, sampled)
 
     def _verify(
@@ -117,7 +111,7 @@ class GraphRunner:
         batch: Sequence[Request],
         drafts: list[list[int]],
         step: NodeStep,
-        buffers: _StepBuffers,
+        buffers: StepBuffers,
         drawn: _Drawn,
     ) -> Launched:
         num_new, num_reqs = step.num_new, len(batch)
@@ -132,8 +126,7 @@ class GraphRunner:
             sampled = self._sample_new(batch, drafts, num_new, drawn)
             graphs[size].accept_and_draft.replay()
             results = graphs[size].results
-        buffers.results[:num_reqs, : results.shape[1]].copy_(results[:num_reqs], non_blocking=True)
-        buffers.record()
+        buffers.take(results[:num_reqs])
         return _Verified(batch, buffers, drafts, num_new, sampled)
 
     def _sample_new(
@@ -367,90 +360,11 @@ class _Drawn:
 
 
 @dataclass(frozen=True)
-class _Inputs:
-    """What a step gets from the host: views of one int64 tensor, ``values``."""
-
-    values: Tensor
-    tokens: Tensor
-    """[max_reqs * max_new]: of each request the newest token, or FROM_DEVICE, and drafts, or NO_DRAFT."""
-    seq_lens: Tensor
-    """[max_reqs], and so the others. As ``DeviceStep`` has them, ``ends`` too."""
-    req_rows: Tensor
-    ends: Tensor
-    slot_ends: Tensor
-    """Where the positions end that have slots."""
-    num_real: Tensor
-    """[1] requests that are real."""
-
-    @classmethod
-    def create(
-        cls, max_reqs: int, max_new: int, device: torch.device | str, *, pin_memory: bool = False
-    ) -> _Inputs:
-        sizes = [max_reqs * max_new, max_reqs, max_reqs, max_reqs, max_reqs, 1]
-        values = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pin_memory)
-        return cls(values, *torch.split(values, sizes))
-
-    @property
-    def num_real_reqs(self) -> Tensor:
-        return self.num_real.to(torch.int32)
-
-
-@dataclass(frozen=True)
-class _StepBuffers:
-    """The host's side of every other step: what goes to the device, and what comes back."""
-
-    inputs: _Inputs
-    results: Tensor
-    """int64 [max_reqs, 4 + 2 * max_new]"""
-    done: torch.cuda.Event | None
-    ranks: RankGroup | None
-
-    @classmethod
-    def create(cls, max_reqs: int, max_new: int, is_pinned: bool, ranks: RankGroup | None) -> _StepBuffers:
-        return cls(
-            _Inputs.create(max_reqs, max_new, "cpu", pin_memory=is_pinned),
-            torch.zeros((max_reqs, 4 + 2 * max_new), dtype=torch.int64, pin_memory=is_pinned),
-            torch.cuda.Event() if is_pinned else None,  # type: ignore[no-untyped-call]
-            ranks,
-        )
-
-    def fill(
-        self, batch: Sequence[Request], drafts: Sequence[Sequence[int]], num_new: int, max_context: int
-    ) -> None:
-        """``drafts``: of each request, fewer than ``num_new``."""
-        inputs = self.inputs
-        num_padding = inputs.seq_lens.shape[0] - len(batch)
-        tokens: list[int] = []
-        for request, of_req in zip(batch, drafts, strict=True):
-            tokens.append(FROM_DEVICE if request.num_in_flight else request.output_token_ids[-1])
-            tokens += (*of_req, *[NO_DRAFT] * (num_new - 1 - len(of_req)))
-        lens = [request.next_seq_len for request in batch]
-        inputs.tokens.numpy()[:] = tokens + [0] * (inputs.tokens.shape[0] - len(tokens))
-        for values, of_reqs, of_padding in (
-            (inputs.seq_lens, [seq_len + num_new - 1 for seq_len in lens], num_new),
-            (inputs.req_rows, [request.req_row for request in batch], 0),
-            (inputs.ends, [seq_len + len(of_req) for seq_len, of_req in zip(lens, drafts, strict=True)], 1),
-            (inputs.slot_ends, [min(request.reserved_tokens, max_context) for request in batch], 1),
-        ):
-            values.numpy()[:] = of_reqs + [of_padding] * num_padding
-        inputs.num_real.numpy()[0] = len(batch)
-
-    def record(self) -> None:
-        if self.done is not None:
-            self.done.record()
-
-    def wait(self) -> None:
-        if self.done is not None:
-            with self.ranks.bounded_wait() if self.ranks else nullcontext():
-                self.done.synchronize()
-
-
-@dataclass(frozen=True)
 class _OnDevice:
     """A step that a GPU works on. ``sampled``: None when all tokens are just the likeliest."""
 
     batch: Sequence[Request]
-    buffers: _StepBuffers
+    buffers: StepBuffers
     sampled: Sampled | None
     feeds_next: bool = True
 
@@ -458,8 +372,7 @@ class _OnDevice:
         self.buffers.wait()
 
     def result(self) -> StepResult:
-        self.buffers.wait()
-        rows: list[list[int]] = self.buffers.results[: len(self.batch), :5].tolist()
+        rows = self.buffers.read(len(self.batch), 5)
         token_ids = [row[0] for row in rows]
         logprobs: list[TokenLogprob | None] = [None] * len(rows)
         if self.sampled is not None:
@@ -474,7 +387,7 @@ class _Verified:
     """A step that verifies ``drafts``. ``sampled``: of the positions that can count; None as above."""
 
     batch: Sequence[Request]
-    buffers: _StepBuffers
+    buffers: StepBuffers
     drafts: list[list[int]]
     num_new: int
     sampled: Sampled | None
@@ -484,8 +397,7 @@ class _Verified:
         self.buffers.wait()
 
     def result(self) -> StepResult:
-        self.buffers.wait()
-        rows: list[list[int]] = self.buffers.results[: len(self.batch), : 3 + 2 * self.num_new].tolist()
+        rows = self.buffers.read(len(self.batch), 3 + 2 * self.num_new)
         drawn = [row[4 : 5 + len(drafts)] for row, drafts in zip(rows, self.drafts, strict=True)]
         logprobs: list[list[TokenLogprob | None]] = [[None] * len(of_req) for of_req in drawn]
         if self.sampled is not None:

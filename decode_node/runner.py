@@ -43,11 +43,10 @@ class HostRunner:
 
     def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:
         if not batch:
-            self._model.forward_of_others()
-            return Done(batch, step_result([], [], []))
+            return Done(batch, self._take_part(step))
         check_slots(batch)
         if step.num_new > 1:
-            return Done(batch, self._verify(batch, step.num_new))
+            return Done(batch, self._verify(batch, step))
         for request in batch:
             request.take_drafts(0)
         access = HostStep(self._hot_buffers, self._kernels, batch)
@@ -63,9 +62,20 @@ class HostRunner:
         rows = self._row_results(batch)
         return Done(batch, step_result([[one] for one in token_ids], [[one] for one in logprobs], rows))
 
-    def _verify(self, batch: Sequence[Request], num_new: int) -> StepResult:
+    def _take_part(self, step: NodeStep) -> StepResult:
+        """In a step in which this rank has nobody, and others have."""
+        self._model.expect_tokens(step.num_tokens * step.num_new)
+        self._model.forward_of_others()
+        for number in range(step.num_new - 1):
+            if number == 1:
+                self._model.expect_tokens(step.num_tokens)
+            self._model.draft_of_others()
+        return step_result([], [], [])
+
+    def _verify(self, batch: Sequence[Request], step: NodeStep) -> StepResult:
         """One step in which each request's drafts follow its newest token."""
-        model, num_reqs = self._model, len(batch)
+        model, num_reqs, num_new = self._model, len(batch), step.num_new
+        model.expect_tokens(step.num_tokens * num_new)
         drafts = take_drafts(batch, num_new, self._hot_buffers)
         lens = [request.next_seq_len for request in batch]
         ends = [seq_len + len(of_req) for seq_len, of_req in zip(lens, drafts, strict=True)]
@@ -100,6 +110,7 @@ class HostRunner:
         new_drafts = [logits.argmax(dim=-1)]
         hidden = hidden[newest_rows]
         ends = [min(request.reserved_tokens, model.spec.context_length) for request in batch]
+        model.expect_tokens(step.num_tokens)
         for number in range(1, num_new - 1):
             last = [seq_len + number for seq_len in lens]
             access = HostStep(

@@ -19,6 +19,8 @@ from kernels.fp8_rows import dequantize_rows, quantize_gated, quantize_rows
 
 ROW_MULTIPLE: Final = 16
 """Of activations and of matrices: what ``scaled_mm`` takes. Activations are padded to it."""
+COLUMN_BLOCKS: Final = 4
+"""A matrix has a multiple of so many blocks in a row: ``scaled_mm`` wants as many scales."""
 
 
 def takes_device(device: torch.device) -> bool:
@@ -28,7 +30,7 @@ def takes_device(device: torch.device) -> bool:
 
 def takes_matrix(rows: int, columns: int) -> bool:
     """Whether ``block_linear`` takes a matrix of this shape on a GPU."""
-    return rows % ROW_MULTIPLE == 0 and columns % BLOCK == 0
+    return rows % ROW_MULTIPLE == 0 and columns % (COLUMN_BLOCKS * BLOCK) == 0
 
 
 def block_linear(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:

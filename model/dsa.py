@@ -130,6 +130,11 @@ class DsaModel:
         for layer in self._layers:
             layer.forward_of_others(hidden)
 
+    def expect_tokens(self, num_tokens: int) -> None:
+        """How many the rank with most computes in the forwards from now on, where there are ranks."""
+        if self.ranks is not None:
+            self.ranks.step_tokens = num_tokens
+
     @torch.inference_mode()
     def draft_of_others(self) -> None:
         """``forward_of_others`` for a ``draft``. Nothing without a draft layer."""

@@ -53,8 +53,8 @@ class Lockstep:
     def agree(
         self, num_tokens: int, *, is_split: bool = False, is_stopping: bool = False, num_new: int = 1
     ) -> NodeStep:
-        """``num_tokens``: requests of this rank. ``is_split``: it would like micro-batches. ``num_new``: as
-        of NodeStep, above 1 on a node of one rank only.
+        """``num_tokens``: requests of this rank, or the tokens that it computes. ``is_split``: it would like
+        micro-batches. ``num_new``: positions of a request that it would like; all ranks take the most.
 
         Waits for the other ranks, unless nobody has work. Raises RankGroupError.
         """
@@ -65,10 +65,10 @@ class Lockstep:
             if not has_news:
                 return NodeStep(0)
             self._ranks.bells.ring(self._number)
-        said = self._ranks.agree(num_tokens, is_split, is_stopping)
+        said = self._ranks.agree(num_tokens, is_split, is_stopping, num_new)
         self._number += 1
         self._is_rung = False
-        most, any_split, any_stops = (max(column) for column in zip(*said, strict=True))
+        most, any_split, any_stops, num_new = (max(column) for column in zip(*said, strict=True))
         self.is_together = most > 0 and not any_stops
         self._ranks.step_tokens = most
-        return NodeStep(0 if any_stops else most, bool(any_split), bool(any_stops))
+        return NodeStep(0 if any_stops else most, bool(any_split), bool(any_stops), num_new)

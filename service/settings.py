@@ -488,15 +488,6 @@ class DecodeSettings(NodeSettings):
         return 1 if self.speculative_num_steps else 0
 
     @model_validator(mode="after")
-    def _drafts_are_of_one_rank(self) -> Self:
-        if self.speculative_num_steps and self.dp_size > 1:
-            raise ValueError(
-                f"speculative_num_steps {self.speculative_num_steps} with dp_size {self.dp_size}: drafts are "
-                "made on nodes of one rank only; give --speculative-num-steps 0, or run nodes of one rank"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _graphs_are_of_batches(self) -> Self:
         if self.cuda_graph_bs and self.cuda_graph_max_bs is not None:
             raise ValueError("cuda_graph_bs and cuda_graph_max_bs exclude each other; give one of them")

@@ -1,4 +1,4 @@
-"""Speculation through the real pair: tokens are transformers' own, cold and warm, in every mode; usage tells.
+"""Speculation through the real pair: tokens are transformers' own, cold and warm, in every mode.
 
 How many drafts a step verifies is the node's choice, by its own clock; what it says of them is checked.
 """
@@ -31,13 +31,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def pair(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    """Whose decode node has so many ranks."""
     common = ["--page-size", "32", "--context-length", "2048"]
     with deployment(
         checkpoint,
         tmp_path_factory.mktemp("logs"),
         prefill_options=[*common, "--chunked-prefill-size", "150"],
-        decode_options=[*common, "--speculative-num-steps", "3", "--device-buffer-size", "260"],
+        decode_options=[
+            *common,
+            *("--speculative-num-steps", "3", "--device-buffer-size", "260", "--dp-size", str(request.param)),
+        ],
     ) as pair:
         yield pair
 
@@ -62,6 +68,7 @@ def all_at_once(pair: Deployment, shift: int, **fields: Any) -> list[dict[str, A
 
 
 @pytest.mark.I5
+@pytest.mark.parametrize("pair", [1, 2], indirect=True)
 def test_tokens_are_those_of_the_oracle_in_mixed_batches(pair: Deployment, checkpoint: Path) -> None:
     expected = greedy_tokens(checkpoint, PROMPTS, NUM_NEW)
     for shift in range(3):  # with a cold cache, then with a warm one and held prefixes
@@ -80,6 +87,7 @@ def test_tokens_are_those_of_the_oracle_in_mixed_batches(pair: Deployment, check
 
 
 @pytest.mark.I5
+@pytest.mark.parametrize("pair", [1], indirect=True)
 def test_a_seed_gives_one_text_with_drafts_and_without(pair: Deployment) -> None:
     drawn = {"params": {"temperature": 1.0, "top_p": 0.95, "sampling_seed": 7}}
     texts = [
@@ -87,3 +95,35 @@ def test_a_seed_gives_one_text_with_drafts_and_without(pair: Deployment) -> None
         for shift, speculative in enumerate((True, False, True))
     ]
     assert texts[1:] == texts[:1] * 2
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("pair", [1], indirect=True)
+def test_samples_stop_strings_and_logprobs_are_those_without_drafts(pair: Deployment) -> None:
+    def complete(prompt: tuple[int, ...], *, speculative: bool) -> list[dict[str, Any]]:
+        body = {
+            "prompt": list(prompt),
+            "max_tokens": NUM_NEW,
+            "n": 3,
+            "seed": 11,
+            "temperature": 0.5,
+            "logprobs": 2,
+            "stop": ["e", "0", "Q"],
+            "min_tokens": 3,
+            "speculative": speculative,
+        }
+        answer = httpx.post(pair.url + "/v1/completions", json=body, timeout=200.0)
+        assert answer.status_code == 200, answer.text
+        choices: list[dict[str, Any]] = answer.json()["choices"]
+        return choices
+
+    reasons = set()
+    for prompt in PROMPTS[1:5]:
+        with_drafts, without = (complete(prompt, speculative=each) for each in (True, False))
+        for got, expected in zip(with_drafts, without, strict=True):
+            assert (got["text"], got["finish_reason"]) == (expected["text"], expected["finish_reason"])
+            assert got["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
+            logprobs = [choice["logprobs"]["token_logprobs"] for choice in (got, expected)]
+            assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
+            reasons.add(got["finish_reason"])
+    assert reasons == {"stop", "length"}

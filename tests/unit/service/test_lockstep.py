@@ -170,3 +170,13 @@ def test_a_node_of_one_rank_asks_nobody() -> None:
     lockstep.hear()
     assert lockstep.agree(5, is_split=True) == NodeStep(5, is_split=True)
     assert lockstep.agree(0, is_stopping=True).is_last
+
+
+def test_all_ranks_take_the_most_positions_that_one_wants() -> None:
+    class Said(Group):
+        def agree(self, *values: int) -> list[tuple[int, ...]]:
+            return [values, (7, 0, 0, 4), (3, 0, 0, 2)]
+
+    lockstep = Lockstep(Said(0, Meeting()))
+    assert lockstep.agree(5, num_new=1) == NodeStep(7, num_new=4)
+    assert Lockstep(None).agree(5, num_new=3) == NodeStep(5, num_new=3)

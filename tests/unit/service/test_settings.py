@@ -25,12 +25,6 @@ def file(tmp_path: Path, text: str, suffix: str = ".toml") -> Path:
     return path
 
 
-def test_drafts_are_refused_where_a_node_has_several_ranks() -> None:
-    with pytest.raises(SettingsError, match="give --speculative-num-steps 0, or run nodes of one rank"):
-        load_settings(DecodeSettings, {**MODEL, "speculative_num_steps": "2", "dp_size": "2"})
-    assert load_settings(DecodeSettings, {**MODEL, "speculative_num_steps": "2"}).num_draft_layers == 1
-
-
 @pytest.mark.parametrize("model", [PrefillSettings, DecodeSettings, RouterSettings, DoctorSettings])
 def test_every_field_explains_itself(model: type[BaseModel]) -> None:
     for name, field in model.model_fields.items():

@@ -1,0 +1,104 @@
+"""What a step of the graph runner gets from the host and gives back: fixed addresses on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode_node.drafting import NO_DRAFT
+from decode_node.request import Request
+from model.rank_group import RankGroup
+
+FROM_DEVICE = -1
+"""In place of an input token: the one that the row's last step sampled."""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step gets from the host: views of one int64 tensor, ``values``."""
+
+    values: Tensor
+    tokens: Tensor
+    """[max_reqs * max_new]: of each request the newest token, or FROM_DEVICE, and drafts, or NO_DRAFT."""
+    seq_lens: Tensor
+    """[max_reqs], and so the others. As ``DeviceStep`` has them, ``ends`` too."""
+    req_rows: Tensor
+    ends: Tensor
+    slot_ends: Tensor
+    """Where the positions end that have slots."""
+    num_real: Tensor
+    """[1] requests that are real."""
+
+    @classmethod
+    def create(
+        cls, max_reqs: int, max_new: int, device: torch.device | str, *, pin_memory: bool = False
+    ) -> StepInputs:
+        sizes = [max_reqs * max_new, max_reqs, max_reqs, max_reqs, max_reqs, 1]
+        values = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pin_memory)
+        return cls(values, *torch.split(values, sizes))
+
+    @property
+    def num_real_reqs(self) -> Tensor:
+        return self.num_real.to(torch.int32)
+
+
+@dataclass(frozen=True)
+class StepBuffers:
+    """The host's side of every other step: what goes to the device, and what comes back."""
+
+    inputs: StepInputs
+    results: Tensor
+    """int64 [max_reqs * (3 + 2 * max_new)]: rows of each request, as long as the step has them."""
+    done: torch.cuda.Event | None
+    ranks: RankGroup | None
+
+    @classmethod
+    def create(cls, max_reqs: int, max_new: int, is_pinned: bool, ranks: RankGroup | None) -> StepBuffers:
+        return cls(
+            StepInputs.create(max_reqs, max_new, "cpu", pin_memory=is_pinned),
+            torch.zeros(max_reqs * (3 + 2 * max_new), dtype=torch.int64, pin_memory=is_pinned),
+            torch.cuda.Event() if is_pinned else None,  # type: ignore[no-untyped-call]
+            ranks,
+        )
+
+    def fill(
+        self, batch: Sequence[Request], drafts: Sequence[Sequence[int]], num_new: int, max_context: int
+    ) -> None:
+        """``drafts``: of each request, fewer than ``num_new``."""
+        inputs = self.inputs
+        num_padding = inputs.seq_lens.shape[0] - len(batch)
+        tokens: list[int] = []
+        for request, of_req in zip(batch, drafts, strict=True):
+            tokens.append(FROM_DEVICE if request.num_in_flight else request.output_token_ids[-1])
+            tokens += (*of_req, *[NO_DRAFT] * (num_new - 1 - len(of_req)))
+        lens = [request.next_seq_len for request in batch]
+        inputs.tokens.numpy()[:] = tokens + [0] * (inputs.tokens.shape[0] - len(tokens))
+        for values, of_reqs, of_padding in (
+            (inputs.seq_lens, [seq_len + num_new - 1 for seq_len in lens], num_new),
+            (inputs.req_rows, [request.req_row for request in batch], 0),
+            (inputs.ends, [seq_len + len(of_req) for seq_len, of_req in zip(lens, drafts, strict=True)], 1),
+            (inputs.slot_ends, [min(request.reserved_tokens, max_context) for request in batch], 1),
+        ):
+            values.numpy()[:] = of_reqs + [of_padding] * num_padding
+        inputs.num_real.numpy()[0] = len(batch)
+
+    def take(self, results: Tensor) -> None:
+        """Let ``results`` [num_reqs, num_columns] come, without waiting: to memory that is contiguous."""
+        self.results[: results.numel()].view_as(results).copy_(results, non_blocking=True)
+        if self.done is not None:
+            self.done.record()
+
+    def read(self, num_reqs: int, num_columns: int) -> list[list[int]]:
+        """What ``take`` was given. Waits."""
+        self.wait()
+        rows: list[list[int]] = self.results[: num_reqs * num_columns].view(num_reqs, num_columns).tolist()
+        return rows
+
+    def wait(self) -> None:
+        if self.done is not None:
+            with self.ranks.bounded_wait() if self.ranks else nullcontext():
+                self.done.synchronize()
