@@ -27,11 +27,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
-from decode_node.held_prefixes import OTHER_MODE, HeldPrefix, HeldPrefixes, Match, kv_and_index_slots
+from decode_node.beginnings import Beginning, Beginnings
+from decode_node.held_prefixes import HeldPrefix, HeldPrefixes
 from decode_node.pools import SlotCounts, round_up
 from decode_node.request import Request
 from decode_node.reserve import Claim, Place, Reserve, claim_of, slots_of
@@ -190,24 +191,12 @@ def plan_step(
     None: nobody could be admitted last time, and nothing has changed. ``stuck``: slots that may never be free
     again. ``free``: with what of ``held`` nobody uses.
     """
-    planner = _Planner(limits, free, running, landing, stuck, held)
+    beginnings = Beginnings(held, landing, limits.page_size)
+    planner = _Planner(limits, free, running, landing, stuck, beginnings)
     planner.grow()
     if waiting is not None and not planner.is_short and planner.admit(waiting):
         planner.enlarge_hot_buffers()
     return StepPlan(tuple(planner.exchanges.values()), tuple(planner.growths), tuple(planner.admissions))
-
-
-class _Held(NamedTuple):
-    """What is held of a prompt in the eyes of its admission."""
-
-    match: Match
-    is_copied: bool
-    taken: SlotCounts
-    """What of it nobody uses so far: it counts as free, and does no longer."""
-
-    @property
-    def num_shared_pages(self) -> int:
-        return 0 if self.is_copied else self.match.num_pages
 
 
 @dataclass
@@ -217,7 +206,7 @@ class _Planner:
     running: Sequence[Request]
     landing: Sequence[Request]
     stuck: SlotCounts
-    held: HeldPrefixes | None
+    beginnings: Beginnings
     exchanges: dict[Request, Exchange] = field(default_factory=dict)
     growths: list[Growth] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
@@ -227,17 +216,10 @@ class _Planner:
     """Made when something is to be given away: mostly nothing is."""
     _kept: SlotCounts = _NONE
     """A page for each request that will grow."""
-    _pinned: dict[HeldPrefix, int] = field(default_factory=dict)
-    """Pages of prefixes that whoever lands, or is about to, shares or copies."""
     _holds: dict[Request, tuple[Mode, SlotCounts]] = field(default_factory=dict)
     """Of those to whom this plan gives slots, or others."""
     _admitted: list[Claim] = field(default_factory=list)
     """Of those that it admits."""
-
-    def __post_init__(self) -> None:
-        for request in self.landing:
-            for part in request.prefix.chain() if request.prefix else ():
-                self._pinned[part] = len(part.keys)
 
     def grow(self) -> None:
         """Slots for the newest tokens of requests that have none left, in the order in which all can end."""
@@ -249,7 +231,7 @@ class _Planner:
     def _make_reserve(self, short: set[Request]) -> Reserve:
         """The order in which all can end, once a plan; ``short`` requests get what it leaves them."""
         if self._reserve is None:
-            self._reserve = self._in_order(self._pinned, short)
+            self._reserve = self._in_order(self.beginnings.pinned, short)
             growing = [r for r in (*self.running, *self.landing) if r.reserved_tokens < r.life_tokens]
             num_dense, page = sum(r.mode is Mode.DENSE for r in growing), self.limits.page_size
             num_hisparse = len(growing) - num_dense
@@ -360,7 +342,7 @@ class _Planner:
     def _place_hisparse(self, request: Request) -> Admission | None:
         num_tokens = request.num_prompt_tokens + self.limits.growth_tokens
         min_capacity = self.limits.min_capacity(request)
-        for held in self._held_for(request, Mode.HISPARSE):
+        for held in self.beginnings.of(request, Mode.HISPARSE):
             elsewhere = self._need(request, Mode.HISPARSE, num_tokens, held)
             if not self._may_land(request, Mode.HISPARSE, elsewhere, held):
                 continue
@@ -375,37 +357,20 @@ class _Planner:
     def _place_dense(self, request: Request, lengths: Iterable[int]) -> Admission | None:
         """With pages for the first of ``lengths``, in tokens, that can be had."""
         for num_tokens in lengths:
-            for held in self._held_for(request, Mode.DENSE):
+            for held in self.beginnings.of(request, Mode.DENSE):
                 need = self._need(request, Mode.DENSE, num_tokens, held)
                 if reserve := self._may_land(request, Mode.DENSE, need, held):
                     return self._land(Admission(request, Mode.DENSE, need, 0), held, reserve)
         return None
 
-    def _need(self, request: Request, mode: Mode, num_tokens: int, held: _Held | None) -> SlotCounts:
+    def _need(self, request: Request, mode: Mode, num_tokens: int, held: Beginning | None) -> SlotCounts:
         num_shared_pages = held.num_shared_pages if held else 0
         kv = self.limits.kv_slots(mode, min(num_tokens, request.life_tokens), num_shared_pages)
         return kv + SlotCounts(aux=1, req_row=1)
 
-    def _held_for(self, request: Request, mode: Mode) -> Iterator[_Held | None]:
-        """What of the prompt is held, the best first: of ``mode``, or of the other, if it is worth the copy.
-
-        That is when it is twice as long, because copies take time as well.
-        """
-        own = other = None
-        if self.held is not None:
-            own, other = (self.held.find(request.usable_keys, each) for each in (mode, OTHER_MODE[mode]))
-        if other is not None and 2 * (own.num_pages if own else 0) <= other.num_pages:
-            yield _Held(other, True, self._taken(other))
-        yield _Held(own, False, self._taken(own)) if own else None
-
-    def _taken(self, match: Match) -> SlotCounts:
-        num_pages = dict.fromkeys(Mode, 0)
-        for part, num in match.parts():
-            if not part.num_users:
-                num_pages[part.mode] += max(0, num - self._pinned.get(part, 0))
-        return kv_and_index_slots(num_pages, self.limits.page_size)
-
-    def _may_land(self, request: Request, mode: Mode, need: SlotCounts, held: _Held | None) -> Reserve | None:
+    def _may_land(
+        self, request: Request, mode: Mode, need: SlotCounts, held: Beginning | None
+    ) -> Reserve | None:
         """The order in which all can end, this request the last, when it may have ``need``."""
         taken = need + held.taken if held else need
         if not taken.fits_in(self.available):
@@ -413,27 +378,18 @@ class _Planner:
         reserve = self._make_reserve(set())
         if not (taken + self._kept).fits_in(self.available):
             return None
-        if held is not None and self._is_counted_on(held):
-            reserve = self._in_order(self._pinned_with(held))
+        if held is not None and self.beginnings.are_counted_on(held):
+            reserve = self._in_order(self.beginnings.pinned_with(held))
         return reserve if reserve.allows_landing(self._landing_claim(request, mode, need, held)) else None
 
-    def _is_counted_on(self, held: _Held) -> bool:
-        """Whether some of it, which is shared from now on, would be free when those that run have ended."""
-        return not held.is_copied and any(
-            part.num_users and num > self._pinned.get(part, 0) for part, num in held.match.parts()
-        )
-
-    def _landing_claim(self, request: Request, mode: Mode, need: SlotCounts, held: _Held | None) -> Claim:
+    def _landing_claim(self, request: Request, mode: Mode, need: SlotCounts, held: Beginning | None) -> Claim:
         """With what it takes, of what is held too, for what it owns: nobody counts on either."""
         if held is None:
             return self.limits.claim(request, mode, need)
         claim = self.limits.claim(request, mode, need, held.num_shared_pages)
         return claim._replace(held=slots_of(need + held.taken))
 
-    def _pinned_with(self, held: _Held) -> dict[HeldPrefix, int]:
-        return self._pinned | {part: max(num, self._pinned.get(part, 0)) for part, num in held.match.parts()}
-
-    def _land(self, admission: Admission, held: _Held | None, reserve: Reserve) -> Admission:
+    def _land(self, admission: Admission, held: Beginning | None, reserve: Reserve) -> Admission:
         """It takes its slots from all that come after it in the plan."""
         request, mode, need = admission.request, admission.mode, admission.need
         claim = self._landing_claim(request, mode, need, held)
@@ -444,12 +400,12 @@ class _Planner:
         if held is None:
             return admission
         self.available -= held.taken
-        self._pinned = self._pinned_with(held)
+        self.beginnings.take(held)
         return replace(admission, num_held_pages=held.match.num_pages, copies_held=held.is_copied)
 
     def _is_comfortable(self, request: Request) -> bool:
         """Whether the device pool keeps its margin when this request gets all pages of its whole life."""
-        held = next(self._held_for(request, Mode.DENSE))
+        held = next(self.beginnings.of(request, Mode.DENSE))
         need = self._need(request, Mode.DENSE, request.life_tokens, held)
         left = self._spare_device() - need.device - (held.taken.device if held else 0)
         return left >= self._device_margin

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from decode_node.beginnings import Beginnings
 from decode_node.held_prefixes import HeldPrefix, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.pools import Holding, Pools, SlotCounts, Stage
@@ -473,6 +474,24 @@ def test_nobody_shares_what_another_needs_to_be_free(family: int, is_admitted: b
     node.rooms.end(long, Landing.QUIET, 0.0, is_sound=True)
     (admission,) = node.plan().admissions
     assert (admission.request, admission.need.host) == (newcomer, 32)
+
+
+def test_a_copy_takes_nothing_from_those_who_use_what_it_copies() -> None:
+    """Who shares the same in the same plan does."""
+    node = Node()
+    node.arrive(TRUE, 200, family=1)
+    node.step()
+    beginnings = Beginnings(node.rooms.held, [], 16)
+    newcomer = node.arrive(AUTO, 200, family=1)
+    copied, nothing = beginnings.of(newcomer, Mode.DENSE)
+    assert copied is not None
+    assert (copied.is_copied, copied.num_shared_pages, copied.taken, nothing) == (True, 0, SlotCounts(), None)
+    beginnings.take(copied)
+    (shared,) = beginnings.of(newcomer, Mode.HISPARSE)
+    assert shared is not None
+    assert beginnings.are_counted_on(shared)
+    beginnings.take(shared)
+    assert not beginnings.are_counted_on(shared)
 
 
 @pytest.mark.I7

@@ -1,0 +1,80 @@
+"""Owns what is held of the prompts that one plan admits, and what of that the plan has taken already. Pure.
+
+To share a prefix takes what of it nobody uses so far, which counts as free before and not after. And what
+those that run use now is not free when they have ended: whoever counts on that has to be asked
+(``reserve.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from decode_node.held_prefixes import OTHER_MODE, HeldPrefix, HeldPrefixes, Match, kv_and_index_slots
+from decode_node.pools import SlotCounts
+from decode_node.request import Request
+from vocabulary import Mode
+
+
+class Beginning(NamedTuple):
+    """What is held of one prompt."""
+
+    match: Match
+    is_copied: bool
+    """It is of the other mode."""
+    taken: SlotCounts
+    """What of it nobody uses so far."""
+
+    @property
+    def num_shared_pages(self) -> int:
+        return 0 if self.is_copied else self.match.num_pages
+
+
+class Beginnings:
+    """``held``: None when nothing is. ``landing``: requests whose KV is on its way."""
+
+    def __init__(self, held: HeldPrefixes | None, landing: Iterable[Request], page_size: int) -> None:
+        self._held = held
+        self._page_size = page_size
+        self.pinned: dict[HeldPrefix, int] = {}
+        """Pages, from their start, of prefixes that those share whose KV is on its way, or is going to be."""
+        for request in landing:
+            for part in request.prefix.chain() if request.prefix else ():
+                self.pinned[part] = len(part.keys)
+
+    def of(self, request: Request, mode: Mode) -> Iterator[Beginning | None]:
+        """The best first: of the other mode, if it is worth the copy, then of ``mode``, or none.
+
+        That is when it is twice as long, because copies take time as well.
+        """
+        own = other = None
+        if self._held is not None:
+            own, other = (self._held.find(request.usable_keys, each) for each in (mode, OTHER_MODE[mode]))
+        if other is not None and 2 * (own.num_pages if own else 0) <= other.num_pages:
+            yield Beginning(other, True, self._unused(other))
+        yield Beginning(own, False, self._unused(own)) if own else None
+
+    def are_counted_on(self, one: Beginning) -> bool:
+        """Whether some of it would be free when those that run have ended, and is not if it is shared."""
+        return not one.is_copied and any(
+            part.num_users and num > self.pinned.get(part, 0) for part, num in one.match.parts()
+        )
+
+    def pinned_with(self, one: Beginning) -> dict[HeldPrefix, int]:
+        """With ``one`` shared, or copied, which takes nothing that somebody uses."""
+        more = {
+            part: max(num, self.pinned.get(part, 0))
+            for part, num in one.match.parts()
+            if not (one.is_copied and part.num_users)
+        }
+        return self.pinned | more
+
+    def take(self, one: Beginning) -> None:
+        self.pinned = self.pinned_with(one)
+
+    def _unused(self, match: Match) -> SlotCounts:
+        num_pages = dict.fromkeys(Mode, 0)
+        for part, num in match.parts():
+            if not part.num_users:
+                num_pages[part.mode] += max(0, num - self.pinned.get(part, 0))
+        return kv_and_index_slots(num_pages, self._page_size)
