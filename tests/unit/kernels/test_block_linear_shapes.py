@@ -1,0 +1,24 @@
+"""Which matrices stay in fp8 on a GPU; the products themselves are tested there."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernels.block_linear import takes_matrix
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "takes"),
+    [
+        (7168, 18432, True),  # DeepSeek-V3.2's
+        (1536, 7168, True),
+        (24576, 1536, True),
+        (576, 7168, True),
+        (1024, 512, True),
+        (1024, 128, False),  # one scale a row of blocks, of four that the library reads
+        (1024, 640, False),
+        (1000, 512, False),
+    ],
+)
+def test_matrices_have_whole_groups_of_four_blocks_a_row(rows: int, columns: int, takes: bool) -> None:
+    assert takes_matrix(rows, columns) is takes
