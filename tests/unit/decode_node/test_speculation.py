@@ -66,7 +66,11 @@ def make_graph_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: Ho
     )
 
 
-@pytest.fixture(scope="module", params=["v32", "glm"])
+V32 = pytest.mark.parametrize("checkpoint", ["v32"], indirect=True)
+BOTH = pytest.mark.parametrize("checkpoint", ["v32", "glm"], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     path = tmp_path_factory.mktemp("speculation") / request.param
     write_checkpoint(path, request.param, draft_gain=LIKELY_DRAFTS)
@@ -129,6 +133,7 @@ def num_drafts(answer: Answer) -> tuple[int, int]:
 @pytest.mark.I6
 @pytest.mark.parametrize("num_steps", range(MAX_DRAFTS + 1))
 @pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+@BOTH
 def test_tokens_equal_the_oracle_with_any_number_of_drafts(
     expected: dict[Prompt, list[int]],
     double: PrefillDouble,
@@ -153,6 +158,7 @@ def by_turns(number: int) -> HisparseFlag:
 
 
 @pytest.mark.I5
+@BOTH
 def test_the_number_of_drafts_may_change_in_every_step_of_a_mixed_batch(
     expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
 ) -> None:
@@ -169,6 +175,7 @@ def test_the_number_of_drafts_may_change_in_every_step_of_a_mixed_batch(
 
 
 @pytest.mark.I5
+@V32
 def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(
     double: PrefillDouble, node: EngineHarness
 ) -> None:
@@ -197,6 +204,7 @@ def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(
     assert num_accepted > 0
 
 
+@V32
 def test_logprobs_are_those_without_drafts(double: PrefillDouble, node: EngineHarness) -> None:
     logged = []
     for num_steps in (0, 3):
@@ -216,6 +224,7 @@ def test_logprobs_are_those_without_drafts(double: PrefillDouble, node: EngineHa
 
 
 @pytest.mark.I2
+@V32
 def test_a_request_ends_at_its_stop_token_or_length_wherever_that_is_among_accepted_ones(
     expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
 ) -> None:
@@ -243,6 +252,7 @@ def test_a_request_ends_at_its_stop_token_or_length_wherever_that_is_among_accep
         assert accepted <= drafted
 
 
+@V32
 def test_tokens_that_may_not_come_yet_are_forbidden_at_every_position(
     double: PrefillDouble, node: EngineHarness
 ) -> None:
@@ -266,6 +276,7 @@ def test_tokens_that_may_not_come_yet_are_forbidden_at_every_position(
 
 @pytest.mark.I4
 @pytest.mark.I5
+@V32
 def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
     expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
 ) -> None:
@@ -304,6 +315,7 @@ def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
 
 @pytest.mark.I4
 @pytest.mark.I5
+@V32
 def test_every_request_survives_another_hot_buffer_in_every_step(
     expected: dict[Prompt, list[int]],
     double: PrefillDouble,
@@ -343,6 +355,7 @@ def test_every_request_survives_another_hot_buffer_in_every_step(
 
 @pytest.mark.I2
 @pytest.mark.I5
+@V32
 def test_an_abort_after_any_step_leaves_the_others_and_the_pools_whole(
     expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
 ) -> None:
@@ -366,7 +379,7 @@ MAKERS = pytest.mark.parametrize("make", [make_runner, make_graph_runner], ids=[
 
 @MAKERS
 @pytest.mark.I5
-@pytest.mark.parametrize("checkpoint", ["v32"], indirect=True)
+@V32
 def test_slots_that_come_one_by_one_and_pages_that_go(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, make: MakeRunner
 ) -> None:
@@ -399,7 +412,7 @@ def test_slots_that_come_one_by_one_and_pages_that_go(
 
 @MAKERS
 @pytest.mark.I6
-@pytest.mark.parametrize("checkpoint", ["v32"], indirect=True)
+@V32
 def test_the_context_can_be_filled_to_its_end(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path, make: MakeRunner
 ) -> None:
@@ -422,7 +435,7 @@ def test_the_context_can_be_filled_to_its_end(
 
 @MAKERS
 @pytest.mark.I5
-@pytest.mark.parametrize("checkpoint", ["v32"], indirect=True)
+@V32
 @pytest.mark.parametrize(("capacity", "most"), [(TOP_K + 4, 0), (2 * TOP_K + 4, 1)])
 def test_a_hot_buffer_bounds_the_drafts(
     checkpoint: Checkpoint,
@@ -449,7 +462,7 @@ def test_a_hot_buffer_bounds_the_drafts(
 
 
 @pytest.mark.I5
-@pytest.mark.parametrize("checkpoint", ["v32"], indirect=True)
+@V32
 def test_turns_of_a_conversation_behind_held_prefixes(
     checkpoint: Checkpoint, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
