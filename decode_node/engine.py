@@ -408,8 +408,8 @@ class DecodeEngine:
             request.row_counters = counters
             request.draft_token_ids = drafts
             request.num_drafted += num_drafted
-            self._metrics.drafted(num_drafted)
             if num_drafted:
+                self._metrics.drafted(num_drafted)
                 self._draft_choice.verified(num_drafted, len(token_ids) - 1)
             if wrong:
                 self.lifecycle.fail(request, 500, f"the hot buffer reported {wrong}", Landing.QUIET, now)

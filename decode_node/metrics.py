@@ -46,8 +46,8 @@ class Metrics:
         self.add("generation_tokens_total", num_tokens, mode=mode)
 
     def drafted(self, num_drafts: int) -> None:
-        """A request's step verified so many drafts."""
-        self.add("verifying_steps_total", num_drafts > 0)
+        """A request's step verified so many drafts, at least one."""
+        self.add("verifying_steps_total")
         self.add("drafted_tokens_total", num_drafts)
 
     def drop(self, reason: str) -> None:

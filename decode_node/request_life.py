@@ -440,8 +440,9 @@ class RequestLife:
             if reason is not None:
                 break
         self.metrics.generated(request.mode, num_emitted)
-        request.num_accepted += num_emitted - 1
-        self.metrics.add("accepted_draft_tokens_total", num_emitted - 1)
+        if num_emitted > 1:
+            request.num_accepted += num_emitted - 1
+            self.metrics.add("accepted_draft_tokens_total", num_emitted - 1)
         if reason is not None:
             self._end(request, Landing.QUIET, now, is_sound=True)
         if reason is not None or is_first or len(request.unsent_token_ids) >= self.stream_interval:

@@ -47,8 +47,7 @@ class HostRunner:
         check_slots(batch)
         if step.num_new > 1:
             return Done(batch, self._verify(batch, step))
-        for request in batch:
-            request.take_drafts(0)
+        take_drafts(batch, 1, self._hot_buffers)
         access = HostStep(self._hot_buffers, self._kernels, batch)
         newest = torch.tensor([request.output_token_ids[-1] for request in batch])
         logits = self._model.forward(newest, access.positions, access, torch.arange(len(batch)))

@@ -77,6 +77,10 @@ class Done:
 
 def take_drafts(batch: Sequence[Request], num_new: int, hot_buffers: HotBuffers) -> list[list[int]]:
     """What each request's next step of ``num_new`` positions verifies."""
+    if num_new == 1:
+        for request in batch:
+            request.draft_token_ids = []
+        return [[]] * len(batch)
     return [request.take_drafts(hot_buffers.max_verifiable(request, num_new - 1)) for request in batch]
 
 
