@@ -61,7 +61,7 @@ def test_status_tells_of_the_pair(pair: Deployment, shown: dict[str, set[str]]) 
     prefill, decode = status["nodes"]
     assert (prefill["load_trouble"], decode["load_trouble"]) == ("", "")
     assert set(prefill["load"]["pools"]) == {"kv"}
-    assert set(decode["load"]["pools"]) == {"host", "device", "index"}
+    assert set(decode["load"]["pools"]) == {"host", "device", "index", "lookup"}
     assert decode["load"]["requests_by_mode"]["hisparse"] >= 1
     assert decode["load"]["generated_tokens"] >= 4
     assert prefill["load"]["prompt_tokens"] > 0

@@ -185,7 +185,7 @@ def test_the_numbers_of_a_node_are_sums_over_its_ranks(nodes: Nodes) -> None:
         return [node["load"] for node in found]
 
     wait_until(lambda: all(len(load["ranks"]) == 2 for load in loads()), 30, "every rank's numbers")
-    for load, pools in zip(loads(), [{"kv"}, {"host", "device", "index"}], strict=True):
+    for load, pools in zip(loads(), [{"kv"}, {"host", "device", "index", "lookup"}], strict=True):
         assert [rank["rank"] for rank in load["ranks"]] == [0, 1]
         assert set(load["pools"]) == pools
         for pool, use in load["pools"].items():
