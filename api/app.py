@@ -128,6 +128,7 @@ def create_app(front: Front, handler: Handler) -> Starlette:
         "/health": _health,
         "/health_generate": _health,
         "/liveness": _liveness,
+        "/version": _version,
         "/server_info": _server_info,
         "/get_server_info": _server_info,
         "/model_info": _model_info,
@@ -337,6 +338,10 @@ def _liveness(front: Front) -> Response:
     if stall is None:
         return json_response({"status": "ok"})
     return json_response({"status": "unavailable", "reason": stall}, 503)
+
+
+def _version(front: Front) -> Response:
+    return json_response({"version": VERSION})
 
 
 def _server_info(front: Front) -> Response:

@@ -22,12 +22,12 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from api.keys import ApiKeys, RequireKey, load_api_keys
-from protocol.decoding import TypedDecoder
 from router.body import Endpoint, RequestBody
 from router.connect import OwnConnections
 from router.desk import Desk, Worker
 from router.drain import Drain, ShuttingDown
 from router.errors import NodeFailed, RouterError
+from router.fleet import Fleet
 from router.health import LOADING, HealthWatch
 from router.live_page import PAGE_PATHS, page_routes
 from router.metrics import CLIENT_GONE, RouterMetrics
@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_SECS = 5.0
 _JSON = "application/json"
-_MODELS_DECODER: TypedDecoder[dict[str, object]] = TypedDecoder.json(dict[str, object])
 
 _PAGES = ("/health", "/readiness", "/metrics", "/status")
 """Which tell of all processes of the router."""
@@ -120,8 +119,7 @@ def _app(
     return Starlette(
         routes=[
             *(Route(endpoint, _RelayEndpoint(router, endpoint), methods=["POST"]) for endpoint in Endpoint),
-            Route("/v1/models", router.models, methods=["GET"]),
-            Route("/v1/models/{model:path}", router.models, methods=["GET"]),
+            *(Route(path, answer, methods=["GET"]) for path, answer in router.information.items()),
             *(Route(path, page, methods=["GET"]) for path in _PAGES),
             *page_routes(),
         ],
@@ -167,36 +165,16 @@ class _Router:
             max_retries=settings.max_retries,
             passes_authorization=settings.api_key_file is None,
         )
-
-    async def models(self, request: Request) -> Response:
-        """The models of all healthy decode nodes, each once; or the one that the path names."""
-        nodes = self.pool.healthy(NodeKind.DECODE)
-        lists = await asyncio.gather(*(self._models_of(node.url) for node in nodes))
-        if not any(models is not None for models in lists):
-            states = "; ".join(f"{node.url}: {node.trouble}" for node in self.pool.of_kind(NodeKind.DECODE))
-            return ApiError(503, f"no decode node told its models ({states})").response()
-        by_id = {model["id"]: model for models in lists for model in models or ()}
-        name = request.path_params.get("model")
-        if name is None:
-            body = msgspec.json.encode({"object": "list", "data": list(by_id.values())})
-        elif name in by_id:
-            body = msgspec.json.encode(by_id[name])
-        else:
-            served = ", ".join(repr(model) for model in by_id)
-            return ApiError(404, f"model: {name!r} does not exist here; served are {served}").response()
-        return Response(body, media_type=_JSON)
-
-    async def _models_of(self, url: str) -> list[dict[str, object]] | None:
-        try:
-            answer = await self.client.get(f"{url}/v1/models", timeout=HEALTH_TIMEOUT_SECS)
-            listing = _MODELS_DECODER.decode(answer.content)
-        except (httpx.HTTPError, OSError, msgspec.MsgspecError) as error:
-            log.warning("%s/v1/models: %s", url, error or type(error).__name__)
-            return None
-        models = listing.get("data")
-        if not isinstance(models, list):
-            return None
-        return [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
+        fleet = Fleet(pool, self.client)
+        self.information = {
+            "/version": fleet.version,
+            "/v1/models": fleet.models,
+            "/v1/models/{model:path}": fleet.models,
+            "/server_info": fleet.server_info,
+            "/get_server_info": fleet.server_info,
+            "/model_info": fleet.model_info,
+            "/get_model_info": fleet.model_info,
+        }
 
 
 def _health(desk: Desk, drain: Drain) -> Response:

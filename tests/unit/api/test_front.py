@@ -61,7 +61,7 @@ from tests.unit.api.support import (
     until,
 )
 from tests.unit.api.tiny_tokenizer import EOS, write_checkpoint
-from vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode, RankPlace
+from vocabulary import PREFILL_NODE_FAILED, VERSION, FinishReason, HisparseFlag, Mode, RankPlace
 
 # --- decode: OpenAI ----------------------------------------------------------------------------------
 
@@ -779,6 +779,7 @@ def test_information(on_node: OnNode, role: str, tmp_path: Path) -> None:
             assert str(tmp_path) not in response.text
             assert response.json()["served_model_name"] == "tiny"
             assert response.json()["context_length"] == 256
+        assert (await node.client.get("/version")).json() == {"version": VERSION}
         info = (await node.client.get("/server_info")).json()
         assert info["disaggregation_mode"] == role
         assert (info["transfer_protocol"], info["transfer_devices"]) == ("rdma", ["mlx5_0", "mlx5_1"])

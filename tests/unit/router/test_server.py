@@ -42,7 +42,7 @@ from tests.unit.router.cluster import (
     until,
     write,
 )
-from vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
+from vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED, VERSION
 
 pytestmark = pytest.mark.anyio
 
@@ -837,6 +837,37 @@ async def test_a_model_can_be_asked_for_by_name() -> None:
         )
 
 
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_every_node_says_what_it_is(path: str) -> None:
+    async with cluster(decode=[streams, streams]) as pair:
+        await pair.decode[1].close()
+        told = (await pair.client.get(path)).json()
+        assert set(told) == {"version", "prefill", "decode"}
+        assert told["version"] == VERSION
+        for node, entry in ((pair.prefill[0], told["prefill"][0]), (pair.decode[0], told["decode"][0])):
+            assert entry == {"url": node.url, "asked": "/server_info", "port": httpx.URL(node.url).port}
+        assert told["decode"][1]["url"] == pair.decode[1].url
+        assert "/server_info: " in told["decode"][1]["trouble"]
+        assert len(told["decode"]) == 2
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+async def test_a_healthy_decode_node_says_what_the_model_is(path: str) -> None:
+    async with cluster(decode=[streams, streams]) as pair:
+        await pair.decode[0].close()
+        port = httpx.URL(pair.decode[1].url).port
+        assert (await pair.client.get(path)).json() == {"asked": "/model_info", "port": port}
+        await pair.decode[1].close()
+        answer = await pair.client.get(path)
+        assert answer.status_code == 503
+        assert "no decode node told its model" in error_of(answer)
+
+
+async def test_the_router_tells_its_version() -> None:
+    async with cluster() as pair:
+        assert (await pair.client.get("/version")).json() == {"version": VERSION}
+
+
 async def test_metrics_count_requests_and_the_time_to_the_first_byte() -> None:
     async with cluster(decode=says(b"{}")) as pair:
         await pair.client.post("/generate", json={})
@@ -864,7 +895,8 @@ async def test_what_a_node_says_of_itself_may_be_anything(said: bytes) -> None:
         node.says = said
         num_before = len(node.asked)
         await until(lambda: len(node.asked) >= num_before + 6)
-        assert (await pair.client.get("/v1/models")).status_code in (200, 503)
+        for path in ("/v1/models", "/server_info", "/model_info"):
+            assert (await pair.client.get(path)).status_code in (200, 503)
         response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
         assert response.content == b"".join(EVENTS)
 
