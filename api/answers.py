@@ -18,10 +18,11 @@ from typing import Protocol, assert_never
 import msgspec
 from msgspec import Raw
 
-from api.app import Work, sse
+from api.app import Work
 from api.chat_format import THINK
 from api.chat_message import MessageParser, Parts
 from api.detokenizer import TokenBytes
+from api.frame import sse
 from api.output import Delta, Finish, SampleOutput
 from api.prompts import ChatPrompt
 from api.schemas import Endpoint, StreamedUsage

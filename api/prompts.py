@@ -52,6 +52,7 @@ class ChatPrompt:
     ``tools``: those that the model may call, as the client describes them; () also where it may call none.
     A system's or developer's message may bring tools of its own: ``tools`` of the message.
     ``separate_reasoning``: show the answer's reasoning beside its content, and not as the beginning of it.
+    ``add_generation_prompt``: end with what begins an answer, unless the last message is continued.
     """
 
     messages: tuple[dict[str, object], ...]
@@ -59,6 +60,7 @@ class ChatPrompt:
     continue_final_message: bool
     tools: tuple[dict[str, object], ...]
     separate_reasoning: bool
+    add_generation_prompt: bool = True
 
     @property
     def all_tools(self) -> list[dict[str, object]]:
@@ -124,6 +126,28 @@ def _text(name: str, value: Raw) -> str:
     return text
 
 
+def parse_text(fields: JsonFields, field: str) -> str:
+    """A string of any length that is not empty."""
+    value = fields.undecoded(field)
+    if value is None or bytes(memoryview(value)[:1]) != b'"':
+        raise fields.invalid(field, "must be a string")
+    return _text(field, value)
+
+
+def parse_token_ids(fields: JsonFields, field: str) -> bytes:
+    """A list of token ids, which may be empty, as of ``pack_token_ids``."""
+    value = fields.undecoded(field)
+    if value is None:
+        raise ApiError(400, f"{field}: the field is needed", param=field, code="missing_field")
+    match first_chars(value):
+        case b"[", b"]":
+            return b""
+        case b"[", _:
+            return _packed_ids(field, value)
+        case _:
+            raise fields.invalid(field, "must be a list of token ids")
+
+
 def _packed_ids(name: str, value: Raw) -> bytes:
     """Checked in bulk, for each id is an object, and piece by piece, so that others get their turns."""
     first, second = first_chars(value)
@@ -160,7 +184,8 @@ def _no_token_id(name: str, piece: bytes, first_index: int) -> ApiError:
     return ApiError(400, f"{name}: must have nothing but token ids", param=name)
 
 
-def parse_chat_prompt(fields: JsonFields) -> ChatPrompt:
+def parse_chat_prompt(fields: JsonFields, *, is_to_be_answered: bool = True) -> ChatPrompt:
+    """``is_to_be_answered``: it ends where an answer begins, and its special tokens are the template's."""
     items = fields.split("messages", MAX_MESSAGES)
     if not items:
         raise fields.invalid("messages", "must be a list with at least one message")
@@ -176,14 +201,19 @@ def parse_chat_prompt(fields: JsonFields) -> ChatPrompt:
     continue_final = fields.flag("continue_final_message")
     if continue_final and messages[-1]["role"] != "assistant":
         raise fields.invalid("continue_final_message", "needs a last message of the assistant")
-    fields.require_unset("add_special_tokens", False)  # the template writes them
-    fields.require_unset("add_generation_prompt", not continue_final)
+    if is_to_be_answered:
+        fields.require_unset("add_special_tokens", False)  # the template writes them
+        fields.require_unset("add_generation_prompt", not continue_final)
+    add_generation_prompt = fields.flag("add_generation_prompt", default=not continue_final)
+    if add_generation_prompt and continue_final:
+        raise fields.invalid("add_generation_prompt", "excludes continue_final_message")
     return ChatPrompt(
         messages,
         template_arguments,
         continue_final,
         _tools(fields, may_call),
         fields.flag("separate_reasoning", default=True),
+        add_generation_prompt,
     )
 
 

@@ -101,7 +101,7 @@ def parse_request(
     Raises ApiError: 400 for a field, 404 for another model than ``model_name``.
     """
     fields = JsonFields.of_body(body)
-    _check_model(fields, model_name)
+    check_model(fields, model_name)
     refuse_unsupported(fields)
     if endpoint is not Endpoint.CHAT:
         fields.require_unset("tools", [])
@@ -161,7 +161,7 @@ def derive_room(room: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def _check_model(fields: JsonFields, model_name: str) -> None:
+def check_model(fields: JsonFields, model_name: str) -> None:
     model = fields.text("model", MAX_NAME_CHARS)
     if model is not None and model != model_name and model not in _NO_MODEL:
         raise ApiError(

@@ -12,7 +12,8 @@ from msgspec import Raw
 from starlette.applications import Starlette
 
 from api.answers import dialect_of
-from api.app import SSE_DONE, Answer, Front, Work, create_app
+from api.app import Front, Work, create_app
+from api.frame import SSE_DONE, Answer
 from api.node import run_front
 from api.output import Delta, SampleOutput
 from api.requests import grouped

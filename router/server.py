@@ -31,8 +31,9 @@ from router.fleet import Fleet
 from router.health import LOADING, HealthWatch
 from router.live_page import PAGE_PATHS, page_routes
 from router.metrics import CLIENT_GONE, RouterMetrics
+from router.node_calls import Answer
 from router.nodes import NodeKind, NodePool
-from router.relay import Answer, Relay
+from router.relay import Relay
 from router.status import StatusBoard
 from service.http_errors import ApiError
 from service.patience import Patience
@@ -46,6 +47,10 @@ _JSON = "application/json"
 
 _PAGES = ("/health", "/readiness", "/metrics", "/status")
 """Which tell of all processes of the router."""
+
+TO_ONE_NODE = ("/tokenize", "/detokenize")
+RELAYED = (*Endpoint, *TO_ONE_NODE)
+"""What nodes answer, under the same paths."""
 
 _OPEN_PATHS = frozenset(("/health", "/readiness", "/metrics")) | PAGE_PATHS
 """Answered without an API key: probes and monitoring have none, and the page is where a key is entered."""
@@ -118,7 +123,7 @@ def _app(
         middleware.insert(0, _cors(settings.cors_allow_origins))
     return Starlette(
         routes=[
-            *(Route(endpoint, _RelayEndpoint(router, endpoint), methods=["POST"]) for endpoint in Endpoint),
+            *(Route(path, _RelayEndpoint(router, path), methods=["POST"]) for path in RELAYED),
             *(Route(path, answer, methods=["GET"]) for path, answer in router.information.items()),
             *(Route(path, page, methods=["GET"]) for path in _PAGES),
             *page_routes(),
@@ -210,11 +215,12 @@ class _NodeKey(httpx.Auth):
 
 
 class _RelayEndpoint:
-    """ASGI application of one relayed path."""
+    """ASGI application of one relayed path: of an Endpoint to a pair, of another path to one node."""
 
-    def __init__(self, router: _Router, endpoint: Endpoint) -> None:
+    def __init__(self, router: _Router, path: str) -> None:
         self._router = router
-        self._endpoint = endpoint
+        self._path = path
+        self._endpoint = Endpoint(path) if path not in TO_ONE_NODE else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -227,14 +233,14 @@ class _RelayEndpoint:
             status = await self._send_error(request, send, error)
         finally:
             secs = time.perf_counter() - started
-            self._router.metrics.requests.labels(self._endpoint, status).inc()
-            self._router.metrics.duration.labels(self._endpoint).observe(secs)
-            log.info("%s %d in %.3f s", self._endpoint, status, secs)
+            self._router.metrics.requests.labels(self._path, status).inc()
+            self._router.metrics.duration.labels(self._path).observe(secs)
+            log.info("%s %d in %.3f s", self._path, status, secs)
 
     async def _serve(self, request: Request, send: Send) -> int:
         """Answers the request; the status under which it is counted."""
         try:
-            body = RequestBody.parse(await self._read_body(request), self._endpoint)
+            body = await self._read_body(request)
         except ClientDisconnect:
             return CLIENT_GONE
         except RouterError as error:
@@ -246,7 +252,7 @@ class _RelayEndpoint:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
             return await answering if answering.done() or reply.is_complete else CLIENT_GONE
         except TimeoutError:
-            log.warning("%s: the client stopped reading its answer", self._endpoint)
+            log.warning("%s: the client stopped reading its answer", self._path)
             return CLIENT_GONE
         finally:
             for task in (answering, leaving):
@@ -270,18 +276,24 @@ class _RelayEndpoint:
             raise RouterError(413, f"the request body is larger than max_body_bytes = {limit}")
         return bytes(body)
 
-    async def _relay(self, request: Request, body: RequestBody, send: Send) -> int:
+    async def _relay(self, request: Request, body: bytes, send: Send) -> int:
         started = time.perf_counter()
         async with AsyncExitStack() as stack:
             try:
-                headers = httpx.Headers(request.headers.raw)
                 async with self._router.drain.time_left():
-                    answer = await self._router.relay.open(self._endpoint, body, headers, stack)
+                    answer = await self._open(body, httpx.Headers(request.headers.raw), stack)
             except RouterError as error:
                 return await self._send_error(request, send, error)
-            self._router.metrics.ttft.labels(self._endpoint).observe(time.perf_counter() - started)
+            if self._endpoint is not None:
+                self._router.metrics.ttft.labels(self._path).observe(time.perf_counter() - started)
             await self._stream(answer, send)
             return answer.status
+
+    async def _open(self, body: bytes, headers: httpx.Headers, stack: AsyncExitStack) -> Answer:
+        relay = self._router.relay
+        if self._endpoint is None:
+            return await relay.ask_one(self._path, body, headers, stack)
+        return await relay.open(self._endpoint, RequestBody.parse(body, self._endpoint), headers, stack)
 
     async def _stream(self, answer: Answer, send: Send) -> None:
         """Pass the answer on.
@@ -304,7 +316,7 @@ class _RelayEndpoint:
                         return  # the client has all of it, and may leave before the node's connection ends
         except (NodeFailed, ShuttingDown) as error:
             self._router.metrics.truncated.inc()
-            log.warning("%s: %s", self._endpoint, error)
+            log.warning("%s: %s", self._path, error)
             if not answer.is_event_stream:
                 return
             event = (b"" if tail == b"\n\n" else b"\n\n") + b"data: " + error.body() + b"\n\n"
@@ -333,7 +345,7 @@ class _RelayEndpoint:
 
     async def _send_error(self, request: Request, send: Send, error: RouterError) -> int:
         if error.status >= 500:
-            log.warning("%s: %s", self._endpoint, error)
+            log.warning("%s: %s", self._path, error)
         await error.response(error.node_headers)(request.scope, request.receive, send)
         return error.status
 

@@ -24,7 +24,8 @@ import pytest
 from starlette.types import Message
 
 from api import node
-from api.app import Answer, Work, create_app
+from api.app import Work, create_app
+from api.frame import Answer
 from decode_node.server import create_decode_app
 from protocol.bootstrap import BootstrapInfo, look_up
 from service import front as front_module

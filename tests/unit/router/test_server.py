@@ -20,7 +20,7 @@ from protocol.access import KeyFileError
 from router.body import MAX_PROMPTS, Endpoint, RequestBody
 from router.errors import RouterError
 from router.nodes import Node, NodeKind, NodePool, NodeUrlError
-from router.server import create_app
+from router.server import TO_ONE_NODE, create_app
 from service.settings import RouterSettings
 from tests.property.fuzzing import peak_bytes
 from tests.unit.router.cluster import (
@@ -835,6 +835,38 @@ async def test_a_model_can_be_asked_for_by_name() -> None:
             "'third' does not exist here; served are 'tiny', 'group/other'"
             in missing.json()["error"]["message"]
         )
+
+
+@pytest.mark.parametrize("path", TO_ONE_NODE)
+async def test_what_needs_no_pair_goes_to_one_node_that_serves(path: str) -> None:
+    content = b'{"prompt": "a",  "x": 1.10}'
+    loading = says(b'{"error": {"message": "loading"}}', 503)
+    async with cluster(prefill=loading, decode=[loading, says(b'{"count": 1}')], max_retries=2) as pair:
+        await pair.prefill[0].close()
+        answer = await pair.client.post(path, content=content)
+        assert answer.json() == {"count": 1}
+        assert answer.headers["x-hisparse-pd-decode"] == pair.decode[1].url
+        assert [node.requests[0][0] for node in pair.decode] == [path, path]
+        assert pair.decode[1].requests[0][2] == content
+        assert f'hisparse_pd:router_requests_total{{endpoint="{path}",status="200"}}' in await pair.metrics()
+        assert f'token_seconds_count{{endpoint="{path}"}}' not in await pair.metrics()
+
+
+@pytest.mark.I7
+async def test_a_node_that_refuses_what_needs_no_pair_has_the_word() -> None:
+    refusal = b'{"error": {"message": "prompt: no", "type": "x", "code": "y"}}'
+    async with cluster(prefill=says(refusal, 400), decode=says(refusal, 400)) as pair:
+        answer = await pair.client.post("/tokenize", json={})
+        assert (answer.status_code, answer.content) == (400, refusal)
+        assert len(pair.prefill[0].requests + pair.decode[0].requests) == 1
+        for node in (*pair.prefill, *pair.decode):
+            await node.close()
+        answer = await pair.client.post("/tokenize", json={})
+        assert answer.status_code == 502
+        assert "cannot be reached" in error_of(answer)
+        answer = await pair.client.post("/tokenize", json={})
+        assert answer.status_code == 503
+        assert "no healthy node" in error_of(answer)
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
