@@ -110,10 +110,14 @@ class SampleOptions:
         )
 
 
-def refuse_unsupported(fields: JsonFields) -> None:
-    """Raises InvalidField for a known field that asks for something this service does not do."""
+def refuse_unsupported(fields: JsonFields, *supported: str) -> None:
+    """Raises InvalidField for a known field that asks for something this service does not do.
+
+    ``supported``: fields that only some endpoints have.
+    """
     for field, harmless in _UNSUPPORTED.items():
-        fields.require_unset(field, *harmless)
+        if field not in supported:
+            fields.require_unset(field, *harmless)
 
 
 def parse_openai_options(

@@ -91,6 +91,8 @@ class ApiRequest:
     hisparse: HisparseFlag | None
     request_ids: tuple[str, ...]
     """``rid`` of ``/generate``: one a prompt, or ()."""
+    returns_token_ids: bool = False
+    """Show the ids of the prompts and the answer, as vLLM does; ``/generate`` shows the latter always."""
 
 
 def parse_request(
@@ -102,7 +104,8 @@ def parse_request(
     """
     fields = JsonFields.of_body(body)
     check_model(fields, model_name)
-    refuse_unsupported(fields)
+    returns_token_ids = endpoint is not Endpoint.GENERATE and fields.flag("return_token_ids")
+    refuse_unsupported(fields, *(() if endpoint is Endpoint.GENERATE else ("return_token_ids",)))
     if endpoint is not Endpoint.CHAT:
         fields.require_unset("tools", [])
     stream = fields.flag("stream")
@@ -147,6 +150,7 @@ def parse_request(
         usage=_streamed_usage(fields, endpoint, stream),
         hisparse=_hisparse(fields, endpoint),
         request_ids=_request_ids(fields, endpoint, len(prompts)),
+        returns_token_ids=returns_token_ids,
     )
 
 

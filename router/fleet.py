@@ -54,9 +54,8 @@ class Fleet:
         answers = await self._ask_all(nodes, "/server_info")
         told: dict[str, list[dict[str, object]]] = {kind: [] for kind in NodeKind}
         for node, answer in zip(nodes, answers, strict=True):
-            told[node.kind].append(
-                {"url": node.url} | ({"trouble": answer} if isinstance(answer, str) else answer)
-            )
+            said = {"trouble": answer} if isinstance(answer, str) else answer
+            told[node.kind].append({"url": node.url, **said})
         return _json({"version": VERSION, **told})
 
     async def model_info(self, request: Request) -> Response:

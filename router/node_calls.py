@@ -1,4 +1,4 @@
-"""What the router says to one node over HTTP, and what comes back. Errors are translated here and only here."""
+"""What the router says to one node over HTTP, and what comes back; all errors of it are translated here."""
 
 from __future__ import annotations
 

@@ -309,7 +309,6 @@ EVERYWHERE = [
     ({"guided_regex": "a*"}, "guided_regex", "not supported"),
     ({"logits_processors": ["x"]}, "logits_processors", "not supported"),
     ({"prompt_logprobs": 0}, "prompt_logprobs", "0 is not supported"),
-    ({"return_token_ids": True}, "return_token_ids", "not supported"),
     ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids", "not supported"),
     ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "not supported"),
     ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
