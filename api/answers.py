@@ -1,4 +1,4 @@
-"""Answers in the three dialects: OpenAI completions, OpenAI chat, SGLang's native ``/generate``.
+"""Answers to OpenAI's completions and chats and to SGLang's native ``/generate``.
 
 A dialect shows finished samples as one body (``keep`` with each engine message, ``choice`` with each sample's
 last one, then ``whole``) or each engine message as events (``pieces``, then ``last_pieces``). It only
@@ -20,24 +20,18 @@ import msgspec
 from msgspec import Raw
 
 from api.app import Work
-from api.chat_format import THINK
 from api.chat_message import MessageParser, Parts
+from api.chat_reading import parser_maker
 from api.detokenizer import TokenBytes
-from api.frame import sse
+from api.frame import SSE_DONE, sse
 from api.output import Delta, Finish, SampleOutput
-from api.prompts import ChatPrompt
-from api.schemas import Endpoint, StreamedUsage
-from api.text_codec import TextCodec
-from api.tool_markup import MARKUPS, Markup
-from api.tool_schemas import ToolSchemas
+from api.schemas import StreamedUsage
+from api.tool_markup import Markup
 from service.engine_messages import unpack_token_ids
 from vocabulary import FinishReason, TokenLogprob
 
 _MIN_LOGPROB = -9999.0
 """In place of minus infinity, which JSON has not."""
-
-_THINK_TOKENS = 16
-"""Of the end of a prompt: enough for THINK a byte a token, and white space behind it."""
 
 Json = dict[str, object]
 _NOTHING: Mapping[str, object] = MappingProxyType({})
@@ -59,18 +53,7 @@ class Dialect(Protocol):
         """The events for one delta; none when it shows nothing new."""
 
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
-        """The events after the last delta of all samples, short of ``[DONE]``."""
-
-
-def dialect_of(work: Work, model_name: str, codec: TextCodec) -> Dialect:
-    match work.request.endpoint:
-        case Endpoint.COMPLETIONS:
-            return Completions(work, model_name, codec.token_bytes)
-        case Endpoint.CHAT:
-            markup = None if codec.tool_markup is None else MARKUPS[codec.tool_markup]
-            return Chat(work, model_name, codec.token_bytes, markup)
-        case Endpoint.GENERATE:
-            return Generate(work, codec.token_bytes)
+        """The events after the last delta of all samples."""
 
 
 class _Kept:
@@ -150,9 +133,10 @@ class _OpenAi(ABC):
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         if self._usage is not StreamedUsage.NONE:
             yield sse(self._envelope(self.chunk_object, []) | {"usage": usage(outputs)})
+        yield SSE_DONE
 
     def _chunk(self, output: SampleOutput, choice: Json, added: Mapping[str, object] = _NOTHING) -> bytes:
-        envelope = self._envelope(self.chunk_object, [choice]) | added
+        envelope = self._envelope(self.chunk_object, [choice]) | dict(added)
         match self._usage:
             case StreamedUsage.NONE:
                 return sse(envelope)
@@ -258,15 +242,7 @@ class Chat(_OpenAi):
     def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
         """``markup``: how the model writes tool calls; None where that is not known, and they stay text."""
         super().__init__(work, model_name, token_bytes)
-        (prompt,) = work.request.prompts
-        assert isinstance(prompt, ChatPrompt)
-        last_tokens = unpack_token_ids(work.samples[0].prompt)[-_THINK_TOKENS:].tolist()
-        end_of_prompt = b"".join(map(token_bytes.of, last_tokens)).rstrip()
-        self._separates_reasoning = prompt.separate_reasoning
-        self._in_reasoning = end_of_prompt.endswith(THINK.encode())
-        tools = prompt.all_tools
-        self._markup = markup if tools else None
-        self._schemas = ToolSchemas(tools)
+        self._parser = parser_maker(work, token_bytes, markup)
         self._parsers: dict[int, MessageParser] = {}
         """Of the samples that are streamed."""
 
@@ -309,14 +285,6 @@ class Chat(_OpenAi):
             "matched_stop": output.finish and output.finish.matched,
             **({} if self._token_ids is None else self._token_ids.all_of(output)),
         }
-
-    def _parser(self) -> MessageParser:
-        return MessageParser(
-            in_reasoning=self._in_reasoning,
-            separates_reasoning=self._separates_reasoning,
-            markup=self._markup,
-            schemas=self._schemas,
-        )
 
     def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
         return {
@@ -405,7 +373,7 @@ class Generate:
             yield sse(self._show(output) | ({"index": output.index} if self._is_list else {}))
 
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
-        return iter(())
+        yield SSE_DONE
 
     def _show(self, output: SampleOutput) -> Json:
         meta: Json = {

@@ -27,7 +27,7 @@ from api.text_codec import TextCodec
 from api.tokens import TokenPath, answer_about_tokens
 from protocol.channels import ControlKeys
 from service.engine_link import EngineLink
-from service.http_errors import ApiError
+from service.http_errors import ApiError, ErrorShape
 from service.metrics import CONTENT_TYPE, FrontMetrics
 from service.rank_link import RankLink
 from service.settings import NodeSettings
@@ -279,7 +279,7 @@ def _flush_cache(front: Front) -> Response:
 
 def _answer_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(shape=ErrorShape.of_path(request.url.path))
 
 
 def _answer_http_error(request: Request, error: Exception) -> Response:
@@ -288,4 +288,4 @@ def _answer_http_error(request: Request, error: Exception) -> Response:
     shown = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     if request.scope["http_version"] not in ("1.0", "1.1"):
         shown = ApiError(400, f"HTTP/{request.scope['http_version']} is not spoken here; use HTTP/1.1")
-    return shown.response()
+    return shown.response(shape=ErrorShape.of_path(request.url.path))

@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from service.http_errors import ApiError
+from service.http_errors import ApiError, ErrorShape
 from service.off_loop import off_loop
 
 log = logging.getLogger(__name__)
@@ -60,9 +60,10 @@ class Answer:
         return cls(await anext(pieces), _EVENT_STREAM, pieces)
 
 
-def sse(value: object) -> bytes:
+def sse(value: object, name: str = "") -> bytes:
     """One server-sent event with ``value`` as JSON."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    event = b"event: %s\n" % name.encode() if name else b""
+    return event + b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 SSE_DONE = b"data: [DONE]\n\n"
@@ -88,7 +89,7 @@ class FramedEndpoint:
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send)
+        reply = Reply(send, ErrorShape.of_path(self._path))
         try:
             arrived_at = time.monotonic()
             body = await _read_body(Request(scope, receive), self._max_body_bytes)
@@ -117,8 +118,9 @@ async def parsed(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.
 class Reply:
     """The one answer to one request."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, error_shape: ErrorShape) -> None:
         self._send = send
+        self._error_shape = error_shape
         self._begun = False
         self.status = _CLIENT_LEFT
         """Of the answer; what it is when the handler is cancelled before there is one."""
@@ -144,9 +146,9 @@ class Reply:
     async def fail(self, error: ApiError) -> None:
         """Answer with ``error``; as an event and the end of the stream when one has begun."""
         if self._begun:
-            await self._piece(sse(error.to_dict()), last=True)
+            await self._piece(error.event(self._error_shape), last=True)
             return
-        body = error.body()
+        body = error.body(self._error_shape)
         await self._begin(error.status, _JSON, len(body))
         await self._piece(body, last=True)
 

@@ -191,13 +191,10 @@ def parse_chat_prompt(fields: JsonFields, *, is_to_be_answered: bool = True) -> 
         raise fields.invalid("messages", "must be a list with at least one message")
     may_call = fields.raw("tool_choice") != "none"
     messages = tuple(_chat_message(f"messages[{index}]", item, may_call) for index, item in enumerate(items))
-    arguments = fields.nested("chat_template_kwargs")
-    template_arguments = arguments.to_dict() if arguments else {}
-    if reserved := sorted(_TEMPLATE_ARGUMENTS & template_arguments.keys()):
-        raise fields.invalid("chat_template_kwargs", f"must not set {', '.join(reserved)}")
+    arguments = template_arguments(fields)
     effort = fields.text("reasoning_effort", MAX_EFFORT_CHARS)
     if effort is not None:
-        template_arguments.setdefault("reasoning_effort", effort)
+        arguments.setdefault("reasoning_effort", effort)
     continue_final = fields.flag("continue_final_message")
     if continue_final and messages[-1]["role"] != "assistant":
         raise fields.invalid("continue_final_message", "needs a last message of the assistant")
@@ -209,12 +206,21 @@ def parse_chat_prompt(fields: JsonFields, *, is_to_be_answered: bool = True) -> 
         raise fields.invalid("add_generation_prompt", "excludes continue_final_message")
     return ChatPrompt(
         messages,
-        template_arguments,
+        arguments,
         continue_final,
         _tools(fields, may_call),
         fields.flag("separate_reasoning", default=True),
         add_generation_prompt,
     )
+
+
+def template_arguments(fields: JsonFields) -> dict[str, object]:
+    """What the client sets of the model's template."""
+    given = fields.nested("chat_template_kwargs")
+    arguments = given.to_dict() if given else {}
+    if reserved := sorted(_TEMPLATE_ARGUMENTS & arguments.keys()):
+        raise fields.invalid("chat_template_kwargs", f"must not set {', '.join(reserved)}")
+    return arguments
 
 
 def _tools(fields: JsonFields, may_call: bool) -> tuple[dict[str, object], ...]:

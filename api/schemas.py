@@ -1,4 +1,4 @@
-"""The bodies of ``/v1/completions``, ``/v1/chat/completions`` and ``/generate``, parsed and checked.
+"""The bodies of the endpoints that generate, parsed and checked.
 
 Prefill and decode nodes get the same body and parse it with the same code into an ``ApiRequest``, so both
 see the same samples, the same rooms and the same seeds. Whatever needs no tokenizer is checked here;
@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
+from api.anthropic_messages import parse_messages
 from api.json_fields import JsonFields, is_integer, within
-from api.prompts import Prompt, generate_prompt_field, parse_chat_prompt, parse_prompts
+from api.prompts import ChatPrompt, Prompt, generate_prompt_field, parse_chat_prompt, parse_prompts
 from api.sampling_defaults import SamplingDefaults
 from api.sampling_options import (
     COMPLETIONS_DEFAULT_TOKENS,
@@ -25,6 +26,7 @@ from api.sampling_options import (
     chat_logprobs,
     completion_logprobs,
     parse_generate_options,
+    parse_messages_options,
     parse_openai_options,
     refuse_unsupported,
 )
@@ -54,6 +56,7 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
     GENERATE = "/generate"
+    MESSAGES = "/v1/messages"
 
 
 class StreamedUsage(Enum):
@@ -104,9 +107,10 @@ def parse_request(
     """
     fields = JsonFields.of_body(body)
     check_model(fields, model_name)
-    returns_token_ids = endpoint is not Endpoint.GENERATE and fields.flag("return_token_ids")
-    refuse_unsupported(fields, *(() if endpoint is Endpoint.GENERATE else ("return_token_ids",)))
-    if endpoint is not Endpoint.CHAT:
+    is_openai = endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT)
+    refuse_unsupported(fields, *(("return_token_ids",) if is_openai else ()))
+    returns_token_ids = is_openai and fields.flag("return_token_ids")
+    if endpoint in (Endpoint.COMPLETIONS, Endpoint.GENERATE):
         fields.require_unset("tools", [])
     stream = fields.flag("stream")
     options: tuple[SampleOptions, ...]
@@ -123,10 +127,12 @@ def parse_request(
             chat = parse_chat_prompt(fields)
             is_batch, prompts = False, (chat,)
             shared = parse_openai_options(fields, chat_logprobs(fields), None, defaults)
-            # Tokenizers may call the markup of a tool call special.
-            options = (
-                replace(shared, skip_special_tokens=shared.skip_special_tokens and not chat.all_tools),
-            )
+            options = (_with_markup(shared, chat),)
+        case Endpoint.MESSAGES:
+            prompt_field = "messages"
+            chat = parse_messages(fields)
+            is_batch, prompts = False, (chat,)
+            options = (_with_markup(parse_messages_options(fields, defaults), chat),)
         case Endpoint.GENERATE:
             prompt_field = generate_prompt_field(fields)
             is_batch, prompts = parse_prompts(fields, prompt_field)
@@ -152,6 +158,11 @@ def parse_request(
         request_ids=_request_ids(fields, endpoint, len(prompts)),
         returns_token_ids=returns_token_ids,
     )
+
+
+def _with_markup(options: SampleOptions, chat: ChatPrompt) -> SampleOptions:
+    """With tools, special tokens are kept: tokenizers may call the markup of a call special."""
+    return replace(options, skip_special_tokens=options.skip_special_tokens and not chat.all_tools)
 
 
 def derive_room(room: int, sample_index: int) -> int:
@@ -237,7 +248,7 @@ def _bootstrap_host(value: object) -> str:
 
 def _streamed_usage(fields: JsonFields, endpoint: Endpoint, stream: bool) -> StreamedUsage:
     options = fields.nested("stream_options")
-    if options is None or endpoint is Endpoint.GENERATE:
+    if options is None or endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
         return StreamedUsage.NONE
     if not stream:
         raise fields.invalid("stream_options", "needs stream: true")
@@ -250,7 +261,7 @@ def _streamed_usage(fields: JsonFields, endpoint: Endpoint, stream: bool) -> Str
 def _hisparse(fields: JsonFields, endpoint: Endpoint) -> HisparseFlag | None:
     """From the top level or, because public routers drop it there, from what they let pass."""
     match endpoint:
-        case Endpoint.CHAT:
+        case Endpoint.CHAT | Endpoint.MESSAGES:
             carrier = fields.nested("metadata")
         case Endpoint.GENERATE:
             carrier = fields.nested("custom_labels")

@@ -1,4 +1,6 @@
-"""What a text or a chat is in tokens, and tokens in text: ``/tokenize`` and ``/detokenize``, as of vLLM.
+"""What a text or a chat is in tokens, and tokens in text.
+
+``/tokenize`` and ``/detokenize`` are vLLM's, ``/v1/messages/count_tokens`` is Anthropic's.
 
 Nothing is generated, so no room is needed and either kind of node answers. A prompt is encoded as one that is
 to be served, within the same limits; what is long is done in pieces, beside the event loop.
@@ -13,9 +15,10 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw
 
+from api.anthropic_messages import parse_messages
 from api.frame import Answer, parsed
 from api.json_fields import JsonFields
-from api.prompts import Prompt, parse_chat_prompt, parse_text, parse_token_ids
+from api.prompts import ChatPrompt, Prompt, parse_chat_prompt, parse_text, parse_token_ids
 from api.sampling_options import refuse_unsupported
 from api.schemas import check_model
 from api.text_codec import TextCodec
@@ -32,6 +35,7 @@ _TOKENS_A_PIECE = 1 << 14
 class TokenPath(StrEnum):
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
 
 
 async def answer_about_tokens(
@@ -55,6 +59,10 @@ async def answer_about_tokens(
             packed = await parsed(body, _parse_detokenize, body, model_name, codec, context_length)
             pieces = [piece async for piece in _in_pieces(packed, codec.bytes_of)]
             return Answer.json({"prompt": b"".join(pieces).decode(errors="replace")})
+        case TokenPath.COUNT_TOKENS:
+            chat = await parsed(body, _parse_messages, body, model_name)
+            (packed,) = await codec.encode([chat], ["messages"], context_length)
+            return Answer.json({"input_tokens": num_packed_tokens(packed)})
 
 
 def _name(prompt: Prompt) -> str:
@@ -72,6 +80,13 @@ def _parse_tokenize(body: bytes, model_name: str) -> tuple[Prompt, bool, bool]:
     prompt = parse_text(fields, "prompt") if is_text else parse_chat_prompt(fields, is_to_be_answered=False)
     add_special = fields.flag("add_special_tokens", default=is_text)
     return prompt, add_special, fields.flag("return_token_strs")
+
+
+def _parse_messages(body: bytes, model_name: str) -> ChatPrompt:
+    fields = JsonFields.of_body(body)
+    check_model(fields, model_name)
+    refuse_unsupported(fields)
+    return parse_messages(fields)
 
 
 def _parse_detokenize(body: bytes, model_name: str, codec: TextCodec, context_length: int) -> bytes:

@@ -11,9 +11,9 @@ from typing import assert_never
 from msgspec import Raw
 from starlette.applications import Starlette
 
-from api.answers import dialect_of
 from api.app import Front, Work, create_app
-from api.frame import SSE_DONE, Answer
+from api.dialects import dialect_of
+from api.frame import Answer
 from api.node import run_front
 from api.output import Delta, SampleOutput
 from api.requests import grouped
@@ -83,7 +83,6 @@ async def _stream(front: Front, work: Work) -> AsyncGenerator[bytes, None]:
                 yield piece
     for piece in dialect.last_pieces(outputs):
         yield piece
-    yield SSE_DONE
 
 
 def _outputs(front: Front, work: Work) -> list[SampleOutput]:

@@ -35,7 +35,7 @@ from router.node_calls import Answer
 from router.nodes import NodeKind, NodePool
 from router.relay import Relay
 from router.status import StatusBoard
-from service.http_errors import ApiError
+from service.http_errors import ApiError, ErrorShape
 from service.patience import Patience
 from service.settings import RouterSettings
 from service.workers import no_workers
@@ -48,7 +48,7 @@ _JSON = "application/json"
 _PAGES = ("/health", "/readiness", "/metrics", "/status")
 """Which tell of all processes of the router."""
 
-TO_ONE_NODE = ("/tokenize", "/detokenize")
+TO_ONE_NODE = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 RELAYED = (*Endpoint, *TO_ONE_NODE)
 """What nodes answer, under the same paths."""
 
@@ -221,6 +221,7 @@ class _RelayEndpoint:
         self._router = router
         self._path = path
         self._endpoint = Endpoint(path) if path not in TO_ONE_NODE else None
+        self._error_shape = ErrorShape.of_path(path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -319,7 +320,7 @@ class _RelayEndpoint:
             log.warning("%s: %s", self._path, error)
             if not answer.is_event_stream:
                 return
-            event = (b"" if tail == b"\n\n" else b"\n\n") + b"data: " + error.body() + b"\n\n"
+            event = (b"" if tail == b"\n\n" else b"\n\n") + error.event(self._error_shape)
             await self._send_chunk(send, event, more=True)
         await self._send_chunk(send, b"", more=False)
 
@@ -346,7 +347,7 @@ class _RelayEndpoint:
     async def _send_error(self, request: Request, send: Send, error: RouterError) -> int:
         if error.status >= 500:
             log.warning("%s: %s", self._path, error)
-        await error.response(error.node_headers)(request.scope, request.receive, send)
+        await error.response(error.node_headers, self._error_shape)(request.scope, request.receive, send)
         return error.status
 
 
@@ -372,4 +373,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return ApiError(error.status_code, message).response(error.headers)
+    return ApiError(error.status_code, message).response(error.headers, ErrorShape.of_path(request.url.path))

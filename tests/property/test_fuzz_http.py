@@ -103,6 +103,31 @@ BODIES: dict[Endpoint, list[dict[str, Any]]] = {
         },
         {"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {}], "rid": ["a", "b"], **ROOM},
     ],
+    Endpoint.MESSAGES: [
+        {
+            "max_tokens": 4,
+            "system": [{"type": "text", "text": "S"}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "t", "signature": ""},
+                        {"type": "tool_use", "id": "i", "name": "f", "input": {"a": 1}},
+                    ],
+                },
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "i", "content": "r"}]},
+            ],
+            "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "none"},
+            "thinking": {"type": "disabled"},
+            "output_config": {"effort": "low"},
+            "stop_sequences": ["x"],
+            "metadata": {"hisparse": "auto"},
+            "stream": True,
+            **ROOM,
+        }
+    ],
 }
 CORPUS = {endpoint: [json.dumps(body).encode() for body in bodies] for endpoint, bodies in BODIES.items()}
 

@@ -26,6 +26,7 @@ MINIMAL: dict[Endpoint, dict[str, Any]] = {
     Endpoint.COMPLETIONS: {"prompt": "hi", **ROOM},
     Endpoint.CHAT: {"messages": MESSAGES, **ROOM},
     Endpoint.GENERATE: {"text": "hi", **ROOM},
+    Endpoint.MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **ROOM},
 }
 
 

@@ -837,6 +837,40 @@ async def test_a_model_can_be_asked_for_by_name() -> None:
         )
 
 
+@pytest.mark.I7
+async def test_errors_on_anthropics_paths_have_its_shape() -> None:
+    """The router's own, and a node's in another shape; of a node that breaks off, in an event with a name."""
+
+    async def breaks_off(node: FakeNode, send: Send) -> None:
+        await start(send)
+        await write(send, EVENTS[0])
+        raise CutConnection
+
+    body = {"max_tokens": 1, "messages": [], "system": "S"}
+    async with cluster(decode=[breaks_off]) as pair:
+        answer = await pair.client.post("/v1/messages", content=b"[]")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        stream = (await pair.client.post("/v1/messages", json=body)).text
+        name, data = stream.split("\n\n")[-2].split("\n")
+        assert name == "event: error"
+        assert json.loads(data.removeprefix("data: "))["error"]["type"] == "api_error"
+    openais = b'{"error": {"message": "no", "type": "x", "code": "y"}}'
+    anthropics = b'{"type": "error", "error": {"message": "no", "type": "overloaded_error", "code": "c"}}'
+    for said in (openais, anthropics):
+        async with cluster(decode=says(said, 503), max_retries=0) as pair:
+            answer = await pair.client.post("/v1/messages", json=body)
+            assert answer.status_code == 503
+            assert answer.json()["type"] == "error"
+            assert answer.json()["error"]["type"] == "overloaded_error"
+            assert (answer.content == said) is (said is anthropics)
+
+
+async def test_prompts_are_told_apart_by_all_that_is_in_them() -> None:
+    body = RequestBody.parse(b'{"messages": [1], "system": "S", "tools": []}', Endpoint.MESSAGES)
+    assert bytes(body.prompt) == b'"S"[1]'
+    assert body.num_prompts is None
+
+
 @pytest.mark.parametrize("path", TO_ONE_NODE)
 async def test_what_needs_no_pair_goes_to_one_node_that_serves(path: str) -> None:
     content = b'{"prompt": "a",  "x": 1.10}'
@@ -964,7 +998,16 @@ async def test_without_a_key_only_probes_and_metrics_are_answered(tmp_path: Path
         assert (await pair.client.get("/v1/models")).status_code == 401
         assert (await pair.client.get("/status")).status_code == 401
         assert pair.prefill[0].requests == pair.decode[0].requests == []
-        assert "hisparse_pd:router_unauthorized_requests_total 10.0" in await pair.metrics()
+        num_asked = float(2 * len([*Endpoint, "/nowhere"]) + 2)
+        assert f"hisparse_pd:router_unauthorized_requests_total {num_asked}" in await pair.metrics()
+
+
+async def test_without_keys_of_its_own_the_router_passes_the_clients_on() -> None:
+    async with cluster(decode=says(b"{}")) as pair:
+        for headers in (bearer(CLIENT_KEY), {"x-api-key": CLIENT_KEY}):
+            await pair.client.post("/v1/messages", json={}, headers=headers)
+            for node in (*pair.prefill, *pair.decode):
+                assert headers.items() <= dict(node.requests[-1][1]).items()
 
 
 async def test_a_clients_key_opens_the_router_and_goes_no_further(tmp_path: Path) -> None:
@@ -974,6 +1017,8 @@ async def test_a_clients_key_opens_the_router_and_goes_no_further(tmp_path: Path
         assert response.status_code == 200
         for node in (*pair.prefill, *pair.decode):
             assert "authorization" not in node.requests[0][1]
+        await pair.client.post("/v1/messages", json={}, headers={"x-api-key": CLIENT_KEY})
+        assert "x-api-key" not in pair.decode[0].requests[1][1]
 
 
 @pytest.mark.parametrize("with_client_keys", [True, False])
