@@ -28,6 +28,7 @@ from api.output import Delta, Finish, SampleOutput
 from api.schemas import StreamedUsage
 from api.tool_markup import Markup
 from service.engine_messages import unpack_token_ids
+from service.http_errors import ApiError
 from vocabulary import FinishReason, TokenLogprob
 
 _MIN_LOGPROB = -9999.0
@@ -54,6 +55,9 @@ class Dialect(Protocol):
 
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         """The events after the last delta of all samples."""
+
+    def failed(self, error: ApiError) -> bytes | None:
+        """The event that ends a stream which has begun; None: an error as of its endpoint."""
 
 
 class _Kept:
@@ -134,6 +138,9 @@ class _OpenAi(ABC):
         if self._usage is not StreamedUsage.NONE:
             yield sse(self._envelope(self.chunk_object, []) | {"usage": usage(outputs)})
         yield SSE_DONE
+
+    def failed(self, error: ApiError) -> bytes | None:
+        return None
 
     def _chunk(self, output: SampleOutput, choice: Json, added: Mapping[str, object] = _NOTHING) -> bytes:
         envelope = self._envelope(self.chunk_object, [choice]) | dict(added)
@@ -374,6 +381,9 @@ class Generate:
 
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         yield SSE_DONE
+
+    def failed(self, error: ApiError) -> bytes | None:
+        return None
 
     def _show(self, output: SampleOutput) -> Json:
         meta: Json = {

@@ -20,6 +20,7 @@ from api.chat_reading import ReasoningTokens, begins_in_reasoning, parser_maker
 from api.detokenizer import TokenBytes
 from api.output import Delta, Finish, SampleOutput
 from api.tool_markup import Markup
+from service.http_errors import ApiError
 from vocabulary import FinishReason
 
 _NO_CHOICE = Raw(msgspec.json.encode(None))
@@ -41,12 +42,16 @@ class Change(Enum):
 
 @dataclass(eq=False)
 class Block:
-    """``index``: among the blocks of the answer. ``call``: in a block of one, whose text is the arguments."""
+    """``index``: among the blocks of the answer. ``call``: in a block of one, whose text is the arguments.
+
+    ``is_cut``: the answer ended for its length within it.
+    """
 
     index: int
     kind: BlockKind
     call: ToolCall | None = None
     pieces: list[str] = field(default_factory=list)
+    is_cut: bool = False
 
     @property
     def text(self) -> str:
@@ -87,6 +92,9 @@ class BlockAnswer(ABC):
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         """As of ``Dialect``."""
 
+    def failed(self, error: ApiError) -> bytes | None:
+        return None
+
     @abstractmethod
     def _begin(self, output: SampleOutput) -> Iterator[bytes]:
         """The events before the first block."""
@@ -123,7 +131,8 @@ class BlockAnswer(ABC):
             self._open.pieces.append(call.arguments)
             yield Change.GREW, self._open, call.arguments
             yield from self._close()
-        if delta.finish is not None:
+        if delta.finish is not None and self._open is not None:
+            self._open.is_cut = delta.finish.reason is FinishReason.LENGTH
             yield from self._close()
 
     def _new(self, kind: BlockKind, call: ToolCall | None = None) -> Block:

@@ -280,6 +280,15 @@ def _tool_call(call: JsonFields) -> dict[str, object]:
     function = call.nested("function")
     if function is None or not (name := function.text("name", MAX_TOOL_NAME_CHARS)):
         raise call.invalid("function", "must be an object with name and arguments")
+    described = {"name": name, "arguments": written_arguments(function)}
+    shown: dict[str, object] = {"type": "function", "function": described}
+    if (call_id := call.text("id", MAX_CALL_ID_CHARS)) is not None:
+        shown["id"] = call_id
+    return shown
+
+
+def written_arguments(function: JsonFields) -> dict[str, object]:
+    """Of a call, which are JSON as text."""
     text = function.text("arguments", MAX_ARGUMENTS_CHARS) or "{}"
     try:
         arguments = msgspec.json.decode(text)
@@ -287,10 +296,7 @@ def _tool_call(call: JsonFields) -> dict[str, object]:
         arguments = None
     if not isinstance(arguments, dict):
         raise function.invalid("arguments", "must be a JSON object, as text")
-    shown: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    if (call_id := call.text("id", MAX_CALL_ID_CHARS)) is not None:
-        shown["id"] = call_id
-    return shown
+    return arguments
 
 
 def _message_content(message: JsonFields) -> str:

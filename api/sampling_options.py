@@ -183,6 +183,14 @@ def parse_messages_options(fields: JsonFields, defaults: SamplingDefaults) -> Sa
     )
 
 
+def parse_responses_options(fields: JsonFields, defaults: SamplingDefaults) -> SampleOptions:
+    """Of OpenAI's responses."""
+    fields.require_unset("n", 1)
+    return _common_options(
+        fields, "max_output_tokens", "min_tokens", "seed", OPENAI_MAX_TEMPERATURE, defaults
+    )
+
+
 def _sglang_options(
     fields: JsonFields, num_logprobs: int | None, with_text: bool, defaults: SamplingDefaults
 ) -> SampleOptions:

@@ -18,6 +18,7 @@ from enum import Enum, StrEnum, auto
 
 from api.anthropic_messages import parse_messages
 from api.json_fields import JsonFields, is_integer, within
+from api.openai_responses import parse_responses
 from api.prompts import ChatPrompt, Prompt, generate_prompt_field, parse_chat_prompt, parse_prompts
 from api.sampling_defaults import SamplingDefaults
 from api.sampling_options import (
@@ -28,6 +29,7 @@ from api.sampling_options import (
     parse_generate_options,
     parse_messages_options,
     parse_openai_options,
+    parse_responses_options,
     refuse_unsupported,
 )
 from protocol.access import is_host
@@ -57,6 +59,7 @@ class Endpoint(StrEnum):
     CHAT = "/v1/chat/completions"
     GENERATE = "/generate"
     MESSAGES = "/v1/messages"
+    RESPONSES = "/v1/responses"
 
 
 class StreamedUsage(Enum):
@@ -96,6 +99,8 @@ class ApiRequest:
     """``rid`` of ``/generate``: one a prompt, or ()."""
     returns_token_ids: bool = False
     """Show the ids of the prompts and the answer, as vLLM does; ``/generate`` shows the latter always."""
+    echo: dict[str, object] | None = None
+    """Fields of ``/v1/responses`` that its answer repeats."""
 
 
 def parse_request(
@@ -114,6 +119,7 @@ def parse_request(
         fields.require_unset("tools", [])
     stream = fields.flag("stream")
     options: tuple[SampleOptions, ...]
+    echo = None
     match endpoint:
         case Endpoint.COMPLETIONS:
             prompt_field = "prompt"
@@ -133,6 +139,11 @@ def parse_request(
             chat = parse_messages(fields)
             is_batch, prompts = False, (chat,)
             options = (_with_markup(parse_messages_options(fields, defaults), chat),)
+        case Endpoint.RESPONSES:
+            prompt_field = "input"
+            chat, echo = parse_responses(fields)
+            is_batch, prompts = False, (chat,)
+            options = (_with_markup(parse_responses_options(fields, defaults), chat),)
         case Endpoint.GENERATE:
             prompt_field = generate_prompt_field(fields)
             is_batch, prompts = parse_prompts(fields, prompt_field)
@@ -157,6 +168,7 @@ def parse_request(
         hisparse=_hisparse(fields, endpoint),
         request_ids=_request_ids(fields, endpoint, len(prompts)),
         returns_token_ids=returns_token_ids,
+        echo=echo,
     )
 
 
@@ -261,7 +273,7 @@ def _streamed_usage(fields: JsonFields, endpoint: Endpoint, stream: bool) -> Str
 def _hisparse(fields: JsonFields, endpoint: Endpoint) -> HisparseFlag | None:
     """From the top level or, because public routers drop it there, from what they let pass."""
     match endpoint:
-        case Endpoint.CHAT | Endpoint.MESSAGES:
+        case Endpoint.CHAT | Endpoint.MESSAGES | Endpoint.RESPONSES:
             carrier = fields.nested("metadata")
         case Endpoint.GENERATE:
             carrier = fields.nested("custom_labels")

@@ -77,10 +77,16 @@ async def _whole(front: Front, work: Work) -> Answer:
 async def _stream(front: Front, work: Work) -> AsyncGenerator[bytes, None]:
     outputs = _outputs(front, work)
     dialect = dialect_of(work, front.settings.model_name, front.codec)
-    async with aclosing(_deltas(front, work, outputs)) as deltas:
-        async for delta in deltas:
-            for piece in dialect.pieces(outputs[delta.index], delta):
-                yield piece
+    try:
+        async with aclosing(_deltas(front, work, outputs)) as deltas:
+            async for delta in deltas:
+                for piece in dialect.pieces(outputs[delta.index], delta):
+                    yield piece
+    except RequestFailedError as error:
+        if (last := dialect.failed(error)) is None:
+            raise
+        yield last
+        return
     for piece in dialect.last_pieces(outputs):
         yield piece
 

@@ -29,6 +29,7 @@ class Endpoint(StrEnum):
     CHAT_COMPLETIONS = "/v1/chat/completions"
     GENERATE = "/generate"
     MESSAGES = "/v1/messages"
+    RESPONSES = "/v1/responses"
 
 
 _PROMPT_FIELDS = {
@@ -36,6 +37,7 @@ _PROMPT_FIELDS = {
     Endpoint.CHAT_COMPLETIONS: ("messages",),
     Endpoint.GENERATE: ("text", "input_ids"),
     Endpoint.MESSAGES: ("system", "messages"),
+    Endpoint.RESPONSES: ("instructions", "input"),
 }
 """Of ``/generate`` a request has one; of other endpoints all, in the order that they have in the prompt."""
 

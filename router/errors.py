@@ -59,7 +59,8 @@ class NodeRefused(RouterError):
         """What the node calls its error."""
 
     def body(self, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
-        return self._node_body if shape is self._shape else super().body(shape)
+        expected = ErrorShape.OPENAI if shape is ErrorShape.RESPONSES else shape
+        return self._node_body if self._shape is expected else super().body(shape)
 
 
 def _object_in(body: bytes) -> dict[str, object]:

@@ -38,11 +38,15 @@ class ErrorShape(Enum):
     """How an error is written: whole, and as the event that ends a stream."""
 
     OPENAI = auto()
+    RESPONSES = auto()
+    """OpenAI's of ``/v1/responses``: the same, but for the event."""
     ANTHROPIC = auto()
 
     @classmethod
     def of_path(cls, path: str) -> ErrorShape:
-        return cls.ANTHROPIC if path == "/v1/messages" or path.startswith("/v1/messages/") else cls.OPENAI
+        if path == "/v1/messages" or path.startswith("/v1/messages/"):
+            return cls.ANTHROPIC
+        return cls.RESPONSES if path == "/v1/responses" else cls.OPENAI
 
 
 class ApiError(Exception):
@@ -61,7 +65,7 @@ class ApiError(Exception):
         """The error object; Anthropic's has ``code`` besides, by which a router knows whose fault it is."""
         is_clients = self.status < HTTPStatus.INTERNAL_SERVER_ERROR
         match shape:
-            case ErrorShape.OPENAI:
+            case ErrorShape.OPENAI | ErrorShape.RESPONSES:
                 kind = "invalid_request_error" if is_clients else "server_error"
                 error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
                 return {"error": error}
@@ -76,8 +80,15 @@ class ApiError(Exception):
 
     def event(self, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
         """The server-sent event that ends a stream."""
-        name = b"event: error\n" if shape is ErrorShape.ANTHROPIC else b""
-        return name + b"data: " + self.body(shape) + b"\n\n"
+        match shape:
+            case ErrorShape.OPENAI:
+                return b"data: " + self.body() + b"\n\n"
+            case ErrorShape.RESPONSES:  # its fields, and the object by which clients know errors of streams
+                event: dict[str, object] = {"type": "error", "code": self.code, "message": self.message}
+                body = msgspec.json.encode(event | {"param": self.param} | self.to_dict())
+                return b"event: error\ndata: " + body + b"\n\n"
+            case ErrorShape.ANTHROPIC:
+                return b"event: error\ndata: " + self.body(shape) + b"\n\n"
 
     def response(
         self, headers: Mapping[str, str] | None = None, shape: ErrorShape = ErrorShape.OPENAI

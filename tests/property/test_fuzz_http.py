@@ -103,6 +103,27 @@ BODIES: dict[Endpoint, list[dict[str, Any]]] = {
         },
         {"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {}], "rid": ["a", "b"], **ROOM},
     ],
+    Endpoint.RESPONSES: [
+        {"input": "hello", "max_output_tokens": 4, "stream": True, **ROOM},
+        {
+            "instructions": "S",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "t"}]},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "o"},
+            ],
+            "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": False}],
+            "tool_choice": "none",
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "text": {"format": {"type": "text"}},
+            "include": ["reasoning.encrypted_content"],
+            "store": False,
+            "metadata": {"hisparse": "true"},
+            **ROOM,
+        },
+    ],
     Endpoint.MESSAGES: [
         {
             "max_tokens": 4,

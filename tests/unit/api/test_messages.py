@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from api.prompts import Prompt
-from api.text_codec import TextCodec
-from service.engine_messages import Generate, RequestFailed, unpack_token_ids
+from service.engine_messages import Generate, RequestFailed
 from tests.unit.api import support
+from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import Script, deliver, say, stops_after
 from tests.unit.api.support import ROOM, Node, OnNode, named_events
-from tests.unit.api.tiny_tokenizer import make_tokenizer
 from vocabulary import HisparseFlag
 
 PATH = "/v1/messages"
-TEMPLATE = (
-    "{% if tools %}[tools]{{ tools | map(attribute='function.name') | join(',') }}{% endif %}"
-    "{% for m in messages %}[{{ m.role }}{{ m.tool_call_id }}]{{ m.reasoning_content }}{{ m.content }}"
-    "{% for call in m.tool_calls %}"
-    "<{{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }}>"
-    "{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]"
-    "{% if thinking and enable_thinking %}<think>\n{% endif %}{% if reasoning_effort %}"
-    "({{ reasoning_effort }}){% endif %}{% endif %}"
-)
 TOOL = {
     "name": "weather",
     "description": "of a city",
@@ -41,28 +29,9 @@ BODY: dict[str, Any] = {
 }
 
 
-class RecordingCodec(TextCodec):
-    """Keeps the prompts of the last request: the engine of a decode node is not sent them."""
-
-    encoded: tuple[bytes, ...] = ()
-
-    async def encode(
-        self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int, **options: Any
-    ) -> tuple[bytes, ...]:
-        self.encoded = await super().encode(prompts, names, max_tokens, **options)
-        return self.encoded
-
-    @property
-    def prompt(self) -> str:
-        (packed,) = self.encoded
-        return str(self._tokenizer.decode(unpack_token_ids(packed).tolist()))
-
-
 @pytest.fixture(autouse=True)
 def codec(monkeypatch: pytest.MonkeyPatch) -> RecordingCodec:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    codec = RecordingCodec(tokenizer, len(tokenizer), "glm_moe_dsa")
+    codec = RecordingCodec.make()
     monkeypatch.setattr(support, "CODEC", codec)
     return codec
 

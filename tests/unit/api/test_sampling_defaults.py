@@ -27,6 +27,7 @@ MINIMAL: dict[Endpoint, dict[str, Any]] = {
     Endpoint.CHAT: {"messages": MESSAGES, **ROOM},
     Endpoint.GENERATE: {"text": "hi", **ROOM},
     Endpoint.MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **ROOM},
+    Endpoint.RESPONSES: {"input": "hi", **ROOM},
 }
 
 

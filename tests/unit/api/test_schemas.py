@@ -32,6 +32,7 @@ MINIMAL: dict[Endpoint, dict[str, Any]] = {
     Endpoint.CHAT: {"model": MODEL, "messages": MESSAGES, **ROOM},
     Endpoint.GENERATE: {"text": "hello", **ROOM},
     Endpoint.MESSAGES: {"model": MODEL, "messages": MESSAGES, "max_tokens": 9, **ROOM},
+    Endpoint.RESPONSES: {"model": MODEL, "input": "hello", **ROOM},
 }
 DECODE_LIMITS = Limits(CONTEXT_LENGTH, 200, 100, holds_output=True)
 PREFILL_LIMITS = Limits(CONTEXT_LENGTH, 200, 200, holds_output=False)
@@ -277,6 +278,7 @@ def test_the_flag_at_the_top_level(endpoint: Endpoint, value: object, flag: Hisp
     [
         (Endpoint.CHAT, "metadata"),
         (Endpoint.MESSAGES, "metadata"),
+        (Endpoint.RESPONSES, "metadata"),
         (Endpoint.GENERATE, "custom_labels"),
     ],
 )
