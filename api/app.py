@@ -33,7 +33,10 @@ from service.rank_link import RankLink
 from service.settings import NodeSettings
 from vocabulary import VERSION
 
-_PRIVATE_SETTINGS = {"model_path", "control_key_file", "api_key_file", "allowed_peers"}
+_PRIVATE_SETTINGS = {
+    *("model_path", "control_key_file", "api_key_file", "allowed_peers"),
+    *("ssl_certfile", "ssl_keyfile"),
+}
 """Not in /server_info: a router loads the tokenizer of a model_path that is reported to it."""
 
 _OPEN_PATHS = frozenset(("/health", "/health_generate", "/liveness", "/metrics"))

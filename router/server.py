@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from api.keys import ApiKeys, RequireKey, load_api_keys
 from router.body import Endpoint, RequestBody
-from router.connect import OwnConnections
+from router.connect import OwnConnections, tls_context
 from router.desk import Desk, Worker
 from router.drain import Drain, ShuttingDown
 from router.errors import NodeFailed, RouterError
@@ -57,7 +57,7 @@ _OPEN_PATHS = frozenset(("/health", "/readiness", "/metrics")) | PAGE_PATHS
 
 
 def create_app(settings: RouterSettings, drain: Drain | None = None, desk: Desk | None = None) -> Starlette:
-    """The ASGI application of the first process. Raises NodeUrlError, KeyFileError.
+    """The ASGI application of the first process. Raises NodeUrlError, KeyFileError, CaFileError.
 
     ``drain`` ends its requests. ``desk``: where it decides for the others; None: it is the only one.
     """
@@ -98,7 +98,7 @@ def create_app(settings: RouterSettings, drain: Drain | None = None, desk: Desk 
 
 
 def create_worker_app(settings: RouterSettings, drain: Drain, worker: Worker) -> Starlette:
-    """The ASGI application of a further process. Raises KeyFileError."""
+    """The ASGI application of a further process. Raises KeyFileError, CaFileError."""
     router = _Router(settings, drain, worker.pool, worker.metrics)
 
     @asynccontextmanager
@@ -158,7 +158,7 @@ class _Router:
         # A connection a leg: its close is the node's abort signal, and none goes stale when a node restarts.
         self.client = httpx.AsyncClient(
             timeout=httpx.Timeout(settings.request_timeout_secs, connect=settings.connect_timeout_secs),
-            transport=OwnConnections(),
+            transport=OwnConnections(tls_context(settings)),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             auth=_NodeKey.of(settings),
             trust_env=False,
