@@ -56,8 +56,8 @@ def parse_responses(fields: JsonFields) -> tuple[ChatPrompt, dict[str, object]]:
         if item not in _INCLUDABLE:
             raise fields.invalid("include", f"[{index}] is not supported; supported is {_INCLUDABLE[0]}")
     messages: list[Message] = []
-    if fields.present("instructions"):
-        messages.append({"role": "system", "content": parse_text(fields, "instructions")})
+    if fields.present("instructions") and (instructions := _needed_text(fields, "instructions")):
+        messages.append({"role": "system", "content": instructions})
     messages += _input(fields)
     may_call = fields.raw("tool_choice") != "none"
     described = list(_tools(fields))

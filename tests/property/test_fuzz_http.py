@@ -19,6 +19,7 @@ from api.keys import ApiKeys, RequireKey
 from api.requests import Limits, grouped, plan_samples
 from api.schemas import MAX_ROOM, Endpoint, parse_request
 from api.text_codec import TextCodec
+from api.tokens import TokenPath, answer_about_tokens
 from router import body as router_body
 from router.body import RequestBody
 from router.errors import NodeRefused, RouterError
@@ -292,6 +293,39 @@ def test_bodies_are_planned_or_refused_with_client_errors(
     endpoint: Endpoint, loop: asyncio.AbstractEventLoop, seed: int
 ) -> None:
     batch(seed, make_body(endpoint), lambda body: check_body(endpoint, loop, body))
+
+
+TOKEN_CORPUS = {
+    TokenPath.TOKENIZE: [
+        b'{"prompt": "hello", "add_special_tokens": false, "return_token_strs": true}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": false}',
+    ],
+    TokenPath.DETOKENIZE: [b'{"tokens": [1, 2, 3]}'],
+    TokenPath.COUNT_TOKENS: CORPUS[Endpoint.MESSAGES],
+}
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize("path", TokenPath)
+@given(seed=seeds)
+@fuzz_batches
+def test_what_is_asked_about_tokens_is_answered_or_refused_with_client_errors(
+    path: TokenPath, loop: asyncio.AbstractEventLoop, seed: int
+) -> None:
+    def check(body: bytes) -> None:
+        try:
+            answer = loop.run_until_complete(
+                answer_about_tokens(path, body, "tiny", CODEC, LIMITS.context_length)
+            )
+        except ApiError as error:
+            check_error(error)
+            return
+        assert set(json.loads(answer.body)) <= {
+            *("count", "max_model_len", "tokens", "token_strs"),
+            *("prompt", "input_tokens"),
+        }
+
+    batch(seed, lambda rng: damage(rng, TOKEN_CORPUS[path], HOSTILE_VALUES), check, count=BATCH // 4)
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)
