@@ -63,7 +63,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
 _NO_SETTINGS = frozenset(("parser", "command", "config", "json"))
 _SET_BY_PAIR = frozenset(("prefill", "decode", "advertise_host", "control_port"))
 _SET_BY_PAIR |= {"nnodes", "node_rank", "dist_init_addr"}  # a pair is on this machine
-_ROUTER_ONLY_IN_PAIR = frozenset(("host", "port"))  # the nodes of a pair stay on loopback
+_ROUTER_ONLY_IN_PAIR = frozenset(("host", "port", "ssl_certfile", "ssl_keyfile"))
+"""The nodes of a pair stay on loopback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -351,7 +352,8 @@ def _with_ports(settings: S, *names: str) -> S:
 def _node_url(settings: PrefillSettings | DecodeSettings | RouterSettings) -> str:
     """Where this machine reaches the service."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.host, settings.host)
-    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    return f"{scheme}://[{host}]:{settings.port}" if ":" in host else f"{scheme}://{host}:{settings.port}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Answers in the three dialects: OpenAI completions, OpenAI chat, SGLang's native ``/generate``.
+"""Answers to OpenAI's completions and chats and to SGLang's native ``/generate``.
 
 A dialect shows finished samples as one body (``keep`` with each engine message, ``choice`` with each sample's
 last one, then ``whole``) or each engine message as events (``pieces``, then ``last_pieces``). It only
@@ -13,31 +13,29 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, assert_never
 
 import msgspec
 from msgspec import Raw
 
-from api.app import Work, sse
-from api.chat_format import THINK
+from api.app import Work
 from api.chat_message import MessageParser, Parts
+from api.chat_reading import parser_maker
 from api.detokenizer import TokenBytes
+from api.frame import SSE_DONE, sse
 from api.output import Delta, Finish, SampleOutput
-from api.prompts import ChatPrompt
-from api.schemas import Endpoint, StreamedUsage
-from api.text_codec import TextCodec
-from api.tool_markup import MARKUPS, Markup
-from api.tool_schemas import ToolSchemas
+from api.schemas import StreamedUsage
+from api.tool_markup import Markup
 from service.engine_messages import unpack_token_ids
+from service.http_errors import ApiError
 from vocabulary import FinishReason, TokenLogprob
 
 _MIN_LOGPROB = -9999.0
 """In place of minus infinity, which JSON has not."""
 
-_THINK_TOKENS = 16
-"""Of the end of a prompt: enough for THINK a byte a token, and white space behind it."""
-
 Json = dict[str, object]
+_NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
 class Dialect(Protocol):
@@ -56,18 +54,10 @@ class Dialect(Protocol):
         """The events for one delta; none when it shows nothing new."""
 
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
-        """The events after the last delta of all samples, short of ``[DONE]``."""
+        """The events after the last delta of all samples."""
 
-
-def dialect_of(work: Work, model_name: str, codec: TextCodec) -> Dialect:
-    match work.request.endpoint:
-        case Endpoint.COMPLETIONS:
-            return Completions(work, model_name, codec.token_bytes)
-        case Endpoint.CHAT:
-            markup = None if codec.tool_markup is None else MARKUPS[codec.tool_markup]
-            return Chat(work, model_name, codec.token_bytes, markup)
-        case Endpoint.GENERATE:
-            return Generate(work, codec.token_bytes)
+    def failed(self, error: ApiError) -> bytes | None:
+        """The event that ends a stream which has begun; None: an error as of its endpoint."""
 
 
 class _Kept:
@@ -89,6 +79,26 @@ class _Kept:
         return {name: Raw(b"[" + b"".join(joined) + b"]") for name, joined in pieces.items()}
 
 
+class _TokenIds:
+    """Of prompts and answers, in vLLM's fields, where they are asked for."""
+
+    def __init__(self, work: Work) -> None:
+        self._prompts = {sample.prompt_index: sample.prompt for sample in work.samples}
+        self._encoded: dict[int, Raw] = {}
+
+    def prompt(self, prompt_index: int) -> Json:
+        if prompt_index not in self._encoded:
+            token_ids = unpack_token_ids(self._prompts[prompt_index]).tolist()
+            self._encoded[prompt_index] = Raw(msgspec.json.encode(token_ids))
+        return {"prompt_token_ids": self._encoded[prompt_index]}
+
+    def all_of(self, output: SampleOutput) -> Json:
+        return {"token_ids": output.token_ids}
+
+    def new_of(self, output: SampleOutput, delta: Delta) -> Json:
+        return {"token_ids": output.token_ids[delta.first_token : delta.last_token]}
+
+
 # --- OpenAI --------------------------------------------------------------------------------------------
 
 
@@ -106,6 +116,7 @@ class _OpenAi(ABC):
         self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._kept = _Kept()
+        self._token_ids = _TokenIds(work) if work.request.returns_token_ids else None
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
         if output.sample.options.num_logprobs is not None:
@@ -126,9 +137,13 @@ class _OpenAi(ABC):
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         if self._usage is not StreamedUsage.NONE:
             yield sse(self._envelope(self.chunk_object, []) | {"usage": usage(outputs)})
+        yield SSE_DONE
 
-    def _chunk(self, output: SampleOutput, choice: Json) -> bytes:
-        envelope = self._envelope(self.chunk_object, [choice])
+    def failed(self, error: ApiError) -> bytes | None:
+        return None
+
+    def _chunk(self, output: SampleOutput, choice: Json, added: Mapping[str, object] = _NOTHING) -> bytes:
+        envelope = self._envelope(self.chunk_object, [choice]) | dict(added)
         match self._usage:
             case StreamedUsage.NONE:
                 return sse(envelope)
@@ -138,6 +153,11 @@ class _OpenAi(ABC):
                 return sse(envelope | {"usage": usage([output])})
             case _:
                 assert_never(self._usage)
+
+    def _shows_tokens(self, output: SampleOutput, delta: Delta) -> bool:
+        """Whether the delta has tokens that the client is to see, be there text of them or not."""
+        shows = self._token_ids is not None or output.sample.options.num_logprobs is not None
+        return shows and delta.last_token > delta.first_token
 
     def _new_logprobs(self, output: SampleOutput, delta: Delta) -> Json | None:
         if output.sample.options.num_logprobs is None:
@@ -177,11 +197,17 @@ class Completions(_OpenAi):
         """Of the tokens shown so far, by sample: with logprobs each of them is shown once, in order."""
 
     def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
-        return self._show(output, output.text, logprobs, output.finish)
+        shown = self._show(output, output.text, logprobs, output.finish)
+        if self._token_ids is not None:
+            shown |= self._token_ids.prompt(output.sample.prompt_index) | self._token_ids.all_of(output)
+        return shown
 
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
-        if delta.text or delta.finish or _has_new_logprobs(output, delta):
+        if delta.text or delta.finish or self._shows_tokens(output, delta):
             choice = self._show(output, delta.text, self._new_logprobs(output, delta), delta.finish)
+            if self._token_ids is not None:
+                choice |= self._token_ids.new_of(output, delta)
+                choice |= self._token_ids.prompt(output.sample.prompt_index) if delta.first_token == 0 else {}
             yield self._chunk(output, choice)
 
     def _show(self, output: SampleOutput, text: str, logprobs: Json | None, finish: Finish | None) -> Json:
@@ -223,15 +249,7 @@ class Chat(_OpenAi):
     def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
         """``markup``: how the model writes tool calls; None where that is not known, and they stay text."""
         super().__init__(work, model_name, token_bytes)
-        (prompt,) = work.request.prompts
-        assert isinstance(prompt, ChatPrompt)
-        last_tokens = unpack_token_ids(work.samples[0].prompt)[-_THINK_TOKENS:].tolist()
-        end_of_prompt = b"".join(map(token_bytes.of, last_tokens)).rstrip()
-        self._separates_reasoning = prompt.separate_reasoning
-        self._in_reasoning = end_of_prompt.endswith(THINK.encode())
-        tools = prompt.all_tools
-        self._markup = markup if tools else None
-        self._schemas = ToolSchemas(tools)
+        self._parser = parser_maker(work, token_bytes, markup)
         self._parsers: dict[int, MessageParser] = {}
         """Of the samples that are streamed."""
 
@@ -241,19 +259,26 @@ class Chat(_OpenAi):
             parser = self._parsers[output.index] = self._parser()
         if delta.first_token == 0:
             role: Json = {"role": "assistant", "content": ""}
-            yield self._chunk(
-                output, {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
-            )
+            choice: Json = {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
+            yield self._chunk(output, choice, self._prompt_ids() if output.index == 0 else {})
         parts = parser.feed(delta.text, is_last=delta.finish is not None)
-        if parts or delta.finish or _has_new_logprobs(output, delta):
-            choice: Json = {
+        if parts or delta.finish or self._shows_tokens(output, delta):
+            choice = {
                 "index": output.index,
                 "delta": _shown_parts(parts),
                 "logprobs": self._new_logprobs(output, delta),
                 "finish_reason": delta.finish and _finish_reason(delta.finish, parser),
                 "matched_stop": delta.finish and delta.finish.matched,
             }
+            if self._token_ids is not None:
+                choice |= self._token_ids.new_of(output, delta)
             yield self._chunk(output, choice)
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
+        return super().whole(outputs, choices) | self._prompt_ids()
+
+    def _prompt_ids(self) -> Json:
+        return {} if self._token_ids is None else self._token_ids.prompt(0)
 
     def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
         parser = self._parser()
@@ -265,15 +290,8 @@ class Chat(_OpenAi):
             "logprobs": logprobs,
             "finish_reason": output.finish and _finish_reason(output.finish, parser),
             "matched_stop": output.finish and output.finish.matched,
+            **({} if self._token_ids is None else self._token_ids.all_of(output)),
         }
-
-    def _parser(self) -> MessageParser:
-        return MessageParser(
-            in_reasoning=self._in_reasoning,
-            separates_reasoning=self._separates_reasoning,
-            markup=self._markup,
-            schemas=self._schemas,
-        )
 
     def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
         return {
@@ -362,7 +380,10 @@ class Generate:
             yield sse(self._show(output) | ({"index": output.index} if self._is_list else {}))
 
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
-        return iter(())
+        yield SSE_DONE
+
+    def failed(self, error: ApiError) -> bytes | None:
+        return None
 
     def _show(self, output: SampleOutput) -> Json:
         meta: Json = {
@@ -463,10 +484,6 @@ def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
         "misses": sum(entry.misses for entry in stats),
     }
     return shown if len(set(modes)) == 1 else shown | {"modes": modes}
-
-
-def _has_new_logprobs(output: SampleOutput, delta: Delta) -> bool:
-    return output.sample.options.num_logprobs is not None and delta.last_token > delta.first_token
 
 
 def _finite(logprob: float) -> float:

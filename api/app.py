@@ -1,61 +1,42 @@
-"""The HTTP application of a node: the endpoints that both kinds share, and the frame round the working ones.
+"""The HTTP application of a node: the endpoints that both kinds share.
 
-A node gives ``create_app`` one handler, which turns a checked request into an ``Answer``. The frame reads the
-body within its limits, maps errors to OpenAI's shape, ends the work when the client leaves, and counts.
+A node gives ``create_app`` one handler, which turns a checked request into an ``Answer``.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Message, Receive, Scope, Send
 
+from api.frame import Answer, FramedEndpoint, Reply, parsed
 from api.keys import ApiKeys, RequireKey
 from api.requests import Limits, SampleRequest, plan_samples
 from api.sampling_defaults import SamplingDefaults
 from api.schemas import ApiRequest, Endpoint, parse_request
 from api.text_codec import TextCodec
+from api.tokens import TokenPath, answer_about_tokens
 from protocol.channels import ControlKeys
 from service.engine_link import EngineLink
-from service.http_errors import ApiError
+from service.http_errors import ApiError, ErrorShape
 from service.metrics import CONTENT_TYPE, FrontMetrics
-from service.off_loop import off_loop
 from service.rank_link import RankLink
 from service.settings import NodeSettings
 from vocabulary import VERSION
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-BODY_TIMEOUT_SECS = 30.0
-"""A client that has not sent its whole body by then is answered 408."""
-
-_PIECES_BETWEEN_YIELDS = 16
-"""Of an answer; a piece takes some 20 us."""
-
-_INLINE_BODY_BYTES = 1 << 16
-"""Up to this size, a body is parsed at once: in a millisecond."""
-
-_JSON = "application/json"
-_EVENT_STREAM = "text/event-stream; charset=utf-8"
-"""With its charset: some clients take text without one for ISO-8859-1."""
-_CLIENT_LEFT = 499
-_PRIVATE_SETTINGS = {"model_path", "control_key_file", "api_key_file", "allowed_peers"}
+_PRIVATE_SETTINGS = {
+    *("model_path", "control_key_file", "api_key_file", "allowed_peers"),
+    *("ssl_certfile", "ssl_keyfile"),
+}
 """Not in /server_info: a router loads the tokenizer of a model_path that is reported to it."""
 
 _OPEN_PATHS = frozenset(("/health", "/health_generate", "/liveness", "/metrics"))
@@ -91,29 +72,6 @@ class Work:
     """On the monotonic clock, in seconds."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A body that is complete or, with ``rest``, the beginning of a stream and the generator of its rest."""
-
-    body: bytes
-    content_type: str = _JSON
-    rest: AsyncGenerator[bytes, None] | None = None
-
-    @classmethod
-    def json(cls, value: object) -> Answer:
-        return cls(msgspec.json.encode(value))
-
-    @classmethod
-    def events(cls, body: bytes) -> Answer:
-        """A stream of server-sent events that is complete."""
-        return cls(body, _EVENT_STREAM)
-
-    @classmethod
-    async def stream(cls, pieces: AsyncGenerator[bytes, None]) -> Answer:
-        """Events as they come. What fails before the first one is raised: it can still have a status."""
-        return cls(await anext(pieces), _EVENT_STREAM, pieces)
-
-
 Handler = Callable[[Work], Awaitable[Answer]]
 """Called once a request is checked. It raises ApiError for a failure before the answer has begun; an answer's
 stream reports later ones itself."""
@@ -121,13 +79,20 @@ stream reports later ones itself."""
 
 def create_app(front: Front, handler: Handler) -> Starlette:
     """The application with all endpoints of a node."""
+    takers: dict[str, Callable[[bytes, float, Reply], Awaitable[None]]] = {
+        **{endpoint: _Worker(front, endpoint, handler) for endpoint in Endpoint},
+        **{path: partial(_about_tokens, front, path) for path in TokenPath},
+    }
+    max_bytes, count = front.settings.max_body_bytes, front.metrics.count_request
     routes: list[BaseRoute] = [
-        Route(endpoint, _WorkEndpoint(front, endpoint, handler), methods=["POST"]) for endpoint in Endpoint
+        Route(path, FramedEndpoint(path, max_bytes, respond, count), methods=["POST"])
+        for path, respond in takers.items()
     ]
     information: dict[str, Callable[[Front], Response]] = {
         "/health": _health,
         "/health_generate": _health,
         "/liveness": _liveness,
+        "/version": _version,
         "/server_info": _server_info,
         "/get_server_info": _server_info,
         "/model_info": _model_info,
@@ -151,158 +116,41 @@ def _middleware(front: Front) -> list[Middleware]:
     return [Middleware(RequireKey, front.api_keys, _OPEN_PATHS, front.metrics.unauthorized.inc)]
 
 
-def sse(value: object) -> bytes:
-    """One server-sent event with ``value`` as JSON."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+# --- work --------------------------------------------------------------------------------------------
 
 
-SSE_DONE = b"data: [DONE]\n\n"
-
-
-# --- the frame round the working endpoints -----------------------------------------------------------
-
-
-class _WorkEndpoint:
-    """The ASGI application of one path that takes work."""
+class _Worker:
+    """Takes the requests of one endpoint: checks them, has the handler do them, and says how long it took."""
 
     def __init__(self, front: Front, endpoint: Endpoint, handler: Handler) -> None:
         self._front = front
         self._endpoint = endpoint
         self._handler = handler
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = _Reply(send)
-        try:
-            work = await self._check(Request(scope, receive))
-            await _unless_client_leaves(receive, self._work(work, reply))
-        except ClientDisconnect:
-            reply.status = _CLIENT_LEFT
-        except ApiError as error:
-            await reply.fail(error)
-        except Exception:
-            log.exception("%s failed", self._endpoint)
-            await reply.fail(ApiError(500, "internal error; the node's log has the details"))
-        finally:
-            self._front.metrics.count_request(self._endpoint, reply.status)
+    async def __call__(self, body: bytes, arrived_at: float, reply: Reply) -> None:
+        work = await self._check(body, arrived_at)
+        await reply.send_answer(await self._handler(work))
+        self._front.metrics.e2e_request_latency.observe(time.monotonic() - arrived_at)
 
-    async def _check(self, request: Request) -> Work:
-        arrived_at = time.monotonic()
+    async def _check(self, body: bytes, arrived_at: float) -> Work:
         front = self._front
-        body = await _read_body(request, front.settings.max_body_bytes)
-        parsed = await self._parse(body)
-        front.link.require_place(sum(options.n for options in parsed.options))
+        settings, defaults = front.settings, front.sampling_defaults
+        request = await parsed(body, parse_request, self._endpoint, body, settings.model_name, defaults)
+        front.link.require_place(sum(options.n for options in request.options))
         limits = Limits.of(
             front.link.require_serving(),
             holds_output=front.holds_output,
-            default_max_tokens=front.settings.default_max_tokens,
-            max_request_tokens=front.settings.max_request_tokens,
+            default_max_tokens=settings.default_max_tokens,
+            max_request_tokens=settings.max_request_tokens,
         )
-        samples = await plan_samples(parsed, front.codec, limits, front.link.front)
-        return Work(parsed, samples, arrived_at)
-
-    async def _parse(self, body: bytes) -> ApiRequest:
-        arguments = (self._endpoint, body, self._front.settings.model_name, self._front.sampling_defaults)
-        if len(body) <= _INLINE_BODY_BYTES:
-            return parse_request(*arguments)
-        return await off_loop(parse_request, *arguments)
-
-    async def _work(self, work: Work, reply: _Reply) -> None:
-        await reply.send_answer(await self._handler(work))
-        self._front.metrics.e2e_request_latency.observe(time.monotonic() - work.arrived_at)
+        samples = await plan_samples(request, front.codec, limits, front.link.front)
+        return Work(request, samples, arrived_at)
 
 
-class _Reply:
-    """The one answer to one request."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._begun = False
-        self.status = _CLIENT_LEFT
-        """Of the answer; what it is when the handler is cancelled before there is one."""
-
-    async def send_answer(self, answer: Answer) -> None:
-        if answer.rest is None:
-            await self._begin(200, answer.content_type, len(answer.body))
-            await self._piece(answer.body, last=True)
-            return
-        async with aclosing(answer.rest) as pieces:
-            await self._begin(200, answer.content_type)
-            await self._piece(answer.body)
-            num_sent = 0
-            async for piece in pieces:
-                await self._piece(piece)
-                num_sent += 1
-                # Neither a backlog nor a connection that is gone ever waits: without this, a long one would
-                # let nothing else run, not even the watch for the client's leaving.
-                if num_sent % _PIECES_BETWEEN_YIELDS == 0:
-                    await asyncio.sleep(0)
-        await self._piece(b"", last=True)
-
-    async def fail(self, error: ApiError) -> None:
-        """Answer with ``error``; as an event and the end of the stream when one has begun."""
-        if self._begun:
-            await self._piece(sse(error.to_dict()), last=True)
-            return
-        body = error.body()
-        await self._begin(error.status, _JSON, len(body))
-        await self._piece(body, last=True)
-
-    async def _begin(self, status: int, content_type: str, num_bytes: int | None = None) -> None:
-        headers = [(b"content-type", content_type.encode())]
-        if num_bytes is None:
-            headers.append((b"cache-control", b"no-cache"))
-        else:
-            headers.append((b"content-length", b"%d" % num_bytes))
-        self.status = status
-        self._begun = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def _piece(self, piece: bytes, *, last: bool = False) -> None:
-        message: Message = {"type": "http.response.body", "body": piece, "more_body": not last}
-        await self._send(message)
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """Raises ApiError 413 or 408, or ClientDisconnect."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
-    chunks: list[bytes] = []
-    num_bytes = 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_SECS):
-            async for chunk in request.stream():
-                chunks.append(chunk)
-                num_bytes += len(chunk)
-                if num_bytes > max_bytes:
-                    raise _too_large(max_bytes)
-    except TimeoutError as error:
-        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_SECS:g} s") from error
-    return b"".join(chunks)
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {max_bytes} bytes, the most that this node takes")
-
-
-async def _unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client leaves. Raises ClientDisconnect."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_client_leaves(receive))
-    try:
-        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _client_leaves(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
+async def _about_tokens(front: Front, path: TokenPath, body: bytes, arrived_at: float, reply: Reply) -> None:
+    context_length = front.link.require_serving().context_length
+    model_name = front.settings.model_name
+    await reply.send_answer(await answer_about_tokens(path, body, model_name, front.codec, context_length))
 
 
 # --- information -------------------------------------------------------------------------------------
@@ -316,7 +164,7 @@ def _bound(answer: Callable[[Front], Response], front: Front) -> Callable[[Reque
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type=_JSON)
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def _health(front: Front) -> Response:
@@ -337,6 +185,10 @@ def _liveness(front: Front) -> Response:
     if stall is None:
         return json_response({"status": "ok"})
     return json_response({"status": "unavailable", "reason": stall}, 503)
+
+
+def _version(front: Front) -> Response:
+    return json_response({"version": VERSION})
 
 
 def _server_info(front: Front) -> Response:
@@ -430,7 +282,7 @@ def _flush_cache(front: Front) -> Response:
 
 def _answer_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(shape=ErrorShape.of_path(request.url.path))
 
 
 def _answer_http_error(request: Request, error: Exception) -> Response:
@@ -439,4 +291,4 @@ def _answer_http_error(request: Request, error: Exception) -> Response:
     shown = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     if request.scope["http_version"] not in ("1.0", "1.1"):
         shown = ApiError(400, f"HTTP/{request.scope['http_version']} is not spoken here; use HTTP/1.1")
-    return shown.response()
+    return shown.response(shape=ErrorShape.of_path(request.url.path))

@@ -9,13 +9,13 @@ import hmac
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.access import KeyFileError
-from service.http_errors import ApiError, shown
+from service.http_errors import ApiError, ErrorShape, shown
 
 log = logging.getLogger(__name__)
 
@@ -77,17 +77,21 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._open_paths:
             return await self._app(scope, receive, send)
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        trouble = self._why_refused(given)
+        trouble = self._why_refused(scope["headers"])
         if trouble is None:
             return await self._app(scope, receive, send)
         self._on_refused()
         client = (scope.get("client") or ("unknown",))[0]
         log.info("refused a request for %s from %s: %s", shown(scope["path"]), client, trouble)
         error = ApiError(401, f"{trouble}; send the header Authorization: Bearer KEY", code="invalid_api_key")
-        await error.response({"www-authenticate": "Bearer"})(scope, receive, send)
+        shape = ErrorShape.of_path(scope["path"])
+        await error.response({"www-authenticate": "Bearer"}, shape)(scope, receive, send)
 
-    def _why_refused(self, given: list[bytes]) -> str | None:
+    def _why_refused(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+        given = [value for name, value in headers if name == b"authorization"]
+        bare = [value for name, value in headers if name == b"x-api-key"]
+        if not given and len(bare) == 1:  # as Anthropic's clients send it
+            return None if self._keys.permits(bare[0].strip(b" ")) else "the API key is wrong"
         if not given:
             return "an API key is needed and none came"
         if len(given) > 1 or given[0][: len(_SCHEME)].lower() != _SCHEME:

@@ -24,6 +24,7 @@ from api.sampling_defaults import SamplingDefaults
 from api.text_codec import TextCodec
 from protocol.access import KeyFileError
 from protocol.channels import load_control_keys
+from service.certificates import Certificate
 from service.descriptors import raise_limit
 from service.engine_link import EngineLink, LinkState, QueueLimits, RankChoice
 from service.engine_sockets import Crossing
@@ -111,9 +112,9 @@ def run_front(
 
     On another machine of the node than the first only the engines, for its fronts.
 
-    The first port is served by all fronts, the others by this one. ``holds_output``: the node's pools hold
-    what is generated as well, not only prompts. ``choose_rank``: says whose a sample is. Further fronts
-    import the functions by name.
+    The first port is served by all fronts, with TLS where the settings have a certificate, the others by this
+    one. ``holds_output``: the node's pools hold what is generated as well, not only prompts. ``choose_rank``:
+    says whose a sample is. Further fronts import the functions by name.
     """
     raise_limit()
     if settings.node_rank > 0:
@@ -125,7 +126,10 @@ def run_front(
         sampling_defaults = SamplingDefaults.of(settings)
         load_api_keys(settings.api_key_file)
         load_control_keys(settings.control_key_file)
-        listeners = [Listener(settings.host, port) for port in ports]
+        listeners = [
+            Listener(settings.host, port, None if index else _certificate(settings))
+            for index, port in enumerate(ports)
+        ]
         engines = EngineProcesses(engine, settings, f"{role}-engine")
     except (OSError, CheckpointError, KeyFileError, StartError) as error:
         log.error("%s", error)
@@ -147,7 +151,7 @@ def run_front(
         engines.start()
         workers.start(plan, endpoints, listeners[0])
         front = plan.front(link, metrics, fronts.render_metrics)
-        addresses = ", ".join(f"http://{settings.host}:{listener.port}" for listener in listeners)
+        addresses = ", ".join(f"{each.scheme}://{settings.host}:{each.port}" for each in listeners)
         log.info("serving %s on %s, fronts: %d", settings.model_name, addresses, num_fronts)
         if defaults := str(sampling_defaults):
             log.info("requests that do not say are drawn as generation_config.json has it: %s", defaults)
@@ -160,6 +164,10 @@ def run_front(
             listener.socket.close()
         workers.stop()
         engines.stop(graceful=link.ready is not None and link.state is not LinkState.GONE)
+
+
+def _certificate(settings: NodeSettings) -> Certificate | None:
+    return Certificate(settings.ssl_certfile, settings.ssl_keyfile) if settings.ssl_certfile else None
 
 
 def _run_worker(

@@ -52,6 +52,7 @@ class ChatPrompt:
     ``tools``: those that the model may call, as the client describes them; () also where it may call none.
     A system's or developer's message may bring tools of its own: ``tools`` of the message.
     ``separate_reasoning``: show the answer's reasoning beside its content, and not as the beginning of it.
+    ``add_generation_prompt``: end with what begins an answer, unless the last message is continued.
     """
 
     messages: tuple[dict[str, object], ...]
@@ -59,6 +60,7 @@ class ChatPrompt:
     continue_final_message: bool
     tools: tuple[dict[str, object], ...]
     separate_reasoning: bool
+    add_generation_prompt: bool = True
 
     @property
     def all_tools(self) -> list[dict[str, object]]:
@@ -124,6 +126,28 @@ def _text(name: str, value: Raw) -> str:
     return text
 
 
+def parse_text(fields: JsonFields, field: str) -> str:
+    """A string of any length that is not empty."""
+    value = fields.undecoded(field)
+    if value is None or bytes(memoryview(value)[:1]) != b'"':
+        raise fields.invalid(field, "must be a string")
+    return _text(field, value)
+
+
+def parse_token_ids(fields: JsonFields, field: str) -> bytes:
+    """A list of token ids, which may be empty, as of ``pack_token_ids``."""
+    value = fields.undecoded(field)
+    if value is None:
+        raise ApiError(400, f"{field}: the field is needed", param=field, code="missing_field")
+    match first_chars(value):
+        case b"[", b"]":
+            return b""
+        case b"[", _:
+            return _packed_ids(field, value)
+        case _:
+            raise fields.invalid(field, "must be a list of token ids")
+
+
 def _packed_ids(name: str, value: Raw) -> bytes:
     """Checked in bulk, for each id is an object, and piece by piece, so that others get their turns."""
     first, second = first_chars(value)
@@ -160,31 +184,43 @@ def _no_token_id(name: str, piece: bytes, first_index: int) -> ApiError:
     return ApiError(400, f"{name}: must have nothing but token ids", param=name)
 
 
-def parse_chat_prompt(fields: JsonFields) -> ChatPrompt:
+def parse_chat_prompt(fields: JsonFields, *, is_to_be_answered: bool = True) -> ChatPrompt:
+    """``is_to_be_answered``: it ends where an answer begins, and its special tokens are the template's."""
     items = fields.split("messages", MAX_MESSAGES)
     if not items:
         raise fields.invalid("messages", "must be a list with at least one message")
     may_call = fields.raw("tool_choice") != "none"
     messages = tuple(_chat_message(f"messages[{index}]", item, may_call) for index, item in enumerate(items))
-    arguments = fields.nested("chat_template_kwargs")
-    template_arguments = arguments.to_dict() if arguments else {}
-    if reserved := sorted(_TEMPLATE_ARGUMENTS & template_arguments.keys()):
-        raise fields.invalid("chat_template_kwargs", f"must not set {', '.join(reserved)}")
+    arguments = template_arguments(fields)
     effort = fields.text("reasoning_effort", MAX_EFFORT_CHARS)
     if effort is not None:
-        template_arguments.setdefault("reasoning_effort", effort)
+        arguments.setdefault("reasoning_effort", effort)
     continue_final = fields.flag("continue_final_message")
     if continue_final and messages[-1]["role"] != "assistant":
         raise fields.invalid("continue_final_message", "needs a last message of the assistant")
-    fields.require_unset("add_special_tokens", False)  # the template writes them
-    fields.require_unset("add_generation_prompt", not continue_final)
+    if is_to_be_answered:
+        fields.require_unset("add_special_tokens", False)  # the template writes them
+        fields.require_unset("add_generation_prompt", not continue_final)
+    add_generation_prompt = fields.flag("add_generation_prompt", default=not continue_final)
+    if add_generation_prompt and continue_final:
+        raise fields.invalid("add_generation_prompt", "excludes continue_final_message")
     return ChatPrompt(
         messages,
-        template_arguments,
+        arguments,
         continue_final,
         _tools(fields, may_call),
         fields.flag("separate_reasoning", default=True),
+        add_generation_prompt,
     )
+
+
+def template_arguments(fields: JsonFields) -> dict[str, object]:
+    """What the client sets of the model's template."""
+    given = fields.nested("chat_template_kwargs")
+    arguments = given.to_dict() if given else {}
+    if reserved := sorted(_TEMPLATE_ARGUMENTS & arguments.keys()):
+        raise fields.invalid("chat_template_kwargs", f"must not set {', '.join(reserved)}")
+    return arguments
 
 
 def _tools(fields: JsonFields, may_call: bool) -> tuple[dict[str, object], ...]:
@@ -244,6 +280,15 @@ def _tool_call(call: JsonFields) -> dict[str, object]:
     function = call.nested("function")
     if function is None or not (name := function.text("name", MAX_TOOL_NAME_CHARS)):
         raise call.invalid("function", "must be an object with name and arguments")
+    described = {"name": name, "arguments": written_arguments(function)}
+    shown: dict[str, object] = {"type": "function", "function": described}
+    if (call_id := call.text("id", MAX_CALL_ID_CHARS)) is not None:
+        shown["id"] = call_id
+    return shown
+
+
+def written_arguments(function: JsonFields) -> dict[str, object]:
+    """Of a call, which are JSON as text."""
     text = function.text("arguments", MAX_ARGUMENTS_CHARS) or "{}"
     try:
         arguments = msgspec.json.decode(text)
@@ -251,10 +296,7 @@ def _tool_call(call: JsonFields) -> dict[str, object]:
         arguments = None
     if not isinstance(arguments, dict):
         raise function.invalid("arguments", "must be a JSON object, as text")
-    shown: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    if (call_id := call.text("id", MAX_CALL_ID_CHARS)) is not None:
-        shown["id"] = call_id
-    return shown
+    return arguments
 
 
 def _message_content(message: JsonFields) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from api.json_fields import JsonFields
 from api.sampling_defaults import SamplingDefaults
-from service.http_errors import InvalidField
+from service.http_errors import ApiError, InvalidField
 from vocabulary import SamplingParams
 
 MAX_SAMPLES_PER_PROMPT = 128
@@ -18,6 +18,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_ID = 2**31 - 1
 OPENAI_MAX_TEMPERATURE = 2.0
 GENERATE_MAX_TEMPERATURE = 100.0
+ANTHROPIC_MAX_TEMPERATURE = 1.0
 COMPLETIONS_DEFAULT_TOKENS = 16
 GENERATE_DEFAULT_TOKENS = 128
 
@@ -110,10 +111,14 @@ class SampleOptions:
         )
 
 
-def refuse_unsupported(fields: JsonFields) -> None:
-    """Raises InvalidField for a known field that asks for something this service does not do."""
+def refuse_unsupported(fields: JsonFields, *supported: str) -> None:
+    """Raises InvalidField for a known field that asks for something this service does not do.
+
+    ``supported``: fields that only some endpoints have.
+    """
     for field, harmless in _UNSUPPORTED.items():
-        fields.require_unset(field, *harmless)
+        if field not in supported:
+            fields.require_unset(field, *harmless)
 
 
 def parse_openai_options(
@@ -162,6 +167,30 @@ def parse_generate_options(
             raise fields.invalid("sampling_params", "must be an object or a list of objects")
 
 
+def parse_messages_options(fields: JsonFields, defaults: SamplingDefaults) -> SampleOptions:
+    """Of Anthropic's messages."""
+    fields.require_unset("n", 1)
+    if not fields.present("max_tokens"):
+        raise ApiError(400, "max_tokens: the field is needed", param="max_tokens", code="missing_field")
+    return _common_options(
+        fields,
+        "max_tokens",
+        "min_tokens",
+        "seed",
+        ANTHROPIC_MAX_TEMPERATURE,
+        defaults,
+        stop_field="stop_sequences",
+    )
+
+
+def parse_responses_options(fields: JsonFields, defaults: SamplingDefaults) -> SampleOptions:
+    """Of OpenAI's responses."""
+    fields.require_unset("n", 1)
+    return _common_options(
+        fields, "max_output_tokens", "min_tokens", "seed", OPENAI_MAX_TEMPERATURE, defaults
+    )
+
+
 def _sglang_options(
     fields: JsonFields, num_logprobs: int | None, with_text: bool, defaults: SamplingDefaults
 ) -> SampleOptions:
@@ -184,6 +213,7 @@ def _common_options(
     seed_field: str,
     max_temperature: float,
     defaults: SamplingDefaults,
+    stop_field: str = "stop",
 ) -> SampleOptions:
     limit = fields.integer(limit_field, 1, MAX_TOKENS)
     minimum = fields.integer(minimum_field, 0, MAX_TOKENS) or 0
@@ -203,25 +233,25 @@ def _common_options(
         top_k=defaults.top_k if top_k is None else max(top_k, 0),
         seed=fields.integer(seed_field, -(2**63), 2**63 - 1),
         ignore_eos=fields.flag("ignore_eos"),
-        stop=_stop_strings(fields),
+        stop=_stop_strings(fields, stop_field),
         stop_token_ids=fields.integers("stop_token_ids", MAX_STOP_TOKEN_IDS, 0, MAX_TOKEN_ID),
         skip_special_tokens=fields.flag("skip_special_tokens", default=True),
         no_stop_trim=fields.flag("no_stop_trim") or fields.flag("include_stop_str_in_output"),
     )
 
 
-def _stop_strings(fields: JsonFields) -> tuple[str, ...]:
-    value = fields.raw("stop")
+def _stop_strings(fields: JsonFields, field: str) -> tuple[str, ...]:
+    value = fields.raw(field)
     if isinstance(value, str):
         value = [value]
     elif not isinstance(value, list):
         if value is not None:
-            raise fields.invalid("stop", "must be a string or a list of strings")
+            raise fields.invalid(field, "must be a string or a list of strings")
         value = []
     if len(value) > MAX_STOP_STRINGS:
-        raise fields.invalid("stop", f"must have at most {MAX_STOP_STRINGS} strings")
+        raise fields.invalid(field, f"must have at most {MAX_STOP_STRINGS} strings")
     for index, item in enumerate(value):
-        name = f"{fields.name('stop')}[{index}]"
+        name = f"{fields.name(field)}[{index}]"
         if not isinstance(item, str) or not item:
             raise InvalidField(name, item, "must be a string that is not empty")
         if len(item) > MAX_STOP_CHARS:

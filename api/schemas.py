@@ -1,4 +1,4 @@
-"""The bodies of ``/v1/completions``, ``/v1/chat/completions`` and ``/generate``, parsed and checked.
+"""The bodies of the endpoints that generate, parsed and checked.
 
 Prefill and decode nodes get the same body and parse it with the same code into an ``ApiRequest``, so both
 see the same samples, the same rooms and the same seeds. Whatever needs no tokenizer is checked here;
@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
+from api.anthropic_messages import parse_messages
 from api.json_fields import JsonFields, is_integer, within
-from api.prompts import Prompt, generate_prompt_field, parse_chat_prompt, parse_prompts
+from api.openai_responses import parse_responses
+from api.prompts import ChatPrompt, Prompt, generate_prompt_field, parse_chat_prompt, parse_prompts
 from api.sampling_defaults import SamplingDefaults
 from api.sampling_options import (
     COMPLETIONS_DEFAULT_TOKENS,
@@ -25,7 +27,9 @@ from api.sampling_options import (
     chat_logprobs,
     completion_logprobs,
     parse_generate_options,
+    parse_messages_options,
     parse_openai_options,
+    parse_responses_options,
     refuse_unsupported,
 )
 from protocol.access import is_host
@@ -54,6 +58,8 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
     GENERATE = "/generate"
+    MESSAGES = "/v1/messages"
+    RESPONSES = "/v1/responses"
 
 
 class StreamedUsage(Enum):
@@ -92,6 +98,10 @@ class ApiRequest:
     is_speculative: bool
     request_ids: tuple[str, ...]
     """``rid`` of ``/generate``: one a prompt, or ()."""
+    returns_token_ids: bool = False
+    """Show the ids of the prompts and the answer, as vLLM does; ``/generate`` shows the latter always."""
+    echo: dict[str, object] | None = None
+    """Fields of ``/v1/responses`` that its answer repeats."""
 
 
 def parse_request(
@@ -102,12 +112,15 @@ def parse_request(
     Raises ApiError: 400 for a field, 404 for another model than ``model_name``.
     """
     fields = JsonFields.of_body(body)
-    _check_model(fields, model_name)
-    refuse_unsupported(fields)
-    if endpoint is not Endpoint.CHAT:
+    check_model(fields, model_name)
+    is_openai = endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT)
+    refuse_unsupported(fields, *(("return_token_ids",) if is_openai else ()))
+    returns_token_ids = is_openai and fields.flag("return_token_ids")
+    if endpoint in (Endpoint.COMPLETIONS, Endpoint.GENERATE):
         fields.require_unset("tools", [])
     stream = fields.flag("stream")
     options: tuple[SampleOptions, ...]
+    echo = None
     match endpoint:
         case Endpoint.COMPLETIONS:
             prompt_field = "prompt"
@@ -121,10 +134,17 @@ def parse_request(
             chat = parse_chat_prompt(fields)
             is_batch, prompts = False, (chat,)
             shared = parse_openai_options(fields, chat_logprobs(fields), None, defaults)
-            # Tokenizers may call the markup of a tool call special.
-            options = (
-                replace(shared, skip_special_tokens=shared.skip_special_tokens and not chat.all_tools),
-            )
+            options = (_with_markup(shared, chat),)
+        case Endpoint.MESSAGES:
+            prompt_field = "messages"
+            chat = parse_messages(fields)
+            is_batch, prompts = False, (chat,)
+            options = (_with_markup(parse_messages_options(fields, defaults), chat),)
+        case Endpoint.RESPONSES:
+            prompt_field = "input"
+            chat, echo = parse_responses(fields)
+            is_batch, prompts = False, (chat,)
+            options = (_with_markup(parse_responses_options(fields, defaults), chat),)
         case Endpoint.GENERATE:
             prompt_field = generate_prompt_field(fields)
             is_batch, prompts = parse_prompts(fields, prompt_field)
@@ -149,7 +169,14 @@ def parse_request(
         hisparse=_hisparse(fields, endpoint),
         is_speculative=fields.flag("speculative", default=True),
         request_ids=_request_ids(fields, endpoint, len(prompts)),
+        returns_token_ids=returns_token_ids,
+        echo=echo,
     )
+
+
+def _with_markup(options: SampleOptions, chat: ChatPrompt) -> SampleOptions:
+    """With tools, special tokens are kept: tokenizers may call the markup of a call special."""
+    return replace(options, skip_special_tokens=options.skip_special_tokens and not chat.all_tools)
 
 
 def derive_room(room: int, sample_index: int) -> int:
@@ -163,7 +190,7 @@ def derive_room(room: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def _check_model(fields: JsonFields, model_name: str) -> None:
+def check_model(fields: JsonFields, model_name: str) -> None:
     model = fields.text("model", MAX_NAME_CHARS)
     if model is not None and model != model_name and model not in _NO_MODEL:
         raise ApiError(
@@ -235,7 +262,7 @@ def _bootstrap_host(value: object) -> str:
 
 def _streamed_usage(fields: JsonFields, endpoint: Endpoint, stream: bool) -> StreamedUsage:
     options = fields.nested("stream_options")
-    if options is None or endpoint is Endpoint.GENERATE:
+    if options is None or endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
         return StreamedUsage.NONE
     if not stream:
         raise fields.invalid("stream_options", "needs stream: true")
@@ -248,7 +275,7 @@ def _streamed_usage(fields: JsonFields, endpoint: Endpoint, stream: bool) -> Str
 def _hisparse(fields: JsonFields, endpoint: Endpoint) -> HisparseFlag | None:
     """From the top level or, because public routers drop it there, from what they let pass."""
     match endpoint:
-        case Endpoint.CHAT:
+        case Endpoint.CHAT | Endpoint.MESSAGES | Endpoint.RESPONSES:
             carrier = fields.nested("metadata")
         case Endpoint.GENERATE:
             carrier = fields.nested("custom_labels")

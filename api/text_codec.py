@@ -67,49 +67,71 @@ class TextCodec:
         return cls(tokenizer, vocab_size, str(config.get("model_type", "")))
 
     async def encode(
-        self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int
+        self,
+        prompts: Sequence[Prompt],
+        names: Sequence[str],
+        max_tokens: int,
+        *,
+        add_special: bool | None = None,
     ) -> tuple[bytes, ...]:
         """Token ids of each prompt, packed (``pack_token_ids``); errors call them by their ``names``.
+
+        ``add_special``: put the tokenizer's special tokens round a text; None: unless a template wrote it.
 
         Raises ApiError 400: nothing to encode, an id outside the vocabulary, a template that refuses the
         conversation, or a text that is longer than ``max_tokens`` whatever its tokens are. A prompt of which
         only its tokens show that it is too long is returned.
         """
         if sum(map(_num_chars, prompts)) <= _INLINE_CHARS:
-            return tuple(self._encode(prompts, names, max_tokens))
+            return tuple(self._encode(prompts, names, max_tokens, add_special))
         packed: list[bytes] = []
         for batch in _batches(prompts):
             of_batch = names[len(packed) : len(packed) + len(batch)]
-            packed += await off_loop(self._encode, batch, of_batch, max_tokens)
+            packed += await off_loop(self._encode, batch, of_batch, max_tokens, add_special)
         return tuple(packed)
 
-    def _encode(self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int) -> list[bytes]:
+    def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
+        """The tokens as the vocabulary spells them; None for an id that only pads it."""
+        return [self._backend.id_to_token(token_id) for token_id in token_ids]
+
+    def bytes_of(self, token_ids: Sequence[int]) -> bytes:
+        """What the tokens stand for together, special ones too."""
+        return b"".join(map(self.token_bytes.of, token_ids))
+
+    def _encode(
+        self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int, add_special: bool | None
+    ) -> list[bytes]:
         """Of prompts of one kind."""
         texts: list[str] = []
-        add_special = True
+        is_chat = False
         for prompt, name in zip(prompts, names, strict=True):
             match prompt:
                 case bytes():
-                    self._check_ids(prompt, name)
+                    self.check_ids(prompt, name)
                     continue
                 case str() as text:
                     pass
                 case ChatPrompt():
-                    text, add_special = self._render(prompt), False
+                    text, is_chat = self._render(prompt), True
             self._check_length(text, name, max_tokens)
             texts.append(text)
         if not texts:
             return [prompt for prompt in prompts if isinstance(prompt, bytes)]
         # Unlike ``encode``, the batch call lets other threads run: streams go on meanwhile.
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special)
+        encodings = self._backend.encode_batch_fast(
+            texts, add_special_tokens=not is_chat if add_special is None else add_special
+        )
         packed = [pack_token_ids(encoding.ids) for encoding in encodings]
         for prompt_ids, name in zip(packed, names, strict=True):
             if not prompt_ids:
                 raise ApiError(400, f"{name}: the prompt has no tokens", param=name)
         return packed
 
-    def _check_ids(self, prompt: bytes, name: str) -> None:
+    def check_ids(self, prompt: bytes, name: str) -> None:
+        """Raises InvalidField for an id outside the vocabulary, of token ids as of ``pack_token_ids``."""
         token_ids = unpack_token_ids(prompt)
+        if not len(token_ids):
+            return
         index = int(token_ids.argmax())
         if (largest := int(token_ids[index])) >= self.vocab_size:
             raise InvalidField(
@@ -136,6 +158,12 @@ class TextCodec:
         messages = prompt.messages
         if self.tool_markup is ToolMarkup.DEEPSEEK_V31:
             messages = tuple(map(_with_written_arguments, messages))
+        if self._writes_own_chat and not (prompt.add_generation_prompt or prompt.continue_final_message):
+            raise ApiError(
+                400,
+                "add_generation_prompt: this model's chats are written with what begins the answer only",
+                param="add_generation_prompt",
+            )
         try:
             if self._writes_own_chat:
                 return encode_chat(prompt, tokenizer.bos_token or "", tokenizer.eos_token or "")
@@ -144,7 +172,7 @@ class TextCodec:
                     list(messages),
                     tools=list(prompt.tools) or None,
                     tokenize=False,
-                    add_generation_prompt=not prompt.continue_final_message,
+                    add_generation_prompt=prompt.add_generation_prompt,
                     continue_final_message=prompt.continue_final_message,
                     **prompt.template_arguments,
                 )

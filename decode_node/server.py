@@ -11,8 +11,9 @@ from typing import assert_never
 from msgspec import Raw
 from starlette.applications import Starlette
 
-from api.answers import dialect_of
-from api.app import SSE_DONE, Answer, Front, Work, create_app
+from api.app import Front, Work, create_app
+from api.dialects import dialect_of
+from api.frame import Answer
 from api.node import run_front
 from api.output import Delta, SampleOutput
 from api.requests import grouped
@@ -76,13 +77,18 @@ async def _whole(front: Front, work: Work) -> Answer:
 async def _stream(front: Front, work: Work) -> AsyncGenerator[bytes, None]:
     outputs = _outputs(front, work)
     dialect = dialect_of(work, front.settings.model_name, front.codec)
-    async with aclosing(_deltas(front, work, outputs)) as deltas:
-        async for delta in deltas:
-            for piece in dialect.pieces(outputs[delta.index], delta):
-                yield piece
+    try:
+        async with aclosing(_deltas(front, work, outputs)) as deltas:
+            async for delta in deltas:
+                for piece in dialect.pieces(outputs[delta.index], delta):
+                    yield piece
+    except RequestFailedError as error:
+        if (last := dialect.failed(error)) is None:
+            raise
+        yield last
+        return
     for piece in dialect.last_pieces(outputs):
         yield piece
-    yield SSE_DONE
 
 
 def _outputs(front: Front, work: Work) -> list[SampleOutput]:

@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api.app import SSE_DONE, Answer, Front, Work, create_app, json_response, sse
+from api.app import Front, Work, create_app, json_response
+from api.frame import SSE_DONE, Answer, sse
 from api.node import run_front
 from api.requests import grouped
 from api.schemas import ApiRequest, Endpoint

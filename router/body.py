@@ -28,13 +28,22 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
     CHAT_COMPLETIONS = "/v1/chat/completions"
     GENERATE = "/generate"
+    MESSAGES = "/v1/messages"
+    RESPONSES = "/v1/responses"
 
 
 _PROMPT_FIELDS = {
     Endpoint.COMPLETIONS: ("prompt",),
     Endpoint.CHAT_COMPLETIONS: ("messages",),
     Endpoint.GENERATE: ("text", "input_ids"),
+    Endpoint.MESSAGES: ("system", "messages"),
+    Endpoint.RESPONSES: ("instructions", "input"),
 }
+"""Of ``/generate`` a request has one; of other endpoints all, in the order that they have in the prompt."""
+
+
+_WITH_LISTS = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
+"""Whose prompts may be lists of prompts."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class RequestBody:
     fields: dict[str, Raw]
     num_prompts: int | None
     prompt: memoryview
-    """The value of the field that has the prompt, as JSON; empty without one."""
+    """The values of the fields that have the prompt, as JSON; empty without one."""
 
     @classmethod
     def parse(cls, content: bytes, endpoint: Endpoint) -> RequestBody:
@@ -65,9 +74,9 @@ class RequestBody:
         except (msgspec.DecodeError, RecursionError) as error:
             raise RouterError(400, f"the body is not valid JSON: {error}") from error
         values = [memoryview(fields[name]) for name in _PROMPT_FIELDS[endpoint] if name in fields]
-        prompt = max(
-            values, key=len, default=memoryview(b"")
-        )  # the others are null, or the node refuses both
+        if endpoint is Endpoint.GENERATE:
+            values = [max(values, key=len, default=memoryview(b""))]  # the other is null, or both are refused
+        prompt = values[0] if len(values) == 1 else memoryview(b"".join(values))
         try:
             num_prompts = _count_prompts(fields, endpoint)
         except (msgspec.MsgspecError, RecursionError) as error:
@@ -92,7 +101,7 @@ class RequestBody:
 
 
 def _count_prompts(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
-    if endpoint is Endpoint.CHAT_COMPLETIONS:
+    if endpoint not in _WITH_LISTS:
         return None
     for name in _PROMPT_FIELDS[endpoint]:
         if name not in fields or first_chars(fields[name]) not in ((b"[", b'"'), (b"[", b"[")):

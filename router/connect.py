@@ -16,25 +16,41 @@ import httpcore
 import httpx
 
 from service.patience import Patience
+from service.settings import RouterSettings
 
 _OPTIONS = tuple[int, int, int] | tuple[int, int, bytes | bytearray] | tuple[int, int, None, int]
 
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""Never used: httpx would read all certificates of the system, for a tenth of a second, to ask for http."""
+"""Trusts nobody. For http, or httpx would read all certificates of the system, for a tenth of a second."""
 _NEXT_ADDRESS_SECS = 0.25
 """Of a name with several addresses (RFC 8305)."""
 _MAX_UNREAD_BYTES = 1 << 18
 _LIMITS = httpx.Limits(max_connections=1, max_keepalive_connections=0)
 
 
-class OwnConnections(httpx.AsyncBaseTransport):
-    """For URLs without TLS. Connections end with their request, also with one that is cancelled."""
+class CaFileError(Exception):
+    """The file that says whose nodes to trust cannot be used."""
 
-    def __init__(self) -> None:
+
+def tls_context(settings: RouterSettings) -> ssl.SSLContext:
+    """For connections to the nodes. Raises CaFileError."""
+    if not any(url.startswith("https:") for url in (*dict(settings.prefill), *settings.decode)):
+        return _NO_TLS
+    try:
+        return ssl.create_default_context(cafile=settings.node_ca_file)
+    except OSError as error:  # ssl's errors too
+        raise CaFileError(f"node_ca_file {settings.node_ca_file}: {error.strerror or error}") from error
+
+
+class OwnConnections(httpx.AsyncBaseTransport):
+    """Connections end with their request, also with one that is cancelled. ``tls``: for https."""
+
+    def __init__(self, tls: ssl.SSLContext = _NO_TLS) -> None:
+        self._tls = tls
         self._endings: set[asyncio.Task[None]] = set()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        transport = httpx.AsyncHTTPTransport(verify=_NO_TLS, trust_env=False, limits=_LIMITS)
+        transport = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False, limits=_LIMITS)
         transport._pool._network_backend = _Backend(self)  # for which httpx has no argument
         try:
             response = await transport.handle_async_request(request)
@@ -124,7 +140,7 @@ class NodeStream(asyncio.Protocol, httpcore.AsyncNetworkStream):
         self._waiter: asyncio.Future[None] | None = None
         """Of the one call that waits: to read, or to write on."""
         self._patience: Patience | None = None
-        self._is_ended = self._is_full = False
+        self._is_ended = self._is_full = self._is_tls = False
         self._lost: Exception | None = None
 
     # --- what the loop says -----------------------------------------------------------------------
@@ -142,7 +158,7 @@ class NodeStream(asyncio.Protocol, httpcore.AsyncNetworkStream):
     def eof_received(self) -> bool:
         self._is_ended = True
         self._wake()
-        return True  # what is still to be sent may be
+        return not self._is_tls  # what is still to be sent may be, but for TLS, which has no such half
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_ended, self._lost = True, error
@@ -184,8 +200,22 @@ class NodeStream(asyncio.Protocol, httpcore.AsyncNetworkStream):
     async def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.AsyncNetworkStream:
-        await self.aclose()
-        raise httpcore.ConnectError("https is not spoken here")
+        """Raises ConnectTimeout and ConnectError. The connection is closed then, or if this is cancelled."""
+        loop = asyncio.get_running_loop()
+        plain = self._transport
+        try:
+            async with asyncio.timeout(timeout):
+                transport = await loop.start_tls(plain, self, ssl_context, server_hostname=server_hostname)
+        except BaseException as error:
+            plain.abort()
+            if isinstance(error, TimeoutError):
+                raise httpcore.ConnectTimeout("TLS was not agreed on in time") from error
+            if isinstance(error, OSError):  # ssl's errors too
+                raise httpcore.ConnectError(f"TLS: {error}") from error
+            raise
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self._is_tls = transport, True
+        return self
 
     def get_extra_info(self, info: str) -> None:
         return None

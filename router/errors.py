@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from service.http_errors import ApiError
+from service.http_errors import ApiError, ErrorShape
 
 
 class RouterError(ApiError):
@@ -45,24 +45,27 @@ class LocalFault(RouterError):
 
 
 class NodeRefused(RouterError):
-    """A node answered with an error status; what it said is passed on as it is when it has OpenAI's shape."""
+    """A node answered with an error status; what it said is passed on as it is if it has the right shape."""
 
     def __init__(self, status: int, message: str, node_body: bytes) -> None:
         super().__init__(status, message)
         self._node_body = node_body
-        error = _openai_error(node_body)
-        self._is_openai_error = error is not None
-        self.node_code = error.get("code") if error else None
+        decoded = _object_in(node_body)
+        error = decoded.get("error")
+        self._shape = None
+        if isinstance(error, dict):
+            self._shape = ErrorShape.ANTHROPIC if decoded.get("type") == "error" else ErrorShape.OPENAI
+        self.node_code = error.get("code") if isinstance(error, dict) else None
         """What the node calls its error."""
 
-    def body(self) -> bytes:
-        return self._node_body if self._is_openai_error else super().body()
+    def body(self, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
+        expected = ErrorShape.OPENAI if shape is ErrorShape.RESPONSES else shape
+        return self._node_body if self._shape is expected else super().body(shape)
 
 
-def _openai_error(body: bytes) -> dict[str, object] | None:
+def _object_in(body: bytes) -> dict[str, object]:
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return None
-    error = decoded.get("error") if isinstance(decoded, dict) else None
-    return error if isinstance(error, dict) else None
+        return {}
+    return decoded if isinstance(decoded, dict) else {}

@@ -10,11 +10,13 @@ import socket
 from starlette.applications import Starlette
 
 from protocol.access import KeyFileError
+from router.connect import CaFileError
 from router.desk import Desk, Worker
 from router.drain import Drain
 from router.nodes import NodePool, NodeUrlError
 from router.server import create_app, create_worker_app
 from service import descriptors
+from service.certificates import Certificate
 from service.listening import HttpServer, Listener
 from service.process import setup_logging
 from service.settings import RouterSettings
@@ -32,11 +34,14 @@ def run(settings: RouterSettings) -> int:
     try:
         desk = Desk(NodePool.from_settings(settings), workers)
         app = create_app(settings, drain, desk)
-    except (NodeUrlError, KeyFileError) as error:
+    except (NodeUrlError, KeyFileError, CaFileError) as error:
         log.error("%s", error)
         return 2
     try:
-        listener = Listener(settings.host, settings.port)
+        certificate = (
+            Certificate(settings.ssl_certfile, settings.ssl_keyfile) if settings.ssl_certfile else None
+        )
+        listener = Listener(settings.host, settings.port, certificate)
     except OSError as error:
         log.error("%s", error)
         return 1
@@ -66,7 +71,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number.name)
     await desk.open()
-    log.info("serving on http://%s:%d", *listener.socket.getsockname()[:2])
+    log.info("serving on %s://%s:%d", listener.scheme, *listener.socket.getsockname()[:2])
     serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
     stop = asyncio.create_task(signals.get())
     died = asyncio.create_task(desk.workers.died())

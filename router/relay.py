@@ -14,83 +14,35 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import TypeVar
 
 import httpx
 
 from router.body import Endpoint, RequestBody
-from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
-from router.local_faults import local_fault
+from router.errors import NodeRefused, NodeUnreachable, RouterError
+from router.node_calls import Answer, NodeCalls, RawHeaders, headers_to_node
 from router.nodes import Node, NodePool, Pair
 from vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-MAX_ERROR_BODY_BYTES = 1 << 20
 DECODE_SAYS_WHY_SECS = 1.0
 """For a decode node's own answer, once the prefill node has said that it gave the room up."""
 
-RawHeaders = list[tuple[bytes, bytes]]
-
-_HEADERS_TO_NODE = (
-    (b"content-type", b"application/json"),
-    (b"accept", b"*/*"),
-    (b"accept-encoding", b"identity"),
-)
 _PASSED_HEADERS = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate")
-_HOP_BY_HOP_HEADERS = frozenset(
-    (
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    )
-)
+_KEY_HEADERS = (b"authorization", b"x-api-key")
 _BAD_GATEWAY, _UNAVAILABLE = 502, 503
 _QUEUE_FULL = 429
 _PREFILL_FAILED = frozenset((_BAD_GATEWAY, _UNAVAILABLE, _QUEUE_FULL))
 """Status of a prefill leg that another prefill node may do better: died, cut off, shutting down, full."""
-_OWN_HEADERS = frozenset(("date", "server"))  # uvicorn writes ours
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The decode node's answer from its first byte on. ``chunks`` raises NodeFailed when it breaks off."""
-
-    status: int
-    headers: RawHeaders
-    chunks: AsyncIterator[bytes]
-
-    @property
-    def num_bytes(self) -> float:
-        """Of the body, as its headers have it; infinite when they do not say."""
-        lengths = [value for name, value in self.headers if name == b"content-length"]
-        return int(lengths[0]) if lengths and lengths[0].isdigit() else math.inf
-
-    @property
-    def is_event_stream(self) -> bool:
-        return any(
-            name == b"content-type" and value.lower().startswith(b"text/event-stream")
-            for name, value in self.headers
-        )
 
 
 class Relay:
     """Sends requests to pairs, up to ``max_retries`` times again.
 
     ``on_retry`` is told each time which node failed with the request; None: one could not be reached.
-    ``passes_authorization``: the client's Authorization is for the nodes, not for the router.
+    ``passes_authorization``: the client's key is for the nodes, not for the router.
     """
 
     def __init__(
@@ -103,10 +55,13 @@ class Relay:
         passes_authorization: bool = True,
     ) -> None:
         self._pool = pool
-        self._client = client
+        self._calls = NodeCalls(client)
         self._on_retry = on_retry
         self._max_retries = max_retries
-        self._passed_headers = (*_PASSED_HEADERS, *((b"authorization",) if passes_authorization else ()))
+        self._passed_headers = (
+            *_PASSED_HEADERS,
+            *((b"authorization", b"x-api-key") if passes_authorization else ()),
+        )
 
     async def open(
         self, endpoint: Endpoint, body: RequestBody, client_headers: httpx.Headers, stack: AsyncExitStack
@@ -117,11 +72,11 @@ class Relay:
         marked unhealthy. Its request goes to another pair under a new room, as does one that its prefill node
         failed with or its decode node is not ready for. Raises RouterError.
         """
-        headers = _headers_to_node(client_headers, self._passed_headers)
+        headers = headers_to_node(client_headers, self._passed_headers)
         excluded: set[Node] = set()
         for num_retries in itertools.count():
             pair = await self._pool.choose(excluded, body.prompt)
-            exchange = _Exchange(self._client, self._pool, pair)
+            exchange = _Exchange(self._calls, self._pool, pair)
             content = body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room)
             try:
                 answer = await exchange.start(endpoint, content, headers)
@@ -147,12 +102,38 @@ class Relay:
                 return answer
         raise RuntimeError("itertools.count ended")
 
+    async def ask_one(
+        self, path: str, content: bytes, client_headers: httpx.Headers, stack: AsyncExitStack
+    ) -> Answer:
+        """The answer of one healthy node, of either kind, for what needs no pair; ``stack`` keeps it open.
+
+        Another node is asked where one cannot be reached or does not serve. Raises RouterError.
+        """
+        headers = headers_to_node(client_headers, self._passed_headers)
+        nodes = sorted((node for node in self._pool.nodes if node.healthy), key=lambda n: n.num_in_flight)
+        if not nodes:
+            states = "; ".join(f"{node.url}: {node.trouble}" for node in self._pool.nodes)
+            raise RouterError(503, f"no healthy node ({states}); try again later")
+        for node, num_left in zip(nodes, range(min(len(nodes) - 1, self._max_retries), -1, -1), strict=False):
+            try:
+                response = await self._calls.send(node, path, content, headers, stack)
+                return await self._calls.answer(node, response, {node.kind.header: node.url})
+            except RouterError as error:
+                if isinstance(error, NodeUnreachable):
+                    self._pool.mark_unhealthy(node, str(error))
+                elif error.status != _UNAVAILABLE:
+                    raise
+                if num_left == 0:
+                    raise
+                log.warning("%s: %s; asking another node", path, error)
+        raise RuntimeError("there is a last node")
+
 
 class _Exchange:
     """The two legs of one room. ``close`` ends both, whatever their state, and may be called twice."""
 
-    def __init__(self, client: httpx.AsyncClient, pool: NodePool, pair: Pair) -> None:
-        self._client = client
+    def __init__(self, calls: NodeCalls, pool: NodePool, pair: Pair) -> None:
+        self._calls = calls
         self._pool = pool
         self._pair = pair
         self._prefill: asyncio.Task[None] | None = None
@@ -206,8 +187,8 @@ class _Exchange:
             stack.enter_context(self._pool.working(node, self._pair.room))
             response = await self._send(node, endpoint, content, headers, stack)
             if not response.is_success:
-                raise await self._refusal(node, response)
-            async for _ in self._raw_chunks(node, response):
+                raise await self._calls.refusal(node, response)
+            async for _ in self._calls.raw_chunks(node, response):
                 pass  # the room is delivered when the body ends
 
     async def _open_decode(self, endpoint: Endpoint, content: bytes, to_node: RawHeaders) -> Answer:
@@ -216,89 +197,24 @@ class _Exchange:
         self._decode_stack.enter_context(self._pool.working(node, self._pair.room))
         response = await self._send(node, endpoint, content, to_node, self._decode_stack)
         if not response.is_success:
-            refusal = await self._refusal(node, response)
+            refusal = await self._calls.refusal(node, response)
             if isinstance(refusal, NodeRefused) and _is_about_prefill(refusal):
                 self.blamed[refusal] = self._pair.prefill
             elif isinstance(refusal, NodeRefused) and refusal.status in (_UNAVAILABLE, _QUEUE_FULL):
                 self.blamed[refusal] = node  # not ready yet, or no longer, or full
             raise refusal
-        chunks = self._raw_chunks(node, response)
-        first_chunk = await anext(chunks, b"")
-        headers = _headers_to_client(response)
-        headers += [(name.encode(), value.encode()) for name, value in self._pair.headers.items()]
-        return Answer(response.status_code, headers, _prepend(first_chunk, chunks))
+        return await self._calls.answer(node, response, self._pair.headers)
 
     async def _send(
         self, node: Node, endpoint: Endpoint, content: bytes, headers: RawHeaders, stack: AsyncExitStack
     ) -> httpx.Response:
-        request = self._client.build_request("POST", node.url + endpoint, content=content, headers=headers)
         try:
-            response = await self._translated(node, lambda: self._client.send(request, stream=True))
+            return await self._calls.send(node, endpoint, content, headers, stack)
         except NodeUnreachable as error:
             self.unreachable[node] = str(error)
             raise
-        stack.push_async_callback(response.aclose)
-        return response
-
-    async def _raw_chunks(self, node: Node, response: httpx.Response) -> AsyncIterator[bytes]:
-        chunks = response.aiter_raw()
-        while chunk := await self._translated(node, lambda: anext(chunks, b"")):
-            yield chunk
-
-    async def _refusal(self, node: Node, response: httpx.Response) -> RouterError:
-        """The error that a node's answer with an error status amounts to."""
-        if response.status_code < 400:
-            return NodeFailed(502, f"{node.name} answered with status {response.status_code}, expected 2xx")
-        body = b""
-        async for chunk in self._raw_chunks(node, response):
-            body += chunk
-            if len(body) > MAX_ERROR_BODY_BYTES:
-                return NodeFailed(
-                    502,
-                    f"{node.name} answered {response.status_code} with an error text "
-                    f"longer than {MAX_ERROR_BODY_BYTES} bytes",
-                )
-        text = body[:500].decode(errors="replace").strip()
-        return NodeRefused(response.status_code, f"{node.name} answered {response.status_code}: {text}", body)
-
-    async def _translated(self, node: Node, call: Callable[[], Awaitable[T]]) -> T:
-        """The boundary where httpx's errors become ours, with the node's name."""
-        try:
-            return await call()
-        except (httpx.HTTPError, OSError) as error:
-            raise self._error_of(node, error) from error
-
-    def _error_of(self, node: Node, error: httpx.HTTPError | OSError) -> RouterError:
-        if (fault := local_fault(error)) is not None:
-            return LocalFault(fault)
-        if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
-            what = "timed out" if isinstance(error, httpx.ConnectTimeout) else str(error)
-            return NodeUnreachable(502, f"{node.name} cannot be reached: {what}")
-        if isinstance(error, httpx.TimeoutException):
-            return NodeFailed(504, f"{node.name} did not answer within {self._client.timeout.read:g} s")
-        return NodeFailed(502, f"{node.name} broke off its answer: {str(error) or type(error).__name__}")
 
 
 def _is_about_prefill(refusal: NodeRefused) -> bool:
     """Of a decode node's refusal; its 502 is about the transfer to it."""
     return refusal.node_code == PREFILL_NODE_FAILED or refusal.status == _BAD_GATEWAY
-
-
-async def _prepend(first_chunk: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    if first_chunk:
-        yield first_chunk
-    async for chunk in chunks:
-        yield chunk
-
-
-def _headers_to_node(client_headers: httpx.Headers, names: Collection[bytes]) -> RawHeaders:
-    """As bytes: what clients send need not be text in any encoding."""
-    passed = [(name.lower(), value) for name, value in client_headers.raw if name.lower() in names]
-    return [*_HEADERS_TO_NODE, *passed]
-
-
-def _headers_to_client(response: httpx.Response) -> RawHeaders:
-    named_in_connection = {name.strip().lower() for name in response.headers.get("connection", "").split(",")}
-    dropped = _HOP_BY_HOP_HEADERS | _OWN_HEADERS | named_in_connection
-    raw_headers = ((name.lower(), value) for name, value in response.headers.raw)
-    return [(name, value) for name, value in raw_headers if name.decode("latin-1") not in dropped]

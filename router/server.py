@@ -22,19 +22,20 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from api.keys import ApiKeys, RequireKey, load_api_keys
-from protocol.decoding import TypedDecoder
 from router.body import Endpoint, RequestBody
-from router.connect import OwnConnections
+from router.connect import OwnConnections, tls_context
 from router.desk import Desk, Worker
 from router.drain import Drain, ShuttingDown
 from router.errors import NodeFailed, RouterError
+from router.fleet import Fleet
 from router.health import LOADING, HealthWatch
 from router.live_page import PAGE_PATHS, page_routes
 from router.metrics import CLIENT_GONE, RouterMetrics
+from router.node_calls import Answer
 from router.nodes import NodeKind, NodePool
-from router.relay import Answer, Relay
+from router.relay import Relay
 from router.status import StatusBoard
-from service.http_errors import ApiError
+from service.http_errors import ApiError, ErrorShape
 from service.patience import Patience
 from service.settings import RouterSettings
 from service.workers import no_workers
@@ -43,17 +44,20 @@ log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_SECS = 5.0
 _JSON = "application/json"
-_MODELS_DECODER: TypedDecoder[dict[str, object]] = TypedDecoder.json(dict[str, object])
 
 _PAGES = ("/health", "/readiness", "/metrics", "/status")
 """Which tell of all processes of the router."""
+
+TO_ONE_NODE = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+RELAYED = (*Endpoint, *TO_ONE_NODE)
+"""What nodes answer, under the same paths."""
 
 _OPEN_PATHS = frozenset(("/health", "/readiness", "/metrics")) | PAGE_PATHS
 """Answered without an API key: probes and monitoring have none, and the page is where a key is entered."""
 
 
 def create_app(settings: RouterSettings, drain: Drain | None = None, desk: Desk | None = None) -> Starlette:
-    """The ASGI application of the first process. Raises NodeUrlError, KeyFileError.
+    """The ASGI application of the first process. Raises NodeUrlError, KeyFileError, CaFileError.
 
     ``drain`` ends its requests. ``desk``: where it decides for the others; None: it is the only one.
     """
@@ -94,7 +98,7 @@ def create_app(settings: RouterSettings, drain: Drain | None = None, desk: Desk 
 
 
 def create_worker_app(settings: RouterSettings, drain: Drain, worker: Worker) -> Starlette:
-    """The ASGI application of a further process. Raises KeyFileError."""
+    """The ASGI application of a further process. Raises KeyFileError, CaFileError."""
     router = _Router(settings, drain, worker.pool, worker.metrics)
 
     @asynccontextmanager
@@ -119,9 +123,8 @@ def _app(
         middleware.insert(0, _cors(settings.cors_allow_origins))
     return Starlette(
         routes=[
-            *(Route(endpoint, _RelayEndpoint(router, endpoint), methods=["POST"]) for endpoint in Endpoint),
-            Route("/v1/models", router.models, methods=["GET"]),
-            Route("/v1/models/{model:path}", router.models, methods=["GET"]),
+            *(Route(path, _RelayEndpoint(router, path), methods=["POST"]) for path in RELAYED),
+            *(Route(path, answer, methods=["GET"]) for path, answer in router.information.items()),
             *(Route(path, page, methods=["GET"]) for path in _PAGES),
             *page_routes(),
         ],
@@ -155,7 +158,7 @@ class _Router:
         # A connection a leg: its close is the node's abort signal, and none goes stale when a node restarts.
         self.client = httpx.AsyncClient(
             timeout=httpx.Timeout(settings.request_timeout_secs, connect=settings.connect_timeout_secs),
-            transport=OwnConnections(),
+            transport=OwnConnections(tls_context(settings)),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             auth=_NodeKey.of(settings),
             trust_env=False,
@@ -167,36 +170,16 @@ class _Router:
             max_retries=settings.max_retries,
             passes_authorization=settings.api_key_file is None,
         )
-
-    async def models(self, request: Request) -> Response:
-        """The models of all healthy decode nodes, each once; or the one that the path names."""
-        nodes = self.pool.healthy(NodeKind.DECODE)
-        lists = await asyncio.gather(*(self._models_of(node.url) for node in nodes))
-        if not any(models is not None for models in lists):
-            states = "; ".join(f"{node.url}: {node.trouble}" for node in self.pool.of_kind(NodeKind.DECODE))
-            return ApiError(503, f"no decode node told its models ({states})").response()
-        by_id = {model["id"]: model for models in lists for model in models or ()}
-        name = request.path_params.get("model")
-        if name is None:
-            body = msgspec.json.encode({"object": "list", "data": list(by_id.values())})
-        elif name in by_id:
-            body = msgspec.json.encode(by_id[name])
-        else:
-            served = ", ".join(repr(model) for model in by_id)
-            return ApiError(404, f"model: {name!r} does not exist here; served are {served}").response()
-        return Response(body, media_type=_JSON)
-
-    async def _models_of(self, url: str) -> list[dict[str, object]] | None:
-        try:
-            answer = await self.client.get(f"{url}/v1/models", timeout=HEALTH_TIMEOUT_SECS)
-            listing = _MODELS_DECODER.decode(answer.content)
-        except (httpx.HTTPError, OSError, msgspec.MsgspecError) as error:
-            log.warning("%s/v1/models: %s", url, error or type(error).__name__)
-            return None
-        models = listing.get("data")
-        if not isinstance(models, list):
-            return None
-        return [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
+        fleet = Fleet(pool, self.client)
+        self.information = {
+            "/version": fleet.version,
+            "/v1/models": fleet.models,
+            "/v1/models/{model:path}": fleet.models,
+            "/server_info": fleet.server_info,
+            "/get_server_info": fleet.server_info,
+            "/model_info": fleet.model_info,
+            "/get_model_info": fleet.model_info,
+        }
 
 
 def _health(desk: Desk, drain: Drain) -> Response:
@@ -232,11 +215,13 @@ class _NodeKey(httpx.Auth):
 
 
 class _RelayEndpoint:
-    """ASGI application of one relayed path."""
+    """ASGI application of one relayed path: of an Endpoint to a pair, of another path to one node."""
 
-    def __init__(self, router: _Router, endpoint: Endpoint) -> None:
+    def __init__(self, router: _Router, path: str) -> None:
         self._router = router
-        self._endpoint = endpoint
+        self._path = path
+        self._endpoint = Endpoint(path) if path not in TO_ONE_NODE else None
+        self._error_shape = ErrorShape.of_path(path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -249,14 +234,14 @@ class _RelayEndpoint:
             status = await self._send_error(request, send, error)
         finally:
             secs = time.perf_counter() - started
-            self._router.metrics.requests.labels(self._endpoint, status).inc()
-            self._router.metrics.duration.labels(self._endpoint).observe(secs)
-            log.info("%s %d in %.3f s", self._endpoint, status, secs)
+            self._router.metrics.requests.labels(self._path, status).inc()
+            self._router.metrics.duration.labels(self._path).observe(secs)
+            log.info("%s %d in %.3f s", self._path, status, secs)
 
     async def _serve(self, request: Request, send: Send) -> int:
         """Answers the request; the status under which it is counted."""
         try:
-            body = RequestBody.parse(await self._read_body(request), self._endpoint)
+            body = await self._read_body(request)
         except ClientDisconnect:
             return CLIENT_GONE
         except RouterError as error:
@@ -268,7 +253,7 @@ class _RelayEndpoint:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
             return await answering if answering.done() or reply.is_complete else CLIENT_GONE
         except TimeoutError:
-            log.warning("%s: the client stopped reading its answer", self._endpoint)
+            log.warning("%s: the client stopped reading its answer", self._path)
             return CLIENT_GONE
         finally:
             for task in (answering, leaving):
@@ -292,18 +277,24 @@ class _RelayEndpoint:
             raise RouterError(413, f"the request body is larger than max_body_bytes = {limit}")
         return bytes(body)
 
-    async def _relay(self, request: Request, body: RequestBody, send: Send) -> int:
+    async def _relay(self, request: Request, body: bytes, send: Send) -> int:
         started = time.perf_counter()
         async with AsyncExitStack() as stack:
             try:
-                headers = httpx.Headers(request.headers.raw)
                 async with self._router.drain.time_left():
-                    answer = await self._router.relay.open(self._endpoint, body, headers, stack)
+                    answer = await self._open(body, httpx.Headers(request.headers.raw), stack)
             except RouterError as error:
                 return await self._send_error(request, send, error)
-            self._router.metrics.ttft.labels(self._endpoint).observe(time.perf_counter() - started)
+            if self._endpoint is not None:
+                self._router.metrics.ttft.labels(self._path).observe(time.perf_counter() - started)
             await self._stream(answer, send)
             return answer.status
+
+    async def _open(self, body: bytes, headers: httpx.Headers, stack: AsyncExitStack) -> Answer:
+        relay = self._router.relay
+        if self._endpoint is None:
+            return await relay.ask_one(self._path, body, headers, stack)
+        return await relay.open(self._endpoint, RequestBody.parse(body, self._endpoint), headers, stack)
 
     async def _stream(self, answer: Answer, send: Send) -> None:
         """Pass the answer on.
@@ -326,10 +317,10 @@ class _RelayEndpoint:
                         return  # the client has all of it, and may leave before the node's connection ends
         except (NodeFailed, ShuttingDown) as error:
             self._router.metrics.truncated.inc()
-            log.warning("%s: %s", self._endpoint, error)
+            log.warning("%s: %s", self._path, error)
             if not answer.is_event_stream:
                 return
-            event = (b"" if tail == b"\n\n" else b"\n\n") + b"data: " + error.body() + b"\n\n"
+            event = (b"" if tail == b"\n\n" else b"\n\n") + error.event(self._error_shape)
             await self._send_chunk(send, event, more=True)
         await self._send_chunk(send, b"", more=False)
 
@@ -355,8 +346,8 @@ class _RelayEndpoint:
 
     async def _send_error(self, request: Request, send: Send, error: RouterError) -> int:
         if error.status >= 500:
-            log.warning("%s: %s", self._endpoint, error)
-        await error.response(error.node_headers)(request.scope, request.receive, send)
+            log.warning("%s: %s", self._path, error)
+        await error.response(error.node_headers, self._error_shape)(request.scope, request.receive, send)
         return error.status
 
 
@@ -382,4 +373,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return ApiError(error.status_code, message).response(error.headers)
+    return ApiError(error.status_code, message).response(error.headers, ErrorShape.of_path(request.url.path))

@@ -23,7 +23,7 @@ import h11
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http import h11_impl
 
-from service.http_errors import ApiError
+from service.http_errors import ApiError, ErrorShape
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class Connection(h11_impl.H11Protocol):
             f"this server has its {self._all.limit} connections, all with a request in flight: send the "
             "request again later, raise the server's limit of descriptors (ulimit -n), or add servers",
         )
-        await error.response({"connection": "close"})(scope, receive, send)
+        await error.response({"connection": "close"}, ErrorShape.of_path(scope["path"]))(scope, receive, send)
 
 
 def _network_of(address: str) -> str:

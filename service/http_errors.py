@@ -1,4 +1,4 @@
-"""The errors that a node's HTTP front answers with, in OpenAI's shape.
+"""The errors that an HTTP front answers with: in OpenAI's shape, on Anthropic's paths in Anthropic's.
 
 Exception tree::
 
@@ -13,12 +13,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from enum import Enum, auto
 from http import HTTPStatus
 
 import msgspec
 from starlette.responses import Response
 
 _MAX_SHOWN_CHARS = 80
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Of other statuses: ``invalid_request_error`` below 500, ``api_error`` from there on."""
+
+
+class ErrorShape(Enum):
+    """How an error is written: whole, and as the event that ends a stream."""
+
+    OPENAI = auto()
+    RESPONSES = auto()
+    """OpenAI's of ``/v1/responses``: the same, but for the event."""
+    ANTHROPIC = auto()
+
+    @classmethod
+    def of_path(cls, path: str) -> ErrorShape:
+        if path == "/v1/messages" or path.startswith("/v1/messages/"):
+            return cls.ANTHROPIC
+        return cls.RESPONSES if path == "/v1/responses" else cls.OPENAI
 
 
 class ApiError(Exception):
@@ -33,18 +61,40 @@ class ApiError(Exception):
         self.param = param
         self.code = code or _status_name(status)
 
-    def to_dict(self) -> dict[str, object]:
-        """OpenAI's error object, ``{"error": {...}}``."""
-        kind = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+    def to_dict(self, shape: ErrorShape = ErrorShape.OPENAI) -> dict[str, object]:
+        """The error object; Anthropic's has ``code`` besides, by which a router knows whose fault it is."""
+        is_clients = self.status < HTTPStatus.INTERNAL_SERVER_ERROR
+        match shape:
+            case ErrorShape.OPENAI | ErrorShape.RESPONSES:
+                kind = "invalid_request_error" if is_clients else "server_error"
+                error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+                return {"error": error}
+            case ErrorShape.ANTHROPIC:
+                kind = _ANTHROPIC_TYPES.get(
+                    self.status, "invalid_request_error" if is_clients else "api_error"
+                )
+                return {"type": "error", "error": {"type": kind, "message": self.message, "code": self.code}}
 
-    def body(self) -> bytes:
-        return msgspec.json.encode(self.to_dict())
+    def body(self, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
+        return msgspec.json.encode(self.to_dict(shape))
 
-    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+    def event(self, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
+        """The server-sent event that ends a stream."""
+        match shape:
+            case ErrorShape.OPENAI:
+                return b"data: " + self.body() + b"\n\n"
+            case ErrorShape.RESPONSES:  # its fields, and the object by which clients know errors of streams
+                event: dict[str, object] = {"type": "error", "code": self.code, "message": self.message}
+                body = msgspec.json.encode(event | {"param": self.param} | self.to_dict())
+                return b"event: error\ndata: " + body + b"\n\n"
+            case ErrorShape.ANTHROPIC:
+                return b"event: error\ndata: " + self.body(shape) + b"\n\n"
+
+    def response(
+        self, headers: Mapping[str, str] | None = None, shape: ErrorShape = ErrorShape.OPENAI
+    ) -> Response:
         """The whole answer, an ASGI application; ``headers`` beside those of its body."""
-        return Response(self.body(), self.status, headers, media_type="application/json")
+        return Response(self.body(shape), self.status, headers, media_type="application/json")
 
 
 class InvalidField(ApiError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -16,6 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from service import descriptors
+from service.certificates import Certificate
 from service.connections import Connection, Connections
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ _BACKLOG = 2048
 _LAST_ANSWERS_SECS = 2
 _OTHERS_SECS = 0.005
 """For a process with fewer connections to accept one."""
+HANDSHAKE_SECS = 10.0
+"""For a client's part of TLS. Until then its connection is none of ``Connections``, which counts the rest."""
 _TICKS_A_SWEEP = 10
 """uvicorn ticks ten times a second."""
 
@@ -31,8 +35,14 @@ _TICKS_A_SWEEP = 10
 class Listener:
     """A socket that listens, for one HTTP server."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """``port`` 0 takes any free one. Raises OSError when the address cannot be bound."""
+    def __init__(self, host: str, port: int, certificate: Certificate | None = None) -> None:
+        """``port`` 0 takes any free one; ``certificate``: for https.
+
+        Raises OSError when the address cannot be bound, or the certificate cannot be used.
+        """
+        if certificate is not None:
+            certificate.check()
+        self._certificate = certificate
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self.socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -40,6 +50,10 @@ class Listener:
             raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
         self.port: int = self.socket.getsockname()[1]
         self._num_connections: Sequence[int] = ()
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self._certificate is None else "https"
 
     def share(self, num_processes: int) -> None:
         """Before it is handed to processes that accept from it as well."""
@@ -76,8 +90,10 @@ class Listener:
             proxy_headers=False,  # a caller's address is that of its connection, whatever it says
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_LAST_ANSWERS_SECS,
+            ssl_certfile=None if self._certificate is None else self._certificate.certfile,
+            ssl_keyfile=None if self._certificate is None else self._certificate.keyfile,
         )
-        return HttpServer(config, connections)
+        return HttpServer(config, connections, self._certificate)
 
 
 class _SharedSocket(socket.socket):
@@ -113,17 +129,41 @@ class _SharedSocket(socket.socket):
         self._num_connections[self._process] = len(self._connections.live)
 
 
+@contextlib.contextmanager
+def _handshakes_within(secs: float) -> Iterator[None]:
+    """For the server with TLS that starts meanwhile. uvicorn has no option for it, and asyncio's is 60 s."""
+    loop: Any = asyncio.get_running_loop()
+    create_server = loop.create_server
+
+    def create(*args: Any, ssl: Any = None, **given: Any) -> Any:  # others may start meanwhile, too
+        limit = {} if ssl is None else {"ssl_handshake_timeout": secs}
+        return create_server(*args, ssl=ssl, **limit, **given)
+
+    loop.create_server = create
+    try:
+        yield
+    finally:
+        del loop.create_server
+
+
 class HttpServer(uvicorn.Server):
     """Leaves signals to its process, which lets requests finish before any server of it ends."""
 
-    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+    def __init__(
+        self, config: uvicorn.Config, connections: Connections, certificate: Certificate | None = None
+    ) -> None:
         super().__init__(config)
         self.connections = connections
+        self._certificate = certificate
         self.on_started: Callable[[], None] = lambda: None
         """Called once connections are accepted."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self._certificate is None:
+            await super().startup(sockets)
+        else:
+            with _handshakes_within(HANDSHAKE_SECS):
+                await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_BACKLOG)  # in the kernel, where waiting takes none of our descriptors
         self.on_started()
@@ -131,6 +171,8 @@ class HttpServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_A_SWEEP == 0:
             self.connections.sweep(time.monotonic())
+            if self._certificate is not None and self.config.ssl is not None:
+                self._certificate.refresh(self.config.ssl)
         return await super().on_tick(counter)
 
     @contextlib.contextmanager

@@ -61,9 +61,14 @@ class HisparsePolicy(StrEnum):
 _OF_ONE_MACHINE = {
     *("node_rank", "dist_init_addr", "host", "port", "bootstrap_port", "control_port", "advertise_host"),
     *("model_path", "served_model_name", "control_key_file", "api_key_file", "allowed_peers"),
-    *("device", "ib_device", "num_threads", "log_level"),
+    *("ssl_certfile", "ssl_keyfile", "device", "ib_device", "num_threads", "log_level"),
 }
 """Settings that may differ between the machines of a node."""
+
+
+def _check_tls(certfile: Path | None, keyfile: Path | None) -> None:
+    if keyfile is not None and certfile is None:
+        raise ValueError(f"ssl_keyfile {keyfile}: a key serves nothing without ssl_certfile; give both")
 
 
 class _Settings(BaseModel):
@@ -179,6 +184,13 @@ class NodeSettings(_Settings):
     api_key_file: Path | None = Field(
         None, description="file with the keys that HTTP requests need one of, one a line; unset: none needed"
     )
+    ssl_certfile: Path | None = Field(
+        None,
+        description="file with the certificate and its chain (PEM), for https; read again when changed",
+    )
+    ssl_keyfile: Path | None = Field(
+        None, description="file with its key (PEM), without a password; default: in --ssl-certfile"
+    )
     room_timeout_secs: Secs = Field(
         300.0,
         description="a room's wait for its other half, or for its KV, at most, in seconds; a prefill node "
@@ -228,6 +240,11 @@ class NodeSettings(_Settings):
     num_threads: int = Field(0, ge=0, description="torch CPU threads of the engine; 0: torch's own choice")
     debug_checks: bool = Field(False, description="check the integrity of all pools after every step")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
+
+    @model_validator(mode="after")
+    def _key_has_a_certificate(self) -> Self:
+        _check_tls(self.ssl_certfile, self.ssl_keyfile)
+        return self
 
     @model_validator(mode="after")
     def _peers_have_an_address(self) -> Self:
@@ -525,6 +542,16 @@ class RouterSettings(_Settings):
     api_key_file: Path | None = Field(
         None, description="file with the keys that clients need one of, one a line; unset: none needed"
     )
+    ssl_certfile: Path | None = Field(
+        None,
+        description="file with the certificate and its chain (PEM), for https; read again when changed",
+    )
+    ssl_keyfile: Path | None = Field(
+        None, description="file with its key (PEM), without a password; default: in --ssl-certfile"
+    )
+    node_ca_file: Path | None = Field(
+        None, description="file with the CA certificates (PEM) of https nodes; default: the system's"
+    )
     node_api_key_file: Path | None = Field(
         None,
         description="file whose first key goes to the nodes; unset: the client's, if it is not needed here",
@@ -552,6 +579,11 @@ class RouterSettings(_Settings):
     drain_timeout_secs: DrainSecs = Field(15.0, description=DRAIN_TIMEOUT)
     max_body_bytes: int = Field(16 << 20, ge=1024, description="HTTP request body at most, in bytes")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
+
+    @model_validator(mode="after")
+    def _key_has_a_certificate(self) -> Self:
+        _check_tls(self.ssl_certfile, self.ssl_keyfile)
+        return self
 
     @model_validator(mode="after")
     def _has_nodes(self) -> Self:

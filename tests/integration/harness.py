@@ -18,6 +18,7 @@ import httpx
 
 from router.supervisor import Health, Patience, probe
 from service.ports import free_port
+from tests.tls_files import TlsFiles
 
 START_TIMEOUT_SECS = 90.0
 """Without progress of a node that loads."""
@@ -51,11 +52,13 @@ class Service:
     module: str = "hisparse_pd"
     health_path: str = "/health"
     env: dict[str, str] = field(default_factory=dict)
+    tls: TlsFiles | None = None
+    """What it serves https with."""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -91,7 +94,7 @@ class Service:
         assert self.process is not None
         if self.process.poll() is not None:
             raise RuntimeError(f"{self.name} exited with {self.process.returncode}\n{self.log_tail()}")
-        with httpx.Client(timeout=5) as client:
+        with httpx.Client(timeout=5, verify=True if self.tls is None else self.tls.trusting()) as client:
             return probe(client, self.url + self.health_path)
 
     def signal_group(self, signal_number: int) -> None:

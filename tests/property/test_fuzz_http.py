@@ -19,6 +19,7 @@ from api.keys import ApiKeys, RequireKey
 from api.requests import Limits, grouped, plan_samples
 from api.schemas import MAX_ROOM, Endpoint, parse_request
 from api.text_codec import TextCodec
+from api.tokens import TokenPath, answer_about_tokens
 from router import body as router_body
 from router.body import RequestBody
 from router.errors import NodeRefused, RouterError
@@ -102,6 +103,52 @@ BODIES: dict[Endpoint, list[dict[str, Any]]] = {
             **ROOM,
         },
         {"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {}], "rid": ["a", "b"], **ROOM},
+    ],
+    Endpoint.RESPONSES: [
+        {"input": "hello", "max_output_tokens": 4, "stream": True, **ROOM},
+        {
+            "instructions": "S",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "t"}]},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "o"},
+            ],
+            "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": False}],
+            "tool_choice": "none",
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "text": {"format": {"type": "text"}},
+            "include": ["reasoning.encrypted_content"],
+            "store": False,
+            "metadata": {"hisparse": "true"},
+            **ROOM,
+        },
+    ],
+    Endpoint.MESSAGES: [
+        {
+            "max_tokens": 4,
+            "system": [{"type": "text", "text": "S"}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "t", "signature": ""},
+                        {"type": "tool_use", "id": "i", "name": "f", "input": {"a": 1}},
+                    ],
+                },
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "i", "content": "r"}]},
+            ],
+            "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "none"},
+            "thinking": {"type": "disabled"},
+            "output_config": {"effort": "low"},
+            "stop_sequences": ["x"],
+            "metadata": {"hisparse": "auto"},
+            "stream": True,
+            **ROOM,
+        }
     ],
 }
 CORPUS = {endpoint: [json.dumps(body).encode() for body in bodies] for endpoint, bodies in BODIES.items()}
@@ -246,6 +293,39 @@ def test_bodies_are_planned_or_refused_with_client_errors(
     endpoint: Endpoint, loop: asyncio.AbstractEventLoop, seed: int
 ) -> None:
     batch(seed, make_body(endpoint), lambda body: check_body(endpoint, loop, body))
+
+
+TOKEN_CORPUS = {
+    TokenPath.TOKENIZE: [
+        b'{"prompt": "hello", "add_special_tokens": false, "return_token_strs": true}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": false}',
+    ],
+    TokenPath.DETOKENIZE: [b'{"tokens": [1, 2, 3]}'],
+    TokenPath.COUNT_TOKENS: CORPUS[Endpoint.MESSAGES],
+}
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize("path", TokenPath)
+@given(seed=seeds)
+@fuzz_batches
+def test_what_is_asked_about_tokens_is_answered_or_refused_with_client_errors(
+    path: TokenPath, loop: asyncio.AbstractEventLoop, seed: int
+) -> None:
+    def check(body: bytes) -> None:
+        try:
+            answer = loop.run_until_complete(
+                answer_about_tokens(path, body, "tiny", CODEC, LIMITS.context_length)
+            )
+        except ApiError as error:
+            check_error(error)
+            return
+        assert set(json.loads(answer.body)) <= {
+            *("count", "max_model_len", "tokens", "token_strs"),
+            *("prompt", "input_tokens"),
+        }
+
+    batch(seed, lambda rng: damage(rng, TOKEN_CORPUS[path], HOSTILE_VALUES), check, count=BATCH // 4)
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)

@@ -98,6 +98,19 @@ def say(
     return script
 
 
+def stops_after(text: str, per_message: int = 3) -> Script:
+    """A decode engine that says ``text`` byte by byte and then stops."""
+
+    def script(generate: Generate) -> Iterable[FromEngine | float]:
+        token_ids = list(text.encode())
+        for start in range(0, len(token_ids), per_message):
+            part = tuple(token_ids[start : start + per_message])
+            is_last = start + per_message >= len(token_ids)
+            yield Tokens(generate.request_id, part, (), FinishReason.STOP if is_last else None)
+
+    return script
+
+
 class ScriptedEngine(threading.Thread):
     """Runs beside the test; ``received`` is everything that the front sent."""
 

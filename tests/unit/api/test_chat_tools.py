@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ import pytest
 
 from api.prompts import Prompt
 from api.text_codec import TextCodec
-from service.engine_messages import FromEngine, Generate, Tokens, unpack_token_ids
+from service.engine_messages import unpack_token_ids
 from tests.unit.api import scripted_engine, support
-from tests.unit.api.scripted_engine import Script
+from tests.unit.api.scripted_engine import stops_after
 from tests.unit.api.support import ROOM, serving
 from tests.unit.api.tiny_tokenizer import make_tokenizer
-from vocabulary import FinishReason
 
 TEMPLATE = (
     "{% if tools %}[tools]{{ tools | map(attribute='function.name') | join(',') }}{% endif %}"
@@ -44,17 +43,6 @@ CALL = (
     "<tool_call>weather<arg_key>city</arg_key><arg_value>7</arg_value>"
     "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
 )
-
-
-def stops_after(text: str, per_message: int = 3) -> Script:
-    def script(generate: Generate) -> Iterable[FromEngine | float]:
-        token_ids = list(text.encode())
-        for start in range(0, len(token_ids), per_message):
-            part = tuple(token_ids[start : start + per_message])
-            is_last = start + per_message >= len(token_ids)
-            yield Tokens(generate.request_id, part, (), FinishReason.STOP if is_last else None)
-
-    return script
 
 
 class RecordingCodec(TextCodec):

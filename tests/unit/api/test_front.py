@@ -24,7 +24,8 @@ import pytest
 from starlette.types import Message
 
 from api import node
-from api.app import Answer, Work, create_app
+from api.app import Work, create_app
+from api.frame import Answer
 from decode_node.server import create_decode_app
 from protocol.bootstrap import BootstrapInfo, look_up
 from service import front as front_module
@@ -62,7 +63,7 @@ from tests.unit.api.support import (
     until,
 )
 from tests.unit.api.tiny_tokenizer import EOS, write_checkpoint
-from vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode, RankPlace
+from vocabulary import PREFILL_NODE_FAILED, VERSION, FinishReason, HisparseFlag, Mode, RankPlace
 
 # --- decode: OpenAI ----------------------------------------------------------------------------------
 
@@ -171,6 +172,47 @@ def test_completion_logprobs(on_node: OnNode) -> None:
         assert [entry["text_offset"] for entry in streamed] == [[0], [1], [2]]
 
     on_node(say("abc"), check)
+
+
+def test_token_ids_of_completions(on_node: OnNode) -> None:
+    """Of each prompt and each answer, also where a token shows no text yet."""
+
+    async def check(node: Node) -> None:
+        body: dict[str, Any] = {**BODY, "prompt": ["ab", "c"], "n": 2, "return_token_ids": True}
+        choices = (await node.post("/v1/completions", **body)).json()["choices"]
+        assert [choice["prompt_token_ids"] for choice in choices] == [[97, 98], [97, 98], [99], [99]]
+        assert [choice["token_ids"] for choice in choices] == [list("a€b".encode())] * 4
+        streamed: dict[int, list[Any]] = {index: [] for index in range(4)}
+        for chunk in await node.events("/v1/completions", **body):
+            streamed[chunk["choices"][0]["index"]] += chunk["choices"]
+        for index, chunks in streamed.items():
+            assert chunks[0]["prompt_token_ids"] == choices[index]["prompt_token_ids"]
+            assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+            assert [chunk["token_ids"] for chunk in chunks] == [[byte] for byte in "a€b".encode()]
+            assert [chunk["text"] for chunk in chunks] == ["a", "", "", "€", "b"]
+
+    on_node(say("a€b"), check)
+
+
+def test_token_ids_of_a_chat(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 5, "return_token_ids": True, **ROOM}
+        prompt_ids = TOKENIZER("[user]hi[assistant]").input_ids
+        whole = (await node.post("/v1/chat/completions", **body, n=2)).json()
+        assert whole["prompt_token_ids"] == prompt_ids
+        assert [choice["token_ids"] for choice in whole["choices"]] == [list("a€b".encode())] * 2
+        chunks = await node.events("/v1/chat/completions", **body)
+        assert chunks[0]["prompt_token_ids"] == prompt_ids
+        assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+        assert "token_ids" not in chunks[0]["choices"][0]
+        assert [chunk["choices"][0]["token_ids"] for chunk in chunks[1:]] == [[b] for b in "a€b".encode()]
+        plain = (await node.post("/v1/chat/completions", **(body | {"return_token_ids": False}))).json()
+        assert "prompt_token_ids" not in plain
+        assert "token_ids" not in plain["choices"][0]
+        refused = await node.post("/generate", **NATIVE, return_token_ids=True)
+        assert refused.json()["error"]["param"] == "return_token_ids"
+
+    on_node(say("a€b"), check)
 
 
 def test_a_chat_without_a_number_asks_the_engine_for_the_nodes_default(on_node: OnNode) -> None:
@@ -799,6 +841,7 @@ def test_information(on_node: OnNode, role: str, tmp_path: Path) -> None:
             assert str(tmp_path) not in response.text
             assert response.json()["served_model_name"] == "tiny"
             assert response.json()["context_length"] == 256
+        assert (await node.client.get("/version")).json() == {"version": VERSION}
         info = (await node.client.get("/server_info")).json()
         assert info["disaggregation_mode"] == role
         assert (info["transfer_protocol"], info["transfer_devices"]) == ("rdma", ["mlx5_0", "mlx5_1"])

@@ -341,7 +341,7 @@ def test_long_bodies_are_parsed_beside_the_loop(tmp_path: Path, monkeypatch: pyt
             parsed_in.append(len(args[1]))
         return function(*args)
 
-    monkeypatch.setattr("api.app.off_loop", recorded)
+    monkeypatch.setattr("api.frame.off_loop", recorded)
 
     async def main() -> None:
         front = socketless_front(tmp_path, connectionless_link(QueueLimits(10, 10)))

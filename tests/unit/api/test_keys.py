@@ -141,7 +141,9 @@ def test_a_key_gets_through(path: Path, scheme: str) -> None:
         {"authorization": f"Bearer {KEY} {OTHER}"},
         {"authorization": f"Bearer {KEY}, Bearer {OTHER}"},
         [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")],
-        {"x-api-key": KEY},
+        {"x-api-key": f"{KEY}x"},
+        {"x-api-key": KEY, "authorization": f"Bearer {KEY}x"},
+        [("x-api-key", KEY), ("x-api-key", KEY)],
     ],
     ids=str,
 )

@@ -26,6 +26,8 @@ MINIMAL: dict[Endpoint, dict[str, Any]] = {
     Endpoint.COMPLETIONS: {"prompt": "hi", **ROOM},
     Endpoint.CHAT: {"messages": MESSAGES, **ROOM},
     Endpoint.GENERATE: {"text": "hi", **ROOM},
+    Endpoint.MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **ROOM},
+    Endpoint.RESPONSES: {"input": "hi", **ROOM},
 }
 
 

@@ -31,6 +31,8 @@ MINIMAL: dict[Endpoint, dict[str, Any]] = {
     Endpoint.COMPLETIONS: {"model": MODEL, "prompt": "hello", **ROOM},
     Endpoint.CHAT: {"model": MODEL, "messages": MESSAGES, **ROOM},
     Endpoint.GENERATE: {"text": "hello", **ROOM},
+    Endpoint.MESSAGES: {"model": MODEL, "messages": MESSAGES, "max_tokens": 9, **ROOM},
+    Endpoint.RESPONSES: {"model": MODEL, "input": "hello", **ROOM},
 }
 DECODE_LIMITS = Limits(CONTEXT_LENGTH, 200, 100, holds_output=True)
 PREFILL_LIMITS = Limits(CONTEXT_LENGTH, 200, 200, holds_output=False)
@@ -272,7 +274,13 @@ def test_the_flag_at_the_top_level(endpoint: Endpoint, value: object, flag: Hisp
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "carrier"), [(Endpoint.CHAT, "metadata"), (Endpoint.GENERATE, "custom_labels")]
+    ("endpoint", "carrier"),
+    [
+        (Endpoint.CHAT, "metadata"),
+        (Endpoint.MESSAGES, "metadata"),
+        (Endpoint.RESPONSES, "metadata"),
+        (Endpoint.GENERATE, "custom_labels"),
+    ],
 )
 @pytest.mark.parametrize("value", [True, "true", False, "false", "auto"])
 def test_the_flag_where_public_routers_leave_it(endpoint: Endpoint, carrier: str, value: object) -> None:
@@ -317,7 +325,6 @@ EVERYWHERE = [
     ({"guided_regex": "a*"}, "guided_regex", "not supported"),
     ({"logits_processors": ["x"]}, "logits_processors", "not supported"),
     ({"prompt_logprobs": 0}, "prompt_logprobs", "0 is not supported"),
-    ({"return_token_ids": True}, "return_token_ids", "not supported"),
     ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids", "not supported"),
     ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "not supported"),
     ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
@@ -542,7 +549,7 @@ def test_unknown_and_harmless_fields_are_ignored() -> None:
         "guided_json": None, "return_token_ids": False, "spaces_between_special_tokens": True, "priority": 0,
     }  # fmt: skip
     for endpoint in Endpoint:
-        parse(endpoint, **extras)
+        parse(endpoint, **extras | ({"tool_choice": None} if endpoint is Endpoint.MESSAGES else {}))
 
 
 @given(

@@ -70,7 +70,7 @@ class FakeNode:
     """Body of its /health while it is not healthy."""
     requests: list[tuple[str, httpx.Headers, bytes]] = field(default_factory=list)
     says: bytes | None = None
-    """Of its load and its models, instead of what they are."""
+    """Of its load, its models and itself, instead of what they are."""
     asked: list[tuple[str, str | None]] = field(default_factory=list)
     """What the router asked for itself: path and Authorization."""
     client_left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -86,7 +86,7 @@ class FakeNode:
         match scope["path"]:
             case "/health":
                 await (answer(send, b"", 200) if self.healthy else answer(send, self.trouble, 503))
-            case "/get_load" | "/v1/models" if self.says is not None:
+            case "/get_load" | "/v1/models" | "/server_info" | "/model_info" if self.says is not None:
                 await answer(send, self.says)
             case "/get_load":
                 loads = [{"dp_rank": rank, "num_reqs": load} for rank, load in enumerate(self.loads)]
@@ -94,6 +94,8 @@ class FakeNode:
             case "/v1/models":
                 data = [{"id": name, "object": "model"} for name in self.models]
                 await answer(send, json.dumps({"object": "list", "data": data}).encode())
+            case "/server_info" | "/model_info" as path:
+                await answer(send, json.dumps({"asked": path, "port": scope["server"][1]}).encode())
             case path:
                 request = Request(scope, receive)
                 self.requests.append((path, httpx.Headers(request.headers.raw), await request.body()))

@@ -16,8 +16,9 @@ from starlette.types import Message
 from router.body import Endpoint
 from router.drain import Drain
 from router.metrics import RouterMetrics
+from router.node_calls import Answer, NodeCalls, RawHeaders
 from router.nodes import Node, NodeKind, NodePool, Pair
-from router.relay import Answer, RawHeaders, _Exchange
+from router.relay import _Exchange
 from router.server import _RelayEndpoint
 from service.settings import RouterSettings
 
@@ -91,7 +92,7 @@ async def test_legs_end_whenever_their_request_is_cancelled(num_turns: int) -> N
     nodes = [Node.from_url(kind, f"http://{kind}:1") for kind in NodeKind]
     pool = NodePool([nodes[0]], [nodes[1]], "least_loaded")
     async with httpx.AsyncClient() as client:
-        exchange = _Exchange(client, pool, Pair(nodes[0], nodes[1], 1))
+        exchange = _Exchange(NodeCalls(client), pool, Pair(nodes[0], nodes[1], 1))
         exchange._decode_stack.enter_context(pool.working(nodes[1], 1))
         exchange._prefill = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
         closing = asyncio.create_task(exchange.close())

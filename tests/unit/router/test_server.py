@@ -20,7 +20,7 @@ from protocol.access import KeyFileError
 from router.body import MAX_PROMPTS, Endpoint, RequestBody
 from router.errors import RouterError
 from router.nodes import Node, NodeKind, NodePool, NodeUrlError
-from router.server import create_app
+from router.server import TO_ONE_NODE, create_app
 from service.settings import RouterSettings
 from tests.property.fuzzing import peak_bytes
 from tests.unit.router.cluster import (
@@ -42,7 +42,7 @@ from tests.unit.router.cluster import (
     until,
     write,
 )
-from vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
+from vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED, VERSION
 
 pytestmark = pytest.mark.anyio
 
@@ -837,6 +837,103 @@ async def test_a_model_can_be_asked_for_by_name() -> None:
         )
 
 
+@pytest.mark.I7
+async def test_errors_on_anthropics_paths_have_its_shape() -> None:
+    """The router's own, and a node's in another shape; of a node that breaks off, in an event with a name."""
+
+    async def breaks_off(node: FakeNode, send: Send) -> None:
+        await start(send)
+        await write(send, EVENTS[0])
+        raise CutConnection
+
+    body = {"max_tokens": 1, "messages": [], "system": "S"}
+    async with cluster(decode=[breaks_off]) as pair:
+        answer = await pair.client.post("/v1/messages", content=b"[]")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        stream = (await pair.client.post("/v1/messages", json=body)).text
+        name, data = stream.split("\n\n")[-2].split("\n")
+        assert name == "event: error"
+        assert json.loads(data.removeprefix("data: "))["error"]["type"] == "api_error"
+    openais = b'{"error": {"message": "no", "type": "x", "code": "y"}}'
+    anthropics = b'{"type": "error", "error": {"message": "no", "type": "overloaded_error", "code": "c"}}'
+    for said in (openais, anthropics):
+        async with cluster(decode=says(said, 503), max_retries=0) as pair:
+            answer = await pair.client.post("/v1/messages", json=body)
+            assert answer.status_code == 503
+            assert answer.json()["type"] == "error"
+            assert answer.json()["error"]["type"] == "overloaded_error"
+            assert (answer.content == said) is (said is anthropics)
+
+
+async def test_prompts_are_told_apart_by_all_that_is_in_them() -> None:
+    body = RequestBody.parse(b'{"messages": [1], "system": "S", "tools": []}', Endpoint.MESSAGES)
+    assert bytes(body.prompt) == b'"S"[1]'
+    assert body.num_prompts is None
+
+
+@pytest.mark.parametrize("path", TO_ONE_NODE)
+async def test_what_needs_no_pair_goes_to_one_node_that_serves(path: str) -> None:
+    content = b'{"prompt": "a",  "x": 1.10}'
+    loading = says(b'{"error": {"message": "loading"}}', 503)
+    async with cluster(prefill=loading, decode=[loading, says(b'{"count": 1}')], max_retries=2) as pair:
+        await pair.prefill[0].close()
+        answer = await pair.client.post(path, content=content)
+        assert answer.json() == {"count": 1}
+        assert answer.headers["x-hisparse-pd-decode"] == pair.decode[1].url
+        assert [node.requests[0][0] for node in pair.decode] == [path, path]
+        assert pair.decode[1].requests[0][2] == content
+        assert f'hisparse_pd:router_requests_total{{endpoint="{path}",status="200"}}' in await pair.metrics()
+        assert f'token_seconds_count{{endpoint="{path}"}}' not in await pair.metrics()
+
+
+@pytest.mark.I7
+async def test_a_node_that_refuses_what_needs_no_pair_has_the_word() -> None:
+    refusal = b'{"error": {"message": "prompt: no", "type": "x", "code": "y"}}'
+    async with cluster(prefill=says(refusal, 400), decode=says(refusal, 400)) as pair:
+        answer = await pair.client.post("/tokenize", json={})
+        assert (answer.status_code, answer.content) == (400, refusal)
+        assert len(pair.prefill[0].requests + pair.decode[0].requests) == 1
+        for node in (*pair.prefill, *pair.decode):
+            await node.close()
+        answer = await pair.client.post("/tokenize", json={})
+        assert answer.status_code == 502
+        assert "cannot be reached" in error_of(answer)
+        answer = await pair.client.post("/tokenize", json={})
+        assert answer.status_code == 503
+        assert "no healthy node" in error_of(answer)
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_every_node_says_what_it_is(path: str) -> None:
+    async with cluster(decode=[streams, streams]) as pair:
+        await pair.decode[1].close()
+        told = (await pair.client.get(path)).json()
+        assert set(told) == {"version", "prefill", "decode"}
+        assert told["version"] == VERSION
+        for node, entry in ((pair.prefill[0], told["prefill"][0]), (pair.decode[0], told["decode"][0])):
+            assert entry == {"url": node.url, "asked": "/server_info", "port": httpx.URL(node.url).port}
+        assert told["decode"][1]["url"] == pair.decode[1].url
+        assert "/server_info: " in told["decode"][1]["trouble"]
+        assert len(told["decode"]) == 2
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+async def test_a_healthy_decode_node_says_what_the_model_is(path: str) -> None:
+    async with cluster(decode=[streams, streams]) as pair:
+        await pair.decode[0].close()
+        port = httpx.URL(pair.decode[1].url).port
+        assert (await pair.client.get(path)).json() == {"asked": "/model_info", "port": port}
+        await pair.decode[1].close()
+        answer = await pair.client.get(path)
+        assert answer.status_code == 503
+        assert "no decode node told its model" in error_of(answer)
+
+
+async def test_the_router_tells_its_version() -> None:
+    async with cluster() as pair:
+        assert (await pair.client.get("/version")).json() == {"version": VERSION}
+
+
 async def test_metrics_count_requests_and_the_time_to_the_first_byte() -> None:
     async with cluster(decode=says(b"{}")) as pair:
         await pair.client.post("/generate", json={})
@@ -864,7 +961,8 @@ async def test_what_a_node_says_of_itself_may_be_anything(said: bytes) -> None:
         node.says = said
         num_before = len(node.asked)
         await until(lambda: len(node.asked) >= num_before + 6)
-        assert (await pair.client.get("/v1/models")).status_code in (200, 503)
+        for path in ("/v1/models", "/server_info", "/model_info"):
+            assert (await pair.client.get(path)).status_code in (200, 503)
         response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
         assert response.content == b"".join(EVENTS)
 
@@ -900,7 +998,16 @@ async def test_without_a_key_only_probes_and_metrics_are_answered(tmp_path: Path
         assert (await pair.client.get("/v1/models")).status_code == 401
         assert (await pair.client.get("/status")).status_code == 401
         assert pair.prefill[0].requests == pair.decode[0].requests == []
-        assert "hisparse_pd:router_unauthorized_requests_total 10.0" in await pair.metrics()
+        num_asked = float(2 * len([*Endpoint, "/nowhere"]) + 2)
+        assert f"hisparse_pd:router_unauthorized_requests_total {num_asked}" in await pair.metrics()
+
+
+async def test_without_keys_of_its_own_the_router_passes_the_clients_on() -> None:
+    async with cluster(decode=says(b"{}")) as pair:
+        for headers in (bearer(CLIENT_KEY), {"x-api-key": CLIENT_KEY}):
+            await pair.client.post("/v1/messages", json={}, headers=headers)
+            for node in (*pair.prefill, *pair.decode):
+                assert headers.items() <= dict(node.requests[-1][1]).items()
 
 
 async def test_a_clients_key_opens_the_router_and_goes_no_further(tmp_path: Path) -> None:
@@ -910,6 +1017,8 @@ async def test_a_clients_key_opens_the_router_and_goes_no_further(tmp_path: Path
         assert response.status_code == 200
         for node in (*pair.prefill, *pair.decode):
             assert "authorization" not in node.requests[0][1]
+        await pair.client.post("/v1/messages", json={}, headers={"x-api-key": CLIENT_KEY})
+        assert "x-api-key" not in pair.decode[0].requests[1][1]
 
 
 @pytest.mark.parametrize("with_client_keys", [True, False])

@@ -1,0 +1,129 @@
+"""Answers to ``/v1/messages``, as Anthropic publishes them, whole and streamed."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import assert_never
+
+from msgspec import Raw
+
+from api.answers import hisparse_usage
+from api.app import Work
+from api.blocks import Block, BlockAnswer, BlockKind, Change
+from api.detokenizer import TokenBytes
+from api.frame import sse
+from api.output import Finish, SampleOutput
+from api.tool_markup import Markup
+from vocabulary import FinishReason
+
+Json = dict[str, object]
+
+
+class Messages(BlockAnswer):
+    """``/v1/messages``. Reasoning is shown as thinking without a signature: nobody checks it here."""
+
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
+        super().__init__(work, token_bytes, markup)
+        self._model_name = model_name
+        self._id = f"msg_{secrets.token_hex(12)}"
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
+        (output,) = outputs
+        return self._message([_whole_block(block) for block in self.blocks], output)
+
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        (output,) = outputs
+        yield _event("message_delta", delta=self._stop(output.finish), usage=self._usage(output))
+        yield _event("message_stop")
+
+    def _begin(self, output: SampleOutput) -> Iterator[bytes]:
+        yield _event("message_start", message=self._message([], output) | self._stop(None))
+
+    def _show(self, change: Change, block: Block, text: str) -> Iterator[bytes]:
+        match change:
+            case Change.OPENED:
+                yield _event("content_block_start", index=block.index, content_block=_empty_block(block))
+            case Change.GREW:
+                yield _event("content_block_delta", index=block.index, delta=_delta(block.kind, text))
+            case Change.CLOSED:
+                if block.kind is BlockKind.REASONING:
+                    signature = {"type": "signature_delta", "signature": ""}
+                    yield _event("content_block_delta", index=block.index, delta=signature)
+                yield _event("content_block_stop", index=block.index)
+            case _:
+                assert_never(change)
+
+    def _message(self, content: list[Json], output: SampleOutput) -> Json:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model_name,
+            "content": content,
+            **self._stop(output.finish),
+            "usage": self._usage(output),
+        }
+
+    def _stop(self, finish: Finish | None) -> Json:
+        reason: str | None = None
+        if finish is not None:
+            by_string = finish.reason is FinishReason.STOP and isinstance(finish.matched, str)
+            if finish.reason is FinishReason.LENGTH:
+                reason = "max_tokens"
+            elif self._calls_tools(finish):
+                reason = "tool_use"
+            else:
+                reason = "stop_sequence" if by_string else "end_turn"
+        sequence = finish.matched if finish is not None and reason == "stop_sequence" else None
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _usage(self, output: SampleOutput) -> Json:
+        """The prompt's tokens are those that were computed and those that were cached, together."""
+        stats = output.stats
+        num_cached_tokens = stats.num_cached_tokens if stats is not None else 0
+        return {
+            "input_tokens": output.num_prompt_tokens - num_cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached_tokens,
+            "output_tokens": len(output.token_ids),
+            "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens},
+            "held_tokens": stats.num_held_tokens if stats is not None else 0,
+            "hisparse": hisparse_usage([output]),
+        }
+
+
+def _event(name: str, **fields: object) -> bytes:
+    return sse({"type": name, **fields}, name)
+
+
+def _delta(kind: BlockKind, text: str) -> Json:
+    match kind:
+        case BlockKind.REASONING:
+            return {"type": "thinking_delta", "thinking": text}
+        case BlockKind.TEXT:
+            return {"type": "text_delta", "text": text}
+        case BlockKind.CALL:
+            return {"type": "input_json_delta", "partial_json": text}
+        case _:
+            assert_never(kind)
+
+
+def _whole_block(block: Block) -> Json:
+    match block.kind:
+        case BlockKind.REASONING:
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        case BlockKind.TEXT:
+            return {"type": "text", "text": block.text, "citations": None}
+        case BlockKind.CALL:
+            return _empty_block(block) | {"input": Raw(block.text.encode())}
+        case _:
+            assert_never(block.kind)
+
+
+def _empty_block(block: Block) -> Json:
+    """As a stream opens it."""
+    if block.call is not None:
+        tool_id = f"toolu_{secrets.token_hex(12)}"
+        return {"type": "tool_use", "id": tool_id, "name": block.call.name, "input": {}}
+    return _whole_block(Block(block.index, block.kind))

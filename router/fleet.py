@@ -1,0 +1,96 @@
+"""What the router tells of its nodes by asking them: their models, what each of them is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import httpx
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protocol.decoding import TypedDecoder
+from router.nodes import Node, NodeKind, NodePool
+from service.http_errors import ApiError
+from vocabulary import VERSION
+
+log = logging.getLogger(__name__)
+
+ASK_TIMEOUT_SECS = 5.0
+_JSON = "application/json"
+_OBJECT_DECODER: TypedDecoder[dict[str, object]] = TypedDecoder.json(dict[str, object])
+
+
+class Fleet:
+    """Endpoints of the router. Nodes are asked at once, each for ``ASK_TIMEOUT_SECS`` at most."""
+
+    def __init__(self, pool: NodePool, client: httpx.AsyncClient) -> None:
+        self._pool = pool
+        self._client = client
+
+    async def models(self, request: Request) -> Response:
+        """The models of all healthy decode nodes, each once; or the one that the path names."""
+        answers = await self._ask_all(self._pool.healthy(NodeKind.DECODE), "/v1/models")
+        lists = [None if isinstance(answer, str) else _models_in(answer) for answer in answers]
+        if not any(models is not None for models in lists):
+            return self._nobody_told("its models")
+        by_id = {model["id"]: model for models in lists for model in models or ()}
+        name = request.path_params.get("model")
+        if name is None:
+            return _json({"object": "list", "data": list(by_id.values())})
+        if name in by_id:
+            return _json(by_id[name])
+        served = ", ".join(repr(model) for model in by_id)
+        return ApiError(404, f"model: {name!r} does not exist here; served are {served}").response()
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": VERSION})
+
+    async def server_info(self, request: Request) -> Response:
+        """What each node says of itself, by kind; of one that says nothing, why."""
+        nodes = self._pool.nodes
+        answers = await self._ask_all(nodes, "/server_info")
+        told: dict[str, list[dict[str, object]]] = {kind: [] for kind in NodeKind}
+        for node, answer in zip(nodes, answers, strict=True):
+            said = {"trouble": answer} if isinstance(answer, str) else answer
+            told[node.kind].append({"url": node.url, **said})
+        return _json({"version": VERSION, **told})
+
+    async def model_info(self, request: Request) -> Response:
+        """What the first healthy decode node that answers says: the nodes serve one model."""
+        for node in self._pool.healthy(NodeKind.DECODE):
+            answer = await self._ask(node, "/model_info")
+            if not isinstance(answer, str):
+                return _json(answer)
+        return self._nobody_told("its model")
+
+    async def _ask_all(self, nodes: Sequence[Node], path: str) -> list[dict[str, object] | str]:
+        return await asyncio.gather(*(self._ask(node, path) for node in nodes))
+
+    async def _ask(self, node: Node, path: str) -> dict[str, object] | str:
+        """The JSON object that the node answers; as text what is wrong where it does not."""
+        try:
+            answer = await self._client.get(node.url + path, timeout=ASK_TIMEOUT_SECS)
+            if not answer.is_success:
+                return f"{path} answered {answer.status_code}"
+            return _OBJECT_DECODER.decode(answer.content)
+        except (httpx.HTTPError, OSError, msgspec.MsgspecError) as error:
+            log.warning("%s%s: %s", node.url, path, error or type(error).__name__)
+            return f"{path}: {error or type(error).__name__}"
+
+    def _nobody_told(self, what: str) -> Response:
+        states = "; ".join(f"{node.url}: {node.trouble}" for node in self._pool.of_kind(NodeKind.DECODE))
+        return ApiError(503, f"no decode node told {what} ({states})").response()
+
+
+def _models_in(listing: dict[str, object]) -> list[dict[str, object]] | None:
+    models = listing.get("data")
+    if not isinstance(models, list):
+        return None
+    return [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type=_JSON)

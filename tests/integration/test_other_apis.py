@@ -1,0 +1,96 @@
+"""The real pair behind the router, asked in the words of other APIs: the same tokens come as from a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.integration.harness import Deployment
+
+MESSAGES: list[Any] = [{"role": "user", "content": "What is a page?"}]
+SAMPLING = {"temperature": 0, "ignore_eos": True, "hisparse": True}
+
+
+@pytest.fixture(scope="module")
+def client(pair: Deployment) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=pair.url, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def chat(client: httpx.Client) -> dict[str, Any]:
+    body = {"messages": MESSAGES, "max_tokens": 12, "return_token_ids": True, **SAMPLING}
+    answer: dict[str, Any] = client.post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"]
+    return answer
+
+
+def named_events(text: str) -> list[tuple[str, dict[str, Any]]]:
+    lines = [event.split("\n") for event in text.removesuffix("\n\n").split("\n\n")]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in lines]
+
+
+def test_tokens_of_the_chat_are_counted_as_they_are_served(
+    client: httpx.Client, chat: dict[str, Any]
+) -> None:
+    tokenized = client.post("/tokenize", json={"messages": MESSAGES}).json()
+    assert tokenized["tokens"] == chat["prompt_token_ids"]
+    assert tokenized["count"] == chat["usage"]["prompt_tokens"]
+    assert client.post("/v1/messages/count_tokens", json={"messages": MESSAGES}).json() == {
+        "input_tokens": tokenized["count"]
+    }
+    ids = chat["choices"][0]["token_ids"]
+    assert len(ids) == chat["usage"]["completion_tokens"] == 12
+    text = client.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert text.startswith(chat["choices"][0]["message"]["content"].rstrip("\N{REPLACEMENT CHARACTER}"))
+
+
+def test_messages(client: httpx.Client, chat: dict[str, Any]) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 12, **SAMPLING}
+    answer = client.post("/v1/messages", json=body).json()
+    text = chat["choices"][0]["message"]["content"]
+    assert [block["text"] for block in answer["content"]] == [text]
+    assert answer["usage"]["output_tokens"] == 12
+    assert answer["usage"]["hisparse"]["mode"] == "hisparse"
+    assert answer["stop_reason"] == "max_tokens"
+    stream = client.post("/v1/messages", json={**body, "stream": True})
+    events = named_events(stream.text)
+    assert [name for name, _ in events[:2]] == ["message_start", "content_block_start"]
+    assert events[-1] == ("message_stop", {"type": "message_stop"})
+    assert "".join(e["delta"]["text"] for name, e in events if name == "content_block_delta") == text
+    refused = client.post("/v1/messages", json={**body, "thinking": {"type": "enabled", "budget_tokens": 9}})
+    assert (refused.status_code, refused.json()["type"]) == (400, "error")
+
+
+def test_responses_by_the_official_client(pair: Deployment, chat: dict[str, Any]) -> None:
+    text = chat["choices"][0]["message"]["content"]
+    options: dict[str, Any] = {
+        "model": "tiny",
+        "input": "What is a page?",
+        "max_output_tokens": 12,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True, "hisparse": True},
+    }
+    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+        whole = client.responses.create(**options)
+        assert (whole.output_text, whole.status) == (text, "incomplete")
+        assert whole.usage is not None
+        assert whole.usage.output_tokens == 12
+        with client.responses.stream(**options) as stream:
+            pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert "".join(pieces) == text
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            client.responses.create(**options, previous_response_id="resp_1")
+
+
+def test_the_nodes_tell_what_they_are(client: httpx.Client, pair: Deployment) -> None:
+    told = client.get("/server_info").json()
+    assert [entry["url"] for entry in told["prefill"]] == [node.url for node in pair.prefill]
+    assert [entry["disaggregation_mode"] for entry in told["decode"]] == ["decode"]
+    assert client.get("/model_info").json()["served_model_name"] == "tiny"
+    assert client.get("/version").json() == httpx.get(f"{pair.decode[0].url}/version", timeout=10).json()

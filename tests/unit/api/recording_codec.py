@@ -1,0 +1,45 @@
+"""A codec that shows in letters what a request becomes for the model's template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from api.prompts import Prompt
+from api.text_codec import TextCodec
+from service.engine_messages import unpack_token_ids
+from tests.unit.api.tiny_tokenizer import make_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}[tools]{{ tools | map(attribute='function.name') | join(',') }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}{{ m.tool_call_id }}]{{ m.reasoning_content }}{{ m.content }}"
+    "{% for call in m.tool_calls %}"
+    "<{{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }}>"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]"
+    "{% if thinking and enable_thinking %}<think>\n{% endif %}{% if reasoning_effort %}"
+    "({{ reasoning_effort }}){% endif %}{% endif %}"
+)
+
+
+class RecordingCodec(TextCodec):
+    """Keeps the prompts of the last request: the engine of a decode node is not sent them."""
+
+    encoded: tuple[bytes, ...] = ()
+
+    @classmethod
+    def make(cls) -> Self:
+        """With GLM's calls."""
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = TEMPLATE
+        return cls(tokenizer, len(tokenizer), "glm_moe_dsa")
+
+    async def encode(
+        self, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int, **options: Any
+    ) -> tuple[bytes, ...]:
+        self.encoded = await super().encode(prompts, names, max_tokens, **options)
+        return self.encoded
+
+    @property
+    def prompt(self) -> str:
+        (packed,) = self.encoded
+        return str(self._tokenizer.decode(unpack_token_ids(packed).tolist()))

@@ -1,0 +1,332 @@
+"""Anthropic's ``/v1/messages`` and ``count_tokens`` at a node."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from service.engine_messages import Generate, RequestFailed
+from tests.unit.api import support
+from tests.unit.api.recording_codec import RecordingCodec
+from tests.unit.api.scripted_engine import Script, deliver, say, stops_after
+from tests.unit.api.support import ROOM, Node, OnNode, named_events
+from vocabulary import HisparseFlag
+
+PATH = "/v1/messages"
+TOOL = {
+    "name": "weather",
+    "description": "of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = "<tool_call>weather<arg_key>city</arg_key><arg_value>7</arg_value></tool_call>"
+BODY: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 100,
+    "messages": [{"role": "user", "content": "hi"}],
+    **ROOM,
+}
+
+
+@pytest.fixture(autouse=True)
+def codec(monkeypatch: pytest.MonkeyPatch) -> RecordingCodec:
+    codec = RecordingCodec.make()
+    monkeypatch.setattr(support, "CODEC", codec)
+    return codec
+
+
+def test_a_whole_answer(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        answer = (await node.post(PATH, **{**BODY, "max_tokens": 3}, hisparse=True)).json()
+        assert answer.pop("id").startswith("msg_")
+        assert answer == {
+            "type": "message",
+            "role": "assistant",
+            "model": "tiny",
+            "content": [{"type": "text", "text": "abc", "citations": None}],
+            "stop_reason": "max_tokens",
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": answer["usage"]["input_tokens"],
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 2,
+                "output_tokens": 3,
+                "output_tokens_details": {"thinking_tokens": 0},
+                "held_tokens": 1,
+                "hisparse": {"mode": "dense", "hits": 10, "misses": 4},
+            },
+        }
+        (generate,) = node.engine.generates
+        assert answer["usage"]["input_tokens"] + 2 == generate.num_prompt_tokens
+        assert generate.hisparse is HisparseFlag.TRUE
+        counted = await node.post(PATH + "/count_tokens", model="tiny", messages=BODY["messages"])
+        assert counted.json() == {"input_tokens": generate.num_prompt_tokens}
+
+    on_node(say("abcdef"), check)
+
+
+def test_the_events_of_a_stream(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        answer = await node.post(PATH, **BODY, stream=True, tools=[TOOL], thinking={"type": "adaptive"})
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        events = named_events(answer.text)
+        assert all(name == event["type"] for name, event in events)
+        first, *changes, last, stop = [event for _, event in events]
+        message = first["message"]
+        assert first["type"] == "message_start"
+        assert (message["content"], message["stop_reason"]) == ([], None)
+        assert message["usage"]["output_tokens"] == 3
+        blocks: list[dict[str, Any]] = []
+        deltas: list[list[str]] = []
+        for event in changes:
+            match event["type"]:
+                case "content_block_start":
+                    assert event["index"] == len(blocks)
+                    blocks.append(event["content_block"])
+                    deltas.append([])
+                case "content_block_delta":
+                    assert event["index"] == len(blocks) - 1
+                    kind = event["delta"].pop("type")
+                    (piece,) = event["delta"].values()
+                    deltas[-1].append(kind if kind == "signature_delta" else piece)
+                case kind:
+                    assert (kind, event["index"]) == ("content_block_stop", len(blocks) - 1)
+        assert blocks[2].pop("id") != blocks[3].pop("id")
+        call = {"type": "tool_use", "name": "weather", "input": {}}
+        assert blocks == [
+            {"type": "thinking", "thinking": "", "signature": ""},
+            {"type": "text", "text": "", "citations": None},
+            call,
+            call,
+        ]
+        assert "".join(deltas[0]) == "hm, hm" + "signature_delta"
+        assert len(deltas[0]) > 2
+        assert "".join(deltas[1]) == "Look:\n"
+        assert [json.loads("".join(pieces)) for pieces in deltas[2:]] == [{"city": "7"}] * 2
+        assert last["type"] == "message_delta"
+        assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+        assert last["usage"]["output_tokens_details"] == {"thinking_tokens": len("hm, hm</think>")}
+        assert stop == {"type": "message_stop"}
+
+    on_node(stops_after(f"hm, hm</think>Look:\n{CALL}\n{CALL}"), check)
+
+
+def test_a_whole_answer_with_thinking_and_a_call(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        answer = (await node.post(PATH, **BODY, tools=[TOOL])).json()
+        call = answer["content"].pop()
+        assert call.pop("id").startswith("toolu_")
+        assert call == {"type": "tool_use", "name": "weather", "input": {"city": "7"}}
+        assert answer["content"] == [{"type": "thinking", "thinking": "so", "signature": ""}]
+        assert answer["stop_reason"] == "tool_use"
+        assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": len("<think>so</think>")}
+
+    on_node(stops_after(f"<think>so</think>{CALL}"), check)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "stop_reason", "stop_sequence"),
+    [
+        ("abcd", {"stop_sequences": ["x", "c"]}, "stop_sequence", "c"),
+        ("abcd", {}, "end_turn", None),
+        ("abcd", {"max_tokens": 4}, "max_tokens", None),
+    ],
+)
+def test_stop_reasons(
+    on_node: OnNode, text: str, options: dict[str, Any], stop_reason: str, stop_sequence: str | None
+) -> None:
+    async def check(node: Node) -> None:
+        body = BODY | options
+        whole = (await node.post(PATH, **body)).json()
+        assert (whole["stop_reason"], whole["stop_sequence"]) == (stop_reason, stop_sequence)
+        events = named_events((await node.post(PATH, **body, stream=True)).text)
+        assert events[-2][1]["delta"] == {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
+
+    on_node(say(text) if "max_tokens" in options else stops_after(text), check)
+
+
+TURNS = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "T", "signature": "s"},
+            {"type": "text", "text": "c", "cache_control": {"type": "ephemeral"}},
+            {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "x"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "sun"}]},
+            {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
+            {"type": "text", "text": "d"},
+        ],
+    },
+]
+SHOWN_TURNS = '[user]a\nb[assistant]Tc<t1 weather {"city": "x"}>[toolt1]sun[toolt2][user]d'
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt"),
+    [
+        ({}, "[user]hi[assistant]"),
+        ({"messages": TURNS}, SHOWN_TURNS + "[assistant]"),
+        ({"system": "S"}, "[system]S[user]hi[assistant]"),
+        (
+            {"system": [{"type": "text", "text": "S"}, {"type": "text", "text": "R"}]},
+            "[system]S\nR[user]hi[assistant]",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It is"}]},
+            "[user]a[assistant]It is",
+        ),
+        ({"tools": [TOOL]}, "[tools]weather[user]hi[assistant]"),
+        ({"tools": [TOOL], "tool_choice": {"type": "none"}}, "[user]hi[assistant]"),
+        ({"tools": [TOOL], "tool_choice": {"type": "auto"}}, "[tools]weather[user]hi[assistant]"),
+        ({"thinking": {"type": "adaptive"}}, "[user]hi[assistant]<think>\n"),
+        ({"thinking": {"type": "disabled"}}, "[user]hi[assistant]"),
+        ({"output_config": {"effort": "low"}}, "[user]hi[assistant](low)"),
+    ],
+)
+def test_the_prompt(on_node: OnNode, codec: RecordingCodec, options: dict[str, Any], prompt: str) -> None:
+    """The same is counted as is served."""
+
+    async def check(node: Node) -> None:
+        answer = await node.post(PATH, **{**BODY, "max_tokens": 5, **options})
+        assert answer.status_code == 200, answer.text
+        assert codec.prompt == prompt
+        usage = answer.json()["usage"]
+        codec.encoded = ()
+        counted = (await node.post(PATH + "/count_tokens", **{**BODY, **options})).json()
+        assert codec.prompt == prompt
+        assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+    on_node(say("abcdef"), check)
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(content)}]}
+
+
+def assistant(*content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "assistant", "content": list(content)}]}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages: a list with 0 entries must be a list with at least one message"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    (user(IMAGE), 'messages[0].content[0].type: "image" is not supported in a message of the user'),
+    (user({"type": "document"}), 'messages[0].content[0].type: "document"'),
+    (user({"type": "text", "text": 1}), "messages[0].content[0].text: 1 must be a string"),
+    (
+        user({"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}),
+        'messages[0].content[0].content[0].type: "image"',
+    ),
+    (user({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id"),
+    (user(7), "messages[0].content[0]: 7 must be an object"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content: 7 must be a string or a list"),
+    (assistant({"type": "redacted_thinking", "data": "x"}), '"redacted_thinking" is not supported'),
+    (assistant({"type": "tool_use", "id": "t", "name": "n", "input": []}), "messages[0].content[0].input"),
+    (assistant({"type": "tool_use", "id": "t", "name": "n", "input": {}}), "must not end with a tool_use"),
+    ({"system": [IMAGE]}, "system[0].type"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"name": "n"}]}, "tools[0].input_schema"),
+    ({"tools": [TOOL], "tool_choice": {"type": "any"}}, 'tool_choice.type: "any"'),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}, 'tool_choice.type: "tool"'),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        "tool_choice.disable_parallel_tool_use",
+    ),
+    ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, "budget_tokens"),
+    ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
+    ({"container": "c"}, "container"),
+    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+    ({"context_management": {"edits": []}}, "context_management"),
+]
+REFUSED_TO_GENERATE: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens: the field is needed"),
+    ({"temperature": 1.5}, "temperature: 1.5 must be at most 1"),
+    ({"stop_sequences": [""]}, "stop_sequences[0]"),
+    ({"n": 2}, "n: 2 is not supported"),
+    ({"return_token_ids": True}, "return_token_ids"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), [*REFUSED, *REFUSED_TO_GENERATE])
+def test_what_is_refused_is_named(on_node: OnNode, options: dict[str, Any], said: str) -> None:
+    async def check(node: Node) -> None:
+        paths = [PATH] if (options, said) in REFUSED_TO_GENERATE else [PATH, PATH + "/count_tokens"]
+        for path in paths:
+            answer = await node.post(path, **{**BODY, **options})
+            assert answer.status_code == 400, answer.text
+            error = answer.json()
+            assert error["type"] == "error"
+            assert error["error"]["type"] == "invalid_request_error"
+            assert said in error["error"]["message"]
+
+    on_node(say("x"), check)
+
+
+def test_errors_have_anthropics_shape(on_node: OnNode) -> None:
+    def fails(status: int, num_before: int) -> Script:
+        def script(generate: Generate) -> Any:
+            yield from list(say("abcdef")(generate))[:num_before]
+            yield RequestFailed(generate.request_id, status, "the pool burst", "prefill_node_failed")
+
+        return script
+
+    async def unknown(node: Node) -> None:
+        answer = await node.post(PATH, **{**BODY, "model": "other"})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+        answer = await node.client.get(PATH)
+        assert (answer.status_code, answer.json()["type"]) == (405, "error")
+
+    async def at_once(node: Node) -> None:
+        for is_streamed in (False, True):
+            answer = await node.post(PATH, **BODY, stream=is_streamed)
+            assert answer.status_code == 502
+            error = {"type": "api_error", "message": "the pool burst", "code": "prefill_node_failed"}
+            assert answer.json() == {"type": "error", "error": error}
+
+    async def midway(node: Node) -> None:
+        events = named_events((await node.post(PATH, **BODY, stream=True)).text)
+        name, event = events[-1]
+        assert (name, event["type"]) == ("error", "error")
+        assert event["error"]["message"] == "the pool burst"
+        assert events[0][0] == "message_start"
+
+    on_node(say("x"), unknown)
+    on_node(fails(502, 0), at_once)
+    on_node(fails(502, 2), midway)
+
+
+def test_a_prefill_node_takes_the_same_body(on_node: OnNode, codec: RecordingCodec) -> None:
+    async def check(node: Node) -> None:
+        for is_streamed in (False, True):
+            answer = await node.post(PATH, **BODY, stream=is_streamed)
+            assert answer.status_code == 200
+            assert codec.prompt == "[user]hi[assistant]"
+        assert node.engine.generates[0].room == ROOM["bootstrap_room"]
+
+    on_node(deliver, check, role="prefill")
+
+
+def test_a_key_may_come_as_anthropics_clients_send_it(on_node: OnNode, tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("the-key-of-a-client\n")
+
+    async def check(node: Node) -> None:
+        for key, status in (("the-key-of-a-client", 200), ("the-key-of-another", 401)):
+            headers = {"x-api-key": key}
+            answer = await node.client.post(PATH, json=BODY, headers=headers)
+            assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "authentication_error"
+        both = {"x-api-key": "the-key-of-a-client", "authorization": "Bearer the-key-of-another"}
+        assert (await node.client.post(PATH, json=BODY, headers=both)).status_code == 401
+
+    on_node(say("x"), check, api_key_file=tmp_path / "keys")

@@ -1,0 +1,131 @@
+"""``/tokenize`` and ``/detokenize`` of a node, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from api.text_codec import TextCodec
+from tests.unit.api import support
+from tests.unit.api.scripted_engine import CONTEXT_LENGTH, deliver, say
+from tests.unit.api.support import MESSAGES, Node, OnNode
+from tests.unit.api.tiny_tokenizer import BOS, EOS, make_tokenizer
+
+TOKENIZER = make_tokenizer(bos=True)
+BOS_ID, EOS_ID = TOKENIZER.convert_tokens_to_ids([BOS, EOS])
+
+
+@pytest.fixture(autouse=True)
+def tokenizer_with_bos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "CODEC", TextCodec(TOKENIZER, len(TOKENIZER)))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_text_in_tokens_and_back(on_node: OnNode, role: str) -> None:
+    async def check(node: Node) -> None:
+        text = "a page €"
+        answer = (await node.post("/tokenize", model="tiny", prompt=text, return_token_strs=True)).json()
+        token_ids = TOKENIZER(text).input_ids
+        assert token_ids[0] == BOS_ID
+        assert answer == {
+            "count": len(token_ids),
+            "max_model_len": CONTEXT_LENGTH,
+            "tokens": token_ids,
+            "token_strs": TOKENIZER.convert_ids_to_tokens(token_ids),
+        }
+        bare = (await node.post("/tokenize", prompt=text, add_special_tokens=False)).json()
+        assert (bare["tokens"], bare["token_strs"]) == (token_ids[1:], None)
+        back = await node.post("/detokenize", model="tiny", tokens=[*token_ids, EOS_ID])
+        assert back.json() == {"prompt": BOS + text + EOS}
+        assert (await node.post("/detokenize", tokens=[])).json() == {"prompt": ""}
+        assert await node.metric('hisparse_pd:num_requests_total{endpoint="/detokenize",status="200"}') == 2
+
+    on_node(deliver if role == "prefill" else say("x"), check, role=role)
+
+
+CONTINUED = [*MESSAGES, {"role": "assistant", "content": "Well"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "[user]hi[assistant]"),
+        ({"add_generation_prompt": False}, "[user]hi"),
+        ({"add_special_tokens": True}, BOS + "[user]hi[assistant]"),
+        (
+            {
+                "messages": [*MESSAGES, {"role": "assistant", "content": "Well"}],
+                "continue_final_message": True,
+            },
+            "[user]hi[assistant]Well",
+        ),
+    ],
+)
+def test_a_chat_in_tokens(on_node: OnNode, options: dict[str, Any], text: str) -> None:
+    async def check(node: Node) -> None:
+        tokens = (await node.post("/tokenize", **{"messages": MESSAGES, **options})).json()["tokens"]
+        assert TOKENIZER.decode(tokens) == text
+
+    on_node(say("x"), check)
+
+
+def test_long_lists_come_in_pieces(on_node: OnNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api.tokens._TOKENS_A_PIECE", 32)
+
+    async def check(node: Node) -> None:
+        text = "z" * (CONTEXT_LENGTH - 1)
+        answer = (await node.post("/tokenize", prompt=text, return_token_strs=True)).json()
+        assert answer["tokens"] == [BOS_ID, *text.encode()]
+        assert answer["token_strs"] == [BOS, *text]
+        assert (await node.post("/detokenize", tokens=list(text.encode()))).json() == {"prompt": text}
+
+    on_node(say("x"), check)
+
+
+@pytest.mark.I8
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/tokenize", {}, "exactly one of prompt and messages"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "exactly one of prompt and messages"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt: a list with 1 entries must be a string"),
+        ("/tokenize", {"prompt": ""}, 'prompt: "" must not be empty'),
+        ("/tokenize", {"prompt": "a" * 3000}, "the prompt has at least"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs: 1 must be true or false"),
+        ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
+        (
+            "/tokenize",
+            {
+                "messages": CONTINUED,
+                "continue_final_message": True,
+                "add_generation_prompt": True,
+            },
+            "add_generation_prompt: true excludes continue_final_message",
+        ),
+        ("/detokenize", {}, "tokens: the field is needed"),
+        ("/detokenize", {"tokens": "a"}, 'tokens: "a" must be a list of token ids'),
+        ("/detokenize", {"tokens": [1, -1]}, "tokens[1]: -1 must be at least 0"),
+        ("/detokenize", {"tokens": [1, 100000]}, "tokens[1]: 100000 is no token id"),
+        ("/detokenize", {"tokens": [1] * (CONTEXT_LENGTH + 1)}, f"a context has {CONTEXT_LENGTH}"),
+    ],
+)
+def test_what_is_refused(on_node: OnNode, path: str, body: dict[str, Any], message: str) -> None:
+    async def check(node: Node) -> None:
+        answer = await node.post(path, **body)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+
+    on_node(say("x"), check)
+
+
+def test_another_model_is_unknown_and_a_node_that_loads_says_so(on_node: OnNode) -> None:
+    async def other(node: Node) -> None:
+        for path in ("/tokenize", "/detokenize"):
+            assert (await node.post(path, model="other", prompt="a", tokens=[1])).status_code == 404
+
+    async def loading(node: Node) -> None:
+        assert (await node.post("/tokenize", prompt="a")).status_code == 503
+
+    on_node(say("x"), other)
+    on_node(say("x"), loading, is_ready=False)
