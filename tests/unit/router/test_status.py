@@ -49,7 +49,7 @@ def _decode_metrics(num_ranks: int = 1) -> bytes:
     metrics = Metrics()
     for mode in (Mode.HISPARSE, Mode.HISPARSE, Mode.DENSE):
         metrics.add("requests_total", mode=mode)
-        metrics.generated(mode)
+        metrics.generated(mode, 1)
     metrics.add("kv_transfer_bytes_total", 1_000_000)
     metrics.add("kv_transfer_seconds_total", 0.5)
     metrics.add("prompt_tokens_total", 300)
