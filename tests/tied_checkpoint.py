@@ -70,7 +70,7 @@ def write_tied_checkpoint(out_dir: Path, variant: str, seed: int = 0) -> None:
         }
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out_dir)).save_pretrained(out_dir)
     write_tokenizer(out_dir)
