@@ -2,9 +2,7 @@
 
 import functools
 import os
-import socket
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +38,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "the pair" if file in OF_THE_PAIR else file
 
     return Scheduling(config, log)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def transports_close_at_once() -> Iterator[None]:
-    """Mooncake's listening thread looks once a second whether its engine is closed, and who closes it waits
-    for that with the interpreter's lock. Here it looks a hundred times a second."""
-    from transfer.engine import TransferEngine
-    from transfer.listeners import _listening
-
-    start = TransferEngine.__init__
-
-    def start_and_look_often(engine: TransferEngine, *arguments: Any, **options: Any) -> None:
-        start(engine, *arguments, **options)
-        for descriptor, _ in _listening():
-            with socket.socket(fileno=os.dup(descriptor)) as listener:
-                if listener.getsockname()[1] == int(engine.session.rpartition(":")[2]):
-                    look = struct.pack("ll", 0, 10_000)  # struct timeval
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, look)
-        engine.is_reachable(engine.session)  # ends the wait that has begun
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TransferEngine, "__init__", start_and_look_often)
-        yield
 
 
 @pytest.fixture(scope="session")
