@@ -230,9 +230,10 @@ def run_case(
         outcome.itl_secs = (last - started - outcome.ttft_secs) / num_gaps
 
     def counters_caught_up() -> bool:
+        # Hits first: what is read once they are complete is complete too.
+        hits = pair.counter(pair.decode_url, "swap_in_hits_total") - hits_before
         outcome.moved_bytes = pair.counter(pair.prefill_url, "kv_transfer_bytes_total") - moved_before
         outcome.evictions = pair.counter(pair.decode_url, "swap_in_evictions_total") - evictions_before
-        hits = pair.counter(pair.decode_url, "swap_in_hits_total") - hits_before
         return outcome.moved_bytes > 0 and hits >= (outcome.hits or 0)
 
     deadline = time.monotonic() + METRICS_TIMEOUT_SECS
@@ -278,7 +279,7 @@ def report(outcomes: list[Outcome]) -> Table:
     for heading in ("prompt", "cached", "output", "TTFT ms", "ITL ms"):
         table.add_column(heading, justify="right")
     table.add_column("mode", no_wrap=True)
-    for heading in ("tokens/step", "MB moved", "hits", "misses", "evictions", "right"):
+    for heading in ("tok/step", "MB moved", "hits", "misses", "evictions", "right"):
         table.add_column(heading, justify="right")
     table.add_column("")
     for outcome in outcomes:
@@ -297,6 +298,15 @@ def report(outcomes: list[Outcome]) -> Table:
             "[red]failed" if outcome.problems else "[green]ok",
         )
     return table
+
+
+def tell_of_drafts(pair: Pair) -> str:
+    names = ("verifying_steps_total", "drafted_tokens_total", "accepted_draft_tokens_total")
+    num_steps, num_drafted, num_accepted = (pair.counter(pair.decode_url, name) for name in names)
+    return (
+        f"{num_steps} steps verified drafts, up to {MAX_DRAFTS} as the node found fastest; {num_accepted} of "
+        f"{num_drafted} were accepted: {1 + num_accepted / max(1, num_steps):.2f} tokens a step of these."
+    )
 
 
 def _number(value: int | None) -> str:
@@ -334,6 +344,7 @@ def main() -> int:
                 model = client.models.list().data[0].id
                 for case in make_cases():
                     outcomes.append(run_case(pair, client, model, case, knows_the_task, console))
+            about_drafts = tell_of_drafts(pair)
     except (PairError, OSError, ValueError) as error:
         console.print(f"[red]{error}")
         return 1
@@ -345,6 +356,8 @@ def main() -> int:
         expect_drafts(outcomes)
     console.print()
     console.print(report(outcomes))
+    if num_drafts:
+        console.print(about_drafts)
     for outcome in outcomes:
         for problem in outcome.problems:
             console.print(Text(f"{outcome.case.title}: {problem}", "red"))
