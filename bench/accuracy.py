@@ -152,7 +152,7 @@ def pair_runs(
     """Drafts, entries of a hot buffer, and modes by name, of each pair to start."""
     for num_drafts in nums_drafts:
         num_new = num_drafts + 1
-        drafts = f", {num_drafts} drafts" if num_drafts else ""
+        drafts = ("", ", 1 draft", f", {num_drafts} drafts")[min(num_drafts, 2)]
         for_drafts = num_new * top_k + num_new
         yield (
             num_drafts,

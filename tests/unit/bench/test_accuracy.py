@@ -168,6 +168,7 @@ def test_pairs_differ_in_drafts_and_have_hot_buffers_for_them() -> None:
     assert [(num_drafts, buffer) for num_drafts, buffer, _ in runs] == [(0, 192), (0, 65), (1, 192), (3, 260)]
     names = [name for _, _, modes in runs for name, _ in modes]
     assert names[:4] == ["dense", "hisparse", "auto", "hisparse, buffer 65"]
+    assert "dense, 1 draft" in names
     assert names[-3:] == ["dense, 3 drafts", "hisparse, 3 drafts", "auto, 3 drafts"]
     assert len(set(names)) == len(names)
 
