@@ -24,6 +24,9 @@ SOAK_RANKS ?= 1
 ROOM_EXAMPLES ?= 10000
 TORCH_PIP_ARGS ?=
 
+# The retrieval model has a draft layer; another model may have none. SERVE_ARGS come later, and so prevail.
+DRAFT_ARGS := $(if $(filter checkpoints/retrieval,$(MODEL)),--speculative-num-steps 3)
+
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -60,7 +63,7 @@ demo: $(READY) $(MODEL)/config.json ## start a pair and a router, send real requ
 	@$(BIN)/python bench/demo.py --model-path $(MODEL)
 
 serve: $(READY) $(MODEL)/config.json ## start a pair and a router, and stay
-	@$(BIN)/hisparse-pd pair --model-path $(MODEL) $(SERVE_ARGS)
+	@$(BIN)/hisparse-pd pair --model-path $(MODEL) $(DRAFT_ARGS) $(SERVE_ARGS)
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)

@@ -2,15 +2,17 @@
 
     python bench/accuracy.py                                  # the retrieval model, 400 held-out prompts
     python bench/accuracy.py --dtype bfloat16 --keep          # the pair in bfloat16; keep results in docs
+    python bench/accuracy.py --speculative-num-steps 0 1 2 3  # one pair after the other, by drafts a step
     python bench/accuracy.py --device cuda --kv-cache-dtype fp8_e4m3 --oracle-from bench/out/accuracy.json
     python bench/accuracy.py --tasks retrieval --url http://127.0.0.1:8000/v1 --hisparse true false auto
     python bench/accuracy.py --tasks tasks.jsonl --url https://host/v1 --model NAME
 
 Without ``--tasks``: held-out prompts of each length go to a running pair by HTTP, in modes dense, hisparse
-and auto, and to one with the smallest hot buffer that is legal. Beside them stand transformers' own answers
-(float32), and, over fewer prompts, transformers' with positions selected by lot: what the measurement
-says when selection does not work. The status is 1 when an answer of the pair differs from transformers' in a
-token while both compute in float32, and when a request fails.
+and auto, and, without drafts, to one with the smallest hot buffer that is legal. Beside them stand
+transformers' own answers (float32), and, over fewer prompts, transformers' with positions selected by lot:
+what the measurement says when selection does not work. The status is 1 when an answer of the pair differs
+from transformers' in a token while both compute in float32, and when a request fails. How many drafts a step
+verifies is the node's choice, up to what it was started with: tokens a step are those of all decode steps.
 
 With ``--tasks``: any OpenAI-compatible endpoint. ``retrieval`` are the same documents, with an instruction
 that a general model understands; a file has its own tasks (format: bench/retrieval.py).
@@ -37,6 +39,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.accuracy_report import ORACLE, Response, keep, plot, print_report, summary
+from bench.drafts import MAX_DRAFTS, drafts_of
 from bench.facts import OUT, run_facts
 from bench.pair import PairError, running_pair
 from bench.retrieval import LENGTHS, RETRIEVAL_MODEL, Retrieval, Task, judge, read_tasks, retrievals
@@ -69,7 +72,8 @@ PAIR_OPTIONS: dict[str, object] = {
 }
 NUM_CLIENTS = 4
 BUFFER_FACTOR = 3
-"""Hot buffer of the ordinary runs, in selections."""
+"""Hot buffer of the ordinary runs, in selections; with drafts it is what they need, if that is more."""
+MODES: tuple[tuple[str, bool | str], ...] = (("dense", False), ("hisparse", True), ("auto", "auto"))
 
 
 def judged(system: str, task: Task, text: str, **more: Any) -> Response:
@@ -119,14 +123,17 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
             "--device": arguments.device,
             "--attention-backend": arguments.attention_backend,
         }
-        for buffer, modes in (
-            (BUFFER_FACTOR * top_k, (("dense", False), ("hisparse", True), ("auto", "auto"))),
-            (top_k + 1, ((f"hisparse, buffer {top_k + 1}", True),)),
-        ):
-            with running_pair(model_path, {**options, "--device-buffer-size": buffer}, console) as pair:
-                note = f"pair, hot buffers of {buffer}"
+        runs = list(pair_runs(top_k, arguments.speculative_num_steps))
+        for num_drafts, buffer, modes in runs:
+            of_run = {"--device-buffer-size": buffer, "--speculative-num-steps": num_drafts}
+            with running_pair(model_path, {**options, **of_run}, console) as pair:
+                note = f"pair, hot buffers of {buffer}, {num_drafts} drafts"
                 advance = step(note, len(prompts))
                 responses += ask_pair(pair.router_url, prompts, modes, advance, arguments.clients)
+    varied = {
+        "--device-buffer-size": [buffer for _, buffer, _ in runs],
+        "--speculative-num-steps": [num_drafts for num_drafts, _, _ in runs],
+    }
     return {
         "model": model_path.name,
         "index_topk": top_k,
@@ -134,9 +141,26 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "device": arguments.device,
         "num_prompts": len(prompts),
-        "pair_options": {**options, "--device-buffer-size": [BUFFER_FACTOR * top_k, top_k + 1]},
+        "pair_options": {**options, **varied},
         "responses": responses,
     }
+
+
+def pair_runs(
+    top_k: int, nums_drafts: Sequence[int]
+) -> Iterator[tuple[int, int, tuple[tuple[str, bool | str], ...]]]:
+    """Drafts, entries of a hot buffer, and modes by name, of each pair to start."""
+    for num_drafts in nums_drafts:
+        num_new = num_drafts + 1
+        drafts = ("", ", 1 draft", f", {num_drafts} drafts")[min(num_drafts, 2)]
+        for_drafts = num_new * top_k + num_new
+        yield (
+            num_drafts,
+            max(BUFFER_FACTOR * top_k, for_drafts),
+            tuple((f"{name}{drafts}", flag) for name, flag in MODES),
+        )
+        if num_drafts == 0:
+            yield 0, top_k + 1, ((f"hisparse, buffer {top_k + 1}", True),)
 
 
 def ask_oracle(
@@ -217,7 +241,9 @@ def generate(
         if answer.is_error:
             return failed(system, prompt.task, f"HTTP {answer.status_code}: {answer.text[:300]}")
         found = answer.json()
-        served = found["meta_info"].get("hisparse") or {}
+        meta = found["meta_info"]
+        served = meta.get("hisparse") or {}
+        num_drafted, num_accepted = drafts_of(meta)
         return judged(
             system,
             prompt.task,
@@ -226,7 +252,10 @@ def generate(
             mode=served.get("mode", ""),
             hits=served.get("hits") or 0,
             misses=served.get("misses") or 0,
-            num_prompt_tokens=found["meta_info"].get("prompt_tokens", 0),
+            num_prompt_tokens=meta.get("prompt_tokens", 0),
+            num_output_tokens=meta.get("completion_tokens", 0),
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
             secs=time.perf_counter() - started,
         )
     except (httpx.HTTPError, ValueError, KeyError) as error:
@@ -286,6 +315,7 @@ def chat(client: httpx.Client, url: str, task: Task, system: str, body: dict[str
         found = answer.json()
         usage = found.get("usage") or {}
         served = usage.get("hisparse") or {}
+        num_drafted, num_accepted = drafts_of(usage)
         return judged(
             system,
             task,
@@ -294,6 +324,9 @@ def chat(client: httpx.Client, url: str, task: Task, system: str, body: dict[str
             hits=served.get("hits") or 0,
             misses=served.get("misses") or 0,
             num_prompt_tokens=usage.get("prompt_tokens", 0),
+            num_output_tokens=usage.get("completion_tokens", 0),
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
             secs=time.perf_counter() - started,
         )
     except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
@@ -351,6 +384,14 @@ def main() -> int:
     own.add_argument("--kv-cache-dtype", default="auto", help="of the pair; default: --dtype")
     own.add_argument("--device", default="cpu", help="of the pair")
     own.add_argument("--attention-backend", default="auto", help="of the pair")
+    own.add_argument(
+        "--speculative-num-steps",
+        type=int,
+        nargs="+",
+        default=[0],
+        choices=range(MAX_DRAFTS + 1),
+        help="drafts a step of the decode node, of one pair after the other",
+    )
     own.add_argument("--clients", type=int, default=NUM_CLIENTS, help="requests at a time")
     own.add_argument("--oracle-from", type=Path, help="JSON of an earlier run with transformers' answers")
     other = parser.add_argument_group("any endpoint")

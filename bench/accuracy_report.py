@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench.drafts import tokens_per_step
 from bench.facts import ROOT
 from bench.retrieval import NUM_DEPTHS
 
@@ -34,6 +35,9 @@ class Response:
     hits: int = 0
     misses: int = 0
     num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     secs: float = 0.0
     error: str = ""
 
@@ -43,6 +47,7 @@ def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
 
     ``lengths``: of each prompt length [right answers, answers, prompts with all answers right, prompts].
     ``depths``: of each fifth of the prompt [right answers, answers].
+    ``tokens_per_step``: of all decode steps, those that verified no drafts among them; None without steps.
     ``num_identical``: answers that are transformers' to the same prompt token for token, of ``num_compared``.
     """
     found: dict[str, dict[str, Any]] = {}
@@ -76,10 +81,24 @@ def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
             "modes": dict(Counter(answer.mode for answer in answers if answer.mode)),
             "hits": sum(answer.hits for answer in answers),
             "misses": sum(answer.misses for answer in answers),
+            **_drafts(answers),
             "num_failed": sum(bool(answer.error) for answer in answers),
             "mean_prompt_tokens": round(sum(a.num_prompt_tokens for a in answers) / len(answers)),
         }
     return found
+
+
+def _drafts(answers: Sequence[Response]) -> dict[str, Any]:
+    with_tokens = [answer for answer in answers if answer.num_output_tokens]
+    num_tokens = sum(answer.num_output_tokens for answer in with_tokens)
+    num_accepted = sum(answer.num_accepted for answer in with_tokens)
+    per_step = tokens_per_step(num_tokens, num_accepted, len(with_tokens))
+    return {
+        "num_output_tokens": num_tokens,
+        "num_drafted": sum(answer.num_drafted for answer in with_tokens),
+        "num_accepted": num_accepted,
+        "tokens_per_step": None if per_step is None else round(per_step, 3),
+    }
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -87,7 +106,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     lengths = list(dict.fromkeys(length for entry in systems.values() for length in entry["lengths"]))
     by_length = _table("Exact match of answers, by prompt length in tokens", *lengths, "prompts all right")
     by_depth = _table("Exact match of answers, by their depth in the prompt", *map(_fifth, range(NUM_DEPTHS)))
-    serving = _table("Served", f"{ORACLE}' tokens", "modes", "hit rate", "prompt tokens", "failed")
+    headings = (f"{ORACLE}' tokens", "modes", "hit rate", "tokens a step", "drafts accepted", "prompt tokens")
+    serving = _table("Served", *headings, "failed")
     for system, entry in systems.items():
         counts = entry["lengths"]
         perfect = [sum(c[at] for c in counts.values()) for at in (2, 3)]
@@ -99,6 +119,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             f"{entry['num_identical']} of {entry['num_compared']}" if entry["num_compared"] else "",
             ", ".join(f"{number} {mode}" for mode, number in entry["modes"].items()),
             f"{entry['hits'] / num_selected:.1%}" if num_selected else "",
+            f"{entry['tokens_per_step']:.2f}" if entry["tokens_per_step"] else "",
+            _share((entry["num_accepted"], entry["num_drafted"])),
             str(entry["mean_prompt_tokens"] or ""),
             str(entry["num_failed"] or ""),
         )

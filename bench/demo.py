@@ -4,7 +4,8 @@
 
 Each prompt is a document of notes with questions about some of them. Exits with status 1 when a request
 fails, is served in another mode than it should be, or answers without its hit and miss counts, when two modes
-disagree on the text of one prompt, and when the retrieval model gives a wrong answer.
+disagree on the text of one prompt, and when the retrieval model gives a wrong answer or, in one of the modes,
+no request of it has a draft accepted. A checkpoint without an MTP layer is served without drafts.
 """
 
 from __future__ import annotations
@@ -27,20 +28,22 @@ from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.drafts import MAX_DRAFTS, drafts_of, has_draft_layer, tokens_per_step
 from bench.pair import METRICS_TIMEOUT_SECS, Pair, PairError, running_pair
 from bench.retrieval import RETRIEVAL_MODEL, Retrieval, judge, retrievals
 
 REQUEST_TIMEOUT_SECS = 300.0
 MAX_TOKENS = 64
-REPORT_WIDTH = 124
+REPORT_WIDTH = 136
 
 # Small enough that the retrieval model (index_topk 64, context 8192) shows everything: a long prompt does not
-# fit its hot buffer, and fills so much of the device pool that "auto" prefers hisparse.
+# fit its hot buffer, and fills so much of the device pool that "auto" prefers hisparse. The hot buffer is the
+# smallest in which a step verifies three drafts: four positions, each with its own selection, and themselves.
 PAIR_OPTIONS = {
     "--page-size": 64,
     "--chunked-prefill-size": 512,
     "--kv-pool-tokens": 16384,
-    "--device-buffer-size": 192,
+    "--device-buffer-size": (MAX_DRAFTS + 1) * 64 + MAX_DRAFTS + 1,
     "--device-pool-tokens": 6656,
     "--host-pool-tokens": 32768,
     "--num-threads": 1,
@@ -89,6 +92,8 @@ class Outcome:
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
     ttft_secs: float | None = None
     itl_secs: float | None = None
     mode: str | None = None
@@ -97,6 +102,10 @@ class Outcome:
     evictions: int = 0
     moved_bytes: int = 0
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        return tokens_per_step(self.num_output_tokens or 0, self.num_accepted)
 
     @property
     def right(self) -> list[bool]:
@@ -221,9 +230,10 @@ def run_case(
         outcome.itl_secs = (last - started - outcome.ttft_secs) / num_gaps
 
     def counters_caught_up() -> bool:
+        # Hits first: what is read once they are complete is complete too.
+        hits = pair.counter(pair.decode_url, "swap_in_hits_total") - hits_before
         outcome.moved_bytes = pair.counter(pair.prefill_url, "kv_transfer_bytes_total") - moved_before
         outcome.evictions = pair.counter(pair.decode_url, "swap_in_evictions_total") - evictions_before
-        hits = pair.counter(pair.decode_url, "swap_in_hits_total") - hits_before
         return outcome.moved_bytes > 0 and hits >= (outcome.hits or 0)
 
     deadline = time.monotonic() + METRICS_TIMEOUT_SECS
@@ -237,6 +247,7 @@ def _take_usage(outcome: Outcome, usage: dict[str, Any]) -> None:
     outcome.num_prompt_tokens = usage.get("prompt_tokens")
     outcome.num_output_tokens = usage.get("completion_tokens")
     outcome.num_cached_tokens = usage.get("cached_tokens")
+    outcome.num_drafted, outcome.num_accepted = drafts_of(usage)
     hisparse = usage.get("hisparse") or {}
     outcome.mode, outcome.hits, outcome.misses = (hisparse.get(name) for name in ("mode", "hits", "misses"))
 
@@ -251,6 +262,14 @@ def compare_modes(outcomes: list[Outcome]) -> None:
             outcome.problems.append(f"other text than {reference.case.title!r} for the same prompt")
 
 
+def expect_drafts(outcomes: list[Outcome]) -> None:
+    """Which steps verify drafts is the node's choice, by its clock: each mode has some, not each request."""
+    for mode in sorted({outcome.mode for outcome in outcomes if outcome.mode}):
+        of_mode = [outcome for outcome in outcomes if outcome.mode == mode]
+        if not any(outcome.num_accepted for outcome in of_mode):
+            of_mode[-1].problems.append(f"no draft of a {mode} request was accepted")
+
+
 # --- report ------------------------------------------------------------------------------------------
 
 
@@ -260,7 +279,7 @@ def report(outcomes: list[Outcome]) -> Table:
     for heading in ("prompt", "cached", "output", "TTFT ms", "ITL ms"):
         table.add_column(heading, justify="right")
     table.add_column("mode", no_wrap=True)
-    for heading in ("MB moved", "hits", "misses", "evictions", "right"):
+    for heading in ("tok/step", "MB moved", "hits", "misses", "evictions", "right"):
         table.add_column(heading, justify="right")
     table.add_column("")
     for outcome in outcomes:
@@ -271,6 +290,7 @@ def report(outcomes: list[Outcome]) -> Table:
             _millis(outcome.ttft_secs),
             _millis(outcome.itl_secs),
             outcome.mode or "?",
+            "?" if outcome.tokens_per_step is None else f"{outcome.tokens_per_step:.2f}",
             f"{outcome.moved_bytes / 1e6:.1f}",
             *(_number(value) for value in (outcome.hits, outcome.misses)),
             _number(outcome.evictions),
@@ -278,6 +298,15 @@ def report(outcomes: list[Outcome]) -> Table:
             "[red]failed" if outcome.problems else "[green]ok",
         )
     return table
+
+
+def tell_of_drafts(pair: Pair) -> str:
+    names = ("verifying_steps_total", "drafted_tokens_total", "accepted_draft_tokens_total")
+    num_steps, num_drafted, num_accepted = (pair.counter(pair.decode_url, name) for name in names)
+    return (
+        f"{num_steps} steps verified drafts, up to {MAX_DRAFTS} as the node found fastest; {num_accepted} of "
+        f"{num_drafted} were accepted: {1 + num_accepted / max(1, num_steps):.2f} tokens a step of these."
+    )
 
 
 def _number(value: int | None) -> str:
@@ -298,7 +327,9 @@ def main() -> int:
         console = Console(width=REPORT_WIDTH)
     outcomes: list[Outcome] = []
     try:
-        with running_pair(model_path, PAIR_OPTIONS, console) as pair:
+        num_drafts = MAX_DRAFTS if has_draft_layer(model_path) else 0
+        options = {**PAIR_OPTIONS, "--speculative-num-steps": num_drafts}
+        with running_pair(model_path, options, console) as pair:
             console.print(
                 f"prefill node, decode node and router are healthy; the API is at {pair.router_url}/v1"
             )
@@ -313,15 +344,20 @@ def main() -> int:
                 model = client.models.list().data[0].id
                 for case in make_cases():
                     outcomes.append(run_case(pair, client, model, case, knows_the_task, console))
-    except PairError as error:
+            about_drafts = tell_of_drafts(pair)
+    except (PairError, OSError, ValueError) as error:
         console.print(f"[red]{error}")
         return 1
     except KeyboardInterrupt:
         console.print("stopped")
         return 130
     compare_modes(outcomes)
+    if knows_the_task:
+        expect_drafts(outcomes)
     console.print()
     console.print(report(outcomes))
+    if num_drafts:
+        console.print(about_drafts)
     for outcome in outcomes:
         for problem in outcome.problems:
             console.print(Text(f"{outcome.case.title}: {problem}", "red"))

@@ -54,6 +54,14 @@ class SwapIns(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class Drafts(msgspec.Struct, frozen=True):
+    """Totals since the node's start. ``steps``: of requests, each with one draft to verify at least."""
+
+    steps: int
+    verified: int
+    accepted: int
+
+
 class Transfers(msgspec.Struct, frozen=True):
     """KV transfers since the node's start."""
 
@@ -74,7 +82,7 @@ class RankLoad(msgspec.Struct, frozen=True):
 class NodeLoad(msgspec.Struct, frozen=True):
     """What a node's metrics say, summed over its ranks, which are listed when there are several.
 
-    Totals are since its start; ``swap_ins`` is None for a prefill node.
+    Totals are since its start; ``swap_ins`` and ``drafts`` are None for a prefill node.
     """
 
     running: int
@@ -88,6 +96,7 @@ class NodeLoad(msgspec.Struct, frozen=True):
     generated_tokens: int
     transfers: Transfers
     swap_ins: SwapIns | None
+    drafts: Drafts | None
     ranks: tuple[RankLoad, ...] = ()
 
 
@@ -191,10 +200,15 @@ class StatusBoard:
 def parse_load(text: str, kind: NodeKind) -> NodeLoad:
     """The numbers in a node's Prometheus text. Raises MetricsError when one that no node lacks is missing."""
     node, ranks = _parse(text)
-    swap_ins = None
+    swap_ins, drafts = None, None
     if kind is NodeKind.DECODE:
         swap_ins = SwapIns(
             node.one("swap_in_hits_total"), node.one("swap_in_misses_total"), node.one("swap_in_bytes_total")
+        )
+        drafts = Drafts(
+            node.one("verifying_steps_total"),
+            node.one("drafted_tokens_total"),
+            node.one("accepted_draft_tokens_total"),
         )
     return NodeLoad(
         running=node.one("num_running_reqs"),
@@ -212,6 +226,7 @@ def parse_load(text: str, kind: NodeKind) -> NodeLoad:
             round(node.counted("kv_transfer_failures_total")),
         ),
         swap_ins=swap_ins,
+        drafts=drafts,
         ranks=tuple(
             RankLoad(number, rank.one("num_running_reqs"), rank.one("num_queue_reqs"), rank.pools())
             for number, rank in sorted(ranks.items())

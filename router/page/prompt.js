@@ -118,12 +118,17 @@ const address = (url) => url?.replace(/^https?:\/\//, "") ?? "–";
 function showUsage(usage, finish, times, headers) {
   const { mode, hits = 0, misses = 0 } = usage.hisparse ?? {};
   const selected = hits + misses;
-  const rest = 1000 * (usage.completion_tokens - 1);
+  const { accepted_prediction_tokens: accepted = 0, rejected_prediction_tokens: rejected = 0 } =
+    usage.completion_tokens_details ?? {};
+  const decoded = usage.completion_tokens - 1; // the first token is the prefill node's
+  const rest = 1000 * decoded;
   const rows = [
     ["served as", mode ?? "–"],
     ["prompt tokens", number(usage.prompt_tokens)],
     ["of them cached", number(usage.prompt_tokens_details?.cached_tokens ?? 0)],
     ["completion tokens", number(usage.completion_tokens)],
+    ["drafts accepted", accepted + rejected ? `${number(accepted)} of ${number(accepted + rejected)}` : "–"],
+    ["tokens a step", decoded > accepted ? (decoded / (decoded - accepted)).toFixed(2) : "–"],
     ["hot-buffer hits", mode === "hisparse" ? number(hits) : "–"],
     ["misses", mode === "hisparse" ? number(misses) : "–"],
     ["hit rate", mode === "hisparse" && selected ? `${((100 * hits) / selected).toFixed(1)} %` : "–"],

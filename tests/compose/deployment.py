@@ -271,6 +271,7 @@ def deployed(engine: Engine, directory: Path, project: str) -> Iterator[Deployme
         PROMETHEUS_PORT=f"127.0.0.1:{deployment.prometheus_port}",
         PROMETHEUS_IMAGE=prometheus_image,
         DEVICE_BUFFER_SIZE=str(2 * _index_topk(tree / "checkpoints/retrieval")),
+        DECODE_ARGS="--speculative-num-steps 3",  # the dashboard asks for drafts too
         NUM_THREADS="1",
         **UNHURRIED,
     )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +36,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     with deployment(
         RETRIEVAL_MODEL,
         directory,
-        decode_options=["--device-buffer-size", "192", "--host-pool-tokens", "32768"],
+        decode_options=[
+            *("--device-buffer-size", "192", "--host-pool-tokens", "32768"),
+            *("--speculative-num-steps", "3"),
+        ],
         router_options=["--api-key-file", str(keys), "--health-interval-secs", "1"],
     ) as started:
         yield started
@@ -88,7 +92,7 @@ def test_with_the_key_it_shows_the_deployment(page: Page, pair: Deployment) -> N
     bars = page.evaluate(
         "[...document.querySelectorAll('[role=meter]')].map((bar) => bar.getAttribute('aria-label'))"
     )
-    assert bars == ["kv pool", "host pool", "device pool", "index pool"]
+    assert bars == ["kv pool", "host pool", "device pool", "index pool", "lookup pool"]
     stored = page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length")
     assert stored == 0, "the key is kept in memory only"
 
@@ -100,7 +104,10 @@ def test_a_prompt_is_answered_and_its_numbers_are_shown(page: Page, flag: str, m
     assert mode in usage
     assert "prompt tokens" in usage
     assert "ended by" in usage
+    assert re.search(r"tokens a step\s+\d", usage), usage
     page.wait_for("document.getElementById('requests').textContent !== '0'")
+    page.wait_for("document.getElementById('draft-note').textContent.endsWith(' drafts accepted')")
+    assert float(page.text("accept-length")) > 1
 
 
 def test_an_error_of_the_service_is_shown(page: Page) -> None:

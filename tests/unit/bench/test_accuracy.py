@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from bench.accuracy import CONTROL, chat, failed, generate, judged, problems
+from bench.accuracy import CONTROL, chat, failed, generate, judged, pair_runs, problems
 from bench.accuracy_report import ORACLE, Response, keep, print_report, summary
 from bench.retrieval import RETRIEVAL_MODEL, Answer, Task, judge, read_tasks, retrievals
 from checkpoints import oracle
@@ -122,8 +122,26 @@ def responses(wrong_tokens: bool = False) -> list[Response]:
         judged(ORACLE, TASK, right, tokens=(1, 2)),
         judged(ORACLE, TASK, half, tokens=(3,)),
         judged(CONTROL, TASK, "", tokens=(9,)),
-        judged("hisparse", TASK, right, tokens=(1, 2), mode="hisparse", hits=3, misses=1),
-        judged("hisparse", TASK, half, tokens=(4,) if wrong_tokens else (3,), mode="hisparse"),
+        judged(
+            "hisparse",
+            TASK,
+            right,
+            tokens=(1, 2),
+            mode="hisparse",
+            hits=3,
+            misses=1,
+            num_output_tokens=10,
+            num_drafted=9,
+            num_accepted=6,
+        ),
+        judged(
+            "hisparse",
+            TASK,
+            half,
+            tokens=(4,) if wrong_tokens else (3,),
+            mode="hisparse",
+            num_output_tokens=4,
+        ),
     ]
 
 
@@ -135,6 +153,24 @@ def test_summary_counts_by_length_and_depth() -> None:
     assert (found["hisparse"]["num_identical"], found["hisparse"]["num_compared"]) == (2, 2)
     assert found[CONTROL]["num_compared"] == 0
     assert found[CONTROL]["lengths"] == {"512": [0, 2, 0, 1]}
+
+
+def test_summary_counts_tokens_a_step() -> None:
+    """Of 14 tokens 2 are the prefill node's and 6 accepted drafts: 6 steps made 12."""
+    found = summary(responses())
+    names = ("num_output_tokens", "num_drafted", "num_accepted", "tokens_per_step")
+    assert [found["hisparse"][name] for name in names] == [14, 9, 6, 2.0]
+    assert [found[ORACLE][name] for name in names] == [0, 0, 0, None]
+
+
+def test_pairs_differ_in_drafts_and_have_hot_buffers_for_them() -> None:
+    runs = list(pair_runs(64, [0, 1, 3]))
+    assert [(num_drafts, buffer) for num_drafts, buffer, _ in runs] == [(0, 192), (0, 65), (1, 192), (3, 260)]
+    names = [name for _, _, modes in runs for name, _ in modes]
+    assert names[:4] == ["dense", "hisparse", "auto", "hisparse, buffer 65"]
+    assert "dense, 1 draft" in names
+    assert names[-3:] == ["dense, 3 drafts", "hisparse, 3 drafts", "auto, 3 drafts"]
+    assert len(set(names)) == len(names)
 
 
 def test_other_tokens_fail_a_run_in_float32_alone() -> None:
@@ -170,6 +206,7 @@ def test_a_report_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "75.0% 3/4" in printed
     assert "2 of 2" in printed
+    assert "2.00 66.7% 6/9" in " ".join(printed.split())
     path, picture = keep(report, tmp_path)
     assert path.name == "accuracy-float32-2026-01-02.json"
     assert json.loads(path.read_text())["systems"] == report["systems"]
@@ -191,7 +228,12 @@ def test_chat_sends_the_task_and_judges_the_answer() -> None:
     seen: list[httpx.Request] = []
     body = {
         "choices": [{"message": {"content": "calm otter is 4012."}}],
-        "usage": {"prompt_tokens": 7, "hisparse": {"mode": "hisparse", "hits": 5, "misses": 2}},
+        "usage": {
+            "prompt_tokens": 7,
+            "completion_tokens": 9,
+            "completion_tokens_details": {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 2},
+            "hisparse": {"mode": "hisparse", "hits": 5, "misses": 2},
+        },
     }
     with answering(200, body, seen) as client:
         found = chat(client, "http://host/v1/", TASK, "hisparse true", {"model": "m", "hisparse": True})
@@ -199,7 +241,22 @@ def test_chat_sends_the_task_and_judges_the_answer() -> None:
     assert json.loads(seen[0].content) == {"model": "m", "hisparse": True, "messages": list(TASK.messages)}
     assert found.right == (False, True)
     assert (found.mode, found.hits, found.misses, found.num_prompt_tokens) == ("hisparse", 5, 2, 7)
+    assert (found.num_output_tokens, found.num_drafted, found.num_accepted) == (9, 6, 4)
     assert not found.error
+
+
+def test_generate_keeps_what_became_of_drafts() -> None:
+    meta = {
+        "prompt_tokens": 7,
+        "completion_tokens": 9,
+        "spec_draft_token_num": 6,
+        "spec_accept_token_num": 4,
+        "hisparse": {"mode": "dense", "hits": 0, "misses": 0},
+    }
+    body = {"text": "", "output_ids": [1, 2], "meta_info": meta}
+    with answering(200, body, []) as client:
+        found = generate(client, "http://host", retrievals(512, 1)[0], "dense", False)
+    assert (found.num_output_tokens, found.num_drafted, found.num_accepted) == (9, 6, 4)
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,9 @@ def test_what_an_operator_looks_for_is_on_the_dashboard() -> None:
         "held_tokens_total",
         "held_hits_total",
         "held_evicted_tokens_total",
+        "verifying_steps_total",
+        "drafted_tokens_total",
+        "accepted_draft_tokens_total",
     ):
         assert f"hisparse_pd:{name}" in names
     assert len(all_queries()) == len(dashboard_queries()) + len(alert_rules())

@@ -21,7 +21,7 @@ from router import status
 from router.drain import Drain
 from router.live_page import PAGE_PATHS
 from router.nodes import NodeKind
-from router.status import MetricsError, NodeLoad, PoolUse, RankLoad, SwapIns, Transfers, parse_load
+from router.status import Drafts, MetricsError, NodeLoad, PoolUse, RankLoad, SwapIns, Transfers, parse_load
 from service.engine_messages import EngineStats
 from service.metrics import FrontMetrics
 from tests.unit.router.cluster import Behaviour, FakeNode, cluster, never, says, start, streams, write
@@ -50,6 +50,9 @@ def _decode_metrics(num_ranks: int = 1) -> bytes:
     for mode in (Mode.HISPARSE, Mode.HISPARSE, Mode.DENSE):
         metrics.add("requests_total", mode=mode)
         metrics.generated(mode, 1)
+    metrics.drafted(3)
+    metrics.drafted(2)
+    metrics.add("accepted_draft_tokens_total", 4)
     metrics.add("kv_transfer_bytes_total", 1_000_000)
     metrics.add("kv_transfer_seconds_total", 0.5)
     metrics.add("prompt_tokens_total", 300)
@@ -99,6 +102,7 @@ DECODE_LOAD = NodeLoad(
     generated_tokens=3,
     transfers=Transfers(1_000_000, 0.5, 0),
     swap_ins=SwapIns(90, 10, 11520),
+    drafts=Drafts(2, 5, 4),
 )
 
 
@@ -127,7 +131,8 @@ async def test_numbers_of_a_prefill_node() -> None:
     assert (load.running, load.queued, load.transferring) == (1, 2, 3)
     assert load.pools == {"kv": PoolUse(128, 4096)}
     assert load.transfers == Transfers(0, 0.0, 2)
-    assert (load.requests_by_mode, load.generated_tokens, load.swap_ins) == ({}, 0, None)
+    assert (load.requests_by_mode, load.generated_tokens) == ({}, 0)
+    assert (load.swap_ins, load.drafts) == (None, None)
 
 
 async def test_numbers_of_a_node_of_several_ranks_are_their_sums() -> None:
@@ -153,6 +158,7 @@ async def test_what_has_a_label_is_summed_over_ranks_too() -> None:
     }
     assert load.generated_tokens == 6
     assert load.swap_ins == SwapIns(180, 20, 23040)
+    assert load.drafts == Drafts(4, 10, 8)
     assert [rank.pools for rank in load.ranks] == [DECODE_LOAD.pools] * 2
 
 
@@ -221,6 +227,8 @@ async def test_status_of_healthy_nodes() -> None:
         assert prefill["load"]["swap_ins"] is None
         assert decode["load"]["requests_by_mode"] == {"hisparse": 2, "dense": 1}
         assert decode["load"]["swap_ins"] == {"hits": 90, "misses": 10, "num_bytes": 11520}
+        assert prefill["load"]["drafts"] is None
+        assert decode["load"]["drafts"] == {"steps": 2, "verified": 5, "accepted": 4}
 
 
 async def test_a_dead_node_is_named_and_the_others_are_shown() -> None:
