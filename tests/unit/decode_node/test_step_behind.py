@@ -64,7 +64,7 @@ def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
 @pytest.fixture(scope="module")
 def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
     ipc_dir = tmp_path_factory.mktemp("node")
-    with closing(harness(checkpoint, ipc_dir, make_graph_runner, page_size=4)) as node:
+    with closing(harness(checkpoint, ipc_dir, make_graph_runner, page_size=4, growth_tokens=1)) as node:
         yield node
 
 
