@@ -20,6 +20,7 @@ from checkpoints.oracle import greedy_tokens
 from decode_node.request import Request, RequestState
 from decode_node.runner import make_runner
 from decode_node.steps import Launched, StepResult
+from service.lockstep import NodeStep
 from tests.unit.decode_node.support import (
     Checkpoint,
     EngineHarness,
@@ -202,6 +203,9 @@ def test_each_number_of_drafts_may_follow_each(
             for one, two, is_ahead in zip(steps, steps[1:], calls.are_ahead(), strict=False):
                 if is_ahead:
                     pairs.add((one, two))
+            for one_step, next_step in zip(calls.steps, calls.steps[1:], strict=False):
+                if one_step.num_new == 1:  # which makes none
+                    assert not any(next_step.most_drafts)
             calls.all.clear()
     assert pairs == {(one, two) for one in range(1, 5) for two in range(1, 5)}
 
@@ -296,10 +300,11 @@ def test_where_slots_run_out_a_step_is_read_first(
     expected: dict[Prompt, list[int]],
     calls: Calls,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody sits out for slots that only drafts would use, and who does has others' steps go on ahead."""
+    """Who sits a step out has no slot for sure, not only when all drafts in flight are right."""
     prompts = PROMPTS[7:9]
-    lives = [len(prompt) + NUM_NEW - 1 for prompt in prompts]
+    num_left_out = num_short_of_sure = 0
     with (
         closing(PrefillDouble(checkpoint, page_size=4)) as double,
         closing(
@@ -309,12 +314,32 @@ def test_where_slots_run_out_a_step_is_read_first(
                 make_graph_runner,
                 page_size=4,
                 growth_tokens=1,
-                device_pool_tokens=sum(lives) // 4 * 4,
+                host_pool_tokens=sum(4 + len(prompt) // 4 * 4 for prompt in prompts) + 12,
             )
         ) as small,
         drafts(small, 3),
     ):
-        answers = [small.generate(double, prompt, NUM_NEW, HisparseFlag.FALSE) for prompt in prompts]
+        may_follow, launch = small.engine._may_follow, small.engine._launch
+
+        def recorded_may_follow(launched: Launched) -> bool:
+            nonlocal num_short_of_sure
+            short = (each for each in launched.batch if each.has_next_step and not each.has_slots_for_next)
+            num_short_of_sure += any(each.num_drafts_in_flight for each in short)
+            return may_follow(launched)
+
+        def checked_launch(batch: list[Request], step: NodeStep) -> Launched | None:
+            nonlocal num_left_out
+            for request in small.engine.requests.select(RequestState.RUNNING):
+                if request.has_next_step and request not in batch:
+                    assert request.num_drafts_in_flight == 0
+                    num_left_out += 1
+            return launch(batch, step)
+
+        monkeypatch.setattr(small.engine, "_may_follow", recorded_may_follow)
+        monkeypatch.setattr(small.engine, "_launch", checked_launch)
+        answers = [small.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
         finish(small, answers, double)
     assert [answer.token_ids for answer in answers] == [expected[prompt] for prompt in prompts]
-    assert {True, False} <= set(calls.are_ahead())
+    assert num_left_out > 0
+    assert num_short_of_sure > 0
+    assert any(calls.are_ahead())
