@@ -202,8 +202,8 @@ class Bench:
             launched = self.runner.launch(
                 self.requests, NodeStep(len(self.requests), is_split, num_new=self._num_new)
             )
-            for request in self.requests:
-                request.num_in_flight += 1
+            for request, most_drafts in zip(self.requests, launched.most_drafts, strict=True):
+                request.enter_step(most_drafts)
             if previous is not None and launched.feeds_next:
                 self._commit(previous)
                 previous = None
@@ -220,12 +220,17 @@ class Bench:
         result = launched.result()
         if wrong := [error for error in result.errors if error]:
             raise RuntimeError(f"a step reported {wrong[0]}")
-        for request, token_ids, counters, drafts in zip(
-            launched.batch, result.token_ids, result.counters, result.drafts, strict=True
+        for request, most_drafts, token_ids, counters, drafts in zip(
+            launched.batch,
+            launched.most_drafts,
+            result.token_ids,
+            result.counters,
+            result.drafts,
+            strict=True,
         ):
-            request.num_in_flight -= 1
+            request.leave_step(most_drafts)
             request.output_token_ids += token_ids
-            request.draft_token_ids = drafts
+            request.draft_token_ids = [] if request.num_in_flight else drafts
             request.row_counters = counters
             self.num_tokens += len(token_ids)
         self.totals = self.hot_buffers.totals(self.requests)

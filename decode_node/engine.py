@@ -39,7 +39,7 @@ from decode_node.sizing import (
     max_hot_capacity,
     size_device_pool,
 )
-from decode_node.steps import Launched
+from decode_node.steps import Launched, is_plain_greedy
 from kernels.device_memory import (
     DeviceMemory,
 )
@@ -301,11 +301,25 @@ class DecodeEngine:
             self.lifecycle.generate(sample, now, prompt_keys)
 
     def _plan(self, now: float) -> None:
+        if self._in_flight is not None and not self._may_follow(self._in_flight):
+            self._settle()
         plan = self._next_plan(now)
         if plan.exchanges and self._in_flight is not None:
             self._settle()  # whoever changes its device slots may be in a step, or may be at its end
             plan = self._next_plan(now)
         self.lifecycle.carry_out(plan, now)
+
+    def _may_follow(self, launched: Launched) -> bool:
+        """Whether a step may be launched before ``launched`` is read.
+
+        The lengths behind drafts that are in flight are on the device. The host has to know that all requests
+        go on however many are right, and that no draw depends on how many there were before it.
+        """
+        return launched.num_new == 1 or all(
+            is_plain_greedy(request) and (request.is_sure_of_next or not request.num_in_flight)
+            for request in self.requests.select(RequestState.RUNNING)
+            if request.has_next_step
+        )
 
     def _next_plan(self, now: float) -> StepPlan:
         stuck = self.requests.stuck(now)
@@ -363,8 +377,8 @@ class DecodeEngine:
             self._settle()
             self._fail_step(batch, error)
             return None
-        for request in batch:
-            request.num_in_flight += 1
+        for request, most_drafts in zip(batch, launched.most_drafts, strict=True):
+            request.enter_step(most_drafts)
         return launched
 
     def _settle(self) -> None:
@@ -383,8 +397,8 @@ class DecodeEngine:
 
         The step after it may be in flight. A request that ends now is in that one for nothing.
         """
-        for request in launched.batch:
-            request.num_in_flight -= 1
+        for request, most_drafts in zip(launched.batch, launched.most_drafts, strict=True):
+            request.leave_step(most_drafts)
         try:
             result = launched.result()
         except torch.AcceleratorError:
@@ -406,7 +420,7 @@ class DecodeEngine:
             if request.state is not RequestState.RUNNING:
                 continue  # it ended while the step ran
             request.row_counters = counters
-            request.draft_token_ids = drafts
+            request.draft_token_ids = [] if request.num_in_flight else drafts  # a step has taken them
             request.num_drafted += num_drafted
             if num_drafted:
                 self._metrics.drafted(num_drafted)

@@ -120,6 +120,8 @@ class Request:
     num_in_flight: int = 0
     """Output tokens that launched steps will yield and nobody has read yet; at most one where a step is
     planned. Of a step that verifies drafts, the one token that it is sure to yield."""
+    num_drafts_in_flight: int = 0
+    """Drafts that launched steps verify at most: so many tokens more may come."""
     draft_token_ids: list[int] = field(default_factory=list)
     """What the draft layer guesses to follow the newest token; the next step takes them."""
     num_drafted: int = 0
@@ -152,13 +154,30 @@ class Request:
 
     @property
     def next_seq_len(self) -> int:
-        """Length of the sequence in the next step, the newest token included."""
-        return self.num_kv_tokens + self.num_in_flight + 1
+        """Length of the sequence in the next step, the newest token included; the longest that it may have
+        while drafts are in flight."""
+        return self.num_kv_tokens + self.num_in_flight + self.num_drafts_in_flight + 1
 
     @property
     def has_next_step(self) -> bool:
         """Whether a token may follow those that are in flight."""
         return len(self.output_token_ids) + self.num_in_flight < self.sampling.max_new_tokens
+
+    @property
+    def is_sure_of_next(self) -> bool:
+        """Whether it has a next step, and slots for it, however many of the drafts in flight are right."""
+        num_tokens = len(self.output_token_ids) + self.num_in_flight + self.num_drafts_in_flight
+        return num_tokens < self.sampling.max_new_tokens and self.has_slots_for_next
+
+    def enter_step(self, most_drafts: int) -> None:
+        """A step that verifies so many of its drafts at most was launched."""
+        self.num_in_flight += 1
+        self.num_drafts_in_flight += most_drafts
+
+    def leave_step(self, most_drafts: int) -> None:
+        """That step's tokens are read, and follow."""
+        self.num_in_flight -= 1
+        self.num_drafts_in_flight -= most_drafts
 
     @property
     def owned(self) -> Holding:

@@ -75,7 +75,7 @@ class HostRunner:
         """One step in which each request's drafts follow its newest token."""
         model, num_reqs, num_new = self._model, len(batch), step.num_new
         model.expect_tokens(step.num_tokens * num_new)
-        drafts = take_drafts(batch, num_new, self._hot_buffers)
+        drafts, _ = take_drafts(batch, num_new, self._hot_buffers)
         lens = [request.next_seq_len for request in batch]
         ends = [seq_len + len(of_req) for seq_len, of_req in zip(lens, drafts, strict=True)]
         last = [seq_len + num_new - 1 for seq_len in lens]

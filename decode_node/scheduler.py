@@ -298,8 +298,13 @@ class _Planner:
             yield request.next_seq_len
 
     def _with_drafts(self, request: Request) -> int:
-        """Positions of the request's next step, and those before them."""
-        return min(request.next_seq_len + self.limits.max_drafts, self.limits.max_context)
+        """Positions of the request's next step, and those before them.
+
+        With drafts one more: then the step after has a slot for its newest token even if all of them are
+        right, and can be launched before anybody knows.
+        """
+        behind = self.limits.max_drafts + 1 if self.limits.max_drafts else 0
+        return min(request.next_seq_len + behind, self.limits.max_context)
 
     def admit(self, waiting: Iterable[Request]) -> bool:
         """Whether nobody waits any more, but who does not fit beside stuck slots."""

@@ -191,7 +191,8 @@ def table_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
 def reserve_bytes(settings: DecodeSettings, spec: ModelSpec) -> int:
     """For what a step computes with: a fixed part, logits, and the scores of the indexer."""
     num_new = settings.speculative_num_steps + 1
-    num_copies = LOGIT_COPIES + (num_new > 1)  # the logits between a step's two graphs
-    per_row = 4 * num_copies * spec.vocab_size + 2 * 4 * spec.context_length
+    per_row = 4 * LOGIT_COPIES * spec.vocab_size + 2 * 4 * spec.context_length
+    if num_new > 1:  # logits, hidden state and token between a step's two graphs
+        per_row += 4 * spec.vocab_size + spec.dtype.itemsize * spec.hidden_size + 8
     num_rows = settings.max_running_requests * num_new
     return BASE_RESERVE_BYTES + num_rows * per_row

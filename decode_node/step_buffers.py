@@ -14,7 +14,7 @@ from decode_node.request import Request
 from model.rank_group import RankGroup
 
 FROM_DEVICE = -1
-"""In place of an input token: the one that the row's last step sampled."""
+"""In place of a newest token or a length: what the row's last step, which nobody has read, made of it."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,12 @@ class StepInputs:
     tokens: Tensor
     """[max_reqs * max_new]: of each request the newest token, or FROM_DEVICE, and drafts, or NO_DRAFT."""
     seq_lens: Tensor
-    """[max_reqs], and so the others. As ``DeviceStep`` has them, ``ends`` too."""
+    """[max_reqs], and so the others: with the newest token; or FROM_DEVICE, and then the drafts too."""
     req_rows: Tensor
-    ends: Tensor
+    most_drafts: Tensor
+    """That may be verified of a request's drafts."""
     slot_ends: Tensor
-    """Where the positions end that have slots."""
+    """Where the positions end that have slots and may be needed."""
     num_real: Tensor
     """[1] requests that are real."""
 
@@ -52,7 +53,7 @@ class StepBuffers:
 
     inputs: StepInputs
     results: Tensor
-    """int64 [max_reqs * (3 + 2 * max_new)]: rows of each request, as long as the step has them."""
+    """int64 [max_reqs * (5 + 2 * max_new)]: rows of each request, as long as the step has them."""
     done: torch.cuda.Event | None
     ranks: RankGroup | None
 
@@ -60,28 +61,39 @@ class StepBuffers:
     def create(cls, max_reqs: int, max_new: int, is_pinned: bool, ranks: RankGroup | None) -> StepBuffers:
         return cls(
             StepInputs.create(max_reqs, max_new, "cpu", pin_memory=is_pinned),
-            torch.zeros(max_reqs * (3 + 2 * max_new), dtype=torch.int64, pin_memory=is_pinned),
+            torch.zeros(max_reqs * (5 + 2 * max_new), dtype=torch.int64, pin_memory=is_pinned),
             torch.cuda.Event() if is_pinned else None,  # type: ignore[no-untyped-call]
             ranks,
         )
 
     def fill(
-        self, batch: Sequence[Request], drafts: Sequence[Sequence[int]], num_new: int, max_context: int
+        self,
+        batch: Sequence[Request],
+        drafts: Sequence[Sequence[int]],
+        most_drafts: Sequence[int],
+        unread: Sequence[bool],
+        num_new: int,
+        max_context: int,
     ) -> None:
-        """``drafts``: of each request, fewer than ``num_new``."""
+        """``drafts``: of each request, fewer than ``num_new``. ``unread``: whose length and drafts are still
+        to be read."""
         inputs = self.inputs
         num_padding = inputs.seq_lens.shape[0] - len(batch)
         tokens: list[int] = []
         for request, of_req in zip(batch, drafts, strict=True):
             tokens.append(FROM_DEVICE if request.num_in_flight else request.output_token_ids[-1])
             tokens += (*of_req, *[NO_DRAFT] * (num_new - 1 - len(of_req)))
-        lens = [request.next_seq_len for request in batch]
+        lens = [
+            FROM_DEVICE if is_unread else request.next_seq_len
+            for request, is_unread in zip(batch, unread, strict=True)
+        ]
+        slot_ends = [min(each.reserved_tokens, max_context, each.life_tokens) for each in batch]
         inputs.tokens.numpy()[:] = tokens + [0] * (inputs.tokens.shape[0] - len(tokens))
         for values, of_reqs, of_padding in (
-            (inputs.seq_lens, [seq_len + num_new - 1 for seq_len in lens], num_new),
+            (inputs.seq_lens, lens, 1),
             (inputs.req_rows, [request.req_row for request in batch], 0),
-            (inputs.ends, [seq_len + len(of_req) for seq_len, of_req in zip(lens, drafts, strict=True)], 1),
-            (inputs.slot_ends, [min(request.reserved_tokens, max_context) for request in batch], 1),
+            (inputs.most_drafts, list(most_drafts), 0),
+            (inputs.slot_ends, slot_ends, 1),
         ):
             values.numpy()[:] = of_reqs + [of_padding] * num_padding
         inputs.num_real.numpy()[0] = len(batch)

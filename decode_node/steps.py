@@ -39,6 +39,15 @@ class Launched(Protocol):
     def batch(self) -> Sequence[Request]: ...
 
     @property
+    def num_new(self) -> int:
+        """As of ``NodeStep``."""
+
+    @property
+    def most_drafts(self) -> Sequence[int]:
+        """Of each request, how many drafts it verifies at most: as long as it is in flight, nobody knows how
+        many of them count."""
+
+    @property
     def feeds_next(self) -> bool:
         """Whether the next step may be launched before this one's result was taken, or is over already."""
 
@@ -67,6 +76,11 @@ class Done:
     batch: Sequence[Request]
     step_result: StepResult
     feeds_next: bool = False
+    num_new: int = 1
+
+    @property
+    def most_drafts(self) -> list[int]:
+        return [0] * len(self.batch)
 
     def wait(self) -> None:
         pass
@@ -75,13 +89,19 @@ class Done:
         return self.step_result
 
 
-def take_drafts(batch: Sequence[Request], num_new: int, hot_buffers: HotBuffers) -> list[list[int]]:
-    """What each request's next step of ``num_new`` positions verifies."""
-    if num_new == 1:
-        for request in batch:
-            request.draft_token_ids = []
-        return [[]] * len(batch)
-    return [request.take_drafts(hot_buffers.max_verifiable(request, num_new - 1)) for request in batch]
+def take_drafts(
+    batch: Sequence[Request], num_new: int, hot_buffers: HotBuffers, unread: Sequence[bool] = ()
+) -> tuple[list[list[int]], list[int]]:
+    """What each request's next step of ``num_new`` positions verifies, and how many at most.
+
+    ``unread``: of which requests the drafts are still on the device; none are listed for these.
+    """
+    drafts, most_drafts = [], []
+    for request, is_unread in zip(batch, unread or [False] * len(batch), strict=True):
+        most = hot_buffers.max_verifiable(request, num_new - 1) if num_new > 1 else 0
+        drafts.append(request.take_drafts(0 if is_unread else most))
+        most_drafts.append(most if is_unread else len(drafts[-1]))
+    return drafts, most_drafts
 
 
 def step_result(
@@ -113,5 +133,12 @@ def check_slots(batch: Sequence[Request]) -> None:
 
 
 def next_index(request: Request) -> int:
-    """Output tokens before the one that the next step samples."""
+    """Output tokens before the one that the next step samples; more where drafts in flight are right."""
     return len(request.output_token_ids) + request.num_in_flight
+
+
+def is_plain_greedy(request: Request) -> bool:
+    """Whether its next token is that of the largest logit, and nobody asks for more than that."""
+    params = request.sampling
+    is_free = next_index(request) >= params.min_new_tokens
+    return params.temperature == 0 and params.num_logprobs is None and is_free

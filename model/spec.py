@@ -42,6 +42,7 @@ class ModelSpec:
     index_topk: int
     context_length: int
     """Prompt plus output of a request at most, in tokens."""
+    hidden_size: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
@@ -194,6 +195,7 @@ def load_spec(
         index_head_dim=_integer(config, path, "index_head_dim"),
         index_topk=_integer(config, path, "index_topk"),
         context_length=context_length or model_context,
+        hidden_size=_integer(config, path, "hidden_size"),
         vocab_size=_integer(config, path, "vocab_size"),
         eos_token_ids=_eos_token_ids(config, path),
         dtype=compute_dtype,

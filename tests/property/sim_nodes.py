@@ -228,6 +228,14 @@ class SimStep:
     num_drafts: int
     feeds_next: bool = False
 
+    @property
+    def num_new(self) -> int:
+        return self.num_drafts + 1
+
+    @property
+    def most_drafts(self) -> list[int]:
+        return self.num_drafted
+
     def wait(self) -> None:
         pass
 

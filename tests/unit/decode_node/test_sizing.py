@@ -247,7 +247,10 @@ def test_tables_and_reserve_have_room_for_drafts() -> None:
     spec = make_spec(num_layers=3, index_group_of_layer=(0, 1, 2), context_length=4096)
     plain, drafting = decode(), decode(speculative_num_steps=3)
     assert table_bytes(drafting, spec) - table_bytes(plain, spec) >= plain.max_running_requests * 3 * 16 * 64
-    assert sizing.reserve_bytes(drafting, spec) > 3 * (sizing.reserve_bytes(plain, spec) - (1 << 30))
+    per_row = (sizing.reserve_bytes(plain, spec) - (1 << 30)) // plain.max_running_requests
+    drawn = 4 * spec.vocab_size + 2 * spec.hidden_size + 8  # as Verifier keeps them
+    num_rows = 4 * drafting.max_running_requests
+    assert sizing.reserve_bytes(drafting, spec) == (1 << 30) + num_rows * (per_row + drawn)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ def make_spec(**changes: Any) -> ModelSpec:
         "index_head_dim": 128,
         "index_topk": 2048,
         "context_length": 163840,
+        "hidden_size": 7168,
         "vocab_size": 129280,
         "eos_token_ids": (1,),
         "dtype": torch.bfloat16,

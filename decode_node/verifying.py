@@ -1,0 +1,251 @@
+"""Steps of the graph runner that verify drafts: two graphs, with the draws between them.
+
+The first is the model over all new positions. The second is what follows from the draws: acceptance, backup
+and the next drafts. What the step after needs of them stays on the device too (``DeviceRows``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode_node.device_rows import DeviceRows
+from decode_node.device_step import DeviceStep
+from decode_node.hot_buffers import HotBuffers
+from decode_node.request import Request
+from decode_node.step_buffers import StepBuffers, StepInputs
+from decode_node.steps import StepResult, is_plain_greedy, next_index, step_result
+from model.attention_kernels import AttentionKernels
+from model.dsa import DsaModel
+from model.sampling import Sampled, enqueue_sample
+from vocabulary import TokenLogprob
+
+
+class Verifier:
+    """The device work of these steps, of the requests in ``inputs``, and what it goes through."""
+
+    def __init__(
+        self,
+        model: DsaModel,
+        hot_buffers: HotBuffers,
+        kernels: AttentionKernels,
+        inputs: StepInputs,
+        rows: DeviceRows,
+        *,
+        max_reqs: int,
+    ) -> None:
+        self._model = model
+        self._hot_buffers = hot_buffers
+        self._kernels = kernels
+        self._inputs = inputs
+        self._rows = rows
+        self._max_new = hot_buffers.state.max_new
+        self._drawn = _Drawn.create(model, max_reqs * self._max_new)
+        self._graphs: dict[int, dict[int, _Graphs]] = {}
+        """By positions of a request, then by number of requests, smallest first."""
+
+    def launch(
+        self,
+        batch: Sequence[Request],
+        drafts: list[list[int]],
+        most_drafts: list[int],
+        num_reqs: int,
+        num_new: int,
+        buffers: StepBuffers,
+    ) -> Verified:
+        """``drafts``: those that the host knows; ``most_drafts``: of each request. ``num_reqs``: of the rank
+        that has most."""
+        graphs = self._graphs.get(num_new, {})
+        size = next((size for size in graphs if size >= num_reqs), None)
+        if size is None:
+            forward = self._forward(num_reqs, num_new)
+            sampled = self._sample(batch, drafts, num_new)
+            results = self._accept_and_draft(num_reqs, num_new, forward)
+        else:
+            graphs[size].forward.replay()
+            sampled = self._sample(batch, drafts, num_new)
+            graphs[size].accept_and_draft.replay()
+            results = graphs[size].results
+        buffers.take(results[: len(batch)])
+        return Verified(batch, buffers, most_drafts, num_new, sampled)
+
+    def warm_up(self, sizes: Sequence[int]) -> None:
+        for size in sizes:
+            for num_new in range(self._max_new, 1, -1):
+                self._accept_and_draft(size, num_new, self._forward(size, num_new))
+
+    def capture(self, sizes: Sequence[int], pool: Any, stream: torch.cuda.Stream) -> None:
+        """``sizes``: largest first, so that the graphs can share memory of ``pool``."""
+        for num_new in range(self._max_new, 1, -1):
+            graphs = [(size, self._capture(size, num_new, pool, stream)) for size in sizes]
+            self._graphs[num_new] = dict(reversed(graphs))
+
+    def _capture(self, num_reqs: int, num_new: int, pool: Any, stream: torch.cuda.Stream) -> _Graphs:
+        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(first, pool=pool, stream=stream):
+            forward = self._forward(num_reqs, num_new)
+        with torch.cuda.graph(second, pool=pool, stream=stream):
+            results = self._accept_and_draft(num_reqs, num_new, forward)
+        return _Graphs(first, second, forward, results)
+
+    def _forward(self, num_reqs: int, num_new: int) -> _Forward:
+        """The model over ``num_new`` positions of each request, into ``_drawn``."""
+        inputs = self._inputs
+        req_rows = inputs.req_rows[:num_reqs]
+        num_rows = num_reqs * num_new
+        seq_lens = self._rows.lengths(inputs, num_reqs)
+        drafts, num_drafts = self._rows.drafts_to_verify(inputs, seq_lens, num_new)
+        newest = self._rows.newest_tokens(inputs.tokens[:num_rows:num_new], req_rows)
+        token_ids = torch.cat((newest[:, None], drafts.clamp(min=0)), dim=1).flatten()
+        access = DeviceStep(
+            self._hot_buffers,
+            self._kernels,
+            seq_lens + num_new - 1,
+            req_rows,
+            inputs.num_real_reqs,
+            num_new=num_new,
+            ends=seq_lens + num_drafts,
+        )
+        rows = torch.arange(num_rows, device=token_ids.device)
+        logits, hidden = self._model.forward_with_hidden(token_ids, access.positions, access, rows)
+        self._drawn.logits[:num_rows] = logits
+        self._drawn.hidden[:num_rows] = hidden
+        self._drawn.token_ids[:num_rows] = logits.argmax(dim=-1)
+        return _Forward(access, seq_lens, drafts, num_drafts)
+
+    def _sample(self, batch: Sequence[Request], drafts: list[list[int]], num_new: int) -> Sampled | None:
+        """Put what the requests ask for in the likeliest tokens' place, at the positions that can count; None
+        when these are all they want."""
+        if all(map(is_plain_greedy, batch)):
+            return None
+        drawn = self._drawn
+        rows = [(req, row) for req, of_req in enumerate(drafts) for row in range(1 + len(of_req))]
+        rows_host = torch.tensor([req * num_new + row for req, row in rows])
+        if drawn.logits.is_cuda:
+            rows_host = rows_host.pin_memory()
+        rows_dev = rows_host.to(drawn.logits.device, non_blocking=True)
+        sampled = enqueue_sample(
+            drawn.logits[rows_dev],
+            [batch[req].sampling for req, _ in rows],
+            [next_index(batch[req]) + row for req, row in rows],
+            self._model.spec.eos_token_ids,
+        )
+        drawn.token_ids[rows_dev] = sampled.token_ids
+        return sampled
+
+    def _accept_and_draft(self, num_reqs: int, num_new: int, forward: _Forward) -> Tensor:
+        """What follows from ``_drawn``: int64 [num_reqs, num_columns] as ``Verified`` reads it."""
+        inputs, drawn, access = self._inputs, self._drawn, forward.access
+        req_rows = inputs.req_rows[:num_reqs]
+        num_rows = num_reqs * num_new
+        flat_ids = drawn.token_ids[:num_rows]
+        token_ids = flat_ids.view(num_reqs, num_new)
+        accepted = (forward.drafts == token_ids[:, :-1]).long().cumprod(dim=1).sum(dim=1)
+        reqs = torch.arange(num_reqs, device=accepted.device)
+        newest_rows = reqs * num_new + accepted
+        logits, hidden = self._model.draft(
+            flat_ids, drawn.hidden[:num_rows], access.positions, access, newest_rows
+        )
+        seq_lens = forward.seq_lens + accepted
+        access.back_up(seq_lens, (accepted + 1).to(torch.int32))
+        new_drafts = [logits.argmax(dim=-1)]
+        hidden = hidden[newest_rows]
+        for number in range(1, num_new - 1):
+            access = DeviceStep(
+                self._hot_buffers,
+                self._kernels,
+                seq_lens + number,
+                req_rows,
+                inputs.num_real_reqs,
+                num_new=number,
+                first_row=number - 1,
+                ends=inputs.slot_ends[:num_reqs],
+            )
+            logits, hidden = self._model.draft(new_drafts[-1], hidden, access.positions, access, reqs)
+            new_drafts.append(logits.argmax(dim=-1))
+        made = torch.stack(new_drafts, dim=1)
+        self._rows.put(inputs, flat_ids[newest_rows], seq_lens + 1, made)
+        counts = torch.stack((forward.num_drafts, accepted), dim=1)
+        return torch.cat((self._hot_buffers.row_results(req_rows), counts, token_ids, made), dim=1)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What the first graph of a step makes and the second reads, beside ``_Drawn``."""
+
+    access: DeviceStep
+    seq_lens: Tensor
+    """int64 [num_reqs]: before the step, the newest token included."""
+    drafts: Tensor
+    """int64 [num_reqs, num_new - 1]: verified ones, and NO_DRAFT."""
+    num_drafts: Tensor
+
+
+@dataclass(frozen=True)
+class _Graphs:
+    forward: torch.cuda.CUDAGraph
+    accept_and_draft: torch.cuda.CUDAGraph
+    between: _Forward
+    results: Tensor
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Between the two graphs of a step, whatever its size: a row for each position of each request."""
+
+    logits: Tensor
+    """float32 [max_rows, vocab_size]"""
+    hidden: Tensor
+    """[max_rows, hidden_size]"""
+    token_ids: Tensor
+    """int64 [max_rows]"""
+
+    @classmethod
+    def create(cls, model: DsaModel, max_rows: int) -> _Drawn:
+        device = model.device
+        return cls(
+            torch.zeros((max_rows, model.spec.vocab_size), dtype=torch.float32, device=device),
+            torch.zeros((max_rows, model.hidden_size), dtype=model.spec.dtype, device=device),
+            torch.zeros(max_rows, dtype=torch.int64, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A step that verifies drafts. ``sampled``: of the positions that can count; None when all tokens are
+    just the likeliest: only then nothing of the next step depends on what is read of this one."""
+
+    batch: Sequence[Request]
+    buffers: StepBuffers
+    most_drafts: list[int]
+    num_new: int
+    sampled: Sampled | None
+
+    @property
+    def feeds_next(self) -> bool:
+        return self.sampled is None
+
+    def wait(self) -> None:
+        self.buffers.wait()
+
+    def result(self) -> StepResult:
+        num_columns = 5 + 2 * self.num_new
+        rows = self.buffers.read(len(self.batch), num_columns)
+        num_drafted = [row[4] for row in rows]
+        kept = [1 + row[5] for row in rows]
+        drawn = [row[6 : 7 + count] for row, count in zip(rows, num_drafted, strict=True)]
+        logprobs: list[list[TokenLogprob | None]] = [[None] * len(of_req) for of_req in drawn]
+        if self.sampled is not None:
+            of_rows = iter(self.sampled.read_logprobs([one for of_req in drawn for one in of_req]))
+            logprobs = [[next(of_rows) for _ in of_req] for of_req in drawn]
+        return step_result(
+            [of_req[:count] for of_req, count in zip(drawn, kept, strict=True)],
+            [of_req[:count] for of_req, count in zip(logprobs, kept, strict=True)],
+            [row[:4] for row in rows],
+            num_drafted,
+            [row[6 + self.num_new :] for row in rows],
+        )

@@ -1,0 +1,345 @@
+"""With drafts too, the host is a step behind: what is launched when, and that nothing but that changes.
+
+The graph runner on the CPU, where a step is over when it is launched; the order of calls is a GPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import decode_node.graph_runner
+import decode_node.verifying
+from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
+from checkpoints.oracle import greedy_tokens
+from decode_node.request import Request, RequestState
+from decode_node.runner import make_runner
+from decode_node.steps import Launched, StepResult
+from service.lockstep import NodeStep
+from tests.unit.decode_node.support import (
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    Prompt,
+    load_checkpoint,
+)
+from tests.unit.decode_node.test_speculation import (
+    NUM_NEW,
+    PROMPTS,
+    by_turns,
+    drafts,
+    finish,
+    harness,
+    make_graph_runner,
+    num_drafts,
+)
+from vocabulary import HisparseFlag
+
+ALL_PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3)
+"""Numbers of drafts, in which each follows each."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    path = tmp_path_factory.mktemp("behind") / "v32"
+    write_checkpoint(path, "v32", draft_gain=LIKELY_DRAFTS)
+    return load_checkpoint(path, num_draft_layers=1)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
+    return dict(zip(PROMPTS, greedy_tokens(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
+
+
+@pytest.fixture(scope="module")
+def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
+    with closing(PrefillDouble(checkpoint, page_size=4)) as double:
+        yield double
+
+
+@pytest.fixture(scope="module")
+def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
+    ipc_dir = tmp_path_factory.mktemp("node")
+    with closing(harness(checkpoint, ipc_dir, make_graph_runner, page_size=4, growth_tokens=1)) as node:
+        yield node
+
+
+@dataclass
+class Calls:
+    """What was done with the steps of a node and with its requests, in this order."""
+
+    all: list[tuple[str, Any]] = field(default_factory=list)
+    results: dict[int, StepResult] = field(default_factory=dict)
+    """By id of the step."""
+
+    @property
+    def steps(self) -> list[Launched]:
+        return [of for what, of in self.all if what == "launch"]
+
+    def at(self, what: str, of: object) -> int:
+        """When this was done first."""
+        return next(at for at, (was, it) in enumerate(self.all) if was == what and it is of)
+
+    def are_ahead(self) -> list[bool]:
+        """Of each step but the last, whether the next one was launched before it was read."""
+        pairs = zip(self.steps, self.steps[1:], strict=False)
+        return [self.at("launch", two) < self.at("read", one) for one, two in pairs]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    calls = Calls()
+    launch = decode_node.graph_runner.GraphRunner.launch
+
+    def recorded_launch(*args: Any) -> Launched:
+        launched = launch(*args)
+        calls.all.append(("launch", launched))
+        return launched
+
+    monkeypatch.setattr(decode_node.graph_runner.GraphRunner, "launch", recorded_launch)
+    for kind in (decode_node.graph_runner._OnDevice, decode_node.verifying.Verified):
+        record(monkeypatch, calls, kind)
+    return calls
+
+
+def record(patch: pytest.MonkeyPatch, calls: Calls, kind: Any) -> None:
+    wait, result = kind.wait, kind.result
+
+    def recorded_wait(self: Launched) -> None:
+        calls.all.append(("wait", self))
+        wait(self)
+
+    def recorded_result(self: Launched) -> StepResult:
+        calls.all.append(("read", self))
+        calls.results[id(self)] = result(self)
+        return calls.results[id(self)]
+
+    patch.setattr(kind, "wait", recorded_wait)
+    patch.setattr(kind, "result", recorded_result)
+
+
+@pytest.fixture
+def ends(calls: Calls, node: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """``calls``, with the moments in which requests give up what they own."""
+    end = node.engine.requests.end
+
+    def recorded(request: Request, *args: Any, **options: Any) -> None:
+        calls.all.append(("end", request))
+        end(request, *args, **options)
+
+    monkeypatch.setattr(node.engine.requests, "end", recorded)
+    return calls
+
+
+@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+def test_the_next_step_is_launched_before_the_last_one_is_read(
+    expected: dict[Prompt, list[int]],
+    double: PrefillDouble,
+    node: EngineHarness,
+    calls: Calls,
+    flag: HisparseFlag,
+) -> None:
+    """Until the drafts in flight may be the last tokens."""
+    with drafts(node, 3):
+        answer = node.generate(double, PROMPTS[8], NUM_NEW, flag)
+        finish(node, [answer], double)
+    assert answer.token_ids == expected[PROMPTS[8]]
+    steps = calls.steps
+    assert all(step.num_new == 4 for step in steps)
+    # 4 tokens a step may come: of the last 5 somebody has to know how many are left.
+    num_left = NUM_NEW - 1
+    are_sure = []
+    for step in steps:
+        are_sure.append(num_left > 1 + step.most_drafts[0])
+        num_left -= len(calls.results[id(step)].token_ids[0])
+    assert calls.are_ahead() == are_sure[:-1]
+    assert sum(calls.are_ahead()) > len(steps) // 2
+
+
+def test_drafts_that_the_host_has_not_read_are_as_good(
+    checkpoint: Checkpoint,
+    double: PrefillDouble,
+    node: EngineHarness,
+    calls: Calls,
+    tmp_path: Path,
+) -> None:
+    """Just as many are verified and accepted as where every step is read first."""
+    counts = []
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as other_double,
+        closing(harness(checkpoint, tmp_path, make_runner, page_size=4)) as reading_first,
+    ):
+        for each, its_double in ((reading_first, other_double), (node, double)):
+            with drafts(each, 3):
+                answers = [
+                    each.generate(its_double, prompt, NUM_NEW, HisparseFlag.FALSE) for prompt in PROMPTS[5:9]
+                ]
+                finish(each, answers, its_double)
+            counts.append([num_drafts(answer) for answer in answers])
+    assert counts[0] == counts[1]
+    assert any(calls.are_ahead())
+
+
+def test_each_number_of_drafts_may_follow_each(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, calls: Calls
+) -> None:
+    """Before it is read how many were right. Every other request is alone, in turn dense and hisparse."""
+    pairs = set()
+    with drafts(node, *ALL_PAIRS):
+        for number, prompt in enumerate(PROMPTS[3:]):
+            answer = node.generate(double, prompt, NUM_NEW, by_turns(number))
+            beside = [
+                node.generate(double, PROMPTS[2], NUM_NEW, is_speculative=False) for _ in range(number % 2)
+            ]
+            finish(node, [answer, *beside], double)
+            assert answer.token_ids == expected[prompt]
+            assert all(one.token_ids == expected[PROMPTS[2]] for one in beside)
+            steps = [step.num_new for step in calls.steps]
+            for one, two, is_ahead in zip(steps, steps[1:], calls.are_ahead(), strict=False):
+                if is_ahead:
+                    pairs.add((one, two))
+            for one_step, next_step in zip(calls.steps, calls.steps[1:], strict=False):
+                if one_step.num_new == 1:  # which makes none
+                    assert not any(next_step.most_drafts)
+            calls.all.clear()
+    assert pairs == {(one, two) for one in range(1, 5) for two in range(1, 5)}
+
+
+@pytest.mark.I5
+def test_who_asks_for_more_than_the_likeliest_token_has_every_step_read_first(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, calls: Calls
+) -> None:
+    """Its draws depend on how many tokens there are. Those beside it wait, and go on ahead without it."""
+    with drafts(node, 3):
+        answer = node.generate(double, PROMPTS[8], NUM_NEW)
+        node.turn_until(lambda: sum(calls.are_ahead()) > 0, double)
+        drawn = [
+            node.generate(double, PROMPTS[3], 4, temperature=1.0, seed=1),
+            node.generate(double, PROMPTS[3], 4, num_logprobs=0),
+            node.generate(double, PROMPTS[3], 4, min_new_tokens=4),
+        ]
+        finish(node, [answer, *drawn], double)
+    assert answer.token_ids == expected[PROMPTS[8]]
+    assert drawn[1].token_ids == expected[PROMPTS[3]][:4]
+    rooms = {request.room for step in calls.steps for request in step.batch if is_drawn(request)}
+    assert len(rooms) == len(drawn)
+    are_drawn = [any(map(is_drawn, step.batch)) for step in calls.steps]
+    for is_ahead, one, two in zip(calls.are_ahead(), are_drawn, are_drawn[1:], strict=False):
+        assert not (is_ahead and (one or two))
+    assert sum(calls.are_ahead()) > 2
+
+
+def is_drawn(request: Request) -> bool:
+    sampling = request.sampling
+    return sampling.temperature > 0 or sampling.num_logprobs is not None or sampling.min_new_tokens > 0
+
+
+@pytest.mark.I2
+def test_a_request_that_ends_among_accepted_tokens_keeps_its_slots_for_the_step_in_flight(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, ends: Calls
+) -> None:
+    prompt = PROMPTS[8]
+    tokens = expected[prompt]
+    stops = [
+        number for number, token in enumerate(tokens) if 2 <= number < 14 and token not in tokens[:number]
+    ]
+    num_inside = 0
+    for stop in stops:
+        ends.all.clear()
+        with drafts(node, 3):
+            beside = node.generate(double, PROMPTS[9], NUM_NEW, by_turns(stop + 1))
+            answer = node.generate(double, prompt, NUM_NEW, by_turns(stop), stop_token_ids=(tokens[stop],))
+            finish(node, [answer, beside], double)
+        assert answer.token_ids == tokens[: stop + 1]
+        assert beside.token_ids == expected[PROMPTS[9]]
+        (ended,) = (of for what, of in ends.all if what == "end" and of.num_prompt_tokens == len(prompt))
+        last = [step for step in ends.steps if ended in step.batch]
+        for_nothing = last[-1]
+        assert ends.at("launch", for_nothing) < ends.at("wait", for_nothing) < ends.at("end", ended)
+        assert ends.at("end", ended) < ends.at("read", for_nothing)
+        ending = ends.results[id(last[-2])].token_ids[last[-2].batch.index(ended)]
+        num_inside += tokens[stop] in ending[:-1]
+    assert num_inside > 0
+
+
+@pytest.mark.I2
+def test_an_abort_waits_for_the_step_in_flight(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, ends: Calls
+) -> None:
+    with drafts(node, 3):
+        staying = node.generate(double, PROMPTS[9], NUM_NEW)
+        for num_turns in range(4):
+            leaving = node.generate(double, PROMPTS[8], NUM_NEW, by_turns(num_turns))
+            node.turn_until(lambda: leaving.token_ids, double)  # noqa: B023
+            for _ in range(num_turns):
+                node.turn(double)
+            (request,) = (
+                each
+                for each in node.engine.requests.select(RequestState.RUNNING)
+                if each.num_prompt_tokens == len(PROMPTS[8])
+            )
+            in_flight = node.engine._in_flight
+            node.leave(leaving)
+            node.turn_until(lambda: request.state is RequestState.ENDED, double)  # noqa: B023
+            if in_flight is not None and request in in_flight.batch:
+                assert ends.at("wait", in_flight) < ends.at("end", request)
+        finish(node, [staying], double)
+    assert staying.token_ids == expected[PROMPTS[9]]
+    assert sum(what == "wait" for what, _ in ends.all) > 0
+
+
+@pytest.mark.I1
+@pytest.mark.I5
+def test_where_slots_run_out_a_step_is_read_first(
+    checkpoint: Checkpoint,
+    expected: dict[Prompt, list[int]],
+    calls: Calls,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who sits a step out has no slot for sure, not only when all drafts in flight are right."""
+    prompts = PROMPTS[7:9]
+    num_left_out = num_short_of_sure = 0
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        closing(
+            harness(
+                checkpoint,
+                tmp_path,
+                make_graph_runner,
+                page_size=4,
+                growth_tokens=1,
+                host_pool_tokens=sum(4 + len(prompt) // 4 * 4 for prompt in prompts) + 12,
+            )
+        ) as small,
+        drafts(small, 3),
+    ):
+        may_follow, launch = small.engine._may_follow, small.engine._launch
+
+        def recorded_may_follow(launched: Launched) -> bool:
+            nonlocal num_short_of_sure
+            short = (each for each in launched.batch if each.has_next_step and not each.has_slots_for_next)
+            num_short_of_sure += any(each.num_drafts_in_flight for each in short)
+            return may_follow(launched)
+
+        def checked_launch(batch: list[Request], step: NodeStep) -> Launched | None:
+            nonlocal num_left_out
+            for request in small.engine.requests.select(RequestState.RUNNING):
+                if request.has_next_step and request not in batch:
+                    assert request.num_drafts_in_flight == 0
+                    num_left_out += 1
+            return launch(batch, step)
+
+        monkeypatch.setattr(small.engine, "_may_follow", recorded_may_follow)
+        monkeypatch.setattr(small.engine, "_launch", checked_launch)
+        answers = [small.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+        finish(small, answers, double)
+    assert [answer.token_ids for answer in answers] == [expected[prompt] for prompt in prompts]
+    assert num_left_out > 0
+    assert num_short_of_sure > 0
+    assert any(calls.are_ahead())
