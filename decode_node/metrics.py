@@ -77,7 +77,10 @@ class Metrics:
         quarantined = pools.used(Stage.QUARANTINED)
         all_running = requests.select(RequestState.RUNNING)
         running = Counter(request.mode for request in all_running)
-        num_paused = sum(r.has_next_step and not r.has_slots_for_next for r in all_running)
+        # Who only lacks slots if drafts in flight are right is in a step, and in the next one.
+        num_paused = sum(
+            r.has_next_step and not r.has_slots_for_next and not r.num_drafts_in_flight for r in all_running
+        )
         queued = requests.num_queued
         num_running, num_queued = running.total(), queued.total()
         num_landing = len(requests.select(RequestState.LANDING))

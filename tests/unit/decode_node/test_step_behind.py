@@ -303,7 +303,7 @@ def test_where_slots_run_out_a_step_is_read_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who sits a step out has no slot for sure, not only when all drafts in flight are right."""
-    prompts = PROMPTS[7:9]
+    prompts = PROMPTS[5:9]
     num_left_out = num_short_of_sure = 0
     with (
         closing(PrefillDouble(checkpoint, page_size=4)) as double,
@@ -314,7 +314,7 @@ def test_where_slots_run_out_a_step_is_read_first(
                 make_graph_runner,
                 page_size=4,
                 growth_tokens=1,
-                host_pool_tokens=sum(4 + len(prompt) // 4 * 4 for prompt in prompts) + 12,
+                host_pool_tokens=sum(4 + len(prompt) // 4 * 4 for prompt in prompts) + 24,
             )
         ) as small,
         drafts(small, 3),
