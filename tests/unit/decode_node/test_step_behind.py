@@ -42,6 +42,7 @@ from vocabulary import HisparseFlag
 
 ALL_PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3)
 """Numbers of drafts, in which each follows each."""
+MOST_ROUNDS = 20
 
 
 @pytest.fixture(scope="module")
@@ -283,11 +284,11 @@ def test_an_abort_waits_for_the_step_in_flight(
                 for each in node.engine.requests.select(RequestState.RUNNING)
                 if each.num_prompt_tokens == len(PROMPTS[8])
             )
-            in_flight = node.engine._in_flight
             node.leave(leaving)
             node.turn_until(lambda: request.state is RequestState.ENDED, double)  # noqa: B023
-            if in_flight is not None and request in in_flight.batch:
-                assert ends.at("wait", in_flight) < ends.at("end", request)
+            before = ends.all[: ends.at("end", request)]
+            last = [of for what, of in before if what == "launch" and request in of.batch][-1]
+            assert any(of is last and what in ("wait", "read") for what, of in before)
         finish(node, [staying], double)
     assert staying.token_ids == expected[PROMPTS[9]]
     assert sum(what == "wait" for what, _ in ends.all) > 0
@@ -337,9 +338,12 @@ def test_where_slots_run_out_a_step_is_read_first(
 
         monkeypatch.setattr(small.engine, "_may_follow", recorded_may_follow)
         monkeypatch.setattr(small.engine, "_launch", checked_launch)
-        answers = [small.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
-        finish(small, answers, double)
-    assert [answer.token_ids for answer in answers] == [expected[prompt] for prompt in prompts]
+        for _ in range(MOST_ROUNDS):  # it depends on when each request arrives
+            answers = [small.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
+            finish(small, answers, double)
+            assert [answer.token_ids for answer in answers] == [expected[prompt] for prompt in prompts]
+            if num_left_out and num_short_of_sure:
+                break
     assert num_left_out > 0
     assert num_short_of_sure > 0
     assert any(calls.are_ahead())
