@@ -121,7 +121,7 @@ function showTiles(decode, prefill) {
   const draft = (name) => sum(decode.map((load) => load.drafts[name]));
   const [steps, verified, accepted] = [draft("steps"), draft("verified"), draft("accepted")];
   setText(byId("accept-length"), steps ? (1 + accepted / steps).toFixed(2) : "–");
-  setText(byId("draft-note"), steps ? `${number(accepted)} of ${number(verified)} drafts accepted` : "no drafts");
+  setText(byId("draft-note"), steps ? `${number(accepted)} of ${number(verified)} accepted` : "no drafts");
 
   const prompts = sum(prefill.map((load) => load.prompt_tokens));
   setText(byId("cache-rate"), percent(sum(prefill.map((load) => load.cached_tokens)), prompts));
