@@ -6,68 +6,50 @@ right. What is expected comes from transformers, or, for drawn tokens, from an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import decode_node.engine
 from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 from checkpoints.oracle import greedy_tokens
-from decode_node.graph_runner import GraphRunner
-from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import slots_tensor
 from decode_node.pools import PoolKind
 from decode_node.request import RequestState
 from decode_node.runner import make_runner
 from decode_node.scheduler import Exchange, StepPlan
-from decode_node.steps import Runner
-from model.attention_kernels import AttentionKernels
-from model.dsa import DsaModel
-from service.settings import DecodeSettings
+from tests.unit.decode_node.speculation_support import (
+    MAX_DRAFTS,
+    NUM_NEW,
+    PROMPTS,
+    TOP_K,
+    MakeRunner,
+    by_turns,
+    drafts,
+    finish,
+    harness,
+    make_graph_runner,
+    num_drafts,
+)
 from tests.unit.decode_node.support import (
-    Answer,
     Checkpoint,
     EngineHarness,
     PrefillDouble,
     Prompt,
     load_checkpoint,
-    random_prompt,
 )
 from vocabulary import HisparseFlag, Mode
 
-NUM_NEW = 20
 CANARY = 0xCB
-TOP_K = 64
-MAX_DRAFTS = 3
-HOT_BUFFER = (MAX_DRAFTS + 1) * TOP_K + MAX_DRAFTS + 1
-"""In which all positions of a step find what they select."""
-LENGTHS = [1, 63, 64, 65, HOT_BUFFER - 22, HOT_BUFFER - 3, HOT_BUFFER - 1, HOT_BUFFER, 387, 700]
-PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
-
-
-MakeRunner = Callable[[DecodeSettings, DsaModel, HotBuffers], Runner]
-
-
-def make_graph_runner(settings: DecodeSettings, model: DsaModel, hot_buffers: HotBuffers) -> Runner:
-    """What a GPU has, without graphs."""
-    return GraphRunner(
-        model,
-        hot_buffers,
-        AttentionKernels.reference(model.spec),
-        max_reqs=settings.max_running_requests,
-        graph_batches=(),
-        min_split_reqs=3,
-    )
-
 
 V32 = pytest.mark.parametrize("checkpoint", ["v32"], indirect=True)
-BOTH = pytest.mark.parametrize("checkpoint", ["v32", "glm"], indirect=True)
+BOTH = pytest.mark.parametrize(
+    "checkpoint", ["v32", pytest.param("glm", marks=pytest.mark.slow)], indirect=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,36 +79,6 @@ def node(
         yield node
 
 
-def harness(
-    checkpoint: Checkpoint, ipc_dir: Path, make: MakeRunner = make_runner, **settings: Any
-) -> EngineHarness:
-    settings = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": MAX_DRAFTS, **settings}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_node.engine, "make_runner", make)
-        return EngineHarness(checkpoint, ipc_dir, **settings)
-
-
-@contextmanager
-def drafts(node: EngineHarness, *numbers: int) -> Iterator[None]:
-    """Steps verify so many by turns, where their requests can."""
-    in_turn = cycle(numbers)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node.engine._draft_choice, "choose", lambda num_reqs, most: min(next(in_turn), most))
-        yield
-
-
-def finish(node: EngineHarness, answers: list[Answer], double: PrefillDouble) -> None:
-    node.turn_until(lambda: all(answer.is_over for answer in answers), double)
-    assert [answer.failure for answer in answers] == [None] * len(answers)
-    assert node.engine.requests.pools.free == node.engine.requests.pools.totals
-
-
-def num_drafts(answer: Answer) -> tuple[int, int]:
-    assert answer.last is not None
-    assert answer.last.stats is not None
-    return answer.last.stats.num_drafted, answer.last.stats.num_accepted
-
-
 @pytest.mark.I3
 @pytest.mark.I4
 @pytest.mark.I5
@@ -151,10 +103,6 @@ def test_tokens_equal_the_oracle_with_any_number_of_drafts(
         assert 0 < accepted < drafted
     else:
         assert drafted == 0
-
-
-def by_turns(number: int) -> HisparseFlag:
-    return [HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.AUTO][number % 3]
 
 
 @pytest.mark.I5

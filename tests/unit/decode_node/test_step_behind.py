@@ -21,14 +21,7 @@ from decode_node.request import Request, RequestState
 from decode_node.runner import make_runner
 from decode_node.steps import Launched, StepResult
 from service.lockstep import NodeStep
-from tests.unit.decode_node.support import (
-    Checkpoint,
-    EngineHarness,
-    PrefillDouble,
-    Prompt,
-    load_checkpoint,
-)
-from tests.unit.decode_node.test_speculation import (
+from tests.unit.decode_node.speculation_support import (
     NUM_NEW,
     PROMPTS,
     by_turns,
@@ -37,6 +30,13 @@ from tests.unit.decode_node.test_speculation import (
     harness,
     make_graph_runner,
     num_drafts,
+)
+from tests.unit.decode_node.support import (
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    Prompt,
+    load_checkpoint,
 )
 from vocabulary import HisparseFlag
 
