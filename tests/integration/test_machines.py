@@ -88,6 +88,7 @@ def nodes(
 
 
 @pytest.mark.I5
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_tokens_are_the_oracles_whichever_machine_has_a_request(
     nodes: tuple[Deployment, list[Service]], tied_checkpoint: Callable[[str], Path]
@@ -123,6 +124,7 @@ def test_tokens_are_the_oracles_whichever_machine_has_a_request(
         wait_until(lambda node=node: is_empty(node), 30, f"{node.name} is empty")
 
 
+@pytest.mark.slow
 def test_a_node_says_where_its_machines_are(nodes: tuple[Deployment, list[Service]]) -> None:
     pair, _ = nodes
     for node in (*pair.prefill, *pair.decode):

@@ -68,7 +68,7 @@ def all_at_once(pair: Deployment, shift: int, **fields: Any) -> list[dict[str, A
 
 
 @pytest.mark.I5
-@pytest.mark.parametrize("pair", [1, 2], indirect=True)
+@pytest.mark.parametrize("pair", [1, pytest.param(2, marks=pytest.mark.slow)], indirect=True)
 def test_tokens_are_those_of_the_oracle_in_mixed_batches(pair: Deployment, checkpoint: Path) -> None:
     expected = greedy_tokens(checkpoint, PROMPTS, NUM_NEW)
     for shift in range(3):  # with a cold cache, then with a warm one and held prefixes
