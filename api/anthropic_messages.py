@@ -84,9 +84,9 @@ def _messages_of(name: str, item: Raw) -> Iterator[Message]:
     for block in _blocks(message, "content"):
         match role, block.raw("type"):
             case _, "text":
-                texts.append(_needed_text(block, "text"))
+                texts.append(block.needed_text("text"))
             case "assistant", "thinking":
-                reasoning.append(_needed_text(block, "thinking"))
+                reasoning.append(block.needed_text("thinking"))
             case "assistant", "tool_use":
                 calls.append(_call(block))
             case "user", "tool_result":
@@ -112,14 +112,14 @@ def _call(block: JsonFields) -> Message:
         raise block.invalid("input", "must be an object")
     return {
         "type": "function",
-        "function": {"name": _needed_text(block, "name", MAX_TOOL_NAME_CHARS), "arguments": arguments},
-        "id": _needed_text(block, "id", MAX_CALL_ID_CHARS),
+        "function": {"name": block.needed_text("name", MAX_TOOL_NAME_CHARS), "arguments": arguments},
+        "id": block.needed_text("id", MAX_CALL_ID_CHARS),
     }
 
 
 def _result(block: JsonFields) -> Message:
     content = _text_of(block, "content") if block.present("content") else ""
-    call_id = _needed_text(block, "tool_use_id", MAX_CALL_ID_CHARS)
+    call_id = block.needed_text("tool_use_id", MAX_CALL_ID_CHARS)
     return {"role": "tool", "content": content, "tool_call_id": call_id}
 
 
@@ -131,7 +131,7 @@ def _text_of(holder: JsonFields, field: str) -> str:
     for block in _blocks(holder, field):
         if block.raw("type") != "text":
             raise block.invalid("type", 'must be "text"; other blocks are not supported here')
-        texts.append(_needed_text(block, "text"))
+        texts.append(block.needed_text("text"))
     return "\n".join(texts)
 
 
@@ -140,15 +140,6 @@ def _blocks(holder: JsonFields, field: str) -> Sequence[JsonFields]:
         raise holder.invalid(field, "must be a string or a list of blocks")
     items = holder.items(field, MAX_BLOCKS) or []
     return [JsonFields.of_item(f"{holder.name(field)}[{index}]", item) for index, item in enumerate(items)]
-
-
-def _needed_text(block: JsonFields, field: str, max_chars: int | None = None) -> str:
-    text = block.raw(field)
-    if not isinstance(text, str) or (max_chars is not None and not 0 < len(text) <= max_chars):
-        raise block.invalid(
-            field, "must be a string" + (f" of 1 to {max_chars} characters" if max_chars else "")
-        )
-    return text
 
 
 # --- tools and thinking ------------------------------------------------------------------------------
@@ -171,9 +162,9 @@ def _tools(fields: JsonFields) -> Iterator[Message]:
         if tool.raw("type") not in (None, "custom"):
             raise tool.invalid("type", 'must be "custom"; tools that a server runs are not supported')
         tool.require_unset("defer_loading", False)
-        function: Message = {"name": _needed_text(tool, "name", MAX_TOOL_NAME_CHARS)}
+        function: Message = {"name": tool.needed_text("name", MAX_TOOL_NAME_CHARS)}
         if tool.present("description"):
-            function["description"] = _needed_text(tool, "description")
+            function["description"] = tool.needed_text("description")
         if not isinstance(schema := tool.raw("input_schema"), dict):
             raise tool.invalid("input_schema", "must be a JSON schema, an object")
         yield {"type": "function", "function": function | {"parameters": schema}}

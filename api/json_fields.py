@@ -149,6 +149,14 @@ class JsonFields:
             raise self.invalid(field, f"must have at most {max_chars} characters, it has {len(value)}")
         return value
 
+    def needed_text(self, field: str, max_chars: int | None = None) -> str:
+        """A string, with ``max_chars`` not an empty one."""
+        value = self.raw(field)
+        if not isinstance(value, str) or (max_chars is not None and not 0 < len(value) <= max_chars):
+            bound = "" if max_chars is None else f" of 1 to {max_chars} characters"
+            raise self.invalid(field, f"must be a string{bound}")
+        return value
+
     def nested(self, field: str) -> JsonFields | None:
         value = self.raw(field)
         if value is None:

@@ -56,7 +56,7 @@ def parse_responses(fields: JsonFields) -> tuple[ChatPrompt, dict[str, object]]:
         if item not in _INCLUDABLE:
             raise fields.invalid("include", f"[{index}] is not supported; supported is {_INCLUDABLE[0]}")
     messages: list[Message] = []
-    if fields.present("instructions") and (instructions := _needed_text(fields, "instructions")):
+    if fields.present("instructions") and (instructions := fields.needed_text("instructions")):
         messages.append({"role": "system", "content": instructions})
     messages += _input(fields)
     may_call = fields.raw("tool_choice") != "none"
@@ -138,7 +138,7 @@ def _input(fields: JsonFields) -> Iterator[Message]:
 def _other_message(item: JsonFields, role: object, kind: object) -> Message:
     """Of anybody but the assistant."""
     if kind == "function_call_output":
-        call_id = _needed_text(item, "call_id", MAX_CALL_ID_CHARS)
+        call_id = item.needed_text("call_id", MAX_CALL_ID_CHARS)
         return {"role": "tool", "content": _content(item, "output", _INPUT_PARTS), "tool_call_id": call_id}
     if kind not in (None, "message"):
         known = "message, function_call, function_call_output and reasoning"
@@ -158,20 +158,20 @@ def _content(item: JsonFields, field: str, kinds: tuple[str, ...]) -> str:
     for index, raw in enumerate(item.items(field, MAX_PARTS) or ()):
         part = JsonFields.of_item(f"{item.name(field)}[{index}]", raw)
         if part.raw("type") == "refusal" and "output_text" in kinds:
-            texts.append(_needed_text(part, "refusal"))
+            texts.append(part.needed_text("refusal"))
         elif part.raw("type") in kinds:
-            texts.append(_needed_text(part, "text"))
+            texts.append(part.needed_text("text"))
         else:
             raise part.invalid("type", f'must be "{kinds[0]}"; other parts are not supported here')
     return "".join(texts)
 
 
 def _call(item: JsonFields) -> Message:
-    name = _needed_text(item, "name", MAX_TOOL_NAME_CHARS)
+    name = item.needed_text("name", MAX_TOOL_NAME_CHARS)
     return {
         "type": "function",
         "function": {"name": name, "arguments": written_arguments(item)},
-        "id": _needed_text(item, "call_id", MAX_CALL_ID_CHARS),
+        "id": item.needed_text("call_id", MAX_CALL_ID_CHARS),
     }
 
 
@@ -181,15 +181,7 @@ def _reasoning(item: JsonFields) -> Iterator[str]:
         part = JsonFields.of_item(f"{item.name('content')}[{index}]", raw)
         if part.raw("type") != "reasoning_text":
             raise part.invalid("type", 'must be "reasoning_text"')
-        yield _needed_text(part, "text")
-
-
-def _needed_text(holder: JsonFields, field: str, max_chars: int | None = None) -> str:
-    text = holder.raw(field)
-    if not isinstance(text, str) or (max_chars is not None and not 0 < len(text) <= max_chars):
-        bound = "" if max_chars is None else f" of 1 to {max_chars} characters"
-        raise holder.invalid(field, f"must be a string{bound}")
-    return text
+        yield part.needed_text("text")
 
 
 # --- tools, reasoning, format ------------------------------------------------------------------------
@@ -202,7 +194,7 @@ def _tools(fields: JsonFields) -> Iterator[Message]:
         if tool.raw("type") != "function":
             raise tool.invalid("type", 'must be "function"; other tools are not supported')
         tool.require_unset("defer_loading", False)
-        _needed_text(tool, "name", MAX_TOOL_NAME_CHARS)
+        tool.needed_text("name", MAX_TOOL_NAME_CHARS)
         if not isinstance(tool.raw("parameters"), dict | None):
             raise tool.invalid("parameters", "must be a JSON schema, an object")
         yield {field: value for field, value in tool.to_dict().items() if field != "type"}

@@ -43,6 +43,7 @@ from bench.drafts import MAX_DRAFTS, drafts_of
 from bench.facts import OUT, run_facts
 from bench.pair import PairError, running_pair
 from bench.retrieval import LENGTHS, RETRIEVAL_MODEL, Retrieval, Task, judge, read_tasks, retrievals
+from decode_node.drafting import full_buffer
 from training.evaluate import QUESTIONS
 from training.task import ANSWER_WIDTH
 from training.vocabulary import text_of
@@ -151,12 +152,10 @@ def pair_runs(
 ) -> Iterator[tuple[int, int, tuple[tuple[str, bool | str], ...]]]:
     """Drafts, entries of a hot buffer, and modes by name, of each pair to start."""
     for num_drafts in nums_drafts:
-        num_new = num_drafts + 1
         drafts = ("", ", 1 draft", f", {num_drafts} drafts")[min(num_drafts, 2)]
-        for_drafts = num_new * top_k + num_new
         yield (
             num_drafts,
-            max(BUFFER_FACTOR * top_k, for_drafts),
+            max(BUFFER_FACTOR * top_k, full_buffer(num_drafts, top_k)),
             tuple((f"{name}{drafts}", flag) for name, flag in MODES),
         )
         if num_drafts == 0:

@@ -45,12 +45,13 @@ from torch import Tensor
 
 from bench.facts import OUT, run_facts
 from bench.step_memory import MemoryByPart, planned_pools, planned_weights, show
+from decode_node.drafting import full_buffer
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, slots_tensor
 from decode_node.pools import PoolKind, Pools, SlotCounts, round_up
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.runner import make_runner
-from decode_node.sizing import DecodeSettingsError, full_buffer_for_drafts
+from decode_node.sizing import DecodeSettingsError
 from decode_node.steps import Runner
 from kernels.device_memory import use_device
 from model.dsa import DsaModel
@@ -148,10 +149,10 @@ class Bench:
         self._spec, self._prompt = spec, prompt
         is_hisparse = mode is Mode.HISPARSE
         capacity = min(settings.device_buffer_size, life) if is_hisparse else 0
-        if 0 < capacity < min(full_buffer_for_drafts(settings, spec), life):
+        if 0 < capacity < min(full_buffer(self._num_new - 1, spec.index_topk), life):
             raise DecodeSettingsError(
                 f"--buffer {capacity}: the positions of a step with {self._num_new - 1} drafts may select "
-                f"more; give {full_buffer_for_drafts(settings, spec)}"
+                f"more; give {full_buffer(self._num_new - 1, spec.index_topk)}"
             )
         need = SlotCounts(
             host=life if is_hisparse else 0,

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.drafts import MAX_DRAFTS, drafts_of, has_draft_layer, tokens_per_step
 from bench.pair import METRICS_TIMEOUT_SECS, Pair, PairError, running_pair
 from bench.retrieval import RETRIEVAL_MODEL, Retrieval, judge, retrievals
+from decode_node.drafting import full_buffer
 
 REQUEST_TIMEOUT_SECS = 300.0
 MAX_TOKENS = 64
@@ -43,7 +44,7 @@ PAIR_OPTIONS = {
     "--page-size": 64,
     "--chunked-prefill-size": 512,
     "--kv-pool-tokens": 16384,
-    "--device-buffer-size": (MAX_DRAFTS + 1) * 64 + MAX_DRAFTS + 1,
+    "--device-buffer-size": full_buffer(MAX_DRAFTS, 64),
     "--device-pool-tokens": 6656,
     "--host-pool-tokens": 32768,
     "--num-threads": 1,

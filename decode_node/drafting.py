@@ -15,6 +15,19 @@ NO_DRAFT = -1
 """In place of a draft: equal to no token that is drawn."""
 
 
+def full_buffer(num_drafts: int, top_k: int) -> int:
+    """Entries with which a hisparse request of any length can have so many drafts verified in a step: what
+    all positions may select, and themselves."""
+    num_new = num_drafts + 1
+    return num_new * top_k + num_new
+
+
+def drafts_with_room(capacity: int, *, top_k: int, max_new: int) -> int:
+    """Drafts of a step for which a hot buffer of ``capacity`` entries has room; below 0 where it has none to
+    spare."""
+    return (capacity - max_new) // top_k - 1
+
+
 def max_verifiable(request: Request, num_drafts: int, *, top_k: int, max_new: int, max_context: int) -> int:
     """Drafts, up to ``num_drafts``, that the request's next step can verify.
 
@@ -26,7 +39,7 @@ def max_verifiable(request: Request, num_drafts: int, *, top_k: int, max_new: in
     first_new = request.next_seq_len - 1
     num_drafts = min(num_drafts, min(request.reserved_tokens, max_context) - first_new - 1)
     if request.mode is Mode.HISPARSE and first_new + max_new > request.hot_capacity:
-        num_drafts = min(num_drafts, (request.hot_capacity - max_new) // top_k - 1)
+        num_drafts = min(num_drafts, drafts_with_room(request.hot_capacity, top_k=top_k, max_new=max_new))
     return max(0, num_drafts)
 
 

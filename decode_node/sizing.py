@@ -6,6 +6,7 @@ the device pool's may come from what the model leaves of the GPU.
 
 from __future__ import annotations
 
+from decode_node.drafting import drafts_with_room, full_buffer
 from decode_node.micro_batches import NUM_MICRO_BATCHES
 from decode_node.pools import SlotCounts, round_up
 from decode_node.scheduler import Limits
@@ -86,20 +87,13 @@ def max_hot_capacity(settings: DecodeSettings, spec: ModelSpec) -> int:
     return min(settings.device_buffer_size, spec.context_length + settings.speculative_num_steps)
 
 
-def full_buffer_for_drafts(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Entries with which a hisparse request of any length can have all its drafts verified in a step: what
-    all positions may select, and themselves."""
-    num_new = settings.speculative_num_steps + 1
-    return num_new * spec.index_topk + num_new
-
-
 def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
     """What hot buffers are too small for, and the remedy; empty when they are large enough."""
     num_drafts, top_k = settings.speculative_num_steps, spec.index_topk
-    needed = full_buffer_for_drafts(settings, spec)
+    needed = full_buffer(num_drafts, top_k)
     if num_drafts == 0 or max_hot_capacity(settings, spec) >= min(needed, spec.context_length + num_drafts):
         return ""
-    possible = max(0, (settings.device_buffer_size - num_drafts - 1) // top_k - 1)
+    possible = max(0, drafts_with_room(settings.device_buffer_size, top_k=top_k, max_new=num_drafts + 1))
     return (
         f"device_buffer_size {settings.device_buffer_size} has room for {possible} of {num_drafts} drafts of "
         f"a hisparse request that is longer; give --device-buffer-size {needed} for all of them"

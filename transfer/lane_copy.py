@@ -28,7 +28,7 @@ def copy_ranges(src_addrs: SlotArray, dst_addrs: SlotArray, lengths: SlotArray) 
     All of it is memory of this process, which the caller has made sure of. Destinations are distinct, and no
     source is a destination.
     """
-    src, dst, num_bytes = coalesced(src_addrs, dst_addrs, lengths)
+    src, dst, num_bytes = _coalesced(src_addrs, dst_addrs, lengths)
     is_short = num_bytes < SHORT_BYTES
     row_bytes = _common_row(src[is_short], dst[is_short], num_bytes[is_short])
     if row_bytes < MIN_ROW_BYTES:
@@ -42,7 +42,9 @@ def copy_ranges(src_addrs: SlotArray, dst_addrs: SlotArray, lengths: SlotArray) 
         ctypes.memmove(to, start, length)
 
 
-def coalesced(src: SlotArray, dst: SlotArray, num_bytes: SlotArray) -> tuple[SlotArray, SlotArray, SlotArray]:
+def _coalesced(
+    src: SlotArray, dst: SlotArray, num_bytes: SlotArray
+) -> tuple[SlotArray, SlotArray, SlotArray]:
     """Neighbours that go on where the one before ends, on both sides, are one."""
     if src.size < 2:
         return src, dst, num_bytes
