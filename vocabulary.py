@@ -75,6 +75,18 @@ class SamplingParams(Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None
     """None: no logprobs; n: the sampled token's and those of the n likeliest tokens."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one's probability are left out."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token that the output has."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for each time that the output has it."""
+    repetition_penalty: float = 1.0
+    """The logit of each token that prompt or output has is divided by it, or multiplied when negative."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these token ids."""
+    grammar: str = ""
+    """What the output has to be, as llguidance reads it (its JSON of grammars); empty: anything."""
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):

@@ -95,6 +95,12 @@ class SampleOptions:
     num_logprobs: int | None = None
     text_in_logprobs: bool = False
     """``/generate`` shows the text of each token beside its logprob."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
 
     def sampling_params(self, max_new_tokens: int, sample_index: int) -> SamplingParams:
         """For the engine. The samples of one prompt have successive seeds, wrapped to 63 bits."""
@@ -108,6 +114,12 @@ class SampleOptions:
             ignore_eos=self.ignore_eos,
             stop_token_ids=self.stop_token_ids,
             num_logprobs=self.num_logprobs,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            grammar=self.grammar,
         )
 
 
