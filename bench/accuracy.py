@@ -3,6 +3,7 @@
     python bench/accuracy.py                                  # the retrieval model, 400 held-out prompts
     python bench/accuracy.py --dtype bfloat16 --keep          # the pair in bfloat16; keep results in docs
     python bench/accuracy.py --speculative-num-steps 0 1 2 3  # one pair after the other, by drafts a step
+    python bench/accuracy.py --no-oracle --speculative-num-steps 0 3  # tokens beside those without drafts
     python bench/accuracy.py --device cuda --kv-cache-dtype fp8_e4m3 --oracle-from bench/out/accuracy.json
     python bench/accuracy.py --tasks retrieval --url http://127.0.0.1:8000/v1 --hisparse true false auto
     python bench/accuracy.py --tasks tasks.jsonl --url https://host/v1 --model NAME
@@ -38,7 +39,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.accuracy_report import ORACLE, Response, keep, plot, print_report, summary
+from bench.accuracy_report import Response, keep, plot, print_report, summary
 from bench.drafts import MAX_DRAFTS, drafts_of
 from bench.facts import OUT, run_facts
 from bench.pair import PairError, running_pair
@@ -56,6 +57,7 @@ MAX_NEW_TOKENS = 2 + QUESTIONS * ANSWER_WIDTH + 1
 """Of the retrieval model: "Answer:", the answers, the end."""
 REQUEST_TIMEOUT_SECS = 600.0
 REPORT_WIDTH = 140
+ORACLE = "transformers"
 CONTROL = "control: selection by lot"
 INSTRUCTION = (
     "Below are notes and a question about keys that they mention. Answer in the form "
@@ -113,10 +115,10 @@ def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, A
     top_k = int(config["index_topk"])
     responses: list[Response] = []
     with progress(console) as step:
-        if arguments.oracle_from is None:
-            responses += ask_oracle(model_path, prompts, lengths, step)
-        else:
+        if arguments.oracle_from is not None:
             responses += recorded_oracle(arguments.oracle_from, prompts)
+        elif not arguments.no_oracle:
+            responses += ask_oracle(model_path, prompts, lengths, step)
         options = {
             **PAIR_OPTIONS,
             "--dtype": arguments.dtype,
@@ -362,7 +364,7 @@ def problems(measured: dict[str, Any]) -> list[str]:
     if measured.get("dtype") == "float32" and measured["kv_cache_dtype"] in ("auto", "float32"):
         found += [
             f"{system}: {entry['num_compared'] - entry['num_identical']} of {entry['num_compared']} answers "
-            "differ from transformers' in a token"
+            f"differ from those of {next(iter(measured['systems']))} in a token"
             for system, entry in measured["systems"].items()
             if entry["num_identical"] < entry["num_compared"] and system != CONTROL
         ]
@@ -392,7 +394,11 @@ def main() -> int:
         help="drafts a step of the decode node, of one pair after the other",
     )
     own.add_argument("--clients", type=int, default=NUM_CLIENTS, help="requests at a time")
-    own.add_argument("--oracle-from", type=Path, help="JSON of an earlier run with transformers' answers")
+    oracle = own.add_mutually_exclusive_group()
+    oracle.add_argument("--oracle-from", type=Path, help="JSON of an earlier run with transformers' answers")
+    oracle.add_argument(
+        "--no-oracle", action="store_true", help="compare tokens with the first system's, not transformers'"
+    )
     other = parser.add_argument_group("any endpoint")
     other.add_argument("--tasks", help='"retrieval", or a file of tasks')
     other.add_argument("--url", default="http://127.0.0.1:8000/v1", help="up to and with /v1")

@@ -17,7 +17,6 @@ from bench.drafts import tokens_per_step
 from bench.facts import ROOT
 from bench.retrieval import NUM_DEPTHS
 
-ORACLE = "transformers"
 RESULTS = ROOT / "docs" / "results"
 
 
@@ -48,10 +47,12 @@ def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
     ``lengths``: of each prompt length [right answers, answers, prompts with all answers right, prompts].
     ``depths``: of each fifth of the prompt [right answers, answers].
     ``tokens_per_step``: of all decode steps, those that verified no drafts among them; None without steps.
-    ``num_identical``: answers that are transformers' to the same prompt token for token, of ``num_compared``.
+    ``num_identical``: answers that are the first system's to the same prompt token for token, of
+    ``num_compared``. The first are transformers, unless they were left out.
     """
     found: dict[str, dict[str, Any]] = {}
-    expected = [r.tokens for r in responses if r.system == ORACLE and r.tokens]
+    first = responses[0].system if responses else ""
+    expected = [r.tokens for r in responses if r.system == first and r.tokens]
     by_system: dict[str, list[Response]] = {}
     for response in responses:
         by_system.setdefault(response.system, []).append(response)
@@ -67,8 +68,8 @@ def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
                     counts = depths[min(int(depth * NUM_DEPTHS), NUM_DEPTHS - 1)]
                     counts[0] += is_right
                     counts[1] += 1
-        # Systems that answer all prompts do so in the order of transformers.
-        has_tokens = len(answers) == len(expected) and system != ORACLE
+        # Systems that answer all prompts do so in the order of the first.
+        has_tokens = len(answers) == len(expected) and system != first
         found[system] = {
             "lengths": lengths,
             "depths": depths,
@@ -106,7 +107,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     lengths = list(dict.fromkeys(length for entry in systems.values() for length in entry["lengths"]))
     by_length = _table("Exact match of answers, by prompt length in tokens", *lengths, "prompts all right")
     by_depth = _table("Exact match of answers, by their depth in the prompt", *map(_fifth, range(NUM_DEPTHS)))
-    headings = (f"{ORACLE}' tokens", "modes", "hit rate", "tokens a step", "drafts accepted", "prompt tokens")
+    first = f"tokens as {next(iter(systems))}"
+    headings = (first, "modes", "hit rate", "tokens a step", "drafts accepted", "prompt tokens")
     serving = _table("Served", *headings, "failed")
     for system, entry in systems.items():
         counts = entry["lengths"]

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from bench.accuracy import CONTROL, chat, failed, generate, judged, pair_runs, problems
-from bench.accuracy_report import ORACLE, Response, keep, print_report, summary
+from bench.accuracy import CONTROL, ORACLE, chat, failed, generate, judged, pair_runs, problems
+from bench.accuracy_report import Response, keep, print_report, summary
 from bench.retrieval import RETRIEVAL_MODEL, Answer, Task, judge, read_tasks, retrievals
 from checkpoints import oracle
 
@@ -153,6 +153,13 @@ def test_summary_counts_by_length_and_depth() -> None:
     assert (found["hisparse"]["num_identical"], found["hisparse"]["num_compared"]) == (2, 2)
     assert found[CONTROL]["num_compared"] == 0
     assert found[CONTROL]["lengths"] == {"512": [0, 2, 0, 1]}
+
+
+def test_tokens_are_compared_with_the_first_systems() -> None:
+    without_oracle = [response for response in responses(wrong_tokens=True) if response.system != CONTROL]
+    found = summary([*without_oracle[2:], *without_oracle[:2]])
+    assert found["hisparse"]["num_compared"] == 0
+    assert (found[ORACLE]["num_identical"], found[ORACLE]["num_compared"]) == (1, 2)
 
 
 def test_summary_counts_tokens_a_step() -> None:
