@@ -49,6 +49,17 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 
 @pytest.fixture(scope="session")
+def drafting_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of the tiny checkpoint of a variant with an MTP layer, written once a session."""
+    from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
+
+    def write(path: Path, variant: str) -> None:
+        write_checkpoint(path, variant, draft_gain=LIKELY_DRAFTS)
+
+    return _written_once(tmp_path_factory, "drafting", write)
+
+
+@pytest.fixture(scope="session")
 def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The directory of the tied checkpoint of a variant ("v32" or "glm"), written once a session."""
     from tests.tied_checkpoint import write_tied_checkpoint

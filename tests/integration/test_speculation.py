@@ -5,7 +5,7 @@ How many drafts a step verifies is the node's choice, by its own clock; what it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 from checkpoints.oracle import greedy_tokens
 from tests.integration.harness import Deployment, deployment
 from tests.unit.decode_node.support import random_prompt
@@ -24,10 +23,8 @@ FLAGS: tuple[bool | str, ...] = (True, False, "auto")
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("speculation") / "v32"
-    write_checkpoint(path, "v32", draft_gain=LIKELY_DRAFTS)
-    return path
+def checkpoint(drafting_checkpoint: Callable[[str], Path]) -> Path:
+    return drafting_checkpoint("v32")
 
 
 @pytest.fixture(scope="module")

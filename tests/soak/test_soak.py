@@ -9,10 +9,10 @@ process, shared memory, temporary file or listening socket is left.
 Every process's memory, descriptors and threads are recorded. From the fifth minute on one node of each kind
 is spared what kills, so that it is there for long enough to show that it stays flat.
 
-With SOAK_RANKS above 1 every node has so many ranks.
+With SOAK_RANKS above 1 every node has so many ranks. Steps verify up to SOAK_DRAFTS drafts.
 
-SOAK_SECS, SOAK_RANKS, SOAK_CLIENTS and SOAK_SEED in the environment; the summary goes to standard output and,
-as JSON, to SOAK_REPORT, with the series and their picture beside it.
+SOAK_SECS, SOAK_RANKS, SOAK_DRAFTS, SOAK_CLIENTS and SOAK_SEED in the environment; the summary goes to
+standard output and, as JSON, to SOAK_REPORT, with the series and their picture beside it.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from tests.soak.resources import Recorder, listening, plot
 
 SECS = float(os.environ.get("SOAK_SECS", "120"))
 NUM_RANKS = int(os.environ.get("SOAK_RANKS", "1"))
+NUM_DRAFTS = int(os.environ.get("SOAK_DRAFTS", "3"))
 NUM_CLIENTS = int(os.environ.get("SOAK_CLIENTS", "24"))
 REPORT = Path(os.environ.get("SOAK_REPORT", "bench/out/soak.json"))
 
@@ -67,16 +68,26 @@ NODE_OPTIONS = [
     *("--transfer-timeout-secs", "10", "--quarantine-secs", "5"),
 ]
 DECODE_OPTIONS = [
-    *("--device-buffer-size", "128", "--host-pool-tokens", "6000", "--device-pool-tokens", "3072"),
+    # Long hisparse requests may have two drafts verified, short and dense ones three.
+    *(
+        "--speculative-num-steps",
+        str(NUM_DRAFTS),
+        "--device-buffer-size",
+        "200",
+        "--host-pool-tokens",
+        "6000",
+        "--device-pool-tokens",
+        "3072",
+    ),
     *("--max-running-requests", "16"),
 ]
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(SECS + 600)
-def test_soak(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_soak(drafting_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     seed = int(os.environ.get("SOAK_SEED") or time.time_ns() % 1_000_000)
-    nodes = services(tiny_checkpoint("v32"), tmp_path)
+    nodes = services(drafting_checkpoint("v32"), tmp_path)
     over = threading.Event()
     survivors = [nodes.prefill[0], nodes.decode[0]]
     chaos = Chaos([*nodes.prefill, *nodes.decode], survivors, random.Random(seed), over, NUM_RANKS)
@@ -110,6 +121,7 @@ def test_soak(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
         "seed": seed,
         "secs": round(time.monotonic() - started),
         "ranks": NUM_RANKS,
+        "drafts": NUM_DRAFTS,
         "clients": NUM_CLIENTS,
         "requests": dict(sorted(load.outcomes.items())),
         "tokens": load.num_tokens,

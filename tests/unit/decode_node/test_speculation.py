@@ -6,7 +6,7 @@ right. What is expected comes from transformers, or, for drawn tokens, from an e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import cycle
@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 from checkpoints.oracle import greedy_tokens
 from decode_node.memory import slots_tensor
 from decode_node.pools import PoolKind
@@ -53,10 +52,8 @@ BOTH = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    path = tmp_path_factory.mktemp("speculation") / request.param
-    write_checkpoint(path, request.param, draft_gain=LIKELY_DRAFTS)
-    return load_checkpoint(path, num_draft_layers=1)
+def checkpoint(request: pytest.FixtureRequest, drafting_checkpoint: Callable[[str], Path]) -> Checkpoint:
+    return load_checkpoint(drafting_checkpoint(request.param), num_draft_layers=1)
 
 
 @pytest.fixture(scope="module")

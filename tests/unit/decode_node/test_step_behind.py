@@ -5,7 +5,7 @@ The graph runner on the CPU, where a step is over when it is launched; the order
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,6 @@ import pytest
 
 import decode_node.graph_runner
 import decode_node.verifying
-from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 from checkpoints.oracle import greedy_tokens
 from decode_node.request import Request, RequestState
 from decode_node.runner import make_runner
@@ -46,10 +45,8 @@ MOST_ROUNDS = 20
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    path = tmp_path_factory.mktemp("behind") / "v32"
-    write_checkpoint(path, "v32", draft_gain=LIKELY_DRAFTS)
-    return load_checkpoint(path, num_draft_layers=1)
+def checkpoint(drafting_checkpoint: Callable[[str], Path]) -> Checkpoint:
+    return load_checkpoint(drafting_checkpoint("v32"), num_draft_layers=1)
 
 
 @pytest.fixture(scope="module")
