@@ -15,6 +15,12 @@ NO_DRAFT = -1
 """In place of a draft: equal to no token that is drawn."""
 
 
+def smallest_buffer(num_drafts: int, top_k: int) -> int:
+    """Entries that a hisparse request of any length needs where steps verify so many drafts at most: the
+    top-k of one position, the newest token, and the drafts behind it."""
+    return top_k + 1 + num_drafts
+
+
 def full_buffer(num_drafts: int, top_k: int) -> int:
     """Entries with which a hisparse request of any length can have so many drafts verified in a step: what
     all positions may select, and themselves."""

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from decode_node.beginnings import Beginning, Beginnings
+from decode_node.drafting import smallest_buffer
 from decode_node.held_prefixes import HeldPrefix, HeldPrefixes
 from decode_node.pools import SlotCounts, round_up
 from decode_node.request import Request
@@ -74,8 +75,8 @@ class Limits:
 
     @property
     def smallest_hot_buffer(self) -> int:
-        """Of a request of any length: the top-k of one position, the newest token, and drafts behind it."""
-        return self.index_topk + 1 + self.max_drafts
+        """Of a request of any length."""
+        return smallest_buffer(self.max_drafts, self.index_topk)
 
     def min_capacity(self, request: Request) -> int:
         """Smallest hot buffer that works; one for the whole life, with its last step's drafts, is enough."""

@@ -6,7 +6,7 @@ the device pool's may come from what the model leaves of the GPU.
 
 from __future__ import annotations
 
-from decode_node.drafting import drafts_with_room, full_buffer
+from decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
 from decode_node.micro_batches import NUM_MICRO_BATCHES
 from decode_node.pools import SlotCounts, round_up
 from decode_node.scheduler import Limits
@@ -14,6 +14,10 @@ from kernels.device_memory import DeviceMemory, PoolDemand
 from kernels.gpu_sizes import check_swap_in_sizes
 from model.spec import ModelSpec
 from service.settings import DecodeSettings
+
+DEFAULT_BUFFER = 4096
+"""Entries of a hot buffer when no number is given, unless drafts need more: the published hit rates are of
+such a one, and of one twice as large."""
 
 AUX_SLOTS_PER_ROW = 4
 """More than one, because a quarantined room keeps its aux slot and frees its req_row: so often may a prefill
@@ -40,11 +44,11 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
     """
     page_size = settings.page_size
     num_drafts = settings.speculative_num_steps
-    smallest = spec.index_topk + 1 + num_drafts
-    if settings.device_buffer_size < smallest:
+    smallest, buffer = smallest_buffer(num_drafts, spec.index_topk), hot_buffer_tokens(settings, spec)
+    if buffer < smallest:
         with_drafts = f" and {num_drafts} drafts" if num_drafts else ""
         raise DecodeSettingsError(
-            f"device_buffer_size {settings.device_buffer_size}: a hot buffer holds the {spec.index_topk} "
+            f"device_buffer_size {buffer}: a hot buffer holds the {spec.index_topk} "
             f"positions of a top-k and the newest token{with_drafts}; give at least {smallest}"
         )
     for name, num_tokens in (
@@ -75,16 +79,22 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         page_size=page_size,
         max_context=spec.context_length,
         index_topk=spec.index_topk,
-        device_buffer_size=settings.device_buffer_size,
+        device_buffer_size=buffer,
         auto_dense_margin=settings.auto_dense_margin,
         growth_tokens=settings.growth_tokens,
         max_drafts=num_drafts,
     )
 
 
+def hot_buffer_tokens(settings: DecodeSettings, spec: ModelSpec) -> int:
+    """Entries of a hot buffer at most: the number given, or the default, and then room for all drafts."""
+    needed = full_buffer(settings.speculative_num_steps, spec.index_topk)
+    return settings.device_buffer_size or max(DEFAULT_BUFFER, needed)
+
+
 def max_hot_capacity(settings: DecodeSettings, spec: ModelSpec) -> int:
-    """Entries of a hot buffer at most: of the whole context's, drafts behind its end included."""
-    return min(settings.device_buffer_size, spec.context_length + settings.speculative_num_steps)
+    """Of the whole context's, drafts behind its end included."""
+    return min(hot_buffer_tokens(settings, spec), spec.context_length + settings.speculative_num_steps)
 
 
 def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
@@ -93,9 +103,10 @@ def drafts_without_room(settings: DecodeSettings, spec: ModelSpec) -> str:
     needed = full_buffer(num_drafts, top_k)
     if num_drafts == 0 or max_hot_capacity(settings, spec) >= min(needed, spec.context_length + num_drafts):
         return ""
-    possible = max(0, drafts_with_room(settings.device_buffer_size, top_k=top_k, max_new=num_drafts + 1))
+    buffer = hot_buffer_tokens(settings, spec)
+    possible = max(0, drafts_with_room(buffer, top_k=top_k, max_new=num_drafts + 1))
     return (
-        f"device_buffer_size {settings.device_buffer_size} has room for {possible} of {num_drafts} drafts of "
+        f"device_buffer_size {buffer} has room for {possible} of {num_drafts} drafts of "
         f"a hisparse request that is longer; give --device-buffer-size {needed} for all of them"
     )
 
@@ -128,9 +139,9 @@ def size_device_pool(settings: DecodeSettings, spec: ModelSpec, memory: DeviceMe
         demand.check_fits(memory, settings.device_pool_tokens)
         return settings.device_pool_tokens
     num_drafts = settings.speculative_num_steps
-    smallest_hot_buffer = min(spec.index_topk + 1, spec.context_length) + num_drafts
+    smallest = min(smallest_buffer(num_drafts, spec.index_topk), spec.context_length + num_drafts)
     return demand.tokens_from_free(
-        memory, settings.mem_fraction_static, round_up(smallest_hot_buffer, settings.page_size)
+        memory, settings.mem_fraction_static, round_up(smallest, settings.page_size)
     )
 
 

@@ -433,7 +433,10 @@ class DecodeSettings(NodeSettings):
         HisparsePolicy.AUTO,
         description="what a request without the flag gets: auto picks dense while the device pool has room",
     )
-    device_buffer_size: Tokens = Field(4096, description="tokens in a request's hot buffer at most")
+    device_buffer_size: TokensOrFree = Field(
+        0,
+        description="tokens in a request's hot buffer at most; 0: 4096, or what the drafts of a step need",
+    )
     host_pool_tokens: Tokens = Field(262144, description="token slots in the registered host pool")
     device_pool_tokens: TokensOrFree = Field(
         65536, description="token slots in the device pool; 0: as many as free GPU memory holds"

@@ -13,6 +13,7 @@ from decode_node.pools import Holding, Pools, SlotCounts, Stage
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.reserve import Claim, Reserve
 from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
+from decode_node.sizing import DEFAULT_BUFFER
 from protocol.messages import Room
 from service.engine_messages import pack_token_ids
 from service.settings import DecodeSettings
@@ -314,7 +315,7 @@ def test_chats_without_max_tokens_share_a_node_of_the_default_size() -> None:
             page_size=page_size,
             max_context=context,
             index_topk=2048,
-            device_buffer_size=options["device_buffer_size"].default,
+            device_buffer_size=DEFAULT_BUFFER,
             auto_dense_margin=0.25,
             growth_tokens=options["growth_tokens"].default,
         )

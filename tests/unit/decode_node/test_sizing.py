@@ -50,7 +50,7 @@ def num_device_bytes(settings: DecodeSettings, spec: ModelSpec, totals: SlotCoun
         spec.num_index_layers,
         settings.max_running_requests,
         spec.context_length,
-        min(settings.device_buffer_size, spec.context_length),
+        sizing.max_hot_capacity(settings, spec),
         settings.page_size,
         totals.lookup,
         GPU,
@@ -256,6 +256,7 @@ def test_tables_and_reserve_have_room_for_drafts() -> None:
 @pytest.mark.parametrize(
     ("buffer", "num_drafts", "said"),
     [
+        (0, 3, ""),
         (8196, 3, ""),
         (8195, 3, "room for 2 of 3 drafts.*--device-buffer-size 8196"),
         (4096, 3, "room for 0 of 3 drafts"),
@@ -269,6 +270,25 @@ def test_a_hot_buffer_without_room_for_drafts_is_told(buffer: int, num_drafts: i
     assert re.search(said or "^$", sizing.drafts_without_room(settings, spec))
     short = dataclasses.replace(spec, context_length=4000)
     assert sizing.drafts_without_room(settings, short) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "num_drafts", "top_k", "expected"),
+    [
+        (0, 0, 2048, 4096),
+        (0, 1, 2048, 4098),
+        (0, 3, 2048, 8196),
+        (0, 3, 64, 4096),
+        (0, 0, 5000, 5001),
+        (77, 3, 16, 77),
+    ],
+)
+def test_without_a_number_a_hot_buffer_has_room_for_all_drafts(
+    given: int, num_drafts: int, top_k: int, expected: int
+) -> None:
+    settings = decode(device_buffer_size=given, speculative_num_steps=num_drafts)
+    spec = make_spec(index_topk=top_k, context_length=1 << 17)
+    assert make_limits(settings, spec, 1 << 16).device_buffer_size == expected
 
 
 def test_the_smallest_hot_buffer_has_room_for_the_new_positions() -> None:
