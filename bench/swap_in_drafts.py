@@ -9,8 +9,7 @@ others are compiled for the largest number. The hot buffer is as large as four n
 
     python bench/swap_in_drafts.py [--batch 1 8 ...] [--new 1 2 3 4] [--miss 0 2 ...] [--union 1.9]
 
-Writes bench/out/swap_in_drafts.json. Not compared with a kernel that gathers the misses of each draft into
-scratch memory: that takes the other server's own kernel on these selections.
+Writes bench/out/swap_in_drafts.json. docs/measurements.md has SGLang's kernel on the same selections.
 """
 
 from __future__ import annotations
