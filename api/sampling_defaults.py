@@ -1,4 +1,4 @@
-"""What temperature, top_p and top_k are of a request that does not say: the checkpoint's, or OpenAI's."""
+"""What sampling is of a request that does not say: the checkpoint's, or OpenAI's."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ FILE_NAME = "generation_config.json"
 
 _MAX_TEMPERATURE = 100.0
 _MAX_TOP_K = 2**31 - 1
+_MAX_REPETITION_PENALTY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def of(cls, settings: NodeSettings) -> SamplingDefaults:
@@ -55,6 +58,10 @@ class SamplingDefaults:
             temperature = fields.number("temperature", 0, _MAX_TEMPERATURE)
             top_p = fields.number("top_p", 0, 1, above_low=True)
             top_k = fields.integer("top_k", -1, _MAX_TOP_K)
+            min_p = fields.number("min_p", 0, 1)
+            repetition_penalty = fields.number(
+                "repetition_penalty", 0, _MAX_REPETITION_PENALTY, above_low=True
+            )
         except InvalidField as error:
             raise CheckpointError(
                 f"{path}: {error}; correct it, or start all nodes with --sampling-defaults openai"
@@ -63,6 +70,8 @@ class SamplingDefaults:
             1.0 if temperature is None else temperature,
             1.0 if top_p is None else top_p,
             max(top_k or 0, 0),
+            min_p or 0.0,
+            1.0 if repetition_penalty is None else repetition_penalty,
         )
 
     def __str__(self) -> str:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from api.json_fields import JsonFields
 from api.sampling_defaults import SamplingDefaults
-from service.http_errors import ApiError, InvalidField
-from vocabulary import SamplingParams
+from service.http_errors import ApiError, InvalidField, shown
+from vocabulary import MAX_LOGIT_BIAS, SamplingParams, pack_logit_bias
 
 MAX_SAMPLES_PER_PROMPT = 128
 MAX_LOGPROBS = 20
@@ -19,6 +19,9 @@ MAX_TOKEN_ID = 2**31 - 1
 OPENAI_MAX_TEMPERATURE = 2.0
 GENERATE_MAX_TEMPERATURE = 100.0
 ANTHROPIC_MAX_TEMPERATURE = 1.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 2.0
+MAX_BIAS = 100.0
 COMPLETIONS_DEFAULT_TOKENS = 16
 GENERATE_DEFAULT_TOKENS = 128
 
@@ -34,7 +37,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {  # known field: the values that 
     "documents": ([],),
     "ebnf": (),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": ([],),
@@ -44,17 +46,13 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {  # known field: the values that 
     "image_data": ([],),
     "input_embeds": ([],),
     "json_schema": (),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "lora_path": ([],),
-    "min_p": (0,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_embeds": ([],),
     "prompt_logprobs": (),
     "regex": (),
-    "repetition_penalty": (1,),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "return_token_ids": (False,),
@@ -118,7 +116,7 @@ class SampleOptions:
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
-            logit_bias=self.logit_bias,
+            logit_bias=pack_logit_bias(self.logit_bias),
             grammar=self.grammar,
         )
 
@@ -234,6 +232,8 @@ def _common_options(
     top_k = fields.integer("top_k", -1, MAX_TOKENS)
     temperature = fields.number("temperature", 0, max_temperature)
     top_p = fields.number("top_p", 0, 1, above_low=True)
+    min_p = fields.number("min_p", 0, 1)
+    repetition_penalty = fields.number("repetition_penalty", 0, MAX_REPETITION_PENALTY, above_low=True)
     return SampleOptions(
         n=fields.integer("n", 1, MAX_SAMPLES_PER_PROMPT) or 1,
         max_new_tokens=limit,
@@ -249,7 +249,29 @@ def _common_options(
         stop_token_ids=fields.integers("stop_token_ids", MAX_STOP_TOKEN_IDS, 0, MAX_TOKEN_ID),
         skip_special_tokens=fields.flag("skip_special_tokens", default=True),
         no_stop_trim=fields.flag("no_stop_trim") or fields.flag("include_stop_str_in_output"),
+        min_p=defaults.min_p if min_p is None else min_p,
+        presence_penalty=fields.number("presence_penalty", -MAX_PENALTY, MAX_PENALTY) or 0.0,
+        frequency_penalty=fields.number("frequency_penalty", -MAX_PENALTY, MAX_PENALTY) or 0.0,
+        repetition_penalty=defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
+        logit_bias=_logit_bias(fields),
     )
+
+
+def _logit_bias(fields: JsonFields) -> tuple[tuple[int, float], ...]:
+    """A bias by token id, which JSON has as a string; each id once."""
+    if (biases := fields.nested("logit_bias")) is None:
+        return ()
+    values = biases.to_dict()
+    if len(values) > MAX_LOGIT_BIAS:
+        raise fields.invalid("logit_bias", f"must have at most {MAX_LOGIT_BIAS} tokens, it has {len(values)}")
+    given: dict[int, float] = {}
+    for key in values:
+        if not (key.isascii() and key.isdigit() and len(key) <= len(str(MAX_TOKEN_ID))):
+            raise fields.invalid("logit_bias", f"must have token ids as keys, not {shown(key)}")
+        if int(key) in given:
+            raise fields.invalid("logit_bias", f"must have each token id once, {int(key)} is there twice")
+        given[int(key)] = biases.number(key, -MAX_BIAS, MAX_BIAS) or 0.0
+    return tuple((token_id, bias) for token_id, bias in given.items() if bias)
 
 
 def _stop_strings(fields: JsonFields, field: str) -> tuple[str, ...]:

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.prompts import ChatPrompt
-from api.requests import Limits, SampleRequest, plan_samples
+from api.requests import Limits, SampleRequest, grouped, plan_samples
 from api.schemas import ApiRequest, Endpoint, derive_room, parse_request
 from api.text_codec import TextCodec
 from service.engine_messages import pack_token_ids, unpack_token_ids
 from service.http_errors import ApiError
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH
 from tests.unit.api.tiny_tokenizer import BOS, make_tokenizer
-from vocabulary import HisparseFlag
+from vocabulary import HisparseFlag, pack_logit_bias
 
 MODEL = "tiny"
 ROOM: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9000, "bootstrap_room": 7}
@@ -220,6 +220,37 @@ def test_floats_that_were_rounded_to_float32_pass() -> None:
     assert request.options[0].top_p == pytest.approx(0.95)
 
 
+def test_penalties_and_biases_of_all_dialects() -> None:
+    said = {
+        "presence_penalty": -2,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+        "min_p": 0.1,
+        "logit_bias": {"5": -100, "7": 0.5, "6": 0},
+    }
+    for request in (completion(**said), chat(**said), generate(sampling_params=said)):
+        for sample in plan(request):
+            sampling = sample.generate.sampling
+            assert sampling.presence_penalty == -2
+            assert sampling.frequency_penalty == 0.5
+            assert sampling.repetition_penalty == 1.2
+            assert sampling.min_p == 0.1
+            assert sampling.logit_bias == pack_logit_bias([(5, -100.0), (7, 0.5)])
+            assert sampling.changes_logits
+    (sample,) = plan(completion(min_p=0.1, repetition_penalty=1.0, logit_bias={"6": 0}))
+    assert not sample.generate.sampling.changes_logits
+
+
+def test_a_prompt_goes_to_the_engine_that_needs_it() -> None:
+    def prompts(with_prompts: bool, **said: Any) -> list[bytes]:
+        return [group.prompt for group in grouped(plan(completion(n=2, **said)), with_prompts=with_prompts)]
+
+    (prompt,) = prompts(True)
+    assert prompts(False) == [b""]
+    assert prompts(False, presence_penalty=1, logit_bias={"5": 1}) == [b""]
+    assert prompts(False, repetition_penalty=1.1) == prompts(True, repetition_penalty=1.1) == [prompt]
+
+
 # --- rooms -----------------------------------------------------------------------------------------
 
 
@@ -315,7 +346,6 @@ EVERYWHERE = [
     ({"bootstrap_host": "user@127.0.0.1"}, "bootstrap_host", "must be a host name"),
     ({"bootstrap_host": "a\nb"}, "bootstrap_host", "must be a host name"),
     ({"bootstrap_port": 70000}, "bootstrap_port", "70000 must be at most 65535"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
     ({"lora_path": "x"}, "lora_path", "not supported"),
     ({"allowed_token_ids": [5]}, "allowed_token_ids", "not supported"),
     ({"bad_words": ["x"]}, "bad_words", "not supported"),
@@ -354,8 +384,26 @@ OPENAI = [
     ({"stop": 5}, "stop", "5 must be a string or a list of strings"),
     ({"stop": ["x" * 1025]}, "stop[0]", "at most 1024 characters"),
     ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]", "-1 must be at least 0"),
-    ({"presence_penalty": 0.5}, "presence_penalty", "0.5 is not supported"),
-    ({"frequency_penalty": -1}, "frequency_penalty", "not supported"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "2.5 must be at most 2"),
+    ({"presence_penalty": "a"}, "presence_penalty", '"a" must be a number'),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", "-2.1 must be at least -2"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "0 must be above 0"),
+    ({"repetition_penalty": 2.01}, "repetition_penalty", "2.01 must be at most 2"),
+    ({"min_p": -0.1}, "min_p", "-0.1 must be at least 0"),
+    ({"min_p": 1.1}, "min_p", "1.1 must be at most 1"),
+    ({"logit_bias": [5]}, "logit_bias", "must be an object"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5", "101 must be at most 100"),
+    ({"logit_bias": {"5": -100.5}}, "logit_bias.5", "-100.5 must be at least -100"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias.5", '"1" must be a number'),
+    ({"logit_bias": {"-5": 1}}, "logit_bias", 'must have token ids as keys, not "-5"'),
+    ({"logit_bias": {"\u0665": 1}}, "logit_bias", "must have token ids as keys"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "must have token ids as keys"),
+    ({"logit_bias": {"5": 1, "05": 1}}, "logit_bias", "5 is there twice"),
+    (
+        {"logit_bias": {str(each): 1 for each in range(1025)}},
+        "logit_bias",
+        "must have at most 1024 tokens, it has 1025",
+    ),
     ({"response_format": {"type": "json_object"}}, "response_format.type", "not supported"),
     ({"response_format": "text"}, "response_format", "must be an object"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
@@ -467,7 +515,8 @@ GENERATE = [
     ({"sampling_params": [{}, {}]}, "sampling_params", "one entry a prompt, 1"),
     ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "-1 must be at least 1"),
     ({"sampling_params": [{"temperature": -1}]}, "sampling_params[0].temperature", "-1 must be at least 0"),
-    ({"sampling_params": {"min_p": 0.5}}, "sampling_params.min_p", "not supported"),
+    ({"sampling_params": {"min_p": 1.5}}, "sampling_params.min_p", "1.5 must be at most 1"),
+    ({"sampling_params": {"logit_bias": {"5": 200}}}, "sampling_params.logit_bias.5", "at most 100"),
     ({"sampling_params": {"regex": "a*"}}, "sampling_params.regex", "not supported"),
     ({"top_logprobs_num": 21}, "top_logprobs_num", "21 must be at most 20"),
     ({"return_logprob": True, "logprob_start_len": 0}, "logprob_start_len", "not supported"),
@@ -593,6 +642,7 @@ TOO_LONG = [
     ({"prompt": ["a", "x" * 300]}, "prompt[1]: the prompt has 300 tokens"),
     ({"prompt": [1, 2, 100000]}, "prompt[2]: 100000 is no token id: the vocabulary has"),
     ({"stop_token_ids": [100000]}, "stop_token_ids: 100000 is no token id"),
+    ({"logit_bias": {"1": 1, "100000": 1}}, "logit_bias: 100000 is no token id: the vocabulary has"),
     ({"prompt": "x" * 200, "min_tokens": 5}, "min_tokens: 5 is above 1"),
     ({"messages": [{"role": "user", "content": LONG}]}, "messages: the prompt has"),
     ({"messages": [*MESSAGES, {"role": "system", "content": "x"}]}, "system must come first"),
