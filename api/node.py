@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
@@ -13,7 +14,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -38,6 +39,9 @@ from service.process import StartError, setup_logging
 from service.settings import NodeSettings
 from service.workers import Workers
 from vocabulary import CheckpointError
+
+if TYPE_CHECKING:
+    from service.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +84,7 @@ class _NodePlan(Generic[S]):
         )
 
     def front(self, link: EngineLink, metrics: FrontMetrics, render: Callable[[], Awaitable[bytes]]) -> Front:
-        """Raises CheckpointError, KeyFileError, TokenizerUnsupported, OSError."""
+        """Raises CheckpointError, KeyFileError, TokenizerUnsupported, StartError, OSError."""
         codec = TextCodec.load(self.settings.model_path)
         gc.freeze()  # else each full collection looks at all of transformers, 30 ms in which nobody is served
         return Front(
@@ -95,6 +99,20 @@ class _NodePlan(Generic[S]):
             SamplingDefaults.of(self.settings),
             self.started_at,
             render,
+            self._tracer(metrics),
+        )
+
+    def _tracer(self, metrics: FrontMetrics) -> Tracer | None:
+        """Raises StartError."""
+        settings = self.settings
+        if not settings.otlp_traces_endpoint:
+            return None
+        # Late, for it imports opentelemetry: who has no traces does not pay for it.
+        from service.tracing import Tracer
+
+        instance = f"{settings.reachable_host}:{settings.port}"
+        return Tracer(
+            settings.otlp_traces_endpoint, f"hisparse-pd-{self.role}", instance, metrics.count_spans
         )
 
 
@@ -155,8 +173,11 @@ def run_front(
         log.info("serving %s on %s, fronts: %d", settings.model_name, addresses, num_fronts)
         if defaults := str(sampling_defaults):
             log.info("requests that do not say are drawn as generation_config.json has it: %s", defaults)
-        return asyncio.run(serve(link, engines, fronts, listeners, apps(front), settings.drain_timeout_secs))
-    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported) as error:
+        with contextlib.closing(front):
+            return asyncio.run(
+                serve(link, engines, fronts, listeners, apps(front), settings.drain_timeout_secs)
+            )
+    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported, StartError) as error:
         log.error("%s", error)
         return 1
     finally:
@@ -183,9 +204,10 @@ def _run_worker(
     link = plan.link(number, endpoints[number], metrics)
     worker = FrontWorker(link, metrics, sock)
     try:
-        app, *_ = plan.apps(plan.front(link, metrics, worker.render_metrics))
-        asyncio.run(worker.serve(listener, app))
-    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported) as error:
+        with contextlib.closing(plan.front(link, metrics, worker.render_metrics)) as front:
+            app, *_ = plan.apps(front)
+            asyncio.run(worker.serve(listener, app))
+    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported, StartError) as error:
         log.error("%s", error)
         raise SystemExit(1) from None
 
