@@ -53,6 +53,8 @@ class Timeline:
         """By phase, the longest that it took of any sample."""
         self._samples: Sequence[SampleRequest] = ()
         self._ranks: Mapping[str, int] = {}
+        self._checked_at = 0.0
+        """Unix time."""
         self._ended_at: dict[int, float] = {}
         """By sample, Unix time of its last phase's end."""
         self._decoding: set[int] = set()
@@ -64,8 +66,8 @@ class Timeline:
 
     def checked(self, request: ApiRequest, samples: Sequence[SampleRequest], model_name: str) -> None:
         """The body is parsed and its prompts are tokens."""
-        now = time.monotonic()
-        self._samples = samples
+        now, ahead = time.monotonic(), wall_clock_ahead()
+        self._samples, self._checked_at = samples, now + ahead
         self._took("tokenize", now - self._complete_at)
         if self._span is not None:
             num_tokens = {"gen_ai.usage.input_tokens": sum(s.generate.num_prompt_tokens for s in samples)}
@@ -79,8 +81,7 @@ class Timeline:
                     **num_tokens,
                 }
             )
-            ahead = wall_clock_ahead()
-            self._span.part("tokenize", self._complete_at + ahead, now + ahead, num_tokens)
+            self._span.part("tokenize", self._complete_at + ahead, self._checked_at, num_tokens)
 
     def sent(self, ranks: Mapping[str, int]) -> None:
         """The samples went to the engines of these ``ranks``, by request id."""
@@ -176,12 +177,12 @@ class Timeline:
         error: str = "",
         attributes: Attributes | None = None,
     ) -> None:
-        # An engine's clock may be another machine's: phases neither overlap nor are in the future.
-        now = time.time()
-        started_at = min(max(started_at, self._ended_at.get(index, 0.0)), now)
-        self._ended_at[index] = min(max(ended_at, started_at), now)
         if not error:
             self._took(phase, max(0.0, ended_at - started_at))
+        # An engine's clock may be another machine's: phases neither overlap nor are in the future.
+        now = time.time()
+        started_at = min(max(started_at, self._ended_at.get(index, self._checked_at)), now)
+        self._ended_at[index] = min(max(ended_at, started_at), now)
         if self._span is not None and self._is_traced(index):
             described = self._attributes(index) | (attributes or {})
             self._span.part(phase, started_at, self._ended_at[index], described, error)

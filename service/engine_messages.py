@@ -140,10 +140,11 @@ class EngineReady(Struct, frozen=True, tag="ready"):
     transfer_reason: str = ""
 
 
-class Tokens(Struct, frozen=True, tag="tokens"):
+class Tokens(Struct, frozen=True, tag="tokens", omit_defaults=True):
     """New tokens of a request, in order; the last message has a ``finish_reason``.
 
     Each carries the ``stats`` so far, because a stop string lets the front end a request at any token.
+    Defaults are left out on the way: it is the one message of each step.
     ``phases``: those that have ended since the message before. ``prefill``: with the first token, what the
     prefill node said of its own.
     """
