@@ -116,7 +116,8 @@ class Timeline:
     def finished(self, index: int, num_tokens: int, reason: FinishReason) -> None:
         """Sample ``index`` has all its tokens."""
         self._num_output_tokens += num_tokens
-        self._finish_reasons.append(str(reason))
+        if len(self._finish_reasons) < MAX_TRACED_SAMPLES:
+            self._finish_reasons.append(str(reason))
         if index in self._decoding:
             self._decoding.discard(index)
             self._end_phase(

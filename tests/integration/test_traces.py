@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import secrets
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +186,32 @@ def test_a_refused_request_is_no_error_of_the_service(traced: Deployment, receiv
     root = server_span(receiver.of_trace(given.trace_id), ROUTER)
     assert root.attributes["http.response.status_code"] == 400
     assert root.error is None
+
+
+@pytest.mark.slow
+def test_without_the_option_no_process_imports_opentelemetry(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package of that name comes before the real one, and tells."""
+    told = tmp_path / "told"
+    (tmp_path / "first" / "opentelemetry").mkdir(parents=True)
+    (tmp_path / "first" / "opentelemetry" / "__init__.py").write_text(f"open({str(told)!r}, 'w').close()\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'first'}:{os.environ.get('PYTHONPATH', '')}")
+    subprocess.run([sys.executable, "-c", "import opentelemetry"], check=True, timeout=60)
+    assert told.exists()
+    told.unlink()
+    with deployment(
+        tiny_checkpoint("v32"),
+        tmp_path,
+        decode_options=["--api-server-count", "2"],
+        router_options=["--workers", "2"],
+    ) as started:
+        headers = {**Given().headers, "x-request-timing": "1"}
+        for _ in range(2):
+            answer = httpx.post(f"{started.url}/v1/completions", json=BODY, headers=headers, timeout=60)
+            assert "landing;dur=" in answer.headers["server-timing"]
+            started.flush_prefix_caches()
+    assert not told.exists()
 
 
 # --- server-timing ---------------------------------------------------------------------------------------

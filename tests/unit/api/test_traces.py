@@ -25,6 +25,7 @@ from service.engine_messages import (
     Tokens,
 )
 from service.phases import Phase
+from service.process import StartError
 from service.tracing import Tracer
 from tests.otlp_receiver import Receiver, Span, receiving
 from tests.unit.api.scripted_engine import Script, say
@@ -222,6 +223,7 @@ def test_of_many_samples_a_few_are_traced(tmp_path: Path, receiver: Receiver) ->
     assert len([span for span in spans if span.name == "landing"]) == 16
     (of_node,) = [span for span in spans if span.parent_id == SPAN_ID]
     assert of_node.attributes["hisparse_pd.samples"] == 20
+    assert len(of_node.attributes["gen_ai.response.finish_reasons"]) == 16
     assert of_node.attributes["gen_ai.usage.output_tokens"] == 60
 
 
@@ -259,7 +261,11 @@ def test_a_trace_that_cannot_be_continued_begins_anew(
 @pytest.mark.I8
 @pytest.mark.parametrize("trouble", ["hangs", "refuses", "away"])
 def test_no_request_waits_for_a_collector(
-    tmp_path: Path, receiver: Receiver, trouble: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    receiver: Receiver,
+    trouble: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Eight spans may wait, and each request has six."""
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
@@ -285,6 +291,14 @@ def test_no_request_waits_for_a_collector(
 
     run(tmp_path, answers, check, "http://127.0.0.1:9" if trouble == "away" else receiver.url)
     assert receiver.spans == []
+    assert len([record for record in caplog.records if record.name.startswith("opentelemetry")]) <= 1
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "many"])
+def test_a_queue_that_cannot_be_is_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", value)
+    with pytest.raises(StartError, match="OTEL_"):
+        Tracer("http://127.0.0.1:9", "hisparse-pd-decode", "tests", lambda outcome, num: None)
 
 
 def test_the_end_of_a_process_waits_for_a_known_time_only(
