@@ -202,7 +202,6 @@ class RoomLife:
             self.fail(record, 400, error, now_secs)
         else:
             self.rooms.move(record, RoomState.QUEUED, now_secs)
-            record.phases.end(now_secs)
 
     def _why_refused(self, token_ids: npt.NDArray[np.int32]) -> str | None:
         num_tokens = len(token_ids)
@@ -307,7 +306,6 @@ class RoomLife:
             record.aux_slot_src = self._free_aux_slots.pop()
             record.num_cached_tokens = record.num_computed_tokens = len(cached) * self._limits.page_size
             self.rooms.move(record, RoomState.COMPUTING, now_secs)
-            record.phases.end(now_secs)
             self.counters["prompt_tokens_total"] += record.num_prompt_tokens
             self.counters["cached_tokens_total"] += record.num_cached_tokens
             self._pusher.push_tokens(record, 0, record.num_cached_tokens)
@@ -334,7 +332,6 @@ class RoomLife:
             )
             record.owned_page_ids = [page_id for page_id in record.owned_page_ids if page_id not in taken]
         self.rooms.move(record, RoomState.SENDING, now_secs)
-        record.phases.end(now_secs)
         self._pusher.push_aux(record)
 
     def completed(self, completion: Completion, now_secs: float) -> None:

@@ -180,11 +180,15 @@ class RoomTable:
         self._by_request[request.request_id] = record
 
     def move(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
-        """Between live states; ``end`` leads to DONE and FAILED. Raises IllegalRoomMove naming the room."""
+        """Between live states, which ends a phase of the request; ``end`` leads to DONE and FAILED.
+
+        Raises IllegalRoomMove naming the room.
+        """
         self._check(record, state)
         if state in ENDED:
             raise IllegalRoomMove(f"room {record.room} must be ended, not moved, to {state.name}")
         self._change(record, state, now_secs)
+        record.phases.end(now_secs)
 
     def end(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
         """To DONE or FAILED: the room is no longer live and is remembered. Raises IllegalRoomMove."""

@@ -326,7 +326,7 @@ class _RelayEndpoint:
         if self._endpoint is None:
             return await relay.ask_one(self._path, body, headers, stack)
         parsed = RequestBody.parse(body, self._endpoint)
-        return await relay.open(self._endpoint, parsed, headers, stack, span)
+        return await relay.open(self._endpoint, parsed, headers, stack, span=span)
 
     async def _stream(self, answer: Answer, send: Send, span: RequestSpan | None) -> None:
         """Pass the answer on.

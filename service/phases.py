@@ -48,9 +48,10 @@ class PhaseLog:
             self._ends.append(now)
 
     def secs(self, name: str) -> float:
-        """Of a phase that has ended."""
+        """That a phase took; 0 while it has not ended."""
         number = self._names.index(name)
-        return max(0.0, self._ends[number + 1] - self._ends[number])
+        ends = self._ends[number : number + 2]
+        return max(0.0, ends[1] - ends[0]) if len(ends) == 2 else 0.0
 
     def take(self) -> tuple[Phase, ...]:
         """Those that have ended since the last call."""
