@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -37,11 +37,9 @@ from service.listening import Listener
 from service.metrics import FrontMetrics
 from service.process import StartError, setup_logging
 from service.settings import NodeSettings
+from service.traces import open_tracer
 from service.workers import Workers
 from vocabulary import CheckpointError
-
-if TYPE_CHECKING:
-    from service.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +84,12 @@ class _NodePlan(Generic[S]):
     def front(self, link: EngineLink, metrics: FrontMetrics, render: Callable[[], Awaitable[bytes]]) -> Front:
         """Raises CheckpointError, KeyFileError, TokenizerUnsupported, StartError, OSError."""
         codec = TextCodec.load(self.settings.model_path)
+        tracer = open_tracer(
+            self.settings.otlp_traces_endpoint,
+            f"hisparse-pd-{self.role}",
+            f"{self.settings.reachable_host}:{self.settings.port}",
+            metrics.count_spans,
+        )
         gc.freeze()  # else each full collection looks at all of transformers, 30 ms in which nobody is served
         return Front(
             self.role,
@@ -99,20 +103,7 @@ class _NodePlan(Generic[S]):
             SamplingDefaults.of(self.settings),
             self.started_at,
             render,
-            self._tracer(metrics),
-        )
-
-    def _tracer(self, metrics: FrontMetrics) -> Tracer | None:
-        """Raises StartError."""
-        settings = self.settings
-        if not settings.otlp_traces_endpoint:
-            return None
-        # Late, for it imports opentelemetry: who has no traces does not pay for it.
-        from service.tracing import Tracer
-
-        instance = f"{settings.reachable_host}:{settings.port}"
-        return Tracer(
-            settings.otlp_traces_endpoint, f"hisparse-pd-{self.role}", instance, metrics.count_spans
+            tracer,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -39,10 +40,11 @@ from router.status import StatusBoard
 from service.http_errors import ApiError, ErrorShape
 from service.patience import Patience
 from service.settings import RouterSettings
+from service.traces import open_tracer
 from service.workers import no_workers
 
 if TYPE_CHECKING:
-    from service.tracing import RequestSpan, Tracer
+    from service.tracing import RequestSpan
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +176,12 @@ class _Router:
             max_retries=settings.max_retries,
             passes_authorization=settings.api_key_file is None,
         )
-        self.tracer = _tracer(settings, metrics)
+        self.tracer = open_tracer(
+            settings.otlp_traces_endpoint,
+            "hisparse-pd-router",
+            f"{socket.gethostname()}:{settings.port}",
+            metrics.count_spans,
+        )
         fleet = Fleet(pool, self.client)
         self.information = {
             "/version": fleet.version,
@@ -193,17 +200,6 @@ class _Router:
         await self.client.aclose()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
-
-
-def _tracer(settings: RouterSettings, metrics: RouterMetrics) -> Tracer | None:
-    """Of this process. Raises StartError."""
-    if not settings.otlp_traces_endpoint:
-        return None
-    # Late, for it imports opentelemetry: who has no traces does not pay for it.
-    from service.tracing import Tracer
-
-    instance = f"{settings.host}:{settings.port}"
-    return Tracer(settings.otlp_traces_endpoint, "hisparse-pd-router", instance, metrics.count_spans)
 
 
 def _health(desk: Desk, drain: Drain) -> Response:
