@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,6 +25,7 @@ from api.requests import Limits, SampleRequest, plan_samples
 from api.sampling_defaults import SamplingDefaults
 from api.schemas import ApiRequest, Endpoint, parse_request
 from api.text_codec import TextCodec
+from api.timing import Timeline
 from api.tokens import TokenPath, answer_about_tokens
 from protocol.channels import ControlKeys
 from service.engine_link import EngineLink
@@ -33,9 +35,12 @@ from service.rank_link import RankLink
 from service.settings import NodeSettings
 from vocabulary import VERSION
 
+if TYPE_CHECKING:
+    from service.tracing import Tracer
+
 _PRIVATE_SETTINGS = {
     *("model_path", "control_key_file", "api_key_file", "allowed_peers"),
-    *("ssl_certfile", "ssl_keyfile"),
+    *("ssl_certfile", "ssl_keyfile", "otlp_traces_endpoint"),
 }
 """Not in /server_info: a router loads the tokenizer of a model_path that is reported to it."""
 
@@ -60,6 +65,13 @@ class Front:
     started_at: int = field(default_factory=lambda: int(time.time()))
     of_all_fronts: Callable[[], Awaitable[bytes]] | None = None
     """Renders the metrics of the node; None: this is its only front."""
+    tracer: Tracer | None = None
+    """None: there are no traces."""
+
+    def close(self) -> None:
+        """Send the spans that wait, for a known time at most."""
+        if self.tracer is not None:
+            self.tracer.close()
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,7 @@ class Work:
     samples: tuple[SampleRequest, ...]
     arrived_at: float
     """On the monotonic clock, in seconds."""
+    timeline: Timeline
 
 
 Handler = Callable[[Work], Awaitable[Answer]]
@@ -85,7 +98,7 @@ def create_app(front: Front, handler: Handler) -> Starlette:
     }
     max_bytes, count = front.settings.max_body_bytes, front.metrics.count_request
     routes: list[BaseRoute] = [
-        Route(path, FramedEndpoint(path, max_bytes, respond, count), methods=["POST"])
+        Route(path, FramedEndpoint(path, max_bytes, respond, count, front.tracer), methods=["POST"])
         for path, respond in takers.items()
     ]
     information: dict[str, Callable[[Front], Response]] = {
@@ -128,11 +141,15 @@ class _Worker:
         self._handler = handler
 
     async def __call__(self, body: bytes, arrived_at: float, reply: Reply) -> None:
-        work = await self._check(body, arrived_at)
-        await reply.send_answer(await self._handler(work))
+        timeline = Timeline(self._front.metrics, arrived_at, reply.request_headers, reply.span)
+        try:
+            answer = await self._handler(await self._check(body, arrived_at, timeline))
+            await reply.send_answer(answer, timeline.headers)
+        finally:
+            timeline.close()
         self._front.metrics.e2e_request_latency.observe(time.monotonic() - arrived_at)
 
-    async def _check(self, body: bytes, arrived_at: float) -> Work:
+    async def _check(self, body: bytes, arrived_at: float, timeline: Timeline) -> Work:
         front = self._front
         settings, defaults = front.settings, front.sampling_defaults
         request = await parsed(body, parse_request, self._endpoint, body, settings.model_name, defaults)
@@ -144,7 +161,8 @@ class _Worker:
             max_request_tokens=settings.max_request_tokens,
         )
         samples = await plan_samples(request, front.codec, limits, front.link.front)
-        return Work(request, samples, arrived_at)
+        timeline.checked(request, samples, settings.model_name)
+        return Work(request, samples, arrived_at, timeline)
 
 
 async def _about_tokens(front: Front, path: TokenPath, body: bytes, arrived_at: float, reply: Reply) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -17,8 +17,12 @@ from starlette.types import Message, Receive, Scope, Send
 from service.http_errors import ApiError, ErrorShape
 from service.off_loop import off_loop
 
+if TYPE_CHECKING:
+    from service.tracing import RequestSpan, Tracer
+
 log = logging.getLogger(__name__)
 
+Headers = Sequence[tuple[bytes, bytes]]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -74,6 +78,7 @@ class FramedEndpoint:
 
     ``respond`` gets the body, and when its request arrived, on the monotonic clock in seconds; it raises
     ApiError, and is cancelled when the client leaves. ``count`` is told the path and the answer's status.
+    ``tracer``: None: there are no traces.
     """
 
     def __init__(
@@ -82,14 +87,18 @@ class FramedEndpoint:
         max_body_bytes: int,
         respond: Callable[[bytes, float, Reply], Awaitable[None]],
         count: Callable[[str, int], None],
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self._path = path
         self._max_body_bytes = max_body_bytes
         self._respond = respond
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send, ErrorShape.of_path(self._path))
+        headers: Headers = scope["headers"]
+        span = None if self._tracer is None else self._tracer.request(self._path, headers)
+        reply = Reply(send, ErrorShape.of_path(self._path), headers, span)
         try:
             arrived_at = time.monotonic()
             body = await _read_body(Request(scope, receive), self._max_body_bytes)
@@ -103,6 +112,8 @@ class FramedEndpoint:
             await reply.fail(ApiError(500, "internal error; the node's log has the details"))
         finally:
             self._count(self._path, reply.status)
+            if span is not None:
+                span.end(reply.status)
 
     async def _answer(self, body: bytes, arrived_at: float, reply: Reply) -> None:
         await self._respond(body, arrived_at, reply)
@@ -116,22 +127,27 @@ async def parsed(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.
 
 
 class Reply:
-    """The one answer to one request."""
+    """The one answer to one request, of which it has the headers and, when there are traces, the span."""
 
-    def __init__(self, send: Send, error_shape: ErrorShape) -> None:
+    def __init__(
+        self, send: Send, error_shape: ErrorShape, request_headers: Headers, span: RequestSpan | None
+    ) -> None:
         self._send = send
         self._error_shape = error_shape
+        self.request_headers = request_headers
+        self.span = span
         self._begun = False
         self.status = _CLIENT_LEFT
         """Of the answer; what it is when the handler is cancelled before there is one."""
 
-    async def send_answer(self, answer: Answer) -> None:
+    async def send_answer(self, answer: Answer, headers: Headers = ()) -> None:
+        """``headers``: beside those of its body."""
         if answer.rest is None:
-            await self._begin(200, answer.content_type, len(answer.body))
+            await self._begin(200, answer.content_type, len(answer.body), headers)
             await self._piece(answer.body, last=True)
             return
         async with aclosing(answer.rest) as pieces:
-            await self._begin(200, answer.content_type)
+            await self._begin(200, answer.content_type, None, headers)
             await self._piece(answer.body)
             num_sent = 0
             async for piece in pieces:
@@ -145,6 +161,8 @@ class Reply:
 
     async def fail(self, error: ApiError) -> None:
         """Answer with ``error``; as an event and the end of the stream when one has begun."""
+        if self.span is not None:
+            self.span.error = str(error)
         if self._begun:
             await self._piece(error.event(self._error_shape), last=True)
             return
@@ -152,8 +170,10 @@ class Reply:
         await self._begin(error.status, _JSON, len(body))
         await self._piece(body, last=True)
 
-    async def _begin(self, status: int, content_type: str, num_bytes: int | None = None) -> None:
-        headers = [(b"content-type", content_type.encode())]
+    async def _begin(
+        self, status: int, content_type: str, num_bytes: int | None = None, further: Headers = ()
+    ) -> None:
+        headers = [(b"content-type", content_type.encode()), *further]
         if num_bytes is None:
             headers.append((b"cache-control", b"no-cache"))
         else:

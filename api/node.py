@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
@@ -36,6 +37,7 @@ from service.listening import Listener
 from service.metrics import FrontMetrics
 from service.process import StartError, setup_logging
 from service.settings import NodeSettings
+from service.traces import open_tracer
 from service.workers import Workers
 from vocabulary import CheckpointError
 
@@ -80,8 +82,14 @@ class _NodePlan(Generic[S]):
         )
 
     def front(self, link: EngineLink, metrics: FrontMetrics, render: Callable[[], Awaitable[bytes]]) -> Front:
-        """Raises CheckpointError, KeyFileError, TokenizerUnsupported, OSError."""
+        """Raises CheckpointError, KeyFileError, TokenizerUnsupported, StartError, OSError."""
         codec = TextCodec.load(self.settings.model_path)
+        tracer = open_tracer(
+            self.settings.otlp_traces_endpoint,
+            f"hisparse-pd-{self.role}",
+            f"{self.settings.reachable_host}:{self.settings.port}",
+            metrics.count_spans,
+        )
         gc.freeze()  # else each full collection looks at all of transformers, 30 ms in which nobody is served
         return Front(
             self.role,
@@ -95,6 +103,7 @@ class _NodePlan(Generic[S]):
             SamplingDefaults.of(self.settings),
             self.started_at,
             render,
+            tracer,
         )
 
 
@@ -155,8 +164,11 @@ def run_front(
         log.info("serving %s on %s, fronts: %d", settings.model_name, addresses, num_fronts)
         if defaults := str(sampling_defaults):
             log.info("requests that do not say are drawn as generation_config.json has it: %s", defaults)
-        return asyncio.run(serve(link, engines, fronts, listeners, apps(front), settings.drain_timeout_secs))
-    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported) as error:
+        with contextlib.closing(front):
+            return asyncio.run(
+                serve(link, engines, fronts, listeners, apps(front), settings.drain_timeout_secs)
+            )
+    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported, StartError) as error:
         log.error("%s", error)
         return 1
     finally:
@@ -183,9 +195,10 @@ def _run_worker(
     link = plan.link(number, endpoints[number], metrics)
     worker = FrontWorker(link, metrics, sock)
     try:
-        app, *_ = plan.apps(plan.front(link, metrics, worker.render_metrics))
-        asyncio.run(worker.serve(listener, app))
-    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported) as error:
+        with contextlib.closing(plan.front(link, metrics, worker.render_metrics)) as front:
+            app, *_ = plan.apps(front)
+            asyncio.run(worker.serve(listener, app))
+    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported, StartError) as error:
         log.error("%s", error)
         raise SystemExit(1) from None
 

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from decode_node.held_prefixes import KV_POOL, HeldPrefix, PageKey, PromptKeys
 from decode_node.pools import Holding, PoolKind, SlotCounts
-from protocol.messages import Extent, Room
+from protocol.messages import Extent, PrefillTimes, Room
 from service.engine_messages import RequestStats
+from service.phases import DECODE_PHASES, PhaseLog
 from transfer.extents import joined
 from vocabulary import HisparseFlag, Mode, SamplingParams, TokenLogprob
 
@@ -141,6 +142,11 @@ class Request:
     """Of the rows it had before; ``row_counters`` are those of the present one."""
     row_counters: tuple[int, int, int] = (0, 0, 0)
     num_retractions: int = 0
+    prefill_times: PrefillTimes | None = None
+    """Of its prefill node, until the front has them."""
+
+    def __post_init__(self) -> None:
+        self.phases = PhaseLog(DECODE_PHASES, self.arrived_at)
 
     @cached_property
     def changes_logits(self) -> bool:

@@ -272,6 +272,8 @@ class RequestLife:
         request.transfer_bytes = message.num_bytes
         request.transfer_secs = message.transfer_secs
         request.hot_positions = None if record.hint is None else list(record.hint)
+        request.prefill_times = message.times
+        request.phases.end(now)
         self.requests.start(request, self.requests.quarantine.free_at(now) if message.batch_failed else 0.0)
         self.emit(request, [record.first_token], [record.logprob], now)
         if request.state is RequestState.RUNNING and request.source is None:
@@ -363,6 +365,7 @@ class RequestLife:
         instance_id = self.peers.instance_id(request.peer)
         self._make_available(admission.need, now)
         self.requests.admit(admission, instance_id, now + self.room_timeout_secs)
+        request.phases.end(now)
         self.metrics.add("requests_total", mode=admission.mode)
         if request.source is not None:
             self.copies.start(request)
@@ -435,6 +438,8 @@ class RequestLife:
     ) -> None:
         """Give its next tokens to the client, up to the one that ends the request if there is one."""
         is_first = not request.output_token_ids
+        if len(request.output_token_ids) == 1:  # the prefill node's: these are the first of a step here
+            request.phases.end(now)
         reason, matched = None, None
         num_emitted = 0
         for token_id, logprob in zip(token_ids, logprobs, strict=True):
@@ -469,8 +474,11 @@ class RequestLife:
                 finish_reason=reason,
                 matched_stop_token=matched,
                 stats=request.stats(),
+                phases=request.phases.take(),
+                prefill=request.prefill_times,
             )
         )
+        request.prefill_times = None
         request.unsent_token_ids.clear()
         request.unsent_logprobs.clear()
 
@@ -483,7 +491,8 @@ class RequestLife:
         if request.unsent_token_ids:
             self._send_tokens(request, None, None)
         self._end(request, landing, now)
-        self.send(RequestFailed(request.request_id, status, error, code))
+        request.phases.end(now)
+        self.send(RequestFailed(request.request_id, status, error, code, request.phases.take()))
 
     def _end(self, request: Request, landing: Landing, now: float, *, is_sound: bool = False) -> None:
         """The one way out of every state: of steps, of the tables, of the books."""

@@ -17,6 +17,7 @@ from api.frame import Answer
 from api.node import run_front
 from api.output import Delta, SampleOutput
 from api.requests import grouped
+from api.timing import Timeline
 from decode_node.quarantine_routes import quarantine_routes
 from service.engine_link import ByPrefix, SampleGroup
 from service.engine_messages import PrefillFinished, RequestFailed, Tokens
@@ -106,19 +107,21 @@ async def _deltas(front: Front, work: Work, outputs: Sequence[SampleOutput]) -> 
     num_live = len(outputs)
     holds_prefixes = isinstance(front.settings, DecodeSettings) and not front.settings.disable_held_prefixes
     with front.link.open(grouped(work.samples, with_prompts=holds_prefixes)) as group:
+        work.timeline.sent(group.ranks)
         while num_live:
-            output, tokens = await _next_tokens(group, by_request_id)
+            output, tokens = await _next_tokens(group, by_request_id, work.timeline)
             delta = output.feed(tokens)
             output.is_behind = group.has_more_tokens(tokens.request_id)
             clock.note(output.index, delta.last_token - delta.first_token)
             if delta.finish is not None:
+                work.timeline.finished(output.index, len(output.token_ids), delta.finish.reason)
                 num_live -= 1
                 group.finish(tokens.request_id)  # a stop string is news to the engine
             yield delta
 
 
 async def _next_tokens(
-    group: SampleGroup, by_request_id: dict[str, SampleOutput]
+    group: SampleGroup, by_request_id: dict[str, SampleOutput], timeline: Timeline
 ) -> tuple[SampleOutput, Tokens]:
     """The next message of a sample that has not finished."""
     while True:
@@ -128,8 +131,12 @@ async def _next_tokens(
             continue  # sent before the engine knew of the stop string
         match event:
             case Tokens():
+                timeline.note(output.index, event.phases, event.stats)
+                if event.prefill is not None:
+                    timeline.note_prefill(event.prefill)
                 return output, event
             case RequestFailed():
+                timeline.failed(output.index, event.phases, event.error)
                 raise RequestFailedError(event.status, event.error, code=event.code or None)
             case PrefillFinished():
                 raise RequestFailedError(500, "the decode engine reported a prefill")
@@ -142,7 +149,7 @@ class _TokenClock:
 
     def __init__(self, front: Front, work: Work) -> None:
         self._metrics = front.metrics
-        self._arrived_at = work.arrived_at
+        self._timeline = work.timeline
         self._last_at: dict[int, float] = {}
 
     def note(self, index: int, num_tokens: int) -> None:
@@ -152,7 +159,7 @@ class _TokenClock:
         last = self._last_at.get(index)
         self._last_at[index] = now
         if last is None:
-            self._metrics.time_to_first_token.observe(now - self._arrived_at)
+            self._metrics.time_to_first_token.observe(self._timeline.first_token())
             return
         for _ in range(num_tokens):
             self._metrics.inter_token_latency.observe((now - last) / num_tokens)

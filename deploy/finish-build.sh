@@ -6,4 +6,4 @@ pip check
 site_packages=$(python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 rm -rf "$site_packages/torch/include" "$site_packages/torch/share" "$site_packages/torch/test"
 pip uninstall -y -q pip
-python -c 'import hisparse_pd, decode_node.engine, prefill_node.engine, router.server, doctor.command, bench.serving'
+python -c 'import hisparse_pd, decode_node.engine, prefill_node.engine, router.server, doctor.command, bench.serving, service.tracing'

@@ -24,7 +24,16 @@ from prefill_node.push import ChunkPush, Pusher, landing_of
 from prefill_node.registrations import Peer, why_not_landing
 from prefill_node.rooms import Delivery, EndedRoom, RoomRecord, RoomState, RoomTable
 from prefill_node.scheduler import Running, StepLimits, Waiting, why_never
-from protocol.messages import AbortRoom, Bootstrap, Room, RoomDone, RoomFailed, RoomQuiet, ToDecode
+from protocol.messages import (
+    AbortRoom,
+    Bootstrap,
+    PrefillTimes,
+    Room,
+    RoomDone,
+    RoomFailed,
+    RoomQuiet,
+    ToDecode,
+)
 from service.engine_messages import (
     FromEngine,
     Generate,
@@ -34,7 +43,7 @@ from service.engine_messages import (
     unpack_token_ids,
 )
 from transfer.sender import Completion, Ready
-from vocabulary import DECODE_NODE_FAILED
+from vocabulary import DECODE_NODE_FAILED, Mode
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +156,7 @@ class RoomLife:
             return
         if record is None:
             record = self.rooms.open(room, RoomState.WAITING_BOOTSTRAP, now_secs)
-        self.rooms.set_request(record, request)
+        self.rooms.set_request(record, request, now_secs)
         record.token_ids, record.keys = token_ids, keys
         self._join(record, now_secs)
 
@@ -312,6 +321,7 @@ class RoomLife:
     def computed(self, chunk: ChunkPush) -> None:
         """The forward is through, all layers of the chunk are in the pool: send those that have not left."""
         chunk.record.num_computed_tokens = chunk.stop
+        chunk.record.num_chunks += 1
         self._pusher.push_rest(chunk)
 
     def prompt_computed(self, record: RoomRecord, now_secs: float) -> None:
@@ -352,12 +362,14 @@ class RoomLife:
 
     def _delivered(self, record: RoomRecord, now_secs: float) -> None:
         peer, bootstrap = landing_of(record)
+        record.phases.end(now_secs)
         done = RoomDone(
             record.room,
             record.num_bytes_sent,
             record.num_cached_tokens,
             record.transfer_secs,
             record.batch_failed,
+            PrefillTimes(*map(record.phases.secs, ("queue", "prefill", "transfer"))),
         )
         record.delivery = Delivery(peer.node_id, bootstrap.attempt, done)
         self._tell_peer(peer, done)
@@ -369,6 +381,10 @@ class RoomLife:
                     record.num_cached_tokens,
                     record.num_bytes_sent,
                     record.transfer_secs,
+                    bootstrap.num_held_tokens,
+                    record.num_chunks,
+                    Mode.HISPARSE if bootstrap.hisparse else Mode.DENSE,
+                    record.phases.take(),
                 )
             )
         if record.batch_failed:
@@ -420,7 +436,9 @@ class RoomLife:
         if record.request is not None:
             self._count_end(is_abort)
         if record.request is not None and tell_front:
-            self._tell_front(RequestFailed(record.request.request_id, status, error, code))
+            record.phases.end(now_secs)
+            phases = record.phases.take()
+            self._tell_front(RequestFailed(record.request.request_id, status, error, code, phases))
         if record.peer is not None and tell_peer:
             self._tell_peer(
                 record.peer, _room_failed(record.room, status, error, is_quiet, record.batch_failed)

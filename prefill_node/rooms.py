@@ -19,6 +19,7 @@ from prefill_node.prefix_cache import Lease, PageKey
 from prefill_node.registrations import Peer
 from protocol.messages import Bootstrap, Room, RoomDone
 from service.engine_messages import Generate
+from service.phases import PREFILL_PHASES, PhaseLog
 
 MAX_ENDED_ROOMS = 65_536
 """Ended rooms that are remembered, to answer what comes late. The oldest are forgotten first."""
@@ -95,6 +96,8 @@ class RoomRecord:
     # Progress.
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
+    num_chunks: int = 0
+    """Forwards that computed a part of it."""
     num_writes_pending: int = 0
     """Batches submitted whose completion has not come."""
     num_bytes_sent: int = 0
@@ -108,6 +111,11 @@ class RoomRecord:
     was_aborted: bool = False
     """It ended because somebody did not want it any more."""
     delivery: Delivery | None = None
+    phases: PhaseLog = field(init=False)
+    """From the request's arrival on."""
+
+    def __post_init__(self) -> None:
+        self.phases = PhaseLog(PREFILL_PHASES, self.since_secs)
 
     @property
     def is_draining(self) -> bool:
@@ -165,17 +173,22 @@ class RoomTable:
         self._by_state[state][room] = record
         return record
 
-    def set_request(self, record: RoomRecord, request: Generate) -> None:
+    def set_request(self, record: RoomRecord, request: Generate, now_secs: float) -> None:
         """Give the room its request, by whose id it can be found from now on."""
         record.request = request
+        record.phases = PhaseLog(PREFILL_PHASES, now_secs)
         self._by_request[request.request_id] = record
 
     def move(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
-        """Between live states; ``end`` leads to DONE and FAILED. Raises IllegalRoomMove naming the room."""
+        """Between live states, which ends a phase of the request; ``end`` leads to DONE and FAILED.
+
+        Raises IllegalRoomMove naming the room.
+        """
         self._check(record, state)
         if state in ENDED:
             raise IllegalRoomMove(f"room {record.room} must be ended, not moved, to {state.name}")
         self._change(record, state, now_secs)
+        record.phases.end(now_secs)
 
     def end(self, record: RoomRecord, state: RoomState, now_secs: float) -> None:
         """To DONE or FAILED: the room is no longer live and is remembered. Raises IllegalRoomMove."""

@@ -7,7 +7,6 @@ for. The client's answer comes from the decode node.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import assert_never
 
@@ -129,19 +128,23 @@ def bootstrap_info(settings: PrefillSettings, ready: Sequence[EngineReady]) -> B
 async def _prefill(front: Front, work: Work) -> Answer:
     """Wait until every room is delivered. Raises RequestFailedError for the first that is not."""
     finished: dict[str, PrefillFinished] = {}
+    index_of = {sample.generate.request_id: index for index, sample in enumerate(work.samples)}
     with front.link.open(grouped(work.samples, with_prompts=True)) as group:
+        work.timeline.sent(group.ranks)
         while len(finished) < len(work.samples):
             event = await group.next_event()
             match event:
                 case PrefillFinished():
+                    work.timeline.note(index_of[event.request_id], event.phases, event)
                     finished[event.request_id] = event
                 case RequestFailed():
+                    work.timeline.failed(index_of[event.request_id], event.phases, event.error)
                     raise RequestFailedError(event.status, event.error, code=event.code or None)
                 case Tokens():  # only decode engines send them
                     raise RequestFailedError(500, "the prefill engine sent tokens")
                 case _:
                     assert_never(event)
-    front.metrics.time_to_first_token.observe(time.monotonic() - work.arrived_at)
+    front.metrics.time_to_first_token.observe(work.timeline.first_token())
     report = _report(front, work, [finished[sample.generate.request_id] for sample in work.samples])
     if work.request.stream:
         return Answer.events(sse(report) + SSE_DONE)

@@ -216,11 +216,24 @@ class HeartbeatAck(Struct, frozen=True, array_like=True, tag=3):
     instance_id: Name
 
 
+class PrefillTimes(Struct, frozen=True, array_like=True):
+    """What a room's prefill node did with it, one after the other, in seconds.
+
+    ``transfer_secs``: what is left of sending the KV once all is computed.
+    """
+
+    queue_secs: Secs
+    prefill_secs: Secs
+    transfer_secs: Secs
+
+
 class RoomDone(Struct, frozen=True, array_like=True, tag=4):
     """All bytes of the room, the aux record included, are in the decode node's memory.
 
     ``batch_failed``: a transfer batch of it failed before it was repeated with success, so the same bytes may
     come to the same places once more: none of these may serve others before the transport's own timeouts.
+    ``transfer_secs``: what the transport spent on it, most of it while the prompt was computed.
+    ``times``: None from a node that does not say.
     """
 
     room: RoomField
@@ -228,6 +241,7 @@ class RoomDone(Struct, frozen=True, array_like=True, tag=4):
     num_cached_tokens: Count
     transfer_secs: Secs
     batch_failed: bool = False
+    times: PrefillTimes | None = None
 
 
 class RoomFailed(Struct, frozen=True, array_like=True, tag=5):

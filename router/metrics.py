@@ -54,6 +54,12 @@ class RouterMetrics:
             "Requests without a valid API key, answered 401",
             registry=self._registry,
         )
+        self._trace_spans = Counter(
+            "hisparse_pd:router_trace_spans_total",
+            "Spans of traces; failed: the collector did not take them; dropped: too many waited for it",
+            ("outcome",),
+            registry=self._registry,
+        )
         self.ttft = Histogram(
             "hisparse_pd:router_time_to_first_token_seconds",
             "From the request to the first bytes of a successful answer; streamed requests' TTFT",
@@ -68,6 +74,9 @@ class RouterMetrics:
             buckets=_SECS_BUCKETS,
             registry=self._registry,
         )
+
+    def count_spans(self, outcome: str, num: int) -> None:
+        self._trace_spans.labels(outcome).inc(num)
 
     def count_retry(self, blamed: Node | None) -> None:
         """A request that ``blamed`` failed with, or a node that nobody reached, goes to another pair."""

@@ -18,7 +18,7 @@ from router.server import create_app, create_worker_app
 from service import descriptors
 from service.certificates import Certificate
 from service.listening import HttpServer, Listener
-from service.process import setup_logging
+from service.process import StartError, setup_logging
 from service.settings import RouterSettings
 from service.workers import EXIT_SECS, Workers
 
@@ -34,7 +34,7 @@ def run(settings: RouterSettings) -> int:
     try:
         desk = Desk(NodePool.from_settings(settings), workers)
         app = create_app(settings, drain, desk)
-    except (NodeUrlError, KeyFileError, CaFileError) as error:
+    except (NodeUrlError, KeyFileError, CaFileError, StartError) as error:
         log.error("%s", error)
         return 2
     try:

@@ -16,6 +16,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
 import httpx
 
@@ -25,12 +26,15 @@ from router.node_calls import Answer, NodeCalls, RawHeaders, headers_to_node
 from router.nodes import Node, NodePool, Pair
 from vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
 
+if TYPE_CHECKING:
+    from service.tracing import RequestSpan
+
 log = logging.getLogger(__name__)
 
 DECODE_SAYS_WHY_SECS = 1.0
 """For a decode node's own answer, once the prefill node has said that it gave the room up."""
 
-_PASSED_HEADERS = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate")
+_PASSED_HEADERS = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"x-request-timing")
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 _BAD_GATEWAY, _UNAVAILABLE = 502, 503
 _QUEUE_FULL = 429
@@ -64,7 +68,12 @@ class Relay:
         )
 
     async def open(
-        self, endpoint: Endpoint, body: RequestBody, client_headers: httpx.Headers, stack: AsyncExitStack
+        self,
+        endpoint: Endpoint,
+        body: RequestBody,
+        client_headers: httpx.Headers,
+        stack: AsyncExitStack,
+        span: RequestSpan | None = None,
     ) -> Answer:
         """Choose a pair and wait for the first bytes of the answer.
 
@@ -76,6 +85,8 @@ class Relay:
         excluded: set[Node] = set()
         for num_retries in itertools.count():
             pair = await self._pool.choose(excluded, body.prompt)
+            if span is not None:
+                span.set({"hisparse_pd.room": pair.room, "hisparse_pd.retries": num_retries, **_names(pair)})
             exchange = _Exchange(self._calls, self._pool, pair)
             content = body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room)
             try:
@@ -94,6 +105,8 @@ class Relay:
                     raise
                 log.warning("%s: %s; trying another pair", endpoint, error)
                 self._on_retry(blamed)
+                if span is not None:
+                    span.event("retry", {"exception.message": str(error), **_names(pair)})
             except BaseException:
                 await exchange.close()
                 raise
@@ -213,6 +226,11 @@ class _Exchange:
         except NodeUnreachable as error:
             self.unreachable[node] = str(error)
             raise
+
+
+def _names(pair: Pair) -> dict[str, str]:
+    """The attributes of a trace that name the nodes."""
+    return {"hisparse_pd.prefill_node": pair.prefill.url, "hisparse_pd.decode_node": pair.decode.url}
 
 
 def _is_about_prefill(refusal: NodeRefused) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import TYPE_CHECKING
 
 import httpx
 import msgspec
@@ -38,7 +40,11 @@ from router.status import StatusBoard
 from service.http_errors import ApiError, ErrorShape
 from service.patience import Patience
 from service.settings import RouterSettings
+from service.traces import open_tracer
 from service.workers import no_workers
+
+if TYPE_CHECKING:
+    from service.tracing import RequestSpan
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +89,7 @@ def create_app(settings: RouterSettings, drain: Drain | None = None, desk: Desk 
             timeout_secs=HEALTH_TIMEOUT_SECS,
             with_load=settings.policy != "round_robin",
         )
-        async with router.client:
+        async with router:
             await watch.start()
             desk.publish()
             try:
@@ -103,7 +109,7 @@ def create_worker_app(settings: RouterSettings, drain: Drain, worker: Worker) ->
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with router.client:
+        async with router:
             yield
 
     return _app(router, worker.page, lifespan)
@@ -141,7 +147,7 @@ def _cors(origins: Sequence[str]) -> Middleware:
         allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=[kind.header for kind in NodeKind],
+        expose_headers=[*(kind.header for kind in NodeKind), "server-timing"],
     )
 
 
@@ -170,6 +176,12 @@ class _Router:
             max_retries=settings.max_retries,
             passes_authorization=settings.api_key_file is None,
         )
+        self.tracer = open_tracer(
+            settings.otlp_traces_endpoint,
+            "hisparse-pd-router",
+            f"{socket.gethostname()}:{settings.port}",
+            metrics.count_spans,
+        )
         fleet = Fleet(pool, self.client)
         self.information = {
             "/version": fleet.version,
@@ -180,6 +192,14 @@ class _Router:
             "/model_info": fleet.model_info,
             "/get_model_info": fleet.model_info,
         }
+
+    async def __aenter__(self) -> None:
+        await self.client.__aenter__()
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.client.aclose()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
 
 def _health(desk: Desk, drain: Drain) -> Response:
@@ -227,27 +247,31 @@ class _RelayEndpoint:
         request = Request(scope, receive)
         started = time.perf_counter()
         status = 500
+        tracer = self._router.tracer
+        span = None if tracer is None else tracer.request(self._path, scope["headers"])
         try:
             with self._router.drain.in_flight():
-                status = await self._serve(request, send)
+                status = await self._serve(request, send, span)
         except ShuttingDown as error:  # it came too late
-            status = await self._send_error(request, send, error)
+            status = await self._send_error(request, send, error, span)
         finally:
+            if span is not None:
+                span.end(status)
             secs = time.perf_counter() - started
             self._router.metrics.requests.labels(self._path, status).inc()
             self._router.metrics.duration.labels(self._path).observe(secs)
             log.info("%s %d in %.3f s", self._path, status, secs)
 
-    async def _serve(self, request: Request, send: Send) -> int:
+    async def _serve(self, request: Request, send: Send, span: RequestSpan | None) -> int:
         """Answers the request; the status under which it is counted."""
         try:
             body = await self._read_body(request)
         except ClientDisconnect:
             return CLIENT_GONE
         except RouterError as error:
-            return await self._send_error(request, send, error)
+            return await self._send_error(request, send, error, span)
         reply = _Reply(send)
-        answering = asyncio.create_task(self._relay(request, body, reply))
+        answering = asyncio.create_task(self._relay(request, body, reply, span))
         leaving = asyncio.create_task(_client_left(request))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -277,26 +301,30 @@ class _RelayEndpoint:
             raise RouterError(413, f"the request body is larger than max_body_bytes = {limit}")
         return bytes(body)
 
-    async def _relay(self, request: Request, body: bytes, send: Send) -> int:
+    async def _relay(self, request: Request, body: bytes, send: Send, span: RequestSpan | None) -> int:
+        headers = request.headers.raw if span is None else span.passed_on(request.headers.raw)
         started = time.perf_counter()
         async with AsyncExitStack() as stack:
             try:
                 async with self._router.drain.time_left():
-                    answer = await self._open(body, httpx.Headers(request.headers.raw), stack)
+                    answer = await self._open(body, httpx.Headers(headers), stack, span)
             except RouterError as error:
-                return await self._send_error(request, send, error)
+                return await self._send_error(request, send, error, span)
             if self._endpoint is not None:
                 self._router.metrics.ttft.labels(self._path).observe(time.perf_counter() - started)
-            await self._stream(answer, send)
+            await self._stream(answer, send, span)
             return answer.status
 
-    async def _open(self, body: bytes, headers: httpx.Headers, stack: AsyncExitStack) -> Answer:
+    async def _open(
+        self, body: bytes, headers: httpx.Headers, stack: AsyncExitStack, span: RequestSpan | None
+    ) -> Answer:
         relay = self._router.relay
         if self._endpoint is None:
             return await relay.ask_one(self._path, body, headers, stack)
-        return await relay.open(self._endpoint, RequestBody.parse(body, self._endpoint), headers, stack)
+        parsed = RequestBody.parse(body, self._endpoint)
+        return await relay.open(self._endpoint, parsed, headers, stack, span=span)
 
-    async def _stream(self, answer: Answer, send: Send) -> None:
+    async def _stream(self, answer: Answer, send: Send, span: RequestSpan | None) -> None:
         """Pass the answer on.
 
         When the node breaks it off, or the router's time is up, an event stream ends in an error event; any
@@ -318,6 +346,8 @@ class _RelayEndpoint:
         except (NodeFailed, ShuttingDown) as error:
             self._router.metrics.truncated.inc()
             log.warning("%s: %s", self._path, error)
+            if span is not None:
+                span.error = str(error)
             if not answer.is_event_stream:
                 return
             event = (b"" if tail == b"\n\n" else b"\n\n") + error.event(self._error_shape)
@@ -344,7 +374,11 @@ class _RelayEndpoint:
             finally:
                 reading.close()
 
-    async def _send_error(self, request: Request, send: Send, error: RouterError) -> int:
+    async def _send_error(
+        self, request: Request, send: Send, error: RouterError, span: RequestSpan | None
+    ) -> int:
+        if span is not None:
+            span.error = str(error)
         if error.status >= 500:
             log.warning("%s: %s", self._path, error)
         await error.response(error.node_headers, self._error_shape)(request.scope, request.receive, send)

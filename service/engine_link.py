@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -115,9 +115,11 @@ class LinkState(StrEnum):
 class SampleGroup:
     """The samples of one HTTP request and the queue of their events, for one reader."""
 
-    def __init__(self, link: EngineLink, request_ids: Sequence[str]) -> None:
+    def __init__(self, link: EngineLink, ranks: Mapping[str, int]) -> None:
         self._link = link
-        self.live = set(request_ids)
+        self.ranks = ranks
+        """By request id."""
+        self.live = set(ranks)
         self._events: deque[SampleEvent] = deque()
         self._num_waiting_tokens: Counter[str] = Counter()
         """``Tokens`` in the queue, by request id."""
@@ -279,7 +281,7 @@ class EngineLink:
             for rank, sample in samples:
                 self.counts.take_back(rank.rank, sample.num_prompt_tokens)
             raise
-        group = SampleGroup(self, [sample.request_id for _, sample in samples])
+        group = SampleGroup(self, {sample.request_id: rank.rank for rank, sample in samples})
         try:
             for rank, sample in samples:
                 num_tokens = sample.num_prompt_tokens

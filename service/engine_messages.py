@@ -15,6 +15,8 @@ from msgspec import Struct
 from msgspec.msgpack import Encoder
 
 from protocol.decoding import TypedDecoder
+from protocol.messages import PrefillTimes
+from service.phases import Phase
 from vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
 
 # --- front to engine -------------------------------------------------------------------------------
@@ -138,10 +140,13 @@ class EngineReady(Struct, frozen=True, tag="ready"):
     transfer_reason: str = ""
 
 
-class Tokens(Struct, frozen=True, tag="tokens"):
+class Tokens(Struct, frozen=True, tag="tokens", omit_defaults=True):
     """New tokens of a request, in order; the last message has a ``finish_reason``.
 
     Each carries the ``stats`` so far, because a stop string lets the front end a request at any token.
+    Defaults are left out on the way: it is the one message of each step.
+    ``phases``: those that have ended since the message before. ``prefill``: with the first token, what the
+    prefill node said of its own.
     """
 
     request_id: str
@@ -150,6 +155,8 @@ class Tokens(Struct, frozen=True, tag="tokens"):
     finish_reason: FinishReason | None = None
     matched_stop_token: int | None = None
     stats: RequestStats | None = None
+    phases: tuple[Phase, ...] = ()
+    prefill: PrefillTimes | None = None
 
 
 class RequestStats(Struct, frozen=True):
@@ -178,18 +185,25 @@ class PrefillFinished(Struct, frozen=True, tag="prefill_finished"):
     num_cached_tokens: int
     transfer_bytes: int
     transfer_secs: float
+    num_held_tokens: int = 0
+    num_chunks: int = 0
+    """Forwards that computed a part of it."""
+    mode: Mode | None = None
+    phases: tuple[Phase, ...] = ()
 
 
 class RequestFailed(Struct, frozen=True, tag="request_failed"):
     """The request ended in an error with this HTTP ``status``; no further message follows.
 
     ``code``: which node failed, one of those of ``http_errors``; empty when the status says all.
+    ``phases``: those that the front has not heard of; the last one is that in which it failed.
     """
 
     request_id: str
     status: int
     error: str
     code: str = ""
+    phases: tuple[Phase, ...] = ()
 
 
 class QuarantinedRun(Struct, frozen=True):

@@ -21,6 +21,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320)
 _ITL_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.5, 1, 2, 5, 10)
+_PHASE_BUCKETS = (0.001, 0.002, 0.005, *_TTFT_BUCKETS)
 _E2E_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 
 _LABELLED = re.compile(r"([a-zA-Z_][a-zA-Z0-9_]*)(?:\{(.*)\})?")
@@ -91,6 +92,13 @@ class FrontMetrics:
         self.e2e_request_latency = self._histogram(
             "e2e_request_latency_seconds", "from the request's arrival to the end of its answer", _E2E_BUCKETS
         )
+        self._phases = Histogram(
+            PREFIX + "request_phase_seconds",
+            "what a request went through on this node, one after the other, by phase",
+            ["phase"],
+            buckets=_PHASE_BUCKETS,
+            registry=self.registry,
+        )
         self._requests = Counter(
             PREFIX + "num_requests",
             "HTTP requests by endpoint and status; 499: the client left",
@@ -109,6 +117,18 @@ class FrontMetrics:
             ["reason"],
             registry=self.registry,
         )
+        self._trace_spans = Counter(
+            PREFIX + "trace_spans",
+            "spans of traces; failed: the collector did not take them; dropped: too many waited for it",
+            ["outcome"],
+            registry=self.registry,
+        )
+
+    def phase_secs(self, phase: str) -> Histogram:
+        return self._phases.labels(phase)
+
+    def count_spans(self, outcome: str, num: int) -> None:
+        self._trace_spans.labels(outcome).inc(num)
 
     def count_request(self, endpoint: str, status: int) -> None:
         self._requests.labels(endpoint, str(status)).inc()

@@ -23,6 +23,7 @@ Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
 TokensOrFree = Annotated[int, Field(ge=0, le=1 << 40)]
 RouterPolicy = Literal["round_robin", "least_loaded", "cache_aware"]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
+CollectorUrl = Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
 GraphBatch = Annotated[int, Field(ge=1, le=65536)]
 Secs = Annotated[float, Field(gt=0, le=86400)]
@@ -43,6 +44,10 @@ STREAMS_A_FRONT = 256
 """A step gives each of them a token: a burst of some 10 ms for one process."""
 MAX_FRONTS = 64
 
+TRACES = (
+    "collector that gets traces, by OTLP over HTTP (protobuf), such as http://collector:4318; its path, if "
+    "none is given, is /v1/traces; OTEL_ variables say the rest; default: no traces"
+)
 DRAIN_TIMEOUT = "what requests in flight have to finish after SIGTERM, in seconds; the rest is answered 503"
 
 _OPEN_API = "anybody can use its HTTP API (--api-key-file)"
@@ -62,6 +67,7 @@ _OF_ONE_MACHINE = {
     *("node_rank", "dist_init_addr", "host", "port", "bootstrap_port", "control_port", "advertise_host"),
     *("model_path", "served_model_name", "control_key_file", "api_key_file", "allowed_peers"),
     *("ssl_certfile", "ssl_keyfile", "device", "ib_device", "num_threads", "log_level"),
+    "otlp_traces_endpoint",
 }
 """Settings that may differ between the machines of a node."""
 
@@ -239,6 +245,7 @@ class NodeSettings(_Settings):
     )
     num_threads: int = Field(0, ge=0, description="torch CPU threads of the engine; 0: torch's own choice")
     debug_checks: bool = Field(False, description="check the integrity of all pools after every step")
+    otlp_traces_endpoint: CollectorUrl = Field("", description=TRACES, title="URL")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
 
     @model_validator(mode="after")
@@ -581,6 +588,7 @@ class RouterSettings(_Settings):
     )
     drain_timeout_secs: DrainSecs = Field(15.0, description=DRAIN_TIMEOUT)
     max_body_bytes: int = Field(16 << 20, ge=1024, description="HTTP request body at most, in bytes")
+    otlp_traces_endpoint: CollectorUrl = Field("", description=TRACES, title="URL")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
 
     @model_validator(mode="after")

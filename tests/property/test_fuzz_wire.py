@@ -18,7 +18,15 @@ from protocol import bootstrap, lane, messages
 from protocol.access import PeerList
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from protocol.decoding import TypedDecoder
-from protocol.messages import PROTOCOL_VERSION, Bootstrap, Extent, Region, RegionKind, Register
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Bootstrap,
+    Extent,
+    PrefillTimes,
+    Region,
+    RegionKind,
+    Register,
+)
 from service import engine_messages
 from service.engine_messages import (
     Abort,
@@ -37,6 +45,7 @@ from service.engine_messages import (
     Tokens,
     pack_token_ids,
 )
+from service.phases import Phase
 from tests.property.fuzzing import (
     BATCH,
     HUGE_LENGTHS,
@@ -58,6 +67,7 @@ pytestmark = pytest.mark.I7
 
 _SAMPLING = SamplingParams(8, temperature=0.5, seed=-1, stop_token_ids=(1, 2), num_logprobs=2)
 _STATS = RequestStats(Mode.HISPARSE, 1, 2, 3, 4, 5, 0.5, 6)
+_PHASES = (Phase("queue", 1.5, 2.5), Phase("prefill", 2.5, 3.5))
 TO_ENGINE = (
     GenerateGroup(
         (Generate("r", 7, 3, _SAMPLING, "10.0.0.1", 8998, HisparseFlag.AUTO),), pack_token_ids((1, 2, 3))
@@ -71,8 +81,9 @@ FROM_ENGINE = (
     EngineLoading("weights", 7, 9),
     EngineReady(100, 100, 50, "10.0.0.1:7", "inst", msgspec.msgpack.encode(GEOMETRY)),
     Tokens("r", (1,), (TokenLogprob(1, -0.5, ((1, -0.5), (2, -2.0))),), FinishReason.STOP, 2, _STATS),
-    PrefillFinished("r", 10, 4, 1000, 0.5),
-    RequestFailed("r", 503, "full"),
+    Tokens("r", (1,), phases=_PHASES, prefill=PrefillTimes(0.25, 0.5, 1.0)),
+    PrefillFinished("r", 10, 4, 1000, 0.5, 64, 2, Mode.DENSE, _PHASES),
+    RequestFailed("r", 503, "full", phases=_PHASES),
     EngineStats(
         {"token_usage": 0.5},
         {'requests_total{mode="dense"}': 3.0},

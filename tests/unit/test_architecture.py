@@ -35,6 +35,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "starlette": ("bench/", "api/", "service/", "router/", "prefill_node/server.py", "decode_node/"),
     "uvicorn": ("bench/", "service/", "router/"),
     "transformers": ("model/", "checkpoints/", "api/text_codec.py", "bench/"),
+    "opentelemetry": ("service/tracing.py",),
     "torch.distributed": ("model/rank_group.py",),
     "torch": (
         "service/engine_process.py",

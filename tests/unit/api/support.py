@@ -26,6 +26,7 @@ from service.engine_link import EngineLink, LinkState
 from service.listening import Listener
 from service.metrics import FrontMetrics
 from service.settings import DecodeSettings, NodeSettings, PrefillSettings
+from service.tracing import Tracer
 from tests.unit.api.scripted_engine import Script, ScriptedEngine, ready
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
@@ -80,7 +81,13 @@ def named_events(text: str) -> list[tuple[str, Any]]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    script: Script, tmp_path: Path, *, role: str = "decode", is_ready: bool = True, **options: Any
+    script: Script,
+    tmp_path: Path,
+    *,
+    role: str = "decode",
+    is_ready: bool = True,
+    collector: str = "",
+    **options: Any,
 ) -> AsyncIterator[Node]:
     settings: NodeSettings = (PrefillSettings if role == "prefill" else DecodeSettings)(
         model_path=tmp_path / "model", served_model_name="tiny", **options
@@ -98,6 +105,7 @@ async def serving(
         api_keys=load_api_keys(settings.api_key_file),
         control_keys=load_control_keys(settings.control_key_file),
         sampling_defaults=SamplingDefaults.of(settings),
+        tracer=Tracer(collector, role, "tests", metrics.count_spans) if collector else None,
     )
     engine = ScriptedEngine(endpoints, script, is_ready=is_ready)
     listeners = [Listener("127.0.0.1", 0), Listener("127.0.0.1", 0)]
@@ -126,6 +134,7 @@ async def serving(
             await asyncio.gather(*tasks)
             await asyncio.to_thread(engine.stop)
             link.close()
+            front.close()
             for listener in listeners:
                 listener.socket.close()
 

@@ -35,6 +35,7 @@ from protocol.messages import (
     Bootstrap,
     Heartbeat,
     HeartbeatAck,
+    PrefillTimes,
     Refused,
     Region,
     RegionKind,
@@ -69,6 +70,10 @@ from vocabulary import HisparseFlag, SamplingParams, TokenLogprob
 Prompt = tuple[int, ...]
 WAIT_SECS = 60.0
 """Until a test gives up; a busy machine takes its time."""
+
+
+TIMES = PrefillTimes(0.25, 0.5, 0.125)
+"""What the double says of its own."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +294,8 @@ class PrefillDouble:
 
     def deliver(self, bootstrap: Bootstrap) -> None:
         self.write(bootstrap)
-        self.say(RoomDone(bootstrap.room, 1000, self.num_cached_tokens, 0.001, self.batch_failed))
+        done = RoomDone(bootstrap.room, 1000, self.num_cached_tokens, 0.001, self.batch_failed, TIMES)
+        self.say(done)
 
     def _write_pool(
         self, session: str, source: torch.Tensor, item_bytes: int, region: Region, extents: tuple[Any, ...]
@@ -323,6 +329,8 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     last: Tokens | None = None
     failure: RequestFailed | None = None
+    phases: list[str] = field(default_factory=list)
+    prefill: list[PrefillTimes] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -435,12 +443,15 @@ class EngineHarness:
                 assert not answer.is_over
                 answer.token_ids.extend(message.token_ids)
                 answer.logprobs.extend(message.logprobs)
+                answer.phases += [phase.name for phase in message.phases]
+                answer.prefill += [message.prefill] if message.prefill is not None else []
                 if message.finish_reason is not None:
                     answer.last = message
             case RequestFailed():
                 answer = self.answers[message.request_id]
                 assert not answer.is_over
                 answer.failure = message
+                answer.phases += [phase.name for phase in message.phases]
             case EngineLoading():
                 pass
             case EngineStats():

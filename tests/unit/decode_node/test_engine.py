@@ -27,6 +27,7 @@ from decode_node.scheduler import Exchange, StepPlan
 from kernels.indexer import index_topk
 from service.engine_messages import RequestStats
 from tests.unit.decode_node.support import (
+    TIMES,
     Answer,
     Checkpoint,
     EngineHarness,
@@ -106,6 +107,7 @@ def test_greedy_tokens_of_a_batch_equal_the_oracle(
     assert roomy.engine.hot_buffers.totals(()) == tuple(map(sum, zip(before, *each, strict=True)))
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
+        assert (answer.phases, answer.prefill) == (["queue", "landing", "first_step"], [TIMES])
         stats = _stats(answer)
         match flag:
             case HisparseFlag.TRUE:

@@ -264,6 +264,7 @@ def test_a_room_that_is_not_delivered_in_time_ends_with_504(
     node.turn_until(lambda: late.failure, double)
     assert late.failure is not None
     assert late.failure.status == 504
+    assert late.phases == ["queue", "landing"]
     assert double.name in late.failure.error
     node.turn_until(lambda: double.aborts, double)
     assert _quarantined(node) > 0
@@ -688,6 +689,7 @@ def test_requests_that_wait_have_a_deadline(node: EngineHarness, double: Prefill
     assert second.failure is not None
     assert second.failure.status == 503
     assert "no room" in second.failure.error
+    assert second.phases == ["queue"]
     assert [request.state for request in node.engine.requests.all()] == [RequestState.LANDING]
     double.deliver(double.bootstraps[0])
     node.turn_until(lambda: first.is_over, double)

@@ -156,6 +156,8 @@ def test_what_an_operator_looks_for_is_on_the_dashboard() -> None:
     for name in (
         "time_to_first_token_seconds_bucket",
         "inter_token_latency_seconds_bucket",
+        "request_phase_seconds_sum",
+        "request_phase_seconds_bucket",
         "generation_tokens_total",
         "running_reqs",
         "queue_reqs",

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 import zmq
 
@@ -60,6 +61,7 @@ from service.engine_messages import (
     pack_token_ids,
 )
 from service.engine_sockets import EngineSocket
+from service.phases import PREFILL_PHASES
 from service.settings import PrefillSettings
 from transfer.aux_record import AuxLayout, AuxRecord
 from transfer.engine import TransferEngine
@@ -495,6 +497,14 @@ def deliver(
     assert (done.room, finished.request_id) == (room, request_id)
     assert (finished.num_prompt_tokens, finished.transfer_bytes) == (len(tokens), done.num_bytes)
     assert finished.num_cached_tokens == done.num_cached_tokens
+    secs = {phase.name: phase.secs for phase in finished.phases}
+    assert tuple(secs) == PREFILL_PHASES
+    assert done.times is not None
+    assert secs["queue"] == pytest.approx(done.times.queue_secs, abs=1e-5)
+    assert secs["prefill"] == pytest.approx(done.times.prefill_secs, abs=1e-5)
+    assert secs["transfer"] == pytest.approx(done.times.transfer_secs, abs=1e-5)
+    chunk_tokens = engine.engine._settings.chunked_prefill_size
+    assert finished.num_chunks >= -(-(len(tokens) - finished.num_cached_tokens) // chunk_tokens)
     peer.assert_holds(bootstrap)
     first_token, hint = reference(engine, tokens)
     record = peer.aux_record(bootstrap)

@@ -59,7 +59,7 @@ def test_a_room_is_opened_once_and_in_a_waiting_state() -> None:
 def test_an_ended_room_leaves_nothing_but_its_memory() -> None:
     table = RoomTable()
     record = table.open(ROOM, RoomState.WAITING_BOOTSTRAP, 0.0)
-    table.set_request(record, Generate("request", 42, 1, SamplingParams(1), "host", 1))
+    table.set_request(record, Generate("request", 42, 1, SamplingParams(1), "host", 1), 0.0)
     assert table.of_request("request") is record
     record.end_status, record.end_error, record.batch_failed = 502, "peer gone", True
     table.end(record, RoomState.FAILED, 1.0)

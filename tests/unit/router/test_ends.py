@@ -46,7 +46,7 @@ class SlowToClose:
         self._headers = headers
         self.is_closed = False
 
-    async def open(self, *request: Any) -> Answer:
+    async def open(self, *request: Any, span: None) -> Answer:
         stack: AsyncExitStack = request[-1]
         stack.push_async_callback(self._close)
         return Answer(200, self._headers, chunks())
@@ -59,7 +59,7 @@ class SlowToClose:
 @pytest.mark.parametrize("headers", [[(b"content-length", b"4")], []], ids=["length", "chunked"])
 async def test_who_leaves_with_the_last_byte_has_had_the_answer(headers: RawHeaders) -> None:
     metrics, relay = RouterMetrics(), SlowToClose(headers)
-    router = SimpleNamespace(settings=SETTINGS, drain=Drain(), metrics=metrics, relay=relay)
+    router = SimpleNamespace(settings=SETTINGS, drain=Drain(), metrics=metrics, relay=relay, tracer=None)
     has_all = asyncio.Event()
     requests = [{"type": "http.request", "body": BODY, "more_body": False}]
     sent: list[Message] = []

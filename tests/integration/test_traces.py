@@ -1,0 +1,249 @@
+"""Requests through a router and a pair, as a collector of traces gets them and as a client asks for times."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.harness import Deployment, deployment, wait_until
+from tests.otlp_receiver import Receiver, Span, receiving
+
+ROUTER, PREFILL, DECODE = "hisparse-pd-router", "hisparse-pd-prefill", "hisparse-pd-decode"
+PHASES = {
+    PREFILL: ["tokenize", "bootstrap", "queue", "prefill", "transfer"],
+    DECODE: ["tokenize", "queue", "landing", "first_step", "decode"],
+}
+PROMPT = "Where does the time go, and who has to wait for whom? " * 12
+BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "hisparse": True}
+WAIT_SECS = 60.0
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Receiver]:
+    with receiving() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def traced(
+    tiny_checkpoint: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    receiver: Receiver,
+) -> Iterator[Deployment]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+        options = ["--otlp-traces-endpoint", receiver.url]
+        node_options = ["--served-model-name", "tiny", *options]
+        with deployment(
+            tiny_checkpoint("v32"),
+            tmp_path_factory.mktemp("traced"),
+            prefill_options=[*node_options, "--chunked-prefill-size", "256"],
+            decode_options=[*node_options, "--device-buffer-size", "128", "--api-server-count", "2"],
+            router_options=[*options, "--workers", "2"],
+        ) as started:
+            yield started
+
+
+class Given:
+    """What a client that is traced itself sends along."""
+
+    def __init__(self) -> None:
+        self.trace_id, self.span_id = secrets.token_hex(16), secrets.token_hex(8)
+        self.headers = {
+            "traceparent": f"00-{self.trace_id}-{self.span_id}-01",
+            "tracestate": "vendor=of-the-client",
+        }
+
+
+def whole_trace(receiver: Receiver, trace_id: str, num_spans: int) -> list[Span]:
+    wait_until(lambda: len(receiver.of_trace(trace_id)) >= num_spans, WAIT_SECS, f"{num_spans} spans")
+    return receiver.of_trace(trace_id)
+
+
+def server_span(spans: list[Span], service: str) -> Span:
+    (found,) = [span for span in spans if span.service == service and span.name.startswith("POST ")]
+    return found
+
+
+def parts_of(spans: list[Span], service: str) -> list[Span]:
+    return [span for span in spans if span.service == service and not span.name.startswith("POST ")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_spans_of_a_request_are_one_trace(traced: Deployment, receiver: Receiver, stream: bool) -> None:
+    given = Given()
+    response = httpx.post(
+        f"{traced.url}/v1/completions", json={**BODY, "stream": stream}, headers=given.headers, timeout=60
+    )
+    assert response.status_code == 200
+    assert "traceparent" not in response.headers
+    spans = whole_trace(receiver, given.trace_id, 13)
+
+    root = server_span(spans, ROUTER)
+    assert root.parent_id == given.span_id
+    assert root.name == "POST /v1/completions"
+    assert root.attributes["hisparse_pd.prefill_node"] == traced.prefill[0].url
+    assert root.attributes["hisparse_pd.decode_node"] == traced.decode[0].url
+    assert root.attributes["hisparse_pd.retries"] == 0
+    assert root.attributes["http.response.status_code"] == 200
+    for service, phases in PHASES.items():
+        of_node = server_span(spans, service)
+        assert of_node.parent_id == root.span_id
+        assert root.start <= of_node.start
+        parts = parts_of(spans, service)
+        assert sorted(part.name for part in parts) == sorted(phases)
+        by_name = {part.name: part for part in parts}
+        until = of_node.start
+        for name in phases:  # one after the other, all within the node's
+            part = by_name[name]
+            assert part.parent_id == of_node.span_id
+            assert until <= part.start <= part.end
+            until = part.end
+        assert until <= of_node.end
+    assert len({span.span_id for span in spans}) == len(spans) == 13
+    assert all(span.error is None for span in spans)
+    assert receiver.paths == {"/v1/traces"}
+
+
+def test_spans_say_what_they_are_about(traced: Deployment, receiver: Receiver) -> None:
+    given = Given()
+    traced.flush_prefix_caches()
+    answer = httpx.post(f"{traced.url}/v1/completions", json=BODY, headers=given.headers, timeout=60).json()
+    spans = whole_trace(receiver, given.trace_id, 13)
+    num_prompt_tokens = answer["usage"]["prompt_tokens"]
+    room = server_span(spans, ROUTER).attributes["hisparse_pd.room"]
+    for service in (PREFILL, DECODE):
+        of_node = server_span(spans, service).attributes
+        assert of_node["gen_ai.request.model"] == "tiny"
+        assert of_node["gen_ai.operation.name"] == "text_completion"
+        assert of_node["gen_ai.usage.input_tokens"] == num_prompt_tokens
+        for attributes in (of_node, *(part.attributes for part in parts_of(spans, service)[1:])):
+            assert attributes["hisparse_pd.room"] == room
+            assert attributes["hisparse_pd.dp_rank"] == 0
+            assert attributes["hisparse_pd.mode"] == "hisparse"
+            assert attributes["gen_ai.usage.cache_read.input_tokens"] == 0
+            assert attributes["hisparse_pd.held_tokens"] == 0
+        assert receiver.resources[service]["deployment.environment.name"] == "test"
+    decode = server_span(spans, DECODE).attributes
+    assert decode["gen_ai.usage.output_tokens"] == 8
+    assert decode["gen_ai.response.finish_reasons"] == ["length"]
+    prefill = server_span(spans, PREFILL).attributes
+    assert prefill["hisparse_pd.prefill_chunks"] == -(-num_prompt_tokens // 256) > 1
+    assert prefill["hisparse_pd.transfer_bytes"] > 0
+
+
+def test_a_trace_that_its_client_does_not_record_is_not_recorded(
+    traced: Deployment, receiver: Receiver
+) -> None:
+    unrecorded, given = Given(), Given()
+    unrecorded.headers["traceparent"] = f"00-{unrecorded.trace_id}-{unrecorded.span_id}-00"
+    for headers in (unrecorded.headers, given.headers):
+        httpx.post(f"{traced.url}/v1/completions", json=BODY, headers=headers, timeout=60).raise_for_status()
+    whole_trace(receiver, given.trace_id, 13)
+    assert receiver.of_trace(unrecorded.trace_id) == []
+
+
+def test_nodes_without_a_router_take_a_trace_too(traced: Deployment, receiver: Receiver) -> None:
+    given = Given()
+    (prefill,), (decode,) = traced.prefill, traced.decode
+    body = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": 4711}
+
+    async def ask_both() -> list[int]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            legs = (
+                client.post(f"{node.url}/v1/completions", json=BODY | body, headers=given.headers)
+                for node in (prefill, decode)
+            )
+            return [answer.status_code for answer in await asyncio.gather(*legs)]
+
+    assert asyncio.run(ask_both()) == [200, 200]
+    spans = whole_trace(receiver, given.trace_id, 12)
+    for service in (PREFILL, DECODE):
+        assert server_span(spans, service).parent_id == given.span_id
+
+
+def test_a_refused_request_is_no_error_of_the_service(traced: Deployment, receiver: Receiver) -> None:
+    given = Given()
+    body = {**BODY, "temperature": -1}
+    answer = httpx.post(f"{traced.url}/v1/completions", json=body, headers=given.headers, timeout=60)
+    assert answer.status_code == 400
+    wait_until(
+        lambda: any(span.service == ROUTER for span in receiver.of_trace(given.trace_id)),
+        WAIT_SECS,
+        "the router's span",
+    )
+    root = server_span(receiver.of_trace(given.trace_id), ROUTER)
+    assert root.attributes["http.response.status_code"] == 400
+    assert root.error is None
+
+
+@pytest.mark.slow
+def test_without_the_option_no_process_imports_opentelemetry(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package of that name comes before the real one, and tells."""
+    told = tmp_path / "told"
+    (tmp_path / "first" / "opentelemetry").mkdir(parents=True)
+    (tmp_path / "first" / "opentelemetry" / "__init__.py").write_text(f"open({str(told)!r}, 'w').close()\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'first'}:{os.environ.get('PYTHONPATH', '')}")
+    subprocess.run([sys.executable, "-c", "import opentelemetry"], check=True, timeout=60)
+    assert told.exists()
+    told.unlink()
+    with deployment(
+        tiny_checkpoint("v32"),
+        tmp_path,
+        decode_options=["--api-server-count", "2"],
+        router_options=["--workers", "2"],
+    ) as started:
+        headers = {**Given().headers, "x-request-timing": "1"}
+        for _ in range(2):
+            answer = httpx.post(f"{started.url}/v1/completions", json=BODY, headers=headers, timeout=60)
+            assert "landing;dur=" in answer.headers["server-timing"]
+            started.flush_prefix_caches()
+    assert not told.exists()
+
+
+# --- server-timing ---------------------------------------------------------------------------------------
+
+
+def timing_of(response: httpx.Response) -> dict[str, float]:
+    """In milliseconds."""
+    header = response.headers["server-timing"]
+    found = re.findall(r"(\w+);dur=([\d.]+)(?:, |$)", header)
+    assert ", ".join(f"{name};dur={value}" for name, value in found) == header
+    return {name: float(value) for name, value in found}
+
+
+BEFORE_THE_FIRST = ["tokenize", "queue", "landing", "prefill_queue", "prefill", "transfer", "ttft"]
+
+
+def test_an_answer_says_how_long_it_took_if_asked(traced: Deployment) -> None:
+    ask: dict[str, Any] = {"headers": {"x-request-timing": "1"}, "timeout": 60}
+    timing = timing_of(httpx.post(f"{traced.url}/v1/completions", json=BODY, **ask))
+    assert list(timing) == [*BEFORE_THE_FIRST, "first_step", "decode", "total"]
+    assert timing["prefill_queue"] + timing["prefill"] + timing["transfer"] <= timing["landing"] + 1
+    assert timing["tokenize"] + timing["queue"] + timing["landing"] <= timing["ttft"] + 1
+    assert timing["ttft"] <= timing["total"]
+    streamed = httpx.post(f"{traced.url}/v1/completions", json={**BODY, "stream": True}, **ask)
+    assert set(BEFORE_THE_FIRST) <= set(timing_of(streamed))
+    unasked = httpx.post(f"{traced.url}/v1/completions", json=BODY, timeout=60)
+    assert "server-timing" not in unasked.headers
+
+
+def test_what_became_of_spans_is_counted(traced: Deployment) -> None:
+    for service, name in (
+        (traced.router, "router_trace_spans_total"),
+        (traced.decode[0], "trace_spans_total"),
+    ):
+        assert service.metrics()[f'hisparse_pd:{name}{{outcome="exported"}}'] > 0

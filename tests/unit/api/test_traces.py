@@ -1,0 +1,405 @@
+"""The spans and times of requests to a node's front, whose engine does what a script says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.messages import PrefillTimes
+from service import tracing
+from service.engine_messages import (
+    FromEngine,
+    Generate,
+    PrefillFinished,
+    RequestFailed,
+    RequestStats,
+    Tokens,
+)
+from service.phases import Phase
+from service.process import StartError
+from service.tracing import Tracer
+from tests.otlp_receiver import Receiver, Span, receiving
+from tests.unit.api.scripted_engine import Script, say
+from tests.unit.api.support import BODY, WAIT_SECS, Node, serving, until
+from vocabulary import FinishReason, Mode
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
+FOREVER = 1000.0
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as started:
+        yield started
+
+
+def phases(*lasting: tuple[str, float], started_at: float | None = None) -> tuple[Phase, ...]:
+    """One after the other, the first one from now on."""
+    at = time.time() if started_at is None else started_at
+    found = []
+    for name, secs in lasting:
+        found.append(Phase(name, at, at + secs))
+        at += secs
+    return tuple(found)
+
+
+def lands(generate: Generate) -> Iterable[FromEngine | float]:
+    """The answer's first two tokens; its phases were over before they come."""
+    ago = time.time() - 0.4
+    stats = RequestStats(Mode.HISPARSE, num_cached_tokens=64, num_held_tokens=32)
+    yield Tokens(
+        generate.request_id,
+        tuple(b"a"),
+        stats=stats,
+        phases=phases(("queue", 0.1), ("landing", 0.2), started_at=ago),
+        prefill=PrefillTimes(0.01, 0.02, 0.03),
+    )
+    yield Tokens(
+        generate.request_id,
+        tuple(b"b"),
+        stats=stats,
+        phases=phases(("first_step", 0.05), started_at=ago + 0.3),
+    )
+
+
+def answers(generate: Generate) -> Iterable[FromEngine | float]:
+    yield from lands(generate)
+    yield Tokens(generate.request_id, tuple(b"c"), (), FinishReason.LENGTH)
+
+
+def starts(generate: Generate) -> Iterable[FromEngine | float]:
+    yield from lands(generate)
+    yield FOREVER
+
+
+def breaks_off(generate: Generate) -> Iterable[FromEngine | float]:
+    yield from lands(generate)
+    yield RequestFailed(generate.request_id, 500, "the hot buffer burst")
+
+
+def fails_in_landing(generate: Generate) -> Iterable[FromEngine | float]:
+    told = phases(("queue", 0.1), ("landing", 0.2), started_at=time.time() - 1)
+    yield RequestFailed(generate.request_id, 502, "the prefill node is gone", phases=told)
+
+
+def run(tmp_path: Path, script: Script, check: Any, collector: str, **options: Any) -> None:
+    """What ``check`` does with the node; then the node ends, and with it all spans have been sent."""
+
+    async def main() -> None:
+        async with serving(script, tmp_path, collector=collector, **options) as node:
+            await asyncio.wait_for(check(node), WAIT_SECS)
+
+    asyncio.run(main())
+
+
+def post(body: dict[str, Any], headers: dict[str, str], status: int = 200) -> Any:
+    async def check(node: Node) -> None:
+        response = await node.client.post("/v1/completions", json=body, headers=headers)
+        assert response.status_code == status
+
+    return check
+
+
+def by_name(spans: Iterable[Span]) -> dict[str, Span]:
+    return {span.name: span for span in spans}
+
+
+def test_spans_that_wait_are_sent_at_the_end(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
+    run(tmp_path, answers, post(BODY, TRACEPARENT), receiver.url)
+    spans = by_name(receiver.of_trace(TRACE_ID))
+    assert set(spans) == {"POST /v1/completions", "tokenize", "queue", "landing", "first_step", "decode"}
+    of_node = spans.pop("POST /v1/completions")
+    assert of_node.parent_id == SPAN_ID
+    assert {span.parent_id for span in spans.values()} == {of_node.span_id}
+    assert spans["landing"].attributes["gen_ai.usage.cache_read.input_tokens"] == 64
+    assert spans["landing"].attributes["hisparse_pd.held_tokens"] == 32
+    assert spans["decode"].attributes["gen_ai.usage.output_tokens"] == 3
+    assert of_node.attributes["gen_ai.response.finish_reasons"] == ["length"]
+
+
+def test_a_request_that_fails_ends_the_phase_in_which_it_did(tmp_path: Path, receiver: Receiver) -> None:
+    run(tmp_path, fails_in_landing, post(BODY, TRACEPARENT, 502), receiver.url)
+    spans = by_name(receiver.of_trace(TRACE_ID))
+    assert {name: span.error for name, span in spans.items()} == {
+        "POST /v1/completions": "the prefill node is gone",
+        "tokenize": None,
+        "queue": None,
+        "landing": "the prefill node is gone",
+    }
+
+
+def test_a_stream_that_breaks_off_is_an_error(tmp_path: Path, receiver: Receiver) -> None:
+    run(tmp_path, breaks_off, post({**BODY, "stream": True}, TRACEPARENT), receiver.url)
+    spans = by_name(receiver.of_trace(TRACE_ID))
+    assert spans["POST /v1/completions"].attributes["http.response.status_code"] == 200
+    for name in ("POST /v1/completions", "decode"):
+        assert spans[name].error == "the hot buffer burst"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_client_that_leaves_ends_its_spans(tmp_path: Path, receiver: Receiver, role: str) -> None:
+    async def check(node: Node) -> None:
+        body = {**BODY, "stream": True}
+        if role == "prefill":
+            asking = asyncio.create_task(node.client.post("/v1/completions", json=body, headers=TRACEPARENT))
+            await until(lambda: bool(node.engine.generates), "the engine has it")
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asking
+        else:
+            async with node.client.stream(
+                "POST", "/v1/completions", json=body, headers=TRACEPARENT
+            ) as answer:
+                lines = answer.aiter_lines()
+                while '"b"' not in await anext(lines):
+                    continue
+        await until(lambda: bool(node.engine.aborts), "the engine hears of it")
+
+    run(tmp_path, starts if role == "decode" else lambda generate: [FOREVER], check, receiver.url, role=role)
+    spans = by_name(receiver.of_trace(TRACE_ID))
+    of_node = spans["POST /v1/completions"]
+    assert (of_node.attributes["http.response.status_code"], of_node.error) == (499, "the client is gone")
+    if role == "decode":
+        assert spans["decode"].error == "the request was aborted"
+
+
+def test_a_delivered_prompt(tmp_path: Path, receiver: Receiver) -> None:
+    def delivers(generate: Generate) -> Iterable[FromEngine]:
+        names = ("bootstrap", "queue", "prefill", "transfer")
+        told = phases(*((name, 0.1) for name in names), started_at=time.time() - 1)
+        yield PrefillFinished(generate.request_id, 5, 3, 4096, 0.25, 1, 2, Mode.DENSE, told)
+
+    run(tmp_path, delivers, post(BODY, TRACEPARENT), receiver.url, role="prefill")
+    spans = by_name(receiver.of_trace(TRACE_ID))
+    assert set(spans) >= {"bootstrap", "queue", "prefill", "transfer"}
+    attributes = spans["prefill"].attributes
+    assert attributes["hisparse_pd.room"] == 7
+    assert attributes["hisparse_pd.mode"] == "dense"
+    assert attributes["hisparse_pd.prefill_chunks"] == 2
+    assert attributes["hisparse_pd.transfer_bytes"] == 4096
+
+
+@pytest.mark.parametrize("ahead_secs", [-3600.0, 3600.0])
+def test_clocks_of_other_machines_do_not_tear_a_request_apart(
+    tmp_path: Path, receiver: Receiver, ahead_secs: float
+) -> None:
+    def answers_elsewhere(generate: Generate) -> Iterable[FromEngine | float]:
+        for message in answers(generate):
+            assert isinstance(message, Tokens)
+            moved = tuple(
+                Phase(phase.name, phase.started_at + ahead_secs, phase.ended_at + ahead_secs)
+                for phase in message.phases
+            )
+            yield Tokens(
+                message.request_id, message.token_ids, finish_reason=message.finish_reason, phases=moved
+            )
+
+    run(tmp_path, answers_elsewhere, post(BODY, TRACEPARENT), receiver.url)
+    spans = by_name(receiver.of_trace(TRACE_ID))
+    of_node = spans["POST /v1/completions"]
+    until_now = spans["tokenize"].end
+    for name in ("queue", "landing", "first_step", "decode"):
+        assert until_now <= spans[name].start <= spans[name].end <= of_node.end
+        until_now = spans[name].end
+
+
+@pytest.mark.I8
+def test_of_many_samples_a_few_are_traced(tmp_path: Path, receiver: Receiver) -> None:
+    run(tmp_path, answers, post({**BODY, "n": 20}, TRACEPARENT), receiver.url)
+    spans = receiver.of_trace(TRACE_ID)
+    assert len([span for span in spans if span.name == "landing"]) == 16
+    (of_node,) = [span for span in spans if span.parent_id == SPAN_ID]
+    assert of_node.attributes["hisparse_pd.samples"] == 20
+    assert len(of_node.attributes["gen_ai.response.finish_reasons"]) == 16
+    assert of_node.attributes["gen_ai.usage.output_tokens"] == 60
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"traceparent", TRACEPARENT["traceparent"].encode())] * 2,
+        [(b"traceparent", b"\xff\xfe")],
+        [(b"traceparent", b"00-" + b"0" * 32 + b"-" + b"1" * 16 + b"-01")],
+        [(b"traceparent", TRACEPARENT["traceparent"].encode() * 100), (b"tracestate", b"a=b")],
+        [(b"traceparent", TRACEPARENT["traceparent"].upper().encode())],
+        [(b"tracestate", b"caf\xe9")],
+        [],
+    ],
+    ids=str,
+)
+def test_a_trace_that_cannot_be_continued_begins_anew(
+    tmp_path: Path, receiver: Receiver, headers: list[tuple[bytes, bytes]]
+) -> None:
+    async def check(node: Node) -> None:
+        response = await node.client.post("/v1/completions", json=BODY, headers=headers)
+        assert response.status_code == 200
+
+    run(tmp_path, answers, check, receiver.url)
+    (of_node,) = [span for span in receiver.spans if span.parent_id == ""]
+    assert of_node.trace_id != TRACE_ID
+    assert len(receiver.of_trace(of_node.trace_id)) == 6
+
+
+# --- a collector in trouble ------------------------------------------------------------------------------
+
+
+@pytest.mark.I7
+@pytest.mark.I8
+@pytest.mark.parametrize("trouble", ["hangs", "refuses", "away"])
+def test_no_request_waits_for_a_collector(
+    tmp_path: Path,
+    receiver: Receiver,
+    trouble: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Eight spans may wait, and each request has six."""
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
+    monkeypatch.setattr(tracing, "FLUSH_SECS", 0.01)
+    if trouble == "hangs":
+        receiver.may_answer.clear()
+    receiver.status = 400
+
+    async def outcome(node: Node, name: str) -> float:
+        return await node.metric(f'hisparse_pd:trace_spans_total{{outcome="{name}"}}') or 0
+
+    async def check(node: Node) -> None:
+        num_requests = 0
+        while await outcome(node, "failed" if trouble == "refuses" else "dropped") < 24:
+            response = await node.client.post("/v1/completions", json=BODY)
+            assert response.status_code == 200
+            num_requests += 1
+        if trouble == "hangs":  # a batch is under way, eight wait, the last request may not be quite over
+            assert await outcome(node, "dropped") >= 6 * num_requests - 4 - 8 - 6
+            assert await outcome(node, "exported") == await outcome(node, "failed") == 0
+
+    run(tmp_path, answers, check, "http://127.0.0.1:9" if trouble == "away" else receiver.url)
+    assert receiver.spans == []
+    assert len([record for record in caplog.records if record.name.startswith("opentelemetry")]) <= 1
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "many"])
+def test_a_queue_that_cannot_be_is_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", value)
+    with pytest.raises(StartError, match="OTEL_"):
+        Tracer("http://127.0.0.1:9", "hisparse-pd-decode", "tests", lambda outcome, num: None)
+
+
+def test_the_end_of_a_process_waits_for_a_known_time_only(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracing, "FLUSH_SECS", 0.05)
+    receiver.may_answer.clear()
+    tracer = Tracer(receiver.url, "hisparse-pd-decode", "tests", lambda outcome, num: None)
+    tracer.request("/generate", []).end(200)
+    tracer.close()  # it would wait for ever
+    assert not receiver.may_answer.is_set()
+    assert "1 spans are lost" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "path"),
+    [("", "/v1/traces"), ("/", "/v1/traces"), ("/v1/traces", "/v1/traces"), ("/otlp/in", "/otlp/in")],
+)
+def test_where_spans_go(receiver: Receiver, endpoint: str, path: str) -> None:
+    tracer = Tracer(receiver.url + endpoint, "hisparse-pd-decode", "tests", lambda outcome, num: None)
+    tracer.request("/generate", []).end(200)
+    tracer.close()
+    assert receiver.paths == {path}
+
+
+def test_the_variables_of_opentelemetry_hold(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    tracer = Tracer(receiver.url, "hisparse-pd-decode", "host:1", lambda outcome, num: None)
+    tracer.request("/generate", []).end(200)
+    tracer.close()
+    assert receiver.resources["ours"]["service.instance.id"] == "host:1"
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    tracer = Tracer(receiver.url, "hisparse-pd-decode", "host:1", lambda outcome, num: None)
+    span = tracer.request(
+        "/generate", [(b"x-a", b"1"), (b"Traceparent", TRACEPARENT["traceparent"].encode())]
+    )
+    (other, (name, value)) = span.passed_on([(b"x-a", b"1"), (b"Traceparent", b"whatever")])
+    assert other == (b"x-a", b"1")
+    assert name == b"traceparent"
+    assert (value[3:35].decode(), value[-2:]) == (TRACE_ID, b"00"), "nobody behind it is to record it either"
+    span.end(200)
+    tracer.close()
+    assert len(receiver.spans) == 1
+
+
+def test_without_the_option_nothing_of_opentelemetry_is_imported() -> None:
+    """In a process that has the modules of fronts, engines, router and command line."""
+    code = """
+        import sys, threading
+        import hisparse_pd, api.node, decode_node.server, decode_node.engine, prefill_node.server
+        import prefill_node.engine, router.process
+        from router.server import create_app
+        from service.settings import RouterSettings
+        from service.traces import open_tracer
+
+        create_app(RouterSettings(prefill=(("http://127.0.0.1:1", 1),), decode=("http://127.0.0.1:2",)))
+        assert open_tracer("", "hisparse-pd-decode", "a:1", print) is None
+        assert not [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]
+        assert threading.enumerate() == [threading.main_thread()]
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- server-timing ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_says_how_long_it_took_if_asked(tmp_path: Path, stream: bool) -> None:
+    async def check(node: Node) -> None:
+        body = {**BODY, "stream": stream}
+        for headers in ({}, {"x-request-timing": "0"}):
+            response = await node.client.post("/v1/completions", json=body, headers=headers)
+            assert "server-timing" not in response.headers, headers
+        response = await node.client.post("/v1/completions", json=body, headers={"x-request-timing": "1"})
+        told = dict(entry.split(";dur=") for entry in response.headers["server-timing"].split(", "))
+        known = ["tokenize", "queue", "landing", "prefill_queue", "prefill", "transfer", "ttft"]
+        assert list(told)[: len(known)] == known
+        shown = {name: round(float(told[name])) for name in known[1:-1]}
+        assert shown == {"queue": 100, "landing": 200, "prefill_queue": 10, "prefill": 20, "transfer": 30}
+        assert ("decode" in told) >= (not stream)
+        assert float(told["ttft"]) <= float(told["total"])
+
+    run(tmp_path, answers, check, "")
+
+
+def test_phases_are_counted(tmp_path: Path) -> None:
+    async def check(node: Node) -> None:
+        await node.post("/v1/completions", **BODY)
+        for phase in ("tokenize", "queue", "landing", "first_step", "decode"):
+            assert await node.metric(f'hisparse_pd:request_phase_seconds_count{{phase="{phase}"}}') == 1
+        total = await node.metric('hisparse_pd:request_phase_seconds_sum{phase="landing"}')
+        assert total == pytest.approx(0.2, abs=1e-4)
+
+    run(tmp_path, answers, check, "")
+
+
+def test_an_engine_that_tells_of_no_phases(tmp_path: Path, receiver: Receiver) -> None:
+    run(tmp_path, say("hello"), post(BODY, TRACEPARENT), receiver.url)
+    assert {span.name for span in receiver.of_trace(TRACE_ID)} == {"POST /v1/completions", "tokenize"}

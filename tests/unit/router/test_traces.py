@@ -1,0 +1,133 @@
+"""The router's spans: of a whole request, with the nodes that had it and every retry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.otlp_receiver import Receiver, Span, receiving
+from tests.unit.router.cluster import (
+    Behaviour,
+    CutConnection,
+    FakeNode,
+    Send,
+    cluster,
+    eventually,
+    never,
+    says,
+    start,
+    until,
+    write,
+)
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01", "tracestate": "vendor=1"}
+PATH = "/v1/completions"
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    with receiving() as started:
+        yield started
+
+
+async def breaks_off(node: FakeNode, send: Send) -> None:
+    await start(send)
+    await write(send, b'data: {"text": "a"}\n\n')
+    raise CutConnection
+
+
+def root(receiver: Receiver) -> Span:
+    """There is one, once the router has ended."""
+    (span,) = receiver.spans
+    return span
+
+
+async def test_nodes_get_the_routers_span_for_a_parent(receiver: Receiver) -> None:
+    async with cluster(otlp_traces_endpoint=receiver.url) as pair:
+        response = await pair.client.post(PATH, json={"prompt": "a"}, headers=TRACEPARENT)
+        assert response.status_code == 200
+        (prefill,), (decode,) = pair.prefill, pair.decode
+    span = root(receiver)
+    assert (span.service, span.name, span.trace_id, span.parent_id) == (
+        "hisparse-pd-router",
+        f"POST {PATH}",
+        TRACE_ID,
+        SPAN_ID,
+    )
+    assert span.attributes["hisparse_pd.prefill_node"] == prefill.url
+    assert span.attributes["hisparse_pd.decode_node"] == decode.url
+    assert span.attributes["hisparse_pd.room"] == decode.body()["bootstrap_room"]
+    for node in (prefill, decode):
+        (_, headers, _) = node.requests[0]
+        assert headers["traceparent"] == f"00-{TRACE_ID}-{span.span_id}-01"
+        assert headers["tracestate"] == "vendor=1"
+
+
+async def test_a_retry_is_an_event(receiver: Receiver) -> None:
+    full = says(b'{"error": {"message": "full"}}', 429)
+    async with cluster(prefill=[full, full], decode=never, otlp_traces_endpoint=receiver.url) as pair:
+        response = await pair.client.post(PATH, json={"prompt": "a"})
+        assert response.status_code == 429
+    span = root(receiver)
+    assert span.events == ["retry"]
+    assert span.attributes["hisparse_pd.retries"] == 1
+    assert span.attributes["http.response.status_code"] == 429
+    assert span.error is None
+
+
+@pytest.mark.parametrize(
+    ("decode", "status", "error"),
+    [(says(b"oh", 500), 500, "answered 500"), (breaks_off, 200, "broke off its answer")],
+)
+async def test_a_failure_is_an_error(receiver: Receiver, decode: Behaviour, status: int, error: str) -> None:
+    async with cluster(decode=decode, otlp_traces_endpoint=receiver.url) as pair:
+        assert (await pair.client.post(PATH, json={"prompt": "a"})).status_code == status
+    span = root(receiver)
+    assert span.attributes["http.response.status_code"] == status
+    assert span.error is not None
+    assert error in span.error
+
+
+async def test_a_client_that_leaves(receiver: Receiver) -> None:
+    async with cluster(prefill=never, decode=never, otlp_traces_endpoint=receiver.url) as pair:
+        asking = asyncio.create_task(pair.client.post(PATH, json={"prompt": "a"}))
+        await until(lambda: pair.prefill[0].requests and pair.decode[0].requests)
+        asking.cancel()
+        await until(lambda: pair.decode[0].client_left.is_set())
+    span = root(receiver)
+    assert (span.attributes["http.response.status_code"], span.error) == (499, "the client is gone")
+
+
+async def test_what_is_asked_of_one_node_is_traced_too(receiver: Receiver) -> None:
+    async with cluster(prefill=says(b"{}"), decode=says(b"{}"), otlp_traces_endpoint=receiver.url) as pair:
+        await pair.client.post("/tokenize", json={"prompt": "a"}, headers=TRACEPARENT)
+        asked = [node for node in (*pair.prefill, *pair.decode) if node.requests]
+    (node,) = asked
+    assert node.requests[0][1]["traceparent"] == f"00-{TRACE_ID}-{root(receiver).span_id}-01"
+
+
+async def test_what_became_of_spans_is_counted(receiver: Receiver) -> None:
+    async with cluster(otlp_traces_endpoint=receiver.url) as pair:
+        await pair.client.post(PATH, json={"prompt": "a"})
+
+        async def is_counted() -> bool:
+            return 'router_trace_spans_total{outcome="exported"} 1.0' in await pair.metrics()
+
+        await eventually(is_counted)
+
+
+async def test_timing_is_asked_for_and_answered_through_the_router() -> None:
+    async def tells(node: FakeNode, send: Send) -> None:
+        await start(send, server_timing="queue;dur=1.000")
+        await write(send, b"data: [DONE]\n\n", more=False)
+
+    async with cluster(decode=tells) as pair:
+        response = await pair.client.post(PATH, json={"prompt": "a"}, headers={"x-request-timing": "1"})
+        assert response.headers["server-timing"] == "queue;dur=1.000"
+        assert pair.decode[0].requests[0][1]["x-request-timing"] == "1"
