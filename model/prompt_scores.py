@@ -23,8 +23,8 @@ SLICE_BYTES = 32 << 20
 class ScoredRows:
     """On the host, once the stream of ``score_rows`` has come this far. Best first, of equals the lowest id.
 
-    ``logprobs``: float32 [n]; ``ranks``: int32 [n], from 1; ``top_ids``: int32 [n, num_top]; ``top_logprobs``:
-    float32 [n, num_top].
+    ``logprobs``: float32 [n]; ``ranks``: int32 [n], from 1; ``top_ids``: int32 [n, num_top];
+    ``top_logprobs``: float32 [n, num_top].
     """
 
     logprobs: Tensor

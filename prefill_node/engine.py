@@ -26,8 +26,8 @@ from kernels.device_memory import (
 )
 from kernels.peer_memory import GpuWriter
 from model.dsa import DsaModel
-from model.spec import ModelSpec
 from model.sampling import finish_reason
+from model.spec import ModelSpec
 from prefill_node.compute import FirstToken, PromptRunner
 from prefill_node.kv_pool import PagePool
 from prefill_node.memory import PrefillMemory, num_host_bytes

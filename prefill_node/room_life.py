@@ -228,7 +228,7 @@ class RoomLife:
         if request.scores is not None:
             num_logprobs = max(num_logprobs, request.scores.num_top)
             if request.scores.first < 1:
-                return f"the logprob of position {request.scores.first} was asked for; position 1 is the first with one"
+                return f"position {request.scores.first} has no logprob; position 1 is the first that has one"
         return None if num_logprobs <= most else f"{num_logprobs} logprobs a token asked for, at most {most}"
 
     def _refuse_request(

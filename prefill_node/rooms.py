@@ -51,9 +51,7 @@ MOVES: dict[RoomState, frozenset[RoomState]] = {
     RoomState.WAITING_BOOTSTRAP: frozenset(_HALVES),
     RoomState.WAITING_REQUEST: frozenset(_HALVES),
     RoomState.QUEUED: frozenset({RoomState.COMPUTING, RoomState.FAILED}),
-    RoomState.COMPUTING: frozenset(
-        {RoomState.SENDING, RoomState.DONE, RoomState.DRAINING, RoomState.FAILED}
-    ),
+    RoomState.COMPUTING: frozenset({RoomState.SENDING, RoomState.DONE, RoomState.DRAINING, RoomState.FAILED}),
     RoomState.SENDING: frozenset({RoomState.DONE, RoomState.DRAINING, RoomState.FAILED}),
     RoomState.DRAINING: frozenset({RoomState.FAILED}),
     RoomState.DONE: frozenset(),
