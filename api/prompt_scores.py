@@ -1,9 +1,4 @@
-"""A prompt's own logprobs as the dialects show them, and how they come into an answer.
-
-The prefill node has them, and the decode node has the answer that they belong in. So the prefill node's front
-writes them as the JSON text of lists, once a prompt, and whoever has both joins them: the router or, where no
-decode node takes part, that front. Joining takes no list apart.
-"""
+"""A prompt's own logprobs as the dialects show them: written once a prompt, a piece at a time."""
 
 from __future__ import annotations
 
@@ -14,58 +9,23 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from api.answers import finite, likeliest_by_text
 from api.app import Work
 from api.detokenizer import TokenBytes
 from api.requests import SampleRequest
 from api.schemas import Endpoint
-from protocol.decoding import TypedDecoder
+from api.score_report import PromptLists, Report
 from service.engine_messages import score_dtype, unpack_token_ids
 from service.http_errors import RequestFailedError
 from service.off_loop import off_loop
-
-REPORT_TYPE = "application/msgpack"
-"""Content type of a packed Report."""
 
 _PIECE_ENTRIES = 2048
 """Logprobs that are encoded at a time: a millisecond or two, in which no other thread runs."""
 
 _INLINE_BYTES = 16 << 10
 """Of rows: up to a piece is written at once."""
-
-
-class PromptLists(Struct, frozen=True):
-    """JSON of lists, without brackets, by field of a sample: of its choice, of the choice's ``logprobs``,
-    where they come before the output's, or of its ``meta_info``."""
-
-    choice: dict[str, bytes]
-    logprobs: dict[str, bytes]
-    meta_info: dict[str, bytes]
-
-
-class Report(Struct, frozen=True):
-    """``prompt_of``: of each sample the number of its prompt; ``answer``: lists of the whole answer."""
-
-    prompt_of: tuple[int, ...]
-    prompts: tuple[PromptLists, ...]
-    answer: dict[str, bytes] = {}
-
-    def packed(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    def of_sample(self, index: int) -> PromptLists:
-        return self.prompts[self.prompt_of[index]]
-
-
-report_decoder: TypedDecoder[Report] = TypedDecoder(Report)
-
-_object_decoder: TypedDecoder[dict[str, Raw]] = TypedDecoder.json(dict[str, Raw])
-_objects_decoder: TypedDecoder[list[dict[str, Raw]]] = TypedDecoder.json(list[dict[str, Raw]])
-
-
-# --- written -------------------------------------------------------------------------------------------
 
 
 class Scores(Struct):
@@ -231,57 +191,3 @@ def _as_sglang(
 ) -> list[object]:
     text = token_bytes.text(token_id) if with_text else None
     return [None if logprob is None else finite(logprob), token_id, text]
-
-
-# --- joined --------------------------------------------------------------------------------------------
-
-
-def join(report: Report, body: bytes) -> bytes:
-    """The answer ``body``, in which samples are in their order, with the lists of ``report``.
-
-    Raises msgspec.MsgspecError, KeyError and IndexError for a body of another shape.
-    """
-    if body[:1] == b"[":
-        entries = _objects_decoder.decode(body)
-        return _encode([_with_meta(entry, report.of_sample(i)) for i, entry in enumerate(entries)])
-    fields = _object_decoder.decode(body)
-    if "meta_info" in fields:
-        return _encode(_with_meta(fields, report.of_sample(0)))
-    choices = _objects_decoder.decode(fields["choices"])
-    shown: dict[str, object] = {
-        **fields,
-        **_lists(report.answer),
-        "choices": [_with_lists(choice, report.of_sample(i)) for i, choice in enumerate(choices)],
-    }
-    return _encode(shown)
-
-
-def sglang_lists(report: Report, index: int) -> dict[str, Raw]:
-    """What ``meta_info`` has of a sample's prompt, for routers that join it themselves."""
-    return _lists(report.of_sample(index).meta_info)
-
-
-_encode = msgspec.json.encode
-
-
-def _with_meta(entry: dict[str, Raw], lists: PromptLists) -> dict[str, object]:
-    return {**entry, "meta_info": {**_object_decoder.decode(entry["meta_info"]), **_lists(lists.meta_info)}}
-
-
-def _with_lists(choice: dict[str, Raw], lists: PromptLists) -> dict[str, object]:
-    shown: dict[str, object] = {**choice, **_lists(lists.choice)}
-    if lists.logprobs:
-        logprobs = _object_decoder.decode(choice["logprobs"])
-        before = {name: _before(ours, logprobs[name]) for name, ours in lists.logprobs.items()}
-        shown["logprobs"] = {**logprobs, **before}
-    return shown
-
-
-def _lists(lists: Mapping[str, bytes]) -> dict[str, Raw]:
-    return {name: Raw(b"[%b]" % entries) for name, entries in lists.items()}
-
-
-def _before(ours: bytes, theirs: Raw) -> Raw:
-    """One list, of which ``theirs`` has brackets and may be empty."""
-    inner = bytes(theirs)[1:-1].strip()
-    return Raw(b"[%b]" % b",".join(part for part in (ours, inner) if part))

@@ -24,9 +24,10 @@ from api.app import Front, Work, create_app, json_response
 from api.frame import SSE_DONE, Answer, sse
 from api.node import run_front
 from api.output import Delta, SampleOutput
-from api.prompt_scores import REPORT_TYPE, Report, Scores, join, sglang_lists, write_report
+from api.prompt_scores import Scores, write_report
 from api.requests import grouped
 from api.schemas import ApiRequest, Endpoint
+from api.score_report import REPORT_TYPE, Report, join, sglang_lists
 from protocol.access import PeerList
 from protocol.bootstrap import (
     BOOTSTRAP_PATH,
