@@ -108,6 +108,11 @@ class ApiRequest:
     """The router puts the prompt's logprobs, which the prefill node has, into the decode node's answer."""
 
     @property
+    def is_joined(self) -> bool:
+        """Whether somebody joins the answers. SGLang's routers do by themselves, those of ``/generate``."""
+        return self.joins_answers or self.endpoint is Endpoint.GENERATE
+
+    @property
     def wants_scores(self) -> bool:
         """Logprobs of a prompt's own tokens."""
         return any(options.wanted_scores() is not None for options in self.options)
@@ -185,6 +190,13 @@ def parse_request(
     )
     if stream and parsed.wants_scores:
         raise fields.invalid("stream", "must be false where logprobs of the prompt are asked for")
+    if parsed.wants_scores and not (parsed.is_joined or fields.flag("prefill_only")):
+        # Both nodes say so: neither waits for the other.
+        raise ApiError(
+            400,
+            "echo with logprobs, prompt_logprobs: the prefill node has the prompt's logprobs, and this "
+            "router does not join them to the decode node's answer; use hisparse-pd's own",
+        )
     return parsed
 
 

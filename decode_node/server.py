@@ -15,7 +15,7 @@ from api.frame import Answer
 from api.node import run_front
 from api.output import Delta, SampleOutput
 from api.requests import grouped
-from api.schemas import Endpoint
+from api.schemas import ApiRequest
 from decode_node.quarantine_routes import quarantine_routes
 from service.engine_link import ByPrefix, SampleGroup
 from service.engine_messages import PrefillFinished, PromptScores, RequestFailed, Tokens
@@ -52,7 +52,7 @@ def _run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankP
 
 def create_decode_app(front: Front) -> Starlette:
     async def decode(work: Work) -> Answer:
-        _check_answerable(work)
+        _check_answerable(work.request)
 
         def deltas(outputs: Sequence[SampleOutput]) -> AsyncGenerator[Delta, None]:
             return _deltas(front, work, outputs)
@@ -66,18 +66,12 @@ def create_decode_app(front: Front) -> Starlette:
     return app
 
 
-def _check_answerable(work: Work) -> None:
-    """Raises ApiError for what the client would get an answer without."""
-    request = work.request
-    if any(options.max_new_tokens != 0 for options in request.options) and request.is_prefill_only:
+def _check_answerable(request: ApiRequest) -> None:
+    """Raises ApiError for a request that is a prefill node's alone; one for no token is anybody's."""
+    has_tokens = any(options.max_new_tokens != 0 for options in request.options)
+    lacks_scores = request.wants_scores and not request.is_joined
+    if request.is_prefill_only and (has_tokens or lacks_scores):
         raise ApiError(400, "prefill_only: this is a decode node", param="prefill_only")
-    # SGLang's routers join /generate themselves.
-    if request.wants_scores and not request.joins_answers and request.endpoint is not Endpoint.GENERATE:
-        raise ApiError(
-            400,
-            "echo with logprobs, prompt_logprobs: the prefill node has the prompt's logprobs, and this "
-            "router does not join them to the answer; send the request through hisparse-pd's own",
-        )
 
 
 async def _deltas(front: Front, work: Work, outputs: Sequence[SampleOutput]) -> AsyncGenerator[Delta, None]:

@@ -393,7 +393,15 @@ def check_relayed(endpoint: router_body.Endpoint, content: bytes) -> None:
         name: bytes(value) for name, value in given_fields.items()
     }
     # A node that is sent the body sees the same request, or refuses it, as if it had been asked directly.
-    request = outcome(lambda: parse_request(Endpoint(endpoint.value), sent, "tiny"), ApiError)
+    outcome(lambda: parse_request(Endpoint(endpoint.value), sent, "tiny"), ApiError)
+    joins = msgspec.json.encode(
+        {
+            **msgspec.json.decode(sent, type=dict[str, msgspec.Raw]),
+            "joins_answers": True,
+            "prefill_only": False,
+        }
+    )
+    request = outcome(lambda: parse_request(Endpoint(endpoint.value), joins, "tiny"), ApiError)
     if isinstance(request, ApiRequest) and request.wants_scores:
         assert body.joins_answers or body.is_prefill_only, "nobody would join the prompt's logprobs"
 

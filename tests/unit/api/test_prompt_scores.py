@@ -64,6 +64,7 @@ def best(position: int, own: str, num: int) -> dict[str, float]:
     return likeliest | ({} if own in likeliest else {own: -float(position)})
 
 
+NOTHING: dict[str, Any] = {"max_tokens": 0}
 ECHO: dict[str, Any] = {
     "tokens": ["h", "e", "l", "l", "o"],
     "token_logprobs": [None, -1.0, -2.0, -3.0, -4.0],
@@ -82,6 +83,7 @@ BY_ID = [None] + [
 async def test_a_prefill_node_answers_alone(tmp_path: Path) -> None:
     async with serving(scores, tmp_path, role="prefill") as node:
         asked = {**BODY, "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
+        asked |= {"prefill_only": True}
         answer = (await node.post("/v1/completions", **asked)).json()
         (choice,) = answer["choices"]
         assert choice == {
@@ -162,14 +164,26 @@ async def test_both_answers_are_joined(tmp_path: Path) -> None:
         assert entry["meta_info"]["input_token_logprobs"] == []
 
 
-async def test_a_decode_node_says_when_nobody_joins(tmp_path: Path) -> None:
-    async with serving(say("AB"), tmp_path) as node:
-        for field in ({"echo": True, "logprobs": 0}, {"prompt_logprobs": 0}):
-            answer = await node.post("/v1/completions", **BODY, **field)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_both_nodes_say_when_nobody_joins(tmp_path: Path, role: str) -> None:
+    async with serving(say("AB"), tmp_path, role=role) as node:
+        for field in (
+            {"echo": True, "logprobs": 0},
+            {"prompt_logprobs": 0},
+            {"prompt_logprobs": 0} | NOTHING,
+        ):
+            answer = await node.post("/v1/completions", **BODY | field)
             assert answer.status_code == 400
-            assert "this router does not join them" in answer.json()["error"]["message"]
-        answer = await node.post("/v1/completions", **{**BODY, "max_tokens": 1}, prefill_only=True)
-        assert answer.json()["error"]["param"] == "prefill_only"
+            assert "does not join them" in answer.json()["error"]["message"]
+        assert not node.engine.generates
+
+
+async def test_a_decode_node_does_not_answer_for_a_prefill_node(tmp_path: Path) -> None:
+    async with serving(say("AB"), tmp_path) as node:
+        for fields in ({"max_tokens": 1}, NOTHING | {"prompt_logprobs": 0}):
+            answer = await node.post("/v1/completions", **BODY | fields, prefill_only=True)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "prefill_only"
         assert not node.engine.generates
 
 
@@ -203,6 +217,7 @@ async def test_the_echo_comes_first_in_a_stream(tmp_path: Path) -> None:
 async def test_long_lists_are_written_in_pieces(tmp_path: Path) -> None:
     async with serving(scores, tmp_path, role="prefill") as node:
         asked = {**BODY, "prompt": "x" * 190, "max_tokens": 0, "prompt_logprobs": 20, "echo": True}
+        asked |= {"prefill_only": True}
         (choice,) = (await node.post("/v1/completions", **asked, logprobs=0)).json()["choices"]
         assert [entry["120"]["rank"] for entry in choice["prompt_logprobs"][1:]] == list(range(1, 190))
         assert len(choice["prompt_logprobs"][7]) == 21
@@ -216,7 +231,7 @@ async def test_positions_that_lack_are_an_error(tmp_path: Path) -> None:
         yield Tokens(generate.request_id, (), finish_reason=FinishReason.LENGTH)
 
     async with serving(lossy, tmp_path, role="prefill") as node:
-        answer = await node.post("/v1/completions", **{**BODY, "max_tokens": 0}, prompt_logprobs=0)
+        answer = await node.post("/v1/completions", **BODY | NOTHING, prompt_logprobs=0, prefill_only=True)
         assert answer.status_code == 500
         assert "1 logprobs for 5 tokens" in answer.json()["error"]["message"]
 

@@ -624,7 +624,7 @@ TOO_LONG = [
         "logprob_start_len: 4 is behind the end of text, which has 3 tokens",
     ),
     (
-        {"prompt": ["x" * 100] * 256, "n": 1, "max_tokens": 5, "prompt_logprobs": 20},
+        {"prompt": ["x" * 100] * 256, "n": 1, "max_tokens": 5, "prompt_logprobs": 20, "joins_answers": True},
         "prompt: at least 525987 logprobs of prompt tokens are asked for, those of the likeliest tokens "
         "included; 524288 fit in one answer: split the request, or ask for fewer a token",
     ),
@@ -648,7 +648,8 @@ def test_a_prefill_node_needs_room_for_the_prompt_only() -> None:
 
 
 def test_logprobs_of_a_prompt_are_computed_once_for_all_samples() -> None:
-    request = completion(prompt=["abc", "d"], n=2, echo=True, logprobs=1, prompt_logprobs=3, max_tokens=2)
+    asked = {"echo": True, "logprobs": 1, "prompt_logprobs": 3, "joins_answers": True}
+    request = completion(prompt=["abc", "d"], n=2, max_tokens=2, **asked)
     samples = plan(request)
     assert [sample.generate.scores for sample in samples] == [WantedScores(1, 3), None] * 2
     assert [sample.echo for sample in samples] == ["abc", "abc", "d", "d"]

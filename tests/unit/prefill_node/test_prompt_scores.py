@@ -213,7 +213,7 @@ def test_scores_begin_where_they_are_wanted(engine: EngineThread, first: int) ->
 def test_scores_depend_on_no_neighbour_and_on_no_cache(engine: EngineThread) -> None:
     """Prompts of one batch want different numbers of tokens, or none; then all is in the cache."""
     prompts = [prompt(seed, length) for seed, length in ((1, 20), (2, 100), (3, 7), (4, 60))]
-    wanted = [WantedScores(1, 2), WantedScores(40, 0), None, WantedScores(1, 5)]
+    wanted = [WantedScores(1, 2), WantedScores(3 * PAGE_SIZE, 0), None, WantedScores(1, 5)]
     for is_warm in (False, True):
         asked = [ask(engine, tokens, scores) for tokens, scores in zip(prompts, wanted, strict=True)]
         for generate, tokens, scores in zip(asked, prompts, wanted, strict=True):
