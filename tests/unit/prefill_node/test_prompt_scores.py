@@ -214,10 +214,16 @@ def test_scores_depend_on_no_neighbour_and_on_no_cache(engine: EngineThread) -> 
     """Prompts of one batch want different numbers of tokens, or none; then all is in the cache."""
     prompts = [prompt(seed, length) for seed, length in ((1, 20), (2, 100), (3, 7), (4, 60))]
     wanted = [WantedScores(1, 2), WantedScores(3 * PAGE_SIZE, 0), None, WantedScores(1, 5)]
+    alone = [
+        receive(engine, ask(engine, tokens, scores)).rows.tobytes()
+        for tokens, scores in zip(prompts, wanted, strict=True)
+    ]
+    engine.send(FlushCache())
     for is_warm in (False, True):
         asked = [ask(engine, tokens, scores) for tokens, scores in zip(prompts, wanted, strict=True)]
-        for generate, tokens, scores in zip(asked, prompts, wanted, strict=True):
+        for generate, tokens, scores, of_one in zip(asked, prompts, wanted, alone, strict=True):
             scored = receive(engine, generate)
+            assert scored.rows.tobytes() == of_one, "other bits than alone"
             if scores is None:
                 assert scored.num_messages == 0
             else:
