@@ -25,7 +25,8 @@ _PIECE_ENTRIES = 2048
 """Logprobs that are encoded at a time: a millisecond or two, in which no other thread runs."""
 
 _INLINE_BYTES = 16 << 10
-"""Of rows: up to a piece is written at once."""
+_INLINE_PROMPTS = 64
+"""Rows of so many bytes and prompts are written at once: what takes no longer than a piece."""
 
 
 class Scores(Struct):
@@ -41,10 +42,11 @@ async def write_report(work: Work, scores: Mapping[int, Scores], token_bytes: To
     Raises RequestFailedError when the engine left positions out.
     """
     written: list[PromptLists] = []
+    of_prompt = {sample.prompt_index: sample for sample in work.samples}
+    is_short = sum(len(rows) for each in scores.values() for rows in each.rows) <= _INLINE_BYTES
     for index in sorted(scores):
-        sample = next(sample for sample in work.samples if sample.prompt_index == index)
-        writing = _write(sample, scores[index], token_bytes, written)
-        if sum(map(len, scores[index].rows)) <= _INLINE_BYTES:
+        writing = _write(of_prompt[index], scores[index], token_bytes, written)
+        if is_short and len(scores) <= _INLINE_PROMPTS:
             deque(writing, maxlen=0)
         else:
             while await off_loop(next, writing, False):
