@@ -1,7 +1,7 @@
 """Logprobs of a prompt's own tokens: how likely the model holds each of them behind those before it.
 
 A slice of rows at a time, so that no more than ``SLICE_BYTES`` of float32 logits are there, and what is made
-of them: some ten times as much, which is less than the layers took whose activations are gone by then. The
+of them: a dozen times as much, which is less than the layers took whose activations are gone by then. The
 values are those of the unscaled logits, as the output's logprobs are.
 """
 
