@@ -66,7 +66,7 @@ MAX_LOGIT_BIAS = 1024
 """Tokens that a request may bias."""
 
 
-class SamplingParams(Struct, frozen=True):
+class SamplingParams(Struct, frozen=True, omit_defaults=True):
     """Validated sampling settings of one sample. Stop strings are the front's business, not the engine's."""
 
     max_new_tokens: int

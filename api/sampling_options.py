@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from api.json_fields import JsonFields
 from api.sampling_defaults import SamplingDefaults
+from service.engine_messages import WantedScores
 from service.http_errors import ApiError, InvalidField, shown
 from vocabulary import MAX_LOGIT_BIAS, SamplingParams, pack_logit_bias
 
@@ -99,6 +100,19 @@ class SampleOptions:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: str = ""
+    echo: bool = False
+    """The prompt's text comes first, with logprobs too when they are asked for."""
+    num_prompt_logprobs: int | None = None
+    """vLLM's ``prompt_logprobs``."""
+    logprob_start: int | None = None
+    """SGLang's ``logprob_start_len``; None: it is -1."""
+
+    def wanted_scores(self) -> WantedScores | None:
+        """Of the prompt's own tokens: all that any of the fields asks for."""
+        asked = [self.num_prompt_logprobs]
+        asked += [self.num_logprobs] if self.echo or self.logprob_start is not None else []
+        most = max((num for num in asked if num is not None), default=None)
+        return None if most is None else WantedScores((self.logprob_start or 0) + 1, most)
 
     def sampling_params(self, max_new_tokens: int, sample_index: int) -> SamplingParams:
         """For the engine. The samples of one prompt have successive seeds, wrapped to 63 bits."""
@@ -141,11 +155,18 @@ def parse_openai_options(
     response_format = fields.nested("response_format")
     if response_format is not None and response_format.raw("type") != "text":
         raise response_format.invalid("type", 'must be "text"; other formats are not supported')
-    options = _common_options(fields, limit_field, "min_tokens", "seed", OPENAI_MAX_TEMPERATURE, defaults)
+    options = _common_options(
+        fields, limit_field, "min_tokens", "seed", OPENAI_MAX_TEMPERATURE, defaults, fewest_tokens=0
+    )
     best_of = fields.integer("best_of", 1, MAX_SAMPLES_PER_PROMPT)
     if best_of is not None and best_of != options.n:
         raise fields.invalid("best_of", f"must equal n, which is {options.n}; leave the field out")
-    return replace(options, num_logprobs=num_logprobs, default_new_tokens=default_new_tokens)
+    return replace(
+        options,
+        num_logprobs=num_logprobs,
+        default_new_tokens=default_new_tokens,
+        num_prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_LOGPROBS),
+    )
 
 
 def parse_generate_options(
@@ -156,21 +177,20 @@ def parse_generate_options(
     num_logprobs = num_top if fields.flag("return_logprob") else None
     with_text = fields.flag("return_text_in_logprobs")
     if num_logprobs is not None:
-        fields.require_unset("logprob_start_len", -1)  # the prompt's own logprobs are not kept
         fields.require_unset("token_ids_logprob", [])
+    start = fields.integer("logprob_start_len", -1, MAX_TOKENS) if num_logprobs is not None else None
+    wanted = _SglangLogprobs(num_logprobs, None if start == -1 else start, with_text)
     given = fields.raw("sampling_params")
     match given:
         case None | dict():
             shared = JsonFields(given or {}, "sampling_params")
-            options = _sglang_options(shared, num_logprobs, with_text, defaults)
+            options = _sglang_options(shared, wanted, defaults)
             return (options,) * num_prompts
         case [*items]:
             if len(items) != num_prompts:
                 raise fields.invalid("sampling_params", f"must have one entry a prompt, {num_prompts}")
             return tuple(
-                _sglang_options(
-                    JsonFields.of_item(f"sampling_params[{index}]", item), num_logprobs, with_text, defaults
-                )
+                _sglang_options(JsonFields.of_item(f"sampling_params[{index}]", item), wanted, defaults)
                 for index, item in enumerate(items)
             )
         case _:
@@ -201,17 +221,33 @@ def parse_responses_options(fields: JsonFields, defaults: SamplingDefaults) -> S
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _SglangLogprobs:
+    """What of logprobs stands beside ``sampling_params``."""
+
+    num_logprobs: int | None
+    start: int | None
+    with_text: bool
+
+
 def _sglang_options(
-    fields: JsonFields, num_logprobs: int | None, with_text: bool, defaults: SamplingDefaults
+    fields: JsonFields, logprobs: _SglangLogprobs, defaults: SamplingDefaults
 ) -> SampleOptions:
     refuse_unsupported(fields)
     options = _common_options(
-        fields, "max_new_tokens", "min_new_tokens", "sampling_seed", GENERATE_MAX_TEMPERATURE, defaults
+        fields,
+        "max_new_tokens",
+        "min_new_tokens",
+        "sampling_seed",
+        GENERATE_MAX_TEMPERATURE,
+        defaults,
+        fewest_tokens=0,
     )
     return replace(
         options,
-        num_logprobs=num_logprobs,
-        text_in_logprobs=with_text,
+        num_logprobs=logprobs.num_logprobs,
+        logprob_start=logprobs.start,
+        text_in_logprobs=logprobs.with_text,
         default_new_tokens=GENERATE_DEFAULT_TOKENS,
     )
 
@@ -224,8 +260,11 @@ def _common_options(
     max_temperature: float,
     defaults: SamplingDefaults,
     stop_field: str = "stop",
+    *,
+    fewest_tokens: int = 1,
 ) -> SampleOptions:
-    limit = fields.integer(limit_field, 1, MAX_TOKENS)
+    """``fewest_tokens``: that an answer may be limited to; 0 is a prompt that is only computed."""
+    limit = fields.integer(limit_field, fewest_tokens, MAX_TOKENS)
     minimum = fields.integer(minimum_field, 0, MAX_TOKENS) or 0
     if limit is not None and minimum > limit:
         raise fields.invalid(minimum_field, f"must be at most {fields.name(limit_field)}, which is {limit}")

@@ -102,6 +102,20 @@ class ApiRequest:
     """Show the ids of the prompts and the answer, as vLLM does; ``/generate`` shows the latter always."""
     echo: dict[str, object] | None = None
     """Fields of ``/v1/responses`` that its answer repeats."""
+    is_prefill_only: bool = False
+    """A prefill node answers alone: nothing is generated, or no more than the token that it draws itself."""
+    joins_answers: bool = False
+    """The router puts the prompt's logprobs, which the prefill node has, into the decode node's answer."""
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether somebody joins the answers. SGLang's routers do by themselves, those of ``/generate``."""
+        return self.joins_answers or self.endpoint is Endpoint.GENERATE
+
+    @property
+    def wants_scores(self) -> bool:
+        """Logprobs of a prompt's own tokens."""
+        return any(options.wanted_scores() is not None for options in self.options)
 
 
 def parse_request(
@@ -114,7 +128,7 @@ def parse_request(
     fields = JsonFields.of_body(body)
     check_model(fields, model_name)
     is_openai = endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT)
-    refuse_unsupported(fields, *(("return_token_ids",) if is_openai else ()))
+    refuse_unsupported(fields, *_supported_here(endpoint))
     returns_token_ids = is_openai and fields.flag("return_token_ids")
     if endpoint in (Endpoint.COMPLETIONS, Endpoint.GENERATE):
         fields.require_unset("tools", [])
@@ -128,7 +142,7 @@ def parse_request(
             fields.require_unset("add_special_tokens", True)
             num_logprobs = completion_logprobs(fields)
             shared = parse_openai_options(fields, num_logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
-            options = (shared,) * len(prompts)
+            options = (replace(shared, echo=fields.flag("echo")),) * len(prompts)
         case Endpoint.CHAT:
             prompt_field = "messages"
             chat = parse_chat_prompt(fields)
@@ -157,7 +171,7 @@ def parse_request(
             f"at most {MAX_SAMPLES} fit in one request",
             param=prompt_field,
         )
-    return ApiRequest(
+    parsed = ApiRequest(
         endpoint=endpoint,
         prompts=prompts,
         prompt_field=prompt_field,
@@ -171,7 +185,41 @@ def parse_request(
         request_ids=_request_ids(fields, endpoint, len(prompts)),
         returns_token_ids=returns_token_ids,
         echo=echo,
+        is_prefill_only=_is_prefill_only(fields, options),
+        joins_answers=fields.flag("joins_answers"),
     )
+    if stream and parsed.wants_scores:
+        raise fields.invalid("stream", "must be false where logprobs of the prompt are asked for")
+    if parsed.wants_scores and not (parsed.is_joined or fields.flag("prefill_only")):
+        # Both nodes say so: neither waits for the other.
+        raise ApiError(
+            400,
+            "echo with logprobs, prompt_logprobs: the prefill node has the prompt's logprobs, and this "
+            "router does not join them to the decode node's answer; use hisparse-pd's own",
+        )
+    return parsed
+
+
+def _supported_here(endpoint: Endpoint) -> tuple[str, ...]:
+    """Of the fields that only some endpoints have."""
+    match endpoint:
+        case Endpoint.COMPLETIONS:
+            return ("return_token_ids", "prompt_logprobs", "echo")
+        case Endpoint.CHAT:
+            return ("return_token_ids", "prompt_logprobs")
+        case _:
+            return ()
+
+
+def _is_prefill_only(fields: JsonFields, options: Sequence[SampleOptions]) -> bool:
+    """Where nothing is generated, or where the router says so, which then asks no decode node."""
+    limits = [option.max_new_tokens for option in options]
+    if 0 in limits and any(limit != 0 for limit in limits):
+        raise fields.invalid("sampling_params", "must have max_new_tokens 0 for all prompts or for none")
+    is_told = fields.flag("prefill_only")
+    if is_told and any(limit not in (0, 1) for limit in limits):
+        raise fields.invalid("prefill_only", f"needs {options[0].max_new_tokens_field} of 1 at most")
+    return is_told or 0 in limits
 
 
 def _with_markup(options: SampleOptions, chat: ChatPrompt) -> SampleOptions:

@@ -127,3 +127,21 @@ def test_openai_client_with_n(router: Service) -> None:
             max_tokens=6,
         )
     assert {choice.index for choice in chat.choices} == {0, 1}
+
+
+@pytest.mark.parametrize("num_new_tokens", [0, 2])
+def test_the_router_joins_logprobs_of_the_prompt(router: Service, num_new_tokens: int) -> None:
+    params = {"temperature": 0, "max_new_tokens": num_new_tokens, "ignore_eos": True}
+    body = {"input_ids": list(b"one room"), "sampling_params": params}
+    answer = post(router, "/generate", {**body, "return_logprob": True, "logprob_start_len": 0})
+    shown = answer["meta_info"]["input_token_logprobs"]
+    assert [token_id for _, token_id, _ in shown] == list(b"one room")
+    assert [logprob is None for logprob, *_ in shown] == [True] + [False] * 7
+    assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) == num_new_tokens
+
+
+def test_what_the_router_does_not_join_is_refused(router: Service) -> None:
+    body = {"model": "tiny", "prompt": "one room", "max_tokens": 1, "echo": True, "logprobs": 1}
+    answer = httpx.post(f"{router.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "does not join" in answer.text
