@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from api.sampling_options import MAX_SAMPLES_PER_PROMPT, SampleOptions
+from api.body_parts import MAX_SAMPLES_PER_PROMPT
+from api.sampling_options import SampleOptions
 from api.schemas import ApiRequest
 from api.text_codec import TextCodec
 from service.engine_messages import EngineReady, Generate, GenerateGroup, num_packed_tokens, request_prefix

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
+from api.body_parts import MAX_ROOM
 from api.keys import ApiKeys, RequireKey
 from api.requests import Limits, grouped, plan_samples
-from api.schemas import MAX_ROOM, Endpoint, parse_request
+from api.schemas import Endpoint, parse_request
 from api.text_codec import TextCodec
 from api.tokens import TokenPath, answer_about_tokens
 from router import body as router_body

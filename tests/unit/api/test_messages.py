@@ -220,7 +220,7 @@ def assistant(*content: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages: a list with 0 entries must be a list with at least one message"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-    (user(IMAGE), 'messages[0].content[0].type: "image" is not supported in a message of the user'),
+    (user(IMAGE), 'messages[0].content[0].type: "image" must be "text" or "tool_result"; others are not'),
     (user({"type": "document"}), 'messages[0].content[0].type: "document"'),
     (user({"type": "text", "text": 1}), "messages[0].content[0].text: 1 must be a string"),
     (
@@ -230,7 +230,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (user({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id"),
     (user(7), "messages[0].content[0]: 7 must be an object"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content: 7 must be a string or a list"),
-    (assistant({"type": "redacted_thinking", "data": "x"}), '"redacted_thinking" is not supported'),
+    (
+        assistant({"type": "redacted_thinking", "data": "x"}),
+        '"redacted_thinking" must be "text", "thinking" or "tool_use"; others are not supported',
+    ),
     (assistant({"type": "tool_use", "id": "t", "name": "n", "input": []}), "messages[0].content[0].input"),
     (assistant({"type": "tool_use", "id": "t", "name": "n", "input": {}}), "must not end with a tool_use"),
     ({"system": [IMAGE]}, "system[0].type"),
