@@ -14,7 +14,6 @@ from msgspec import Meta, Raw
 from api.body_parts import (
     FLAG,
     HOST,
-    MAX_LOGIT_BIAS,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_PROMPTS,
@@ -23,7 +22,7 @@ from api.body_parts import (
     MAX_TOKENS,
     MAX_TOOLS,
     AnthropicChoice,
-    Bias,
+    Biases,
     Effort,
     Labels,
     Minimum,
@@ -44,7 +43,6 @@ from api.body_parts import (
     TextBlock,
     TextOptions,
     Thinking,
-    TokenId,
     TokenIds,
 )
 from api.declared import declared, list_of, raw, reference, rule, unsupported
@@ -135,7 +133,7 @@ class Drawing:
     presence_penalty: Penalty | None
     frequency_penalty: Penalty | None
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None
+    logit_bias: Biases | None
     ignore_eos: bool | None
     stop_token_ids: TokenIds | None
     skip_special_tokens: bool | None
@@ -153,8 +151,8 @@ class OneSample:
 
 
 class OpenAI(Served, Drawing, Bounded, Grammars, Refused):
-    max_tokens: NewTokens | None
-    max_completion_tokens: NewTokens | None
+    max_tokens: Minimum | None
+    max_completion_tokens: Minimum | None
     prompt_logprobs: NumLogprobs | None
     n: NumSamples | None
     best_of: NumSamples | None
@@ -226,7 +224,6 @@ class CompletionsBody(OpenAI):
     """``/v1/completions``, OpenAI's. A list of prompts has as many bootstrap fields of each kind, or one."""
 
     prompt: Annotated[Raw | None, raw(anyOf=[*_or_list(_TEXT), *_or_list(_IDS)])]
-    max_tokens: Minimum | None
     logprobs: NumLogprobs | None
     echo: bool | None
     add_special_tokens: Annotated[Raw | None, unsupported(True)]
@@ -333,3 +330,16 @@ class DetokenizeBody(Addressed):
     """``/detokenize``, vLLM's."""
 
     tokens: Annotated[Raw | None, raw(**_IDS)]
+
+
+BODIES: dict[str, type[Any]] = {
+    "/v1/completions": CompletionsBody,
+    "/v1/chat/completions": ChatBody,
+    "/generate": GenerateBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
+    "/v1/responses": ResponsesBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+"""By the paths that take them."""

@@ -37,6 +37,10 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=256)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+Biases = Annotated[
+    dict[TokenId, Bias],
+    Meta(max_length=MAX_LOGIT_BIAS, extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}}),
+]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
@@ -215,30 +219,32 @@ class ItemKind:
 
 @declared
 class InputMessage:
+    type: Literal["message"] | None
     role: Literal["user", "system", "developer"]
     content: str | Annotated[list[InputText], Meta(max_length=MAX_PARTS)]
 
 
 @declared
 class AnswerMessage:
+    type: Literal["message"] | None
     role: Literal["assistant"]
     content: str | Annotated[list[OutputText | InputText | Refusal], Meta(max_length=MAX_PARTS)]
 
 
-@declared
+@tagged("type", "function_call")
 class FunctionCall:
     call_id: NeededName
     name: NeededName
     arguments: ArgumentsText | None
 
 
-@declared
+@tagged("type", "function_call_output")
 class FunctionCallOutput:
     call_id: NeededName
     output: str | Annotated[list[InputText], Meta(max_length=MAX_PARTS)]
 
 
-@declared
+@tagged("type", "reasoning")
 class ReasoningItem:
     content: Annotated[list[ReasoningText], Meta(max_length=MAX_PARTS)] | None
     encrypted_content: Annotated[Raw | None, unsupported("")]

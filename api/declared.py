@@ -11,7 +11,6 @@ say which field, which value and which bound.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import NoneType, UnionType
@@ -68,8 +67,7 @@ def rule(text: str) -> Meta:
 
 def unsupported(*harmless: object, why: str = NOT_SUPPORTED) -> Meta:
     """Of a known field, a ``Raw | None`` that may have these values only, which ask for nothing."""
-    known = ", ".join(json.dumps(value) for value in (None, *harmless))
-    schema = {"deprecated": True, "description": f"Not supported: refused unless it is one of {known}."}
+    schema = {"deprecated": True, "enum": [None, *harmless], "description": "Not supported."}
     return Meta(extra={"harmless": harmless, "why": why}, extra_json_schema=schema)
 
 

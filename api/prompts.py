@@ -209,7 +209,7 @@ def message_items(field: str, value: Raw | None) -> list[tuple[str, Raw]]:
 
 
 def may_call_tools(tool_choice: Raw | None) -> bool:
-    return tool_choice is None or bytes(tool_choice) != b'"none"'
+    return tool_choice is None or decode_item("tool_choice", tool_choice) != "none"
 
 
 def template_arguments(body: Templated) -> dict[str, object]:
@@ -222,13 +222,13 @@ def template_arguments(body: Templated) -> dict[str, object]:
 
 def described_tools(field: str, value: Raw | None, kind: type[Any] = Tool) -> list[dict[str, Any]]:
     """Descriptions of tools as the client wrote them, each checked to be a ``kind``."""
-    tools: list[dict[str, Any]] = []
-    check_size(field, value or Raw(b"[]"))
-    for index, item in enumerate([] if value is None else split(field, value, MAX_TOOLS)):
-        name = f"{field}[{index}]"
+    if value is None:
+        return []
+    check_size(field, value)
+    items = {f"{field}[{index}]": item for index, item in enumerate(split(field, value, MAX_TOOLS))}
+    for name, item in items.items():
         decode(kind, item, name)
-        tools.append(decode_item(name, item))
-    return tools
+    return [decode_item(name, item) for name, item in items.items()]
 
 
 def _chat_message(name: str, item: Raw, may_call: bool) -> dict[str, object]:

@@ -21,6 +21,7 @@ import msgspec
 
 from api.anthropic_messages import parse_messages
 from api.bodies import (
+    BODIES,
     Addressed,
     ChatBody,
     CompletionsBody,
@@ -66,15 +67,6 @@ class Endpoint(StrEnum):
     GENERATE = "/generate"
     MESSAGES = "/v1/messages"
     RESPONSES = "/v1/responses"
-
-
-_BODIES: dict[Endpoint, type[Served]] = {
-    Endpoint.COMPLETIONS: CompletionsBody,
-    Endpoint.CHAT: ChatBody,
-    Endpoint.GENERATE: GenerateBody,
-    Endpoint.MESSAGES: MessagesBody,
-    Endpoint.RESPONSES: ResponsesBody,
-}
 
 
 class StreamedUsage(Enum):
@@ -126,7 +118,7 @@ def parse_request(
 
     Raises ApiError: 400 for a field, 404 for another model than ``model_name``.
     """
-    body = decode_body(_BODIES[endpoint], content)
+    body: Served = decode_body(BODIES[endpoint], content)
     check_model(body, model_name)
     echo = None
     match body:

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from api.keys import ApiKeys, RequireKey, load_api_keys
+from api.openapi import OPENAPI_PATH, openapi_document
 from router.body import Endpoint, RequestBody
 from router.connect import OwnConnections, tls_context
 from router.desk import Desk, Worker
@@ -126,6 +127,7 @@ def _app(
             *(Route(path, _RelayEndpoint(router, path), methods=["POST"]) for path in RELAYED),
             *(Route(path, answer, methods=["GET"]) for path, answer in router.information.items()),
             *(Route(path, page, methods=["GET"]) for path in _PAGES),
+            Route(OPENAPI_PATH, _openapi, methods=["GET"]),
             *page_routes(),
         ],
         middleware=middleware,
@@ -180,6 +182,10 @@ class _Router:
             "/model_info": fleet.model_info,
             "/get_model_info": fleet.model_info,
         }
+
+
+async def _openapi(request: Request) -> Response:
+    return Response(openapi_document(), media_type=_JSON)
 
 
 def _health(desk: Desk, drain: Drain) -> Response:

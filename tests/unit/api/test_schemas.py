@@ -10,10 +10,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from api.bodies import BODIES
+from api.openapi import openapi_document
 from api.prompts import ChatPrompt
 from api.requests import Limits, SampleRequest, plan_samples
 from api.schemas import ApiRequest, Endpoint, derive_room, parse_request
@@ -349,7 +352,7 @@ DRAWN: list[tuple[str, dict[str, Any], str]] = [
 ]
 OPENAI = [
     ({"max_tokens": -1}, "max_tokens", "-1 must be at least"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens", "0 must be at least 1"),
+    ({"max_tokens": 0}, "max_tokens", "0 is not supported"),
     ({"max_tokens": 1.5}, "max_tokens", "1.5 must be an integer"),
     ({"max_tokens": True}, "max_tokens", "true must be an integer"),
     ({"max_tokens": "many"}, "max_tokens", '"many" must be an integer'),
@@ -402,7 +405,6 @@ COMPLETIONS = [
     ({"prompt": ["a"] * 4097}, "prompt", "at most 4096 entries"),
     ({"prompt": ["a"] * 100, "n": 128}, "prompt", "12800 samples"),
     ({"echo": True}, "echo", "true is not supported"),
-    ({"max_tokens": 0}, "max_tokens", "0 is not supported"),
     ({"suffix": "x"}, "suffix", "not supported"),
     ({"add_special_tokens": False}, "add_special_tokens", "not supported"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds", "not supported"),
@@ -595,6 +597,69 @@ def test_unknown_and_harmless_fields_are_ignored() -> None:
 def test_any_json_parses_or_is_a_client_error(endpoint: Endpoint, changes: dict[str, Any]) -> None:
     with contextlib.suppress(ApiError):  # which can only be made for a client error
         parse(endpoint, **changes)
+
+
+def test_large_fields_are_refused_and_large_unknown_ones_are_not_decoded() -> None:
+    """Whatever the type that a field is declared to have."""
+    many = json.dumps([1] * (1 << 20))
+    for field, said in (
+        ("stop", "stop: has 3145728 bytes"),
+        ("metadata", "metadata: has"),
+        ("unknown", None),
+    ):
+        body = json.dumps(MINIMAL[Endpoint.CHAT])[:-1] + f', "{field}": {many}}}'
+        if said is None:
+            parse_request(Endpoint.CHAT, body.encode(), MODEL)
+            continue
+        with pytest.raises(ApiError) as refused:
+            parse_request(Endpoint.CHAT, body.encode(), MODEL)
+        assert said in refused.value.message
+        assert "2097152 are the most for a field" in refused.value.message
+
+
+def test_null_is_the_same_as_absent() -> None:
+    """In every declared field, of bodies and of messages."""
+    for endpoint in Endpoint:
+        body: dict[str, Any] = dict.fromkeys(BODIES[endpoint].__struct_fields__) | MINIMAL[endpoint]
+        bare = parse_request(endpoint, json.dumps(MINIMAL[endpoint]).encode(), MODEL)
+        assert parse_request(endpoint, json.dumps(body).encode(), MODEL) == bare
+
+
+# --- the OpenAPI document ---------------------------------------------------------------------------
+
+SCHEMAS = json.loads(openapi_document())["components"]["schemas"]
+CROSS_FIELD = (
+    *("needs stream: true", "needs logprobs: true", "needs a last message", "must equal n", "different room"),
+    *("one entry a prompt", "one string a prompt", "must be at most max_tokens", "send the request through"),
+    *("exactly one of", "a host name", "must not set", "12800 samples", "as text", "belong to a message"),
+    *("the field is needed", "at least one message", "or a list of text parts", "as the first prompt is"),
+    *("0 is not supported", "true is not supported", "add_generation_prompt"),
+)
+"""Rules of several fields, or beyond a schema's words."""
+
+
+def errors(schema: str, value: object) -> list[str]:
+    root = {"$ref": f"#/components/schemas/{schema}", "components": {"schemas": SCHEMAS}}
+    found: list[str] = [e.message for e in jsonschema.Draft202012Validator(root).iter_errors(value)]
+    return found
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_what_is_served_is_as_the_document_says(endpoint: Endpoint) -> None:
+    assert errors(BODIES[endpoint].__name__, MINIMAL[endpoint]) == []
+
+
+def test_what_is_refused_for_a_type_or_bound_is_not_as_the_document_says() -> None:
+    num_checked = 0
+    for endpoint, changes, *_ in CASES:
+        body = MINIMAL[endpoint] | changes
+        with pytest.raises(ApiError) as refused:
+            parse_request(endpoint, json.dumps(body).encode(), MODEL)
+        if any(rule in refused.value.message for rule in CROSS_FIELD):
+            continue
+        assert errors(BODIES[endpoint].__name__, body), (endpoint, changes)
+        num_checked += 1
+    assert num_checked > 150
 
 
 # --- lengths ---------------------------------------------------------------------------------------
