@@ -11,7 +11,7 @@ say which field, which value and which bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints, overload
@@ -102,16 +102,19 @@ def decode(kind: Any, text: bytes | Raw, name: str = "") -> Any:
     takes at most MAX_FIELD_BYTES of JSON, strings and ``Raw`` aside.
     """
     try:
+        small, large = text, None
         if len(memoryview(text)) > MAX_FIELD_BYTES:
-            _check_sizes(kind, text, name)
+            small, large = _without_raw(kind, text, name)
         try:
-            value = _decoder(kind).decode(text)
+            value = _decoder(kind).decode(small)
         except msgspec.ValidationError as error:
             raise _explained(kind, text, name, error) from error
     except RecursionError as error:
         raise ApiError(400, f"{name or 'the body'} is nested too deeply", code="invalid_json") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise not_json(name, error) from error
+    for field, given in (large or {}).items():
+        setattr(value, field, given)
     _settle(value, name)
     return value
 
@@ -149,13 +152,16 @@ def _is_null(value: Raw) -> bool:
     return bytes(memoryview(value)[:1]) == b"n"
 
 
-def _check_sizes(kind: Any, text: bytes | Raw, name: str) -> None:
+def _without_raw(kind: Any, text: bytes | Raw, name: str) -> tuple[bytes, dict[str, Raw]]:
+    """``text`` without its ``Raw`` fields, and those. Raises ApiError for another field that is too large."""
     given = _given(kind, text)
-    for structure in structures_of(inspect.type_info(kind)):
-        for field in structure.fields:
-            value = given.get(field.name)
-            if value is not None and not is_raw(field.type) and first_chars(value)[0] != b'"':
-                check_size(path_of(name, field.name), value)
+    fields = [field for structure in structures_of(inspect.type_info(kind)) for field in structure.fields]
+    raw_fields = {
+        field.name: given.pop(field.name) for field in fields if is_raw(field.type) and field.name in given
+    }
+    for field, value in given.items():
+        check_size(path_of(name, field), value)
+    return msgspec.json.encode(given), raw_fields
 
 
 # --- what is not supported -------------------------------------------------------------------------------
@@ -199,25 +205,13 @@ def _explained(kind: Any, text: bytes | Raw, name: str, error: msgspec.Validatio
         if name:
             return InvalidField(name, decode_item(name, Raw(bytes(text))), "must be an object")
         return ApiError(400, f"the body must be a JSON object, not {_kind_of(text)}", code="invalid_json")
-    fault = object_fault(name, structures_of(inspect.type_info(kind)), _Undecoded(name, _given(kind, text)))
+    given = _given(kind, text)
+
+    def value_of(field: str) -> object:
+        return decode_item(path_of(name, field), given[field]) if field in given else None
+
+    fault = object_fault(name, structures_of(inspect.type_info(kind)), value_of)
     return fault or ApiError(400, f"{name or 'the body'}: {error}", param=name or None)
-
-
-class _Undecoded(Mapping[str, object]):
-    """The fields of the object at a path, each decoded when it is asked for."""
-
-    def __init__(self, name: str, fields: Mapping[str, Raw]) -> None:
-        self._name = name
-        self._fields = fields
-
-    def __getitem__(self, field: str) -> object:
-        return decode_item(path_of(self._name, field), self._fields[field])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
 
 
 def _kind_of(text: bytes | Raw) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from msgspec import inspect
@@ -34,13 +34,13 @@ def fault_of(name: str, kind: Any, value: object) -> ApiError | None:
 
 
 def object_fault(
-    name: str, structures: Sequence[inspect.StructType], fields: Mapping[str, object]
+    name: str, structures: Sequence[inspect.StructType], value_of: Callable[[str], object]
 ) -> ApiError | None:
-    """The error for the object with ``fields``; of several ``structures`` each has a tag."""
+    """The error for the object whose fields ``value_of`` tells; of several ``structures`` each has a tag."""
     (structure, *others) = structures
     if tag_field := structure.tag_field:
         known = {str(candidate.tag): candidate for candidate in structures}
-        tag = fields.get(tag_field)
+        tag = value_of(tag_field)
         if not isinstance(tag, str) or tag not in known:
             rule = f"must be {_either([*map(json.dumps, known)])}; others are not supported here"
             return InvalidField(path_of(name, tag_field), tag, rule)
@@ -50,7 +50,7 @@ def object_fault(
         path = path_of(name, field.name)
         if is_raw(field.type):
             continue
-        value = fields.get(field.name)
+        value = value_of(field.name)
         if value is None and field.required:
             return ApiError(400, f"{path}: the field is needed", param=path, code="missing_field")
         if value is not None and (fault := _fault(path, field.type, value)):
@@ -71,7 +71,7 @@ def _fault(name: str, kind: inspect.Type, value: Any) -> ApiError | None:
         case inspect.Metadata() as inner:
             return _fault(name, inner, value)
         case inspect.StructType():
-            return object_fault(name, structures_of(kind), value)
+            return object_fault(name, structures_of(kind), value.get)
         case inspect.LiteralType(values=values) if value not in values:
             return InvalidField(name, value, f"must be {_either(_names(kind))}")
         case inspect.IntType() | inspect.FloatType() as number:

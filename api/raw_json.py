@@ -15,7 +15,11 @@ MAX_FIELD_BYTES = 2 << 20
 
 _SPACE = (b" ", b"\t", b"\r", b"\n")
 
+_SHORT_BYTES = 1 << 16
+"""Of a list that is split at once, whatever the number of its entries: a millisecond."""
+
 _decoder = msgspec.json.Decoder()
+_list_decoder = msgspec.json.Decoder(list[Raw])
 
 
 def first_chars(value: bytes | Raw) -> tuple[bytes, bytes]:
@@ -50,8 +54,11 @@ def split_list(value: Raw, max_items: int) -> list[Raw] | None:
 
     Raises what msgspec raises for what is no JSON list.
     """
-    entries = _entries_decoder(max_items + 1).decode(value)
-    items = [item for item in msgspec.structs.astuple(entries) if item is not UNSET]
+    if len(memoryview(value)) <= _SHORT_BYTES:
+        items = _list_decoder.decode(value)
+    else:
+        entries = _entries_decoder(max_items + 1).decode(value)
+        items = [item for item in msgspec.structs.astuple(entries) if item is not UNSET]
     return None if len(items) > max_items else items
 
 

@@ -617,6 +617,26 @@ def test_large_fields_are_refused_and_large_unknown_ones_are_not_decoded() -> No
         assert "2097152 are the most for a field" in refused.value.message
 
 
+def test_fields_beside_large_ones_are_read_and_checked_as_ever() -> None:
+    content = "w" * (3 << 20)
+    request = chat(messages=[{"role": "user", "content": content}], temperature=0.5, unknown=content)
+    (prompt,) = request.prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages == ({"role": "user", "content": content},)
+    assert request.options[0].temperature == 0.5
+    for changes, said in (
+        ({"temperature": 5}, "temperature: 5 must be"),
+        ({"audio": {}}, "audio: an object"),
+    ):
+        with pytest.raises(ApiError, match=said):
+            chat(unknown=content, **changes)
+    blocks = [
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image"}], "x": content}
+    ]
+    with pytest.raises(ApiError, match=r'messages\[0\].content\[1\].type: "image" must be "text"'):
+        parse(Endpoint.MESSAGES, messages=blocks)
+
+
 def test_null_is_the_same_as_absent() -> None:
     """In every declared field, of bodies and of messages."""
     for endpoint in Endpoint:
