@@ -133,11 +133,16 @@ _decoder = cache(msgspec.json.Decoder)
 
 
 @cache
+def _structures(kind: Any) -> list[inspect.StructType]:
+    """``kind``'s own, or those of the union."""
+    return structures_of(inspect.type_info(kind))
+
+
+@cache
 def _fields_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     """Of the object's declared fields, each as JSON."""
-    structures = structures_of(inspect.type_info(kind))
-    names = {field.name for structure in structures for field in structure.fields}
-    names |= {structure.tag_field for structure in structures if structure.tag_field}
+    names = {field.name for structure in _structures(kind) for field in structure.fields}
+    names |= {structure.tag_field for structure in _structures(kind) if structure.tag_field}
     fields = [(name, Raw, None) for name in sorted(names)]
     return msgspec.json.Decoder(msgspec.defstruct("Fields", fields, kw_only=True))
 
@@ -152,16 +157,18 @@ def _is_null(value: Raw) -> bool:
     return bytes(memoryview(value)[:1]) == b"n"
 
 
-def _without_raw(kind: Any, text: bytes | Raw, name: str) -> tuple[bytes, dict[str, Raw]]:
+def _without_raw(kind: Any, text: bytes | Raw, name: str) -> tuple[bytes | Raw, dict[str, Raw]]:
     """``text`` without its ``Raw`` fields, and those. Raises ApiError for another field that is too large."""
     given = _given(kind, text)
-    fields = [field for structure in structures_of(inspect.type_info(kind)) for field in structure.fields]
     raw_fields = {
-        field.name: given.pop(field.name) for field in fields if is_raw(field.type) and field.name in given
+        field.name: given.pop(field.name)
+        for structure in _structures(kind)
+        for field in structure.fields
+        if is_raw(field.type) and field.name in given
     }
     for field, value in given.items():
         check_size(path_of(name, field), value)
-    return msgspec.json.encode(given), raw_fields
+    return (msgspec.json.encode(given) if raw_fields else text), raw_fields
 
 
 # --- what is not supported -------------------------------------------------------------------------------
@@ -188,7 +195,7 @@ def _settle(value: msgspec.Struct, name: str) -> None:
 def _to_settle(structure: type[msgspec.Struct]) -> list[tuple[str, Sequence[object] | None, str]]:
     """``Raw`` fields, with the only values that an unsupported one may have; structures with such fields."""
     found: list[tuple[str, Sequence[object] | None, str]] = []
-    (info,) = structures_of(inspect.type_info(structure))
+    (info,) = _structures(structure)
     for field in info.fields:
         extra = (field.type.extra or {}) if isinstance(field.type, inspect.Metadata) else {}
         if is_raw(field.type) or any(_to_settle(inner.cls) for inner in structures_of(field.type)):
@@ -210,7 +217,7 @@ def _explained(kind: Any, text: bytes | Raw, name: str, error: msgspec.Validatio
     def value_of(field: str) -> object:
         return decode_item(path_of(name, field), given[field]) if field in given else None
 
-    fault = object_fault(name, structures_of(inspect.type_info(kind)), value_of)
+    fault = object_fault(name, _structures(kind), value_of)
     return fault or ApiError(400, f"{name or 'the body'}: {error}", param=name or None)
 
 
