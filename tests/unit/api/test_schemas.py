@@ -203,6 +203,22 @@ def test_sglang_sampling() -> None:
     assert (first.generate.sampling.seed, second.generate.sampling.seed) == (4, 5)
 
 
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_penalties_and_biases_reach_the_engine(endpoint: Endpoint) -> None:
+    said = {
+        "min_p": 0.25, "presence_penalty": -2, "frequency_penalty": 1.5, "repetition_penalty": 1.25,
+        "logit_bias": {"5": -100, "7": 0, "0": 2.5},
+    }  # fmt: skip
+    changes = {"sampling_params": said} if endpoint is Endpoint.GENERATE else said
+    sampling = plan(parse(endpoint, **changes))[0].generate.sampling
+    assert (sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.25, -2.0, 1.5)
+    assert sampling.repetition_penalty == 1.25
+    assert sorted(sampling.logit_bias) == [(0, 2.5), (5, -100.0)]
+    bare = plan(parse(endpoint))[0].generate.sampling
+    assert (bare.min_p, bare.presence_penalty, bare.frequency_penalty) == (0.0, 0.0, 0.0)
+    assert (bare.repetition_penalty, bare.logit_bias) == (1.0, ())
+
+
 def test_sampling_params_of_each_prompt() -> None:
     request = generate(
         text=["a", "b"], sampling_params=[{"n": 2, "max_new_tokens": 1}, {"max_new_tokens": 2}],
