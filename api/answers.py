@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol, assert_never
@@ -193,18 +193,23 @@ class Completions(_OpenAi):
 
     def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes) -> None:
         super().__init__(work, model_name, token_bytes)
-        self._num_chars: Counter[int] = Counter()
-        """Of the tokens shown so far, by sample: with logprobs each of them is shown once, in order."""
+        self._num_chars: dict[int, int] = {}
+        """Of the echo and the tokens shown so far, by sample: with logprobs each of them is shown once, in
+        order."""
+        self._echoed: set[int] = set()
+        """Samples whose stream has begun, with the prompt where it is echoed."""
 
     def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
-        shown = self._show(output, output.text, logprobs, output.finish)
+        shown = self._show(output, output.sample.echo + output.text, logprobs, output.finish)
         if self._token_ids is not None:
             shown |= self._token_ids.prompt(output.sample.prompt_index) | self._token_ids.all_of(output)
         return shown
 
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
-        if delta.text or delta.finish or self._shows_tokens(output, delta):
-            choice = self._show(output, delta.text, self._new_logprobs(output, delta), delta.finish)
+        text = delta.text if output.index in self._echoed else output.sample.echo + delta.text
+        self._echoed.add(output.index)
+        if text or delta.finish or self._shows_tokens(output, delta):
+            choice = self._show(output, text, self._new_logprobs(output, delta), delta.finish)
             if self._token_ids is not None:
                 choice |= self._token_ids.new_of(output, delta)
                 choice |= self._token_ids.prompt(output.sample.prompt_index) if delta.first_token == 0 else {}
@@ -221,22 +226,21 @@ class Completions(_OpenAi):
 
     def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
         tokens = [self._token_bytes.text(entry.token_id) for entry in delta.logprobs]
+        num_chars = self._num_chars.get(output.index, len(output.sample.echo))
         offsets = []
         for token in tokens:
-            offsets.append(self._num_chars[output.index])
-            self._num_chars[output.index] += len(token)
+            offsets.append(num_chars)
+            num_chars += len(token)
+        self._num_chars[output.index] = num_chars
         return {
             "tokens": [*tokens],
-            "token_logprobs": [_finite(entry.logprob) for entry in delta.logprobs],
+            "token_logprobs": [finite(entry.logprob) for entry in delta.logprobs],
             "top_logprobs": [self._top(entry) for entry in delta.logprobs],
             "text_offset": [*offsets],
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens and the sampled one."""
-        top = {self._token_bytes.text(token_id): _finite(logprob) for token_id, logprob in entry.top}
-        top.setdefault(self._token_bytes.text(entry.token_id), _finite(entry.logprob))
-        return top
+        return likeliest_by_text(self._token_bytes, entry.token_id, entry.logprob, entry.top)
 
 
 class Chat(_OpenAi):
@@ -309,7 +313,7 @@ class Chat(_OpenAi):
         token = self._token_bytes.of(token_id)
         return {
             "token": token.decode(errors="replace"),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": list(token),
         }
 
@@ -404,7 +408,7 @@ class Generate:
 
     def _token(self, output: SampleOutput, token_id: int, logprob: float) -> list[object]:
         text = self._token_bytes.text(token_id) if output.sample.options.text_in_logprobs else None
-        return [_finite(logprob), token_id, text]
+        return [finite(logprob), token_id, text]
 
     def _request_id(self, output: SampleOutput) -> str:
         given = self._work.request.request_ids
@@ -470,11 +474,12 @@ def _generate_drafts(output: SampleOutput) -> Json:
 
 
 def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
-    """Mode, and hits and misses of all samples together; None before the engine has told.
+    """Mode, and hits and misses of all samples together; None before the engine has told, and where no
+    decode node took part.
 
     Samples that were served in different modes have the mode "mixed", with ``modes`` for each of them.
     """
-    stats = [output.stats for output in outputs if output.stats is not None]
+    stats = [output.stats for output in outputs if output.stats is not None and output.stats.mode is not None]
     if not stats:
         return None
     modes = [entry.mode for entry in stats]
@@ -486,5 +491,15 @@ def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
     return shown if len(set(modes)) == 1 else shown | {"modes": modes}
 
 
-def _finite(logprob: float) -> float:
+def likeliest_by_text(
+    token_bytes: TokenBytes, token_id: int, logprob: float, top: Sequence[tuple[int, float]]
+) -> dict[str, float]:
+    """The likeliest tokens and the one that is there. Of those that look alike the likeliest."""
+    shown: dict[str, float] = {}
+    for top_id, of_top in (*top, (token_id, logprob)):
+        shown.setdefault(token_bytes.text(top_id), finite(of_top))
+    return shown
+
+
+def finite(logprob: float) -> float:
     return max(logprob, _MIN_LOGPROB)

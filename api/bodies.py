@@ -121,6 +121,8 @@ class Served(Addressed):
     bootstrap_host: Annotated[str | Annotated[list[str], Meta(max_length=MAX_SAMPLES)] | None, HOST]
     bootstrap_port: Port | Annotated[list[Port | None], Meta(max_length=MAX_SAMPLES)] | None
     bootstrap_room: Room | Annotated[list[Room], Meta(max_length=MAX_SAMPLES)] | None
+    prefill_only: bool | None
+    joins_answers: bool | None
 
 
 class Drawing:

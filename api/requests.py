@@ -14,9 +14,21 @@ from api.body_parts import MAX_SAMPLES_PER_PROMPT
 from api.sampling_options import SampleOptions
 from api.schemas import ApiRequest
 from api.text_codec import TextCodec
-from service.engine_messages import EngineReady, Generate, GenerateGroup, num_packed_tokens, request_prefix
+from service.engine_messages import (
+    EngineReady,
+    Generate,
+    GenerateGroup,
+    WantedScores,
+    num_packed_tokens,
+    request_prefix,
+)
 from service.http_errors import ApiError
 from vocabulary import HisparseFlag
+
+MAX_SCORES = 1 << 19
+"""Logprobs of prompt tokens in one answer: a context of 163,840 tokens with the two likeliest of each.
+
+As JSON they have up to 40 MB."""
 
 _SAMPLES_BETWEEN_YIELDS = 128
 
@@ -76,6 +88,10 @@ class SampleRequest:
     prompt: bytes
     prompt_index: int
     options: SampleOptions
+    wanted_scores: WantedScores | None = None
+    """Of the prompt, which its first sample has computed for all."""
+    echo: str = ""
+    """Text of the prompt, which comes before the output's."""
 
 
 async def plan_samples(
@@ -94,13 +110,22 @@ async def plan_samples(
     ]
     prompts = await codec.encode(request.prompts, names, most_tokens)
     samples: list[SampleRequest] = []
-    num_request_tokens = 0
+    num_request_tokens = num_scores = 0
     for prompt_index, (prompt, options) in enumerate(zip(prompts, request.options, strict=True)):
         name, num_prompt_tokens = names[prompt_index], num_packed_tokens(prompt)
         _check_stop_tokens(options.stop_token_ids, codec.vocab_size)
         max_new_tokens = _max_new_tokens(name, num_prompt_tokens, options, limits, pool_tokens)
         num_request_tokens += num_prompt_tokens * options.n
         _check_request_tokens(request.prompt_field, num_request_tokens, limits)
+        wanted = options.wanted_scores()
+        if wanted is not None:
+            _check_start(name, num_prompt_tokens, options)
+            num_scores += max(0, num_prompt_tokens - wanted.first) * (1 + wanted.num_top) * options.n
+            _check_scores(request.prompt_field, num_scores)
+        prompt_text = request.prompts[prompt_index]
+        echo = ""
+        if options.echo:
+            echo = prompt_text if isinstance(prompt_text, str) else await codec.text_of(prompt)
         for sample_index in range(options.n):
             meeting = request.rendezvous[len(samples)]
             generate = Generate(
@@ -112,8 +137,10 @@ async def plan_samples(
                 bootstrap_port=meeting.bootstrap_port,
                 hisparse=request.hisparse,
                 is_speculative=request.is_speculative,
+                scores=wanted if sample_index == 0 else None,
+                is_prefill_only=request.is_prefill_only,
             )
-            samples.append(SampleRequest(generate, prompt, prompt_index, options))
+            samples.append(SampleRequest(generate, prompt, prompt_index, options, wanted, echo))
             if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:
                 await asyncio.sleep(0)
     return tuple(samples)
@@ -137,6 +164,26 @@ def _check_request_tokens(field: str, num_tokens: int, limits: Limits) -> None:
         )
 
 
+def _check_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> None:
+    if options.logprob_start is not None and options.logprob_start > num_prompt_tokens:
+        raise ApiError(
+            400,
+            f"logprob_start_len: {options.logprob_start} is behind the end of {name}, which has "
+            f"{num_prompt_tokens} tokens",
+            param="logprob_start_len",
+        )
+
+
+def _check_scores(field: str, num_scores: int) -> None:
+    if num_scores > MAX_SCORES:
+        raise ApiError(
+            400,
+            f"{field}: at least {num_scores} logprobs of prompt tokens are asked for, those of the likeliest "
+            f"tokens included; {MAX_SCORES} fit in one answer: split the request, or ask for fewer a token",
+            param=field,
+        )
+
+
 def _max_new_tokens(
     name: str, num_prompt_tokens: int, options: SampleOptions, limits: Limits, pool_tokens: int
 ) -> int:
@@ -145,9 +192,11 @@ def _max_new_tokens(
     The last new token takes no place: its KV is never computed.
     """
     asked = options.max_new_tokens
-    num_new_tokens = asked or 1
+    num_new_tokens = asked or 1  # with none, too, the prompt has to fit
     length = f"{name}: the prompt has {num_prompt_tokens} tokens"
-    if asked:
+    if asked == 0:
+        length += ", and none is generated"
+    elif asked is not None:
         length += f" and {options.max_new_tokens_field} is {asked}: {num_prompt_tokens + asked} together"
     else:
         length += ", and at least one more is generated"
@@ -162,7 +211,9 @@ def _max_new_tokens(
     room = limits.context_length + 1 - num_prompt_tokens
     if limits.holds_output:
         room = min(room, pool_tokens + 1 - num_prompt_tokens)
-    max_new_tokens = asked or min(options.default_new_tokens or limits.default_max_tokens or room, room)
+    max_new_tokens = asked
+    if max_new_tokens is None:
+        max_new_tokens = min(options.default_new_tokens or limits.default_max_tokens or room, room)
     if options.min_new_tokens > max_new_tokens:
         field = options.min_new_tokens_field
         raise ApiError(

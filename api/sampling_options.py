@@ -15,9 +15,10 @@ from api.bodies import (
 )
 from api.bodies import SamplingParams as SglangParams
 from api.body_parts import MAX_PROMPTS
-from api.declared import NOT_SUPPORTED, decode
+from api.declared import decode
 from api.raw_json import decode_item, first_chars, split
 from api.sampling_defaults import SamplingDefaults
+from service.engine_messages import WantedScores
 from service.http_errors import InvalidField
 from vocabulary import SamplingParams
 
@@ -57,6 +58,19 @@ class SampleOptions:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: str = ""
+    echo: bool = False
+    """The prompt's text comes first, with logprobs too when they are asked for."""
+    num_prompt_logprobs: int | None = None
+    """vLLM's ``prompt_logprobs``."""
+    logprob_start: int | None = None
+    """SGLang's ``logprob_start_len``; None: it is -1."""
+
+    def wanted_scores(self) -> WantedScores | None:
+        """Of the prompt's own tokens: all that any of the fields asks for."""
+        asked = [self.num_prompt_logprobs]
+        asked += [self.num_logprobs] if self.echo or self.logprob_start is not None else []
+        most = max((num for num in asked if num is not None), default=None)
+        return None if most is None else WantedScores((self.logprob_start or 0) + 1, most)
 
     def sampling_params(self, max_new_tokens: int, sample_index: int) -> SamplingParams:
         """For the engine. The samples of one prompt have successive seeds, wrapped to 63 bits."""
@@ -94,8 +108,13 @@ def parse_openai_options(
         raise InvalidField(
             "best_of", body.best_of, f"must equal n, which is {options.n}; leave the field out"
         )
-    _refuse_scores("prompt_logprobs", body.prompt_logprobs)
-    return replace(options, num_logprobs=num_logprobs, default_new_tokens=default_new_tokens)
+    return replace(
+        options,
+        num_logprobs=num_logprobs,
+        default_new_tokens=default_new_tokens,
+        num_prompt_logprobs=body.prompt_logprobs,
+        echo=isinstance(body, CompletionsBody) and bool(body.echo),
+    )
 
 
 def parse_generate_options(
@@ -103,8 +122,7 @@ def parse_generate_options(
 ) -> tuple[SampleOptions, ...]:
     """One a prompt: the same for all, or from a list."""
     num_logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
-    if num_logprobs is not None and body.logprob_start_len != -1:
-        _refuse_scores("logprob_start_len", body.logprob_start_len)
+    start = body.logprob_start_len if num_logprobs is not None else None
     name, given = "sampling_params", body.sampling_params
     if given is not None and first_chars(given)[0] == b"[":
         items = split(name, given, MAX_PROMPTS)
@@ -120,6 +138,7 @@ def parse_generate_options(
         replace(
             _sglang_options(each, path, defaults),
             num_logprobs=num_logprobs,
+            logprob_start=None if start == -1 else start,
             text_in_logprobs=bool(body.return_text_in_logprobs),
             default_new_tokens=GENERATE_DEFAULT_TOKENS,
         )
@@ -162,8 +181,6 @@ def _options(
     defaults: SamplingDefaults,
     n: int | None = None,
 ) -> SampleOptions:
-    if limit.value == 0:
-        _refuse_scores(limit.name, limit.value)
     min_new_tokens = minimum.value or 0
     if limit.value is not None and min_new_tokens > limit.value:
         raise InvalidField(
@@ -195,8 +212,6 @@ def _options(
 
 
 def completion_logprobs(body: CompletionsBody) -> int | None:
-    if body.echo:
-        _refuse_scores("echo", body.echo)
     return body.logprobs
 
 
@@ -206,9 +221,3 @@ def chat_logprobs(body: ChatBody) -> int | None:
     if body.top_logprobs:
         raise InvalidField("top_logprobs", body.top_logprobs, "needs logprobs: true")
     return None
-
-
-def _refuse_scores(name: str, value: int | None) -> None:
-    """Raises InvalidField for a field that asks for logprobs of the prompt, or for nothing else."""
-    if value is not None:
-        raise InvalidField(name, value, NOT_SUPPORTED)

@@ -109,6 +109,15 @@ class ApiRequest:
     """Show the ids of the prompts and the answer, as vLLM does; ``/generate`` shows the latter always."""
     echo: dict[str, object] | None = None
     """Fields of ``/v1/responses`` that its answer repeats."""
+    is_prefill_only: bool = False
+    """A prefill node answers alone: nothing is generated, or no more than the token that it draws itself."""
+    joins_answers: bool = False
+    """The router puts the prompt's logprobs, which the prefill node has, into the decode node's answer."""
+
+    @property
+    def wants_scores(self) -> bool:
+        """Logprobs of a prompt's own tokens."""
+        return any(options.wanted_scores() is not None for options in self.options)
 
 
 def parse_request(
@@ -156,7 +165,7 @@ def parse_request(
             f"at most {MAX_SAMPLES} fit in one request",
             param=prompt_field,
         )
-    return ApiRequest(
+    parsed = ApiRequest(
         endpoint=endpoint,
         prompts=prompts,
         prompt_field=prompt_field,
@@ -170,7 +179,25 @@ def parse_request(
         request_ids=_request_ids(body, len(prompts)),
         returns_token_ids=isinstance(body, CompletionsBody | ChatBody) and bool(body.return_token_ids),
         echo=echo,
+        is_prefill_only=_is_prefill_only(body, options),
+        joins_answers=bool(body.joins_answers),
     )
+    if body.stream and parsed.wants_scores:
+        raise InvalidField("stream", True, "must be false where logprobs of the prompt are asked for")
+    return parsed
+
+
+def _is_prefill_only(body: Served, options: Sequence[SampleOptions]) -> bool:
+    """Where nothing is generated, or where the router says so, which then asks no decode node."""
+    limits = [option.max_new_tokens for option in options]
+    if 0 in limits and any(limit != 0 for limit in limits):
+        raise InvalidField(
+            "sampling_params", limits, "must have max_new_tokens 0 for all prompts or for none"
+        )
+    is_told = bool(body.prefill_only)
+    if is_told and any(limit not in (0, 1) for limit in limits):
+        raise InvalidField("prefill_only", True, f"needs {options[0].max_new_tokens_field} of 1 at most")
+    return is_told or 0 in limits
 
 
 def _with_markup(options: SampleOptions, chat: ChatPrompt) -> SampleOptions:

@@ -94,6 +94,17 @@ class TextCodec:
         """The tokens as the vocabulary spells them; None for an id that only pads it."""
         return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
+    async def text_of(self, packed: bytes) -> str:
+        """What packed token ids stand for together, special ones too."""
+        token_ids = unpack_token_ids(packed)
+        if len(token_ids) <= _INLINE_CHARS:
+            return self.bytes_of(token_ids.tolist()).decode(errors="replace")
+        parts = [
+            await off_loop(self.bytes_of, token_ids[start : start + _INLINE_CHARS].tolist())
+            for start in range(0, len(token_ids), _INLINE_CHARS)
+        ]
+        return b"".join(parts).decode(errors="replace")
+
     def bytes_of(self, token_ids: Sequence[int]) -> bytes:
         """What the tokens stand for together, special ones too."""
         return b"".join(map(self.token_bytes.of, token_ids))

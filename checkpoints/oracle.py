@@ -130,6 +130,13 @@ def generate(
         yield out[0, len(prompt) :].tolist()
 
 
+def prompt_logprobs(model: Any, prompt: Sequence[int]) -> Tensor:
+    """float32 [len(prompt) - 1, vocab_size]: of every token behind each of the prompt's but the last."""
+    with torch.no_grad(), LowestFirst():
+        logits: Tensor = model(torch.tensor([list(prompt)])).logits[0, :-1]
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
 def select_at_random(model: Any, seed: int) -> None:
     """Make every indexer of ``model`` select that many positions by lot: the control of a measurement.
 

@@ -5,24 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import assert_never
 
-from msgspec import Raw
 from starlette.applications import Starlette
 
+from api.answering import streamed, whole_body
 from api.app import Front, Work, create_app
-from api.dialects import dialect_of
 from api.frame import Answer
 from api.node import run_front
 from api.output import Delta, SampleOutput
 from api.requests import grouped
+from api.schemas import Endpoint
 from decode_node.quarantine_routes import quarantine_routes
 from service.engine_link import ByPrefix, SampleGroup
-from service.engine_messages import PrefillFinished, RequestFailed, Tokens
-from service.http_errors import RequestFailedError
+from service.engine_messages import PrefillFinished, PromptScores, RequestFailed, Tokens
+from service.http_errors import ApiError, RequestFailedError
 from service.settings import DecodeSettings
-from vocabulary import RankPlace
+from vocabulary import FinishReason, RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -53,47 +52,32 @@ def _run_engine(settings: DecodeSettings, endpoints: Sequence[str], place: RankP
 
 def create_decode_app(front: Front) -> Starlette:
     async def decode(work: Work) -> Answer:
+        _check_answerable(work)
+
+        def deltas(outputs: Sequence[SampleOutput]) -> AsyncGenerator[Delta, None]:
+            return _deltas(front, work, outputs)
+
         if work.request.stream:
-            return await Answer.stream(_stream(front, work))
-        return await _whole(front, work)
+            return await Answer.stream(streamed(front, work, deltas))
+        return Answer(await whole_body(front, work, deltas))
 
     app = create_app(front, decode)
     app.router.routes += quarantine_routes(front.link)
     return app
 
 
-async def _whole(front: Front, work: Work) -> Answer:
-    outputs = _outputs(front, work)
-    dialect = dialect_of(work, front.settings.model_name, front.codec)
-    choices: dict[int, Raw] = {}
-    async with aclosing(_deltas(front, work, outputs)) as deltas:
-        async for delta in deltas:
-            dialect.keep(outputs[delta.index], delta)
-            if delta.finish is not None:
-                choices[delta.index] = dialect.choice(outputs[delta.index])
-    return Answer.json(dialect.whole(outputs, [choices[output.index] for output in outputs]))
-
-
-async def _stream(front: Front, work: Work) -> AsyncGenerator[bytes, None]:
-    outputs = _outputs(front, work)
-    dialect = dialect_of(work, front.settings.model_name, front.codec)
-    try:
-        async with aclosing(_deltas(front, work, outputs)) as deltas:
-            async for delta in deltas:
-                for piece in dialect.pieces(outputs[delta.index], delta):
-                    yield piece
-    except RequestFailedError as error:
-        if (last := dialect.failed(error)) is None:
-            raise
-        yield last
-        return
-    for piece in dialect.last_pieces(outputs):
-        yield piece
-
-
-def _outputs(front: Front, work: Work) -> list[SampleOutput]:
-    token_bytes = front.codec.token_bytes
-    return [SampleOutput(index, sample, token_bytes) for index, sample in enumerate(work.samples)]
+def _check_answerable(work: Work) -> None:
+    """Raises ApiError for what the client would get an answer without."""
+    request = work.request
+    if any(options.max_new_tokens != 0 for options in request.options) and request.is_prefill_only:
+        raise ApiError(400, "prefill_only: this is a decode node", param="prefill_only")
+    # SGLang's routers join /generate themselves.
+    if request.wants_scores and not request.joins_answers and request.endpoint is not Endpoint.GENERATE:
+        raise ApiError(
+            400,
+            "echo with logprobs, prompt_logprobs: the prefill node has the prompt's logprobs, and this "
+            "router does not join them to the answer; send the request through hisparse-pd's own",
+        )
 
 
 async def _deltas(front: Front, work: Work, outputs: Sequence[SampleOutput]) -> AsyncGenerator[Delta, None]:
@@ -101,6 +85,11 @@ async def _deltas(front: Front, work: Work, outputs: Sequence[SampleOutput]) -> 
 
     Raises RequestFailedError as soon as one fails; the others are then aborted.
     """
+    if work.request.is_prefill_only:  # nothing is generated: the engine need not know
+        for output in outputs:
+            request_id = output.sample.generate.request_id
+            yield output.feed(Tokens(request_id, (), finish_reason=FinishReason.LENGTH))
+        return
     clock = _TokenClock(front, work)
     by_request_id = {output.sample.generate.request_id: output for output in outputs}
     num_live = len(outputs)
@@ -131,7 +120,7 @@ async def _next_tokens(
                 return output, event
             case RequestFailed():
                 raise RequestFailedError(event.status, event.error, code=event.code or None)
-            case PrefillFinished():
+            case PrefillFinished() | PromptScores():
                 raise RequestFailedError(500, "the decode engine reported a prefill")
             case _:
                 assert_never(event)

@@ -99,11 +99,16 @@ class DsaModel:
         self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         """``forward``, which also returns the hidden states behind the final norm, [num_tokens, hidden_size],
-        as ``draft`` takes them. Raises ValueError without a draft layer."""
-        logits, hidden = self._forward(token_ids, positions, kv, logit_rows)
-        if hidden is None:
-            raise ValueError(_NO_DRAFT_LAYER)
+        as ``logits`` and ``draft`` take them."""
+        logits, hidden = self._forward(token_ids, positions, kv, logit_rows, with_hidden=True)
+        assert hidden is not None
         return logits, hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [n, vocab_size], of ``hidden`` [n, hidden_size] as ``forward_with_hidden`` returns them."""
+        logits: Tensor = self._lm_head(hidden)
+        return logits.float()
 
     @torch.inference_mode()
     def draft(
@@ -143,27 +148,37 @@ class DsaModel:
 
     @torch.inference_mode()
     def forward_by_layer(
-        self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv: KvAccess,
+        logit_rows: Tensor,
+        *,
+        with_hidden: bool = False,
     ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
         """``forward_with_hidden``, which stops after each layer, so that several can be enqueued layer by
-        layer. Without a draft layer there are no hidden states in the result."""
+        layer. Without a draft layer the result has hidden states only ``with_hidden``."""
         hidden = self._embed(token_ids)
         rotation = self._rotation(hidden, positions)
         selected: Tensor | None = None
         for layer in self._layers:
             hidden, selected = layer.forward(hidden, rotation, kv, selected)
             yield
-        if self._draft_layer is None:
-            logits: Tensor = self._lm_head(self._norm(hidden[logit_rows]))
-            return logits.float(), None
+        if self._draft_layer is None and not with_hidden:
+            return self.logits(self._norm(hidden[logit_rows])), None
         hidden = self._norm(hidden)
-        logits = self._lm_head(hidden[logit_rows])
-        return logits.float(), hidden
+        return self.logits(hidden[logit_rows]), hidden
 
     def _forward(
-        self, token_ids: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv: KvAccess,
+        logit_rows: Tensor,
+        *,
+        with_hidden: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        layers = self.forward_by_layer(token_ids, positions, kv, logit_rows)
+        layers = self.forward_by_layer(token_ids, positions, kv, logit_rows, with_hidden=with_hidden)
         while True:
             try:
                 next(layers)

@@ -1,4 +1,5 @@
-"""One forward over chunks of several prompts: batch in, first tokens out. Keeps no state between forwards.
+"""One forward over chunks of several prompts: batch in, first tokens and scores out. Keeps no state between
+forwards.
 
 The model's MTP layer, when the node runs it, comes last: the row of a prompt's last token needs the first one
 that was drawn. Where pages of another prompt are used again, their last row saw that prompt's next token,
@@ -12,17 +13,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.paged_kv import PagedKv, PagedRequest
+from model.prompt_scores import ScoredRows, score_rows
 from model.sampling import sample
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord
 from prefill_node.scheduler import Chunk
 from protocol.messages import Room
+from service.engine_messages import PromptScores, score_dtype
 from transfer.sender import Ready
 from vocabulary import SamplingParams, TokenLogprob
 
@@ -40,6 +44,14 @@ class FirstToken:
     token_id: int
     logprob: TokenLogprob | None
     hint: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a forward yields: of the rooms whose prompt is whole now, and of those whose scores are wanted."""
+
+    first_tokens: dict[Room, FirstToken]
+    scores: list[PromptScores]
 
 
 class PromptRunner:
@@ -64,8 +76,8 @@ class PromptRunner:
 
     def run(
         self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten | None = None
-    ) -> dict[Room, FirstToken]:
-        """Compute the chunks; returns the first tokens of the rooms whose prompt is whole now.
+    ) -> Computed:
+        """Compute the chunks.
 
         ``on_written`` is called while it computes, layer after layer, or not at all. When this returns, the
         bytes of all layers are in memory: the transport may read them. Raises whatever the model or
@@ -93,7 +105,8 @@ class PromptRunner:
         logit_rows = kv.last_rows[torch.tensor(is_whole, device=kv.last_rows.device)]
         inputs = (token_ids.to(self._model.device), kv.positions, kv, logit_rows)
         hidden: Tensor | None = None
-        if self._model.spec.num_draft_layers:
+        scored = _scored_rows(batch)
+        if self._model.spec.num_draft_layers or scored:
             logits, hidden = self._model.forward_with_hidden(*inputs)
         else:
             logits = self._model.forward(*inputs)
@@ -106,14 +119,28 @@ class PromptRunner:
             [0] * len(whole),
             self._model.spec.eos_token_ids,
         )
-        if hidden is not None:
+        rows: ScoredRows | None = None
+        if scored and hidden is not None:
+            rows = self._score(hidden, scored)
+        if self._model.spec.num_draft_layers and hidden is not None:
             next_ids = _next_tokens(batch, tokens).to(self._model.device)
             self._model.draft(next_ids, hidden, kv.positions, kv, logit_rows[:0])
         self._wait()
-        return {
-            record.room: FirstToken(token_id, logprob, hint)
-            for (record, hint), token_id, logprob in zip(whole, tokens, logprobs, strict=True)
-        }
+        return Computed(
+            {
+                record.room: FirstToken(token_id, logprob, hint)
+                for (record, hint), token_id, logprob in zip(whole, tokens, logprobs, strict=True)
+            },
+            [] if rows is None else _packed(rows, scored),
+        )
+
+    def _score(self, hidden: Tensor, scored: Sequence[_Scored]) -> ScoredRows:
+        """All rows together: the LM head is read once a slice, however short the prompts are."""
+        device = hidden.device
+        rows = torch.cat([torch.arange(part.start, part.stop) for part in scored]).to(device)
+        behind = torch.from_numpy(np.concatenate([part.token_ids for part in scored])).to(device)
+        num_top = max(part.num_top for part in scored)
+        return score_rows(self._model.logits, hidden[rows], behind, num_top, self._model.spec.vocab_size)
 
     def run_of_others(self) -> None:
         """A forward that other ranks of the node make, with no token of this one."""
@@ -129,6 +156,52 @@ class PromptRunner:
 
     def _page_ids(self, record: RoomRecord) -> Tensor:
         return torch.tensor(record.page_ids, dtype=torch.int64, device=self._memory.kv.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """Rows [start, stop) of a forward, whose next tokens' logprobs are wanted: int64 ``token_ids``."""
+
+    request_id: str
+    num_top: int
+    start: int
+    stop: int
+    token_ids: npt.NDArray[np.int64]
+
+
+def _scored_rows(batch: Sequence[tuple[RoomRecord, Chunk]]) -> list[_Scored]:
+    """The row of a position says how likely the token behind it is; that of the prompt's last is drawn."""
+    scored = []
+    first_row = 0
+    for record, chunk in batch:
+        request = record.request
+        if request is not None and request.scores is not None:
+            start = max(chunk.start, request.scores.first - 1)
+            stop = min(chunk.stop, record.num_prompt_tokens - 1)
+            if start < stop:
+                offset = first_row - chunk.start
+                behind = record.token_ids[start + 1 : stop + 1].astype(np.int64)
+                num_top = request.scores.num_top
+                scored.append(_Scored(request.request_id, num_top, offset + start, offset + stop, behind))
+        first_row += chunk.stop - chunk.start
+    return scored
+
+
+def _packed(rows: ScoredRows, scored: Sequence[_Scored]) -> list[PromptScores]:
+    """One a room, of ``rows``, which has those of all in order and as many of the best as any wants."""
+    messages = []
+    start = 0
+    for part in scored:
+        stop = start + part.stop - part.start
+        num_top = min(part.num_top, rows.top_ids.shape[1])
+        packed = np.empty(stop - start, score_dtype(num_top))
+        packed["logprob"] = rows.logprobs[start:stop].numpy()
+        packed["rank"] = rows.ranks[start:stop].numpy()
+        packed["top_ids"] = rows.top_ids[start:stop, :num_top].numpy()
+        packed["top_logprobs"] = rows.top_logprobs[start:stop, :num_top].numpy()
+        messages.append(PromptScores(part.request_id, num_top, packed.tobytes()))
+        start = stop
+    return messages
 
 
 def _next_tokens(batch: Sequence[tuple[RoomRecord, Chunk]], first_tokens: Sequence[int]) -> Tensor:

@@ -26,8 +26,9 @@ from kernels.device_memory import (
 )
 from kernels.peer_memory import GpuWriter
 from model.dsa import DsaModel
+from model.sampling import finish_reason
 from model.spec import ModelSpec
-from prefill_node.compute import PromptRunner
+from prefill_node.compute import FirstToken, PromptRunner
 from prefill_node.kv_pool import PagePool
 from prefill_node.memory import PrefillMemory, num_host_bytes
 from prefill_node.prefix_cache import PrefixCache
@@ -60,11 +61,14 @@ from service.engine_messages import (
     EngineReady,
     EngineStats,
     FlushCache,
+    Generate,
     GenerateGroup,
     PeerLane,
     ReleaseQuarantine,
+    RequestStats,
     Shutdown,
     ToEngine,
+    Tokens,
 )
 from service.engine_process import run_engine_process
 from service.engine_sockets import EngineSocket
@@ -76,7 +80,7 @@ from transfer.lane import Lanes
 from transfer.listeners import guarded_listeners
 from transfer.sender import Sender
 from transfer.transport import Transport, choose_transport
-from vocabulary import RankPlace
+from vocabulary import FinishReason, RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -399,9 +403,11 @@ class PrefillEngine:
         now_secs = time.monotonic()
         batch = [(life.rooms.live(chunk.room), chunk) for chunk in chunks]
         life.admit([record for record, chunk in batch if chunk.admits], now_secs)
-        pushes = [life.start_chunk(record, chunk.stop) for record, chunk in batch]
+        pushes = [
+            life.start_chunk(record, chunk.stop) for record, chunk in batch if not record.is_prefill_only
+        ]
         try:
-            first_tokens = self._runner.run(batch, partial(life.layer_written, pushes))
+            computed = self._runner.run(batch, partial(life.layer_written, pushes))
         except torch.AcceleratorError:
             raise  # nothing works on this device any more: the engine ends, and the front with it
         except Exception as error:  # out of memory, a bad argument: this batch fails, the node serves on
@@ -410,15 +416,25 @@ class PrefillEngine:
             self._fail_batch(batch, error)
             return True
         now_secs = time.monotonic()
+        for scores in computed.scores:
+            self._front.send(scores)
         for push in pushes:
             life.computed(push)
-            record = push.record
-            first = first_tokens.get(record.room)
-            if first is not None and record.aux_slot_src is not None:
-                hint = first.hint[: groups_of(record)]
-                self._memory.stage_aux(record.aux_slot_src, record.room, first.token_id, first.logprob, hint)
-                life.prompt_computed(record, now_secs)
+        for record, chunk in batch:
+            if record.is_prefill_only:
+                life.computed_alone(record, chunk.stop)
+            if (first := computed.first_tokens.get(record.room)) is not None:
+                self._prompt_computed(record, first, now_secs)
         return True
+
+    def _prompt_computed(self, record: RoomRecord, first: FirstToken, now_secs: float) -> None:
+        if record.request is not None and record.is_prefill_only:
+            answer = _whole_answer(record, record.request, first, self._spec.eos_token_ids)
+            self._life.answer_alone(record, answer, now_secs)
+        elif record.aux_slot_src is not None:
+            hint = first.hint[: groups_of(record)]
+            self._memory.stage_aux(record.aux_slot_src, record.room, first.token_id, first.logprob, hint)
+            self._life.prompt_computed(record, now_secs)
 
     def _fail_batch(self, batch: list[tuple[RoomRecord, Chunk]], error: Exception) -> None:
         log.error("the forward of rooms %s failed", [record.room for record, _ in batch], exc_info=error)
@@ -476,6 +492,18 @@ class PrefillEngine:
                 lanes=lanes,
             )
         )
+
+
+def _whole_answer(
+    record: RoomRecord, request: Generate, first: FirstToken, eos_token_ids: Sequence[int]
+) -> Tokens:
+    """Of a request for which this node's first token, or none, is all."""
+    stats = RequestStats(None, num_cached_tokens=record.num_cached_tokens)
+    if request.sampling.max_new_tokens == 0:
+        return Tokens(request.request_id, (), finish_reason=FinishReason.LENGTH, stats=stats)
+    reason, matched = finish_reason(first.token_id, 1, request.sampling, eos_token_ids)
+    logprobs = () if first.logprob is None else (first.logprob,)
+    return Tokens(request.request_id, (first.token_id,), logprobs, reason, matched, stats)
 
 
 def _transport(settings: PrefillSettings, spec: ModelSpec) -> Transport:

@@ -31,6 +31,7 @@ from service.engine_messages import (
     GenerateGroup,
     PrefillFinished,
     RequestFailed,
+    Tokens,
     unpack_token_ids,
 )
 from transfer.sender import Completion, Ready
@@ -44,6 +45,8 @@ MAX_ERROR_CHARS = 4096
 
 _WAITING = (RoomState.WAITING_BOOTSTRAP, RoomState.WAITING_REQUEST, RoomState.QUEUED)
 _OWNING = (RoomState.COMPUTING, RoomState.SENDING)
+
+_ALONE = "the request is the prefill node's alone; no decode node may take part"
 
 _COUNTERS = (
     "prompt_tokens_total",
@@ -174,6 +177,10 @@ class RoomLife:
             return
         if record is None:
             record = self.rooms.open(room, RoomState.WAITING_REQUEST, now_secs)
+        elif record.is_prefill_only:
+            self.dropped["unknown_room"] += 1
+            self._tell_peer(peer, _room_failed(room, 400, f"room {room}: {_ALONE}", True, False))
+            return
         record.peer, record.bootstrap = peer, message
         record.deadline_secs = now_secs + self._room_timeout_secs + self._grace_secs
         error = why_not_landing(message, peer, self._limits.page_size)
@@ -183,6 +190,12 @@ class RoomLife:
             self._join(record, now_secs)
 
     def _join(self, record: RoomRecord, now_secs: float) -> None:
+        if record.is_prefill_only:
+            if record.bootstrap is None:
+                self.rooms.move(record, RoomState.QUEUED, now_secs)
+            else:
+                self.fail(record, 400, f"room {record.room}: {_ALONE}", now_secs)
+            return
         if record.request is None or record.bootstrap is None:
             return
         if record.bootstrap.num_prompt_tokens != record.num_prompt_tokens:
@@ -212,6 +225,10 @@ class RoomLife:
 
     def _why_unsampled(self, request: Generate) -> str | None:
         num_logprobs, most = request.sampling.num_logprobs or 0, self._request_limits.max_logprobs
+        if request.scores is not None:
+            num_logprobs = max(num_logprobs, request.scores.num_top)
+            if request.scores.first < 1:
+                return f"position {request.scores.first} has no logprob; position 1 is the first that has one"
         return None if num_logprobs <= most else f"{num_logprobs} logprobs a token asked for, at most {most}"
 
     def _refuse_request(
@@ -244,6 +261,9 @@ class RoomLife:
         """
         num_bytes_pending: dict[str, int] = {}
         for record in self.waiting():
+            if record.is_prefill_only:
+                yield self.look_up(record)
+                continue
             peer, bootstrap = landing_of(record)
             session = peer.session
             if session not in num_bytes_pending:
@@ -262,8 +282,12 @@ class RoomLife:
         return Waiting(record.room, record.num_prompt_tokens, keys, self.cache.match(keys))
 
     def _reusable_keys(self, record: RoomRecord) -> tuple[PageKey, ...]:
-        """Of the pages that may come from the cache. The last prompt token is always computed."""
-        return record.keys[: (record.num_prompt_tokens - 1) // self._limits.page_size]
+        """Of the pages that may come from the cache. The last prompt token is always computed, and so is
+        each whose row says how likely the next one is, where that is wanted."""
+        first_computed = record.num_prompt_tokens - 1
+        if record.request is not None and record.request.scores is not None:
+            first_computed = min(first_computed, record.request.scores.first - 1)
+        return record.keys[: first_computed // self._limits.page_size]
 
     @property
     def num_available_pages(self) -> int:
@@ -299,7 +323,8 @@ class RoomLife:
             self.rooms.move(record, RoomState.COMPUTING, now_secs)
             self.counters["prompt_tokens_total"] += record.num_prompt_tokens
             self.counters["cached_tokens_total"] += record.num_cached_tokens
-            self._pusher.push_tokens(record, 0, record.num_cached_tokens)
+            if not record.is_prefill_only:
+                self._pusher.push_tokens(record, 0, record.num_cached_tokens)
 
     def start_chunk(self, record: RoomRecord, stop: int) -> ChunkPush:
         """A forward is about to compute the room's positions up to ``stop``: plan how they are sent."""
@@ -314,15 +339,29 @@ class RoomLife:
         chunk.record.num_computed_tokens = chunk.stop
         self._pusher.push_rest(chunk)
 
+    def computed_alone(self, record: RoomRecord, stop: int) -> None:
+        """The same for the positions up to ``stop`` of a room of which nothing is sent."""
+        record.num_computed_tokens = stop
+
     def prompt_computed(self, record: RoomRecord, now_secs: float) -> None:
         """COMPUTING -> SENDING: the last chunk is computed; the aux record, which is staged, is sent."""
+        self._cache_pages(record)
+        self.rooms.move(record, RoomState.SENDING, now_secs)
+        self._pusher.push_aux(record)
+
+    def answer_alone(self, record: RoomRecord, answer: Tokens, now_secs: float) -> None:
+        """COMPUTING -> DONE: the prompt of a room that is this node's alone is computed."""
+        self._cache_pages(record)
+        self._tell_front(answer)
+        self._release(record)
+        self.rooms.end(record, RoomState.DONE, now_secs)
+
+    def _cache_pages(self, record: RoomRecord) -> None:
         if record.keys and record.lease is not None:
             record.lease, taken = self.cache.insert(
                 record.keys, record.page_ids[: len(record.keys)], record.lease
             )
             record.owned_page_ids = [page_id for page_id in record.owned_page_ids if page_id not in taken]
-        self.rooms.move(record, RoomState.SENDING, now_secs)
-        self._pusher.push_aux(record)
 
     def completed(self, completion: Completion, now_secs: float) -> None:
         """A batch of a room came back from the sender."""

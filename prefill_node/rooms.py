@@ -1,7 +1,8 @@
 """The rooms of the prefill node: owns which rooms exist, their states, and the memory of those that ended.
 
 A room joins two halves that arrive in any order: the front's ``Generate`` and the decode node's
-``Bootstrap``. From then on it moves one way; what it owns in a state is written at the state.
+``Bootstrap``. A request that is this node's alone has no second half. From then on a room moves one way; what
+it owns in a state is written at the state.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class RoomState(Enum):
     DRAINING = auto()
     """Ended early, its clients know, but writes are in flight: owns everything until the last one returns."""
     DONE = auto()
-    """Delivered; owns nothing and is remembered."""
+    """Delivered, or answered by this node alone; owns nothing and is remembered."""
     FAILED = auto()
     """Ended without delivery; owns nothing and is remembered."""
 
@@ -50,7 +51,7 @@ MOVES: dict[RoomState, frozenset[RoomState]] = {
     RoomState.WAITING_BOOTSTRAP: frozenset(_HALVES),
     RoomState.WAITING_REQUEST: frozenset(_HALVES),
     RoomState.QUEUED: frozenset({RoomState.COMPUTING, RoomState.FAILED}),
-    RoomState.COMPUTING: frozenset({RoomState.SENDING, RoomState.DRAINING, RoomState.FAILED}),
+    RoomState.COMPUTING: frozenset({RoomState.SENDING, RoomState.DONE, RoomState.DRAINING, RoomState.FAILED}),
     RoomState.SENDING: frozenset({RoomState.DONE, RoomState.DRAINING, RoomState.FAILED}),
     RoomState.DRAINING: frozenset({RoomState.FAILED}),
     RoomState.DONE: frozenset(),
@@ -116,6 +117,11 @@ class RoomRecord:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_prefill_only(self) -> bool:
+        """No decode node takes part: nothing is sent."""
+        return self.request is not None and self.request.is_prefill_only
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,16 @@
 """The prefill node's front: HTTP on one port, the bootstrap endpoint on another.
 
 A request is answered once all its rooms have been delivered to the decode node, which is what a router waits
-for. The client's answer comes from the decode node.
+for. The client's answer comes from the decode node, but for what this node alone knows: the logprobs of the
+prompt's tokens. A request that needs no decode node has its whole answer from here.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import assert_never
 
 import msgspec
@@ -17,11 +19,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from api.answering import streamed, whole_body
 from api.app import Front, Work, create_app, json_response
 from api.frame import SSE_DONE, Answer, sse
 from api.node import run_front
+from api.output import Delta, SampleOutput
+from api.prompt_scores import Scores, write_report
 from api.requests import grouped
 from api.schemas import ApiRequest, Endpoint
+from api.score_report import REPORT_TYPE, Report, join, sglang_lists
 from protocol.access import PeerList
 from protocol.bootstrap import (
     BOOTSTRAP_PATH,
@@ -34,7 +40,7 @@ from protocol.bootstrap import (
 )
 from protocol.messages import PROTOCOL_VERSION, Geometry
 from service.engine_link import by_room
-from service.engine_messages import EngineReady, PrefillFinished, RequestFailed, Tokens
+from service.engine_messages import EngineReady, PrefillFinished, PromptScores, RequestFailed, Tokens
 from service.http_errors import ApiError, NodeUnavailable, RequestFailedError
 from service.settings import PrefillSettings
 from vocabulary import RankPlace
@@ -71,6 +77,8 @@ def _run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: Rank
 
 def create_prefill_app(front: Front) -> Starlette:
     async def prefill(work: Work) -> Answer:
+        if work.request.is_prefill_only and not work.request.joins_answers:
+            return await _answer_alone(front, work)
         return await _prefill(front, work)
 
     return create_app(front, prefill)
@@ -126,29 +134,81 @@ def bootstrap_info(settings: PrefillSettings, ready: Sequence[EngineReady]) -> B
     )
 
 
+async def _answer_alone(front: Front, work: Work) -> Answer:
+    """The answer to a request that is this node's alone. Raises RequestFailedError."""
+    scores = _noted_scores(work)
+
+    def tokens(outputs: Sequence[SampleOutput]) -> AsyncGenerator[Delta, None]:
+        return _tokens(front, work, outputs, scores)
+
+    if work.request.stream:
+        return await Answer.stream(streamed(front, work, tokens))
+    body = await whole_body(front, work, tokens)
+    if scores:
+        body = join(await write_report(work, scores, front.codec.token_bytes), body)
+    return Answer(body)
+
+
+async def _tokens(
+    front: Front, work: Work, outputs: Sequence[SampleOutput], scores: dict[int, Scores]
+) -> AsyncGenerator[Delta, None]:
+    """Each sample's output, which comes at once. ``scores`` are filled on the way."""
+    by_request_id = {output.sample.generate.request_id: output for output in outputs}
+    async with aclosing(_events(front, work, scores)) as events:
+        async for event in events:
+            if not isinstance(event, Tokens):
+                raise RequestFailedError(500, "the prefill engine sent a room away that is its own")
+            yield by_request_id[event.request_id].feed(event)
+    front.metrics.time_to_first_token.observe(time.monotonic() - work.arrived_at)
+
+
 async def _prefill(front: Front, work: Work) -> Answer:
     """Wait until every room is delivered. Raises RequestFailedError for the first that is not."""
+    scores = _noted_scores(work)
     finished: dict[str, PrefillFinished] = {}
-    with front.link.open(grouped(work.samples, with_prompts=True)) as group:
-        while len(finished) < len(work.samples):
-            event = await group.next_event()
-            match event:
-                case PrefillFinished():
-                    finished[event.request_id] = event
-                case RequestFailed():
-                    raise RequestFailedError(event.status, event.error, code=event.code or None)
-                case Tokens():  # only decode engines send them
-                    raise RequestFailedError(500, "the prefill engine sent tokens")
-                case _:
-                    assert_never(event)
+    async with aclosing(_events(front, work, scores)) as events:
+        async for event in events:
+            if isinstance(event, PrefillFinished):
+                finished[event.request_id] = event
     front.metrics.time_to_first_token.observe(time.monotonic() - work.arrived_at)
-    report = _report(front, work, [finished[sample.generate.request_id] for sample in work.samples])
+    written = await write_report(work, scores, front.codec.token_bytes)
+    if work.request.joins_answers:
+        return Answer(written.packed(), REPORT_TYPE)
+    report = _report(front, work, [finished[sample.generate.request_id] for sample in work.samples], written)
     if work.request.stream:
         return Answer.events(sse(report) + SSE_DONE)
     return Answer.json(report)
 
 
-def _report(front: Front, work: Work, finished: list[PrefillFinished]) -> object:
+async def _events(
+    front: Front, work: Work, scores: dict[int, Scores]
+) -> AsyncGenerator[PrefillFinished | Tokens, None]:
+    """The last event of each sample. Raises RequestFailedError for the first that fails."""
+    prompt_of = {sample.generate.request_id: sample.prompt_index for sample in work.samples}
+    num_live = len(work.samples)
+    with front.link.open(grouped(work.samples, with_prompts=True)) as group:
+        while num_live:
+            event = await group.next_event()
+            match event:
+                case PromptScores():
+                    of_prompt = scores[prompt_of[event.request_id]]
+                    of_prompt.num_top = event.num_top
+                    of_prompt.rows.append(event.rows)
+                case PrefillFinished() | Tokens():
+                    num_live -= 1
+                    yield event
+                case RequestFailed():
+                    raise RequestFailedError(event.status, event.error, code=event.code or None)
+                case _:
+                    assert_never(event)
+
+
+def _noted_scores(work: Work) -> dict[int, Scores]:
+    """A place for those of each prompt; none where nobody asks for them."""
+    return {sample.prompt_index: Scores() for sample in work.samples if sample.wanted_scores is not None}
+
+
+def _report(front: Front, work: Work, finished: Sequence[PrefillFinished], written: Report) -> object:
     """What happened here: for the operator, the client never sees it.
 
     Public routers merge ``meta_info.input_token_logprobs`` of both nodes and look for it in this shape.
@@ -158,16 +218,17 @@ def _report(front: Front, work: Work, finished: list[PrefillFinished]) -> object
             "text": "",
             "output_ids": [],
             "meta_info": {
-                "id": _request_id(work.request, sample.prompt_index, event),
-                "prompt_tokens": event.num_prompt_tokens,
+                "id": _request_id(work.request, sample.prompt_index, event.request_id),
+                "prompt_tokens": sample.generate.num_prompt_tokens,
                 "completion_tokens": 0,
                 "cached_tokens": event.num_cached_tokens,
                 "transfer_bytes": event.transfer_bytes,
                 "transfer_secs": event.transfer_secs,
                 "input_token_logprobs": [],
+                **sglang_lists(written, index),
             },
         }
-        for sample, event in zip(work.samples, finished, strict=True)
+        for index, (sample, event) in enumerate(zip(work.samples, finished, strict=True))
     ]
     if work.request.endpoint is Endpoint.GENERATE and len(entries) == 1 and not work.request.is_batch:
         return entries[0]
@@ -176,5 +237,5 @@ def _report(front: Front, work: Work, finished: list[PrefillFinished]) -> object
     return {"object": "prefill", "model": front.settings.model_name, "choices": [], "prefill": entries}
 
 
-def _request_id(request: ApiRequest, prompt_index: int, event: PrefillFinished) -> str:
-    return request.request_ids[prompt_index] if request.request_ids else event.request_id
+def _request_id(request: ApiRequest, prompt_index: int, request_id: str) -> str:
+    return request.request_ids[prompt_index] if request.request_ids else request_id

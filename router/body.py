@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Raw
 
 from api.raw_json import first_chars, split_list
+from protocol.decoding import TypedDecoder
 from router.errors import RouterError
 from router.rooms import draw_room
 
@@ -42,6 +43,9 @@ _PROMPT_FIELDS = {
 """Of ``/generate`` a request has one; of other endpoints all, in the order that they have in the prompt."""
 
 
+_OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "prefill_only", "joins_answers")
+"""What the router tells the nodes; a client's are replaced."""
+
 _WITH_LISTS = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
 """Whose prompts may be lists of prompts."""
 
@@ -58,6 +62,10 @@ class RequestBody:
     num_prompts: int | None
     prompt: memoryview
     """The values of the fields that have the prompt, as JSON; empty without one."""
+    is_prefill_only: bool = False
+    """The prefill node can answer alone: it computes the prompt, and draws the first token."""
+    joins_answers: bool = False
+    """The prefill node has logprobs of the prompt that belong in the decode node's answer."""
 
     @classmethod
     def parse(cls, content: bytes, endpoint: Endpoint) -> RequestBody:
@@ -81,10 +89,13 @@ class RequestBody:
             num_prompts = _count_prompts(fields, endpoint)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise RouterError(400, f"the prompts are not valid JSON: {error}") from error
-        return cls(fields, num_prompts, prompt)
+        wants_scores = _wants_scores(fields, endpoint)
+        most_tokens = _most_tokens(fields, endpoint)
+        is_prefill_only = most_tokens == 0 or (most_tokens == 1 and wants_scores)
+        return cls(fields, num_prompts, prompt, is_prefill_only, wants_scores and not is_prefill_only)
 
     def with_bootstrap(self, bootstrap_host: str, bootstrap_port: int | None, first_room: int) -> bytes:
-        """The body for both nodes, as JSON. Bootstrap fields of the client are replaced.
+        """The body for the nodes, as JSON. Bootstrap fields of the client are replaced.
 
         The prompts of a list after the first one get random rooms, and so spread over a node's ranks.
         """
@@ -95,9 +106,13 @@ class RequestBody:
             host = [bootstrap_host] * self.num_prompts
             port = [bootstrap_port] * self.num_prompts
             room = [first_room, *(draw_room() for _ in range(self.num_prompts - 1))]
-        return msgspec.json.encode(
-            {**self.fields, "bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
-        )
+        theirs = {name: value for name, value in self.fields.items() if name not in _OWN_FIELDS}
+        ours = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
+        if self.is_prefill_only:
+            ours["prefill_only"] = True
+        if self.joins_answers:
+            ours["joins_answers"] = True
+        return msgspec.json.encode(theirs | ours)
 
 
 def _count_prompts(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
@@ -111,3 +126,54 @@ def _count_prompts(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
             raise RouterError(400, f"{name}: must have at most {MAX_PROMPTS} prompts; split the request")
         return len(prompts)
     return None
+
+
+# --- whose the answer is: what a node would refuse is for the node to refuse ----------------------------
+
+
+class _Limit(msgspec.Struct):
+    max_new_tokens: int | None = None
+
+
+_limit_decoder: TypedDecoder[_Limit] = TypedDecoder.json(_Limit)
+
+
+def _most_tokens(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
+    """That any answer may have, where that is 0 or 1; None: more, or the request does not say."""
+    match endpoint:
+        case Endpoint.COMPLETIONS | Endpoint.CHAT_COMPLETIONS:
+            name = "max_completion_tokens" if _says(fields, "max_completion_tokens") else "max_tokens"
+            return next((limit for limit in (0, 1) if _is(fields, name, b"%d" % limit)), None)
+        case Endpoint.GENERATE:
+            params = fields.get("sampling_params", Raw(b"null"))
+            try:
+                parts = split_list(params, MAX_PROMPTS) if first_chars(params)[0] == b"[" else [params]
+                limits = {_limit_decoder.decode(bytes(part)).max_new_tokens for part in parts or ()}
+            except (msgspec.MsgspecError, RecursionError):
+                return None
+            return limits.pop() if limits in ({0}, {1}) else None
+        case _:
+            return None
+
+
+def _wants_scores(fields: dict[str, Raw], endpoint: Endpoint) -> bool:
+    """Whether logprobs of the prompt's own tokens are asked for."""
+    match endpoint:
+        case Endpoint.COMPLETIONS:
+            echoes = _is(fields, "echo", b"true") and _says(fields, "logprobs")
+            return echoes or _says(fields, "prompt_logprobs")
+        case Endpoint.CHAT_COMPLETIONS:
+            return _says(fields, "prompt_logprobs")
+        case Endpoint.GENERATE:
+            starts = _says(fields, "logprob_start_len") and not _is(fields, "logprob_start_len", b"-1")
+            return starts and _is(fields, "return_logprob", b"true")
+        case _:
+            return False
+
+
+def _says(fields: dict[str, Raw], name: str) -> bool:
+    return name in fields and not _is(fields, name, b"null")
+
+
+def _is(fields: dict[str, Raw], name: str, value: bytes) -> bool:
+    return name in fields and memoryview(fields[name]) == value

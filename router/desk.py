@@ -24,7 +24,7 @@ from protocol.decoding import TypedDecoder
 from router.drain import Drain, ShuttingDown
 from router.errors import RouterError
 from router.metrics import NodeCollector, RouterMetrics
-from router.nodes import Node, NodeKind, NodePool, Pair
+from router.nodes import Alone, Node, NodeKind, NodePool, Pair
 from service import metric_sums
 from service.channel import Channel, ChannelClosed
 from service.settings import RouterSettings
@@ -38,6 +38,8 @@ class Pick(Struct, frozen=True, tag="pick"):
 
     excluded: tuple[int, ...]
     keys: tuple[bytes, ...]
+    is_alone: bool = False
+    """A prefill node is enough."""
 
 
 class GetPage(Struct, frozen=True, tag="get_page"):
@@ -187,7 +189,11 @@ class Desk:
     def _pick(self, question: Pick) -> Picked:
         nodes = self.pool.nodes
         try:
-            pair = self.pool.pick_by({nodes[number] for number in question.excluded}, question.keys)
+            excluded = {nodes[number] for number in question.excluded}
+            if question.is_alone:
+                alone = self.pool.pick_alone_by(excluded, question.keys)
+                return Picked(nodes.index(alone.prefill), room=alone.room)
+            pair = self.pool.pick_by(excluded, question.keys)
         except RouterError as error:
             return Picked(refusal=str(error), status=error.status)
         return Picked(nodes.index(pair.prefill), nodes.index(pair.decode), pair.room)
@@ -205,15 +211,23 @@ class WorkerPool(NodePool):
         self._legs = itertools.count()
 
     async def choose(self, excluded: Collection[Node], prompt: bytes | memoryview) -> Pair:
+        picked = await self._ask(excluded, prompt, is_alone=False)
+        return Pair(self.nodes[picked.prefill], self.nodes[picked.decode], picked.room)
+
+    async def choose_alone(self, excluded: Collection[Node], prompt: bytes | memoryview) -> Alone:
+        picked = await self._ask(excluded, prompt, is_alone=True)
+        return Alone(self.nodes[picked.prefill], picked.room)
+
+    async def _ask(self, excluded: Collection[Node], prompt: bytes | memoryview, *, is_alone: bool) -> Picked:
         numbers = tuple(self._numbers[node] for node in excluded)
         try:
-            answer = await self._channel.ask(_encode(Pick(numbers, tuple(self.keys_of(prompt)))))
+            answer = await self._channel.ask(_encode(Pick(numbers, tuple(self.keys_of(prompt)), is_alone)))
         except ChannelClosed:
             raise ShuttingDown from None
         picked = _picked_decoder.decode(answer)
         if picked.refusal:
             raise RouterError(picked.status, picked.refusal)
-        return Pair(self.nodes[picked.prefill], self.nodes[picked.decode], picked.room)
+        return picked
 
     @contextmanager
     def working(self, node: Node, room: int) -> Iterator[None]:

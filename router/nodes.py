@@ -106,6 +106,18 @@ class Pair:
         return {node.kind.header: node.url for node in (self.prefill, self.decode)}
 
 
+@dataclass(frozen=True)
+class Alone:
+    """A prefill node that needs no decode node; otherwise as ``Pair``."""
+
+    prefill: Node
+    room: int
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {self.prefill.kind.header: self.prefill.url}
+
+
 class NodePool:
     """All nodes of one router."""
 
@@ -148,6 +160,10 @@ class NodePool:
         """``pick``, for whom it does not matter which process decides."""
         return self.pick(excluded, prompt)
 
+    async def choose_alone(self, excluded: Collection[Node], prompt: bytes | memoryview) -> Alone:
+        """The prefill node for a request that needs no decode node. Raises RouterError as ``pick`` does."""
+        return self.pick_alone_by(excluded, self.keys_of(prompt))
+
     def keys_of(self, prompt: bytes | memoryview) -> list[bytes]:
         """What ``pick_by`` is to know of a prompt."""
         return block_keys(prompt) if self._policy == "cache_aware" else []
@@ -162,9 +178,16 @@ class NodePool:
             self._prefixes[rank.node.kind].note(keys, rank)
         return Pair(prefill.node, decode.node, prefill.draw_room())
 
-    def has_pair(self, excluded: Collection[Node] = ()) -> bool:
-        """Whether ``pick`` would succeed."""
-        return all(self._candidates(kind, excluded) for kind in NodeKind)
+    def pick_alone_by(self, excluded: Collection[Node], keys: Sequence[bytes]) -> Alone:
+        """Raises RouterError as ``pick`` does."""
+        prefixes = self._prefixes[NodeKind.PREFILL]
+        rank = self._pick(NodeKind.PREFILL, excluded, prefixes.find(keys))
+        prefixes.note(keys, rank)
+        return Alone(rank.node, rank.draw_room())
+
+    def has(self, kinds: Collection[NodeKind], excluded: Collection[Node] = ()) -> bool:
+        """Whether there is a healthy node of each kind."""
+        return all(self._candidates(kind, excluded) for kind in kinds)
 
     @contextmanager
     def working(self, node: Node, room: int) -> Iterator[None]:

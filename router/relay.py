@@ -1,8 +1,9 @@
-"""One request on its pair: two legs, one answer.
+"""One request on its pair: two legs, one answer. One leg, where the prefill node can answer alone.
 
 Both nodes get the same body at once. The decode node's answer goes to the client. The prefill node's answer
 matters only while the client has nothing: an error of it ends the room, because the decode node would wait
-for it in vain. Once the first byte is out, the decode node speaks for the room.
+for it in vain. Once the first byte is out, the decode node speaks for the room. Logprobs of the prompt, where
+they are asked for, are the prefill node's: that answer is put together from both when both are whole.
 
 A request whose client has nothing yet goes to another pair when a node cannot be reached, when its prefill
 node failed with it, or when one is not ready or has a full queue: a prompt that is computed twice does no
@@ -14,21 +15,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
 import httpx
+import msgspec
 
+from api.score_report import join, report_decoder
 from router.body import Endpoint, RequestBody
-from router.errors import NodeRefused, NodeUnreachable, RouterError
+from router.errors import NodeFailed, NodeRefused, NodeUnreachable, RouterError
 from router.node_calls import Answer, NodeCalls, RawHeaders, headers_to_node
-from router.nodes import Node, NodePool, Pair
+from router.nodes import Alone, Node, NodeKind, NodePool, Pair
 from vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
 
 log = logging.getLogger(__name__)
 
 DECODE_SAYS_WHY_SECS = 1.0
 """For a decode node's own answer, once the prefill node has said that it gave the room up."""
+
+MAX_JOINED_BYTES = 64 << 20
+"""Of each node's answer: logprobs of the prompt have 40 MB at most."""
 
 _PASSED_HEADERS = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate")
 _KEY_HEADERS = (b"authorization", b"x-api-key")
@@ -66,7 +72,7 @@ class Relay:
     async def open(
         self, endpoint: Endpoint, body: RequestBody, client_headers: httpx.Headers, stack: AsyncExitStack
     ) -> Answer:
-        """Choose a pair and wait for the first bytes of the answer.
+        """Choose a pair, or a prefill node alone, and wait for the first bytes of the answer.
 
         What is open then belongs to ``stack``: closing it closes both legs. A node that cannot be reached is
         marked unhealthy. Its request goes to another pair under a new room, as does one that its prefill node
@@ -75,14 +81,20 @@ class Relay:
         headers = headers_to_node(client_headers, self._passed_headers)
         excluded: set[Node] = set()
         for num_retries in itertools.count():
-            pair = await self._pool.choose(excluded, body.prompt)
-            exchange = _Exchange(self._calls, self._pool, pair)
-            content = body.with_bootstrap(pair.prefill.host, pair.prefill.bootstrap_port, pair.room)
+            nodes: Pair | Alone
+            exchange: _Exchange | _OneLeg
+            if body.is_prefill_only:
+                nodes = await self._pool.choose_alone(excluded, body.prompt)
+                exchange = _OneLeg(self._calls, self._pool, nodes)
+            else:
+                nodes = pair = await self._pool.choose(excluded, body.prompt)
+                exchange = _Exchange(self._calls, self._pool, pair, joins=body.joins_answers)
+            content = body.with_bootstrap(nodes.prefill.host, nodes.prefill.bootstrap_port, nodes.room)
             try:
                 answer = await exchange.start(endpoint, content, headers)
             except RouterError as error:
                 await exchange.close()
-                error.node_headers = pair.headers
+                error.node_headers = nodes.headers
                 for node, trouble in exchange.unreachable.items():
                     self._pool.mark_unhealthy(node, trouble)
                     excluded.add(node)
@@ -90,7 +102,7 @@ class Relay:
                     excluded.add(blamed)  # for this request; its health check judges the node
                 elif not isinstance(error, NodeUnreachable):
                     raise
-                if num_retries == self._max_retries or not self._pool.has_pair(excluded):
+                if num_retries == self._max_retries or not self._pool.has(exchange.kinds, excluded):
                     raise
                 log.warning("%s: %s; trying another pair", endpoint, error)
                 self._on_retry(blamed)
@@ -132,11 +144,15 @@ class Relay:
 class _Exchange:
     """The two legs of one room. ``close`` ends both, whatever their state, and may be called twice."""
 
-    def __init__(self, calls: NodeCalls, pool: NodePool, pair: Pair) -> None:
+    kinds = (NodeKind.PREFILL, NodeKind.DECODE)
+
+    def __init__(self, calls: NodeCalls, pool: NodePool, pair: Pair, *, joins: bool = False) -> None:
+        """``joins``: the answer is made of both nodes'."""
         self._calls = calls
         self._pool = pool
         self._pair = pair
-        self._prefill: asyncio.Task[None] | None = None
+        self._joins = joins
+        self._prefill: asyncio.Task[bytes] | None = None
         self._decode: asyncio.Task[Answer] | None = None
         self._decode_stack = AsyncExitStack()
         self.unreachable: dict[Node, str] = {}
@@ -151,7 +167,22 @@ class _Exchange:
         if not self._decode.done():
             await self._prefill  # raises what ended it; a delivered room goes on
             await asyncio.wait((self._decode,))
-        return await self._decode
+        answer = await self._decode
+        return await self._joined(answer, await self._prefill) if self._joins else answer
+
+    async def _joined(self, answer: Answer, report: bytes) -> Answer:
+        body = await _whole(self._pair.decode, answer.chunks)
+        try:
+            body = join(report_decoder.decode(report), body)
+        except (msgspec.MsgspecError, KeyError, IndexError) as error:
+            raise NodeFailed(502, f"the answers of {self._names} do not fit together: {error}") from error
+        length = (b"content-length", b"%d" % len(body))
+        headers = [header for header in answer.headers if header[0] != length[0]]
+        return Answer(answer.status, [*headers, length], _once(body))
+
+    @property
+    def _names(self) -> str:
+        return f"{self._pair.prefill.name} and {self._pair.decode.name}"
 
     async def close(self) -> None:
         tasks = [task for task in (self._prefill, self._decode) if task is not None]
@@ -162,10 +193,13 @@ class _Exchange:
         finally:  # whoever is cancelled here, as when the client leaves now
             await self._decode_stack.aclose()
 
-    async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> None:
-        """Send the prefill leg and read its answer to the end. Raises RouterError unless it is a success."""
+    async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> bytes:
+        """Send the prefill leg and read its answer to the end; it is returned where it is to be joined.
+
+        Raises RouterError unless it is a success.
+        """
         try:
-            await self._deliver(endpoint, content, headers)
+            return await self._deliver(endpoint, content, headers)
         except NodeUnreachable:
             raise
         except RouterError as error:
@@ -181,15 +215,19 @@ class _Exchange:
         if self._decode is not None:
             await asyncio.wait((self._decode,), timeout=DECODE_SAYS_WHY_SECS)
 
-    async def _deliver(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> None:
+    async def _deliver(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> bytes:
         node = self._pair.prefill
         async with AsyncExitStack() as stack:
             stack.enter_context(self._pool.working(node, self._pair.room))
             response = await self._send(node, endpoint, content, headers, stack)
             if not response.is_success:
                 raise await self._calls.refusal(node, response)
-            async for _ in self._calls.raw_chunks(node, response):
+            chunks = self._calls.raw_chunks(node, response)
+            if self._joins:
+                return await _whole(node, chunks)
+            async for _ in chunks:
                 pass  # the room is delivered when the body ends
+            return b""
 
     async def _open_decode(self, endpoint: Endpoint, content: bytes, to_node: RawHeaders) -> Answer:
         """Send the decode leg and wait for the first bytes of its body; ``_decode_stack`` keeps it open."""
@@ -213,6 +251,56 @@ class _Exchange:
         except NodeUnreachable as error:
             self.unreachable[node] = str(error)
             raise
+
+
+class _OneLeg:
+    """A request that its prefill node answers alone."""
+
+    kinds = (NodeKind.PREFILL,)
+
+    def __init__(self, calls: NodeCalls, pool: NodePool, nodes: Alone) -> None:
+        self._calls = calls
+        self._pool = pool
+        self._nodes = nodes
+        self._stack = AsyncExitStack()
+        self.unreachable: dict[Node, str] = {}
+        self.blamed: dict[RouterError, Node] = {}
+
+    async def start(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> Answer:
+        """The answer, as soon as its first bytes are here. Raises RouterError."""
+        node = self._nodes.prefill
+        self._stack.enter_context(self._pool.working(node, self._nodes.room))
+        try:
+            response = await self._calls.send(node, endpoint, content, headers, self._stack)
+            return await self._calls.answer(node, response, self._nodes.headers)
+        except NodeUnreachable as error:
+            self.unreachable[node] = str(error)
+            raise
+        except RouterError as error:
+            if error.status in _PREFILL_FAILED:
+                self.blamed[error] = node
+            raise
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+async def _whole(node: Node, chunks: AsyncIterator[bytes]) -> bytes:
+    """A body that is to be joined. Raises NodeFailed for one that is too long."""
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > MAX_JOINED_BYTES:
+            raise NodeFailed(
+                502,
+                f"{node.name} answered more than {MAX_JOINED_BYTES} bytes, the most that is joined with "
+                "logprobs of the prompt; split the request",
+            )
+    return bytes(body)
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
 
 
 def _is_about_prefill(refusal: NodeRefused) -> bool:

@@ -29,6 +29,7 @@ from service.engine_messages import (
     Generate,
     GenerateGroup,
     PrefillFinished,
+    PromptScores,
     ReleaseQuarantine,
     RequestFailed,
     Shutdown,
@@ -44,7 +45,8 @@ from service.settings import NodeSettings
 
 log = logging.getLogger(__name__)
 
-SampleEvent = Tokens | PrefillFinished | RequestFailed
+SampleEvent = Tokens | PromptScores | PrefillFinished | RequestFailed
+_LAST = (PrefillFinished, RequestFailed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +425,7 @@ class EngineLink:
                 rank.note(message)
                 self._on_stats(rank.rank, message)
                 self._check_connected()
-            case Tokens() | PrefillFinished() | RequestFailed():
+            case Tokens() | PromptScores() | PrefillFinished() | RequestFailed():
                 self._dispatch(message)
             case _:
                 assert_never(message)
@@ -444,7 +446,7 @@ class EngineLink:
         in_flight = self._in_flight.get(event.request_id)
         if in_flight is None:
             return
-        if not isinstance(event, Tokens) or event.finish_reason is not None:
+        if isinstance(event, _LAST) or (isinstance(event, Tokens) and event.finish_reason is not None):
             self._release(event.request_id)
         in_flight.group.put(event)
 

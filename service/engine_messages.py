@@ -38,6 +38,18 @@ class Generate(Struct, frozen=True):
     hisparse: HisparseFlag | None = None
     is_speculative: bool = True
     """False: its steps verify no drafts."""
+    scores: WantedScores | None = None
+    """Of the prompt's own tokens; a decode node ignores it."""
+    is_prefill_only: bool = False
+    """A prefill node answers alone, with one token at most; no decode node hears of the room."""
+
+
+class WantedScores(Struct, frozen=True):
+    """Logprobs of the prompt's tokens from position ``first`` on, at least 1: the first token has none."""
+
+    first: int
+    num_top: int
+    """Of the likeliest tokens, beside that of the token that is there."""
 
 
 class GenerateGroup(Struct, frozen=True, tag="generate"):
@@ -141,6 +153,8 @@ class EngineReady(Struct, frozen=True, tag="ready"):
 class Tokens(Struct, frozen=True, tag="tokens"):
     """New tokens of a request, in order; the last message has a ``finish_reason``.
 
+    A prefill engine sends one for a request that is its alone.
+
     Each carries the ``stats`` so far, because a stop string lets the front end a request at any token.
     """
 
@@ -153,9 +167,10 @@ class Tokens(Struct, frozen=True, tag="tokens"):
 
 
 class RequestStats(Struct, frozen=True):
-    """What happened to one decode-side request."""
+    """What happened to one request."""
 
-    mode: Mode
+    mode: Mode | None
+    """None: no decode node served it."""
     num_cached_tokens: int = 0
     num_held_tokens: int = 0
     """Of the prompt, that the decode node held and the prefill node did not send."""
@@ -168,6 +183,30 @@ class RequestStats(Struct, frozen=True):
     num_drafted: int = 0
     num_accepted: int = 0
     """Of the drafts that steps verified for it."""
+
+
+class PromptScores(Struct, frozen=True, tag="prompt_scores"):
+    """Of the positions that one forward computed, in order, before the message that ends the request.
+
+    ``rows``: one of ``score_dtype(num_top)`` a position, beginning with ``WantedScores.first``.
+    """
+
+    request_id: str
+    num_top: int
+    rows: bytes
+
+
+def score_dtype(num_top: int) -> np.dtype[np.void]:
+    """A prompt's token: its logprob, how many tokens are as likely or likelier, itself counted, and the
+    likeliest tokens with theirs. Of equally likely tokens the lowest ids come first."""
+    return np.dtype(
+        [
+            ("logprob", "<f4"),
+            ("rank", "<i4"),
+            ("top_ids", "<i4", (num_top,)),
+            ("top_logprobs", "<f4", (num_top,)),
+        ]
+    )
 
 
 class PrefillFinished(Struct, frozen=True, tag="prefill_finished"):
@@ -244,7 +283,9 @@ class EngineStats(Struct, frozen=True, tag="stats"):
     lanes: tuple[PeerLane, ...] = ()
 
 
-FromEngine = EngineLoading | EngineReady | Tokens | PrefillFinished | RequestFailed | EngineStats
+FromEngine = (
+    EngineLoading | EngineReady | Tokens | PromptScores | PrefillFinished | RequestFailed | EngineStats
+)
 
 encoder = Encoder()
 to_engine_decoder: TypedDecoder[ToEngine] = TypedDecoder(ToEngine)

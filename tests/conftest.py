@@ -20,7 +20,15 @@ hypothesis.settings.load_profile("busy machine")
 
 OF_THE_PAIR = frozenset(
     f"tests/integration/test_{name}.py"
-    for name in ("isolation", "lane", "monitoring", "openai_client", "security", "sglang_router")
+    for name in (
+        "isolation",
+        "lane",
+        "monitoring",
+        "openai_client",
+        "prompt_scores",
+        "security",
+        "sglang_router",
+    )
 )
 """The files whose tests share ``tests.integration.conftest.pair``."""
 

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from api.body_parts import MAX_ROOM
 from api.keys import ApiKeys, RequireKey
 from api.requests import Limits, grouped, plan_samples
-from api.schemas import Endpoint, parse_request
+from api.schemas import ApiRequest, Endpoint, parse_request
 from api.text_codec import TextCodec
 from api.tokens import TokenPath, answer_about_tokens
 from router import body as router_body
@@ -69,7 +69,8 @@ BODIES: dict[Endpoint, list[dict[str, Any]]] = {
             "bootstrap_port": [1, None],
             "bootstrap_room": [1, 2],
         },
-        {"prompt": [[1, 2], [3]], "best_of": 1, "echo": False, **ROOM},
+        {"prompt": [[1, 2], [3]], "best_of": 1, "echo": True, "max_tokens": 1, "logprobs": 1, **ROOM},
+        {"prompt": [1, 2], "prompt_logprobs": 2, "max_tokens": 0, "joins_answers": True, **ROOM},
     ],
     Endpoint.CHAT: [
         {
@@ -81,6 +82,7 @@ BODIES: dict[Endpoint, list[dict[str, Any]]] = {
             "logprobs": True,
             "top_logprobs": 2,
             "continue_final_message": True,
+            "prompt_logprobs": 0,
             "chat_template_kwargs": {"a": 1},
             "metadata": {"hisparse": "true"},
             "response_format": {"type": "text"},
@@ -102,6 +104,14 @@ BODIES: dict[Endpoint, list[dict[str, Any]]] = {
                 "top_k": -1,
                 "sampling_seed": 5,
             },
+            **ROOM,
+        },
+        {
+            "input_ids": [1, 2],
+            "return_logprob": True,
+            "logprob_start_len": 1,
+            "sampling_params": {"max_new_tokens": 0},
+            "prefill_only": True,
             **ROOM,
         },
         {"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {}], "rid": ["a", "b"], **ROOM},
@@ -387,15 +397,17 @@ def check_relayed(endpoint: router_body.Endpoint, content: bytes) -> None:
     assert len(rooms if isinstance(rooms, list) else [rooms]) == (body.num_prompts or 1)
     names = [name for name, _ in json.loads(sent, object_pairs_hook=list, parse_int=str)]
     assert len(set(names)) == len(names), "parsers disagree on which of two equal keys counts"
-    del fields["bootstrap_host"], fields["bootstrap_port"]
     given_fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-    for name in ROOM:
+    for name in (*ROOM, "prefill_only", "joins_answers"):
+        fields.pop(name, None)
         given_fields.pop(name, None)
     assert {name: bytes(value) for name, value in fields.items()} == {
         name: bytes(value) for name, value in given_fields.items()
     }
     # A node that is sent the body sees the same request, or refuses it, as if it had been asked directly.
-    outcome(lambda: parse_request(Endpoint(endpoint.value), sent, "tiny"), ApiError)
+    request = outcome(lambda: parse_request(Endpoint(endpoint.value), sent, "tiny"), ApiError)
+    if isinstance(request, ApiRequest) and request.wants_scores:
+        assert body.joins_answers or body.is_prefill_only, "nobody would join the prompt's logprobs"
 
 
 _ERROR = json.dumps({"error": {"message": "no", "type": "x", "code": "y"}}).encode()

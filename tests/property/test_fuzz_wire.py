@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from api import score_report
 from prefill_node.registrations import Registrations, why_not_landing
 from protocol import bootstrap, lane, messages
 from protocol.access import PeerList
@@ -29,12 +30,14 @@ from service.engine_messages import (
     Generate,
     GenerateGroup,
     PrefillFinished,
+    PromptScores,
     QuarantinedRun,
     ReleaseQuarantine,
     RequestFailed,
     RequestStats,
     Shutdown,
     Tokens,
+    WantedScores,
     pack_token_ids,
 )
 from tests.property.fuzzing import (
@@ -60,7 +63,11 @@ _SAMPLING = SamplingParams(8, temperature=0.5, seed=-1, stop_token_ids=(1, 2), n
 _STATS = RequestStats(Mode.HISPARSE, 1, 2, 3, 4, 5, 0.5, 6)
 TO_ENGINE = (
     GenerateGroup(
-        (Generate("r", 7, 3, _SAMPLING, "10.0.0.1", 8998, HisparseFlag.AUTO),), pack_token_ids((1, 2, 3))
+        (
+            Generate("r", 7, 3, _SAMPLING, "10.0.0.1", 8998, HisparseFlag.AUTO),
+            Generate("s", 8, 3, _SAMPLING, "", 1, scores=WantedScores(1, 2), is_prefill_only=True),
+        ),
+        pack_token_ids((1, 2, 3)),
     ),
     Abort("r"),
     FlushCache(),
@@ -70,6 +77,7 @@ TO_ENGINE = (
 FROM_ENGINE = (
     EngineLoading("weights", 7, 9),
     EngineReady(100, 100, 50, "10.0.0.1:7", "inst", msgspec.msgpack.encode(GEOMETRY)),
+    PromptScores("r", 2, bytes(24)),
     Tokens("r", (1,), (TokenLogprob(1, -0.5, ((1, -0.5), (2, -2.0))),), FinishReason.STOP, 2, _STATS),
     PrefillFinished("r", 10, 4, 1000, 0.5),
     RequestFailed("r", 503, "full"),
@@ -88,12 +96,24 @@ LANE_ANSWERS = (
     lane.LaneDenied("another user"),
 )
 
+REPORT = score_report.Report(
+    (0, 0),
+    (score_report.PromptLists({"prompt_logprobs": b"null"}, {"tokens": b'"a"'}, {"x": b""}),),
+    {"y": b"1"},
+)
+JOINED = (
+    b'{"choices":[{"logprobs":{"tokens":["b"]}},{"logprobs":{"tokens":[]}}],"usage":null}',
+    b'[{"text":"","meta_info":{"x":[]}},{"meta_info":{}}]',
+    b'{"meta_info":{"x":[1, 2]}}',
+)
+
 DECODERS: dict[str, tuple[TypedDecoder[Any], list[bytes]]] = {
     "to_prefill": (messages.to_prefill_decoder, [bytes.fromhex(golden) for _, golden in TO_PREFILL]),
     "to_decode": (messages.to_decode_decoder, [bytes.fromhex(golden) for _, golden in TO_DECODE]),
     "lane_writer": (lane.from_writer_decoder, [msgspec.msgpack.encode(m) for m in FROM_WRITER]),
     "lane_answer": (lane.answer_decoder, [msgspec.msgpack.encode(m) for m in LANE_ANSWERS]),
     "to_engine": (engine_messages.to_engine_decoder, [msgspec.msgpack.encode(m) for m in TO_ENGINE]),
+    "score_report": (score_report.report_decoder, [REPORT.packed()]),
     "from_engine": (engine_messages.from_engine_decoder, [msgspec.msgpack.encode(m) for m in FROM_ENGINE]),
 }
 _with_every_decoder = pytest.mark.parametrize("name", DECODERS)
@@ -109,6 +129,15 @@ def check_frame(decoder: TypedDecoder[Any], frame: bytes) -> None:
     if message is not None:  # what was let in is sound: it can be sent on as it is
         again = msgspec.msgpack.encode(message)
         assert msgspec.msgpack.encode(decoder.decode(again)) == again
+
+
+@given(seeds)
+@fuzz_batches
+def test_whatever_a_node_says_is_joined_or_refused(seed: int) -> None:
+    def check(body: bytes) -> None:
+        outcome(lambda: score_report.join(REPORT, body), msgspec.MsgspecError, KeyError, IndexError)
+
+    batch(seed, lambda rng: damage(rng, JOINED, (b"null", b"[" * 2000, b"\xff", b"{}")), check)
 
 
 @_with_every_decoder

@@ -21,7 +21,7 @@ from api.prompts import ChatPrompt
 from api.requests import Limits, SampleRequest, plan_samples
 from api.schemas import ApiRequest, Endpoint, derive_room, parse_request
 from api.text_codec import TextCodec
-from service.engine_messages import pack_token_ids, unpack_token_ids
+from service.engine_messages import WantedScores, pack_token_ids, unpack_token_ids
 from service.http_errors import ApiError
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH
 from tests.unit.api.tiny_tokenizer import BOS, make_tokenizer
@@ -342,7 +342,7 @@ EVERYWHERE = [
     ({"guided_json": {"type": "object"}}, "guided_json", "not supported"),
     ({"guided_regex": "a*"}, "guided_regex", "not supported"),
     ({"logits_processors": ["x"]}, "logits_processors", "not supported"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs", "0 is not supported"),
+    ({"joins_answers": 1}, "joins_answers", "1 must be true or false"),
     ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids", "not supported"),
     ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "not supported"),
     ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
@@ -367,8 +367,13 @@ DRAWN: list[tuple[str, dict[str, Any], str]] = [
     ),
 ]
 OPENAI = [
-    ({"max_tokens": -1}, "max_tokens", "-1 must be at least"),
-    ({"max_tokens": 0}, "max_tokens", "0 is not supported"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "-1 must be at least 0"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "21 must be at most 20"),
+    ({"prompt_logprobs": 0, "stream": True}, "stream", "true must be false where logprobs of the prompt"),
+    ({"prefill_only": True, "max_tokens": 2}, "prefill_only", "needs max_tokens of 1 at most"),
+    ({"prefill_only": True, "max_tokens": None}, "prefill_only", "needs max_tokens of 1 at most"),
+    ({"max_tokens": -1}, "max_tokens", "-1 must be at least 0"),
+    ({"max_tokens": 0, "min_tokens": 1}, "min_tokens", "1 must be at most max_tokens, which is 0"),
     ({"max_tokens": 1.5}, "max_tokens", "1.5 must be an integer"),
     ({"max_tokens": True}, "max_tokens", "true must be an integer"),
     ({"max_tokens": "many"}, "max_tokens", '"many" must be an integer'),
@@ -420,7 +425,8 @@ COMPLETIONS = [
     ({"prompt": [1, -2]}, "prompt[1]", "-2 must be at least 0"),
     ({"prompt": ["a"] * 4097}, "prompt", "at most 4096 entries"),
     ({"prompt": ["a"] * 100, "n": 128}, "prompt", "12800 samples"),
-    ({"echo": True}, "echo", "true is not supported"),
+    ({"echo": 1}, "echo", "1 must be true or false"),
+    ({"echo": True, "logprobs": 0, "stream": True}, "stream", "must be false where logprobs of the prompt"),
     ({"suffix": "x"}, "suffix", "not supported"),
     ({"add_special_tokens": False}, "add_special_tokens", "not supported"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds", "not supported"),
@@ -458,6 +464,7 @@ CHAT = [
     ({"add_special_tokens": True}, "add_special_tokens", "not supported"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
     ({"documents": [{"text": "x"}]}, "documents", "not supported"),
+    ({"echo": True}, "echo", "true is not supported"),
     ({"reasoning_effort": 3}, "reasoning_effort", "must be a string"),
     ({"separate_reasoning": 1}, "separate_reasoning", "must be true or false"),
     ({"tools": {}}, "tools", "must be a list"),
@@ -496,6 +503,7 @@ CHAT = [
     ),
 ]
 GENERATE = [
+    ({"prompt_logprobs": 0}, "prompt_logprobs", "0 is not supported"),
     ({"text": None}, "text", "exactly one of text and input_ids"),
     ({"input_ids": [1], "text": "a"}, "text", "exactly one of text and input_ids"),
     ({"text": ["a", 1]}, "text[1]", "must be a string"),
@@ -504,12 +512,21 @@ GENERATE = [
     ({"sampling_params": 5}, "sampling_params", "must be an object"),
     ({"sampling_params": [{}, {}]}, "sampling_params", "one entry a prompt, 1"),
     ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "-1 must be at least 0"),
+    (
+        {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 1}]},
+        "sampling_params",
+        "must have max_new_tokens 0 for all prompts or for none",
+    ),
     ({"sampling_params": [{"temperature": -1}]}, "sampling_params[0].temperature", "-1 must be at least 0"),
     *(({"sampling_params": body}, f"sampling_params.{field}", said) for field, body, said in DRAWN),
-    ({"sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens", "0 is not supported"),
     ({"sampling_params": {"regex": "a*"}}, "sampling_params.regex", "not supported"),
     ({"top_logprobs_num": 21}, "top_logprobs_num", "21 must be at most 20"),
-    ({"return_logprob": True, "logprob_start_len": 0}, "logprob_start_len", "not supported"),
+    ({"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len", "-2 must be at least -1"),
+    (
+        {"return_logprob": True, "logprob_start_len": 0, "stream": True},
+        "stream",
+        "must be false where logprobs of the prompt",
+    ),
     ({"return_hidden_states": True}, "return_hidden_states", "not supported"),
     ({"custom_labels": {"hisparse": "maybe"}}, "custom_labels.hisparse", '"maybe" must be true'),
     ({"rid": ["a", "b"]}, "rid", "one string a prompt, 1"),
@@ -669,7 +686,7 @@ CROSS_FIELD = (
     *("one entry a prompt", "one string a prompt", "must be at most max_tokens", "send the request through"),
     *("exactly one of", "a host name", "must not set", "12800 samples", "as text", "belong to a message"),
     *("the field is needed", "at least one message", "or a list of text parts", "as the first prompt is"),
-    *("0 is not supported", "true is not supported", "add_generation_prompt"),
+    *("add_generation_prompt", "must be false where", "needs max_tokens of 1", "for all prompts or for none"),
 )
 """Rules of several fields, or beyond a schema's words."""
 
@@ -719,6 +736,19 @@ TOO_LONG = [
     ({"messages": [{"role": "user", "content": LONG}]}, "messages: the prompt has"),
     ({"messages": [*MESSAGES, {"role": "system", "content": "x"}]}, "system must come first"),
     ({"text": "a", "sampling_params": {"max_new_tokens": 300}}, "sampling_params.max_new_tokens is 300"),
+    (
+        {"prompt": "x" * 257, "max_tokens": 0},
+        "the prompt has 257 tokens, and none is generated; the context holds 256",
+    ),
+    (
+        {"text": "abc", "return_logprob": True, "logprob_start_len": 4},
+        "logprob_start_len: 4 is behind the end of text, which has 3 tokens",
+    ),
+    (
+        {"prompt": ["x" * 100] * 256, "n": 1, "max_tokens": 5, "prompt_logprobs": 20},
+        "prompt: at least 525987 logprobs of prompt tokens are asked for, those of the likeliest tokens "
+        "included; 524288 fit in one answer: split the request, or ask for fewer a token",
+    ),
 ]
 
 
@@ -736,6 +766,22 @@ def test_a_prefill_node_needs_room_for_the_prompt_only() -> None:
     assert plan(completion(prompt="x" * 200, max_tokens=56), PREFILL_LIMITS)
     with pytest.raises(ApiError, match="can hold 200"):
         plan(completion(prompt="x" * 201, max_tokens=5), PREFILL_LIMITS)
+
+
+def test_logprobs_of_a_prompt_are_computed_once_for_all_samples() -> None:
+    request = completion(prompt=["abc", "d"], n=2, echo=True, logprobs=1, prompt_logprobs=3, max_tokens=2)
+    samples = plan(request)
+    assert [sample.generate.scores for sample in samples] == [WantedScores(1, 3), None] * 2
+    assert [sample.echo for sample in samples] == ["abc", "abc", "d", "d"]
+    assert not any(sample.generate.is_prefill_only for sample in samples)
+    (native,) = plan(
+        parse(
+            Endpoint.GENERATE, return_logprob=True, logprob_start_len=2, sampling_params={"max_new_tokens": 0}
+        )
+    )
+    assert native.generate.scores == WantedScores(3, 0)
+    assert native.generate.is_prefill_only
+    assert native.generate.sampling.max_new_tokens == 0
 
 
 @pytest.mark.I6

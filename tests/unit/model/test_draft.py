@@ -165,8 +165,6 @@ def test_the_model_computes_the_same_bits_beside_a_draft_layer(
     written = drafter.device_pool[:NUM_LAYERS, drafter.kv(0, len(PROMPT))._new_slots]
     assert torch.equal(written, alone.device_pool[:, kv._new_slots])
     with pytest.raises(ValueError, match="num_draft_layers of its model is 0"):
-        alone.model.forward_with_hidden(torch.tensor(PROMPT), kv.positions, kv, rows)
-    with pytest.raises(ValueError, match="num_draft_layers of its model is 0"):
         alone.model.draft(torch.tensor(PROMPT), logits, kv.positions, kv, rows)
 
 

@@ -89,6 +89,8 @@ async def test_a_prompt_stays_at_its_node_whichever_process_has_the_request() ->
         excluded = {node for node in o.workers[1].pool.nodes if node.url == first.prefill.url}
         other = await o.workers[1].pool.choose(excluded, PROMPT)
         assert other.prefill.url != first.prefill.url
+        for pool in (o.workers[1].pool, o.desk.pool):
+            assert (await pool.choose_alone((), PROMPT)).prefill.url == other.prefill.url
 
 
 async def test_what_every_process_has_in_flight_counts() -> None:

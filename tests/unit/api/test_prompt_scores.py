@@ -1,0 +1,244 @@
+"""Logprobs of prompts in each dialect: as the prefill node's front writes them, and as they are joined."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from api.prompt_scores import _Offsets
+from api.score_report import PromptLists, Report, join, report_decoder
+from service.engine_messages import (
+    FromEngine,
+    Generate,
+    PrefillFinished,
+    PromptScores,
+    RequestStats,
+    Tokens,
+    score_dtype,
+)
+from tests.unit.api.scripted_engine import say
+from tests.unit.api.support import BODY, MESSAGES, NATIVE, serving, until
+from vocabulary import FinishReason, TokenLogprob
+
+pytestmark = pytest.mark.anyio
+
+
+def rows_of(generate: Generate) -> bytes:
+    """At position p: logprob -p, rank p, and the likeliest tokens a, b, c and so on with -p/2, -p/2 - 1, …"""
+    assert generate.scores is not None
+    positions = np.arange(generate.scores.first, generate.num_prompt_tokens)
+    rows = np.empty(len(positions), score_dtype(generate.scores.num_top))
+    ranks = np.arange(generate.scores.num_top)
+    rows["logprob"], rows["rank"] = -positions, positions
+    rows["top_ids"] = ord("a") + ranks
+    rows["top_logprobs"] = -positions[:, None] / 2 - ranks
+    return rows.tobytes()
+
+
+def scores(generate: Generate) -> Iterable[FromEngine]:
+    """In two messages, as of two forwards."""
+    if generate.scores is not None:
+        rows, num_top = rows_of(generate), generate.scores.num_top
+        half = generate.num_prompt_tokens // 2 * score_dtype(num_top).itemsize
+        yield PromptScores(generate.request_id, num_top, rows[:half])
+        yield PromptScores(generate.request_id, num_top, rows[half:])
+    if not generate.is_prefill_only:
+        yield PrefillFinished(generate.request_id, generate.num_prompt_tokens, 0, 4096, 0.25)
+        return
+    stats = RequestStats(None, num_cached_tokens=1)
+    token_ids = tuple(b"!"[: generate.sampling.max_new_tokens])
+    logprobs = tuple(TokenLogprob(token_id, -9.0) for token_id in token_ids)
+    logprobs = logprobs if generate.sampling.num_logprobs is not None else ()
+    yield Tokens(generate.request_id, token_ids, logprobs, FinishReason.LENGTH, stats=stats)
+
+
+def best(position: int, own: str, num: int) -> dict[str, float]:
+    """As ``top_logprobs`` shows it; the own token, where it is among the best, once."""
+    likeliest = {chr(ord("a") + rank): -position / 2 - rank for rank in range(num)}
+    return likeliest | ({} if own in likeliest else {own: -float(position)})
+
+
+ECHO: dict[str, Any] = {
+    "tokens": ["h", "e", "l", "l", "o"],
+    "token_logprobs": [None, -1.0, -2.0, -3.0, -4.0],
+    "top_logprobs": [None, best(1, "e", 1), best(2, "l", 1), best(3, "l", 1), best(4, "o", 1)],
+    "text_offset": [0, 1, 2, 3, 4],
+}
+BY_ID = [None] + [
+    {
+        str(ord(char)): {"logprob": -float(position), "rank": position, "decoded_token": char},
+        "97": {"logprob": -position / 2, "rank": 1, "decoded_token": "a"},
+    }
+    for position, char in enumerate("ello", 1)
+]
+
+
+async def test_a_prefill_node_answers_alone(tmp_path: Path) -> None:
+    async with serving(scores, tmp_path, role="prefill") as node:
+        asked = {**BODY, "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
+        answer = (await node.post("/v1/completions", **asked)).json()
+        (choice,) = answer["choices"]
+        assert choice == {
+            "index": 0,
+            "text": "hello",
+            "logprobs": ECHO,
+            "finish_reason": "length",
+            "matched_stop": None,
+            "prompt_logprobs": BY_ID,
+        }
+        assert answer["object"] == "text_completion"
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 0)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
+        assert answer["usage"]["hisparse"] is None
+
+
+async def test_a_prefill_node_answers_with_the_token_that_it_drew(tmp_path: Path) -> None:
+    async with serving(scores, tmp_path, role="prefill") as node:
+        asked = {**BODY, "prompt": [[104, 105], [106]], "max_tokens": 1, "echo": True, "logprobs": 1}
+        asked |= {"prefill_only": True, "bootstrap_room": [7, 8]}
+        first, second = (await node.post("/v1/completions", **asked)).json()["choices"]
+        assert (first["text"], second["text"]) == ("hi!", "j!")
+        assert first["logprobs"] == {
+            "tokens": ["h", "i", "!"],
+            "token_logprobs": [None, -1.0, -9.0],
+            "top_logprobs": [None, best(1, "i", 1), {"!": -9.0}],
+            "text_offset": [0, 1, 2],
+        }
+        assert second["logprobs"]["token_logprobs"] == [None, -9.0]
+        streamed = await node.events("/v1/completions", **{**BODY, "max_tokens": 0}, echo=True)
+        assert [choice["text"] for event in streamed for choice in event["choices"]] == ["hello"]
+        chat = {**BODY, "messages": MESSAGES, "max_tokens": 0}
+        answer = (await node.post("/v1/chat/completions", **chat)).json()
+        assert answer["choices"][0]["message"]["content"] == ""
+
+
+async def test_both_answers_are_joined(tmp_path: Path) -> None:
+    (tmp_path / "decode").mkdir()
+    asked = {**BODY, "n": 2, "echo": True, "logprobs": 1, "prompt_logprobs": 1, "joins_answers": True}
+    chat = {**BODY, "messages": MESSAGES, "prompt_logprobs": 0, "joins_answers": True}
+    native = {**NATIVE, "return_logprob": True, "logprob_start_len": 2, "top_logprobs_num": 1}
+    native |= {"return_text_in_logprobs": True}
+    async with (
+        serving(scores, tmp_path, role="prefill") as prefill,
+        serving(say("AB"), tmp_path / "decode") as decode,
+    ):
+        joined = {}
+        for path, body in (
+            ("/v1/completions", asked),
+            ("/v1/chat/completions", chat),
+            ("/generate", native | {"joins_answers": True}),
+        ):
+            report = await prefill.post(path, **body)
+            assert report.headers["content-type"] == "application/msgpack"
+            answer = await decode.post(path, **body)
+            assert answer.status_code == 200, answer.text
+            joined[path] = msgspec.json.decode(join(report_decoder.decode(report.content), answer.content))
+        for index, choice in enumerate(joined["/v1/completions"]["choices"]):
+            assert (choice["index"], choice["text"]) == (index, "helloAB")
+            assert choice["prompt_logprobs"] == BY_ID
+            shown = choice["logprobs"]
+            assert shown["tokens"] == [*ECHO["tokens"], "A", "B"]
+            assert shown["token_logprobs"] == [*ECHO["token_logprobs"], -0.5, -0.5]
+            assert shown["top_logprobs"][:5] == ECHO["top_logprobs"]
+            assert shown["text_offset"] == list(range(7))
+        of_chat = joined["/v1/chat/completions"]["prompt_logprobs"]
+        assert of_chat[0] is None
+        ranks = [entry["rank"] for entries in of_chat[1:] for entry in entries.values()]
+        assert ranks == list(range(1, len(of_chat)))
+        meta = joined["/generate"]["meta_info"]
+        assert meta["input_token_logprobs"] == [[None, 108, "l"], [-3.0, 108, "l"], [-4.0, 111, "o"]]
+        assert meta["input_top_logprobs"] == [None, [[-1.5, 97, "a"]], [[-2.0, 97, "a"]]]
+        assert len(meta["output_token_logprobs"]) == 2
+        # SGLang's routers join what they find there themselves.
+        entry = (await prefill.post("/generate", **native)).json()
+        assert entry["meta_info"]["input_token_logprobs"] == meta["input_token_logprobs"]
+        entry = (await decode.post("/generate", **native)).json()
+        assert entry["meta_info"]["input_token_logprobs"] == []
+
+
+async def test_a_decode_node_says_when_nobody_joins(tmp_path: Path) -> None:
+    async with serving(say("AB"), tmp_path) as node:
+        for field in ({"echo": True, "logprobs": 0}, {"prompt_logprobs": 0}):
+            answer = await node.post("/v1/completions", **BODY, **field)
+            assert answer.status_code == 400
+            assert "this router does not join them" in answer.json()["error"]["message"]
+        answer = await node.post("/v1/completions", **{**BODY, "max_tokens": 1}, prefill_only=True)
+        assert answer.json()["error"]["param"] == "prefill_only"
+        assert not node.engine.generates
+
+
+async def test_a_decode_node_needs_no_engine_for_no_token(tmp_path: Path) -> None:
+    """Other routers send it both nodes."""
+    async with serving(say("AB"), tmp_path) as node:
+        nothing = {**BODY, "max_tokens": 0, "echo": True}
+        answer = (await node.post("/v1/completions", **nothing)).json()
+        assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("hello", "length")
+        assert answer["usage"]["completion_tokens"] == 0
+        native = {**NATIVE, "sampling_params": {"max_new_tokens": 0}}
+        assert (await node.post("/generate", **native)).json()["meta_info"]["finish_reason"] == {
+            "type": "length",
+            "length": 0,
+        }
+        streamed = await node.events("/v1/completions", **nothing)
+        assert [event["choices"][0]["finish_reason"] for event in streamed] == ["length"]
+        assert not node.engine.generates
+
+
+async def test_the_echo_comes_first_in_a_stream(tmp_path: Path) -> None:
+    async with serving(say("AB"), tmp_path) as node:
+        streamed = await node.events("/v1/completions", **BODY, n=2, echo=True)
+        for index in (0, 1):
+            texts = [c["text"] for event in streamed for c in event["choices"] if c["index"] == index]
+            assert texts == ["helloA", "B"]
+        ids = {**BODY, "prompt": list("hä".encode())}
+        assert (await node.events("/v1/completions", **ids, echo=True))[0]["choices"][0]["text"] == "häA"
+
+
+async def test_long_lists_are_written_in_pieces(tmp_path: Path) -> None:
+    async with serving(scores, tmp_path, role="prefill") as node:
+        asked = {**BODY, "prompt": "x" * 190, "max_tokens": 0, "prompt_logprobs": 20, "echo": True}
+        (choice,) = (await node.post("/v1/completions", **asked, logprobs=0)).json()["choices"]
+        assert [entry["120"]["rank"] for entry in choice["prompt_logprobs"][1:]] == list(range(1, 190))
+        assert len(choice["prompt_logprobs"][7]) == 21
+        assert choice["logprobs"]["text_offset"] == list(range(190))
+        assert choice["logprobs"]["top_logprobs"][7] == {"x": -7.0}
+
+
+async def test_positions_that_lack_are_an_error(tmp_path: Path) -> None:
+    def lossy(generate: Generate) -> Iterable[FromEngine]:
+        yield PromptScores(generate.request_id, 0, b"\0" * score_dtype(0).itemsize)
+        yield Tokens(generate.request_id, (), finish_reason=FinishReason.LENGTH)
+
+    async with serving(lossy, tmp_path, role="prefill") as node:
+        answer = await node.post("/v1/completions", **{**BODY, "max_tokens": 0}, prompt_logprobs=0)
+        assert answer.status_code == 500
+        assert "1 logprobs for 5 tokens" in answer.json()["error"]["message"]
+
+
+async def test_a_client_that_leaves_aborts_the_scoring(tmp_path: Path) -> None:
+    def slow(generate: Generate) -> Iterable[FromEngine | float]:
+        yield 1000.0
+
+    async with serving(slow, tmp_path, role="prefill") as node:
+        leaving = asyncio.create_task(node.post("/v1/completions", **{**BODY, "max_tokens": 0}))
+        await until(lambda: bool(node.engine.generates), "the request")
+        leaving.cancel()
+        await until(lambda: node.engine.aborts == [node.engine.generates[0].request_id], "the abort")
+
+
+def test_tokens_before_the_text_begin_where_it_does() -> None:
+    offsets = _Offsets("abc")
+    assert [offsets.next(text) for text in ("<s>", "a", "bc", "!")] == [0, 0, 1, 3]
+
+
+def test_lists_of_both_nodes_become_one() -> None:
+    lists = PromptLists({}, {"tokens": b'"a"', "text_offset": b""}, {})
+    body = b'{"choices":[{"logprobs":{"tokens":[],"text_offset":[0]}}],"n":1.0}'
+    joined = join(Report((0,), (lists,)), body)
+    assert joined == b'{"choices":[{"logprobs":{"tokens":["a"],"text_offset":[0]}}],"n":1.0}'
