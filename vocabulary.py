@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from enum import StrEnum
 
 from msgspec import Struct
@@ -60,6 +62,10 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+MAX_LOGIT_BIAS = 1024
+"""Tokens that a request may bias."""
+
+
 class SamplingParams(Struct, frozen=True):
     """Validated sampling settings of one sample. Stop strings are the front's business, not the engine's."""
 
@@ -83,10 +89,28 @@ class SamplingParams(Struct, frozen=True):
     """Taken off the logit of a token for each time that the output has it."""
     repetition_penalty: float = 1.0
     """The logit of each token that prompt or output has is divided by it, or multiplied when negative."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """Added to the logits of these token ids."""
+    logit_bias: bytes = b""
+    """As of ``pack_logit_bias``: added to the logits of these token ids."""
     grammar: str = ""
     """What the output has to be, as llguidance reads it (its JSON of grammars); empty: anything."""
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether draws depend on which tokens the prompt has."""
+        return self.repetition_penalty != 1
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether penalties or biases come before the draw."""
+        has_penalty = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.needs_prompt
+        return has_penalty or len(self.logit_bias) > 0
+
+
+def pack_logit_bias(biases: Sequence[tuple[int, float]]) -> bytes:
+    """Token ids, int32, and behind all of them their biases, float32, little endian: each sample has its own
+    copy of a thousand of them, which as objects would be fifteen times as much."""
+    token_ids, values = (token_id for token_id, _ in biases), (bias for _, bias in biases)
+    return struct.pack(f"<{len(biases)}i{len(biases)}f", *token_ids, *values)
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):

@@ -8,6 +8,7 @@ from msgspec import Meta, Raw
 
 from api.declared import declared, list_of, rule, tagged, unsupported
 from api.raw_json import MAX_FIELD_BYTES
+from vocabulary import MAX_LOGIT_BIAS
 
 MAX_SAMPLES = 4096
 """Samples of one request at most: prompts times n."""
@@ -21,7 +22,6 @@ MAX_CALLS = 256
 MAX_LOGPROBS = 20
 MAX_TOKEN_ID = 2**31 - 1
 MAX_ROOM = 2**63 - 1
-MAX_LOGIT_BIAS = 1024
 
 MAX_TOKENS = 2**31 - 1
 

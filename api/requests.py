@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from api.body_parts import MAX_SAMPLES_PER_PROMPT
@@ -113,7 +113,8 @@ async def plan_samples(
     num_request_tokens = num_scores = 0
     for prompt_index, (prompt, options) in enumerate(zip(prompts, request.options, strict=True)):
         name, num_prompt_tokens = names[prompt_index], num_packed_tokens(prompt)
-        _check_stop_tokens(options.stop_token_ids, codec.vocab_size)
+        _check_token_ids("stop_token_ids", options.stop_token_ids, codec.vocab_size)
+        _check_token_ids("logit_bias", (token_id for token_id, _ in options.logit_bias), codec.vocab_size)
         max_new_tokens = _max_new_tokens(name, num_prompt_tokens, options, limits, pool_tokens)
         num_request_tokens += num_prompt_tokens * options.n
         _check_request_tokens(request.prompt_field, num_request_tokens, limits)
@@ -147,9 +148,13 @@ async def plan_samples(
 
 
 def grouped(samples: Sequence[SampleRequest], *, with_prompts: bool) -> list[GenerateGroup]:
-    """What the engine is sent: one message a prompt, which is in it only for an engine that computes it."""
+    """What the engine is sent: one message a prompt, which is in it for an engine that computes or holds it,
+    and for samples whose draws depend on it: of one prompt all do or none."""
     return [
-        GenerateGroup(tuple(sample.generate for sample in group), group[0].prompt if with_prompts else b"")
+        GenerateGroup(
+            tuple(sample.generate for sample in group),
+            group[0].prompt if with_prompts or group[0].generate.sampling.needs_prompt else b"",
+        )
         for group in (list(of_one) for _, of_one in itertools.groupby(samples, lambda s: s.prompt_index))
     ]
 
@@ -228,11 +233,9 @@ def _too_long(name: str, message: str) -> ApiError:
     return ApiError(400, message, param=name, code="context_length_exceeded")
 
 
-def _check_stop_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
+def _check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for token_id in token_ids:
         if token_id >= vocab_size:
             raise ApiError(
-                400,
-                f"stop_token_ids: {token_id} is no token id: the vocabulary has {vocab_size}",
-                param="stop_token_ids",
+                400, f"{field}: {token_id} is no token id: the vocabulary has {vocab_size}", param=field
             )

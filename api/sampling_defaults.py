@@ -1,4 +1,4 @@
-"""What temperature, top_p and top_k are of a request that does not say: the checkpoint's, or OpenAI's."""
+"""What sampling is of a request that does not say: the checkpoint's, or OpenAI's."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class _GenerationConfig:
     temperature: Annotated[float, Meta(ge=0, le=100)] | None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def of(cls, settings: NodeSettings) -> SamplingDefaults:
@@ -70,6 +74,8 @@ class SamplingDefaults:
             1.0 if given.temperature is None else given.temperature,
             1.0 if given.top_p is None else given.top_p,
             max(given.top_k or 0, 0),
+            given.min_p or 0.0,
+            1.0 if given.repetition_penalty is None else given.repetition_penalty,
         )
 
     def __str__(self) -> str:

@@ -20,7 +20,7 @@ from api.raw_json import decode_item, first_chars, split
 from api.sampling_defaults import SamplingDefaults
 from service.engine_messages import WantedScores
 from service.http_errors import InvalidField
-from vocabulary import SamplingParams
+from vocabulary import SamplingParams, pack_logit_bias
 
 COMPLETIONS_DEFAULT_TOKENS = 16
 GENERATE_DEFAULT_TOKENS = 128
@@ -88,7 +88,7 @@ class SampleOptions:
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
-            logit_bias=self.logit_bias,
+            logit_bias=pack_logit_bias(self.logit_bias),
             grammar=self.grammar,
         )
 
@@ -187,7 +187,7 @@ def _options(
             minimum.name, min_new_tokens, f"must be at most {limit.name}, which is {limit.value}"
         )
     temperature, top_p, top_k = drawing.temperature, drawing.top_p, drawing.top_k
-    repetition_penalty = drawing.repetition_penalty
+    min_p, repetition_penalty = drawing.min_p, drawing.repetition_penalty
     return SampleOptions(
         n=n or 1,
         max_new_tokens=limit.value,
@@ -203,10 +203,10 @@ def _options(
         stop_token_ids=tuple(drawing.stop_token_ids or ()),
         skip_special_tokens=drawing.skip_special_tokens is not False,
         no_stop_trim=bool(drawing.no_stop_trim or drawing.include_stop_str_in_output),
-        min_p=drawing.min_p or 0.0,
+        min_p=defaults.min_p if min_p is None else min_p,
         presence_penalty=drawing.presence_penalty or 0.0,
         frequency_penalty=drawing.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
+        repetition_penalty=defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
         logit_bias=tuple(item for item in (drawing.logit_bias or {}).items() if item[1]),
     )
 

@@ -16,6 +16,9 @@ how often its guesses are right is a setting of ``checkpoints/make_synthetic.py`
 gets of a step, "misses" those of a token; the other columns are of a step. A hot buffer that cannot hold what
 all positions of a step may select is refused.
 
+``--penalties`` gives every request presence, frequency and repetition penalties and 300 biases, with the
+prompt counted: what a step is longer then is their cost.
+
 With ``--dp-size N`` as many ranks take the steps together, each with a batch of its own; what is printed is
 the first one's, its tokens a second of all. On a GPU a line a row says what each part takes of its memory in
 GB, and in brackets what a decode node plans for it.
@@ -30,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -64,9 +67,10 @@ from prefill_node.memory import PrefillMemory
 from protocol.messages import Room
 from service.lockstep import NodeStep
 from service.settings import DecodeSettings
-from vocabulary import HisparseFlag, Mode, RankPlace, SamplingParams
+from vocabulary import HisparseFlag, Mode, RankPlace, SamplingParams, pack_logit_bias
 
 PAGE_SIZE = 64
+NUM_BIASES = 300
 KINDS = {
     "swap-in": "swap_in|copy_planned",
     "backup": "backup_newest|newest_slots",
@@ -129,6 +133,16 @@ def random_tokens(spec: ModelSpec, num_tokens: int) -> Tensor:
     return torch.randint(quarter, 3 * quarter, (num_tokens,), generator=torch.Generator().manual_seed(1))
 
 
+def penalties(spec: ModelSpec) -> dict[str, Any]:
+    biased = random_tokens(spec, 4 * NUM_BIASES).unique()[:NUM_BIASES].tolist()
+    return {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": pack_logit_bias([(token_id, 1.0) for token_id in biased]),
+    }
+
+
 class Bench:
     """Pools for ``batch`` requests that all have the prompt, and the steps over them."""
 
@@ -140,13 +154,14 @@ class Bench:
         prompt: Prefilled,
         mode: Mode,
         num_steps: int,
+        sampling: Mapping[str, Any],
     ) -> None:
         used = MemoryByPart(model.device)
         used.mark("before")
         batch, context = settings.max_running_requests, prompt.kv.shape[1]
         self._num_new = settings.speculative_num_steps + 1
         life = context + 4 * num_steps * self._num_new + 1 + self._num_new
-        self._spec, self._prompt = spec, prompt
+        self._spec, self._prompt, self._sampling = spec, prompt, sampling
         is_hisparse = mode is Mode.HISPARSE
         capacity = min(settings.device_buffer_size, life) if is_hisparse else 0
         if 0 < capacity < min(full_buffer(self._num_new - 1, spec.index_topk), life):
@@ -244,7 +259,9 @@ class Bench:
             request_id=str(number),
             room=room,
             num_prompt_tokens=context,
-            sampling=SamplingParams(max_new_tokens=life - context + 1, temperature=0.0, ignore_eos=True),
+            sampling=SamplingParams(
+                max_new_tokens=life - context + 1, temperature=0.0, ignore_eos=True, **self._sampling
+            ),
             flag=HisparseFlag.TRUE,
             peer=PeerAddress("", 0),
             arrived_at=0.0,
@@ -254,6 +271,7 @@ class Bench:
             reserved_tokens=life,
             hot_capacity=need.device if mode is Mode.HISPARSE else 0,
             admitted_seq=number,
+            prompt_token_ids=random_tokens(self._spec, context).unique().int().numpy(),
         )
         request.output_token_ids.append(int(random_tokens(self._spec, number + 1)[-1]))
         holding, prompt = request.owned, self._prompt
@@ -280,7 +298,8 @@ def measure(
     num_drafts: int,
 ) -> dict[str, Any]:
     settings = make_settings(arguments, batch, num_drafts)
-    bench = Bench(spec, model, settings, prompt, mode, arguments.steps)
+    sampling = penalties(spec) if arguments.penalties else {}
+    bench = Bench(spec, model, settings, prompt, mode, arguments.steps, sampling)
     try:
         bench.run(max(2, arguments.steps // 4))
         before, tokens_before = bench.totals, bench.num_tokens
@@ -435,6 +454,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
     parser.add_argument("--speculative-num-steps", type=int, nargs="+", default=[0], choices=range(4))
+    parser.add_argument("--penalties", action="store_true", help="of every request")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dp-size", type=int, default=1, help="ranks, on as many devices from --device on")
     parser.add_argument("--dtype", default="bfloat16")
@@ -498,6 +518,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
         "num_layers": spec.num_layers,
         "context": arguments.context,
         "buffer": arguments.buffer,
+        "penalties": arguments.penalties,
         "weights_are_fp8": spec.weights_are_fp8,
         "dp_size": place.size,
         "load_secs": load_secs,

@@ -16,7 +16,7 @@ from service.settings import DecodeSettings
 EXPERTS = ".mlp.experts."
 """In the names of what ranks share out."""
 RESERVE = ("graphs and workspaces", "steps")
-"""The parts that a node's reserve for activations is for."""
+"""The parts that a node's reserve for activations is for; its runner's counts of tokens are in them too."""
 
 
 class MemoryByPart:
@@ -60,7 +60,10 @@ def planned_pools(settings: DecodeSettings, spec: ModelSpec, totals: SlotCounts)
     }
     demand = device_demand(settings.model_copy(update=sizes), spec)
     fixed = dict(demand.fixed)
-    plan = {"tables": fixed.pop("per-request tables"), "reserve": fixed.pop("reserve for activations")}
+    plan = {
+        "tables": fixed.pop("per-request tables"),
+        "reserve": fixed.pop("reserve for activations") + fixed.pop("counts of tokens"),
+    }
     plan["pools"] = sum(fixed.values()) + totals.device * demand.bytes_per_token
     return {part: num_bytes / 1e9 for part, num_bytes in plan.items()}
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import assert_never
 
 import msgspec
+import numpy as np
 import torch
 
 from api.sampling_defaults import SamplingDefaults
@@ -56,6 +57,7 @@ from service.engine_messages import (
     GenerateGroup,
     ReleaseQuarantine,
     Shutdown,
+    unpack_token_ids,
 )
 from service.engine_process import run_engine_process
 from service.engine_sockets import EngineSocket
@@ -293,12 +295,15 @@ class DecodeEngine:
         self.lifecycle.refresh_queue(now)
 
     def _generate(self, message: GenerateGroup, now: float) -> None:
-        """A prompt comes with its tokens where prefixes are held."""
+        """A prompt comes with its tokens where prefixes are held, or a sample's draws depend on them."""
         prompt_keys = None
         if message.prompt and not self._settings.disable_held_prefixes:
             prompt_keys = PromptKeys.of(self._prefix_identity, message.prompt, self.limits.page_size)
+        token_ids = None
+        if message.prompt and any(sample.sampling.needs_prompt for sample in message.samples):
+            token_ids = np.flatnonzero(np.bincount(unpack_token_ids(message.prompt))).astype(np.int32)
         for sample in message.samples:
-            self.lifecycle.generate(sample, now, prompt_keys)
+            self.lifecycle.generate(sample, now, prompt_keys, token_ids)
 
     def _plan(self, now: float) -> None:
         if self._in_flight is not None and not self._may_follow(self._in_flight):

@@ -24,6 +24,7 @@ from decode_node.device_step import DeviceStep
 from decode_node.hot_buffers import HotBuffers
 from decode_node.micro_batches import NUM_MICRO_BATCHES, MicroBatches
 from decode_node.request import Request
+from decode_node.row_counts import RowCounts
 from decode_node.step_buffers import StepBuffers, StepInputs
 from decode_node.steps import (
     Launched,
@@ -69,10 +70,11 @@ class GraphRunner:
         self._backup_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._inputs = StepInputs.create(max_reqs, self._max_new, device)
         self._rows = DeviceRows.create(hot_buffers.state.num_rows, self._max_new, device)
+        self._counts = RowCounts(hot_buffers.state.num_rows, model.spec.vocab_size, device)
         self._verifier: Verifier | None = None
         if self._max_new > 1:
             self._verifier = Verifier(
-                model, hot_buffers, kernels, self._inputs, self._rows, max_reqs=max_reqs
+                model, hot_buffers, kernels, self._inputs, self._rows, self._counts, max_reqs=max_reqs
             )
         is_pinned = device.type == "cuda"
         self._buffers = [
@@ -96,6 +98,7 @@ class GraphRunner:
     @torch.inference_mode()  # as the capture, whose results are written to
     def launch(self, batch: Sequence[Request], step: NodeStep) -> Launched:
         check_slots(batch)
+        self._counts.count(batch, self._rows.tokens)
         buffers = self._buffers[self._num_launched % 2]
         self._num_launched += 1
         unread = [request.num_in_flight > 0 and self._has_verified for request in batch]
@@ -129,6 +132,7 @@ class GraphRunner:
             [request.sampling for request in batch],
             [next_index(request) for request in batch],
             self._model.spec.eos_token_ids,
+            counts=self._counts.of(batch),
         )
         outputs.results[:num_reqs, 0] = sampled.token_ids
         self._rows.tokens[self._inputs.req_rows[:num_reqs]] = sampled.token_ids

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +90,8 @@ class Request:
     """Why this request cannot be dense; empty when it can."""
     is_speculative: bool = True
     """Whether its steps may verify drafts."""
+    prompt_token_ids: NDArray[np.int32] | None = None
+    """Each that the prompt has, once, where draws depend on them."""
 
     # From LANDING on.
     mode: Mode = Mode.HISPARSE
@@ -138,6 +141,11 @@ class Request:
     """Of the rows it had before; ``row_counters`` are those of the present one."""
     row_counters: tuple[int, int, int] = (0, 0, 0)
     num_retractions: int = 0
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        """Whether its tokens have to be counted: asked for each step."""
+        return self.sampling.changes_logits
 
     @property
     def life_tokens(self) -> int:

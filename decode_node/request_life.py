@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from decode_node.held_prefixes import KV_POOL, PromptKeys
 from decode_node.hot_buffers import HotBuffers
@@ -84,8 +86,15 @@ class RequestLife:
 
     # --- from the front ---------------------------------------------------------------------------
 
-    def generate(self, message: Generate, now: float, prompt_keys: PromptKeys | None = None) -> None:
-        """Take a request in, or answer at once why not. ``prompt_keys``: None when nothing is held for it."""
+    def generate(
+        self,
+        message: Generate,
+        now: float,
+        prompt_keys: PromptKeys | None = None,
+        prompt_token_ids: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Take a request in, or answer at once why not. ``prompt_keys``: None when nothing is held for it;
+        ``prompt_token_ids``: None when no draw depends on which the prompt has."""
         num_prompt_tokens = message.num_prompt_tokens
         # The last output token may be the one past the context's end: its KV is never computed.
         max_new_tokens = min(message.sampling.max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens)
@@ -100,12 +109,15 @@ class RequestLife:
             deadline=now + self.contact_timeout_secs,
             prompt_keys=prompt_keys,
             is_speculative=message.is_speculative,
+            prompt_token_ids=prompt_token_ids if message.sampling.needs_prompt else None,
         )
         error = ""
         if not 1 <= num_prompt_tokens <= self.limits.max_context:
             error = f"the prompt has {num_prompt_tokens} tokens; allowed are 1 to {self.limits.max_context}"
         elif max_new_tokens < 1:
             error = f"max_new_tokens is {max_new_tokens}; it must be at least 1"
+        elif message.sampling.needs_prompt and prompt_token_ids is None:
+            error = "repetition_penalty needs the prompt, which did not come with the request"
         error = error or refusal(self.limits, request)
         try:
             if not error:

@@ -11,6 +11,7 @@ from decode_node.drafting import num_accepted
 from decode_node.graph_runner import GraphRunner
 from decode_node.hot_buffers import HotBuffers
 from decode_node.request import Request
+from decode_node.row_counts import RowCounts
 from decode_node.steps import (
     Done,
     Launched,
@@ -37,6 +38,7 @@ class HostRunner:
         self._model = model
         self._hot_buffers = hot_buffers
         self._kernels = kernels
+        self._counts = RowCounts(hot_buffers.state.num_rows, model.spec.vocab_size, hot_buffers.device)
 
     def would_split(self, batch: Sequence[Request]) -> bool:
         return False
@@ -45,6 +47,7 @@ class HostRunner:
         if not batch:
             return Done(batch, self._take_part(step))
         check_slots(batch)
+        self._counts.count(batch)
         if step.num_new > 1:
             return Done(batch, self._verify(batch, step))
         take_drafts(batch, 1, self._hot_buffers)
@@ -57,6 +60,7 @@ class HostRunner:
             [request.sampling for request in batch],
             [next_index(request) for request in batch],
             self._model.spec.eos_token_ids,
+            counts=self._counts.of(batch),
         )
         rows = self._row_results(batch)
         return Done(batch, step_result([[one] for one in token_ids], [[one] for one in logprobs], rows))
@@ -91,6 +95,7 @@ class HostRunner:
             [batch[req].sampling for req, _ in rows],
             [next_index(batch[req]) + row for req, row in rows],
             model.spec.eos_token_ids,
+            counts=self._counts.of([batch[req] for req, _ in rows], [drafts[req][:row] for req, row in rows]),
         )
         drawn: list[list[int]] = [[] for _ in batch]
         of_drawn: list[list[TokenLogprob | None]] = [[] for _ in batch]

@@ -13,6 +13,7 @@ from decode_node.scheduler import Limits
 from kernels.device_memory import DeviceMemory, PoolDemand
 from kernels.gpu_sizes import check_swap_in_sizes
 from model.spec import ModelSpec
+from model.token_counts import TokenCounts
 from service.settings import DecodeSettings
 
 AUX_SLOTS_PER_ROW = 4
@@ -25,7 +26,7 @@ for themselves, so what all of them have together may be twice the host pool."""
 
 BASE_RESERVE_BYTES = 1 << 30
 """For activations: workspaces of libraries, buffers of the layers, the memory of CUDA graphs."""
-LOGIT_COPIES = 4
+LOGIT_COPIES = 5
 """Float32 rows of the vocabulary that sampling holds for a request at a time."""
 
 
@@ -148,6 +149,7 @@ def device_demand(settings: DecodeSettings, spec: ModelSpec) -> PoolDemand:
             "indexer keys" + (" of the host pool" if follows else ""): key_bytes * index_tokens,
             "scratch pages": page_size * (item_bytes + key_bytes),
             "per-request tables": table_bytes(settings, spec),
+            "counts of tokens": TokenCounts.num_bytes(settings.max_running_requests, spec.vocab_size),
             "reserve for activations": reserve_bytes(settings, spec),
         },
         bytes_per_token=item_bytes + (key_bytes if follows else 0),

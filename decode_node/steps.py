@@ -140,5 +140,5 @@ def next_index(request: Request) -> int:
 def is_plain_greedy(request: Request) -> bool:
     """Whether its next token is that of the largest logit, and nobody asks for more than that."""
     params = request.sampling
-    is_free = next_index(request) >= params.min_new_tokens
+    is_free = next_index(request) >= params.min_new_tokens and not request.changes_logits
     return params.temperature == 0 and params.num_logprobs is None and is_free

@@ -17,6 +17,7 @@ from decode_node.device_rows import DeviceRows
 from decode_node.device_step import DeviceStep
 from decode_node.hot_buffers import HotBuffers
 from decode_node.request import Request
+from decode_node.row_counts import RowCounts
 from decode_node.step_buffers import StepBuffers, StepInputs
 from decode_node.steps import StepResult, is_plain_greedy, next_index, step_result
 from model.attention_kernels import AttentionKernels
@@ -35,6 +36,7 @@ class Verifier:
         kernels: AttentionKernels,
         inputs: StepInputs,
         rows: DeviceRows,
+        counts: RowCounts,
         *,
         max_reqs: int,
     ) -> None:
@@ -43,6 +45,7 @@ class Verifier:
         self._kernels = kernels
         self._inputs = inputs
         self._rows = rows
+        self._counts = counts
         self._max_new = hot_buffers.state.max_new
         self._drawn = _Drawn.create(model, max_reqs * self._max_new)
         self._graphs: dict[int, dict[int, _Graphs]] = {}
@@ -133,6 +136,7 @@ class Verifier:
             [batch[req].sampling for req, _ in rows],
             [next_index(batch[req]) + row for req, row in rows],
             self._model.spec.eos_token_ids,
+            counts=self._counts.of([batch[req] for req, _ in rows], [drafts[req][:row] for req, row in rows]),
         )
         drawn.token_ids[rows_dev] = sampled.token_ids
         return sampled

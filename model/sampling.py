@@ -1,4 +1,5 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, seeds, logprobs, and when a request is finished.
+"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, seeds, logprobs, and when a request is
+finished. Penalties and biases come first (``token_counts.py``).
 
 A row's outcome depends on its own logits, settings and output index only, never on the rest of the batch,
 and a seeded draw is a function of (seed, output index, logits), up to the rounding of float64: whichever node
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.selection import ranked_topk
+from model.token_counts import CountedRows, to_device
 from vocabulary import FinishReason, SamplingParams, TokenLogprob
 
 _DRAW_BITS = 53
@@ -62,9 +64,13 @@ def sample(
     params: Sequence[SamplingParams],
     num_generated: Sequence[int],
     eos_token_ids: Sequence[int],
+    *,
+    counts: CountedRows | None = None,
 ) -> tuple[list[int], list[TokenLogprob | None]]:
     """One token for each row, with its logprobs where they are asked for; see ``enqueue_sample``."""
-    sampled = enqueue_sample(logits, params, num_generated, eos_token_ids)
+    if counts is None and any(param.changes_logits for param in params):
+        raise ValueError("sample: params with penalties or biases, and no counts")
+    sampled = enqueue_sample(logits, params, num_generated, eos_token_ids, counts=counts)
     token_ids: list[int] = sampled.token_ids.tolist()  # waits for the device, and so for the logprobs
     return token_ids, sampled.read_logprobs(token_ids)
 
@@ -74,26 +80,29 @@ def enqueue_sample(
     params: Sequence[SamplingParams],
     num_generated: Sequence[int],
     eos_token_ids: Sequence[int],
+    *,
+    counts: CountedRows | None = None,
 ) -> Sampled:
     """``sample`` on the logits' device and current stream, without waiting.
 
     ``logits``: float32 [num_reqs, vocab_size], not changed; ``num_generated``: output tokens of each
-    request so far, which is the index of the token drawn now. Logprobs are those of the unscaled, unmasked
-    logits.
+    request so far, which is the index of the token drawn now. ``counts``: needed where params change logits.
+    Logprobs are those of the logits as they came: unscaled, unmasked, without penalties and biases.
     """
     if not len(params) == len(num_generated) == logits.shape[0]:
         raise ValueError(
             f"sample: {logits.shape[0]} rows of logits, {len(params)} params, "
             f"{len(num_generated)} output lengths"
         )
-    masked = _forbid_early_stop(logits, params, num_generated, eos_token_ids)
+    changed = logits if counts is None else counts.change(logits, params)
+    masked = _forbid_early_stop(changed, params, num_generated, eos_token_ids)
     token_ids = masked.argmax(dim=-1)
     drawn: dict[bool, list[int]] = defaultdict(list)
     for row, param in enumerate(params):
         if param.temperature > 0:
             drawn[0 < param.top_k < logits.shape[1] or param.top_p < 1].append(row)
     for is_cut, rows in drawn.items():
-        rows_dev = _to_device(rows, logits.device)
+        rows_dev = to_device(rows, logits.device)
         token_ids[rows_dev] = _draw(
             masked[rows_dev], [params[row] for row in rows], [num_generated[row] for row in rows], is_cut
         )
@@ -131,7 +140,7 @@ def _forbid_early_stop(
         forbidden += sorted(ending)
     if not rows:
         return logits
-    where = (_to_device(rows, logits.device), _to_device(forbidden, logits.device))
+    where = (to_device(rows, logits.device), to_device(forbidden, logits.device))
     return logits.index_put(where, logits.new_full((), float("-inf")))
 
 
@@ -141,12 +150,12 @@ def _draw(
     """int64 [num_rows]: drawn from softmax(logits / temperature), by inverting its sum.
 
     ``is_cut``: whether top_k or top_p of every row leaves tokens out; of none otherwise. Those of top_k are
-    left out first, then those of top_p. Of equal logits the lower id comes first.
+    left out first, then those of top_p, then those of min_p. Of equal logits the lower id comes first.
     """
     device, vocab_size = logits.device, logits.shape[1]
 
     def column(values: Sequence[float]) -> Tensor:
-        return _to_device(values, device, torch.float64)[:, None]
+        return to_device(values, device, torch.float64)[:, None]
 
     scaled = logits.double()
     # The largest logit is taken off before the division, so that a tiny temperature cannot overflow.
@@ -162,6 +171,8 @@ def _draw(
         # Kept: every token before which less than top_p has gathered, and always the likeliest.
         is_kept = (probs.cumsum(1) - probs < column([param.top_p for param in params])) | (rank == 0)
         probs = probs * is_kept
+    if any(param.min_p > 0 for param in params):
+        probs = probs * (probs >= column([param.min_p for param in params]) * probs.amax(1, keepdim=True))
     cumulative = probs.cumsum(1)
     uniform = column([_uniform(p.seed, index) for p, index in zip(params, output_indices, strict=True)])
     drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
@@ -188,17 +199,12 @@ def _enqueue_logprobs(
             rows_of[min(param.num_logprobs, logits.shape[1])].append(row)
     parts = []
     for num_logprobs, rows in rows_of.items():
-        rows_dev = _to_device(rows, logits.device)
+        rows_dev = to_device(rows, logits.device)
         logprobs = torch.log_softmax(logits[rows_dev], dim=-1)
         best, best_ids = ranked_topk(logprobs, num_logprobs)
         values = torch.cat((logprobs.gather(1, token_ids[rows_dev, None]), best), dim=1)
         parts.append(_Logprobs(rows, _to_host(best_ids), _to_host(values)))
     return tuple(parts)
-
-
-def _to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """[len(values)] on ``device``. From pinned memory: other copies wait for what the device is at."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _to_host(values: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from model.dsa import DsaModel
 from model.paged_kv import PagedKv, PagedRequest
 from model.prompt_scores import ScoredRows, score_rows
 from model.sampling import sample
+from model.token_counts import CountedRows, TokenCounts
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord
 from prefill_node.scheduler import Chunk
@@ -118,6 +119,7 @@ class PromptRunner:
             [_sampling(record) for record, _ in whole],
             [0] * len(whole),
             self._model.spec.eos_token_ids,
+            counts=_counts([record for record, _ in whole], logits),
         )
         rows: ScoredRows | None = None
         if scored and hidden is not None:
@@ -240,3 +242,18 @@ def _sampling(record: RoomRecord) -> SamplingParams:
     if record.request is None:
         raise ValueError(f"room {record.room} has no request to sample for")
     return record.request.sampling
+
+
+def _counts(whole: Sequence[RoomRecord], logits: Tensor) -> CountedRows | None:
+    """Of prompts without output, for those first tokens that depend on more than logits [num_whole, vocab].
+
+    Made for this forward: no other draws for these rooms.
+    """
+    changing = [record for record in whole if _sampling(record).changes_logits]
+    if not changing:
+        return None
+    table = TokenCounts.create(len(changing), logits.shape[1], logits.device)
+    row_of = {record.room: row for row, record in enumerate(changing)}
+    for record in changing:
+        table.start(row_of[record.room], _sampling(record), record.token_ids)
+    return CountedRows(table, [row_of.get(record.room, 0) for record in whole])

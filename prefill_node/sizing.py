@@ -12,8 +12,8 @@ TOKEN_RESERVE_BYTES = 512 << 10
 """For activations of one token of a chunk: queries of 128 heads of 576 numbers, twice, and what is less."""
 MAX_INDEXER_BYTES = 1 << 30
 """For the scores of the indexer, which come in blocks of queries where they would be more."""
-LOGIT_COPIES = 4
-"""Float32 rows of the vocabulary that sampling holds for a request at a time."""
+LOGIT_COPIES = 6
+"""Float32 rows of the vocabulary that sampling holds for a request at a time, counts of tokens with them."""
 
 
 class PrefillSettingsError(ValueError):

@@ -57,7 +57,7 @@ class GenerateGroup(Struct, frozen=True, tag="generate"):
 
     samples: tuple[Generate, ...]
     prompt: bytes = b""
-    """As of ``pack_token_ids``; empty for a decode engine that holds no prefixes."""
+    """As of ``pack_token_ids``; empty for a decode engine that holds no prefixes, if no draw needs it."""
 
 
 class Abort(Struct, frozen=True, tag="abort"):

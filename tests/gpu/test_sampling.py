@@ -1,13 +1,17 @@
-"""Sampling on the GPU: the tokens and logprobs of the CPU, and no wait for the device."""
+"""Sampling on the GPU: the tokens and logprobs of the CPU, penalties too, and no wait for the device."""
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
-from model.sampling import enqueue_sample, sample
+from model.sampling import Sampled, enqueue_sample, sample
+from model.token_counts import CountedRows, TokenCounts, to_device
 from tests.gpu.support import no_waiting
-from vocabulary import SamplingParams
+from vocabulary import SamplingParams, pack_logit_bias
 
 pytestmark = [
     pytest.mark.I5,
@@ -24,6 +28,16 @@ CHOICES: list[dict[str, object]] = [
     {"top_p": 0.9},
     {"top_k": 40, "num_logprobs": 0},
     {"temperature": 0.7, "top_k": 100, "top_p": 0.5, "num_logprobs": 3},
+    {"temperature": 0.7, "min_p": 0.02},
+    {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1},
+]
+PENALTIES: list[dict[str, object]] = [
+    {"temperature": 0.0, "frequency_penalty": 0.5, "presence_penalty": -0.25},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "min_new_tokens": 99, "stop_token_ids": (7, 9)},
+    {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 0.8, "frequency_penalty": -1.0},
+    {"temperature": 1.0, "logit_bias": pack_logit_bias([(each, each % 7 - 3.0) for each in range(90)])},
+    {"temperature": 0.0, "logit_bias": pack_logit_bias([(0, 100.0), (5, -100.0)]), "num_logprobs": 1},
+    {"temperature": 0.0},
 ]
 
 
@@ -54,3 +68,56 @@ def test_enqueueing_does_not_wait_for_the_device() -> None:
     with no_waiting():
         sampled = enqueue_sample(logits, params, indices, EOS)
     assert len(sampled.token_ids.tolist()) == len(CHOICES)
+
+
+@pytest.mark.parametrize("vocab_size", [101, 129_280])
+def test_penalties_and_biases_are_those_of_the_cpu(vocab_size: int) -> None:
+    """More rows than are changed at a time, drafts with some, rows of the table in another order."""
+    num_rows = 150
+    numbers = random.Random(vocab_size)
+    logits = torch.randn((num_rows, vocab_size), generator=torch.Generator().manual_seed(1)) * 4
+    params = [
+        SamplingParams(max_new_tokens=9, seed=row, **PENALTIES[row % len(PENALTIES)])  # type: ignore[arg-type]
+        for row in range(num_rows)
+    ]
+    likely = logits.topk(20).indices.tolist()
+    prompts, outputs, drafts = (
+        [[numbers.choice(of_row) for _ in range(numbers.randrange(most))] for of_row in likely]
+        for most in (50, 30, 4)
+    )
+    order = numbers.sample(range(num_rows), num_rows)
+    indices = [len(output) + len(of_row) for output, of_row in zip(outputs, drafts, strict=True)]
+    drawn, changed = [], []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        table = TokenCounts.create(num_rows, vocab_size, device)
+        for row in range(num_rows):
+            table.start(order[row], params[row], np.array(prompts[row], np.int32))
+        rows = [order[row] for row in range(num_rows) for _ in outputs[row]]
+        token_ids = [token_id for output in outputs for token_id in output]
+        table.add(to_device(rows, device), to_device(token_ids, device))
+        counts = CountedRows(table, order, drafts)
+        drawn.append(sample(logits.to(device), params, indices, EOS, counts=counts)[0])
+        changed.append(counts.change(logits.to(device), params).cpu())
+    torch.testing.assert_close(*changed, rtol=1e-6, atol=1e-5)
+    assert drawn[0] == drawn[1]
+    assert drawn[0] != logits.argmax(dim=1).tolist()
+
+
+def test_counting_and_penalties_do_not_wait_for_the_device() -> None:
+    device = torch.device("cuda")
+    logits = torch.randn((len(PENALTIES), 1000), device=device)
+    params = [SamplingParams(max_new_tokens=9, **choice) for choice in PENALTIES]  # type: ignore[arg-type]
+    rows = list(range(len(PENALTIES)))
+    table = TokenCounts.create(len(PENALTIES), 1000, device)
+
+    def draw() -> Sampled:
+        for row in rows:
+            table.start(row, params[row], np.arange(50, dtype=np.int32))
+        table.add(to_device(rows, device), to_device(rows, device))
+        counts = CountedRows(table, rows, [[1, 2]] * len(rows))
+        return enqueue_sample(logits, params, rows, EOS, counts=counts)
+
+    draw()  # what is allocated first may wait
+    with no_waiting():
+        sampled = draw()
+    assert len(sampled.token_ids.tolist()) == len(PENALTIES)

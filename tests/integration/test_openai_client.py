@@ -85,6 +85,17 @@ def test_streaming_gives_the_same_text(client: openai.OpenAI, hisparse: bool | s
     assert usage.model_dump()["hisparse"]["mode"] in ("hisparse", "dense")
 
 
+def test_a_bias_forces_a_token_and_a_penalty_ends_its_repetition(client: openai.OpenAI) -> None:
+    forced = complete(client, logit_bias={"77": 100})
+    assert forced.choices[0].text == "M" * 12
+    varied = complete(client, logit_bias={"77": 3, "78": 3}, frequency_penalty=2, presence_penalty=2)
+    assert varied.choices[0].text.count("M") < 12
+    with pytest.raises(openai.BadRequestError, match=r"logit_bias.77: 101 must be at most 100"):
+        complete(client, logit_bias={"77": 101})
+    with pytest.raises(openai.BadRequestError, match=r"presence_penalty: 3 must be at most 2"):
+        complete(client, presence_penalty=3)
+
+
 def test_chat(client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "What is a page?"}]
     options: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 10}

@@ -16,6 +16,7 @@ import pytest
 from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 from checkpoints.oracle import greedy_tokens
 from tests.integration.harness import Deployment, deployment
+from tests.unit.decode_node.penalties_support import penalized_tokens
 from tests.unit.decode_node.support import random_prompt
 
 NUM_NEW = 32
@@ -95,6 +96,42 @@ def test_a_seed_gives_one_text_with_drafts_and_without(pair: Deployment) -> None
         for shift, speculative in enumerate((True, False, True))
     ]
     assert texts[1:] == texts[:1] * 2
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("pair", [1], indirect=True)
+def test_penalties_and_biases_give_the_oracle_s_tokens_with_drafts_and_without(
+    pair: Deployment, checkpoint: Path
+) -> None:
+    settings: list[dict[str, Any]] = [
+        {"frequency_penalty": 0.3},
+        {"repetition_penalty": 1.9, "presence_penalty": -0.5},
+        {"repetition_penalty": 0.7, "frequency_penalty": 1.5},
+        {"presence_penalty": 2.0, "logit_bias": ((65, 4.0), (101, -100.0))},
+    ]
+    prompts = PROMPTS[1:5]
+    starts = [(prompt, (), setting) for prompt, setting in zip(prompts, settings, strict=True)]
+    expected = penalized_tokens(checkpoint, starts, NUM_NEW)
+    assert expected != greedy_tokens(checkpoint, prompts, NUM_NEW)
+
+    def ask(number: int, hisparse: bool, speculative: bool) -> list[int]:
+        biases = {str(token_id): bias for token_id, bias in settings[number].get("logit_bias", ())}
+        params = settings[number] | {"logit_bias": biases}
+        answer = generate(pair.url, prompts[number], hisparse, params=params, speculative=speculative)
+        output_ids: list[int] = answer["output_ids"]
+        return output_ids
+
+    with ThreadPoolExecutor(16) as threads:
+        asked = [
+            [threads.submit(ask, number, hisparse, speculative) for number in range(len(prompts))]
+            for hisparse in (True, False)
+            for speculative in (True, False)
+        ]
+        beside = threads.submit(generate, pair.url, PROMPTS[5], "auto")
+        assert [[one.result() for one in each] for each in asked] == [expected] * 4
+        assert [beside.result()["output_ids"]] == greedy_tokens(checkpoint, PROMPTS[5:6], NUM_NEW)
+    forced = generate(pair.url, PROMPTS[2], True, params={"logit_bias": {"77": 100}})
+    assert forced["output_ids"] == [77] * NUM_NEW
 
 
 @pytest.mark.I5

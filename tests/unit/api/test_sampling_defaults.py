@@ -21,7 +21,7 @@ from tests.unit.api.tiny_tokenizer import write_checkpoint
 from vocabulary import CheckpointError
 
 GLM = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "eos_token_id": [1, 2]}
-OURS = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=40)
+OURS = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=40, min_p=0.05, repetition_penalty=1.1)
 MINIMAL: dict[Endpoint, dict[str, Any]] = {
     Endpoint.COMPLETIONS: {"prompt": "hi", **ROOM},
     Endpoint.CHAT: {"messages": MESSAGES, **ROOM},
@@ -45,7 +45,8 @@ def write(directory: Path, content: object) -> Path:
         ({"temperature": 0, "top_k": 20}, SamplingDefaults(0.0, 1.0, 20)),
         ({"temperature": None, "top_p": None, "top_k": -1}, SamplingDefaults()),
         ({"do_sample": False, "temperature": 0.7}, SamplingDefaults(0.7)),
-        ({"repetition_penalty": 1.1, "min_p": 0.1}, SamplingDefaults()),
+        ({"repetition_penalty": 1.1, "min_p": 0.1}, SamplingDefaults(min_p=0.1, repetition_penalty=1.1)),
+        ({"repetition_penalty": None, "min_p": 0, "frequency_penalty": 1}, SamplingDefaults()),
         ({}, SamplingDefaults()),
     ],
 )
@@ -68,6 +69,8 @@ def test_without_the_file_they_are_openais(tmp_path: Path) -> None:
         ({"top_p": 0}, "top_p: 0 must be above 0; correct it"),
         ({"top_p": 1.5}, "top_p: 1.5 must be at most 1; correct it"),
         ({"top_k": 2.5}, "top_k: 2.5 must be an integer; correct it"),
+        ({"min_p": 1.5}, "min_p: 1.5 must be at most 1; correct it"),
+        ({"repetition_penalty": 0}, "repetition_penalty: 0 must be above 0; correct it"),
     ],
 )
 def test_what_is_no_use_is_refused(tmp_path: Path, content: object, reason: str) -> None:
@@ -99,16 +102,17 @@ def test_the_option_turns_them_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("endpoint", Endpoint)
 def test_a_request_that_does_not_say_gets_them(endpoint: Endpoint) -> None:
-    def options(**said: Any) -> tuple[float, float, int]:
+    def options(**said: Any) -> tuple[float, ...]:
         body = MINIMAL[endpoint] | ({"sampling_params": said} if endpoint is Endpoint.GENERATE else said)
         (found,) = parse_request(endpoint, json.dumps(body).encode(), "tiny", OURS).options
-        return found.temperature, found.top_p, found.top_k
+        return found.temperature, found.top_p, found.top_k, found.min_p, found.repetition_penalty
 
-    assert options() == (0.6, 0.95, 40)
-    assert options(temperature=None) == (0.6, 0.95, 40)
-    assert options(temperature=0) == (0.0, 0.95, 40)
-    assert options(top_p=1) == (0.6, 1.0, 40)
-    assert options(top_k=-1) == options(top_k=0) == (0.6, 0.95, 0)
+    assert options() == (0.6, 0.95, 40, 0.05, 1.1)
+    assert options(temperature=None) == (0.6, 0.95, 40, 0.05, 1.1)
+    assert options(temperature=0) == (0.0, 0.95, 40, 0.05, 1.1)
+    assert options(top_p=1) == (0.6, 1.0, 40, 0.05, 1.1)
+    assert options(top_k=-1) == options(top_k=0) == (0.6, 0.95, 0, 0.05, 1.1)
+    assert options(min_p=0, repetition_penalty=1) == (0.6, 0.95, 40, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -120,10 +124,13 @@ def test_both_kinds_of_nodes_hand_them_to_their_engine(role: str, tmp_path: Path
             "temperature": 0.6,
             "top_p": 0.95,
             "top_k": 40,
+            "min_p": 0.05,
+            "repetition_penalty": 1.1,
         }
         for generate in node.engine.generates:
             sampling = generate.sampling
             assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.95, 40)
+            assert (sampling.min_p, sampling.repetition_penalty) == (0.05, 1.1)
 
     async def main() -> None:
         script = deliver if role == "prefill" else say("abcde")
@@ -136,4 +143,4 @@ def test_both_kinds_of_nodes_hand_them_to_their_engine(role: str, tmp_path: Path
 
 def test_nodes_compare_what_differs_from_openais() -> None:
     assert str(SamplingDefaults()) == ""
-    assert str(OURS) == "temperature 0.6, top_p 0.95, top_k 40"
+    assert str(OURS) == "temperature 0.6, top_p 0.95, top_k 40, min_p 0.05, repetition_penalty 1.1"

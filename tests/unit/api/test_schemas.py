@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from api.bodies import BODIES
 from api.openapi import openapi_document
 from api.prompts import ChatPrompt
-from api.requests import Limits, SampleRequest, plan_samples
+from api.requests import Limits, SampleRequest, grouped, plan_samples
 from api.schemas import ApiRequest, Endpoint, derive_room, parse_request
 from api.text_codec import TextCodec
 from service.engine_messages import WantedScores, pack_token_ids, unpack_token_ids
 from service.http_errors import ApiError
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH
 from tests.unit.api.tiny_tokenizer import BOS, make_tokenizer
-from vocabulary import HisparseFlag
+from vocabulary import HisparseFlag, pack_logit_bias
 
 MODEL = "tiny"
 ROOM: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9000, "bootstrap_room": 7}
@@ -203,22 +203,6 @@ def test_sglang_sampling() -> None:
     assert (first.generate.sampling.seed, second.generate.sampling.seed) == (4, 5)
 
 
-@pytest.mark.parametrize("endpoint", Endpoint)
-def test_penalties_and_biases_reach_the_engine(endpoint: Endpoint) -> None:
-    said = {
-        "min_p": 0.25, "presence_penalty": -2, "frequency_penalty": 1.5, "repetition_penalty": 1.25,
-        "logit_bias": {"5": -100, "7": 0, "0": 2.5},
-    }  # fmt: skip
-    changes = {"sampling_params": said} if endpoint is Endpoint.GENERATE else said
-    sampling = plan(parse(endpoint, **changes))[0].generate.sampling
-    assert (sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.25, -2.0, 1.5)
-    assert sampling.repetition_penalty == 1.25
-    assert sorted(sampling.logit_bias) == [(0, 2.5), (5, -100.0)]
-    bare = plan(parse(endpoint))[0].generate.sampling
-    assert (bare.min_p, bare.presence_penalty, bare.frequency_penalty) == (0.0, 0.0, 0.0)
-    assert (bare.repetition_penalty, bare.logit_bias) == (1.0, ())
-
-
 def test_sampling_params_of_each_prompt() -> None:
     request = generate(
         text=["a", "b"], sampling_params=[{"n": 2, "max_new_tokens": 1}, {"max_new_tokens": 2}],
@@ -237,6 +221,37 @@ def test_floats_that_were_rounded_to_float32_pass() -> None:
 
     request = completion(temperature=rounded(0.7), top_p=rounded(0.95), presence_penalty=0.0)
     assert request.options[0].top_p == pytest.approx(0.95)
+
+
+def test_penalties_and_biases_of_all_dialects() -> None:
+    said = {
+        "presence_penalty": -2,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+        "min_p": 0.1,
+        "logit_bias": {"5": -100, "7": 0.5, "6": 0},
+    }
+    for request in (completion(**said), chat(**said), generate(sampling_params=said)):
+        for sample in plan(request):
+            sampling = sample.generate.sampling
+            assert sampling.presence_penalty == -2
+            assert sampling.frequency_penalty == 0.5
+            assert sampling.repetition_penalty == 1.2
+            assert sampling.min_p == 0.1
+            assert sampling.logit_bias == pack_logit_bias([(5, -100.0), (7, 0.5)])
+            assert sampling.changes_logits
+    (sample,) = plan(completion(min_p=0.1, repetition_penalty=1.0, logit_bias={"6": 0}))
+    assert not sample.generate.sampling.changes_logits
+
+
+def test_a_prompt_goes_to_the_engine_that_needs_it() -> None:
+    def prompts(with_prompts: bool, **said: Any) -> list[bytes]:
+        return [group.prompt for group in grouped(plan(completion(n=2, **said)), with_prompts=with_prompts)]
+
+    (prompt,) = prompts(True)
+    assert prompts(False) == [b""]
+    assert prompts(False, presence_penalty=1, logit_bias={"5": 1}) == [b""]
+    assert prompts(False, repetition_penalty=1.1) == prompts(True, repetition_penalty=1.1) == [prompt]
 
 
 # --- rooms -----------------------------------------------------------------------------------------
@@ -732,6 +747,7 @@ TOO_LONG = [
     ({"prompt": ["a", "x" * 300]}, "prompt[1]: the prompt has 300 tokens"),
     ({"prompt": [1, 2, 100000]}, "prompt[2]: 100000 is no token id: the vocabulary has"),
     ({"stop_token_ids": [100000]}, "stop_token_ids: 100000 is no token id"),
+    ({"logit_bias": {"1": 1, "100000": 1}}, "logit_bias: 100000 is no token id: the vocabulary has"),
     ({"prompt": "x" * 200, "min_tokens": 5}, "min_tokens: 5 is above 1"),
     ({"messages": [{"role": "user", "content": LONG}]}, "messages: the prompt has"),
     ({"messages": [*MESSAGES, {"role": "system", "content": "x"}]}, "system must come first"),

@@ -36,7 +36,7 @@ from tests.unit.prefill_node.support import (
     wait_for,
 )
 from transfer.errors import TransferError
-from vocabulary import SamplingParams
+from vocabulary import SamplingParams, pack_logit_bias
 
 _rooms = iter(range(1000, 1_000_000))
 
@@ -211,6 +211,42 @@ def test_many_prompts_share_forwards_and_a_pool_that_holds_few(
     for number, (room, size) in enumerate(zip(rooms, sizes, strict=True)):
         first_token, _ = reference(engine, prompt(100 + number, size))
         assert peer.aux_record(bootstraps[room]).first_token == first_token
+
+
+@pytest.mark.I5
+def test_first_tokens_are_drawn_with_penalties_and_biases_beside_plain_ones(
+    engine: EngineThread, peer: DecodePeer
+) -> None:
+    """What is the likeliest is banned, or another one forced, or so much divided that it is no more."""
+    prompts = [prompt(300 + number, 11) for number in range(4)]
+    likeliest = [reference(engine, tokens)[0] for tokens in prompts]
+    seen = prompts[3]
+    settings: list[dict[str, Any]] = [
+        {
+            "logit_bias": pack_logit_bias([(likeliest[0], -100.0)]),
+            "frequency_penalty": 2.0,
+            "presence_penalty": 2.0,
+        },
+        {"presence_penalty": 2.0},
+        {"logit_bias": pack_logit_bias([(5, 100.0)])},
+        {"repetition_penalty": 0.01},
+    ]
+    rooms = [next(_rooms) for _ in prompts]
+    bootstraps = [
+        peer.bootstrap(room, 11, kv=(Extent(11 * number, 11),), aux_slot=number)
+        for number, room in enumerate(rooms)
+    ]
+    for room, tokens, setting in zip(rooms, prompts, settings, strict=True):
+        engine.generate(room, tokens, SamplingParams(4, temperature=0.0, **setting))
+    for _ in rooms:
+        peer.expect(RoomDone)
+        engine.expect(PrefillFinished)
+    first = [peer.aux_record(bootstrap).first_token for bootstrap in bootstraps]
+    assert first[0] != likeliest[0]
+    assert first[1] == likeliest[1], "there is no output yet"
+    assert first[2] == 5
+    assert first[3] in seen
+    assert likeliest[3] not in seen
 
 
 def test_logprobs_travel_in_the_aux_record(engine: EngineThread, peer: DecodePeer, room: int) -> None:

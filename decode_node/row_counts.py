@@ -1,0 +1,65 @@
+"""Owns the counts of tokens by req_row: which request a row's are of, and how much of its output is in them.
+
+A request is counted up to the newest token when a step is launched. What the host has read it counts from
+there; a token that is still in flight, from where the step before left it on the device. So a row that was
+another request's, or that a request comes back to, needs no word from those who move requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decode_node.request import Request
+from model.token_counts import CountedRows, TokenCounts, to_device
+
+
+class RowCounts:
+    """Of ``num_rows`` requests; those whose settings leave logits alone are never counted."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._table = TokenCounts.create(num_rows, vocab_size, device)
+        self._counted: dict[int, tuple[str, int]] = {}
+        """By row: whose output was counted, and how many tokens of it."""
+
+    def count(self, batch: Sequence[Request], in_flight: Tensor | None = None) -> None:
+        """Bring the rows of a step's requests up to date, before it is launched.
+
+        ``in_flight``: int64 by req_row, the token that each row's last step sampled, as far as it was not
+        read. Not for requests whose steps in flight verify drafts. Enqueues on the current stream.
+        """
+        rows: list[int] = []
+        token_ids: list[int] = []
+        rows_in_flight: list[int] = []
+        for request in batch:
+            if not request.changes_logits:
+                continue
+            row = request.req_row
+            request_id, num_counted = self._counted.get(row, ("", 0))
+            if request_id != request.request_id:
+                num_counted = 0
+                self._table.start(row, request.sampling, request.prompt_token_ids)
+            known = request.output_token_ids[num_counted:]
+            rows += [row] * len(known)
+            token_ids += known
+            rows_in_flight += [row] * request.num_in_flight
+            self._counted[row] = request.request_id, num_counted + len(known) + request.num_in_flight
+        if rows:
+            self._table.add(*to_device([rows, token_ids], self._device))
+        if rows_in_flight:
+            if in_flight is None:
+                raise RuntimeError(f"tokens of rows {rows_in_flight} are in flight, and nobody says which")
+            rows_dev = to_device(rows_in_flight, self._device)
+            self._table.add(rows_dev, in_flight[rows_dev])
+
+    def of(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]] = ()) -> CountedRows | None:
+        """For ``model.sampling``: of each row of logits the request, and the drafts before its position.
+
+        None when nobody is counted.
+        """
+        if not any(request.changes_logits for request in requests):
+            return None
+        return CountedRows(self._table, [request.req_row for request in requests], drafts)

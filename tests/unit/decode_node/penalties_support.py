@@ -1,0 +1,61 @@
+"""What transformers generates with penalties and biases, by their definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoints.oracle import LowestFirst, load
+
+
+class Penalties:
+    """As transformers calls it: counts in the ids as they are, for each token anew.
+
+    ``settings``: as of SamplingParams, but for biases, which are pairs.
+    """
+
+    def __init__(self, num_prompt_tokens: int, settings: dict[str, Any]) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._repetition = settings.get("repetition_penalty", 1.0)
+        self._frequency = settings.get("frequency_penalty", 0.0)
+        self._presence = settings.get("presence_penalty", 0.0)
+        self._biases = settings.get("logit_bias", ())
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        (text,), (values,) = input_ids.tolist(), scores.tolist()
+        output = text[self._num_prompt_tokens :]
+        for token_id in set(text):
+            values[token_id] *= 1 / self._repetition if values[token_id] > 0 else self._repetition
+        for token_id in set(output):
+            values[token_id] -= self._presence + self._frequency * output.count(token_id)
+        for token_id, bias in self._biases:
+            values[token_id] += bias
+        return torch.tensor([values])
+
+
+def penalized_tokens(
+    checkpoint: Path,
+    starts: Sequence[tuple[Sequence[int], Sequence[int], dict[str, Any]]],
+    num_new_tokens: int,
+) -> list[list[int]]:
+    """The likeliest ``num_new_tokens`` of each prompt, of which some may be given, with its settings."""
+    model = load(checkpoint)
+    texts = []
+    for prompt, given, settings in starts:
+        ids = torch.tensor([[*prompt, *given]])
+        with torch.no_grad(), LowestFirst():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_new_tokens - len(given),
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=None,
+                logits_processor=[Penalties(len(prompt), settings)],
+            )
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts

@@ -1,0 +1,332 @@
+"""Penalties and biases in decode steps: the tokens of transformers' ``generate`` with a processor that counts
+in loops, whatever rows, modes, drafts and steps in flight a request goes through (I5).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
+from checkpoints.oracle import greedy_tokens
+from decode_node.pools import Pools, SlotCounts
+from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.row_counts import RowCounts
+from decode_node.runner import make_runner
+from decode_node.scheduler import Exchange, StepPlan
+from protocol.messages import Room
+from service.engine_messages import Generate, GenerateGroup
+from tests.unit.decode_node.penalties_support import penalized_tokens
+from tests.unit.decode_node.speculation_support import (
+    MAX_DRAFTS,
+    NUM_NEW,
+    PROMPTS,
+    TOP_K,
+    MakeRunner,
+    by_turns,
+    drafts,
+    finish,
+    harness,
+    make_graph_runner,
+    num_drafts,
+)
+from tests.unit.decode_node.support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    Prompt,
+    load_checkpoint,
+)
+from vocabulary import HisparseFlag, SamplingParams, pack_logit_bias
+
+pytestmark = pytest.mark.I5
+
+VOCAB_SIZE = 11
+NUM_ROWS = 3
+
+PENALTIES: list[tuple[Prompt, dict[str, Any]]] = [
+    (PROMPTS[1], {"frequency_penalty": 0.1}),
+    (PROMPTS[2], {"frequency_penalty": 0.3}),
+    (PROMPTS[4], {"presence_penalty": 1.5, "logit_bias": ((65, 3.0), (66, -100.0), (0, 1.0))}),
+    (PROMPTS[5], {"repetition_penalty": 1.9}),
+    (PROMPTS[6], {"repetition_penalty": 0.5, "frequency_penalty": 1.8, "presence_penalty": -1.0}),
+    (PROMPTS[7], {"logit_bias": tuple((token_id, 4.0 - token_id % 9) for token_id in range(40, 90))}),
+]
+PENALIZED: list[tuple[Prompt, dict[str, Any]]] = [
+    (prompt, settings | {"logit_bias": pack_logit_bias(settings.get("logit_bias", ()))})
+    for prompt, settings in PENALTIES
+]
+MAKERS = pytest.mark.parametrize("make", [make_runner, make_graph_runner], ids=["host", "graph"])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    path = tmp_path_factory.mktemp("counts") / "v32"
+    write_checkpoint(path, "v32", draft_gain=LIKELY_DRAFTS)
+    return load_checkpoint(path, num_draft_layers=1)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
+    prompts = [prompt for prompt, _ in PENALIZED]
+    return dict(zip(prompts, greedy_tokens(checkpoint.path, prompts, NUM_NEW), strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint, plain: dict[Prompt, list[int]]) -> list[list[int]]:
+    """Behind the first token, which is the prefill double's and the likeliest."""
+    starts = [(prompt, (plain[prompt][0],), settings) for prompt, settings in PENALTIES]
+    texts = penalized_tokens(checkpoint.path, starts, NUM_NEW)
+    assert all(text != plain[prompt] for text, (prompt, _) in zip(texts, PENALIZED, strict=True))
+    return texts
+
+
+@pytest.fixture(scope="module")
+def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
+    with closing(PrefillDouble(checkpoint)) as double:
+        yield double
+
+
+@pytest.fixture(scope="module", params=[make_runner, make_graph_runner], ids=["host", "graph"])
+def node(
+    request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineHarness]:
+    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"), request.param)) as node:
+        yield node
+
+
+def generate_all(node: EngineHarness, double: PrefillDouble, **more: Any) -> list[Answer]:
+    return [
+        node.generate(double, prompt, NUM_NEW, by_turns(number), **settings, **more)
+        for number, (prompt, settings) in enumerate(PENALIZED)
+    ]
+
+
+@pytest.mark.parametrize("numbers", [(0,), (1,), (2,), (3,), (3, 0, 0, 1, 0, 2)])
+def test_tokens_equal_the_oracle_with_any_number_of_drafts_beside_plain_requests(
+    plain: dict[Prompt, list[int]],
+    expected: list[list[int]],
+    double: PrefillDouble,
+    node: EngineHarness,
+    numbers: tuple[int, ...],
+) -> None:
+    """Five times on the same node: rows have been others', with other settings."""
+    with drafts(node, *numbers):
+        beside = [node.generate(double, prompt, NUM_NEW) for prompt, _ in PENALIZED[:2]]
+        answers = generate_all(node, double)
+        finish(node, [*answers, *beside], double)
+    assert [answer.token_ids for answer in answers] == expected
+    assert [answer.token_ids for answer in beside] == [plain[prompt] for prompt, _ in PENALIZED[:2]]
+    drafted, accepted = (sum(column) for column in zip(*map(num_drafts, answers), strict=True))
+    assert (0 < accepted < drafted) == (max(numbers) > 0)
+
+
+@pytest.mark.parametrize("numbers", [(3,), (2, 0, 3)])
+def test_each_position_of_a_step_has_the_drafts_before_it(
+    expected: list[list[int]],
+    double: PrefillDouble,
+    node: EngineHarness,
+    numbers: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With drafts that are all right, so that whole steps count; texts repeat tokens as long as they may."""
+    take_drafts = Request.take_drafts
+    texts = {
+        (len(prompt), SamplingParams(NUM_NEW, temperature=0.0, ignore_eos=True, **settings)): text
+        for (prompt, settings), text in zip(PENALIZED, expected, strict=True)
+    }
+
+    def take_right_drafts(request: Request, max_drafts: int) -> list[int]:
+        text = texts[request.num_prompt_tokens, request.sampling]
+        request.draft_token_ids = text[len(request.output_token_ids) + request.num_in_flight :]
+        return take_drafts(request, max_drafts)
+
+    monkeypatch.setattr(Request, "take_drafts", take_right_drafts)
+    with drafts(node, *numbers):
+        answers = generate_all(node, double)
+        finish(node, answers, double)
+    assert [answer.token_ids for answer in answers] == expected
+    drafted, accepted = (sum(column) for column in zip(*map(num_drafts, answers), strict=True))
+    assert accepted == drafted > NUM_NEW
+
+
+def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(
+    double: PrefillDouble, node: EngineHarness
+) -> None:
+    texts = []
+    for number in range(MAX_DRAFTS + 1):
+        with drafts(node, number):
+            answers = generate_all(node, double, temperature=0.6, min_p=0.02, seed=3)
+            finish(node, answers, double)
+        texts.append([answer.token_ids for answer in answers])
+    assert texts[1:] == texts[:1] * MAX_DRAFTS
+
+
+def test_steps_without_drafts_overlap_and_count_what_nobody_has_read(
+    checkpoint: Checkpoint, expected: list[list[int]], double: PrefillDouble, tmp_path: Path
+) -> None:
+    in_flight = 0
+    with closing(harness(checkpoint, tmp_path, make_graph_runner, speculative_num_steps=0)) as node:
+        answers = generate_all(node, double)
+        while not all(answer.is_over for answer in answers):
+            node.turn(double)
+            in_flight += node.engine._in_flight is not None
+        finish(node, answers, double)
+    assert in_flight > NUM_NEW // 2
+    assert [answer.token_ids for answer in answers] == expected
+
+
+@MAKERS
+def test_a_row_keeps_nothing_of_the_request_before(
+    checkpoint: Checkpoint, expected: list[list[int]], double: PrefillDouble, tmp_path: Path, make: MakeRunner
+) -> None:
+    """One row, which all have in turn, and one of them twice in a row."""
+    with closing(harness(checkpoint, tmp_path, make, max_running_requests=1)) as node, drafts(node, 2, 0):
+        again = node.generate(double, PENALIZED[0][0], NUM_NEW, **PENALIZED[0][1])
+        answers = generate_all(node, double)
+        finish(node, [again, *answers], double)
+    assert again.token_ids == expected[0]
+    assert [answer.token_ids for answer in answers] == expected
+
+
+@MAKERS
+def test_hot_buffers_may_change_in_every_step(
+    checkpoint: Checkpoint, expected: list[list[int]], double: PrefillDouble, tmp_path: Path, make: MakeRunner
+) -> None:
+    sizes = cycle([TOP_K + 4, *(number * TOP_K + 4 for number in (2, 3, 4))])
+    with closing(harness(checkpoint, tmp_path, make)) as node, drafts(node, 3, 0):
+        engine = node.engine
+        answers = [
+            node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE, **settings)
+            for prompt, settings in PENALIZED
+        ]
+        while not all(answer.is_over for answer in answers):
+            node.turn(double)
+            engine._settle()
+            running = engine.requests.select(RequestState.RUNNING)
+            engine.lifecycle.carry_out(
+                StepPlan(exchanges=tuple(Exchange(each, next(sizes)) for each in running)), 0.0
+            )
+    assert [answer.token_ids for answer in answers] == expected
+
+
+@pytest.mark.I2
+@MAKERS
+def test_where_pages_and_slots_run_out(
+    checkpoint: Checkpoint, expected: list[list[int]], tmp_path: Path, make: MakeRunner
+) -> None:
+    """Dense requests are retracted, hot buffers shrink, drafts lack slots, somebody waits."""
+    with (
+        closing(PrefillDouble(checkpoint, page_size=4)) as double,
+        closing(
+            harness(
+                checkpoint,
+                tmp_path,
+                make,
+                page_size=4,
+                growth_tokens=1,
+                host_pool_tokens=1000,
+                device_pool_tokens=320,
+                max_running_requests=4,
+            )
+        ) as node,
+        drafts(node, 3, 3, 0, 1),
+    ):
+        answers = generate_all(node, double)
+        finish(node, answers, double)
+    assert [answer.token_ids for answer in answers] == expected
+    assert sum(answer.last.stats.num_retractions for answer in answers if answer.last and answer.last.stats)
+
+
+def test_repetition_penalty_without_the_prompt_is_an_error_and_no_other_text(
+    double: PrefillDouble, node: EngineHarness
+) -> None:
+    lacking = Answer()
+    node.answers["lacking"] = lacking
+    params = SamplingParams(max_new_tokens=4, repetition_penalty=1.5)
+    node.send(GenerateGroup((Generate("lacking", 77, 65, params, "127.0.0.1", double.port),)))
+    node.turn_until(lambda: lacking.is_over, double)
+    assert lacking.failure is not None
+    assert "repetition_penalty needs the prompt, which did not come" in lacking.failure.error
+
+
+# --- without an engine ---------------------------------------------------------------------------------
+
+
+def make_request(number: int, pools: Pools, generator: random.Random) -> Request:
+    prompt = [generator.randrange(VOCAB_SIZE) for _ in range(generator.randrange(1, 5))]
+    settings = generator.choice(({}, {"frequency_penalty": 0.5}, {"repetition_penalty": 0.5}))
+    request = Request(
+        request_id=str(number),
+        room=Room(number),
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(max_new_tokens=99, **settings),
+        flag=HisparseFlag.TRUE,
+        peer=PeerAddress("", 0),
+        arrived_at=0.0,
+        prompt_token_ids=np.unique(np.array(prompt, np.int32)),
+        holding=pools.reserve(Room(number), SlotCounts(req_row=1)),
+    )
+    request.output_token_ids.append(generator.randrange(VOCAB_SIZE))
+    return request
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_counts_are_of_the_row_s_present_request_up_to_its_newest_token(seed: int) -> None:
+    """Requests come, go, change rows, sit steps out, and have a token in flight, or none, or drafts."""
+    generator = random.Random(seed)
+    counts = RowCounts(NUM_ROWS, VOCAB_SIZE, torch.device("cpu"))
+    pools = Pools(SlotCounts(host=64, device=64, index=64, lookup=64, aux=1, req_row=NUM_ROWS), 64)
+    live: list[Request] = []
+    in_flight = torch.zeros(NUM_ROWS + 1, dtype=torch.int64)
+    num_checked = 0
+
+    def read(request: Request) -> None:
+        if request.num_in_flight:
+            request.num_in_flight = 0
+            request.output_token_ids.append(int(in_flight[request.req_row]))
+
+    for number in range(400):
+        for request in live:
+            if generator.random() < 0.3:
+                read(request)
+        if generator.random() < 0.1 and live:
+            pools.release(live.pop(generator.randrange(len(live))).owned)
+        if generator.random() < 0.1 and 0 < len(live) < NUM_ROWS:
+            moving = generator.choice(live)
+            read(moving)
+            given_up, moving.holding = moving.owned, pools.reserve(moving.room, SlotCounts(req_row=1))
+            pools.release(given_up)
+        if len(live) < NUM_ROWS:
+            live.append(make_request(number, pools, generator))
+        batch = [request for request in live if generator.random() < 0.8]
+        counts.count(batch, in_flight)
+        for request in batch:
+            text = list(request.output_token_ids)
+            text += [int(in_flight[request.req_row])] * request.num_in_flight
+            counted = counts.of([request])
+            assert (counted is not None) == request.changes_logits
+            if counted is not None:
+                row = counted.table.counts[counted.rows[0]]
+                assert request.prompt_token_ids is not None
+                prompt = request.prompt_token_ids.tolist() if request.sampling.needs_prompt else []
+                wanted = [text.count(each) + (each in prompt) * (1 << 30) for each in range(VOCAB_SIZE)]
+                assert row.tolist() == wanted
+                num_checked += 1
+            read(request)
+            in_flight[request.req_row] = generator.randrange(VOCAB_SIZE)
+            request.num_in_flight = 1
+            if generator.random() < 0.2:  # a step that verified drafts, and was read
+                read(request)
+                drafted = generator.randrange(4)
+                request.output_token_ids += [generator.randrange(VOCAB_SIZE) for _ in range(drafted)]
+    assert num_checked > 200
