@@ -29,7 +29,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {  # known field: the values that 
     "diagnostics": (),
     "inference_geo": (),
     "mcp_servers": ([],),
-    "output_format": (),
     "speed": ("standard",),
 }
 
@@ -149,10 +148,9 @@ def _may_call(fields: JsonFields) -> bool:
     choice = fields.nested("tool_choice")
     if choice is None:
         return True
-    if choice.raw("type") not in ("auto", "none"):
-        raise choice.invalid("type", 'must be "auto" or "none"; forcing a call is not supported')
-    choice.require_unset("disable_parallel_tool_use", False)
-    return choice.raw("type") == "auto"
+    if choice.raw("type") not in ("auto", "any", "tool", "none"):
+        raise choice.invalid("type", 'must be "auto", "any", "tool" or "none"')
+    return choice.raw("type") != "none"
 
 
 def _tools(fields: JsonFields) -> Iterator[Message]:
@@ -167,16 +165,17 @@ def _tools(fields: JsonFields) -> Iterator[Message]:
             function["description"] = tool.needed_text("description")
         if not isinstance(schema := tool.raw("input_schema"), dict):
             raise tool.invalid("input_schema", "must be a JSON schema, an object")
+        if tool.flag("strict"):
+            function["strict"] = True
         yield {"type": "function", "function": function | {"parameters": schema}}
 
 
 def _template_arguments(fields: JsonFields) -> dict[str, object]:
     """Thinking is switched as templates have it: DeepSeek's by ``thinking``, GLM's by ``enable_thinking``."""
     arguments = template_arguments(fields)
-    if (config := fields.nested("output_config")) is not None:
-        config.require_unset("format")
-        if (effort := config.text("effort", MAX_EFFORT_CHARS)) is not None:
-            arguments.setdefault("reasoning_effort", effort)
+    config = fields.nested("output_config")
+    if config is not None and (effort := config.text("effort", MAX_EFFORT_CHARS)) is not None:
+        arguments.setdefault("reasoning_effort", effort)
     if (thinking := fields.nested("thinking")) is not None:
         kind = thinking.raw("type")
         if kind not in ("adaptive", "disabled"):

@@ -31,11 +31,9 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {  # known field: the values that 
     "conversation": (),
     "image": (),
     "moderation": (),
-    "parallel_tool_calls": (True,),
     "previous_response_id": (),
     "prompt": (),
     "store": (False,),
-    "tool_choice": ("auto", "none"),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -66,7 +64,8 @@ def parse_responses(fields: JsonFields) -> tuple[ChatPrompt, dict[str, object]]:
     text = _text_format(fields)
     echo = {field: fields.raw(field) for field in _ECHOED} | {
         "tools": [{"type": "function", **tool} for tool in described],
-        "tool_choice": "auto" if may_call else "none",
+        "tool_choice": fields.raw("tool_choice") or "auto",
+        "parallel_tool_calls": fields.flag("parallel_tool_calls", default=True),
         "reasoning": reasoning,
         "text": text,
     }
@@ -213,9 +212,9 @@ def _template_arguments(fields: JsonFields) -> tuple[dict[str, object], Message]
 
 
 def _text_format(fields: JsonFields) -> Message:
+    """As the answer repeats it."""
     if (text := fields.nested("text")) is not None:
         text.require_unset("verbosity", "medium")
-        chosen = text.nested("format")
-        if chosen is not None and chosen.raw("type") != "text":
-            raise chosen.invalid("type", 'must be "text"; other formats are not supported')
+        if (chosen := text.nested("format")) is not None:
+            return {"format": chosen.to_dict()}
     return {"format": {"type": "text"}}

@@ -224,9 +224,7 @@ def template_arguments(fields: JsonFields) -> dict[str, object]:
 
 
 def _tools(fields: JsonFields, may_call: bool) -> tuple[dict[str, object], ...]:
-    """Those of the request. What the model calls is its own choice: nothing here can force it."""
-    fields.require_unset("tool_choice", "auto", "none")
-    fields.require_unset("parallel_tool_calls", True)
+    """Those of the request."""
     described = _described_tools(fields)
     return tuple(described) if may_call else ()
 

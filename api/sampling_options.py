@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from api.constraints import Constraint, generate_constraint
 from api.json_fields import JsonFields
 from api.sampling_defaults import SamplingDefaults
 from service.http_errors import ApiError, InvalidField
@@ -32,18 +33,12 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {  # known field: the values that 
     "chat_template": (),
     "custom_logit_processor": (),
     "documents": ([],),
-    "ebnf": (),
     "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": ([],),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "image_data": ([],),
     "input_embeds": ([],),
-    "json_schema": (),
     "logit_bias": ({},),
     "logits_processors": ([],),
     "lora_path": ([],),
@@ -53,15 +48,12 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {  # known field: the values that 
     "presence_penalty": (0,),
     "prompt_embeds": ([],),
     "prompt_logprobs": (),
-    "regex": (),
     "repetition_penalty": (1,),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "stop_regex": ([], ""),
-    "structural_tag": (),
-    "structured_outputs": ({},),
     "suffix": ("",),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
@@ -100,6 +92,8 @@ class SampleOptions:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    constraint: Constraint | None = None
+    """What the answer has to be; the checkpoint's words for it are ``grammar``."""
     grammar: str = ""
 
     def sampling_params(self, max_new_tokens: int, sample_index: int) -> SamplingParams:
@@ -140,9 +134,6 @@ def parse_openai_options(
     defaults: SamplingDefaults,
 ) -> SampleOptions:
     limit_field = "max_completion_tokens" if fields.present("max_completion_tokens") else "max_tokens"
-    response_format = fields.nested("response_format")
-    if response_format is not None and response_format.raw("type") != "text":
-        raise response_format.invalid("type", 'must be "text"; other formats are not supported')
     options = _common_options(fields, limit_field, "min_tokens", "seed", OPENAI_MAX_TEMPERATURE, defaults)
     best_of = fields.integer("best_of", 1, MAX_SAMPLES_PER_PROMPT)
     if best_of is not None and best_of != options.n:
@@ -215,6 +206,7 @@ def _sglang_options(
         num_logprobs=num_logprobs,
         text_in_logprobs=with_text,
         default_new_tokens=GENERATE_DEFAULT_TOKENS,
+        constraint=generate_constraint(fields),
     )
 
 

@@ -17,6 +17,14 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
 from api.anthropic_messages import parse_messages
+from api.constraints import (
+    Constraint,
+    chat_constraint,
+    completion_constraint,
+    messages_constraint,
+    refuse_formats,
+    responses_constraint,
+)
 from api.json_fields import JsonFields, is_integer, within
 from api.openai_responses import parse_responses
 from api.prompts import ChatPrompt, Prompt, generate_prompt_field, parse_chat_prompt, parse_prompts
@@ -128,24 +136,27 @@ def parse_request(
             fields.require_unset("add_special_tokens", True)
             num_logprobs = completion_logprobs(fields)
             shared = parse_openai_options(fields, num_logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
-            options = (shared,) * len(prompts)
+            options = (replace(shared, constraint=completion_constraint(fields)),) * len(prompts)
         case Endpoint.CHAT:
             prompt_field = "messages"
             chat = parse_chat_prompt(fields)
             is_batch, prompts = False, (chat,)
             shared = parse_openai_options(fields, chat_logprobs(fields), None, defaults)
-            options = (_with_markup(shared, chat),)
+            options = (_for_chat(shared, chat, chat_constraint(fields, chat)),)
         case Endpoint.MESSAGES:
             prompt_field = "messages"
             chat = parse_messages(fields)
             is_batch, prompts = False, (chat,)
-            options = (_with_markup(parse_messages_options(fields, defaults), chat),)
+            shared = parse_messages_options(fields, defaults)
+            options = (_for_chat(shared, chat, messages_constraint(fields, chat)),)
         case Endpoint.RESPONSES:
             prompt_field = "input"
             chat, echo = parse_responses(fields)
             is_batch, prompts = False, (chat,)
-            options = (_with_markup(parse_responses_options(fields, defaults), chat),)
+            shared = parse_responses_options(fields, defaults)
+            options = (_for_chat(shared, chat, responses_constraint(fields, chat)),)
         case Endpoint.GENERATE:
+            refuse_formats(fields)
             prompt_field = generate_prompt_field(fields)
             is_batch, prompts = parse_prompts(fields, prompt_field)
             options = parse_generate_options(fields, len(prompts), defaults)
@@ -174,9 +185,10 @@ def parse_request(
     )
 
 
-def _with_markup(options: SampleOptions, chat: ChatPrompt) -> SampleOptions:
+def _for_chat(options: SampleOptions, chat: ChatPrompt, constraint: Constraint | None) -> SampleOptions:
     """With tools, special tokens are kept: tokenizers may call the markup of a call special."""
-    return replace(options, skip_special_tokens=options.skip_special_tokens and not chat.all_tools)
+    skips_special = options.skip_special_tokens and not chat.all_tools
+    return replace(options, skip_special_tokens=skips_special, constraint=constraint)
 
 
 def derive_room(room: int, sample_index: int) -> int:
