@@ -42,7 +42,7 @@ def parse_messages(body: Turns) -> ChatPrompt:
     if is_continued and "tool_calls" in last:
         rule = "must not end with a tool_use, but with its tool_result"
         raise InvalidField("messages", items, rule)
-    may_call = body.tool_choice is None or body.tool_choice.type == "auto"
+    may_call = body.tool_choice is None or body.tool_choice.type != "none"
     tools = tuple(_tools(body.tools))
     return ChatPrompt(
         tuple(messages),
@@ -99,6 +99,8 @@ def _tools(tools: Raw | None) -> Iterator[Message]:
     """As descriptions of functions."""
     for tool in described_tools("tools", tools, AnthropicTool):
         function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}
+        if tool.get("strict"):
+            function["strict"] = True
         yield {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
 
 

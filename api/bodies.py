@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Raw
 
 from api.body_parts import (
+    A_SCHEMA,
     FLAG,
     HOST,
     MAX_MESSAGES,
@@ -22,8 +23,12 @@ from api.body_parts import (
     MAX_TOKENS,
     MAX_TOOLS,
     AnthropicChoice,
+    AnthropicFormat,
     Biases,
+    Choices,
     Effort,
+    GrammarText,
+    JsonSchema,
     Labels,
     Minimum,
     Name,
@@ -34,12 +39,14 @@ from api.body_parts import (
     Penalty,
     Port,
     Reasoning,
+    RegexText,
     ResponseFormat,
     Room,
     Seed,
     StopString,
     StopStrings,
     StreamOptions,
+    StructuredOutputs,
     TextBlock,
     TextOptions,
     Thinking,
@@ -48,6 +55,13 @@ from api.body_parts import (
 from api.declared import declared, list_of, raw, reference, rule, unsupported
 
 _TEMPLATE_WRITES = "is not supported: the chat template decides; leave the field out"
+
+_TOOL_CHOICE = raw(
+    anyOf=[
+        {"enum": ["none", "auto", "required"]},
+        *map(reference, ("ChatToolChoice", "ChatAllowedChoice", "ToolChoice", "AllowedChoice")),
+    ]
+)
 
 
 # --- groups of fields ------------------------------------------------------------------------------------
@@ -87,15 +101,16 @@ class Refused:
 class Grammars:
     """What an answer's text shall be, in the words of vLLM and SGLang."""
 
-    ebnf: Annotated[Raw | None, unsupported()]
-    guided_choice: Annotated[Raw | None, unsupported([])]
-    guided_grammar: Annotated[Raw | None, unsupported()]
-    guided_json: Annotated[Raw | None, unsupported()]
-    guided_regex: Annotated[Raw | None, unsupported()]
-    json_schema: Annotated[Raw | None, unsupported()]
-    regex: Annotated[Raw | None, unsupported()]
+    structured_outputs: StructuredOutputs | None
+    guided_json: Annotated[JsonSchema | None, A_SCHEMA]
+    guided_regex: RegexText | None
+    guided_choice: Choices | None
+    guided_grammar: GrammarText | None
+    guided_whitespace_pattern: Annotated[Raw | None, unsupported()]
+    json_schema: Annotated[JsonSchema | None, A_SCHEMA]
+    regex: RegexText | None
+    ebnf: GrammarText | None
     structural_tag: Annotated[Raw | None, unsupported()]
-    structured_outputs: Annotated[Raw | None, unsupported({})]
 
 
 class OnlyOpenAI:
@@ -173,8 +188,8 @@ class Conversation(Templated):
 
     messages: Annotated[Raw | None, list_of(MAX_MESSAGES, "ChatMessage")]
     tools: Annotated[Raw | None, list_of(MAX_TOOLS, "Tool", min_items=0)]
-    tool_choice: Annotated[Raw | None, unsupported("auto", "none")]
-    parallel_tool_calls: Annotated[Raw | None, unsupported(True)]
+    tool_choice: Annotated[Raw | None, _TOOL_CHOICE]
+    parallel_tool_calls: bool | None
     reasoning_effort: Effort | None
     continue_final_message: bool | None
     add_generation_prompt: bool | None
@@ -195,7 +210,7 @@ class Turns(Addressed, Templated, Grammars, OnlyOpenAI, Refused):
     diagnostics: Annotated[Raw | None, unsupported()]
     inference_geo: Annotated[Raw | None, unsupported()]
     mcp_servers: Annotated[Raw | None, unsupported([])]
-    output_format: Annotated[Raw | None, unsupported()]
+    output_format: AnthropicFormat | None
     speed: Annotated[Raw | None, unsupported("standard")]
 
 
@@ -309,11 +324,11 @@ class ResponsesBody(Served, Templated, Drawing, Bounded, OneSample, Grammars, On
     conversation: Annotated[Raw | None, unsupported()]
     image: Annotated[Raw | None, unsupported()]
     moderation: Annotated[Raw | None, unsupported()]
-    parallel_tool_calls: Annotated[Raw | None, unsupported(True)]
+    parallel_tool_calls: bool | None
     previous_response_id: Annotated[Raw | None, unsupported()]
     prompt: Annotated[Raw | None, unsupported()]
     store: Annotated[Raw | None, unsupported(False)]
-    tool_choice: Annotated[Raw | None, unsupported("auto", "none")]
+    tool_choice: Annotated[Raw | None, _TOOL_CHOICE]
     top_logprobs: Annotated[Raw | None, unsupported(0)]
     truncation: Annotated[Raw | None, unsupported("disabled")]
 

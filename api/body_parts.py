@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw
 
-from api.declared import declared, list_of, rule, tagged, unsupported
+from api.declared import declared, list_of, raw, reference, rule, tagged, unsupported
 from api.raw_json import MAX_FIELD_BYTES
 from vocabulary import MAX_LOGIT_BIAS
 
@@ -46,6 +46,11 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Room = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
+JsonSchema = dict[str, Any] | Annotated[str, Meta(min_length=1, max_length=128 << 10)]
+A_SCHEMA = rule("must be a JSON schema, an object or its text of 1 to 131072 characters")
+RegexText = Annotated[str, Meta(min_length=1, max_length=16 << 10)]
+GrammarText = Annotated[str, Meta(min_length=1, max_length=64 << 10)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=1024)]
 ArgumentsText = Annotated[str, Meta(max_length=MAX_FIELD_BYTES)]
 
 FLAG = rule('must be true, false or "auto"')
@@ -67,8 +72,83 @@ class StreamOptions:
 
 
 @declared
+class DescribedSchema:
+    schema: Annotated[JsonSchema, A_SCHEMA]
+
+
+@declared
 class ResponseFormat:
-    type: Annotated[Literal["text"], rule('must be "text"; other formats are not supported')]
+    """Of chats and completions."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: DescribedSchema | None
+
+
+@declared
+class TextFormat:
+    """Of responses."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema: Annotated[JsonSchema | None, A_SCHEMA]
+
+
+@declared
+class AnthropicFormat:
+    type: Literal["json_schema"]
+    schema: Annotated[JsonSchema, A_SCHEMA]
+
+
+@declared
+class StructuredOutputs:
+    """vLLM's."""
+
+    json: Annotated[JsonSchema | None, A_SCHEMA]
+    regex: RegexText | None
+    choice: Choices | None
+    grammar: GrammarText | None
+    json_object: bool | None
+    structural_tag: Annotated[Raw | None, unsupported()]
+    disable_any_whitespace: Annotated[Raw | None, unsupported(False)]
+    disable_additional_properties: Annotated[Raw | None, unsupported(False)]
+    whitespace_pattern: Annotated[Raw | None, unsupported()]
+
+
+@declared
+class NamedFunction:
+    name: NeededName
+
+
+@declared
+class ChatToolChoice:
+    type: Annotated[Literal["function"], _FUNCTIONS_ONLY]
+    function: NamedFunction
+
+
+@declared
+class ChatAllowed:
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChatToolChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+@declared
+class ChatAllowedChoice:
+    allowed_tools: ChatAllowed
+
+
+@declared
+class ToolChoice:
+    """Of responses."""
+
+    type: Annotated[Literal["function"], _FUNCTIONS_ONLY]
+    name: NeededName
+
+
+@declared
+class AllowedChoice:
+    """Of responses."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 @declared
@@ -161,16 +241,16 @@ class AnthropicTool:
     ]
     name: NeededName
     description: str | None
+    strict: bool | None
     input_schema: Annotated[dict[str, Any], rule("must be a JSON schema, an object")]
     defer_loading: Annotated[Raw | None, unsupported(False)]
 
 
 @declared
 class AnthropicChoice:
-    type: Annotated[
-        Literal["auto", "none"], rule('must be "auto" or "none"; forcing a call is not supported')
-    ]
-    disable_parallel_tool_use: Annotated[Raw | None, unsupported(False)]
+    type: Literal["auto", "any", "tool", "none"]
+    name: NeededName | None
+    disable_parallel_tool_use: bool | None
 
 
 @declared
@@ -186,7 +266,7 @@ class Thinking:
 @declared
 class OutputConfig:
     effort: Effort | None
-    format: Annotated[Raw | None, unsupported()]
+    format: AnthropicFormat | None
 
 
 @tagged("type", "input_text")
@@ -267,5 +347,5 @@ class Reasoning:
 
 @declared
 class TextOptions:
-    format: ResponseFormat | None
+    format: Annotated[Raw | None, raw(**reference("TextFormat"))]
     verbosity: Annotated[Raw | None, unsupported("medium")]

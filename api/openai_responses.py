@@ -23,6 +23,7 @@ from api.body_parts import (
     ReasoningItem,
     Refusal,
     ResponsesTool,
+    TextOptions,
 )
 from api.declared import decode
 from api.prompts import (
@@ -66,9 +67,10 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
     echo: dict[str, object] = {field: getattr(body, field) for field in _ECHOED} | {
         "metadata": None if body.metadata is None else decode_item("metadata", body.metadata),
         "tools": described,
-        "tool_choice": "auto" if may_call else "none",
+        "tool_choice": decode_item("tool_choice", body.tool_choice) if body.tool_choice else "auto",
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": effort, "summary": None},
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _text_format(body.text)},
     }
     prompt = ChatPrompt(
         tuple(messages),
@@ -78,6 +80,13 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
         separate_reasoning=True,
     )
     return prompt, echo
+
+
+def _text_format(text: TextOptions | None) -> object:
+    """As the answer repeats it."""
+    if text is None or text.format is None:
+        return {"type": "text"}
+    return decode_item("text.format", text.format)
 
 
 class _Turn:

@@ -15,6 +15,7 @@ from api.bodies import (
 )
 from api.bodies import SamplingParams as SglangParams
 from api.body_parts import MAX_PROMPTS
+from api.constraints import Constraint, generate_constraint
 from api.declared import decode
 from api.raw_json import decode_item, first_chars, split
 from api.sampling_defaults import SamplingDefaults
@@ -57,6 +58,8 @@ class SampleOptions:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    constraint: Constraint | None = None
+    """What the answer has to be; the checkpoint's words for it are ``grammar``."""
     grammar: str = ""
     echo: bool = False
     """The prompt's text comes first, with logprobs too when they are asked for."""
@@ -162,7 +165,8 @@ def parse_responses_options(body: ResponsesBody, defaults: SamplingDefaults) -> 
 def _sglang_options(params: SglangParams, name: str, defaults: SamplingDefaults) -> SampleOptions:
     limit = Given(f"{name}.max_new_tokens", params.max_new_tokens)
     minimum = Given(f"{name}.min_new_tokens", params.min_new_tokens)
-    return _options(params, limit, minimum, params.sampling_seed, params.stop, defaults, params.n)
+    options = _options(params, limit, minimum, params.sampling_seed, params.stop, defaults, params.n)
+    return replace(options, constraint=generate_constraint(params, name))
 
 
 class Given(NamedTuple):

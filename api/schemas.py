@@ -31,6 +31,14 @@ from api.bodies import (
     Served,
 )
 from api.body_parts import MAX_SAMPLES, Labels
+from api.constraints import (
+    Constraint,
+    chat_constraint,
+    completion_constraint,
+    messages_constraint,
+    refuse_formats,
+    responses_constraint,
+)
 from api.declared import decode, decode_body
 from api.openai_responses import parse_responses
 from api.prompts import ChatPrompt, Prompt, generate_prompt, parse_chat_prompt, parse_prompts
@@ -136,24 +144,27 @@ def parse_request(
             is_batch, prompts = parse_prompts(prompt_field, body.prompt)
             num_logprobs = completion_logprobs(body)
             shared = parse_openai_options(body, num_logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
-            options = (shared,) * len(prompts)
+            options = (replace(shared, constraint=completion_constraint(body)),) * len(prompts)
         case ChatBody():
             prompt_field = "messages"
             chat = parse_chat_prompt(body)
             is_batch, prompts = False, (chat,)
             shared = parse_openai_options(body, chat_logprobs(body), None, defaults)
-            options = (_with_markup(shared, chat),)
+            options = (_for_chat(shared, chat, chat_constraint(body, chat)),)
         case MessagesBody():
             prompt_field = "messages"
             chat = parse_messages(body)
             is_batch, prompts = False, (chat,)
-            options = (_with_markup(parse_messages_options(body, defaults), chat),)
+            shared = parse_messages_options(body, defaults)
+            options = (_for_chat(shared, chat, messages_constraint(body, chat)),)
         case ResponsesBody():
             prompt_field = "input"
             chat, echo = parse_responses(body)
             is_batch, prompts = False, (chat,)
-            options = (_with_markup(parse_responses_options(body, defaults), chat),)
+            shared = parse_responses_options(body, defaults)
+            options = (_for_chat(shared, chat, responses_constraint(body, chat)),)
         case GenerateBody():
+            refuse_formats(body)
             prompt_field, given = generate_prompt(body)
             is_batch, prompts = parse_prompts(prompt_field, given)
             options = parse_generate_options(body, len(prompts), defaults)
@@ -200,9 +211,10 @@ def _is_prefill_only(body: Served, options: Sequence[SampleOptions]) -> bool:
     return is_told or 0 in limits
 
 
-def _with_markup(options: SampleOptions, chat: ChatPrompt) -> SampleOptions:
+def _for_chat(options: SampleOptions, chat: ChatPrompt, constraint: Constraint | None) -> SampleOptions:
     """With tools, special tokens are kept: tokenizers may call the markup of a call special."""
-    return replace(options, skip_special_tokens=options.skip_special_tokens and not chat.all_tools)
+    skips_special = options.skip_special_tokens and not chat.all_tools
+    return replace(options, skip_special_tokens=skips_special, constraint=constraint)
 
 
 def derive_room(room: int, sample_index: int) -> int:

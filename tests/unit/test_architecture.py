@@ -18,6 +18,7 @@ FLOORS = (
     ("protocol", "kernels"),
     ("transfer", "model"),
     ("service", "checkpoints"),
+    ("grammar",),
     ("api", "training"),
     ("prefill_node", "decode_node", "router", "doctor"),
     ("bench",),
@@ -34,6 +35,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "zmq": ("protocol/", "model/rank_bells.py", "service/engine_sockets.py", "doctor/channel.py"),
     "starlette": ("bench/", "api/", "service/", "router/", "prefill_node/server.py", "decode_node/"),
     "uvicorn": ("bench/", "service/", "router/"),
+    "llguidance": ("grammar/",),
     "transformers": ("model/", "checkpoints/", "api/text_codec.py", "bench/"),
     "torch.distributed": ("model/rank_group.py",),
     "torch": (

@@ -353,13 +353,10 @@ EVERYWHERE = [
     ({"allowed_token_ids": [5]}, "allowed_token_ids", "not supported"),
     ({"bad_words": ["x"]}, "bad_words", "not supported"),
     ({"custom_logit_processor": "x"}, "custom_logit_processor", "not supported"),
-    ({"guided_choice": ["a", "b"]}, "guided_choice", "not supported"),
-    ({"guided_json": {"type": "object"}}, "guided_json", "not supported"),
-    ({"guided_regex": "a*"}, "guided_regex", "not supported"),
+    ({"structural_tag": "{}"}, "structural_tag", "not supported"),
     ({"logits_processors": ["x"]}, "logits_processors", "not supported"),
     ({"joins_answers": 1}, "joins_answers", "1 must be true or false"),
     ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids", "not supported"),
-    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "not supported"),
     ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
     ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "not supported"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
@@ -410,7 +407,7 @@ OPENAI = [
     ({"stop": ["x" * 1025]}, "stop[0]", "at most 1024 characters"),
     ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]", "-1 must be at least 0"),
     *((body, field, said) for field, body, said in DRAWN),
-    ({"response_format": {"type": "json_object"}}, "response_format.type", "not supported"),
+    ({"response_format": {"type": "grammar"}}, "response_format.type", 'must be "json_object"'),
     ({"response_format": "text"}, "response_format", "must be an object"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
     (
@@ -492,9 +489,8 @@ CHAT = [
         "tools[0].function.parameters",
         "must be a JSON schema",
     ),
-    ({"tool_choice": "required"}, "tool_choice", "not supported"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not supported"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls", "not supported"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
     (
         {"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}]},
         "messages[0].tool_calls",
@@ -534,7 +530,7 @@ GENERATE = [
     ),
     ({"sampling_params": [{"temperature": -1}]}, "sampling_params[0].temperature", "-1 must be at least 0"),
     *(({"sampling_params": body}, f"sampling_params.{field}", said) for field, body, said in DRAWN),
-    ({"sampling_params": {"regex": "a*"}}, "sampling_params.regex", "not supported"),
+    ({"sampling_params": {"regex": 5}}, "sampling_params.regex", "5 must be a string"),
     ({"top_logprobs_num": 21}, "top_logprobs_num", "21 must be at most 20"),
     ({"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len", "-2 must be at least -1"),
     (
@@ -699,9 +695,24 @@ SCHEMAS = json.loads(openapi_document())["components"]["schemas"]
 CROSS_FIELD = (
     *("needs stream: true", "needs logprobs: true", "needs a last message", "must equal n", "different room"),
     *("one entry a prompt", "one string a prompt", "must be at most max_tokens", "send the request through"),
-    *("exactly one of", "a host name", "must not set", "12800 samples", "as text", "belong to a message"),
+    *(
+        "exactly one of",
+        "a host name",
+        "must not set",
+        "12800 samples",
+        "as text",
+        "needs tools",
+        "belong to a message",
+        "needs tools",
+    ),
     *("the field is needed", "at least one message", "or a list of text parts", "as the first prompt is"),
-    *("add_generation_prompt", "must be false where", "needs max_tokens of 1", "for all prompts or for none"),
+    *(
+        "add_generation_prompt",
+        "must be false where",
+        "needs tools",
+        "needs max_tokens of 1",
+        "for all prompts or for none",
+    ),
 )
 """Rules of several fields, or beyond a schema's words."""
 
