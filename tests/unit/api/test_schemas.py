@@ -368,8 +368,10 @@ DRAWN: list[tuple[str, dict[str, Any], str]] = [
     ("repetition_penalty", {"repetition_penalty": 0}, "0 must be above 0"),
     ("repetition_penalty", {"repetition_penalty": 2.1}, "2.1 must be at most 2"),
     ("logit_bias", {"logit_bias": [1]}, "must be an object"),
-    ("logit_bias", {"logit_bias": {"x": 1}}, '"x" must be an integer'),
-    ("logit_bias", {"logit_bias": {"-1": 1}}, "-1 must be at least 0"),
+    ("logit_bias", {"logit_bias": {"x": 1}}, '"x" must be a token id'),
+    ("logit_bias", {"logit_bias": {"-1": 1}}, "-1 must be a token id"),
+    ("logit_bias", {"logit_bias": {"05": 1}}, '"05" must be a token id'),
+    ("logit_bias", {"logit_bias": {"9" * 5000: 1}}, "must be a token id"),
     ("logit_bias.5", {"logit_bias": {"5": 101}}, "101 must be at most 100"),
     ("logit_bias.5", {"logit_bias": {"5": "a"}}, '"a" must be a number'),
     (
