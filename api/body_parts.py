@@ -37,9 +37,10 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=256)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+_TOKEN_KEY = "^(0|[1-9][0-9]{0,9})$"
 Biases = Annotated[
     dict[Annotated[TokenId, rule("must be a token id")], Bias],
-    Meta(max_length=MAX_LOGIT_BIAS, extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}}),
+    Meta(max_length=MAX_LOGIT_BIAS, extra_json_schema={"propertyNames": {"pattern": _TOKEN_KEY}}),
 ]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
