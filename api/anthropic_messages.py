@@ -6,57 +6,47 @@ joined by line breaks. What a model behind a chat template cannot take is refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from msgspec import Raw
 
-from api.json_fields import JsonFields
-from api.prompts import (
-    MAX_CALL_ID_CHARS,
-    MAX_EFFORT_CHARS,
-    MAX_MESSAGES,
-    MAX_TOOL_NAME_CHARS,
-    MAX_TOOLS,
-    ChatPrompt,
-    template_arguments,
+from api.bodies import Turns
+from api.body_parts import (
+    AnthropicMessage,
+    AnthropicTool,
+    AssistantMessage,
+    SystemMessage,
+    TextBlock,
+    ThinkingBlock,
+    ToolResult,
+    ToolUse,
+    UserMessage,
 )
-
-MAX_BLOCKS = 4096
-
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {  # known field: the values that ask for nothing
-    "container": (),
-    "context_management": (),
-    "diagnostics": (),
-    "inference_geo": (),
-    "mcp_servers": ([],),
-    "output_format": (),
-    "speed": ("standard",),
-}
-
-_BLOCKS_OF = {"user": "text and tool_result", "assistant": "text, thinking and tool_use", "system": "text"}
+from api.declared import decode
+from api.prompts import ChatPrompt, described_tools, message_items, template_arguments
+from service.http_errors import InvalidField
 
 Message = dict[str, object]
 
 
-def parse_messages(fields: JsonFields) -> ChatPrompt:
+def parse_messages(body: Turns) -> ChatPrompt:
     """Raises ApiError 400."""
-    for field, harmless in _UNSUPPORTED.items():
-        fields.require_unset(field, *harmless)
-    items = fields.split("messages", MAX_MESSAGES)
-    if not items:
-        raise fields.invalid("messages", "must be a list with at least one message")
-    messages = [*_system(fields)]
-    for index, item in enumerate(items):
-        messages += _messages_of(f"messages[{index}]", item)
+    messages: list[Message] = []
+    if body.system is not None:
+        messages.append({"role": "system", "content": _text_of(body.system)})
+    items = message_items("messages", body.messages)
+    for name, item in items:
+        messages += _messages_of(name, item)
     last = messages[-1]
     is_continued = last["role"] == "assistant"
     if is_continued and "tool_calls" in last:
-        raise fields.invalid("messages", "must not end with a tool_use, but with its tool_result")
-    may_call = _may_call(fields)
-    tools = tuple(_tools(fields))
+        rule = "must not end with a tool_use, but with its tool_result"
+        raise InvalidField("messages", items, rule)
+    may_call = body.tool_choice is None or body.tool_choice.type != "none"
+    tools = tuple(_tools(body.tools))
     return ChatPrompt(
         tuple(messages),
-        _template_arguments(fields),
+        _template_arguments(body),
         continue_final_message=is_continued,
         tools=tools if may_call else (),
         separate_reasoning=True,
@@ -64,126 +54,62 @@ def parse_messages(fields: JsonFields) -> ChatPrompt:
     )
 
 
-def _system(fields: JsonFields) -> Iterator[Message]:
-    if fields.present("system"):
-        yield {"role": "system", "content": _text_of(fields, "system")}
-
-
 def _messages_of(name: str, item: Raw) -> Iterator[Message]:
     """Of one message: a result of a tool is a message of its own."""
-    message = JsonFields.of_item(name, item)
-    role = message.raw("role")
-    if role not in _BLOCKS_OF:
-        raise message.invalid("role", "must be user, assistant or system")
-    if isinstance(content := message.raw("content"), str):
-        yield {"role": role, "content": content}
+    message = decode(AnthropicMessage, item, name)
+    role = _ROLES[type(message)]
+    if isinstance(message.content, str):
+        yield {"role": role, "content": message.content}
         return
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[Message] = []
-    for block in _blocks(message, "content"):
-        match role, block.raw("type"):
-            case _, "text":
-                texts.append(block.needed_text("text"))
-            case "assistant", "thinking":
-                reasoning.append(block.needed_text("thinking"))
-            case "assistant", "tool_use":
-                calls.append(_call(block))
-            case "user", "tool_result":
+    for block in message.content:
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                reasoning.append(block.thinking)
+            case ToolUse():
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"type": "function", "function": function, "id": block.id})
+            case ToolResult():
                 if texts:
                     yield {"role": "user", "content": "\n".join(texts)}
                     texts = []
-                yield _result(block)
-            case _:
-                known = _BLOCKS_OF[str(role)]
-                raise block.invalid("type", f"is not supported in a message of the {role}, which has {known}")
+                content = _text_of(block.content or "")
+                yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
     shown: Message = {"role": role, "content": "\n".join(texts)}
     if calls:
         shown["tool_calls"] = calls
     if reasoning:
         shown["reasoning_content"] = "\n".join(reasoning)
-    if texts or calls or reasoning or not content:
+    if texts or calls or reasoning or not message.content:
         yield shown
 
 
-def _call(block: JsonFields) -> Message:
-    arguments = block.raw("input")
-    if not isinstance(arguments, dict):
-        raise block.invalid("input", "must be an object")
-    return {
-        "type": "function",
-        "function": {"name": block.needed_text("name", MAX_TOOL_NAME_CHARS), "arguments": arguments},
-        "id": block.needed_text("id", MAX_CALL_ID_CHARS),
-    }
+_ROLES = {UserMessage: "user", AssistantMessage: "assistant", SystemMessage: "system"}
 
 
-def _result(block: JsonFields) -> Message:
-    content = _text_of(block, "content") if block.present("content") else ""
-    call_id = block.needed_text("tool_use_id", MAX_CALL_ID_CHARS)
-    return {"role": "tool", "content": content, "tool_call_id": call_id}
+def _text_of(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _text_of(holder: JsonFields, field: str) -> str:
-    """A string, or a list of blocks of text."""
-    if isinstance(text := holder.raw(field), str):
-        return text
-    texts = []
-    for block in _blocks(holder, field):
-        if block.raw("type") != "text":
-            raise block.invalid("type", 'must be "text"; other blocks are not supported here')
-        texts.append(block.needed_text("text"))
-    return "\n".join(texts)
-
-
-def _blocks(holder: JsonFields, field: str) -> Sequence[JsonFields]:
-    if not isinstance(holder.raw(field), list):
-        raise holder.invalid(field, "must be a string or a list of blocks")
-    items = holder.items(field, MAX_BLOCKS) or []
-    return [JsonFields.of_item(f"{holder.name(field)}[{index}]", item) for index, item in enumerate(items)]
-
-
-# --- tools and thinking ------------------------------------------------------------------------------
-
-
-def _may_call(fields: JsonFields) -> bool:
-    choice = fields.nested("tool_choice")
-    if choice is None:
-        return True
-    if choice.raw("type") not in ("auto", "none"):
-        raise choice.invalid("type", 'must be "auto" or "none"; forcing a call is not supported')
-    choice.require_unset("disable_parallel_tool_use", False)
-    return choice.raw("type") == "auto"
-
-
-def _tools(fields: JsonFields) -> Iterator[Message]:
+def _tools(tools: Raw | None) -> Iterator[Message]:
     """As descriptions of functions."""
-    for index, item in enumerate(fields.items("tools", MAX_TOOLS) or ()):
-        tool = JsonFields.of_item(f"tools[{index}]", item)
-        if tool.raw("type") not in (None, "custom"):
-            raise tool.invalid("type", 'must be "custom"; tools that a server runs are not supported')
-        tool.require_unset("defer_loading", False)
-        function: Message = {"name": tool.needed_text("name", MAX_TOOL_NAME_CHARS)}
-        if tool.present("description"):
-            function["description"] = tool.needed_text("description")
-        if not isinstance(schema := tool.raw("input_schema"), dict):
-            raise tool.invalid("input_schema", "must be a JSON schema, an object")
-        yield {"type": "function", "function": function | {"parameters": schema}}
+    for tool in described_tools("tools", tools, AnthropicTool):
+        function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}
+        if tool.get("strict"):
+            function["strict"] = True
+        yield {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
 
 
-def _template_arguments(fields: JsonFields) -> dict[str, object]:
+def _template_arguments(body: Turns) -> dict[str, object]:
     """Thinking is switched as templates have it: DeepSeek's by ``thinking``, GLM's by ``enable_thinking``."""
-    arguments = template_arguments(fields)
-    if (config := fields.nested("output_config")) is not None:
-        config.require_unset("format")
-        if (effort := config.text("effort", MAX_EFFORT_CHARS)) is not None:
-            arguments.setdefault("reasoning_effort", effort)
-    if (thinking := fields.nested("thinking")) is not None:
-        kind = thinking.raw("type")
-        if kind not in ("adaptive", "disabled"):
-            rule = 'must be "adaptive" or "disabled"'
-            raise thinking.invalid("type", f"{rule}: a budget of thinking (budget_tokens) is not supported")
-        thinking.require_unset("budget_tokens")
-        thinking.require_unset("display", "summarized")
+    arguments = template_arguments(body)
+    if body.output_config is not None and body.output_config.effort is not None:
+        arguments.setdefault("reasoning_effort", body.output_config.effort)
+    if body.thinking is not None:
         for switch in ("thinking", "enable_thinking"):
-            arguments.setdefault(switch, kind == "adaptive")
+            arguments.setdefault(switch, body.thinking.type == "adaptive")
     return arguments

@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute, Route
 
 from api.frame import Answer, FramedEndpoint, Reply, parsed
 from api.keys import ApiKeys, RequireKey
+from api.openapi import OPENAPI_PATH, openapi_document
 from api.requests import Limits, SampleRequest, plan_samples
 from api.sampling_defaults import SamplingDefaults
 from api.schemas import ApiRequest, Endpoint, parse_request
@@ -106,6 +107,7 @@ def create_app(front: Front, handler: Handler) -> Starlette:
         "/health_generate": _health,
         "/liveness": _liveness,
         "/version": _version,
+        OPENAPI_PATH: _openapi,
         "/server_info": _server_info,
         "/get_server_info": _server_info,
         "/model_info": _model_info,
@@ -207,6 +209,10 @@ def _liveness(front: Front) -> Response:
 
 def _version(front: Front) -> Response:
     return json_response({"version": VERSION})
+
+
+def _openapi(front: Front) -> Response:
+    return Response(openapi_document(), media_type="application/json")
 
 
 def _server_info(front: Front) -> Response:

@@ -7,7 +7,9 @@ that writes calls as DeepSeek-V3.1 does; DeepSeek-V3.2 itself is published witho
 
 from __future__ import annotations
 
-from enum import StrEnum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
 
 DSML = "｜DSML｜"
 """Begins the marks of DeepSeek-V3.2's calls."""
@@ -29,6 +31,36 @@ class V31:
     CALLS, END_OF_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     CALL, END_OF_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     SEPARATOR = "<｜tool▁sep｜>"
+
+
+class ReasoningStart(Enum):
+    """What a prompt's end says of reasoning in the answer."""
+
+    NONE = auto()
+    MAY_BEGIN = auto()
+    """The model may open it."""
+    BEGUN = auto()
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """What of a checkpoint the grammar of an answer depends on.
+
+    ``markup``: of calls; None where it is not known. ``reasons``: its template knows of reasoning.
+    ``token_ids``: of the tokens beside the vocabulary proper, by what they stand for.
+    """
+
+    markup: ToolMarkup | None = None
+    reasons: bool = False
+    token_ids: Mapping[str, int] = field(default_factory=dict)
+
+    def reasoning_start(self, end_of_prompt: bytes, *, is_continued: bool) -> ReasoningStart:
+        """``is_continued``: the prompt ends within an answer."""
+        end = end_of_prompt.rstrip()
+        if end.endswith(THINK.encode()):
+            return ReasoningStart.BEGUN
+        is_over = is_continued or end.endswith(END_OF_THINK.encode())
+        return ReasoningStart.NONE if is_over or not self.reasons else ReasoningStart.MAY_BEGIN
 
 
 _MARKS = {ToolMarkup.DSML: DSML, ToolMarkup.DEEPSEEK_V31: V31.SEPARATOR, ToolMarkup.GLM: "<arg_key>"}

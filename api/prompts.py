@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import Raw
 
-from api.json_fields import MAX_FIELD_BYTES, JsonFields, checked_integers, decode_item, first_chars
+from api.bodies import Conversation, GenerateBody, Templated
+from api.body_parts import MAX_MESSAGES, MAX_PROMPTS, MAX_TOOLS, Call, ChatMessage, TextPart, TokenId, Tool
+from api.declared import NOT_SUPPORTED, decode
+from api.faults import fault_of
+from api.raw_json import check_size, decode_item, first_chars, split
 from service.engine_messages import pack_token_ids
 from service.http_errors import ApiError, InvalidField
 
-MAX_PROMPTS = 4096
-MAX_MESSAGES = 4096
-MAX_TOKEN_ID = 2**31 - 1
-MAX_EFFORT_CHARS = 64
-MAX_TOOLS = 256
-MAX_TOOL_NAME_CHARS = 256
-MAX_CALLS = 256
-MAX_CALL_ID_CHARS = 256
-MAX_ARGUMENTS_CHARS = MAX_FIELD_BYTES
-
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 _DESCRIBING_ROLES = ("system", "developer")
 
 _TEMPLATE_ARGUMENTS = {  # of apply_chat_template itself: not the client's to set
@@ -78,19 +72,19 @@ Prompt = str | bytes | ChatPrompt
 _IDS_BYTES = 128 << 10
 """Of a list of token ids, decoded at a time: 5 ms, in which no other thread runs."""
 
-_ids_decoder = msgspec.json.Decoder(list[Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]])
+_ids_decoder = msgspec.json.Decoder(list[TokenId])
 
 
-def generate_prompt_field(fields: JsonFields) -> str:
-    given = [name for name in ("text", "input_ids") if fields.present(name)]
+def generate_prompt(body: GenerateBody) -> tuple[str, Raw]:
+    """The field of ``/generate`` that has the prompts, and its value."""
+    given = [(name, value) for name in ("text", "input_ids") if (value := getattr(body, name)) is not None]
     if len(given) != 1:
         raise ApiError(400, "exactly one of text and input_ids is needed", param="text")
     return given[0]
 
 
-def parse_prompts(fields: JsonFields, field: str) -> tuple[bool, tuple[Prompt, ...]]:
+def parse_prompts(field: str, value: Raw | None) -> tuple[bool, tuple[Prompt, ...]]:
     """``(the field is a list of prompts, prompts)``. A list of integers is one prompt."""
-    value = fields.undecoded(field)
     takes_text, takes_ids = field != "input_ids", field != "text"
     shapes = ["a string", "a list of strings"] * takes_text + [
         "a list of token ids",
@@ -106,11 +100,11 @@ def parse_prompts(fields: JsonFields, field: str) -> tuple[bool, tuple[Prompt, .
         case b"[", first if takes_ids and first in _INTEGER_BEGINS:
             return False, (_packed_ids(field, value),)
         case b"[", (b'"' | b"[") as first if takes_text if first == b'"' else takes_ids:
-            items = fields.split(field, MAX_PROMPTS) or []
             parse = _text if first == b'"' else _packed_ids
+            items = split(field, value, MAX_PROMPTS)
             return True, tuple(parse(f"{field}[{index}]", item) for index, item in enumerate(items))
         case _:
-            raise fields.invalid(field, f"must be {' or '.join(shapes)}")
+            raise InvalidField(field, decode_item(field, value), f"must be {' or '.join(shapes)}")
 
 
 _INTEGER_BEGINS = tuple(bytes((char,)) for char in b"-0123456789tf")
@@ -126,17 +120,15 @@ def _text(name: str, value: Raw) -> str:
     return text
 
 
-def parse_text(fields: JsonFields, field: str) -> str:
+def parse_text(field: str, value: Raw) -> str:
     """A string of any length that is not empty."""
-    value = fields.undecoded(field)
-    if value is None or bytes(memoryview(value)[:1]) != b'"':
-        raise fields.invalid(field, "must be a string")
+    if first_chars(value)[0] != b'"':
+        raise InvalidField(field, decode_item(field, value), "must be a string")
     return _text(field, value)
 
 
-def parse_token_ids(fields: JsonFields, field: str) -> bytes:
+def parse_token_ids(field: str, value: Raw | None) -> bytes:
     """A list of token ids, which may be empty, as of ``pack_token_ids``."""
-    value = fields.undecoded(field)
     if value is None:
         raise ApiError(400, f"{field}: the field is needed", param=field, code="missing_field")
     match first_chars(value):
@@ -145,7 +137,7 @@ def parse_token_ids(fields: JsonFields, field: str) -> bytes:
         case b"[", _:
             return _packed_ids(field, value)
         case _:
-            raise fields.invalid(field, "must be a list of token ids")
+            raise InvalidField(field, decode_item(field, value), "must be a list of token ids")
 
 
 def _packed_ids(name: str, value: Raw) -> bytes:
@@ -174,149 +166,114 @@ def _packed_ids(name: str, value: Raw) -> bytes:
 
 
 def _no_token_id(name: str, piece: bytes, first_index: int) -> ApiError:
-    try:
-        for _ in checked_integers(name, msgspec.json.decode(piece), 0, MAX_TOKEN_ID, first_index):
-            pass
-    except InvalidField as error:
-        return error
-    except (msgspec.MsgspecError, RecursionError):  # cut within an entry that is a list or a string
-        pass
-    return ApiError(400, f"{name}: must have nothing but token ids", param=name)
+    values: list[object] = []
+    with suppress(msgspec.MsgspecError, RecursionError):  # cut within an entry that is a list or a string
+        values = msgspec.json.decode(piece)
+    faults = (fault_of(f"{name}[{index}]", TokenId, value) for index, value in enumerate(values, first_index))
+    return next(filter(None, faults), ApiError(400, f"{name}: must have nothing but token ids", param=name))
 
 
-def parse_chat_prompt(fields: JsonFields, *, is_to_be_answered: bool = True) -> ChatPrompt:
-    """``is_to_be_answered``: it ends where an answer begins, and its special tokens are the template's."""
-    items = fields.split("messages", MAX_MESSAGES)
-    if not items:
-        raise fields.invalid("messages", "must be a list with at least one message")
-    may_call = fields.raw("tool_choice") != "none"
-    messages = tuple(_chat_message(f"messages[{index}]", item, may_call) for index, item in enumerate(items))
-    arguments = template_arguments(fields)
-    effort = fields.text("reasoning_effort", MAX_EFFORT_CHARS)
-    if effort is not None:
-        arguments.setdefault("reasoning_effort", effort)
-    continue_final = fields.flag("continue_final_message")
+def parse_chat_prompt(body: Conversation, *, is_to_be_answered: bool = True) -> ChatPrompt:
+    """``is_to_be_answered``: it ends where an answer begins."""
+    may_call = may_call_tools(body.tool_choice)
+    messages = tuple(
+        _chat_message(name, item, may_call) for name, item in message_items("messages", body.messages)
+    )
+    arguments = template_arguments(body)
+    if body.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", body.reasoning_effort)
+    continue_final = bool(body.continue_final_message)
     if continue_final and messages[-1]["role"] != "assistant":
-        raise fields.invalid("continue_final_message", "needs a last message of the assistant")
-    if is_to_be_answered:
-        fields.require_unset("add_special_tokens", False)  # the template writes them
-        fields.require_unset("add_generation_prompt", not continue_final)
-    add_generation_prompt = fields.flag("add_generation_prompt", default=not continue_final)
-    if add_generation_prompt and continue_final:
-        raise fields.invalid("add_generation_prompt", "excludes continue_final_message")
+        raise InvalidField("continue_final_message", True, "needs a last message of the assistant")
+    if continue_final and body.add_generation_prompt:
+        raise InvalidField("add_generation_prompt", True, "excludes continue_final_message")
+    if is_to_be_answered and not continue_final and body.add_generation_prompt is False:
+        raise InvalidField("add_generation_prompt", False, NOT_SUPPORTED)
+    tools = described_tools("tools", body.tools)
     return ChatPrompt(
         messages,
         arguments,
         continue_final,
-        _tools(fields, may_call),
-        fields.flag("separate_reasoning", default=True),
-        add_generation_prompt,
+        tuple(tools) if may_call else (),
+        separate_reasoning=body.separate_reasoning is not False,
+        add_generation_prompt=not (continue_final or body.add_generation_prompt is False),
     )
 
 
-def template_arguments(fields: JsonFields) -> dict[str, object]:
+def message_items(field: str, value: Raw | None) -> list[tuple[str, Raw]]:
+    """Each by the name that errors call it."""
+    items = [] if value is None else split(field, value, MAX_MESSAGES)
+    if not items:
+        raise InvalidField(field, None if value is None else [], "must be a list with at least one message")
+    return [(f"{field}[{index}]", item) for index, item in enumerate(items)]
+
+
+def may_call_tools(tool_choice: Raw | None) -> bool:
+    return tool_choice is None or decode_item("tool_choice", tool_choice) != "none"
+
+
+def template_arguments(body: Templated) -> dict[str, object]:
     """What the client sets of the model's template."""
-    given = fields.nested("chat_template_kwargs")
-    arguments = given.to_dict() if given else {}
+    arguments = body.chat_template_kwargs or {}
     if reserved := sorted(_TEMPLATE_ARGUMENTS & arguments.keys()):
-        raise fields.invalid("chat_template_kwargs", f"must not set {', '.join(reserved)}")
+        raise InvalidField("chat_template_kwargs", arguments, f"must not set {', '.join(reserved)}")
     return arguments
 
 
-def _tools(fields: JsonFields, may_call: bool) -> tuple[dict[str, object], ...]:
-    """Those of the request. What the model calls is its own choice: nothing here can force it."""
-    fields.require_unset("tool_choice", "auto", "none")
-    fields.require_unset("parallel_tool_calls", True)
-    described = _described_tools(fields)
-    return tuple(described) if may_call else ()
+def described_tools(field: str, value: Raw | None, kind: type[Any] = Tool) -> list[dict[str, Any]]:
+    """Descriptions of tools as the client wrote them, each checked to be a ``kind``."""
+    if value is None:
+        return []
+    check_size(field, value)
+    items = {f"{field}[{index}]": item for index, item in enumerate(split(field, value, MAX_TOOLS))}
+    for name, item in items.items():
+        decode(kind, item, name)
+    return [decode_item(name, item) for name, item in items.items()]
 
 
-def _described_tools(fields: JsonFields) -> list[dict[str, object]]:
-    """Descriptions of functions."""
-    tools = []
-    for index, item in enumerate(fields.items("tools", MAX_TOOLS) or ()):
-        tool = JsonFields.of_item(f"{fields.name('tools')}[{index}]", item)
-        if tool.raw("type") != "function":
-            raise tool.invalid("type", 'must be "function"; other tools are not supported')
-        function = tool.nested("function")
-        if function is None or not function.text("name", MAX_TOOL_NAME_CHARS):
-            raise tool.invalid("function", "must be an object with a name")
-        if not isinstance(function.raw("parameters"), dict | None):
-            raise function.invalid("parameters", "must be a JSON schema, an object")
-        tools.append(tool.to_dict())
-    return tools
-
-
-def _chat_message(name: str, item: object, may_call: bool) -> dict[str, object]:
-    message = JsonFields.of_item(name, item)
-    role = message.raw("role")
-    if role not in _ROLES:
-        raise message.invalid("role", f"must be one of {', '.join(_ROLES)}")
-    message.require_unset("function_call")
-    message.require_unset("response_format")
-    shown: dict[str, object] = {"role": role}
-    calls = message.items("tool_calls", MAX_CALLS)
-    if calls and role != "assistant":
-        raise message.invalid("tool_calls", "belong to a message of the assistant")
-    if calls:
-        shown["content"] = _message_content(message) if message.present("content") else ""
+def _chat_message(name: str, item: Raw, may_call: bool) -> dict[str, object]:
+    message = decode(ChatMessage, item, name)
+    if message.tool_calls and message.role != "assistant":
+        calls = msgspec.to_builtins(message.tool_calls)
+        raise InvalidField(f"{name}.tool_calls", calls, "belong to a message of the assistant")
+    if message.content is None and not message.tool_calls:
+        raise InvalidField(f"{name}.content", None, "must be a string or a list of text parts")
+    shown: dict[str, object] = {"role": message.role, "content": _text_of(message.content)}
+    if message.tool_calls:
         shown["tool_calls"] = [
-            _tool_call(JsonFields.of_item(f"{message.name('tool_calls')}[{index}]", call))
-            for index, call in enumerate(calls)
+            _tool_call(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(message.tool_calls)
         ]
-    else:
-        shown["content"] = _message_content(message)
-    if role == "tool" and (call_id := message.text("tool_call_id", MAX_CALL_ID_CHARS)) is not None:
-        shown["tool_call_id"] = call_id
-    if role in _DESCRIBING_ROLES and (tools := _described_tools(message)) and may_call:
-        shown["tools"] = tools
-    if role == "assistant" and isinstance(reasoning := message.raw("reasoning_content"), str):
-        shown["reasoning_content"] = reasoning
+    if message.role == "tool" and message.tool_call_id is not None:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.role in _DESCRIBING_ROLES:
+        tools = described_tools(f"{name}.tools", message.tools)
+        if tools and may_call:
+            shown["tools"] = tools
+    if message.role == "assistant" and message.reasoning_content is not None:
+        shown["reasoning_content"] = message.reasoning_content
     return shown
 
 
-def _tool_call(call: JsonFields) -> dict[str, object]:
+def _text_of(content: str | list[TextPart] | None) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+def _tool_call(name: str, call: Call) -> dict[str, object]:
     """A call of an earlier answer, its arguments as the object that templates expect."""
-    function = call.nested("function")
-    if function is None or not (name := function.text("name", MAX_TOOL_NAME_CHARS)):
-        raise call.invalid("function", "must be an object with name and arguments")
-    described = {"name": name, "arguments": written_arguments(function)}
+    arguments = written_arguments(f"{name}.function.arguments", call.function.arguments)
+    described = {"name": call.function.name, "arguments": arguments}
     shown: dict[str, object] = {"type": "function", "function": described}
-    if (call_id := call.text("id", MAX_CALL_ID_CHARS)) is not None:
-        shown["id"] = call_id
+    if call.id is not None:
+        shown["id"] = call.id
     return shown
 
 
-def written_arguments(function: JsonFields) -> dict[str, object]:
+def written_arguments(name: str, text: str | None) -> dict[str, object]:
     """Of a call, which are JSON as text."""
-    text = function.text("arguments", MAX_ARGUMENTS_CHARS) or "{}"
     try:
-        arguments = msgspec.json.decode(text)
+        arguments = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise function.invalid("arguments", "must be a JSON object, as text")
+        raise InvalidField(name, text, "must be a JSON object, as text")
     return arguments
-
-
-def _message_content(message: JsonFields) -> str:
-    """The text of a message, given as a string or as a list of text parts."""
-    match message.raw("content"):
-        case str() as text:
-            return text
-        case [*parts] if parts:
-            return "".join(
-                _part_text(f"{message.name('content')}[{i}]", part) for i, part in enumerate(parts)
-            )
-        case _:
-            raise message.invalid("content", "must be a string or a list of text parts")
-
-
-def _part_text(name: str, part: object) -> str:
-    match part:
-        case {"type": "text", "text": str() as text}:
-            return text
-        case _:
-            raise InvalidField(
-                name, part, 'must be {"type": "text", "text": …}; other parts are not supported'
-            )

@@ -8,9 +8,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from api.sampling_options import MAX_SAMPLES_PER_PROMPT, SampleOptions
+from api.body_parts import MAX_SAMPLES_PER_PROMPT
+from api.chat_format import ReasoningStart
+from api.constraints import Constraint
+from api.grammars import write_grammar
+from api.prompts import ChatPrompt, Prompt
+from api.sampling_options import SampleOptions
 from api.schemas import ApiRequest
 from api.text_codec import TextCodec
 from service.engine_messages import (
@@ -20,16 +25,22 @@ from service.engine_messages import (
     WantedScores,
     num_packed_tokens,
     request_prefix,
+    unpack_token_ids,
 )
 from service.http_errors import ApiError
+from service.off_loop import off_loop
 from vocabulary import HisparseFlag
 
 MAX_SCORES = 1 << 19
 """Logprobs of prompt tokens in one answer: a context of 163,840 tokens with the two likeliest of each.
 
 As JSON they have up to 40 MB."""
+MAX_REQUEST_GRAMMAR_CHARS = 16 << 20
+"""Of the grammars of all samples of an HTTP request: each sample is sent its own."""
 
 _SAMPLES_BETWEEN_YIELDS = 128
+_END_OF_PROMPT_TOKENS = 16
+"""Enough to see THINK or its end, a byte a token, and white space behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +121,8 @@ async def plan_samples(
     prompts = await codec.encode(request.prompts, names, most_tokens)
     samples: list[SampleRequest] = []
     num_request_tokens = num_scores = 0
-    for prompt_index, (prompt, options) in enumerate(zip(prompts, request.options, strict=True)):
+    all_options = await _with_grammars(request, prompts, codec)
+    for prompt_index, (prompt, options) in enumerate(zip(prompts, all_options, strict=True)):
         name, num_prompt_tokens = names[prompt_index], num_packed_tokens(prompt)
         _check_token_ids("stop_token_ids", options.stop_token_ids, codec.vocab_size)
         _check_token_ids("logit_bias", (token_id for token_id, _ in options.logit_bias), codec.vocab_size)
@@ -144,6 +156,45 @@ async def plan_samples(
             if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:
                 await asyncio.sleep(0)
     return tuple(samples)
+
+
+async def _with_grammars(
+    request: ApiRequest, prompts: Sequence[bytes], codec: TextCodec
+) -> Sequence[SampleOptions]:
+    """The options of each prompt with the grammar of its answers. ``prompts``: their token ids."""
+    written: dict[Constraint, str] = {}
+    found: list[SampleOptions] = []
+    num_chars = 0
+    for source, prompt, options in zip(request.prompts, prompts, request.options, strict=True):
+        constraint = options.constraint
+        if constraint is None:
+            found.append(options)
+            continue
+        if constraint not in written:
+            written[constraint] = await _grammar(constraint, source, prompt, codec)
+        num_chars += options.n * len(written[constraint])
+        if num_chars > MAX_REQUEST_GRAMMAR_CHARS:
+            raise ApiError(
+                400,
+                f"n: the grammars of all samples together have {num_chars} characters or more; "
+                f"{MAX_REQUEST_GRAMMAR_CHARS} are the most for a request: split it",
+                param="n",
+            )
+        found.append(replace(options, grammar=written[constraint]))
+    return found
+
+
+async def _grammar(constraint: Constraint, source: Prompt, prompt: bytes, codec: TextCodec) -> str:
+    """Of the answers to one prompt: all prompts of a request that has several are no conversations."""
+    if isinstance(source, ChatPrompt):
+        end = codec.bytes_of(unpack_token_ids(prompt)[-_END_OF_PROMPT_TOKENS:].tolist())
+        reasoning = codec.chat_format.reasoning_start(end, is_continued=source.continue_final_message)
+        tools, separates = source.all_tools, source.separate_reasoning
+    else:
+        reasoning, tools, separates = ReasoningStart.NONE, [], True
+    return await off_loop(
+        write_grammar, constraint, codec.chat_format, reasoning, tools, separates_reasoning=separates
+    )
 
 
 def grouped(samples: Sequence[SampleRequest], *, with_prompts: bool) -> list[GenerateGroup]:

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from api.json_fields import JsonFields
-from service.http_errors import InvalidField
+from api.body_parts import MAX_TOKENS
+from api.declared import declared, decode
+from service.http_errors import ApiError
 from service.settings import NodeSettings
 from vocabulary import CheckpointError
 
 FILE_NAME = "generation_config.json"
 
-_MAX_TEMPERATURE = 100.0
-_MAX_TOP_K = 2**31 - 1
-_MAX_REPETITION_PENALTY = 2.0
+
+@declared
+class _GenerationConfig:
+    """What of the file is used."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +56,26 @@ class SamplingDefaults:
         """
         path = model_path / FILE_NAME
         try:
-            values = msgspec.json.decode(path.read_bytes())
+            content = path.read_bytes()
+            values = msgspec.json.decode(content)
         except FileNotFoundError:
             return cls()
         except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
         if not isinstance(values, dict):
             raise CheckpointError(f"{path}: holds {type(values).__name__}, expected a JSON object")
-        fields = JsonFields(values)
         try:
-            temperature = fields.number("temperature", 0, _MAX_TEMPERATURE)
-            top_p = fields.number("top_p", 0, 1, above_low=True)
-            top_k = fields.integer("top_k", -1, _MAX_TOP_K)
-            min_p = fields.number("min_p", 0, 1)
-            repetition_penalty = fields.number(
-                "repetition_penalty", 0, _MAX_REPETITION_PENALTY, above_low=True
-            )
-        except InvalidField as error:
+            given = decode(_GenerationConfig, content)
+        except ApiError as error:
             raise CheckpointError(
                 f"{path}: {error}; correct it, or start all nodes with --sampling-defaults openai"
             ) from error
         return cls(
-            1.0 if temperature is None else temperature,
-            1.0 if top_p is None else top_p,
-            max(top_k or 0, 0),
-            min_p or 0.0,
-            1.0 if repetition_penalty is None else repetition_penalty,
+            1.0 if given.temperature is None else given.temperature,
+            1.0 if given.top_p is None else given.top_p,
+            max(given.top_k or 0, 0),
+            given.min_p or 0.0,
+            1.0 if given.repetition_penalty is None else given.repetition_penalty,
         )
 
     def __str__(self) -> str:

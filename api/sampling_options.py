@@ -3,71 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from api.json_fields import JsonFields
+from api.bodies import (
+    ChatBody,
+    CompletionsBody,
+    Drawing,
+    GenerateBody,
+    MessagesBody,
+    ResponsesBody,
+)
+from api.bodies import SamplingParams as SglangParams
+from api.body_parts import MAX_PROMPTS
+from api.constraints import Constraint, generate_constraint
+from api.declared import decode
+from api.raw_json import decode_item, first_chars, split
 from api.sampling_defaults import SamplingDefaults
 from service.engine_messages import WantedScores
-from service.http_errors import ApiError, InvalidField, shown
-from vocabulary import MAX_LOGIT_BIAS, SamplingParams, pack_logit_bias
+from service.http_errors import InvalidField
+from vocabulary import SamplingParams, pack_logit_bias
 
-MAX_SAMPLES_PER_PROMPT = 128
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 256
-MAX_TOKENS = 2**31 - 1
-MAX_TOKEN_ID = 2**31 - 1
-OPENAI_MAX_TEMPERATURE = 2.0
-GENERATE_MAX_TEMPERATURE = 100.0
-ANTHROPIC_MAX_TEMPERATURE = 1.0
-MAX_PENALTY = 2.0
-MAX_REPETITION_PENALTY = 2.0
-MAX_BIAS = 100.0
 COMPLETIONS_DEFAULT_TOKENS = 16
 GENERATE_DEFAULT_TOKENS = 128
 
 _SEED_MASK = 2**63 - 1
-
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {  # known field: the values that ask for nothing
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "audio_data": ([],),
-    "bad_words": ([],),
-    "chat_template": (),
-    "custom_logit_processor": (),
-    "documents": ([],),
-    "ebnf": (),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": ([],),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "image_data": ([],),
-    "input_embeds": ([],),
-    "json_schema": (),
-    "logits_processors": ([],),
-    "lora_path": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "prompt_embeds": ([],),
-    "prompt_logprobs": (),
-    "regex": (),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "stop_regex": ([], ""),
-    "structural_tag": (),
-    "structured_outputs": ({},),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "video_data": ([],),
-    "web_search_options": (),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +58,8 @@ class SampleOptions:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    constraint: Constraint | None = None
+    """What the answer has to be; the checkpoint's words for it are ``grammar``."""
     grammar: str = ""
     echo: bool = False
     """The prompt's text comes first, with logprobs too when they are asked for."""
@@ -135,213 +96,132 @@ class SampleOptions:
         )
 
 
-def refuse_unsupported(fields: JsonFields, *supported: str) -> None:
-    """Raises InvalidField for a known field that asks for something this service does not do.
-
-    ``supported``: fields that only some endpoints have.
-    """
-    for field, harmless in _UNSUPPORTED.items():
-        if field not in supported:
-            fields.require_unset(field, *harmless)
-
-
 def parse_openai_options(
-    fields: JsonFields,
+    body: CompletionsBody | ChatBody,
     num_logprobs: int | None,
     default_new_tokens: int | None,
     defaults: SamplingDefaults,
 ) -> SampleOptions:
-    limit_field = "max_completion_tokens" if fields.present("max_completion_tokens") else "max_tokens"
-    response_format = fields.nested("response_format")
-    if response_format is not None and response_format.raw("type") != "text":
-        raise response_format.invalid("type", 'must be "text"; other formats are not supported')
-    options = _common_options(
-        fields, limit_field, "min_tokens", "seed", OPENAI_MAX_TEMPERATURE, defaults, fewest_tokens=0
-    )
-    best_of = fields.integer("best_of", 1, MAX_SAMPLES_PER_PROMPT)
-    if best_of is not None and best_of != options.n:
-        raise fields.invalid("best_of", f"must equal n, which is {options.n}; leave the field out")
+    limit = Given("max_tokens", body.max_tokens)
+    if body.max_completion_tokens is not None:
+        limit = Given("max_completion_tokens", body.max_completion_tokens)
+    minimum = Given("min_tokens", body.min_tokens)
+    options = _options(body, limit, minimum, body.seed, body.stop, defaults, body.n)
+    if body.best_of is not None and body.best_of != options.n:
+        raise InvalidField(
+            "best_of", body.best_of, f"must equal n, which is {options.n}; leave the field out"
+        )
     return replace(
         options,
         num_logprobs=num_logprobs,
         default_new_tokens=default_new_tokens,
-        num_prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_LOGPROBS),
+        num_prompt_logprobs=body.prompt_logprobs,
+        echo=isinstance(body, CompletionsBody) and bool(body.echo),
     )
 
 
 def parse_generate_options(
-    fields: JsonFields, num_prompts: int, defaults: SamplingDefaults
+    body: GenerateBody, num_prompts: int, defaults: SamplingDefaults
 ) -> tuple[SampleOptions, ...]:
     """One a prompt: the same for all, or from a list."""
-    num_top = fields.integer("top_logprobs_num", 0, MAX_LOGPROBS) or 0
-    num_logprobs = num_top if fields.flag("return_logprob") else None
-    with_text = fields.flag("return_text_in_logprobs")
-    if num_logprobs is not None:
-        fields.require_unset("token_ids_logprob", [])
-    start = fields.integer("logprob_start_len", -1, MAX_TOKENS) if num_logprobs is not None else None
-    wanted = _SglangLogprobs(num_logprobs, None if start == -1 else start, with_text)
-    given = fields.raw("sampling_params")
-    match given:
-        case None | dict():
-            shared = JsonFields(given or {}, "sampling_params")
-            options = _sglang_options(shared, wanted, defaults)
-            return (options,) * num_prompts
-        case [*items]:
-            if len(items) != num_prompts:
-                raise fields.invalid("sampling_params", f"must have one entry a prompt, {num_prompts}")
-            return tuple(
-                _sglang_options(JsonFields.of_item(f"sampling_params[{index}]", item), wanted, defaults)
-                for index, item in enumerate(items)
-            )
-        case _:
-            raise fields.invalid("sampling_params", "must be an object or a list of objects")
+    num_logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
+    start = body.logprob_start_len if num_logprobs is not None else None
+    name, given = "sampling_params", body.sampling_params
+    if given is not None and first_chars(given)[0] == b"[":
+        items = split(name, given, MAX_PROMPTS)
+        if len(items) != num_prompts:
+            shown = decode_item(name, given)
+            raise InvalidField(name, shown, f"must have one entry a prompt, {num_prompts}")
+        params = [decode(SglangParams, item, f"{name}[{index}]") for index, item in enumerate(items)]
+        names = [f"{name}[{index}]" for index in range(num_prompts)]
+    else:
+        params = [decode(SglangParams, b"{}" if given is None else given, name)]
+        names = [name]
+    options = tuple(
+        replace(
+            _sglang_options(each, path, defaults),
+            num_logprobs=num_logprobs,
+            logprob_start=None if start == -1 else start,
+            text_in_logprobs=bool(body.return_text_in_logprobs),
+            default_new_tokens=GENERATE_DEFAULT_TOKENS,
+        )
+        for each, path in zip(params, names, strict=True)
+    )
+    return options if len(options) == num_prompts else options * num_prompts
 
 
-def parse_messages_options(fields: JsonFields, defaults: SamplingDefaults) -> SampleOptions:
+def parse_messages_options(body: MessagesBody, defaults: SamplingDefaults) -> SampleOptions:
     """Of Anthropic's messages."""
-    fields.require_unset("n", 1)
-    if not fields.present("max_tokens"):
-        raise ApiError(400, "max_tokens: the field is needed", param="max_tokens", code="missing_field")
-    return _common_options(
-        fields,
-        "max_tokens",
-        "min_tokens",
-        "seed",
-        ANTHROPIC_MAX_TEMPERATURE,
-        defaults,
-        stop_field="stop_sequences",
-    )
+    limit, minimum = Given("max_tokens", body.max_tokens), Given("min_tokens", body.min_tokens)
+    return _options(body, limit, minimum, body.seed, body.stop_sequences, defaults)
 
 
-def parse_responses_options(fields: JsonFields, defaults: SamplingDefaults) -> SampleOptions:
+def parse_responses_options(body: ResponsesBody, defaults: SamplingDefaults) -> SampleOptions:
     """Of OpenAI's responses."""
-    fields.require_unset("n", 1)
-    return _common_options(
-        fields, "max_output_tokens", "min_tokens", "seed", OPENAI_MAX_TEMPERATURE, defaults
-    )
+    limit = Given("max_output_tokens", body.max_output_tokens)
+    return _options(body, limit, Given("min_tokens", body.min_tokens), body.seed, body.stop, defaults)
 
 
-@dataclass(frozen=True, slots=True)
-class _SglangLogprobs:
-    """What of logprobs stands beside ``sampling_params``."""
-
-    num_logprobs: int | None
-    start: int | None
-    with_text: bool
+def _sglang_options(params: SglangParams, name: str, defaults: SamplingDefaults) -> SampleOptions:
+    limit = Given(f"{name}.max_new_tokens", params.max_new_tokens)
+    minimum = Given(f"{name}.min_new_tokens", params.min_new_tokens)
+    options = _options(params, limit, minimum, params.sampling_seed, params.stop, defaults, params.n)
+    return replace(options, constraint=generate_constraint(params, name))
 
 
-def _sglang_options(
-    fields: JsonFields, logprobs: _SglangLogprobs, defaults: SamplingDefaults
-) -> SampleOptions:
-    refuse_unsupported(fields)
-    options = _common_options(
-        fields,
-        "max_new_tokens",
-        "min_new_tokens",
-        "sampling_seed",
-        GENERATE_MAX_TEMPERATURE,
-        defaults,
-        fewest_tokens=0,
-    )
-    return replace(
-        options,
-        num_logprobs=logprobs.num_logprobs,
-        logprob_start=logprobs.start,
-        text_in_logprobs=logprobs.with_text,
-        default_new_tokens=GENERATE_DEFAULT_TOKENS,
-    )
+class Given(NamedTuple):
+    """A field by its path, and its value."""
+
+    name: str
+    value: int | None
 
 
-def _common_options(
-    fields: JsonFields,
-    limit_field: str,
-    minimum_field: str,
-    seed_field: str,
-    max_temperature: float,
+def _options(
+    drawing: Drawing,
+    limit: Given,
+    minimum: Given,
+    seed: int | None,
+    stop: str | list[str] | None,
     defaults: SamplingDefaults,
-    stop_field: str = "stop",
-    *,
-    fewest_tokens: int = 1,
+    n: int | None = None,
 ) -> SampleOptions:
-    """``fewest_tokens``: that an answer may be limited to; 0 is a prompt that is only computed."""
-    limit = fields.integer(limit_field, fewest_tokens, MAX_TOKENS)
-    minimum = fields.integer(minimum_field, 0, MAX_TOKENS) or 0
-    if limit is not None and minimum > limit:
-        raise fields.invalid(minimum_field, f"must be at most {fields.name(limit_field)}, which is {limit}")
-    top_k = fields.integer("top_k", -1, MAX_TOKENS)
-    temperature = fields.number("temperature", 0, max_temperature)
-    top_p = fields.number("top_p", 0, 1, above_low=True)
-    min_p = fields.number("min_p", 0, 1)
-    repetition_penalty = fields.number("repetition_penalty", 0, MAX_REPETITION_PENALTY, above_low=True)
+    min_new_tokens = minimum.value or 0
+    if limit.value is not None and min_new_tokens > limit.value:
+        raise InvalidField(
+            minimum.name, min_new_tokens, f"must be at most {limit.name}, which is {limit.value}"
+        )
+    temperature, top_p, top_k = drawing.temperature, drawing.top_p, drawing.top_k
+    min_p, repetition_penalty = drawing.min_p, drawing.repetition_penalty
     return SampleOptions(
-        n=fields.integer("n", 1, MAX_SAMPLES_PER_PROMPT) or 1,
-        max_new_tokens=limit,
-        max_new_tokens_field=fields.name(limit_field),
-        min_new_tokens=minimum,
-        min_new_tokens_field=fields.name(minimum_field),
+        n=n or 1,
+        max_new_tokens=limit.value,
+        max_new_tokens_field=limit.name,
+        min_new_tokens=min_new_tokens,
+        min_new_tokens_field=minimum.name,
         temperature=defaults.temperature if temperature is None else temperature,
         top_p=defaults.top_p if top_p is None else top_p,
         top_k=defaults.top_k if top_k is None else max(top_k, 0),
-        seed=fields.integer(seed_field, -(2**63), 2**63 - 1),
-        ignore_eos=fields.flag("ignore_eos"),
-        stop=_stop_strings(fields, stop_field),
-        stop_token_ids=fields.integers("stop_token_ids", MAX_STOP_TOKEN_IDS, 0, MAX_TOKEN_ID),
-        skip_special_tokens=fields.flag("skip_special_tokens", default=True),
-        no_stop_trim=fields.flag("no_stop_trim") or fields.flag("include_stop_str_in_output"),
+        seed=seed,
+        ignore_eos=bool(drawing.ignore_eos),
+        stop=tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop or ())),
+        stop_token_ids=tuple(drawing.stop_token_ids or ()),
+        skip_special_tokens=drawing.skip_special_tokens is not False,
+        no_stop_trim=bool(drawing.no_stop_trim or drawing.include_stop_str_in_output),
         min_p=defaults.min_p if min_p is None else min_p,
-        presence_penalty=fields.number("presence_penalty", -MAX_PENALTY, MAX_PENALTY) or 0.0,
-        frequency_penalty=fields.number("frequency_penalty", -MAX_PENALTY, MAX_PENALTY) or 0.0,
+        presence_penalty=drawing.presence_penalty or 0.0,
+        frequency_penalty=drawing.frequency_penalty or 0.0,
         repetition_penalty=defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
-        logit_bias=_logit_bias(fields),
+        logit_bias=tuple(item for item in (drawing.logit_bias or {}).items() if item[1]),
     )
 
 
-def _logit_bias(fields: JsonFields) -> tuple[tuple[int, float], ...]:
-    """A bias by token id, which JSON has as a string; each id once."""
-    if (biases := fields.nested("logit_bias")) is None:
-        return ()
-    values = biases.to_dict()
-    if len(values) > MAX_LOGIT_BIAS:
-        raise fields.invalid("logit_bias", f"must have at most {MAX_LOGIT_BIAS} tokens, it has {len(values)}")
-    given: dict[int, float] = {}
-    for key in values:
-        if not (key.isascii() and key.isdigit() and len(key) <= len(str(MAX_TOKEN_ID))):
-            raise fields.invalid("logit_bias", f"must have token ids as keys, not {shown(key)}")
-        if int(key) in given:
-            raise fields.invalid("logit_bias", f"must have each token id once, {int(key)} is there twice")
-        given[int(key)] = biases.number(key, -MAX_BIAS, MAX_BIAS) or 0.0
-    return tuple((token_id, bias) for token_id, bias in given.items() if bias)
+def completion_logprobs(body: CompletionsBody) -> int | None:
+    return body.logprobs
 
 
-def _stop_strings(fields: JsonFields, field: str) -> tuple[str, ...]:
-    value = fields.raw(field)
-    if isinstance(value, str):
-        value = [value]
-    elif not isinstance(value, list):
-        if value is not None:
-            raise fields.invalid(field, "must be a string or a list of strings")
-        value = []
-    if len(value) > MAX_STOP_STRINGS:
-        raise fields.invalid(field, f"must have at most {MAX_STOP_STRINGS} strings")
-    for index, item in enumerate(value):
-        name = f"{fields.name(field)}[{index}]"
-        if not isinstance(item, str) or not item:
-            raise InvalidField(name, item, "must be a string that is not empty")
-        if len(item) > MAX_STOP_CHARS:
-            raise InvalidField(
-                name, item, f"must have at most {MAX_STOP_CHARS} characters, it has {len(item)}"
-            )
-    return tuple(dict.fromkeys(value))
-
-
-def completion_logprobs(fields: JsonFields) -> int | None:
-    return fields.integer("logprobs", 0, MAX_LOGPROBS)
-
-
-def chat_logprobs(fields: JsonFields) -> int | None:
-    num_top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
-    if fields.flag("logprobs"):
-        return num_top or 0
-    if num_top:
-        raise fields.invalid("top_logprobs", "needs logprobs: true")
+def chat_logprobs(body: ChatBody) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidField("top_logprobs", body.top_logprobs, "needs logprobs: true")
     return None

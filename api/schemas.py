@@ -15,11 +15,33 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
+from typing import Any
+
+import msgspec
 
 from api.anthropic_messages import parse_messages
-from api.json_fields import JsonFields, is_integer, within
+from api.bodies import (
+    BODIES,
+    Addressed,
+    ChatBody,
+    CompletionsBody,
+    GenerateBody,
+    MessagesBody,
+    ResponsesBody,
+    Served,
+)
+from api.body_parts import MAX_SAMPLES, Labels
+from api.constraints import (
+    Constraint,
+    chat_constraint,
+    completion_constraint,
+    messages_constraint,
+    refuse_formats,
+    responses_constraint,
+)
+from api.declared import decode, decode_body
 from api.openai_responses import parse_responses
-from api.prompts import ChatPrompt, Prompt, generate_prompt_field, parse_chat_prompt, parse_prompts
+from api.prompts import ChatPrompt, Prompt, generate_prompt, parse_chat_prompt, parse_prompts
 from api.sampling_defaults import SamplingDefaults
 from api.sampling_options import (
     COMPLETIONS_DEFAULT_TOKENS,
@@ -30,7 +52,6 @@ from api.sampling_options import (
     parse_messages_options,
     parse_openai_options,
     parse_responses_options,
-    refuse_unsupported,
 )
 from protocol.access import is_host
 from service.http_errors import ApiError, InvalidField
@@ -39,12 +60,6 @@ from vocabulary import HisparseFlag
 
 DEFAULT_BOOTSTRAP_PORT: int = PrefillSettings.model_fields["bootstrap_port"].default
 """Where a decode node looks when ``bootstrap_port`` is null: a prefill node's default port."""
-
-MAX_SAMPLES = 4096
-"""Samples of one request at most: prompts times n."""
-
-MAX_ROOM = 2**63 - 1
-MAX_NAME_CHARS = 1024
 
 OPENAI_DEFAULTS = SamplingDefaults()
 
@@ -119,50 +134,45 @@ class ApiRequest:
 
 
 def parse_request(
-    endpoint: Endpoint, body: bytes, model_name: str, defaults: SamplingDefaults = OPENAI_DEFAULTS
+    endpoint: Endpoint, content: bytes, model_name: str, defaults: SamplingDefaults = OPENAI_DEFAULTS
 ) -> ApiRequest:
-    """Check ``body``; what it does not say of drawing tokens is of ``defaults``.
+    """Check ``content``, a body; what it does not say of drawing tokens is of ``defaults``.
 
     Raises ApiError: 400 for a field, 404 for another model than ``model_name``.
     """
-    fields = JsonFields.of_body(body)
-    check_model(fields, model_name)
-    is_openai = endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT)
-    refuse_unsupported(fields, *_supported_here(endpoint))
-    returns_token_ids = is_openai and fields.flag("return_token_ids")
-    if endpoint in (Endpoint.COMPLETIONS, Endpoint.GENERATE):
-        fields.require_unset("tools", [])
-    stream = fields.flag("stream")
-    options: tuple[SampleOptions, ...]
+    body: Served = decode_body(BODIES[endpoint], content)
+    check_model(body, model_name)
     echo = None
-    match endpoint:
-        case Endpoint.COMPLETIONS:
+    match body:
+        case CompletionsBody():
             prompt_field = "prompt"
-            is_batch, prompts = parse_prompts(fields, prompt_field)
-            fields.require_unset("add_special_tokens", True)
-            num_logprobs = completion_logprobs(fields)
-            shared = parse_openai_options(fields, num_logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
-            options = (replace(shared, echo=fields.flag("echo")),) * len(prompts)
-        case Endpoint.CHAT:
+            is_batch, prompts = parse_prompts(prompt_field, body.prompt)
+            num_logprobs = completion_logprobs(body)
+            shared = parse_openai_options(body, num_logprobs, COMPLETIONS_DEFAULT_TOKENS, defaults)
+            options = (replace(shared, constraint=completion_constraint(body)),) * len(prompts)
+        case ChatBody():
             prompt_field = "messages"
-            chat = parse_chat_prompt(fields)
+            chat = parse_chat_prompt(body)
             is_batch, prompts = False, (chat,)
-            shared = parse_openai_options(fields, chat_logprobs(fields), None, defaults)
-            options = (_with_markup(shared, chat),)
-        case Endpoint.MESSAGES:
+            shared = parse_openai_options(body, chat_logprobs(body), None, defaults)
+            options = (_for_chat(shared, chat, chat_constraint(body, chat)),)
+        case MessagesBody():
             prompt_field = "messages"
-            chat = parse_messages(fields)
+            chat = parse_messages(body)
             is_batch, prompts = False, (chat,)
-            options = (_with_markup(parse_messages_options(fields, defaults), chat),)
-        case Endpoint.RESPONSES:
+            shared = parse_messages_options(body, defaults)
+            options = (_for_chat(shared, chat, messages_constraint(body, chat)),)
+        case ResponsesBody():
             prompt_field = "input"
-            chat, echo = parse_responses(fields)
+            chat, echo = parse_responses(body)
             is_batch, prompts = False, (chat,)
-            options = (_with_markup(parse_responses_options(fields, defaults), chat),)
-        case Endpoint.GENERATE:
-            prompt_field = generate_prompt_field(fields)
-            is_batch, prompts = parse_prompts(fields, prompt_field)
-            options = parse_generate_options(fields, len(prompts), defaults)
+            shared = parse_responses_options(body, defaults)
+            options = (_for_chat(shared, chat, responses_constraint(body, chat)),)
+        case GenerateBody():
+            refuse_formats(body)
+            prompt_field, given = generate_prompt(body)
+            is_batch, prompts = parse_prompts(prompt_field, given)
+            options = parse_generate_options(body, len(prompts), defaults)
     num_samples = sum(option.n for option in options)
     if num_samples > MAX_SAMPLES:
         raise ApiError(
@@ -177,20 +187,20 @@ def parse_request(
         prompt_field=prompt_field,
         is_batch=is_batch,
         options=options,
-        rendezvous=_rendezvous(fields, [option.n for option in options]),
-        stream=stream,
-        usage=_streamed_usage(fields, endpoint, stream),
-        hisparse=_hisparse(fields, endpoint),
-        is_speculative=fields.flag("speculative", default=True),
-        request_ids=_request_ids(fields, endpoint, len(prompts)),
-        returns_token_ids=returns_token_ids,
+        rendezvous=_rendezvous(body, [option.n for option in options]),
+        stream=bool(body.stream),
+        usage=_streamed_usage(body),
+        hisparse=_hisparse(body),
+        is_speculative=body.speculative is not False,
+        request_ids=_request_ids(body, len(prompts)),
+        returns_token_ids=isinstance(body, CompletionsBody | ChatBody) and bool(body.return_token_ids),
         echo=echo,
-        is_prefill_only=_is_prefill_only(fields, options),
-        joins_answers=fields.flag("joins_answers"),
+        is_prefill_only=_is_prefill_only(body, options),
+        joins_answers=bool(body.joins_answers),
     )
-    if stream and parsed.wants_scores:
-        raise fields.invalid("stream", "must be false where logprobs of the prompt are asked for")
-    if parsed.wants_scores and not (parsed.is_joined or fields.flag("prefill_only")):
+    if body.stream and parsed.wants_scores:
+        raise InvalidField("stream", True, "must be false where logprobs of the prompt are asked for")
+    if parsed.wants_scores and not (parsed.is_joined or body.prefill_only):
         # Both nodes say so: neither waits for the other.
         raise ApiError(
             400,
@@ -200,31 +210,23 @@ def parse_request(
     return parsed
 
 
-def _supported_here(endpoint: Endpoint) -> tuple[str, ...]:
-    """Of the fields that only some endpoints have."""
-    match endpoint:
-        case Endpoint.COMPLETIONS:
-            return ("return_token_ids", "prompt_logprobs", "echo")
-        case Endpoint.CHAT:
-            return ("return_token_ids", "prompt_logprobs")
-        case _:
-            return ()
-
-
-def _is_prefill_only(fields: JsonFields, options: Sequence[SampleOptions]) -> bool:
+def _is_prefill_only(body: Served, options: Sequence[SampleOptions]) -> bool:
     """Where nothing is generated, or where the router says so, which then asks no decode node."""
     limits = [option.max_new_tokens for option in options]
     if 0 in limits and any(limit != 0 for limit in limits):
-        raise fields.invalid("sampling_params", "must have max_new_tokens 0 for all prompts or for none")
-    is_told = fields.flag("prefill_only")
+        raise InvalidField(
+            "sampling_params", limits, "must have max_new_tokens 0 for all prompts or for none"
+        )
+    is_told = bool(body.prefill_only)
     if is_told and any(limit not in (0, 1) for limit in limits):
-        raise fields.invalid("prefill_only", f"needs {options[0].max_new_tokens_field} of 1 at most")
+        raise InvalidField("prefill_only", True, f"needs {options[0].max_new_tokens_field} of 1 at most")
     return is_told or 0 in limits
 
 
-def _with_markup(options: SampleOptions, chat: ChatPrompt) -> SampleOptions:
+def _for_chat(options: SampleOptions, chat: ChatPrompt, constraint: Constraint | None) -> SampleOptions:
     """With tools, special tokens are kept: tokenizers may call the markup of a call special."""
-    return replace(options, skip_special_tokens=options.skip_special_tokens and not chat.all_tools)
+    skips_special = options.skip_special_tokens and not chat.all_tools
+    return replace(options, skip_special_tokens=skips_special, constraint=constraint)
 
 
 def derive_room(room: int, sample_index: int) -> int:
@@ -238,12 +240,11 @@ def derive_room(room: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def check_model(fields: JsonFields, model_name: str) -> None:
-    model = fields.text("model", MAX_NAME_CHARS)
-    if model is not None and model != model_name and model not in _NO_MODEL:
+def check_model(body: Addressed, model_name: str) -> None:
+    if body.model is not None and body.model != model_name and body.model not in _NO_MODEL:
         raise ApiError(
             404,
-            f"model: {model!r} does not exist here; this node serves {model_name!r}",
+            f"model: {body.model!r} does not exist here; this node serves {model_name!r}",
             param="model",
             code="model_not_found",
         )
@@ -252,10 +253,10 @@ def check_model(fields: JsonFields, model_name: str) -> None:
 # --- what the router adds, and the rest --------------------------------------------------------------
 
 
-def _rendezvous(fields: JsonFields, samples_per_prompt: Sequence[int]) -> tuple[Rendezvous, ...]:
+def _rendezvous(body: Served, samples_per_prompt: Sequence[int]) -> tuple[Rendezvous, ...]:
     """One a sample, prompt-major. Lists have one entry a prompt or one a sample; one value serves all."""
     for field in ("bootstrap_room", "bootstrap_host"):
-        if not fields.present(field):
+        if getattr(body, field) is None:
             raise ApiError(
                 400,
                 f"{field}: the field is missing; a node takes work from a router only: send the request "
@@ -263,25 +264,24 @@ def _rendezvous(fields: JsonFields, samples_per_prompt: Sequence[int]) -> tuple[
                 param=field,
                 code="missing_field",
             )
-    hosts = _spread(fields, "bootstrap_host", samples_per_prompt)
-    ports = _spread(fields, "bootstrap_port", samples_per_prompt)
-    rooms = _spread(fields, "bootstrap_room", samples_per_prompt)
+    hosts = _spread("bootstrap_host", body.bootstrap_host, samples_per_prompt)
+    ports = _spread("bootstrap_port", body.bootstrap_port, samples_per_prompt)
+    rooms = _spread("bootstrap_room", body.bootstrap_room, samples_per_prompt)
     meetings = tuple(
         Rendezvous(
             _bootstrap_host(host),
-            DEFAULT_BOOTSTRAP_PORT if port is None else _bounded("bootstrap_port", port, 1, 65535),
-            derive_room(_bounded("bootstrap_room", room, 0, MAX_ROOM), sample_index),
+            DEFAULT_BOOTSTRAP_PORT if port is None else port,
+            derive_room(room, sample_index),
         )
         for (host, _), (port, _), (room, sample_index) in zip(hosts, ports, rooms, strict=True)
     )
     if len({meeting.room for meeting in meetings}) != len(meetings):
-        raise fields.invalid("bootstrap_room", "must be a different room for each sample")
+        raise InvalidField("bootstrap_room", body.bootstrap_room, "must be a different room for each sample")
     return meetings
 
 
-def _spread(fields: JsonFields, field: str, samples_per_prompt: Sequence[int]) -> list[tuple[object, int]]:
+def _spread(field: str, value: Any, samples_per_prompt: Sequence[int]) -> list[tuple[Any, int]]:
     """``(value, index among the samples that share it)`` of each sample."""
-    value = fields.raw(field)
     num_samples = sum(samples_per_prompt)
     if not isinstance(value, list):
         return [(value, index) for index in range(num_samples)]
@@ -289,65 +289,49 @@ def _spread(fields: JsonFields, field: str, samples_per_prompt: Sequence[int]) -
         return [(item, 0) for item in value]
     if len(value) == len(samples_per_prompt):
         return [(item, i) for item, n in zip(value, samples_per_prompt, strict=True) for i in range(n)]
-    raise fields.invalid(
-        field, f"must have one entry a prompt, {len(samples_per_prompt)}, or one a sample, {num_samples}"
-    )
+    rule = f"must have one entry a prompt, {len(samples_per_prompt)}, or one a sample, {num_samples}"
+    raise InvalidField(field, value, rule)
 
 
-def _bounded(name: str, value: object, low: int, high: int) -> int:
-    if not is_integer(value):
-        raise InvalidField(name, value, "must be an integer")
-    return within(name, value, low, high)
-
-
-def _bootstrap_host(value: object) -> str:
+def _bootstrap_host(value: str) -> str:
     """Without the brackets that a URL puts round an IPv6 address."""
-    host = value.removeprefix("[").removesuffix("]") if isinstance(value, str) else ""
+    host = value.removeprefix("[").removesuffix("]")
     if not is_host(host):
         raise InvalidField("bootstrap_host", value, "must be a host name or an address")
     return host
 
 
-def _streamed_usage(fields: JsonFields, endpoint: Endpoint, stream: bool) -> StreamedUsage:
-    options = fields.nested("stream_options")
-    if options is None or endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
+def _streamed_usage(body: Served) -> StreamedUsage:
+    options = body.stream_options if isinstance(body, CompletionsBody | ChatBody) else None
+    if options is None:
         return StreamedUsage.NONE
-    if not stream:
-        raise fields.invalid("stream_options", "needs stream: true")
-    is_continuous = options.flag("continuous_usage_stats")
-    if not options.flag("include_usage"):
+    if not body.stream:
+        raise InvalidField("stream_options", msgspec.to_builtins(options), "needs stream: true")
+    if not options.include_usage:
         return StreamedUsage.NONE
-    return StreamedUsage.EVERY if is_continuous else StreamedUsage.LAST
+    return StreamedUsage.EVERY if options.continuous_usage_stats else StreamedUsage.LAST
 
 
-def _hisparse(fields: JsonFields, endpoint: Endpoint) -> HisparseFlag | None:
+def _hisparse(body: Served) -> HisparseFlag | None:
     """From the top level or, because public routers drop it there, from what they let pass."""
-    match endpoint:
-        case Endpoint.CHAT | Endpoint.MESSAGES | Endpoint.RESPONSES:
-            carrier = fields.nested("metadata")
-        case Endpoint.GENERATE:
-            carrier = fields.nested("custom_labels")
-        case Endpoint.COMPLETIONS:
-            carrier = None
-    flags: dict[object, HisparseFlag] = {flag.value: flag for flag in HisparseFlag}
-    for holder in (fields, carrier):
-        if holder is None or not holder.present("hisparse"):
-            continue
-        match holder.raw("hisparse"):
-            case bool() as value:
-                return HisparseFlag.TRUE if value else HisparseFlag.FALSE
-            case str() as text if text == HisparseFlag.AUTO or (holder is carrier and text in flags):
-                return flags[text]
-            case _:
-                raise holder.invalid("hisparse", 'must be true, false or "auto"')
-    return None
+    match body:
+        case ChatBody() | MessagesBody():
+            labels = body.metadata
+        case ResponsesBody():
+            labels = None if body.metadata is None else decode(Labels, body.metadata, "metadata")
+        case GenerateBody():
+            labels = body.custom_labels
+        case _:
+            labels = None
+    given = body.hisparse if body.hisparse is not None or labels is None else labels.hisparse
+    return None if given is None else HisparseFlag(str(given).lower())
 
 
-def _request_ids(fields: JsonFields, endpoint: Endpoint, num_prompts: int) -> tuple[str, ...]:
-    value = fields.raw("rid")
-    if endpoint is not Endpoint.GENERATE or value is None:
+def _request_ids(body: Served, num_prompts: int) -> tuple[str, ...]:
+    if not isinstance(body, GenerateBody) or body.rid is None:
         return ()
-    ids = value if isinstance(value, list) else [value, *(f"{value}-{i}" for i in range(1, num_prompts))]
-    if len(ids) != num_prompts or not all(isinstance(i, str) and len(i) <= MAX_NAME_CHARS for i in ids):
-        raise fields.invalid("rid", f"must be a string, or a list of one string a prompt, {num_prompts}")
-    return tuple(str(i) for i in ids)
+    rid = body.rid
+    ids = rid if isinstance(rid, list) else [rid, *(f"{rid}-{i}" for i in range(1, num_prompts))]
+    if len(ids) != num_prompts:
+        raise InvalidField("rid", rid, f"must be a string, or a list of one string a prompt, {num_prompts}")
+    return tuple(ids)

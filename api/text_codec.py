@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from api.chat_format import ToolMarkup, tool_markup, writes_own_chat
+from api.chat_format import THINK, ChatFormat, ToolMarkup, tool_markup, writes_own_chat
 from api.deepseek_chat import encode_chat
 from api.detokenizer import TokenBytes
 from api.prompts import ChatPrompt, Prompt
@@ -44,6 +44,12 @@ class TextCodec:
         self._backend.no_padding()
         self.vocab_size = vocab_size
         self.token_bytes = TokenBytes(self._backend)
+        added = self._backend.get_added_tokens_decoder()
+        self.chat_format = ChatFormat(
+            self.tool_markup,
+            self._writes_own_chat or (template is not None and THINK in template),
+            {token.content: token_id for token_id, token in added.items()},
+        )
 
     @classmethod
     def load(cls, model_path: Path) -> TextCodec:

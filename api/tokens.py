@@ -16,10 +16,10 @@ import msgspec
 from msgspec import Raw
 
 from api.anthropic_messages import parse_messages
+from api.bodies import CountTokensBody, DetokenizeBody, TokenizeBody
+from api.declared import decode_body
 from api.frame import Answer, parsed
-from api.json_fields import JsonFields
 from api.prompts import ChatPrompt, Prompt, parse_chat_prompt, parse_text, parse_token_ids
-from api.sampling_options import refuse_unsupported
 from api.schemas import check_model
 from api.text_codec import TextCodec
 from service.engine_messages import num_packed_tokens, unpack_token_ids
@@ -69,30 +69,32 @@ def _name(prompt: Prompt) -> str:
     return "prompt" if isinstance(prompt, str) else "messages"
 
 
-def _parse_tokenize(body: bytes, model_name: str) -> tuple[Prompt, bool, bool]:
+def _parse_tokenize(content: bytes, model_name: str) -> tuple[Prompt, bool, bool]:
     """The prompt, whether special tokens are added to it, and whether tokens are to be shown as text too."""
-    fields = JsonFields.of_body(body)
-    check_model(fields, model_name)
-    refuse_unsupported(fields)
-    if fields.present("prompt") == fields.present("messages"):
+    body = decode_body(TokenizeBody, content)
+    check_model(body, model_name)
+    if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
-    is_text = fields.present("prompt")
-    prompt = parse_text(fields, "prompt") if is_text else parse_chat_prompt(fields, is_to_be_answered=False)
-    add_special = fields.flag("add_special_tokens", default=is_text)
-    return prompt, add_special, fields.flag("return_token_strs")
+    is_text = body.prompt is not None
+    prompt: Prompt
+    if body.prompt is not None:
+        prompt = parse_text("prompt", body.prompt)
+    else:
+        prompt = parse_chat_prompt(body, is_to_be_answered=False)
+    add_special = is_text if body.add_special_tokens is None else body.add_special_tokens
+    return prompt, add_special, bool(body.return_token_strs)
 
 
-def _parse_messages(body: bytes, model_name: str) -> ChatPrompt:
-    fields = JsonFields.of_body(body)
-    check_model(fields, model_name)
-    refuse_unsupported(fields)
-    return parse_messages(fields)
+def _parse_messages(content: bytes, model_name: str) -> ChatPrompt:
+    body = decode_body(CountTokensBody, content)
+    check_model(body, model_name)
+    return parse_messages(body)
 
 
-def _parse_detokenize(body: bytes, model_name: str, codec: TextCodec, context_length: int) -> bytes:
-    fields = JsonFields.of_body(body)
-    check_model(fields, model_name)
-    packed = parse_token_ids(fields, "tokens")
+def _parse_detokenize(content: bytes, model_name: str, codec: TextCodec, context_length: int) -> bytes:
+    body = decode_body(DetokenizeBody, content)
+    check_model(body, model_name)
+    packed = parse_token_ids("tokens", body.tokens)
     if (num_tokens := num_packed_tokens(packed)) > context_length:
         raise ApiError(
             400,

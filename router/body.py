@@ -12,7 +12,7 @@ from enum import StrEnum
 import msgspec
 from msgspec import Raw
 
-from api.json_fields import first_chars, split_list
+from api.raw_json import first_chars, split_list
 from protocol.decoding import TypedDecoder
 from router.errors import RouterError
 from router.rooms import draw_room

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from api.keys import ApiKeys, RequireKey, load_api_keys
+from api.openapi import OPENAPI_PATH, openapi_document
 from router.body import Endpoint, RequestBody
 from router.connect import OwnConnections, tls_context
 from router.desk import Desk, Worker
@@ -132,6 +133,7 @@ def _app(
             *(Route(path, _RelayEndpoint(router, path), methods=["POST"]) for path in RELAYED),
             *(Route(path, answer, methods=["GET"]) for path, answer in router.information.items()),
             *(Route(path, page, methods=["GET"]) for path in _PAGES),
+            Route(OPENAPI_PATH, _openapi, methods=["GET"]),
             *page_routes(),
         ],
         middleware=middleware,
@@ -200,6 +202,10 @@ class _Router:
         await self.client.aclose()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
+
+
+async def _openapi(request: Request) -> Response:
+    return Response(openapi_document(), media_type=_JSON)
 
 
 def _health(desk: Desk, drain: Drain) -> Response:

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
+from api.body_parts import MAX_ROOM
 from api.keys import ApiKeys, RequireKey
 from api.requests import Limits, grouped, plan_samples
-from api.schemas import MAX_ROOM, ApiRequest, Endpoint, parse_request
+from api.schemas import ApiRequest, Endpoint, parse_request
 from api.text_codec import TextCodec
 from api.tokens import TokenPath, answer_about_tokens
 from router import body as router_body
@@ -26,6 +27,7 @@ from router.errors import NodeRefused, RouterError
 from service import engine_messages
 from service.engine_messages import unpack_token_ids
 from service.http_errors import ApiError
+from tests.property.declared_bodies import make_declared
 from tests.property.fuzzing import (
     BATCH,
     batch,
@@ -235,9 +237,13 @@ def splice(rng: random.Random, endpoint: Endpoint, extra: Sequence[bytes] = ()) 
 
 def make_body(endpoint: Endpoint) -> Callable[[random.Random], bytes]:
     def make(rng: random.Random) -> bytes:
-        if rng.randint(0, 1):
-            return splice(rng, endpoint)
-        return damage(rng, CORPUS[endpoint], HOSTILE_VALUES)
+        match rng.randint(0, 3):
+            case 0:
+                return splice(rng, endpoint)
+            case 1:
+                return damage(rng, CORPUS[endpoint], HOSTILE_VALUES)
+            case _:
+                return make_declared(rng, endpoint, BODIES[endpoint], HOSTILE_VALUES)
 
     return make
 
@@ -256,7 +262,8 @@ _json_values = st.recursive(
 def bodies(endpoint: Endpoint) -> st.SearchStrategy[bytes]:
     rngs = st.randoms(use_true_random=False)
     spliced = st.builds(splice, rngs, st.just(endpoint), st.lists(_json_values, max_size=2))
-    return spliced | hostile(CORPUS[endpoint], HOSTILE_VALUES)
+    declared = st.builds(make_declared, rngs, *map(st.just, (endpoint, BODIES[endpoint], HOSTILE_VALUES)))
+    return spliced | declared | hostile(CORPUS[endpoint], HOSTILE_VALUES)
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +351,12 @@ def test_what_is_asked_about_tokens_is_answered_or_refused_with_client_errors(
             *("prompt", "input_tokens"),
         }
 
-    batch(seed, lambda rng: damage(rng, TOKEN_CORPUS[path], HOSTILE_VALUES), check, count=BATCH // 4)
+    def make(rng: random.Random) -> bytes:
+        if rng.randint(0, 1):
+            return damage(rng, TOKEN_CORPUS[path], HOSTILE_VALUES)
+        return make_declared(rng, path, [json.loads(body) for body in TOKEN_CORPUS[path]], HOSTILE_VALUES)
+
+    batch(seed, make, check, count=BATCH // 4)
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)

@@ -10,10 +10,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from api.bodies import BODIES
+from api.openapi import openapi_document
 from api.prompts import ChatPrompt
 from api.requests import Limits, SampleRequest, grouped, plan_samples
 from api.schemas import ApiRequest, Endpoint, derive_room, parse_request
@@ -350,16 +353,32 @@ EVERYWHERE = [
     ({"allowed_token_ids": [5]}, "allowed_token_ids", "not supported"),
     ({"bad_words": ["x"]}, "bad_words", "not supported"),
     ({"custom_logit_processor": "x"}, "custom_logit_processor", "not supported"),
-    ({"guided_choice": ["a", "b"]}, "guided_choice", "not supported"),
-    ({"guided_json": {"type": "object"}}, "guided_json", "not supported"),
-    ({"guided_regex": "a*"}, "guided_regex", "not supported"),
+    ({"structural_tag": "{}"}, "structural_tag", "not supported"),
     ({"logits_processors": ["x"]}, "logits_processors", "not supported"),
     ({"joins_answers": 1}, "joins_answers", "1 must be true or false"),
     ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids", "not supported"),
-    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "not supported"),
     ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
     ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "not supported"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
+]
+DRAWN: list[tuple[str, dict[str, Any], str]] = [
+    ("min_p", {"min_p": 1.5}, "1.5 must be at most 1"),
+    ("presence_penalty", {"presence_penalty": 2.5}, "2.5 must be at most 2"),
+    ("frequency_penalty", {"frequency_penalty": -3}, "-3 must be at least -2"),
+    ("repetition_penalty", {"repetition_penalty": 0}, "0 must be above 0"),
+    ("repetition_penalty", {"repetition_penalty": 2.1}, "2.1 must be at most 2"),
+    ("logit_bias", {"logit_bias": [1]}, "must be an object"),
+    ("logit_bias", {"logit_bias": {"x": 1}}, '"x" must be a token id'),
+    ("logit_bias", {"logit_bias": {"-1": 1}}, "-1 must be a token id"),
+    ("logit_bias", {"logit_bias": {"05": 1}}, '"05" must be a token id'),
+    ("logit_bias", {"logit_bias": {"9" * 5000: 1}}, "must be a token id"),
+    ("logit_bias.5", {"logit_bias": {"5": 101}}, "101 must be at most 100"),
+    ("logit_bias.5", {"logit_bias": {"5": "a"}}, '"a" must be a number'),
+    (
+        "logit_bias",
+        {"logit_bias": {str(token): 1 for token in range(1025)}},
+        "must have at most 1024 entries, it has 1025",
+    ),
 ]
 OPENAI = [
     ({"prompt_logprobs": -1}, "prompt_logprobs", "-1 must be at least 0"),
@@ -384,32 +403,13 @@ OPENAI = [
     ({"n": 129}, "n", "129 must be at most 128"),
     ({"best_of": 3}, "best_of", "3 must equal n"),
     ({"seed": 2**63}, "seed", "must be at most"),
-    ({"stop": ["x"] * 17}, "stop", "at most 16 strings"),
-    ({"stop": ["ok", ""]}, "stop[1]", "not empty"),
+    ({"stop": ["x"] * 17}, "stop", "at most 16 entries, it has 17"),
+    ({"stop": ["ok", ""]}, "stop[1]", "must not be empty"),
     ({"stop": 5}, "stop", "5 must be a string or a list of strings"),
     ({"stop": ["x" * 1025]}, "stop[0]", "at most 1024 characters"),
     ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]", "-1 must be at least 0"),
-    ({"presence_penalty": 2.5}, "presence_penalty", "2.5 must be at most 2"),
-    ({"presence_penalty": "a"}, "presence_penalty", '"a" must be a number'),
-    ({"frequency_penalty": -2.1}, "frequency_penalty", "-2.1 must be at least -2"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "0 must be above 0"),
-    ({"repetition_penalty": 2.01}, "repetition_penalty", "2.01 must be at most 2"),
-    ({"min_p": -0.1}, "min_p", "-0.1 must be at least 0"),
-    ({"min_p": 1.1}, "min_p", "1.1 must be at most 1"),
-    ({"logit_bias": [5]}, "logit_bias", "must be an object"),
-    ({"logit_bias": {"5": 101}}, "logit_bias.5", "101 must be at most 100"),
-    ({"logit_bias": {"5": -100.5}}, "logit_bias.5", "-100.5 must be at least -100"),
-    ({"logit_bias": {"5": "1"}}, "logit_bias.5", '"1" must be a number'),
-    ({"logit_bias": {"-5": 1}}, "logit_bias", 'must have token ids as keys, not "-5"'),
-    ({"logit_bias": {"\u0665": 1}}, "logit_bias", "must have token ids as keys"),
-    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "must have token ids as keys"),
-    ({"logit_bias": {"5": 1, "05": 1}}, "logit_bias", "5 is there twice"),
-    (
-        {"logit_bias": {str(each): 1 for each in range(1025)}},
-        "logit_bias",
-        "must have at most 1024 tokens, it has 1025",
-    ),
-    ({"response_format": {"type": "json_object"}}, "response_format.type", "not supported"),
+    *((body, field, said) for field, body, said in DRAWN),
+    ({"response_format": {"type": "grammar"}}, "response_format.type", 'must be "json_object"'),
     ({"response_format": "text"}, "response_format", "must be an object"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
     (
@@ -454,12 +454,16 @@ CHAT = [
     ({"messages": []}, "messages", "at least one message"),
     ({"messages": "hi"}, "messages", '"hi" must be a list'),
     ({"messages": ["hi"]}, "messages[0]", "must be an object"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", '"robot" must be one of system'),
-    ({"messages": [{"role": {}, "content": "x"}]}, "messages[0].role", "must be one of system"),
+    (
+        {"messages": [{"role": "robot", "content": "x"}]},
+        "messages[0].role",
+        '"robot" must be "assistant", "developer"',
+    ),
+    ({"messages": [{"role": {}, "content": "x"}]}, "messages[0].role", 'must be "assistant", "developer"'),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a string"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content[0]",
+        "messages[0].content[0].type",
         "other parts are not supported",
     ),
     ({"logprobs": 3}, "logprobs", "3 must be true or false"),
@@ -480,25 +484,24 @@ CHAT = [
     ({"tools": {}}, "tools", "must be a list"),
     ({"tools": ["x"]}, "tools[0]", "must be an object"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", 'must be "function"'),
-    ({"tools": [{"type": "function"}]}, "tools[0].function", "an object with a name"),
-    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function", "an object with a name"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "the field is needed"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "the field is needed"),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
         "tools[0].function.parameters",
         "must be a JSON schema",
     ),
-    ({"tool_choice": "required"}, "tool_choice", "not supported"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not supported"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls", "not supported"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
     (
-        {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}]},
         "messages[0].tool_calls",
         "belong to a message of the assistant",
     ),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
         "messages[0].tool_calls[0].function",
-        "an object with name and arguments",
+        "the field is needed",
     ),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
@@ -528,9 +531,8 @@ GENERATE = [
         "must have max_new_tokens 0 for all prompts or for none",
     ),
     ({"sampling_params": [{"temperature": -1}]}, "sampling_params[0].temperature", "-1 must be at least 0"),
-    ({"sampling_params": {"min_p": 1.5}}, "sampling_params.min_p", "1.5 must be at most 1"),
-    ({"sampling_params": {"logit_bias": {"5": 200}}}, "sampling_params.logit_bias.5", "at most 100"),
-    ({"sampling_params": {"regex": "a*"}}, "sampling_params.regex", "not supported"),
+    *(({"sampling_params": body}, f"sampling_params.{field}", said) for field, body, said in DRAWN),
+    ({"sampling_params": {"regex": 5}}, "sampling_params.regex", "5 must be a string"),
     ({"top_logprobs_num": 21}, "top_logprobs_num", "21 must be at most 20"),
     ({"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len", "-2 must be at least -1"),
     (
@@ -641,6 +643,104 @@ def test_unknown_and_harmless_fields_are_ignored() -> None:
 def test_any_json_parses_or_is_a_client_error(endpoint: Endpoint, changes: dict[str, Any]) -> None:
     with contextlib.suppress(ApiError):  # which can only be made for a client error
         parse(endpoint, **changes)
+
+
+def test_large_fields_are_refused_and_large_unknown_ones_are_not_decoded() -> None:
+    """Whatever the type that a field is declared to have."""
+    many = json.dumps([1] * (1 << 20))
+    for field, said in (
+        ("stop", "stop: has 3145728 bytes"),
+        ("metadata", "metadata: has"),
+        ("unknown", None),
+    ):
+        body = json.dumps(MINIMAL[Endpoint.CHAT])[:-1] + f', "{field}": {many}}}'
+        if said is None:
+            parse_request(Endpoint.CHAT, body.encode(), MODEL)
+            continue
+        with pytest.raises(ApiError) as refused:
+            parse_request(Endpoint.CHAT, body.encode(), MODEL)
+        assert said in refused.value.message
+        assert "2097152 are the most for a field" in refused.value.message
+
+
+def test_fields_beside_large_ones_are_read_and_checked_as_ever() -> None:
+    content = "w" * (3 << 20)
+    request = chat(messages=[{"role": "user", "content": content}], temperature=0.5, unknown=content)
+    (prompt,) = request.prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages == ({"role": "user", "content": content},)
+    assert request.options[0].temperature == 0.5
+    for changes, said in (
+        ({"temperature": 5}, "temperature: 5 must be"),
+        ({"audio": {}}, "audio: an object"),
+    ):
+        with pytest.raises(ApiError, match=said):
+            chat(unknown=content, **changes)
+    blocks = [
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image"}], "x": content}
+    ]
+    with pytest.raises(ApiError, match=r'messages\[0\].content\[1\].type: "image" must be "text"'):
+        parse(Endpoint.MESSAGES, messages=blocks)
+
+
+def test_null_is_the_same_as_absent() -> None:
+    """In every declared field, of bodies and of messages."""
+    for endpoint in Endpoint:
+        body: dict[str, Any] = dict.fromkeys(BODIES[endpoint].__struct_fields__) | MINIMAL[endpoint]
+        bare = parse_request(endpoint, json.dumps(MINIMAL[endpoint]).encode(), MODEL)
+        assert parse_request(endpoint, json.dumps(body).encode(), MODEL) == bare
+
+
+# --- the OpenAPI document ---------------------------------------------------------------------------
+
+SCHEMAS = json.loads(openapi_document())["components"]["schemas"]
+CROSS_FIELD = (
+    *("needs stream: true", "needs logprobs: true", "needs a last message", "must equal n", "different room"),
+    *("one entry a prompt", "one string a prompt", "must be at most max_tokens", "send the request through"),
+    *(
+        "exactly one of",
+        "a host name",
+        "must not set",
+        "12800 samples",
+        "as text",
+        "needs tools",
+        "belong to a message",
+        "needs tools",
+    ),
+    *("the field is needed", "at least one message", "or a list of text parts", "as the first prompt is"),
+    *(
+        "add_generation_prompt",
+        "must be false where",
+        "needs tools",
+        "needs max_tokens of 1",
+        "for all prompts or for none",
+    ),
+)
+"""Rules of several fields, or beyond a schema's words."""
+
+
+def errors(schema: str, value: object) -> list[str]:
+    root = {"$ref": f"#/components/schemas/{schema}", "components": {"schemas": SCHEMAS}}
+    found: list[str] = [e.message for e in jsonschema.Draft202012Validator(root).iter_errors(value)]
+    return found
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_what_is_served_is_as_the_document_says(endpoint: Endpoint) -> None:
+    assert errors(BODIES[endpoint].__name__, MINIMAL[endpoint]) == []
+
+
+def test_what_is_refused_for_a_type_or_bound_is_not_as_the_document_says() -> None:
+    num_checked = 0
+    for endpoint, changes, *_ in CASES:
+        body = MINIMAL[endpoint] | changes
+        with pytest.raises(ApiError) as refused:
+            parse_request(endpoint, json.dumps(body).encode(), MODEL)
+        if any(rule in refused.value.message for rule in CROSS_FIELD):
+            continue
+        assert errors(BODIES[endpoint].__name__, body), (endpoint, changes)
+        num_checked += 1
+    assert num_checked > 150
 
 
 # --- lengths ---------------------------------------------------------------------------------------

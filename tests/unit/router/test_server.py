@@ -20,7 +20,7 @@ from protocol.access import KeyFileError
 from router.body import MAX_PROMPTS, Endpoint, RequestBody
 from router.errors import RouterError
 from router.nodes import Node, NodeKind, NodePool, NodeUrlError
-from router.server import TO_ONE_NODE, create_app
+from router.server import RELAYED, TO_ONE_NODE, create_app
 from service.settings import RouterSettings
 from tests.property.fuzzing import peak_bytes
 from tests.unit.router.cluster import (
@@ -932,6 +932,7 @@ async def test_a_healthy_decode_node_says_what_the_model_is(path: str) -> None:
 async def test_the_router_tells_its_version() -> None:
     async with cluster() as pair:
         assert (await pair.client.get("/version")).json() == {"version": VERSION}
+        assert set((await pair.client.get("/openapi.json")).json()["paths"]) == set(RELAYED)
 
 
 async def test_metrics_count_requests_and_the_time_to_the_first_byte() -> None:

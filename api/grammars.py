@@ -1,0 +1,163 @@
+"""The grammar of an answer: what its ``Constraint`` says, in the words of the checkpoint at hand.
+
+Reasoning comes first where the prompt has begun it or the model may begin it, free but for its end. Behind it
+is the answer in its format, or calls in the checkpoint's markup, or text in which a call may begin.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from api.call_grammars import CALL_WRITERS, CallWriter, callable_tools
+from api.call_rules import CallRule
+from api.chat_format import END_OF_THINK, THINK, ChatFormat, ReasoningStart
+from api.constraints import AnswerFormat, Constraint, FormatKind
+from api.lark import (
+    ANY,
+    NEWLINE,
+    Lark,
+    TooLarge,
+    json_value,
+    literal,
+    one_of,
+    regex,
+    sequence,
+    without,
+)
+from api.tool_schemas import ToolSchemas
+from grammar.gbnf import GbnfError, convert_gbnf
+from service.http_errors import ApiError
+
+_SPACE = "/[ \\n]*/"
+"""Before reasoning, and in front of what looks like it."""
+_GAP = f"{NEWLINE}? {NEWLINE}?"
+"""Beside reasoning, and no part of what follows."""
+
+Tool = Mapping[str, object]
+
+
+def write_grammar(
+    constraint: Constraint,
+    chat_format: ChatFormat,
+    reasoning: ReasoningStart = ReasoningStart.NONE,
+    tools: Sequence[Tool] = (),
+    *,
+    separates_reasoning: bool = True,
+) -> str:
+    """In llguidance's Lark notation; "" where nothing is asked that this checkpoint could do otherwise.
+
+    ``separates_reasoning``: reasoning is no content, so that what looks like a call in it is none.
+    Raises ApiError 400.
+    """
+    answer, calls = constraint.answer, constraint.calls
+    if chat_format.markup is None:
+        if calls is not None and calls.is_forced:
+            raise ApiError(
+                400,
+                f"{calls.field}: a call cannot be forced: how this model writes calls is not known here",
+                param=calls.field,
+            )
+        calls = None  # it makes none that would be read
+    asking = answer or calls
+    if asking is None:
+        return ""
+    try:
+        if answer is not None and calls is None and reasoning is ReasoningStart.NONE:
+            return _alone(answer)
+        lark = Lark(chat_format.token_ids)
+        writer = None
+        if chat_format.markup is not None and calls is not None:
+            writer = CALL_WRITERS[chat_format.markup](lark, ToolSchemas(tools))
+        openings = [] if writer is None else [writer.opening]
+        thoughts = _thoughts(lark, reasoning, () if separates_reasoning else openings)
+        # What begins so would be read as reasoning, unless that is over.
+        excluded = [] if reasoning is ReasoningStart.BEGUN else [f"{_SPACE} {literal(THINK)}"]
+        parts = []
+        if answer is not None:
+            parts.append(_answer(lark, answer, [*excluded, *(literal(opening) for opening in openings)]))
+        if calls is not None and writer is not None:
+            parts.append(_calls(lark, writer, calls, tools, excluded, is_text_allowed=answer is None))
+        return lark.text(sequence(thoughts, f"({' | '.join(parts)})"))
+    except TooLarge as error:
+        raise ApiError(400, f"{asking.field}: {error}", param=asking.field) from error
+    except RecursionError as error:
+        raise ApiError(400, f"{asking.field}: is nested too deeply", param=asking.field) from error
+
+
+# --- reasoning ---------------------------------------------------------------------------------------
+
+
+def _thoughts(lark: Lark, reasoning: ReasoningStart, excluded: Sequence[str]) -> str:
+    match reasoning:
+        case ReasoningStart.NONE:
+            return ""
+        case ReasoningStart.BEGUN:
+            return f"{lark.until(END_OF_THINK, excluded=excluded)} {_GAP}"
+        case ReasoningStart.MAY_BEGIN if THINK in lark.token_ids:
+            return f"({_GAP} {lark.mark(THINK)} {lark.until(END_OF_THINK, excluded=excluded)} {_GAP})?"
+        case ReasoningStart.MAY_BEGIN:
+            free = without(*excluded) if excluded else ANY
+            return f"({lark.until(END_OF_THINK, f'{_SPACE} {literal(THINK)} {free}')} {_GAP})?"
+
+
+# --- the answer's format -----------------------------------------------------------------------------
+
+
+def _alone(answer: AnswerFormat) -> str:
+    """The whole grammar, where the answer is all."""
+    match answer.kind:
+        case FormatKind.LARK | FormatKind.GBNF:
+            return _in_lark(answer)
+        case _:
+            lark = Lark({})
+            return lark.text(_answer(lark, answer, ()))
+
+
+def _answer(lark: Lark, answer: AnswerFormat, excluded: Sequence[str]) -> str:
+    """``excluded``: what a text does not begin with."""
+    match answer.kind:
+        case FormatKind.JSON:
+            return json_value(json.loads(answer.text))
+        case FormatKind.REGEX:
+            try:
+                pattern = regex(answer.text)
+            except ValueError as error:
+                raise ApiError(400, f"{answer.field}: {error}", param=answer.field) from error
+            return lark.terminal(" & ".join((f"({pattern})", *(f"~({begin} {ANY})" for begin in excluded))))
+        case FormatKind.CHOICE:
+            return lark.terminal(one_of(answer.choices))
+        case FormatKind.LARK | FormatKind.GBNF:
+            return f"%lark {{\n{_in_lark(answer)}\n}}"
+
+
+def _in_lark(answer: AnswerFormat) -> str:
+    if answer.kind is FormatKind.LARK:
+        return answer.text
+    try:
+        return convert_gbnf(answer.text)
+    except GbnfError as error:
+        raise ApiError(400, f"{answer.field}: {error}", param=answer.field) from error
+
+
+# --- calls -------------------------------------------------------------------------------------------
+
+
+def _calls(
+    lark: Lark,
+    writer: CallWriter,
+    rule: CallRule,
+    tools: Sequence[Tool],
+    excluded: Sequence[str],
+    *,
+    is_text_allowed: bool,
+) -> str:
+    """Calls alone, or with ``is_text_allowed`` and where they are not forced text and calls, or only text."""
+    callable_ones = list(callable_tools(tools, rule.names))
+    called = writer.behind_opening(callable_ones, at_most_one=rule.at_most_one)
+    if rule.is_forced or not is_text_allowed:
+        return sequence(writer.gap, lark.mark(writer.opening), called)
+    begun = [f"~({begin} {ANY})" for begin in excluded]
+    before = f"({' & '.join((ANY, *begun))})"
+    text = lark.terminal(" & ".join((without(writer.opening), *begun)))
+    return f"{lark.until(writer.opening, before)} {called} | {text}"

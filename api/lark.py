@@ -1,0 +1,172 @@
+"""Pieces of grammars in llguidance's Lark notation.
+
+Free text is what meets a mark: a mark that the tokenizer has as a token has to come as this token, and its
+spelling is no part of the text before it; any other mark is spelled, and the text ends at the first one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+ANY = "ANY"
+"""The terminal of any text."""
+
+NEWLINE = '"\\n"'
+
+MAX_GRAMMAR_CHARS = 256 << 10
+
+_WHITESPACE = "[ \\n\\r\\t]{1,64}"
+"""Between the parts of a JSON value. Bounded, for a model may write white space for ever."""
+
+
+class TooLarge(ValueError):
+    """A grammar of more than MAX_GRAMMAR_CHARS. The message is about the field that asks for it."""
+
+
+class Lark:
+    """A grammar as it grows. Equal rules are written once.
+
+    ``token_ids``: of the tokens that marks may be or have in them.
+    """
+
+    def __init__(self, token_ids: Mapping[str, int]) -> None:
+        self.token_ids = token_ids
+        self._names: dict[tuple[str, str], str] = {}
+        self._lines: list[str] = []
+        self._num_chars = 0
+
+    def text(self, start: str) -> str:
+        """The grammar of ``start``. Raises TooLarge."""
+        self._grow(start)
+        return "\n".join((f"start: {start}", f"{ANY}: /(?s:.*)/", *self._lines, ""))
+
+    def rule(self, expansion: str) -> str:
+        return self._named("r", "", expansion)
+
+    def terminal(self, expression: str) -> str:
+        """One that is a regular expression: rules have no place in it."""
+        return self._named("T", "", expression)
+
+    def mark(self, mark: str) -> str:
+        """The mark alone."""
+        before, token, behind = self._split(mark)
+        return sequence(literal(before), token, literal(behind) if token else "")
+
+    def until(self, mark: str, text: str = ANY, excluded: Sequence[str] = ()) -> str:
+        """``text``, a regular expression, up to the first ``mark`` and with it; ``excluded`` is not in it."""
+        before, token, behind = self._split(mark)
+        if token:
+            free = f"({text} & {without(mark, *excluded)})"
+            ended = self.terminal(sequence(free, literal(before)))
+            return self.rule(sequence(ended, token, literal(behind)))
+        free = f"({text} & {without(*excluded)})" if excluded else text
+        return self._named("r", "[lazy]", self.terminal(sequence(free, literal(mark))))
+
+    def _named(self, kind: str, attributes: str, expression: str) -> str:
+        key = (kind + attributes, expression)
+        if key not in self._names:
+            self._grow(expression)
+            self._names[key] = f"{kind}{len(self._names)}"
+            self._lines.append(f"{self._names[key]}{attributes}: {expression}")
+        return self._names[key]
+
+    def _grow(self, text: str) -> None:
+        self._num_chars += len(text)
+        if self._num_chars > MAX_GRAMMAR_CHARS:
+            raise TooLarge(
+                f"makes a grammar of more than {MAX_GRAMMAR_CHARS} characters: "
+                "use smaller schemas, or fewer tools"
+            )
+
+    def _split(self, mark: str) -> tuple[str, str, str]:
+        """What is spelled, the longest token in it, and what is spelled behind; no token: all is spelled."""
+        token = max((token for token in self.token_ids if token in mark), key=len, default="")
+        if not token:
+            return mark, "", ""
+        before, _, behind = mark.partition(token)
+        return before, f"<[{self.token_ids[token]}]>", behind
+
+
+def without(*marks: str) -> str:
+    """The regular expression of texts that have none of ``marks`` in them."""
+    return f"({ANY} & ~({ANY} {one_of(marks)} {ANY}))"
+
+
+def literal(text: str) -> str:
+    """The text itself; "" for none."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") if text else ""
+
+
+def one_of(texts: Sequence[str]) -> str:
+    return "(" + " | ".join(literal(text) or '""' for text in texts) + ")"
+
+
+def sequence(*parts: str) -> str:
+    return " ".join(part for part in parts if part)
+
+
+def regex(pattern: str) -> str:
+    """A regular expression that the whole text matches, so anchors at its ends say nothing new.
+
+    Raises ValueError for one that ends in the middle of an escape.
+    """
+    pattern = pattern.removeprefix("^")
+    if _ends_anchored(pattern):
+        pattern = pattern[:-1]
+    if _num_backslashes(pattern) % 2:
+        raise ValueError("ends with a backslash")
+    return f"/{_ESCAPED.sub(_with_slash_escaped, pattern)}/" if pattern else '""'
+
+
+def searched(pattern: str) -> str:
+    """Texts in which the pattern is found, as JSON Schema's ``pattern`` has it. Raises ValueError."""
+    begins, ends = pattern.startswith("^"), _ends_anchored(pattern)
+    if (begins or ends) and _has_alternatives(pattern):  # whose anchors are not the whole pattern's
+        return sequence(ANY, regex(f"(?:{pattern})"), ANY)
+    return sequence("" if begins else ANY, regex(pattern), "" if ends else ANY)
+
+
+_ESCAPED = re.compile(r"\\.|/", re.DOTALL)
+
+
+def _with_slash_escaped(found: re.Match[str]) -> str:
+    return "\\/" if found[0] == "/" else found[0]
+
+
+def _ends_anchored(pattern: str) -> bool:
+    return pattern.endswith("$") and _num_backslashes(pattern[:-1]) % 2 == 0
+
+
+def _num_backslashes(text: str) -> int:
+    return len(text) - len(text.rstrip("\\"))
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Whether there is a bar outside of all brackets."""
+    depth, in_class = 0, False
+    for found in _STRUCTURE.finditer(pattern):
+        match found[0]:
+            case "[":
+                in_class = True
+            case "]":
+                in_class = False
+            case "(" if not in_class:
+                depth += 1
+            case ")" if not in_class:
+                depth -= 1
+            case "|" if not in_class and depth == 0:
+                return True
+    return False
+
+
+_STRUCTURE = re.compile(r"\\.|[\[\]()|]", re.DOTALL)
+
+
+def json_value(schema: Mapping[str, object], *, is_lenient: bool = False) -> str:
+    """JSON that the schema describes. ``is_lenient``: as far as it can be enforced, instead of an error."""
+    options: dict[str, object] = {"whitespace_pattern": _WHITESPACE}
+    if is_lenient:
+        options["lenient"] = True
+    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, separators=(",", ":"))

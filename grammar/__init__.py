@@ -1,0 +1,1 @@
+"""Grammars that answers are held to: llguidance is behind this room."""

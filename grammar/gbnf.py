@@ -1,0 +1,48 @@
+"""GBNF, llama.cpp's notation of grammars, to Lark's."""
+
+from __future__ import annotations
+
+import re
+
+_QUOTED = r'(?P<quoted>"(?:\\.|[^"\\])*(?:"|\Z)|\[(?:\\.|[^\]\\])*(?:\]|\Z))'
+"""Literals and classes of characters; one without its end goes on to the end of the text."""
+_COMMENT = re.compile(_QUOTED + r"|#[^\n]*", re.DOTALL)
+_BAR = re.compile(_QUOTED + r"|(?<!\s)\s+\|", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+class GbnfError(ValueError):
+    """No grammar in GBNF. The message says where and why."""
+
+
+def convert_gbnf(text: str) -> str:
+    """The grammar in llguidance's Lark notation.
+
+    Takes time in proportion to the rules times the length, 0.3 s for 128 rules in 16 KiB: callers bound both.
+    Raises GbnfError.
+    """
+    from llguidance.gbnf_to_lark import gbnf_to_lark  # late: the library takes a while to load
+
+    text = _COMMENT.sub(lambda part: _ESCAPE.sub(_character, part["quoted"] or ""), text)
+    text = _BAR.sub(lambda part: part["quoted"] or " |", text)  # a line may begin with it
+    try:
+        return gbnf_to_lark(text)
+    except RecursionError as error:
+        raise GbnfError("is nested too deeply") from error
+    except Exception as error:  # of its own, or whatever its parser runs into at the end of the text
+        raise GbnfError(f"is no grammar in GBNF: {error}") from error
+
+
+def _character(escape: re.Match[str]) -> str:
+    r"""Of a ``\u`` escape, which the library gets wrong; others stay."""
+    code = escape[1] or escape[2]
+    if code is None:
+        return escape[0]
+    try:
+        char = chr(int(code, 16))
+        char.encode()
+    except (ValueError, OverflowError) as error:
+        raise GbnfError(f"has the escape {escape[0]}, which is no character") from error
+    if char < " " or char == "\x7f":
+        return f"\\x{ord(char):02x}"
+    return f"\\{char}" if char in '"\\[]' else char

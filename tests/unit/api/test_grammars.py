@@ -1,0 +1,428 @@
+# ruff: noqa: RUF001 -- the marks of the models are written with wide bars
+"""What grammars admit: answers of the asked format, and calls that our own parser reads back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api.call_rules import CallRule
+from api.chat_format import DSML, V31, ChatFormat, ReasoningStart, ToolMarkup
+from api.chat_message import MessageParser, ToolCall
+from api.constraints import AnswerFormat, Constraint, FormatKind
+from api.grammars import write_grammar
+from api.tool_markup import MARKUPS
+from api.tool_schemas import ToolSchemas
+from service.http_errors import ApiError
+from tests.unit.api.grammar_walks import Walk, admits, error_of, matcher, token_ids, tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOKENS = {
+    ToolMarkup.GLM: (
+        *("<think>", "</think>", "<tool_call>", "</tool_call>"),
+        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    ToolMarkup.DSML: ("<think>", "</think>", "｜DSML｜"),
+    ToolMarkup.DEEPSEEK_V31: (
+        *("<think>", "</think>", V31.CALLS, V31.END_OF_CALLS, V31.CALL, V31.END_OF_CALL, V31.SEPARATOR),
+    ),
+}
+MARKS = TOKENS | {
+    ToolMarkup.DSML: (
+        *("<think>", "</think>", f"<{DSML}function_calls>", f"</{DSML}function_calls>"),
+        *(f"<{DSML}invoke", f"</{DSML}invoke>", f"<{DSML}parameter", f"</{DSML}parameter>"),
+    )
+}
+"""Made of these tokens, or spelled."""
+NAMES = ("get_weather", "get", "set_all", "no_arguments")
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "short": {"type": "string", "minLength": 2, "maxLength": 4},
+                    "code": {"type": "string", "pattern": "^[A-Z]{2}/[0-9]+$"},
+                    "kind": {"enum": ["null", "1", "day night", 3, None]},
+                    "maybe": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+                    "days": {"type": "integer", "minimum": 1, "maximum": 31},
+                    "exact": {"type": "boolean"},
+                },
+                "required": ["city", "kind", "days"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "get",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "place": {"$ref": "#/$defs/Place"},
+                    "either": {"type": ["string", "array"], "items": {"type": "integer"}},
+                    "at": {"type": "string", "format": "date-time"},
+                    "const": {"const": "a<b"},
+                },
+                "required": ["place"],
+                "$defs": {
+                    "Place": {
+                        "type": "object",
+                        "properties": {
+                            "name": {"type": "string"},
+                            "inner": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+                        },
+                        "required": ["name", "inner"],
+                        "additionalProperties": False,
+                    }
+                },
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "set_all",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "anything": {},
+                    "number": {"minimum": 5, "type": "number"},
+                    "listed": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
+                },
+                "required": ["anything", "number"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "no_arguments"}},
+]
+
+
+def chat_format(markup: ToolMarkup | None, *, has_tokens: bool = False, reasons: bool = True) -> ChatFormat:
+    tokens = token_ids(TOKENS[markup]) if has_tokens and markup is not None else {}
+    return ChatFormat(markup, reasons, tokens)
+
+
+def forced(*names: str, at_most_one: bool = False) -> Constraint:
+    return Constraint(calls=CallRule("tool_choice", names, is_forced=True, at_most_one=at_most_one))
+
+
+def free(*names: str, at_most_one: bool = False) -> Constraint:
+    return Constraint(calls=CallRule("tools", names, is_forced=False, at_most_one=at_most_one))
+
+
+def answers(kind: FormatKind, text: str = "", *choices: str) -> Constraint:
+    return Constraint(AnswerFormat("response_format", kind, text, choices))
+
+
+def read(
+    text: str, markup: ToolMarkup | None, *, in_reasoning: bool = False, separates: bool = True
+) -> tuple[str, str, list[ToolCall]]:
+    """Reasoning, content and calls, as an answer shows them."""
+    parser = MessageParser(
+        in_reasoning=in_reasoning,
+        markup=MARKUPS[markup] if markup is not None else None,
+        schemas=ToolSchemas(TOOLS),
+        separates_reasoning=separates,
+    )
+    parts = parser.feed(text, is_last=True)
+    return parts.reasoning, parts.content, parts.calls
+
+
+def check_calls(calls: list[ToolCall], names: tuple[str, ...]) -> None:
+    of_name = {tool["function"]["name"]: tool["function"].get("parameters") for tool in TOOLS}
+    for call in calls:
+        assert call.name in names
+        arguments = json.loads(call.arguments)
+        jsonschema.validate(arguments, of_name[call.name] or {"type": "object", "maxProperties": 0})
+
+
+# --- calls -------------------------------------------------------------------------------------------
+
+
+def walk_of(grammar: str, markup: ToolMarkup, tokens_are_special: bool | None) -> Walk:
+    """``tokens_are_special``: None where marks are spelled."""
+    tokens = () if tokens_are_special is None else TOKENS[markup]
+    return Walk(grammar, MARKS[markup], tokens, are_special=bool(tokens_are_special))
+
+
+of_each_tokenizer = pytest.mark.parametrize(
+    "are_special", [None, False, True], ids=["spelled", "tokens", "special"]
+)
+
+
+@of_each_tokenizer
+@pytest.mark.parametrize("start", ReasoningStart)
+@pytest.mark.parametrize("markup", ToolMarkup)
+def test_forced_calls_are_read_back_and_validate(
+    markup: ToolMarkup, are_special: bool | None, start: ReasoningStart
+) -> None:
+    written = chat_format(markup, has_tokens=are_special is not None)
+    walk = walk_of(write_grammar(forced(*NAMES), written, start, TOOLS), markup, are_special)
+    for seed in range(4):
+        text = walk.answer(seed)
+        _, content, calls = read(text, markup, in_reasoning=start is ReasoningStart.BEGUN)
+        assert (content, bool(calls)) == ("", True), text
+        check_calls(calls, NAMES)
+
+
+@of_each_tokenizer
+@pytest.mark.parametrize("start", ReasoningStart)
+@pytest.mark.parametrize("markup", ToolMarkup)
+def test_where_calls_are_free_text_may_come_before_them_or_alone(
+    markup: ToolMarkup, are_special: bool | None, start: ReasoningStart
+) -> None:
+    written = chat_format(markup, has_tokens=are_special is not None)
+    grammar = write_grammar(free(*NAMES, at_most_one=True), written, start, TOOLS)
+    walk = walk_of(grammar, markup, are_special)
+    opening = MARKUPS[markup].openings[-1]
+    for seed in range(4):
+        text = walk.answer(seed, end_chance=0)  # so with its call
+        _, content, calls = read(text, markup, in_reasoning=start is ReasoningStart.BEGUN)
+        assert opening not in content
+        assert len(calls) == 1, text
+        check_calls(calls, NAMES)
+    said = "</think>" * (start is ReasoningStart.BEGUN) + "Hello."
+    made = matcher(walk.grammar, walk.over)
+    ids = walk.encode(said)
+    assert made.try_consume_tokens(ids) == len(ids)
+    assert made.is_accepting()
+
+
+@pytest.mark.parametrize("markup", ToolMarkup)
+@pytest.mark.parametrize("constraint", [forced("get", at_most_one=True), free("get", at_most_one=True)])
+def test_one_call_of_the_named_tool_at_most(constraint: Constraint, markup: ToolMarkup) -> None:
+    walk = walk_of(write_grammar(constraint, chat_format(markup), tools=TOOLS), markup, None)
+    for seed in range(12):
+        _, _, calls = read(walk.answer(seed), markup)
+        check_calls(calls, ("get",))
+        assert len(calls) == 1 or (
+            not calls and constraint.calls is not None and not constraint.calls.is_forced
+        )
+
+
+def test_calls_as_models_write_them() -> None:
+    glm = write_grammar(forced("get_weather", "no_arguments"), chat_format(ToolMarkup.GLM), tools=TOOLS)
+    arguments = (
+        "<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>kind</arg_key>\n"
+        "<arg_value>3</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+    )
+    call = f"<tool_call>get_weather\n{arguments}</tool_call>"
+    assert admits(glm, call)
+    assert admits(glm, call.replace("\n", ""))
+    assert admits(glm, f"{call}\n<tool_call>no_arguments\n</tool_call>")
+    assert not admits(glm, f"{call} And so.")
+    assert not admits(glm, call.replace("get_weather", "weather"))
+    assert not admits(glm, call.replace("<arg_value>3", "<arg_value>32"))
+    dsml = write_grammar(forced("get_weather", "no_arguments"), chat_format(ToolMarkup.DSML), tools=TOOLS)
+    parameters = "".join(
+        f'<{DSML}parameter name="{name}" string="{is_string}">{value}</{DSML}parameter>\n'
+        for name, is_string, value in (
+            ("city", "true", "Rome"),
+            ("kind", "false", "null"),
+            ("days", "false", "3"),
+        )
+    )
+    invokes = f'<{DSML}invoke name="get_weather">\n{parameters}</{DSML}invoke>\n'
+    none = f'<{DSML}invoke name="no_arguments">\n\n</{DSML}invoke>\n'
+    assert admits(dsml, f"\n\n<{DSML}function_calls>\n{invokes}{none}</{DSML}function_calls>")
+    assert not admits(dsml, f"\n\n<{DSML}function_calls>\n</{DSML}function_calls>")
+    v31 = write_grammar(forced("set_all"), chat_format(ToolMarkup.DEEPSEEK_V31), tools=TOOLS)
+    call = f'{V31.CALL}set_all{V31.SEPARATOR}{{"anything": [1], "number": 5.5}}{V31.END_OF_CALL}'
+    assert admits(v31, f"{V31.CALLS}{call}{call}{V31.END_OF_CALLS}")
+
+
+def test_a_mark_is_its_token_where_the_tokenizer_has_one() -> None:
+    has_tokens = chat_format(ToolMarkup.GLM, has_tokens=True)
+    grammar = write_grammar(forced("no_arguments"), has_tokens, ReasoningStart.BEGUN, TOOLS)
+    ids = token_ids(TOKENS[ToolMarkup.GLM])
+    for are_special in (False, True):
+        made = matcher(grammar, tokenizer(TOKENS[ToolMarkup.GLM], are_special=are_special))
+        assert made.try_consume_tokens([*b"so ", ids["</think>"], ids["<tool_call>"]]) == 5
+        made.reset()
+        spelled = [*b"so </think>"]
+        assert made.try_consume_tokens(spelled) < len(spelled)
+
+
+# --- formats -----------------------------------------------------------------------------------------
+
+FORMATS = [
+    (answers(FormatKind.JSON, json.dumps(SCHEMA)), '{"city": "Rome", "days": 3}', '{"city": "Rome"}'),
+    (answers(FormatKind.REGEX, r"^[a-z]+/\d{2,3}$"), "ab/12", "ab/1"),
+    (answers(FormatKind.CHOICE, "", "yes", 'no "never"\n', "yes and no"), 'no "never"\n', "no"),
+    (answers(FormatKind.LARK, '%ignore / /\nstart: A ("," A)*\nA: "}" | "b"'), "b , }", "b }"),
+    (answers(FormatKind.GBNF, 'root ::= "\\u00e9" rest*\n # the rest\nrest ::= [0-9]\n | "x"'), "é0x1", "x"),
+]
+
+
+@pytest.mark.parametrize(("constraint", "good", "bad"), FORMATS, ids=[kind.name for kind in FormatKind])
+@pytest.mark.parametrize("has_tools", [False, True])
+@pytest.mark.parametrize("start", ReasoningStart)
+def test_an_answer_of_a_format_stands_behind_its_reasoning(
+    start: ReasoningStart, has_tools: bool, constraint: Constraint, good: str, bad: str
+) -> None:
+    """With tools a call may come instead."""
+    markup = ToolMarkup.GLM if has_tools else None
+    if has_tools:
+        constraint = Constraint(constraint.answer, free("no_arguments").calls)
+    grammar = write_grammar(constraint, chat_format(markup), start, TOOLS)
+    thoughts = {
+        ReasoningStart.NONE: [""],
+        ReasoningStart.MAY_BEGIN: ["", "<think>Let { me.</think>", "\n<think>\nx\n</think>\n\n"],
+        ReasoningStart.BEGUN: ["</think>", "Let { me.</think>", "\nx\n</think>\n\n"],
+    }[start]
+    for before in thoughts:
+        assert admits(grammar, before + good)
+        assert not admits(grammar, before + bad)
+        if before:
+            in_reasoning = start is ReasoningStart.BEGUN
+            assert read(before + good, markup, in_reasoning=in_reasoning)[1] == good
+        assert admits(grammar, f"{before}<tool_call>no_arguments</tool_call>") is has_tools
+    if start is not ReasoningStart.NONE:
+        assert not admits(grammar, "<think>x")
+    if start is ReasoningStart.BEGUN:
+        assert not admits(grammar, good)
+
+
+def test_random_answers_of_a_schema_validate() -> None:
+    walk = Walk(write_grammar(answers(FormatKind.JSON, json.dumps(SCHEMA)), chat_format(None)))
+    for seed in range(20):
+        jsonschema.validate(json.loads(walk.answer(seed)), SCHEMA)
+
+
+def test_white_space_in_json_is_bounded() -> None:
+    grammar = write_grammar(answers(FormatKind.JSON, '{"type":"object"}'), chat_format(None))
+    assert admits(grammar, '{\n    "a": 1\n}')
+    assert not admits(grammar, "{" + " " * 65 + "}")
+
+
+def test_reasoning_that_is_content_has_no_calls_in_it() -> None:
+    """Where reasoning is not told apart, what looks like a call in it would be one."""
+    inner = "<tool_call>x</tool_call>"
+    for separates in (True, False):
+        grammar = write_grammar(
+            forced("no_arguments"),
+            chat_format(ToolMarkup.GLM),
+            ReasoningStart.BEGUN,
+            TOOLS,
+            separates_reasoning=separates,
+        )
+        call = "</think><tool_call>no_arguments</tool_call>"
+        assert admits(grammar, f"I think{call}")
+        assert admits(grammar, f"I think {inner}{call}") is separates
+
+
+# --- what cannot be written --------------------------------------------------------------------------
+
+
+def tool(parameters: dict[str, Any], *, name: str = "f", strict: bool = True) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "strict": strict, "parameters": parameters}}
+
+
+def of_one(schema: object, **root: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"p": schema}, "required": ["p"], **root}
+
+
+NOT_WRITABLE = [
+    (of_one({"type": "string", "format": "hostname"}), "'p' that has the format 'hostname'"),
+    (of_one({"allOf": [{"type": "string"}, {"minLength": 2}]}), "'p' that mixes strings"),
+    (of_one({"$ref": "#/$defs/x"}, **{"$defs": {"x": {"$ref": "#/$defs/x"}}}), "refers to itself"),
+    (of_one({"$ref": "https://example.org/x"}), "only #/$defs"),
+    (of_one({"const": "</arg_value>"}), "has no value"),
+    (of_one({"type": "string", "pattern": "a\\"}), "ends with a backslash"),
+    (of_one({"type": "string", "minLength": 3, "maxLength": 2}), "lengths"),
+    ({"type": "object", "anyOf": [{}]}, "'anyOf'"),
+    (of_one(False), "has no value"),
+    ({"properties": {"a<b": {}}}, "'a<b'"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "why"), NOT_WRITABLE)
+def test_what_bare_arguments_cannot_be_held_to_is_refused_of_strict_tools_only(
+    parameters: dict[str, Any], why: str
+) -> None:
+    written = chat_format(ToolMarkup.GLM)
+    with pytest.raises(ApiError, match=r"^tools\[0\]: 'f' ") as caught:
+        write_grammar(forced("f"), written, tools=[tool(parameters)])
+    assert why in caught.value.message
+    assert (caught.value.status, caught.value.param) == (400, "tools[0]")
+    if "a<b" in why:
+        return  # a name that is markup is none for any tool
+    grammar = write_grammar(forced("f"), written, tools=[tool(parameters, strict=False)])
+    assert not error_of(grammar)
+
+
+def test_forced_calls_need_a_known_markup_and_other_rules_do_without() -> None:
+    with pytest.raises(ApiError, match="tool_choice: a call cannot be forced"):
+        write_grammar(forced("get"), chat_format(None), tools=TOOLS)
+    assert write_grammar(free("get"), chat_format(None), tools=TOOLS) == ""
+    both = Constraint(answers(FormatKind.REGEX, "a").answer, free("get").calls)
+    assert admits(write_grammar(both, chat_format(None), tools=TOOLS), "a")
+
+
+@pytest.mark.I8
+@pytest.mark.parametrize("markup", ToolMarkup)
+def test_a_grammar_is_bounded(markup: ToolMarkup) -> None:
+    names = tuple(f"f{number}" for number in range(12))
+    tools = [tool(of_one({"enum": [name + "x" * 30_000]}), name=name) for name in names]
+    with pytest.raises(ApiError, match="tool_choice: makes a grammar of more than 262144 characters"):
+        write_grammar(forced(*names), chat_format(markup), tools=tools)
+
+
+SCHEMA_WORDS = (
+    *("type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "oneOf"),
+    *("allOf", "$ref", "$defs", "minLength", "maxLength", "pattern", "format", "minimum", "x", "title"),
+)
+SCHEMA_VALUES = ("string", "integer", "object", "null", "#/$defs/x", "#/$defs/a~1b", "date", "^a|b$", "x", "")
+schemas = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats(0, 2) | st.sampled_from(SCHEMA_VALUES),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(SCHEMA_WORDS), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(schema=schemas, definition=schemas, markup=st.sampled_from(ToolMarkup), strict=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_no_schema_breaks_the_writing_of_a_grammar(
+    schema: Any, definition: Any, markup: ToolMarkup, strict: bool
+) -> None:
+    """What no engine can enforce is for the engine's check: a grammar comes out, or a 400."""
+    parameters = of_one(schema, **{"$defs": {"x": definition, "a/b": schema}})
+    for root in (parameters, schema if isinstance(schema, dict) else {}):
+        with contextlib.suppress(ApiError):
+            write_grammar(forced("f"), chat_format(markup), tools=[tool(root, strict=strict)])
+
+
+@pytest.mark.parametrize("markup", ToolMarkup)
+def test_a_schema_that_is_nested_too_deeply_is_refused(markup: ToolMarkup) -> None:
+    nested: dict[str, Any] = {"type": "string"}
+    for _ in range(5000):
+        nested = {"anyOf": [nested]}
+    with pytest.raises(ApiError, match="nested too deeply"):
+        write_grammar(forced("f"), chat_format(markup), tools=[tool(of_one(nested))])
+
+
+@pytest.mark.parametrize(("kind", "text"), [(FormatKind.REGEX, "a\\"), (FormatKind.GBNF, "root ::= (")])
+def test_a_text_that_is_no_grammar_is_refused_by_its_field(kind: FormatKind, text: str) -> None:
+    with pytest.raises(ApiError, match=r"^response_format: ") as caught:
+        write_grammar(answers(kind, text), chat_format(None))
+    assert caught.value.status == 400

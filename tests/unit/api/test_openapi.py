@@ -1,0 +1,59 @@
+"""``/openapi.json``: a document of what is declared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import jsonschema
+
+from api.bodies import BODIES
+from api.openapi import openapi_document
+from api.schemas import Endpoint
+from api.tokens import TokenPath
+from tests.unit.api.scripted_engine import say
+from tests.unit.api.support import Node, OnNode
+
+DOCUMENT = json.loads(openapi_document())
+SCHEMAS = DOCUMENT["components"]["schemas"]
+
+
+def references(value: object) -> Iterator[str]:
+    match value:
+        case dict():
+            if isinstance(reference := value.get("$ref"), str):
+                yield reference
+            for inner in value.values():
+                yield from references(inner)
+        case list():
+            for inner in value:
+                yield from references(inner)
+
+
+def test_the_document_is_whole() -> None:
+    """Every path that takes a body is in it; each reference leads somewhere; schemas are schemas."""
+    assert DOCUMENT["openapi"].startswith("3.1.")
+    assert set(DOCUMENT["paths"]) == {*Endpoint, *TokenPath} == set(BODIES)
+    known = {f"#/components/schemas/{name}" for name in SCHEMAS}
+    assert set(references(DOCUMENT)) <= known
+    for schema in SCHEMAS.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    operations = [path["post"] for path in DOCUMENT["paths"].values()]
+    assert len({operation["operationId"] for operation in operations}) == len(operations)
+
+
+def test_what_is_not_supported_is_marked() -> None:
+    properties = SCHEMAS["ChatBody"]["properties"]
+    assert properties["modalities"]["deprecated"]
+    assert properties["modalities"]["enum"] == [None, ["text"]]
+    assert "deprecated" not in properties["temperature"]
+    assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+
+
+def test_a_node_serves_it(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        answer = await node.client.get("/openapi.json")
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.json() == DOCUMENT
+
+    on_node(say("x"), check)
