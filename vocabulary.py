@@ -86,7 +86,7 @@ class SamplingParams(Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Added to the logits of these token ids."""
     grammar: str = ""
-    """What the output has to be, as llguidance reads it (its JSON of grammars); empty: anything."""
+    """What the output has to be, as llguidance reads it: Lark with ``%json``; empty: anything."""
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):

@@ -19,6 +19,9 @@ from vocabulary import HisparseFlag
 
 _SAMPLES_BETWEEN_YIELDS = 128
 
+MAX_REQUEST_GRAMMAR_BYTES = 16 << 20
+"""Of the grammars of all samples together: each takes its own along to the engines."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -82,7 +85,7 @@ async def plan_samples(
 ) -> tuple[SampleRequest, ...]:
     """The samples of ``request``, prompt-major; ``front``: the number of this one.
 
-    Raises ApiError 400 for a prompt that cannot be served.
+    Raises ApiError 400 for a prompt or a grammar that cannot be served.
     """
     pool_tokens = limits.pool_tokens(request.hisparse)
     most_tokens = min(limits.context_length, pool_tokens)
@@ -93,13 +96,17 @@ async def plan_samples(
     ]
     prompts = await codec.encode(request.prompts, names, most_tokens)
     samples: list[SampleRequest] = []
-    num_request_tokens = 0
+    num_request_tokens = num_grammar_bytes = 0
     for prompt_index, (prompt, options) in enumerate(zip(prompts, request.options, strict=True)):
         name, num_prompt_tokens = names[prompt_index], num_packed_tokens(prompt)
         _check_stop_tokens(options.stop_token_ids, codec.vocab_size)
         max_new_tokens = _max_new_tokens(name, num_prompt_tokens, options, limits, pool_tokens)
         num_request_tokens += num_prompt_tokens * options.n
         _check_request_tokens(request.prompt_field, num_request_tokens, limits)
+        if options.grammar:
+            await codec.check_grammar(options.grammar, options.grammar_field)
+            num_grammar_bytes += len(options.grammar.encode()) * options.n
+            _check_grammar_bytes(options.grammar_field, num_grammar_bytes)
         for sample_index in range(options.n):
             meeting = request.rendezvous[len(samples)]
             generate = Generate(
@@ -132,6 +139,16 @@ def _check_request_tokens(field: str, num_tokens: int, limits: Limits) -> None:
             400,
             f"{field}: prompt tokens times samples are at least {num_tokens}; one request may have "
             f"{limits.request_tokens} (max_request_tokens): lower n or split it",
+            param=field,
+        )
+
+
+def _check_grammar_bytes(field: str, num_bytes: int) -> None:
+    if num_bytes > MAX_REQUEST_GRAMMAR_BYTES:
+        raise ApiError(
+            400,
+            f"{field}: the grammars of all samples have {num_bytes} bytes or more; one request may have "
+            f"{MAX_REQUEST_GRAMMAR_BYTES}: lower n or split it",
             param=field,
         )
 

@@ -235,7 +235,8 @@ def hostile_schemas() -> Iterator[tuple[str, str]]:
     yield "2,000 properties, none required", json.dumps({"properties": {f"p{n}": {} for n in range(2000)}})
     both: Any = {"type": "integer"}
     for _ in range(12):
-        both = {"allOf": [{"anyOf": [both, {"type": "string"}]}, {"anyOf": [{"items": both}, {"minLength": 1}]}]}
+        either = {"anyOf": [both, {"type": "string"}]}, {"anyOf": [{"items": both}, {"minLength": 1}]}
+        both = {"allOf": either}
     yield "allOf of anyOf, 12 deep", json.dumps(both)
     yield "pattern .*a.{20}", json.dumps({"type": "string", "pattern": "^.*a.{20}$"})
     yield "pattern (x{0,999}){0,999}", json.dumps({"type": "string", "pattern": "^(x{0,999}){0,999}$"})
@@ -315,6 +316,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = arguments.tokenizer.read_text() if arguments.tokenizer else synthetic_tokenizer()
     backend = tokenizers.Tokenizer.from_str(tokenizer)
+
+    def encode(text: str) -> list[int]:
+        return list(backend.encode(text, add_special_tokens=False).ids)
+
     console = Console(width=170)
     report: dict[str, Any] = {"facts": run_facts(), "tokenizer": str(arguments.tokenizer or "synthetic")}
     made: list[Library] = []
@@ -336,7 +341,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_row(name, *(report[library.name]["hostile"][name] for library in made))
     summary = Table("", *(library.name for library in made))
     for library in made:
-        coverage = cover(library, arguments.suite, lambda text: backend.encode(text, add_special_tokens=False).ids)
+        coverage = cover(
+            library, arguments.suite, lambda text: backend.encode(text, add_special_tokens=False).ids
+        )
         report[library.name]["suite"] = vars(coverage)
     for title, show in _SUMMARY.items():
         summary.add_row(title, *(show(report[library.name]) for library in made))

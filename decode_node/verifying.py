@@ -6,8 +6,9 @@ and the next drafts. What the step after needs of them stays on the device too (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from decode_node.device_step import DeviceStep
 from decode_node.hot_buffers import HotBuffers
 from decode_node.request import Request
 from decode_node.step_buffers import StepBuffers, StepInputs
+from decode_node.step_masks import has_grammar, masks_of
 from decode_node.steps import StepResult, is_plain_greedy, next_index, step_result
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
@@ -63,15 +65,18 @@ class Verifier:
         size = next((size for size in graphs if size >= num_reqs), None)
         if size is None:
             forward = self._forward(num_reqs, num_new)
-            sampled = self._sample(batch, drafts, num_new)
-            results = self._accept_and_draft(num_reqs, num_new, forward)
+            finish: Callable[[], Tensor] = partial(self._accept_and_draft, num_reqs, num_new, forward)
         else:
             graphs[size].forward.replay()
-            sampled = self._sample(batch, drafts, num_new)
-            graphs[size].accept_and_draft.replay()
-            results = graphs[size].results
-        buffers.take(results[: len(batch)])
-        return Verified(batch, buffers, most_drafts, num_new, sampled)
+            finish = graphs[size].finish
+        sample = None
+        if not all(map(is_plain_greedy, batch)):
+            indices = [next_index(request) for request in batch]
+            sample = partial(self._sample, batch, indices, drafts, num_new, buffers)
+        verified = Verified(batch, buffers, most_drafts, num_new, sample, finish)
+        if not has_grammar(batch):
+            verified.draw()
+        return verified
 
     def warm_up(self, sizes: Sequence[int]) -> None:
         for size in sizes:
@@ -117,22 +122,30 @@ class Verifier:
         self._drawn.token_ids[:num_rows] = logits.argmax(dim=-1)
         return _Forward(access, seq_lens, drafts, num_drafts)
 
-    def _sample(self, batch: Sequence[Request], drafts: list[list[int]], num_new: int) -> Sampled | None:
-        """Put what the requests ask for in the likeliest tokens' place, at the positions that can count; None
-        when these are all they want."""
-        if all(map(is_plain_greedy, batch)):
-            return None
+    def _sample(
+        self,
+        batch: Sequence[Request],
+        indices: Sequence[int],
+        drafts: list[list[int]],
+        num_new: int,
+        buffers: StepBuffers,
+    ) -> Sampled:
+        """Put what the requests ask for in the likeliest tokens' place, at the positions that can count."""
         drawn = self._drawn
         rows = [(req, row) for req, of_req in enumerate(drafts) for row in range(1 + len(of_req))]
         rows_host = torch.tensor([req * num_new + row for req, row in rows])
         if drawn.logits.is_cuda:
             rows_host = rows_host.pin_memory()
         rows_dev = rows_host.to(drawn.logits.device, non_blocking=True)
+        masks = None
+        if has_grammar(batch):
+            masks = masks_of(batch, drafts, buffers.masks).to(drawn.logits.device, non_blocking=True)
         sampled = enqueue_sample(
             drawn.logits[rows_dev],
             [batch[req].sampling for req, _ in rows],
-            [next_index(batch[req]) + row for req, row in rows],
+            [indices[req] + row for req, row in rows],
             self._model.spec.eos_token_ids,
+            masks=masks,
         )
         drawn.token_ids[rows_dev] = sampled.token_ids
         return sampled
@@ -192,6 +205,10 @@ class _Graphs:
     between: _Forward
     results: Tensor
 
+    def finish(self) -> Tensor:
+        self.accept_and_draft.replay()
+        return self.results
+
 
 @dataclass(frozen=True)
 class _Drawn:
@@ -214,20 +231,34 @@ class _Drawn:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verified:
-    """A step that verifies drafts. ``sampled``: of the positions that can count; None when all tokens are
-    just the likeliest: only then nothing of the next step depends on what is read of this one."""
+    """A step that verifies drafts."""
 
     batch: Sequence[Request]
     buffers: StepBuffers
     most_drafts: list[int]
     num_new: int
-    sampled: Sampled | None
+    sample: Callable[[], Sampled] | None
+    """Of the positions that can count; None when all tokens are just the likeliest: only then nothing of the
+    next step depends on what is read of this one."""
+    finish: Callable[[], Tensor]
+    """What follows from the draws; returns what is read."""
+    sampled: Sampled | None = field(default=None, init=False)
+    is_drawn: bool = field(default=False, init=False)
 
     @property
     def feeds_next(self) -> bool:
-        return self.sampled is None
+        return self.sample is None
+
+    @torch.inference_mode()
+    def draw(self) -> None:
+        if self.is_drawn:
+            return
+        self.is_drawn = True
+        if self.sample is not None:
+            self.sampled = self.sample()
+        self.buffers.take(self.finish()[: len(self.batch)])
 
     def wait(self) -> None:
         self.buffers.wait()

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = (
     ("vocabulary",),
-    ("protocol", "kernels"),
+    ("protocol", "kernels", "grammar"),
     ("transfer", "model"),
     ("service", "checkpoints"),
     ("api", "training"),
@@ -27,6 +27,7 @@ FLOORS = (
 
 OWNERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("transfer/engine.py", "doctor/checks.py"),
+    "llguidance": ("grammar/", "bench/grammars.py"),
     "cupy": ("kernels/",),
     "cuda": ("kernels/",),
     "triton": ("kernels/",),
