@@ -399,7 +399,18 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         f"{report['buffer']}; {report['device']}, commit {facts['commit'][:12]}; ms a step"
     )
     kinds = [*KINDS, "the rest"]
-    names = ("mode", "batch", "drafts", "grammar", "step", "tokens", "tok/s", "hit rate", "misses", "MB a step")
+    names = (
+        "mode",
+        "batch",
+        "drafts",
+        "grammar",
+        "step",
+        "tokens",
+        "tok/s",
+        "hit rate",
+        "misses",
+        "MB a step",
+    )
     for name in (*names, *kinds, "share", "GB/s"):
         table.add_column(name, justify="right")
     for row in report["rows"]:
@@ -558,8 +569,8 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
                 row = measure(spec, model, arguments, prompt, Mode(mode), batch, num_drafts, grammar)
                 report["rows"].append(row)
                 console.print(
-                    f"{mode} {batch}, {num_drafts} drafts{', grammar' if grammar else ''}: {row['step_ms']:.3f} ms, "
-                    f"{row['tokens_a_step']:.2f} tokens",
+                    f"{mode} {batch}, {num_drafts} drafts{', grammar' if grammar else ''}: "
+                    f"{row['step_ms']:.3f} ms, {row['tokens_a_step']:.2f} tokens",
                     highlight=False,
                 )
                 for name, kernel_ms in row["longest_kernels_ms"] if arguments.kernels else ():

@@ -8,6 +8,8 @@ one a byte-level vocabulary of 129,280 tokens is made up. Of each library:
 - the suite's draft 2020-12, its optional parts and schemas of other documents left out: how many schemas it
   takes, and of those how many valid instances it allows and how many invalid ones too. What it refuses costs
   an error; what it allows wrongly breaks a promise.
+- instances drawn from the masks, a few of each schema that it takes: how many come to an end, and how many
+  of those ``jsonschema`` finds valid
 - milliseconds to compile these schemas, and microseconds of a mask along the tokens of their valid instances
 - hostile schemas, each in a process of its own: milliseconds to compile, the slowest mask or step of 64
   tokens drawn from the masks, and the memory that came with it.
@@ -22,6 +24,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import statistics
 import sys
@@ -35,18 +38,27 @@ from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import jsonschema
 import numpy as np
+import referencing.exceptions
 import tokenizers
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from bench.facts import OUT, run_facts
+from grammar.matcher import GrammarError, fill_masks
+from grammar.token_trie import Grammar, TokenTrie
 
 VOCAB_SIZE = 129_280
 EOS = 1
 HOSTILE_SECS = 60.0
 HOSTILE_TOKENS = 64
+WALKS = 3
+"""Of a schema."""
+WALK_TOKENS = 40
+CHOICES = 2000
+"""Of the tokens that a mask allows, looked at for the one that closes most."""
 
 
 class Matching(Protocol):
@@ -66,35 +78,34 @@ class Library(Protocol):
 
 
 class _Llguidance:
+    """As the service uses it, but for the checks in a process of their own."""
+
     name = "llguidance"
 
     def __init__(self, tokenizer: str) -> None:
-        import llguidance
-
-        self._trie = llguidance.LLTokenizer(tokenizer, n_vocab=VOCAB_SIZE, eos_token=[EOS])
+        self._trie = TokenTrie(tokenizer, VOCAB_SIZE, [EOS])
 
     def compile(self, schema: str) -> Matching:
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(self._trie, LLMatcher.grammar_from_json_schema(schema), log_level=0)
-        if error := matcher.get_error():
-            raise ValueError(error)
-        return _LlguidanceMatching(matcher)
+        return _LlguidanceMatching(self._trie.compile(f"start: %json {schema}"))
 
 
 class _LlguidanceMatching:
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
-        self._bits = np.zeros(VOCAB_SIZE // 32, dtype=np.int32)
+    def __init__(self, grammar: Grammar) -> None:
+        self._matcher = grammar.matcher(ignore_eos=False)
+        self._rows = np.zeros((1, VOCAB_SIZE // 32), dtype=np.int32)
 
     def mask(self) -> NDArray[np.int32]:
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        if error := self._matcher.get_error():
+        fill_masks(self._rows, [(self._matcher, 0, ())])
+        if error := self._matcher.error:
             raise ValueError(error)
-        return self._bits
+        return self._rows[0]
 
     def take(self, token_id: int) -> bool:
-        return bool(self._matcher.consume_token(token_id))
+        try:
+            self._matcher.advance(token_id)
+        except GrammarError:
+            return False
+        return True
 
 
 class _Xgrammar:
@@ -173,11 +184,17 @@ class Coverage:
     invalid_allowed: int = 0
     compile_ms: list[float] = field(default_factory=list)
     mask_us: list[float] = field(default_factory=list)
+    drawn: int = 0
+    drawn_valid: int = 0
     wrong: list[str] = field(default_factory=list)
-    """Invalid instances that were allowed."""
+    """Invalid instances that were allowed or drawn."""
 
 
-def cover(library: Library, suite: Path, encode: Callable[[str], list[int]]) -> Coverage:
+def cover(library: Library, suite: Path, backend: tokenizers.Tokenizer) -> Coverage:
+    def encode(text: str) -> list[int]:
+        return list(backend.encode(text, add_special_tokens=False).ids)
+
+    rng = random.Random(1)
     coverage = Coverage()
     for file in sorted((suite / "tests" / "draft2020-12").glob("*.json")):
         if file.stem in {"refRemote", "vocabulary"}:
@@ -192,6 +209,14 @@ def cover(library: Library, suite: Path, encode: Callable[[str], list[int]]) -> 
                 continue
             coverage.compile_ms.append(1e3 * (time.perf_counter() - started))
             coverage.taken += 1
+            for _ in range(WALKS):
+                text = walk(library.compile(schema), rng, backend.decode)
+                is_valid = None if text is None else is_instance(text, case["schema"])
+                if is_valid is not None:
+                    coverage.drawn += 1
+                    coverage.drawn_valid += is_valid
+                    if not is_valid:
+                        coverage.wrong.append(f"{file.stem}: {case['description']}: drew {text[:200]}")
             for test in case["tests"]:
                 text = json.dumps(test["data"], ensure_ascii=False, separators=(",", ":"))
                 mask_us: list[float] = []
@@ -221,6 +246,45 @@ def allows(matching: Matching, token_ids: Sequence[int], mask_us: list[float]) -
             return False
         if token_id != EOS and not matching.take(token_id):
             return False
+    return True
+
+
+def walk(matching: Matching, rng: random.Random, decode: Callable[[list[int]], str]) -> str | None:
+    """A text of tokens drawn from the masks; None where it came to no end.
+
+    After WALK_TOKENS it takes the end, or what closes most, wherever that may come.
+    """
+    token_ids: list[int] = []
+    for number in range(4 * WALK_TOKENS):
+        try:
+            bits = matching.mask()
+        except ValueError:
+            return None
+        allowed = np.unpackbits(bits.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+        if EOS in allowed and (len(allowed) == 1 or number > WALK_TOKENS or rng.random() < 0.3):
+            return decode(token_ids)
+        allowed = [token_id for token_id in allowed if token_id != EOS]
+        choice = rng.sample(allowed, min(len(allowed), CHOICES))
+        if number > WALK_TOKENS:
+            choice.sort(key=lambda token_id: _openness(decode([token_id])))
+        if not choice or not matching.take(choice[0]):
+            return None
+        token_ids.append(choice[0])
+    return None
+
+
+def _openness(text: str) -> int:
+    return (not text.strip()) + sum(text.count(mark) for mark in "{[:,") - sum(map(text.count, '}]"'))
+
+
+def is_instance(text: str, schema: Any) -> bool | None:
+    """None where jsonschema cannot say: Python's regular expressions have no \\p, and nothing is fetched."""
+    try:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    except (re.error, referencing.exceptions.Unresolvable):
+        return None
     return True
 
 
@@ -316,10 +380,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = arguments.tokenizer.read_text() if arguments.tokenizer else synthetic_tokenizer()
     backend = tokenizers.Tokenizer.from_str(tokenizer)
-
-    def encode(text: str) -> list[int]:
-        return list(backend.encode(text, add_special_tokens=False).ids)
-
     console = Console(width=170)
     report: dict[str, Any] = {"facts": run_facts(), "tokenizer": str(arguments.tokenizer or "synthetic")}
     made: list[Library] = []
@@ -341,9 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_row(name, *(report[library.name]["hostile"][name] for library in made))
     summary = Table("", *(library.name for library in made))
     for library in made:
-        coverage = cover(
-            library, arguments.suite, lambda text: backend.encode(text, add_special_tokens=False).ids
-        )
+        coverage = cover(library, arguments.suite, backend)
         report[library.name]["suite"] = vars(coverage)
     for title, show in _SUMMARY.items():
         summary.add_row(title, *(show(report[library.name]) for library in made))
@@ -364,6 +422,9 @@ _SUMMARY: dict[str, Callable[[dict[str, Any]], str]] = {
     "schemas taken": lambda row: f"{row['suite']['taken']} of {row['suite']['schemas']}",
     "valid instances allowed": lambda row: f"{row['suite']['valid_allowed']} of {row['suite']['valid']}",
     "invalid ones allowed": lambda row: f"{row['suite']['invalid_allowed']} of {row['suite']['invalid']}",
+    "instances drawn that are valid": lambda row: (
+        f"{row['suite']['drawn_valid']} of {row['suite']['drawn']} that ended"
+    ),
     "compile, ms": lambda row: _spread(row["suite"]["compile_ms"]),
     "a mask, us": lambda row: _spread(row["suite"]["mask_us"]),
 }

@@ -20,7 +20,7 @@ from grammar.matcher import NO_LIMIT, Bits, GrammarError, Matcher, first_line, w
 MAX_GRAMMAR_BYTES: Final = 256 << 10
 """Of a grammar's text, in UTF-8."""
 LIMITS: Final = LLParserLimits(
-    max_items_in_row=1000,
+    max_items_in_row=500,
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
     step_max_items=20_000,

@@ -27,7 +27,7 @@ FLOORS = (
 
 OWNERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("transfer/engine.py", "doctor/checks.py"),
-    "llguidance": ("grammar/", "bench/grammars.py"),
+    "llguidance": ("grammar/",),
     "cupy": ("kernels/",),
     "cuda": ("kernels/",),
     "triton": ("kernels/",),

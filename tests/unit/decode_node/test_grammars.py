@@ -290,7 +290,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(
         finish(node, [neighbour], double)
     assert answer.failure is not None
     assert answer.failure.status == 400
-    assert "max is 1000" in answer.failure.error
+    assert "max is 500" in answer.failure.error
     assert neighbour.token_ids == alone.token_ids
 
 
