@@ -57,8 +57,6 @@ HOSTILE_TOKENS = 64
 WALKS = 3
 """Of a schema."""
 WALK_TOKENS = 40
-CHOICES = 2000
-"""Of the tokens that a mask allows, looked at for the one that closes most."""
 
 
 class Matching(Protocol):
@@ -190,11 +188,11 @@ class Coverage:
     """Invalid instances that were allowed or drawn."""
 
 
-def cover(library: Library, suite: Path, backend: tokenizers.Tokenizer) -> Coverage:
+def cover(library: Library, suite: Path, backend: tokenizers.Tokenizer, walks: Walks) -> Coverage:
     def encode(text: str) -> list[int]:
         return list(backend.encode(text, add_special_tokens=False).ids)
 
-    rng = random.Random(1)
+    rng = np.random.default_rng(1)
     coverage = Coverage()
     for file in sorted((suite / "tests" / "draft2020-12").glob("*.json")):
         if file.stem in {"refRemote", "vocabulary"}:
@@ -210,7 +208,7 @@ def cover(library: Library, suite: Path, backend: tokenizers.Tokenizer) -> Cover
             coverage.compile_ms.append(1e3 * (time.perf_counter() - started))
             coverage.taken += 1
             for _ in range(WALKS):
-                text = walk(library.compile(schema), rng, backend.decode)
+                text = walks.walk(library.compile(schema), rng)
                 is_valid = None if text is None else is_instance(text, case["schema"])
                 if is_valid is not None:
                     coverage.drawn += 1
@@ -249,32 +247,40 @@ def allows(matching: Matching, token_ids: Sequence[int], mask_us: list[float]) -
     return True
 
 
-def walk(matching: Matching, rng: random.Random, decode: Callable[[list[int]], str]) -> str | None:
-    """A text of tokens drawn from the masks; None where it came to no end.
+class Walks:
+    """Texts of tokens drawn from masks."""
 
-    After WALK_TOKENS it takes the end, or what closes most, wherever that may come.
-    """
-    token_ids: list[int] = []
-    for number in range(4 * WALK_TOKENS):
-        try:
-            bits = matching.mask()
-        except ValueError:
-            return None
-        allowed = np.unpackbits(bits.view(np.uint8), bitorder="little").nonzero()[0].tolist()
-        if EOS in allowed and (len(allowed) == 1 or number > WALK_TOKENS or rng.random() < 0.3):
-            return decode(token_ids)
-        allowed = [token_id for token_id in allowed if token_id != EOS]
-        choice = rng.sample(allowed, min(len(allowed), CHOICES))
-        if number > WALK_TOKENS:
-            choice.sort(key=lambda token_id: _openness(decode([token_id])))
-        if not choice or not matching.take(choice[0]):
-            return None
-        token_ids.append(choice[0])
-    return None
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        texts = [backend.decode([token_id]) for token_id in range(VOCAB_SIZE)]
+        self._openness = np.array([_openness(text) for text in texts])
+
+    def walk(self, matching: Matching, rng: np.random.Generator) -> str | None:
+        """None where it came to no end. After WALK_TOKENS it takes the end, or what closes most, wherever
+        that may come."""
+        token_ids: list[int] = []
+        for number in range(4 * WALK_TOKENS):
+            try:
+                bits = matching.mask()
+            except ValueError:
+                return None
+            allowed = np.unpackbits(bits.view(np.uint8), bitorder="little").nonzero()[0]
+            others = allowed[allowed != EOS]
+            if len(others) < len(allowed) and (not len(others) or number > WALK_TOKENS or rng.random() < 0.3):
+                return str(self._backend.decode(token_ids))
+            if not len(others):
+                return None
+            if number > WALK_TOKENS:
+                openness = self._openness[others]
+                others = others[openness == openness.min()]
+            token_ids.append(int(rng.choice(others)))
+            if not matching.take(token_ids[-1]):
+                return None
+        return None
 
 
 def _openness(text: str) -> int:
-    return (not text.strip()) + sum(text.count(mark) for mark in "{[:,") - sum(map(text.count, '}]"'))
+    return (not text.strip()) + sum(map(text.count, "{[:,")) - sum(map(text.count, '}]"'))
 
 
 def is_instance(text: str, schema: Any) -> bool | None:
@@ -399,9 +405,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for library in made:
             report[library.name]["hostile"][name] = in_child(lambda: try_hostile(library, schema))  # noqa: B023
         table.add_row(name, *(report[library.name]["hostile"][name] for library in made))
+    walks = Walks(backend)
     summary = Table("", *(library.name for library in made))
     for library in made:
-        coverage = cover(library, arguments.suite, backend)
+        coverage = cover(library, arguments.suite, backend, walks)
         report[library.name]["suite"] = vars(coverage)
     for title, show in _SUMMARY.items():
         summary.add_row(title, *(show(report[library.name]) for library in made))
