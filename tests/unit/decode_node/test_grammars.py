@@ -14,7 +14,6 @@ import pytest
 from torch import Tensor
 
 import decode_node.graph_runner
-import decode_node.runner
 import decode_node.verifying
 from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 from decode_node.request import Request
@@ -168,13 +167,14 @@ def tokens(answers: Sequence[Answer]) -> list[list[int]]:
 
 def test_any_number_of_drafts_gives_the_same_tokens(double: PrefillDouble, node: EngineHarness) -> None:
     without = with_drafts(node, double, 0)
-    for numbers in [(1,), (2,), (3,), (3, 0, 1, 0, 2)]:
+    for numbers in [(1,), (2,), (3, 0, 1, 0, 2, 3, 3)]:
         answers = with_drafts(node, double, *numbers)
         assert tokens(answers) == tokens(without), numbers
         assert sum(num_drafts(answer)[0] for answer in answers) > 0
         assert sum(num_drafts(answer)[1] for answer in answers) > 0, "no draft was right: nothing was tried"
 
 
+@pytest.mark.parametrize("node", [make_graph_runner], indirect=True, ids=["graph"])
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_mask_that_is_missing_at_one_position_shows(
     checkpoint: Checkpoint,
@@ -195,8 +195,7 @@ def test_a_mask_that_is_missing_at_one_position_shows(
         return filled
 
     expected = tokens(with_drafts(node, double, 2))
-    for module in (decode_node.runner, decode_node.verifying):
-        monkeypatch.setattr(module, "masks_of", forgetful)
+    monkeypatch.setattr(decode_node.verifying, "masks_of", forgetful)
     with drafts(node, 2):
         answers = [
             ask(node, double, prompt, **sampling)
@@ -243,6 +242,28 @@ def test_a_step_is_launched_before_the_tokens_that_it_needs_for_its_masks_are_re
             for name, of in (("launch", number), ("result", number - 1), ("draw", number))
         ]
         assert at == sorted(at)
+
+
+@pytest.mark.I1
+@pytest.mark.parametrize("node", [make_graph_runner], indirect=True, ids=["graph"])
+def test_a_step_that_writes_behind_its_draws_is_launched_when_all_before_is_read(
+    double: PrefillDouble, node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a request that ends by the step before gives up slots that its drafts are still written to."""
+    launches: list[tuple[int, bool]] = []
+    runner = node.engine._runner
+    launch = runner.launch
+
+    def recorded(batch: Sequence[Request], step: NodeStep) -> Launched:
+        launches.append((step.num_new, node.engine._in_flight is None))
+        return launch(batch, step)
+
+    monkeypatch.setattr(runner, "launch", recorded)
+    with drafts(node, 0, 0, 2):
+        answer = ask(node, double, PROMPTS[1])
+        finish(node, [answer], double)
+    assert {num_new for num_new, _ in launches} == {1, 3}
+    assert all(is_alone for num_new, is_alone in launches if num_new > 1)
 
 
 def test_who_needs_no_grammar_does_not_wait_for_one(
