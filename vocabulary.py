@@ -92,7 +92,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     logit_bias: bytes = b""
     """As of ``pack_logit_bias``: added to the logits of these token ids."""
     grammar: str = ""
-    """What the output has to be, as llguidance reads it (its JSON of grammars); empty: anything."""
+    """What the output has to be, as llguidance reads it: Lark with ``%json``; empty: anything."""
 
     @property
     def needs_prompt(self) -> bool:

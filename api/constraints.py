@@ -74,6 +74,12 @@ class Constraint:
     answer: AnswerFormat | None = None
     calls: CallRule | None = None
 
+    @property
+    def field(self) -> str:
+        """What asks for it, as errors call it."""
+        asking = self.answer or self.calls
+        return asking.field if asking is not None else ""
+
 
 def completion_constraint(body: CompletionsBody) -> Constraint | None:
     """Of ``/v1/completions``."""

@@ -109,7 +109,7 @@ async def plan_samples(
 ) -> tuple[SampleRequest, ...]:
     """The samples of ``request``, prompt-major; ``front``: the number of this one.
 
-    Raises ApiError 400 for a prompt that cannot be served.
+    Raises ApiError 400 for a prompt or a grammar that cannot be served.
     """
     pool_tokens = limits.pool_tokens(request.hisparse)
     most_tokens = min(limits.context_length, pool_tokens)
@@ -172,6 +172,8 @@ async def _with_grammars(
             continue
         if constraint not in written:
             written[constraint] = await _grammar(constraint, source, prompt, codec)
+            if written[constraint]:
+                await codec.check_grammar(written[constraint], constraint.field)
         num_chars += options.n * len(written[constraint])
         if num_chars > MAX_REQUEST_GRAMMAR_CHARS:
             raise ApiError(

@@ -12,6 +12,7 @@ import jinja2
 from api.chat_format import THINK, ChatFormat, ToolMarkup, tool_markup, writes_own_chat
 from api.deepseek_chat import encode_chat
 from api.detokenizer import TokenBytes
+from api.grammar_checks import GrammarChecks
 from api.prompts import ChatPrompt, Prompt
 from service.engine_messages import pack_token_ids, unpack_token_ids
 from service.http_errors import ApiError, InvalidField
@@ -29,11 +30,18 @@ _BATCH_PROMPTS = 64
 class TextCodec:
     """Encodes prompts. ``token_bytes`` decodes."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, model_type: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        model_type: str = "",
+        grammar_checks: GrammarChecks | None = None,
+    ) -> None:
         """``tokenizer``: a fast tokenizer of transformers; ``vocab_size``: rows of the model's embedding;
         ``model_type``: of config.json, the family of models that it belongs to.
         """
         self._tokenizer = tokenizer
+        self._grammar_checks = grammar_checks
         template = _template_text(tokenizer)
         self.tool_markup = tool_markup(template, model_type)
         """How answers call tools; None: in a way that is not known, and calls stay text."""
@@ -70,7 +78,11 @@ class TextCodec:
             raise CheckpointError(f"{model_path}: the tokenizer has no tokenizer.json")
         vocab_size = config.get("vocab_size")
         vocab_size = vocab_size if isinstance(vocab_size, int) else len(tokenizer)
-        return cls(tokenizer, vocab_size, str(config.get("model_type", "")))
+        eos_token_id = tokenizer.eos_token_id
+        checks = GrammarChecks(
+            model_path / "tokenizer.json", vocab_size, 0 if eos_token_id is None else eos_token_id
+        )
+        return cls(tokenizer, vocab_size, str(config.get("model_type", "")), checks)
 
     async def encode(
         self,
@@ -95,6 +107,12 @@ class TextCodec:
             of_batch = names[len(packed) : len(packed) + len(batch)]
             packed += await off_loop(self._encode, batch, of_batch, max_tokens, add_special)
         return tuple(packed)
+
+    async def check_grammar(self, text: str, field: str) -> None:
+        """Raises ApiError, as ``GrammarChecks.check``."""
+        if self._grammar_checks is None:
+            raise ApiError(400, f"{field}: this model's tokenizer takes no grammars", param=field)
+        await self._grammar_checks.check(text, field)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
         """The tokens as the vocabulary spells them; None for an id that only pads it."""

@@ -1,7 +1,7 @@
 """Where a decode step's time goes: the node's own steps on a GPU, without servers around them.
 
     python bench/decode_step.py --model-path DIR [--batch 1 8 32 128] [--context 32768] [--out STEM]
-        [--speculative-num-steps 0 1 2 3]
+        [--speculative-num-steps 0 1 2 3] [--grammar]
 
 One prompt of ``--context`` random tokens is prefilled by the prefill node's code (its rate stands below the
 table); every request of a batch gets a copy of that KV, in host slots of its own or in dense pages, and a
@@ -19,6 +19,10 @@ all positions of a step may select is refused.
 ``--penalties`` gives every request presence, frequency and repetition penalties and 300 biases, with the
 prompt counted: what a step is longer then is their cost.
 
+``--grammar`` takes the steps of each line once more with all requests bound to a grammar, JSON that does not
+end: what masks cost is the difference. It needs the checkpoint's tokenizer, and means most with a vocabulary
+of a real model's size (``checkpoints/make_synthetic.py --vocab 129280``).
+
 With ``--dp-size N`` as many ranks take the steps together, each with a batch of its own; what is printed is
 the first one's, its tokens a second of all. On a GPU a line a row says what each part takes of its memory in
 GB, and in brackets what a decode node plans for it.
@@ -35,6 +39,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -56,6 +61,7 @@ from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.runner import make_runner
 from decode_node.sizing import DecodeSettingsError
 from decode_node.steps import Runner
+from grammar.token_trie import Grammar, TokenTrie
 from kernels.device_memory import use_device
 from model.dsa import DsaModel
 from model.loader import load_model
@@ -71,6 +77,24 @@ from vocabulary import HisparseFlag, Mode, RankPlace, SamplingParams, pack_logit
 
 PAGE_SIZE = 64
 NUM_BIASES = 300
+GRAMMAR = "start: %json " + json.dumps(
+    {
+        "type": "array",
+        "minItems": 1_000_000,
+        "items": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "kind": {"enum": ["read", "write", "call"]},
+                "count": {"type": "integer"},
+                "share": {"type": "number"},
+                "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}},
+            },
+            "required": ["name", "kind", "count", "share", "tags"],
+            "additionalProperties": False,
+        },
+    }
+)
 KINDS = {
     "swap-in": "swap_in|copy_planned",
     "backup": "backup_newest|newest_slots",
@@ -155,13 +179,14 @@ class Bench:
         mode: Mode,
         num_steps: int,
         sampling: Mapping[str, Any],
+        grammar: Grammar | None = None,
     ) -> None:
         used = MemoryByPart(model.device)
         used.mark("before")
         batch, context = settings.max_running_requests, prompt.kv.shape[1]
         self._num_new = settings.speculative_num_steps + 1
         life = context + 4 * num_steps * self._num_new + 1 + self._num_new
-        self._spec, self._prompt, self._sampling = spec, prompt, sampling
+        self._spec, self._prompt, self._sampling, self._grammar = spec, prompt, sampling, grammar
         is_hisparse = mode is Mode.HISPARSE
         capacity = min(settings.device_buffer_size, life) if is_hisparse else 0
         if 0 < capacity < min(full_buffer(self._num_new - 1, spec.index_topk), life):
@@ -223,6 +248,7 @@ class Bench:
             if previous is not None and launched.feeds_next:
                 self._commit(previous)
                 previous = None
+            launched.draw()
             if launched.feeds_next:
                 previous = launched
             else:
@@ -246,6 +272,9 @@ class Bench:
         ):
             request.leave_step(most_drafts)
             request.output_token_ids += token_ids
+            if request.matcher is not None:
+                for token_id in token_ids:
+                    request.matcher.advance(token_id)
             request.draft_token_ids = [] if request.num_in_flight else drafts
             request.row_counters = counters
             self.num_tokens += len(token_ids)
@@ -260,7 +289,11 @@ class Bench:
             room=room,
             num_prompt_tokens=context,
             sampling=SamplingParams(
-                max_new_tokens=life - context + 1, temperature=0.0, ignore_eos=True, **self._sampling
+                max_new_tokens=life - context + 1,
+                temperature=0.0,
+                ignore_eos=True,
+                grammar=GRAMMAR if self._grammar else "",
+                **self._sampling,
             ),
             flag=HisparseFlag.TRUE,
             peer=PeerAddress("", 0),
@@ -273,6 +306,8 @@ class Bench:
             admitted_seq=number,
             prompt_token_ids=random_tokens(self._spec, context).unique().int().numpy(),
         )
+        if self._grammar is not None:
+            request.matcher = self._grammar.matcher(ignore_eos=True)
         request.output_token_ids.append(int(random_tokens(self._spec, number + 1)[-1]))
         holding, prompt = request.owned, self._prompt
         if mode is Mode.HISPARSE:
@@ -296,10 +331,11 @@ def measure(
     mode: Mode,
     batch: int,
     num_drafts: int,
+    grammar: Grammar | None,
 ) -> dict[str, Any]:
     settings = make_settings(arguments, batch, num_drafts)
     sampling = penalties(spec) if arguments.penalties else {}
-    bench = Bench(spec, model, settings, prompt, mode, arguments.steps, sampling)
+    bench = Bench(spec, model, settings, prompt, mode, arguments.steps, sampling, grammar)
     try:
         bench.run(max(2, arguments.steps // 4))
         before, tokens_before = bench.totals, bench.num_tokens
@@ -317,6 +353,7 @@ def measure(
         "mode": str(mode),
         "batch": batch,
         "num_drafts": num_drafts,
+        "has_grammar": grammar is not None,
         "step_ms": step_ms,
         "tokens_a_step": num_tokens / arguments.steps / batch,
         "tokens_a_second": arguments.dp_size * num_tokens / secs,
@@ -380,7 +417,18 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         f"{report['buffer']}; {report['device']}, commit {facts['commit'][:12]}; ms a step"
     )
     kinds = [*KINDS, "the rest"]
-    names = ("mode", "batch", "drafts", "step", "tokens", "tok/s", "hit rate", "misses", "MB a step")
+    names = (
+        "mode",
+        "batch",
+        "drafts",
+        "grammar",
+        "step",
+        "tokens",
+        "tok/s",
+        "hit rate",
+        "misses",
+        "MB a step",
+    )
     for name in (*names, *kinds, "share", "GB/s"):
         table.add_column(name, justify="right")
     for row in report["rows"]:
@@ -388,6 +436,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             row["mode"],
             str(row["batch"]),
             str(row["num_drafts"]),
+            "all" if row["has_grammar"] else "",
             f"{row['step_ms']:.3f}",
             f"{row['tokens_a_step']:.2f}",
             f"{row['tokens_a_second']:,.0f}",
@@ -455,6 +504,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
     parser.add_argument("--speculative-num-steps", type=int, nargs="+", default=[0], choices=range(4))
     parser.add_argument("--penalties", action="store_true", help="of every request")
+    parser.add_argument("--grammar", action="store_true", help="each line once more, under a grammar")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dp-size", type=int, default=1, help="ranks, on as many devices from --device on")
     parser.add_argument("--dtype", default="bfloat16")
@@ -527,16 +577,20 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
         "prefill_tokens_a_second": prompt.tokens_a_second,
         "rows": [],
     }
+    grammars: list[Grammar | None] = [None]
+    if arguments.grammar:
+        trie = TokenTrie.load(arguments.model_path, spec.vocab_size, spec.eos_token_ids)
+        grammars.append(trie.compile(GRAMMAR))
     for batch in arguments.batch:
         for mode in arguments.modes:
             if mode == "dense" and batch > arguments.max_dense:
                 continue
-            for num_drafts in arguments.speculative_num_steps:
-                row = measure(spec, model, arguments, prompt, Mode(mode), batch, num_drafts)
+            for num_drafts, grammar in product(arguments.speculative_num_steps, grammars):
+                row = measure(spec, model, arguments, prompt, Mode(mode), batch, num_drafts, grammar)
                 report["rows"].append(row)
                 console.print(
-                    f"{mode} {batch}, {num_drafts} drafts: {row['step_ms']:.3f} ms, "
-                    f"{row['tokens_a_step']:.2f} tokens",
+                    f"{mode} {batch}, {num_drafts} drafts{', grammar' if grammar else ''}: "
+                    f"{row['step_ms']:.3f} ms, {row['tokens_a_step']:.2f} tokens",
                     highlight=False,
                 )
                 for name, kernel_ms in row["longest_kernels_ms"] if arguments.kernels else ():

@@ -40,7 +40,11 @@ from decode_node.sizing import (
     max_hot_capacity,
     size_device_pool,
 )
+from decode_node.step_masks import follow, has_grammar
 from decode_node.steps import Launched, is_plain_greedy
+from grammar.compiler import Compiler
+from grammar.matcher import GrammarError
+from grammar.token_trie import TokenTrie
 from kernels.device_memory import (
     DeviceMemory,
 )
@@ -150,6 +154,10 @@ class DecodeEngine:
         self._wakeup = Wakeup()
         self._poller.register(self._wakeup)
         self._lane_host = self._offer_memory()
+        self._grammars = Compiler(
+            partial(TokenTrie.load, settings.model_path, spec.vocab_size, spec.eos_token_ids),
+            self._wakeup.set,
+        )
         self.peers = PrefillPeers(
             node_id=f"decode-{uuid.uuid4().hex}",
             session=self._transfer.session,
@@ -226,7 +234,10 @@ class DecodeEngine:
             self._has_launched
             or self._lockstep.is_due
             or self.copies.is_busy
-            or any(request.has_slots_for_next for request in self.requests.select(RequestState.RUNNING))
+            or any(
+                request.has_slots_for_next and not request.waits_for_grammar
+                for request in self.requests.select(RequestState.RUNNING)
+            )
         )
         self._poller.wait(0.0 if has_work else max_wait_secs)
         self._wakeup.clear()
@@ -235,6 +246,7 @@ class DecodeEngine:
             self.requests.postpone(pause_secs)
         self._last_turn_at = now
         self._receive(now)
+        self._follow_grammars(now)
         self._plan(now)
         self.lifecycle.copy_prefixes(now)
         batch = self._next_batch()
@@ -252,6 +264,8 @@ class DecodeEngine:
         previous, self._in_flight = self._in_flight, launched
         if previous is not None:
             self._commit(previous)
+        if launched is not None:
+            self._draw(launched)
         if self._in_flight is not None and not self._in_flight.feeds_next:
             self._settle()
         self._draft_timer.turn(len(batch), step.num_new - 1, time.monotonic())
@@ -267,6 +281,7 @@ class DecodeEngine:
         self.peers.close()
         if self._lane_host is not None:
             self._lane_host.close()
+        self._grammars.close()
         self._wakeup.close()
         self._transfer.close()
         self._memory.close()
@@ -304,6 +319,17 @@ class DecodeEngine:
             token_ids = np.flatnonzero(np.bincount(unpack_token_ids(message.prompt))).astype(np.int32)
         for sample in message.samples:
             self.lifecycle.generate(sample, now, prompt_keys, token_ids)
+            if sample.sampling.grammar:
+                self._grammars.ask(sample.sampling.grammar)  # to be there when the KV is
+
+    def _follow_grammars(self, now: float) -> None:
+        """Of those that run and wait for theirs to be compiled. Nobody else waits for that."""
+        for request in self.requests.select(RequestState.RUNNING):
+            if request.waits_for_grammar:
+                try:
+                    follow(request, self._grammars)
+                except GrammarError as error:
+                    self.lifecycle.grammar_failed(request, error, now)
 
     def _plan(self, now: float) -> None:
         if self._in_flight is not None and not self._may_follow(self._in_flight):
@@ -318,11 +344,16 @@ class DecodeEngine:
         """Whether a step may be launched before ``launched`` is read.
 
         The lengths behind drafts that are in flight are on the device. The host has to know that all requests
-        go on however many are right, and that no draw depends on how many there were before it.
+        go on however many are right, and that no draw depends on how many there were before it. A step with
+        drafts whose draws wait for a grammar writes to host memory behind them: those of its requests that
+        end by the step before would lose their slots too early.
         """
+        running = self.requests.select(RequestState.RUNNING)
+        if self._settings.speculative_num_steps and has_grammar(running):
+            return False
         return launched.num_new == 1 or all(
             is_plain_greedy(request) and (request.is_sure_of_next or not request.num_in_flight)
-            for request in self.requests.select(RequestState.RUNNING)
+            for request in running
             if request.has_next_step
         )
 
@@ -352,6 +383,7 @@ class DecodeEngine:
                 if request.has_next_step
                 and request.has_slots_for_next
                 and request.source is None
+                and not request.waits_for_grammar
                 and self.hot_buffers.is_ready(request)
             ),
             key=lambda request: request.admitted_seq,
@@ -385,6 +417,30 @@ class DecodeEngine:
         for request, most_drafts in zip(batch, launched.most_drafts, strict=True):
             request.enter_step(most_drafts)
         return launched
+
+    def _draw(self, launched: Launched) -> None:
+        """What was left of a step's launch until the one before was read; then the end of those whose
+        grammars cannot say what may come. What goes wrong ends the requests of this batch and nothing else.
+
+        Raises as ``_launch``.
+        """
+        try:
+            launched.draw()
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            if self._lockstep.has_others:
+                raise
+            launched.wait()
+            self._in_flight = None
+            for request, most_drafts in zip(launched.batch, launched.most_drafts, strict=True):
+                request.leave_step(most_drafts)
+            self._fail_step(launched.batch, error)
+            return
+        for request in launched.batch:
+            is_running = request.state is RequestState.RUNNING
+            if is_running and request.matcher is not None and request.matcher.error:
+                self.lifecycle.grammar_failed(request, request.matcher.error, time.monotonic())
 
     def _settle(self) -> None:
         """Commit what is in flight, so that no step uses anything of any request."""

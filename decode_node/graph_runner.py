@@ -3,6 +3,9 @@
 A step is a CUDA graph of the next larger batch size, its input tokens may still be on the device (the last
 step's, which nobody has read yet), and the host reads tokens, counters and error flags in one copy.
 
+What a grammar lets a request draw depends on the last step's tokens: the graph is launched before they are
+read, and the draws are enqueued when they have been, while the device works on the graph.
+
 A batch with many hisparse requests runs as micro-batches.
 
 Steps that verify drafts are ``verifying.py``'s. How long a sequence is after one, the next step has from the
@@ -13,8 +16,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +30,7 @@ from decode_node.micro_batches import NUM_MICRO_BATCHES, MicroBatches
 from decode_node.request import Request
 from decode_node.row_counts import RowCounts
 from decode_node.step_buffers import StepBuffers, StepInputs
+from decode_node.step_masks import has_grammar, masks_of
 from decode_node.steps import (
     Launched,
     StepResult,
@@ -39,6 +44,7 @@ from decode_node.verifying import Verifier
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.sampling import Sampled, enqueue_sample
+from model.token_counts import CountedRows
 from service.lockstep import NodeStep
 from vocabulary import Mode, TokenLogprob
 
@@ -78,7 +84,8 @@ class GraphRunner:
             )
         is_pinned = device.type == "cuda"
         self._buffers = [
-            StepBuffers.create(max_reqs, self._max_new, is_pinned, model.ranks) for _ in range(2)
+            StepBuffers.create(max_reqs, self._max_new, model.spec.vocab_size, is_pinned, model.ranks)
+            for _ in range(2)
         ]
         self._num_launched = 0
         self._has_verified = False
@@ -115,24 +122,41 @@ class GraphRunner:
         else:
             graph, outputs = graphs[size]
             graph.replay()
-        sampled = self._sample(batch, outputs)
-        buffers.take(outputs.results[:num_reqs])
-        return _OnDevice(batch, buffers, sampled)
+        sample = None
+        if not all(map(is_plain_greedy, batch)):
+            indices = [next_index(request) for request in batch]
+            sample = partial(self._sample, batch, indices, self._counts.of(batch), outputs, buffers)
+        launched = _OnDevice(batch, buffers, outputs.results[:num_reqs], sample)
+        if has_grammar(batch):
+            buffers.mark()
+        else:
+            launched.draw()
+        return launched
 
-    def _sample(self, batch: Sequence[Request], outputs: _Outputs) -> Sampled | None:
-        """Put what the requests ask for in the likeliest tokens' place; None when these are all they want.
+    def _sample(
+        self,
+        batch: Sequence[Request],
+        indices: Sequence[int],
+        counts: CountedRows | None,
+        outputs: _Outputs,
+        buffers: StepBuffers,
+    ) -> Sampled:
+        """Put what the requests ask for in the likeliest tokens' place.
 
         Behind the graph and not in it: how many rows are drawn, and how, changes from step to step.
         """
-        if all(map(is_plain_greedy, batch)):
-            return None
         num_reqs = len(batch)
+        masks = None
+        if has_grammar(batch):
+            masks = masks_of(batch, [()] * num_reqs, buffers.masks)
+            masks = masks.to(outputs.logits.device, non_blocking=True)
         sampled = enqueue_sample(
             outputs.logits[:num_reqs],
             [request.sampling for request in batch],
-            [next_index(request) for request in batch],
+            indices,
             self._model.spec.eos_token_ids,
-            counts=self._counts.of(batch),
+            counts=counts,
+            masks=masks,
         )
         outputs.results[:num_reqs, 0] = sampled.token_ids
         self._rows.tokens[self._inputs.req_rows[:num_reqs]] = sampled.token_ids
@@ -210,19 +234,32 @@ class _Outputs:
     """int64 [num_reqs, 5]: sampled token, error flags, hits, misses, evictions."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _OnDevice:
-    """A step that a GPU works on. ``sampled``: None when all tokens are just the likeliest."""
+    """A step that a GPU works on."""
 
     batch: Sequence[Request]
     buffers: StepBuffers
-    sampled: Sampled | None
+    results: Tensor
+    sample: Callable[[], Sampled] | None
+    """None when all tokens are just the likeliest."""
     feeds_next: bool = True
     num_new: int = 1
+    sampled: Sampled | None = field(default=None, init=False)
+    is_drawn: bool = field(default=False, init=False)
 
     @property
     def most_drafts(self) -> list[int]:
         return [0] * len(self.batch)
+
+    @torch.inference_mode()
+    def draw(self) -> None:
+        if self.is_drawn:
+            return
+        self.is_drawn = True
+        if self.sample is not None:
+            self.sampled = self.sample()
+        self.buffers.take(self.results)
 
     def wait(self) -> None:
         self.buffers.wait()

@@ -5,6 +5,7 @@ A record holds no tensors and knows no pool; only ``live_requests.py`` moves it 
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from decode_node.held_prefixes import KV_POOL, HeldPrefix, PageKey, PromptKeys
 from decode_node.pools import Holding, PoolKind, SlotCounts
+from grammar.matcher import Matcher
+from grammar.token_trie import Grammar
 from protocol.messages import Extent, PrefillTimes, Room
 from service.engine_messages import RequestStats
 from service.phases import DECODE_PHASES, PhaseLog
@@ -121,6 +124,10 @@ class Request:
     unsent_token_ids: list[int] = field(default_factory=list)
     unsent_logprobs: list[TokenLogprob] = field(default_factory=list)
     """The latest of the output, which the front has not been told of."""
+    grammar: Future[Grammar] | None = None
+    """What its output has to follow, asked for when it began to run; None where that is nothing."""
+    matcher: Matcher | None = None
+    """How far its output has come in that, steps in flight left out; None until it is compiled."""
     num_in_flight: int = 0
     """Output tokens that launched steps will yield and nobody has read yet; at most one where a step is
     planned. Of a step that verifies drafts, the one token that it is sure to yield."""
@@ -218,6 +225,10 @@ class Request:
     def has_slots_for_next(self) -> bool:
         """Whether the next token has its slots; who has none for it waits until it is given some."""
         return self.reserved_tokens >= self.next_seq_len
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        return bool(self.sampling.grammar) and self.matcher is None
 
     def take_drafts(self, max_drafts: int) -> list[int]:
         """The drafts that its next step verifies, ``max_drafts`` at most; the step after has others.

@@ -37,6 +37,7 @@ from decode_node.prefix_copies import PrefixCopies
 from decode_node.quarantine import Quarantined
 from decode_node.request import Request, RequestState
 from decode_node.scheduler import Admission, Exchange, Growth, Limits, StepPlan, refusal
+from grammar.matcher import GrammarError
 from model.sampling import finish_reason
 from protocol.messages import (
     MAX_TEXT_CHARS,
@@ -443,6 +444,12 @@ class RequestLife:
         reason, matched = None, None
         num_emitted = 0
         for token_id, logprob in zip(token_ids, logprobs, strict=True):
+            if request.matcher is not None:
+                try:
+                    request.matcher.advance(token_id)
+                except GrammarError as error:
+                    self.grammar_failed(request, error, now)
+                    return
             num_emitted += 1
             request.output_token_ids.append(token_id)
             request.unsent_token_ids.append(token_id)
@@ -481,6 +488,10 @@ class RequestLife:
         request.prefill_times = None
         request.unsent_token_ids.clear()
         request.unsent_logprobs.clear()
+
+    def grammar_failed(self, request: Request, error: GrammarError | str, now: float) -> None:
+        """Its grammar says no more which tokens may come, as when it is too complex from here on."""
+        self.fail(request, 400, f"the output cannot follow its grammar: {error}", Landing.QUIET, now)
 
     def fail(
         self, request: Request, status: int, error: str, landing: Landing, now: float, code: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from decode_node.device_step import HostStep
 from decode_node.drafting import num_accepted
@@ -12,6 +13,7 @@ from decode_node.graph_runner import GraphRunner
 from decode_node.hot_buffers import HotBuffers
 from decode_node.request import Request
 from decode_node.row_counts import RowCounts
+from decode_node.step_masks import has_grammar, masks_of
 from decode_node.steps import (
     Done,
     Launched,
@@ -61,6 +63,7 @@ class HostRunner:
             [next_index(request) for request in batch],
             self._model.spec.eos_token_ids,
             counts=self._counts.of(batch),
+            masks=self._masks(batch, [()] * len(batch)),
         )
         rows = self._row_results(batch)
         return Done(batch, step_result([[one] for one in token_ids], [[one] for one in logprobs], rows))
@@ -96,6 +99,7 @@ class HostRunner:
             [next_index(batch[req]) + row for req, row in rows],
             model.spec.eos_token_ids,
             counts=self._counts.of([batch[req] for req, _ in rows], [drafts[req][:row] for req, row in rows]),
+            masks=self._masks(batch, drafts),
         )
         drawn: list[list[int]] = [[] for _ in batch]
         of_drawn: list[list[TokenLogprob | None]] = [[] for _ in batch]
@@ -131,6 +135,13 @@ class HostRunner:
             [len(of_req) for of_req in drafts],
             torch.stack(new_drafts, dim=1).tolist(),
         )
+
+    def _masks(self, batch: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Tensor | None:
+        if not has_grammar(batch):
+            return None
+        num_rows = len(batch) + sum(map(len, drafts))
+        num_words = -(-self._model.spec.vocab_size // 32)
+        return masks_of(batch, drafts, torch.empty((num_rows, num_words), dtype=torch.int32))
 
     def _row_results(self, batch: Sequence[Request]) -> list[list[int]]:
         rows: list[list[int]] = self._hot_buffers.row_results(

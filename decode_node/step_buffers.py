@@ -52,15 +52,21 @@ class StepBuffers:
     """The host's side of every other step: what goes to the device, and what comes back."""
 
     inputs: StepInputs
+    masks: Tensor
+    """int32 [max_reqs * max_new, num_words]: bits of the tokens that the step's rows may draw."""
     results: Tensor
     """int64 [max_reqs * (5 + 2 * max_new)]: rows of each request, as long as the step has them."""
     done: torch.cuda.Event | None
     ranks: RankGroup | None
 
     @classmethod
-    def create(cls, max_reqs: int, max_new: int, is_pinned: bool, ranks: RankGroup | None) -> StepBuffers:
+    def create(
+        cls, max_reqs: int, max_new: int, vocab_size: int, is_pinned: bool, ranks: RankGroup | None
+    ) -> StepBuffers:
+        num_words = -(-vocab_size // 32)
         return cls(
             StepInputs.create(max_reqs, max_new, "cpu", pin_memory=is_pinned),
+            torch.zeros((max_reqs * max_new, num_words), dtype=torch.int32, pin_memory=is_pinned),
             torch.zeros(max_reqs * (5 + 2 * max_new), dtype=torch.int64, pin_memory=is_pinned),
             torch.cuda.Event() if is_pinned else None,  # type: ignore[no-untyped-call]
             ranks,
@@ -101,6 +107,10 @@ class StepBuffers:
     def take(self, results: Tensor) -> None:
         """Let ``results`` [num_reqs, num_columns] come, without waiting: to memory that is contiguous."""
         self.results[: results.numel()].view_as(results).copy_(results, non_blocking=True)
+        self.mark()
+
+    def mark(self) -> None:
+        """``wait`` is for what has been enqueued until now."""
         if self.done is not None:
             self.done.record()
 

@@ -51,8 +51,16 @@ class Launched(Protocol):
     def feeds_next(self) -> bool:
         """Whether the next step may be launched before this one's result was taken, or is over already."""
 
+    def draw(self) -> None:
+        """Enqueue the draws, and what follows from them. To be called once, when the step before is read:
+        what grammars allow depends on its tokens. Where nobody has one, that was done at the launch.
+
+        Raises what sampling raises.
+        """
+
     def wait(self) -> None:
-        """Until no memory of the step's requests is read or written by it any more."""
+        """Until no memory of the step's requests is read or written by it any more. What ``draw`` is still to
+        enqueue touches none, unless the step verifies drafts."""
 
     def result(self) -> StepResult:
         """Waits. To be taken once, before the step after the next is launched."""
@@ -81,6 +89,9 @@ class Done:
     @property
     def most_drafts(self) -> list[int]:
         return [0] * len(self.batch)
+
+    def draw(self) -> None:
+        pass
 
     def wait(self) -> None:
         pass
@@ -140,5 +151,7 @@ def next_index(request: Request) -> int:
 def is_plain_greedy(request: Request) -> bool:
     """Whether its next token is that of the largest logit, and nobody asks for more than that."""
     params = request.sampling
+    if params.grammar:
+        return False
     is_free = next_index(request) >= params.min_new_tokens and not request.changes_logits
     return params.temperature == 0 and params.num_logprobs is None and is_free

@@ -6,8 +6,9 @@ and the next drafts. What the step after needs of them stays on the device too (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.request import Request
 from decode_node.row_counts import RowCounts
 from decode_node.step_buffers import StepBuffers, StepInputs
+from decode_node.step_masks import has_grammar, masks_of
 from decode_node.steps import StepResult, is_plain_greedy, next_index, step_result
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.sampling import Sampled, enqueue_sample
+from model.token_counts import CountedRows
 from vocabulary import TokenLogprob
 
 
@@ -66,15 +69,22 @@ class Verifier:
         size = next((size for size in graphs if size >= num_reqs), None)
         if size is None:
             forward = self._forward(num_reqs, num_new)
-            sampled = self._sample(batch, drafts, num_new)
-            results = self._accept_and_draft(num_reqs, num_new, forward)
+            finish: Callable[[], Tensor] = partial(self._accept_and_draft, num_reqs, num_new, forward)
         else:
             graphs[size].forward.replay()
-            sampled = self._sample(batch, drafts, num_new)
-            graphs[size].accept_and_draft.replay()
-            results = graphs[size].results
-        buffers.take(results[: len(batch)])
-        return Verified(batch, buffers, most_drafts, num_new, sampled)
+            finish = graphs[size].finish
+        sample = None
+        if not all(map(is_plain_greedy, batch)):
+            indices = [next_index(request) for request in batch]
+            rows = [(req, row) for req, of_req in enumerate(drafts) for row in range(1 + len(of_req))]
+            counts = self._counts.of(
+                [batch[req] for req, _ in rows], [drafts[req][:row] for req, row in rows]
+            )
+            sample = partial(self._sample, batch, indices, drafts, rows, counts, num_new, buffers)
+        verified = Verified(batch, buffers, most_drafts, num_new, sample, finish)
+        if not has_grammar(batch):
+            verified.draw()
+        return verified
 
     def warm_up(self, sizes: Sequence[int]) -> None:
         for size in sizes:
@@ -120,23 +130,33 @@ class Verifier:
         self._drawn.token_ids[:num_rows] = logits.argmax(dim=-1)
         return _Forward(access, seq_lens, drafts, num_drafts)
 
-    def _sample(self, batch: Sequence[Request], drafts: list[list[int]], num_new: int) -> Sampled | None:
-        """Put what the requests ask for in the likeliest tokens' place, at the positions that can count; None
-        when these are all they want."""
-        if all(map(is_plain_greedy, batch)):
-            return None
+    def _sample(
+        self,
+        batch: Sequence[Request],
+        indices: Sequence[int],
+        drafts: list[list[int]],
+        rows: Sequence[tuple[int, int]],
+        counts: CountedRows | None,
+        num_new: int,
+        buffers: StepBuffers,
+    ) -> Sampled:
+        """Put what the requests ask for in the likeliest tokens' place, at the positions that can count:
+        ``rows``, of each the request's number in the batch and its own in the request."""
         drawn = self._drawn
-        rows = [(req, row) for req, of_req in enumerate(drafts) for row in range(1 + len(of_req))]
         rows_host = torch.tensor([req * num_new + row for req, row in rows])
         if drawn.logits.is_cuda:
             rows_host = rows_host.pin_memory()
         rows_dev = rows_host.to(drawn.logits.device, non_blocking=True)
+        masks = None
+        if has_grammar(batch):
+            masks = masks_of(batch, drafts, buffers.masks).to(drawn.logits.device, non_blocking=True)
         sampled = enqueue_sample(
             drawn.logits[rows_dev],
             [batch[req].sampling for req, _ in rows],
-            [next_index(batch[req]) + row for req, row in rows],
+            [indices[req] + row for req, row in rows],
             self._model.spec.eos_token_ids,
-            counts=self._counts.of([batch[req] for req, _ in rows], [drafts[req][:row] for req, row in rows]),
+            counts=counts,
+            masks=masks,
         )
         drawn.token_ids[rows_dev] = sampled.token_ids
         return sampled
@@ -196,6 +216,10 @@ class _Graphs:
     between: _Forward
     results: Tensor
 
+    def finish(self) -> Tensor:
+        self.accept_and_draft.replay()
+        return self.results
+
 
 @dataclass(frozen=True)
 class _Drawn:
@@ -218,20 +242,34 @@ class _Drawn:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verified:
-    """A step that verifies drafts. ``sampled``: of the positions that can count; None when all tokens are
-    just the likeliest: only then nothing of the next step depends on what is read of this one."""
+    """A step that verifies drafts."""
 
     batch: Sequence[Request]
     buffers: StepBuffers
     most_drafts: list[int]
     num_new: int
-    sampled: Sampled | None
+    sample: Callable[[], Sampled] | None
+    """Of the positions that can count; None when all tokens are just the likeliest: only then nothing of the
+    next step depends on what is read of this one."""
+    finish: Callable[[], Tensor]
+    """What follows from the draws; returns what is read."""
+    sampled: Sampled | None = field(default=None, init=False)
+    is_drawn: bool = field(default=False, init=False)
 
     @property
     def feeds_next(self) -> bool:
-        return self.sampled is None
+        return self.sample is None
+
+    @torch.inference_mode()
+    def draw(self) -> None:
+        if self.is_drawn:
+            return
+        self.is_drawn = True
+        if self.sample is not None:
+            self.sampled = self.sample()
+        self.buffers.take(self.finish()[: len(self.batch)])
 
     def wait(self) -> None:
         self.buffers.wait()

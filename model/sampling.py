@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.bit_masks import allowed_logits
 from kernels.selection import ranked_topk
 from model.token_counts import CountedRows, to_device
 from vocabulary import FinishReason, SamplingParams, TokenLogprob
@@ -66,11 +67,12 @@ def sample(
     eos_token_ids: Sequence[int],
     *,
     counts: CountedRows | None = None,
+    masks: Tensor | None = None,
 ) -> tuple[list[int], list[TokenLogprob | None]]:
     """One token for each row, with its logprobs where they are asked for; see ``enqueue_sample``."""
     if counts is None and any(param.changes_logits for param in params):
         raise ValueError("sample: params with penalties or biases, and no counts")
-    sampled = enqueue_sample(logits, params, num_generated, eos_token_ids, counts=counts)
+    sampled = enqueue_sample(logits, params, num_generated, eos_token_ids, counts=counts, masks=masks)
     token_ids: list[int] = sampled.token_ids.tolist()  # waits for the device, and so for the logprobs
     return token_ids, sampled.read_logprobs(token_ids)
 
@@ -82,12 +84,15 @@ def enqueue_sample(
     eos_token_ids: Sequence[int],
     *,
     counts: CountedRows | None = None,
+    masks: Tensor | None = None,
 ) -> Sampled:
     """``sample`` on the logits' device and current stream, without waiting.
 
     ``logits``: float32 [num_reqs, vocab_size], not changed; ``num_generated``: output tokens of each
     request so far, which is the index of the token drawn now. ``counts``: needed where params change logits.
-    Logprobs are those of the logits as they came: unscaled, unmasked, without penalties and biases.
+    ``masks``: int32 [num_reqs, num_words], bits of the tokens that may be drawn, as of ``kernels.bit_masks``;
+    None: all. Where a mask leaves only tokens that end the request, one of them is drawn, min_new_tokens or
+    not. Logprobs are those of the logits as they came: unscaled, unmasked, without penalties and biases.
     """
     if not len(params) == len(num_generated) == logits.shape[0]:
         raise ValueError(
@@ -95,7 +100,8 @@ def enqueue_sample(
             f"{len(num_generated)} output lengths"
         )
     changed = logits if counts is None else counts.change(logits, params)
-    masked = _forbid_early_stop(changed, params, num_generated, eos_token_ids)
+    masked = changed if masks is None else allowed_logits(changed, masks)
+    masked = _forbid_early_stop(masked, params, num_generated, eos_token_ids, may_yield=masks is not None)
     token_ids = masked.argmax(dim=-1)
     drawn: dict[bool, list[int]] = defaultdict(list)
     for row, param in enumerate(params):
@@ -113,7 +119,8 @@ def finish_reason(
     token_id: int, num_output: int, params: SamplingParams, eos_token_ids: Sequence[int]
 ) -> tuple[FinishReason | None, int | None]:
     """Why a request ends with ``token_id`` as its ``num_output``-th output token, and the stop token met."""
-    is_eos = token_id in eos_token_ids and not params.ignore_eos
+    # Where eos is ignored, a grammar allows it only when it is over.
+    is_eos = token_id in eos_token_ids and (not params.ignore_eos or bool(params.grammar))
     if is_eos or token_id in params.stop_token_ids:
         return FinishReason.STOP, token_id
     if num_output >= params.max_new_tokens:
@@ -126,8 +133,11 @@ def _forbid_early_stop(
     params: Sequence[SamplingParams],
     num_generated: Sequence[int],
     eos_token_ids: Sequence[int],
+    *,
+    may_yield: bool,
 ) -> Tensor:
-    """``logits`` without the tokens that would end a request before its min_new_tokens."""
+    """``logits`` without the tokens that would end a request before its min_new_tokens; with ``may_yield``
+    only in rows that have others."""
     rows: list[int] = []
     forbidden: list[int] = []
     for row, (param, generated) in enumerate(zip(params, num_generated, strict=True)):
@@ -141,7 +151,10 @@ def _forbid_early_stop(
     if not rows:
         return logits
     where = (to_device(rows, logits.device), to_device(forbidden, logits.device))
-    return logits.index_put(where, logits.new_full((), float("-inf")))
+    allowed = logits.index_put(where, logits.new_full((), float("-inf")))
+    if not may_yield:
+        return allowed
+    return torch.where(allowed.amax(dim=1, keepdim=True) > float("-inf"), allowed, logits)
 
 
 def _draw(

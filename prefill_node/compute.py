@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from grammar.matcher import ALL_ALLOWED
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.paged_kv import PagedKv, PagedRequest
@@ -120,6 +121,7 @@ class PromptRunner:
             [0] * len(whole),
             self._model.spec.eos_token_ids,
             counts=_counts([record for record, _ in whole], logits),
+            masks=_first_masks([record for record, _ in whole], self._model.spec.vocab_size, logits.device),
         )
         rows: ScoredRows | None = None
         if scored and hidden is not None:
@@ -217,6 +219,17 @@ def _next_tokens(batch: Sequence[tuple[RoomRecord, Chunk]], first_tokens: Sequen
             behind = np.append(behind, next(drawn))
         parts.append(torch.from_numpy(behind))
     return torch.cat(parts)
+
+
+def _first_masks(records: Sequence[RoomRecord], vocab_size: int, device: torch.device) -> Tensor | None:
+    """int32 [num_records, num_words]: what may come first, as of ``sample``; None where anything may."""
+    if all(record.grammar is None for record in records):
+        return None
+    masks = np.full((len(records), -(-vocab_size // 32)), ALL_ALLOWED, dtype=np.int32)
+    for mask, record in zip(masks, records, strict=True):
+        if record.grammar is not None:
+            mask[:] = record.grammar.result().first_mask(ignore_eos=_sampling(record).ignore_eos)
+    return torch.from_numpy(masks).to(device)
 
 
 def layer_hook(on_written: LayerWritten | None, device: torch.device) -> Callable[[int], None] | None:

@@ -21,6 +21,8 @@ import msgspec
 import torch
 
 from api.sampling_defaults import SamplingDefaults
+from grammar.compiler import Compiler
+from grammar.token_trie import TokenTrie
 from kernels.device_memory import (
     DeviceMemory,
 )
@@ -181,6 +183,10 @@ class PrefillEngine:
         if model.ranks is not None:
             self._poller.register(model.ranks.bells)
 
+        self._grammars = Compiler(
+            partial(TokenTrie.load, settings.model_path, spec.vocab_size, spec.eos_token_ids),
+            self._wakeup.set,
+        )
         pool = PagePool(num_pages, settings.page_size)
         self._peers = Registrations(self._geometry, self._transfer.transport.protocol, allowed)
         self._probes = Probes(self._transfer.is_reachable)
@@ -205,6 +211,7 @@ class PrefillEngine:
             room_timeout_secs=settings.room_timeout_secs,
             # By then a decode node that has not said a word is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
+            grammars=self._grammars,
         )
         self._lockstep = Lockstep(model.ranks)
         self._is_stopping = self._has_stopped = False
@@ -257,6 +264,7 @@ class PrefillEngine:
         for completion in self._sender.poll():
             self._life.completed(completion, now_secs)
         self._control.close()
+        self._grammars.close()
         self._wakeup.close()
         if is_quiet:
             self._lanes.close()
@@ -385,6 +393,7 @@ class PrefillEngine:
     def _step(self) -> bool:
         """One forward, of this rank's rooms or only of other ranks'; False when nobody has any to compute."""
         life = self._life
+        life.fail_ungrammatical(time.monotonic())
         chunks = plan_step(
             life.running(),
             life.candidates(),

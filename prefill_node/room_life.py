@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from grammar.compiler import Compiler
 from prefill_node.kept_sources import KeptSources
 from prefill_node.kv_pool import IntegrityError, PagePool
 from prefill_node.prefix_cache import PageKey, PrefixCache, page_keys
@@ -97,6 +98,7 @@ class RoomLife:
         quarantine_secs: float = 60.0,
         room_timeout_secs: float = 300.0,
         grace_secs: float = 10.0,
+        grammars: Compiler | None = None,
     ) -> None:
         """``room_timeout_secs``: how long a decode node waits for anything about a room; this node waits for
         ``grace_secs`` more, so that the decode node's error is what clients get."""
@@ -116,6 +118,7 @@ class RoomLife:
         self._use_prefix_cache = use_prefix_cache
         self._room_timeout_secs = room_timeout_secs
         self._grace_secs = grace_secs
+        self._grammars = grammars
         self._tell_front = tell_front
         self._tell_peer = tell_peer
 
@@ -162,6 +165,8 @@ class RoomLife:
             record = self.rooms.open(room, RoomState.WAITING_BOOTSTRAP, now_secs)
         self.rooms.set_request(record, request, now_secs)
         record.token_ids, record.keys = token_ids, keys
+        if request.sampling.grammar and self._grammars is not None:
+            record.grammar = self._grammars.ask(request.sampling.grammar)
         self._join(record, now_secs)
 
     def bootstrap(self, peer: Peer, message: Bootstrap, now_secs: float) -> None:
@@ -271,6 +276,8 @@ class RoomLife:
         """
         num_bytes_pending: dict[str, int] = {}
         for record in self.waiting():
+            if record.grammar is not None and not record.grammar.done():
+                continue  # the others do not wait for it
             if record.is_prefill_only:
                 yield self.look_up(record)
                 continue
@@ -285,6 +292,15 @@ class RoomLife:
             num_to_send = max(0, num_cached_tokens - bootstrap.num_held_tokens)
             num_bytes_pending[session] += self._pusher.num_bytes(num_to_send)
             yield waiting
+
+    def fail_ungrammatical(self, now_secs: float) -> None:
+        """Those whose grammar cannot be followed here."""
+        for record in self.waiting():
+            if record.grammar is None or not record.grammar.done():
+                continue
+            if (error := record.grammar.exception()) is not None:
+                reason = f"room {record.room}: the output cannot follow its grammar: {error}"
+                self.fail(record, 400, reason, now_secs)
 
     def look_up(self, record: RoomRecord) -> Waiting:
         """A waiting room with what the prefix cache has of it."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
 import numpy.typing as npt
 
+from grammar.token_trie import Grammar
 from prefill_node.kv_pool import PageId
 from prefill_node.prefix_cache import Lease, PageKey
 from prefill_node.registrations import Peer
@@ -84,6 +86,8 @@ class RoomRecord:
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     keys: tuple[PageKey, ...] = ()
     """Of all whole pages of the prompt; empty when the prefix cache is off. Shared in a group."""
+    grammar: Future[Grammar] | None = None
+    """What its first token has to begin, compiled or about to be; None where that is anything."""
 
     # What it owns from COMPUTING on.
     page_ids: list[PageId] = field(default_factory=list)

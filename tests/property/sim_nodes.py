@@ -236,6 +236,9 @@ class SimStep:
     def most_drafts(self) -> list[int]:
         return self.num_drafted
 
+    def draw(self) -> None:
+        pass
+
     def wait(self) -> None:
         pass
 

@@ -39,10 +39,11 @@ from tests.property.fuzzing import (
     peak_bytes,
     seeds,
 )
+from tests.unit.api.support import Unchecked
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
-CODEC = TextCodec(TOKENIZER, len(TOKENIZER))
+CODEC = TextCodec(TOKENIZER, len(TOKENIZER), grammar_checks=Unchecked())
 LIMITS = Limits(256, 256, 128, holds_output=True)
 
 ROOM: dict[str, Any] = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}

@@ -15,10 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = (
     ("vocabulary",),
-    ("protocol", "kernels"),
+    ("protocol", "kernels", "grammar"),
     ("transfer", "model"),
     ("service", "checkpoints"),
-    ("grammar",),
     ("api", "training"),
     ("prefill_node", "decode_node", "router", "doctor"),
     ("bench",),
@@ -28,6 +27,7 @@ FLOORS = (
 
 OWNERS: dict[str, tuple[str, ...]] = {
     "mooncake": ("transfer/engine.py", "doctor/checks.py"),
+    "llguidance": ("grammar/",),
     "cupy": ("kernels/",),
     "cuda": ("kernels/",),
     "triton": ("kernels/",),
@@ -35,7 +35,6 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "zmq": ("protocol/", "model/rank_bells.py", "service/engine_sockets.py", "doctor/channel.py"),
     "starlette": ("bench/", "api/", "service/", "router/", "prefill_node/server.py", "decode_node/"),
     "uvicorn": ("bench/", "service/", "router/"),
-    "llguidance": ("grammar/",),
     "transformers": ("model/", "checkpoints/", "api/text_codec.py", "bench/"),
     "opentelemetry": ("service/tracing.py",),
     "torch.distributed": ("model/rank_group.py",),

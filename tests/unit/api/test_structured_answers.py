@@ -30,7 +30,9 @@ MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>"
 def glm(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TOOLS_TEMPLATE
-    monkeypatch.setattr(support, "CODEC", TextCodec(tokenizer, len(tokenizer), "glm_moe_dsa"))
+    monkeypatch.setattr(
+        support, "CODEC", TextCodec(tokenizer, len(tokenizer), "glm_moe_dsa", support.Unchecked())
+    )
     for limit in ("CONTEXT_LENGTH", "POOL_HISPARSE", "POOL_DENSE"):
         monkeypatch.setattr(scripted_engine, limit, 1 << 14)
 
@@ -83,7 +85,9 @@ def test_reasoning_comes_first_where_the_prompt_begins_it(
     tokenizer.chat_template = (
         TOOLS_TEMPLATE + "{% if thinking %}<think>{% elif thinking is false %}</think>{% endif %}"
     )
-    monkeypatch.setattr(support, "CODEC", TextCodec(tokenizer, len(tokenizer), "glm_moe_dsa"))
+    monkeypatch.setattr(
+        support, "CODEC", TextCodec(tokenizer, len(tokenizer), "glm_moe_dsa", support.Unchecked())
+    )
     found = []
     for thinking in (True, False, None):
         kwargs = {} if thinking is None else {"thinking": thinking}
@@ -97,7 +101,7 @@ def test_forced_calls_are_refused_of_a_model_whose_calls_are_not_known(
 ) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ tools }}"
-    monkeypatch.setattr(support, "CODEC", TextCodec(tokenizer, len(tokenizer), "other"))
+    monkeypatch.setattr(support, "CODEC", TextCodec(tokenizer, len(tokenizer), "other", support.Unchecked()))
     answer, _ = asked(tmp_path, tools=TOOLS, tool_choice="required")
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "tool_choice")

@@ -166,6 +166,8 @@ class PrefillDouble:
         self.refusal: Refused | None = None
         self.curve = False
         """What the bootstrap endpoint says of the control channel."""
+        self.first_tokens: dict[int, int] = {}
+        """By room, in place of the likeliest."""
         self.num_cached_tokens = 0
         self.batch_failed = False
         """What it says of the batches that it delivers with."""
@@ -287,7 +289,10 @@ class PrefillDouble:
             bootstrap.index_extents,
         )
         record = torch.zeros(self._layout.slot_bytes, dtype=torch.uint8)
-        self._layout.pack_into(record.numpy(), bootstrap.room, ready.first_token, ready.logprob, ready.hint)
+        first, logprob = ready.first_token, ready.logprob
+        if bootstrap.room in self.first_tokens:
+            first, logprob = self.first_tokens[bootstrap.room], None
+        self._layout.pack_into(record.numpy(), bootstrap.room, first, logprob, ready.hint)
         aux = regions[RegionKind.AUX]
         dst_addr = aux.base_addr + bootstrap.aux_slot * self._layout.slot_bytes
         self._send(register.session, record, [record.data_ptr()], [dst_addr], [record.nbytes])

@@ -1,0 +1,49 @@
+"""What grammars allow in a step: the masks of its rows, and who follows which grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from decode_node.request import Request, RequestState
+from grammar.compiler import Compiler
+from grammar.matcher import ALL_ALLOWED, fill_masks
+
+
+def has_grammar(batch: Sequence[Request]) -> bool:
+    return any(request.sampling.grammar for request in batch)
+
+
+def masks_of(batch: Sequence[Request], drafts: Sequence[Sequence[int]], masks: Tensor) -> Tensor:
+    """int32 [num_rows, num_words], the beginning of ``masks``, in main memory: of each request a row for its
+    next token, and one behind each of its drafts.
+
+    All that a request had before has to be read. Who has ended since the launch, and whose ``matcher`` has an
+    ``error`` afterwards, may draw anything: that counts for nothing.
+    """
+    wanted = []
+    num_rows = 0
+    for request, of_req in zip(batch, drafts, strict=True):
+        if request.matcher is not None and request.state is RequestState.RUNNING:
+            wanted.append((request.matcher, num_rows, of_req))
+        else:
+            masks[num_rows : num_rows + 1 + len(of_req)] = ALL_ALLOWED
+        num_rows += 1 + len(of_req)
+    fill_masks(masks.numpy(), wanted)
+    return masks[:num_rows]
+
+
+def follow(request: Request, compiler: Compiler) -> None:
+    """Let a running request follow its grammar, from its first token on, as soon as that is compiled.
+
+    Raises GrammarError.
+    """
+    if request.grammar is None:
+        request.grammar = compiler.ask(request.sampling.grammar)
+    if not request.grammar.done():
+        return
+    matcher = request.grammar.result().matcher(ignore_eos=request.sampling.ignore_eos)
+    for token_id in request.output_token_ids:
+        matcher.advance(token_id)
+    request.matcher = matcher

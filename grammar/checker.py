@@ -1,0 +1,123 @@
+"""Tries grammars in processes that can be ended: ``python -m grammar.checker TOKENIZER_JSON VOCAB_SIZE EOS``.
+
+A front's helper. It has the token trie, and forks itself for each grammar, which is compiled there with so
+much of a core's time, of memory and of stack. A text that kills its process has done no other harm: Rust
+ends a process whose stack overflows, and llguidance recurses over what refers to what.
+
+It reads ``Question`` frames and answers each with a line of JSON: a message for the client, or "".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from grammar.matcher import GrammarError
+from grammar.token_trie import MAX_GRAMMAR_BYTES, TokenTrie
+
+MAX_CORE_SECS: Final = 1.0
+"""Of one core, for one grammar: however busy the machine is."""
+MAX_MEMORY_BYTES: Final = 64 << 20
+"""That compiling takes, above what the trie has."""
+MAX_STACK_BYTES: Final = 1 << 20
+"""Less than any thread of an engine has."""
+MAX_CLOCK_SECS: Final = 20.0
+"""By the clock: a process that waits for something uses no time of a core."""
+
+HEADER: Final = struct.Struct(">I")
+"""Before each text: its length in bytes."""
+
+_WHY: dict[int, str] = {
+    signal.SIGPROF: f"takes more than {MAX_CORE_SECS:g} s of a core to compile: make it smaller",
+    signal.SIGSEGV: f"is nested too deeply: compiling takes more than {MAX_STACK_BYTES >> 10} KiB of stack",
+    signal.SIGABRT: f"takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory to compile: make it smaller",
+    signal.SIGKILL: f"is not compiled after {MAX_CLOCK_SECS:g} s",
+}
+
+
+def main(argv: list[str]) -> int:
+    tokenizer_json, vocab_size, eos_token_id = argv
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    questions, answers = sys.stdin.buffer, sys.stdout.buffer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    trie: TokenTrie | None = None
+    error = ""
+    try:
+        trie = TokenTrie(Path(tokenizer_json).read_text("utf-8"), int(vocab_size), [int(eos_token_id)])
+    except (OSError, GrammarError) as raised:
+        error = f"cannot be used: {raised}"
+    while (text := read_frame(questions)) is not None:
+        if trie is not None:
+            error = check(trie, text)
+        answers.write(json.dumps(error).encode() + b"\n")
+        answers.flush()
+    return 0
+
+
+def read_frame(questions: BinaryIO) -> str | None:
+    """The next text; None when there is none, because the front is gone."""
+    header = questions.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (num_bytes,) = HEADER.unpack(header)
+    return questions.read(num_bytes).decode()
+
+
+def check(trie: TokenTrie, text: str) -> str:
+    """What is wrong with the grammar, as the end of a sentence that begins with "the grammar"; or "".
+
+    Forks: the process has no other thread.
+    """
+    if (num_bytes := len(text.encode())) > MAX_GRAMMAR_BYTES:
+        return f"has {num_bytes} bytes, {MAX_GRAMMAR_BYTES} are the most"
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _try(trie, text, writer)
+    os.close(writer)
+    try:
+        is_over, *_ = select.select([reader], [], [], MAX_CLOCK_SECS)
+        if not is_over:
+            os.kill(child, signal.SIGKILL)
+        said = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
+    finally:
+        os.close(reader)
+        _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
+        return said.decode(errors="replace")
+    if not os.WIFSIGNALED(status):
+        return "cannot be read"
+    number = os.WTERMSIG(status)
+    return _WHY.get(number, f"ends its compiler with signal {number}")
+
+
+def _try(trie: TokenTrie, text: str, writer: int) -> None:
+    """In the process of its own, which ends here."""
+    status = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what Rust says of its end would fill a log
+        now = resource.getrlimit(resource.RLIMIT_AS)[1]
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + MAX_MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK_BYTES, MAX_STACK_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (most, now))
+        signal.setitimer(signal.ITIMER_PROF, MAX_CORE_SECS)
+        try:
+            trie.compile(text)
+        except GrammarError as error:
+            os.write(writer, f"is not usable: {error}".encode())
+        status = 0
+    finally:
+        os._exit(status)  # whatever was raised: Rust's panics are no Exception
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

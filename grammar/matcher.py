@@ -1,0 +1,106 @@
+"""How far an output has come in its grammar, and which tokens may follow.
+
+A mask is a row of bits in int32 words, token 0 the lowest bit of the first: one for each token that may come.
+The tokens that end an answer may come where the grammar may be over, and where it has to be nothing else may.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Final
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
+
+Bits = NDArray[np.int32]
+ALL_ALLOWED: Final = -1
+"""A word of a mask that forbids nothing."""
+NO_LIMIT: Final[tuple[int, ...]] = ()
+
+_MAX_THREADS = 8
+_MAX_ERROR_CHARS = 500
+
+
+class GrammarError(ValueError):
+    """A grammar, or what follows it, cannot be had; the message says why, and what limit it is over."""
+
+
+class Matcher:
+    """Of one output. Its methods are called by one thread at a time."""
+
+    def __init__(self, inner: LLMatcher, kept_out: Sequence[int]) -> None:
+        """``kept_out``: ending tokens that may come only where nothing else may."""
+        self._inner = inner
+        self._kept_out = kept_out
+
+    def advance(self, token_id: int) -> None:
+        """The output goes on with this token. Raises GrammarError: the grammar does not allow it, or is too
+        complex from here on."""
+        if not self._inner.consume_token(token_id):
+            raise GrammarError(self.error or f"token {token_id} does not follow the grammar")
+
+    @property
+    def error(self) -> str:
+        """Why there are no masks of it any more; empty as long as there are."""
+        return first_line(self._inner.get_error())
+
+    def _finish(self, masks: Bits, row: int, num_rows: int) -> None:
+        if self._inner.is_error():
+            masks[row : row + num_rows] = ALL_ALLOWED
+        elif self._kept_out:
+            for mask in masks[row : row + num_rows]:
+                without_ending(mask, self._kept_out)
+
+
+def fill_masks(masks: Bits, wanted: Sequence[tuple[Matcher, int, Sequence[int]]]) -> None:
+    """Masks of some outputs, in parallel, other Python threads running meanwhile.
+
+    ``masks``: int32 [num_rows, num_words]. ``wanted``: an output, the row of the mask of its next token, and
+    drafts of its next tokens, whose successors' masks are in the rows behind. The mask behind a draft that is
+    not allowed allows everything: nothing that is drawn there counts. So do those of an output that has an
+    ``error`` then.
+    """
+    if masks.dtype != np.int32 or not masks.flags.c_contiguous:
+        raise ValueError(f"masks: {masks.dtype} of strides {masks.strides}, need contiguous int32")
+    for _, row, drafts in wanted:
+        if not 0 <= row <= masks.shape[0] - 1 - len(drafts):
+            raise ValueError(f"masks: row {row} with {len(drafts)} drafts of {masks.shape[0]} rows")
+        masks[row : row + 1 + len(drafts)] = ALL_ALLOWED
+    address, num_rows, row_bytes = masks.ctypes.data, masks.shape[0], masks.strides[0]
+    plain = [(matcher._inner, row) for matcher, row, drafts in wanted if not drafts]
+    drafting = [(matcher._inner, row, list(drafts)) for matcher, row, drafts in wanted if drafts]
+    if len(plain) == 1:
+        row = plain[0][1]
+        plain[0][0].unsafe_compute_mask_ptr(masks[row].ctypes.data, row_bytes)
+    elif plain:
+        _executor().unsafe_compute_mask_ptr(plain, address, row_bytes, num_rows)
+    if drafting:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(drafting, address, row_bytes, num_rows)
+    for matcher, row, drafts in wanted:
+        matcher._finish(masks, row, 1 + len(drafts))
+
+
+def without_ending(mask: Bits, eos_token_ids: Sequence[int]) -> Bits:
+    """``mask`` without these tokens, in place, unless it has no others."""
+    bits = mask.view(np.uint32)
+    words = [token_id // 32 for token_id in eos_token_ids]
+    before = bits[words]
+    for token_id, word in zip(eos_token_ids, words, strict=True):
+        bits[word] &= ~np.uint32(1 << token_id % 32)
+    if not mask.any():
+        bits[words] = before
+    return mask
+
+
+def first_line(error: str) -> str:
+    """The first line of llguidance's message, of bounded length."""
+    return (error.splitlines() or [""])[0][:_MAX_ERROR_CHARS]
+
+
+@cache
+def _executor() -> LLExecutor:
+    """The threads of this process that fill masks."""
+    return LLExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))

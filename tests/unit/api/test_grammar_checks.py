@@ -1,0 +1,129 @@
+"""Grammars of requests at a front: checked in a process beside it, which may die, with errors of 400."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.constraints import AnswerFormat, Constraint, FormatKind
+from api.grammar_checks import MAX_WAITING, GrammarChecks
+from api.requests import Limits, plan_samples
+from api.sampling_options import SampleOptions
+from api.schemas import Endpoint, parse_request
+from api.text_codec import TextCodec
+from checkpoints.make_tiny import write_checkpoint
+from grammar.token_trie import MAX_GRAMMAR_BYTES
+from service.http_errors import ApiError
+
+pytestmark = pytest.mark.I8
+
+CHAIN = {f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(3000)}
+DEEP = "start: %json " + json.dumps({"$defs": CHAIN | {"d3000": {}}, "$ref": "#/$defs/d0"})
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("grammars") / "v32"
+    write_checkpoint(path, "v32")
+    return path
+
+
+@pytest.fixture(scope="module")
+def checks(model_path: Path) -> Iterator[GrammarChecks]:
+    checks = GrammarChecks(model_path / "tokenizer.json", 262, 258)
+    yield checks
+    checks.close()
+
+
+def refusal(checks: GrammarChecks, text: str) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(checks.check(text, "response_format.json_schema"))
+    return caught.value
+
+
+def test_a_refusal_names_the_field_and_why(checks: GrammarChecks) -> None:
+    asyncio.run(checks.check('start: "a"', "regex"))
+    for text, why in [
+        ("start: ((", "Expected token"),
+        (DEEP, "nested too deeply: compiling takes more than 1024 KiB of stack"),
+        ('start: "' + "a" * MAX_GRAMMAR_BYTES + '"', f"{MAX_GRAMMAR_BYTES} are the most"),
+    ]:
+        error = refusal(checks, text)
+        assert error.status == 400
+        assert error.param == "response_format.json_schema"
+        assert error.message.startswith("response_format.json_schema: the grammar ")
+        assert why in error.message
+
+
+def test_what_was_checked_is_not_checked_again(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = refusal(checks, "start: [[").message
+    asyncio.run(checks.check('start: "b"', "regex"))
+    monkeypatch.setattr(checks, "_answer", None)
+    asyncio.run(checks.check('start: "b"', "regex"))
+    assert refusal(checks, "start: [[").message == before
+
+
+def test_a_helper_that_died_is_replaced(checks: GrammarChecks) -> None:
+    asyncio.run(checks.check('start: "c"', "regex"))
+    assert checks._process is not None
+    os.kill(checks._process.pid, signal.SIGKILL)
+    checks._process.wait()
+    asyncio.run(checks.check('start: "d"', "regex"))
+
+
+def test_a_checkpoint_without_a_usable_tokenizer_takes_no_grammars(tmp_path: Path) -> None:
+    checks = GrammarChecks(tmp_path / "tokenizer.json", 262, 258)
+    try:
+        assert "cannot be used" in refusal(checks, 'start: "a"').message
+    finally:
+        checks.close()
+
+
+def test_others_are_served_while_checks_wait_and_only_so_many_wait(checks: GrammarChecks) -> None:
+    async def flood() -> tuple[list[Any], int]:
+        asked = [
+            asyncio.create_task(checks.check(f'start: "flood {number}"', "regex"))
+            for number in range(MAX_WAITING + 3)
+        ]
+        num_turns = 0
+        while not all(task.done() for task in asked):
+            num_turns += 1
+            await asyncio.sleep(0)
+        return await asyncio.gather(*asked, return_exceptions=True), num_turns
+
+    results, num_turns = asyncio.run(flood())
+    refused = [result for result in results if isinstance(result, ApiError)]
+    assert [error.status for error in refused] == [503] * 3
+    assert results[:MAX_WAITING] == [None] * MAX_WAITING
+    assert num_turns > MAX_WAITING, "the loop stood still"
+
+
+def test_a_request_is_planned_only_with_grammars_that_can_be_followed(model_path: Path) -> None:
+    codec = TextCodec.load(model_path)
+    limits = Limits(8192, 8192, 8192, holds_output=True)
+
+    def plan(grammar: str) -> Any:
+        constraint = Constraint(AnswerFormat("guided_grammar", FormatKind.LARK, grammar))
+        body = b'{"text": "hello", "bootstrap_host": "h", "bootstrap_room": 1}'
+        request = parse_request(Endpoint.GENERATE, body, "m")
+        request = replace(request, options=(SampleOptions(max_new_tokens=5, constraint=constraint),))
+        return asyncio.run(plan_samples(request, codec, limits))
+
+    try:
+        (sample,) = plan('start: "a"')
+        assert 'start: "a"' in sample.generate.sampling.grammar
+        with pytest.raises(ApiError, match=r"guided_grammar: the grammar is not usable"):
+            plan("start: ((")
+    finally:
+        assert codec._grammar_checks is not None
+        codec._grammar_checks.close()

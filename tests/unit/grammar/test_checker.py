@@ -1,0 +1,119 @@
+"""Texts that a compiler does not survive, or not soon enough: what a check says of them, and then goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from grammar.checker import HEADER
+from grammar.compiler import MAX_KEPT, Compiler
+from grammar.matcher import GrammarError
+from grammar.token_trie import MAX_GRAMMAR_BYTES, Grammar, TokenTrie
+from tests.unit.grammar.tries import EOS, VOCAB_SIZE, schema, tokenizer_json, trie
+
+pytestmark = pytest.mark.I8
+
+WAIT_SECS = 60.0
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """What the helper of a front says."""
+    file = tmp_path_factory.mktemp("checker") / "tokenizer.json"
+    file.write_text(tokenizer_json())
+    command = [sys.executable, "-m", "grammar.checker", str(file), str(VOCAB_SIZE), str(EOS)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None
+        assert stdout is not None
+
+        def ask(text: str) -> str:
+            stdin.write(HEADER.pack(len(text.encode())) + text.encode())
+            stdin.flush()
+            return str(json.loads(stdout.readline()))
+
+        yield ask
+        stdin.close()
+        assert process.wait(WAIT_SECS) == 0, "it ends with its front"
+
+
+def chain(length: int) -> dict[str, Any]:
+    links = {f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(length)}
+    return {"$defs": links | {f"d{length}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (schema({"type": "object"}), ""),
+        (schema(chain(20)), ""),
+        (schema({"minLength": 10_000_000, "type": "string"}), ""),
+        (schema({"items": {"type": "integer"}, "maxItems": 10**9}), ""),
+        ("start: /(.*a.{20}){3}/", ""),
+        (schema(chain(3000)), "nested too deeply"),
+        (schema({"type": "integer", "multipleOf": 1_000_003}), "make it smaller"),
+        ("start: " + "(" * 3000 + '"a"' + ")" * 3000, "too deeply nested"),
+        ("start: " + "[" * 40_000, "too deeply nested"),
+        ('start: "' + "a" * MAX_GRAMMAR_BYTES + '"', str(MAX_GRAMMAR_BYTES)),
+        (schema({"type": "strnig"}), "is not usable"),
+    ],
+    ids=lambda value: value[:40] or "fine",
+)
+def test_what_a_check_says(check: Callable[[str], str], text: str, said: str) -> None:
+    error = check(text)
+    assert said in error
+    assert bool(error) == bool(said)
+    assert check('start: "a"') == ""
+
+
+def test_a_grammar_is_compiled_once_and_kept_while_it_is_asked_for() -> None:
+    compiler = Compiler(trie, lambda: None)
+    try:
+        first = compiler.ask('start: "a"')
+        others = [compiler.ask(f'start: "{number}"') for number in range(MAX_KEPT - 1)]
+        assert compiler.ask('start: "a"') is first
+        compiler.ask('start: "one more"')
+        assert compiler.ask('start: "a"') is first
+        assert compiler.ask('start: "0"') is not others[0]
+        for future in [first, *others]:
+            assert isinstance(future.result(WAIT_SECS), Grammar)
+    finally:
+        compiler.close()
+
+
+def test_who_asks_does_not_wait_and_is_told() -> None:
+    may_go_on, is_told = Event(), Event()
+
+    def slow() -> TokenTrie:
+        assert may_go_on.wait(WAIT_SECS)
+        return trie()
+
+    compiler = Compiler(slow, is_told.set)
+    try:
+        future: Future[Grammar] = compiler.ask("start: (((")
+        assert not future.done()
+        may_go_on.set()
+        assert is_told.wait(WAIT_SECS)
+        with pytest.raises(GrammarError, match="Expected token"):
+            future.result()
+    finally:
+        may_go_on.set()
+        compiler.close()
+
+
+def test_without_a_tokenizer_every_grammar_is_an_error(tmp_path: Any) -> None:
+    compiler = Compiler(lambda: TokenTrie.load(tmp_path, 300, [1]), lambda: None)
+    try:
+        with pytest.raises(GrammarError, match=r"tokenizer\.json: cannot be read"):
+            compiler.ask('start: "a"').result(WAIT_SECS)
+    finally:
+        compiler.close()

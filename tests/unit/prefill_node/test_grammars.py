@@ -1,0 +1,84 @@
+"""First tokens under grammars: whatever else is computed beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from grammar.token_trie import Grammar
+from protocol.messages import RoomDone, RoomFailed
+from service.engine_messages import PrefillFinished, RequestFailed
+from tests.unit.prefill_node.support import (
+    TIMEOUT_SECS,
+    DecodePeer,
+    EngineThread,
+    decode_peer,
+    engine_thread,
+    prompt,
+    reference,
+)
+from vocabulary import SamplingParams
+
+_rooms = iter(range(1000, 1_000_000))
+
+
+@pytest.fixture(scope="module")
+def engine(
+    tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineThread]:
+    with engine_thread(tiny_checkpoint("glm"), tmp_path_factory.mktemp("prefill") / "front") as engine:
+        yield engine
+
+
+@pytest.fixture
+def peer(engine: EngineThread) -> Iterator[DecodePeer]:
+    with decode_peer(engine) as peer:
+        peer.register()
+        yield peer
+
+
+def test_the_first_token_is_one_that_its_grammar_begins_with(engine: EngineThread, peer: DecodePeer) -> None:
+    """Beside a prompt without one, which has the token of the largest logit as ever."""
+    rooms = [next(_rooms) for _ in range(3)]
+    tokens = prompt(8, 30)
+    bootstraps = [peer.bootstrap(room, 30, aux_slot=slot) for slot, room in enumerate(rooms)]
+    first = ["[XYZ]", "[0-9]+", ""]
+    for room, regex in zip(rooms, first, strict=True):
+        grammar = f"start: /{regex}/" if regex else ""
+        engine.generate(room, tokens, SamplingParams(4, temperature=0.0, num_logprobs=1, grammar=grammar))
+    for _ in rooms:
+        peer.expect(RoomDone)
+        engine.expect(PrefillFinished)
+    records = [peer.aux_record(bootstrap) for bootstrap in bootstraps]
+    assert chr(records[0].first_token) in "XYZ"
+    assert chr(records[1].first_token) in "0123456789"
+    assert records[2].first_token == reference(engine, tokens)[0]
+    for record in records:
+        assert record.logprob is not None
+        assert record.logprob.token_id == record.first_token
+
+
+def test_a_grammar_that_is_compiled_holds_up_its_own_room_alone(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow: Future[Grammar] = Future()
+    compiler = engine.engine._grammars
+    ask = compiler.ask
+    monkeypatch.setattr(compiler, "ask", lambda text: slow if "Q" in text else ask(text))
+    waiting, other, broken = (next(_rooms) for _ in range(3))
+    for slot, room in enumerate((waiting, other, broken)):
+        peer.bootstrap(room, 20, aux_slot=slot)
+    tokens = prompt(9, 20)
+    engine.generate(waiting, tokens, SamplingParams(4, temperature=0.0, grammar='start: "Q"'))
+    engine.generate(other, tokens)
+    engine.generate(broken, tokens, SamplingParams(4, grammar="start: ((("))
+    assert peer.expect(RoomDone).room == other
+    failed = engine.expect(RequestFailed)
+    assert (failed.request_id, failed.status) == (f"request-{broken}", 400)
+    assert "Expected token" in failed.error
+    assert peer.expect(RoomFailed).room == broken
+    slow.set_result(ask('start: "Q"').result(TIMEOUT_SECS))
+    assert peer.expect(RoomDone).room == waiting
