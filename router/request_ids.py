@@ -1,4 +1,4 @@
-"""The name of each request, the client's own or a new one: in the answer, in the log, and passed to the nodes.
+"""The name of each request, its client's or a new one: in the answer, in the log, and passed to the nodes.
 
 OpenAI's clients show ``x-request-id`` of an answer and of an error, Anthropic's ``request-id``.
 """

@@ -26,7 +26,7 @@ _SERVES = re.compile(r"^hisparse-pd serves (\S+) at (\S+)/v1$", re.MULTILINE)
 # Of `make demo`: hot buffers that long prompts overflow, and drafts.
 DEMO_OPTIONS = (
     *("--page-size", "64", "--chunked-prefill-size", "512", "--kv-pool-tokens", "16384"),
-    *("--device-buffer-size", "256", "--device-pool-tokens", "6656", "--host-pool-tokens", "32768"),
+    *("--device-buffer-size", "260", "--device-pool-tokens", "6656", "--host-pool-tokens", "32768"),
     *("--speculative-num-steps", "3"),
 )
 

@@ -23,6 +23,13 @@ class Ticket(BaseModel):
     urgent: bool
 
 
+class Mark(BaseModel):
+    """One that is bounded without words for bounds, which some clients turn into prose for the model."""
+
+    kind: Literal["fault", "request", "question"]
+    urgent: bool
+
+
 class Weather(BaseModel):
     """Look up the weather of a city."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.clients.conftest import Served
 from tests.clients.notes import answer, question
-from tests.clients.shapes import MAX_TOKENS, QUESTION, Ticket, Time, Weather
+from tests.clients.shapes import MAX_TOKENS, QUESTION, Mark, Time, Weather
 
 pytestmark = pytest.mark.clients
 
@@ -86,7 +86,9 @@ def test_models(client: anthropic.Anthropic) -> None:
 def test_tools(writer: anthropic.Anthropic, name: str | None, streams: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     options: dict[str, Any] = {"model": "tiny", "tools": TOOLS, "extra_body": DRAWN}
-    choice: Any = {"type": "any"} if name is None else {"type": "tool", "name": name}
+    choice: Any = (
+        {"type": "any", "disable_parallel_tool_use": True} if name is None else {"type": "tool", "name": name}
+    )
     forced = {**options, "messages": messages, "max_tokens": MAX_TOKENS, "tool_choice": choice}
     if streams:
         with writer.messages.stream(**forced) as stream:
@@ -109,11 +111,11 @@ def test_parsed_messages(writer: anthropic.Anthropic) -> None:
     whole = writer.messages.parse(
         model="tiny",
         max_tokens=MAX_TOKENS,
-        messages=[{"role": "user", "content": "Write a ticket."}],
-        output_format=Ticket,
+        messages=[{"role": "user", "content": "Write a mark."}],
+        output_format=Mark,
         extra_body=DRAWN,
     )
-    assert isinstance(whole.parsed_output, Ticket)
+    assert isinstance(whole.parsed_output, Mark)
 
 
 def test_errors_are_of_the_clients_own_classes(client: anthropic.Anthropic) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from pydantic import Field
 
 from tests.clients.conftest import Served
 from tests.clients.notes import NUMBERS, answer, question
@@ -89,18 +90,19 @@ def test_a_tool_is_called(tiny: Served, use_responses_api: bool) -> None:
     called: list[int] = []
 
     @tool
-    def double(number: int) -> int:
+    def double(number: Annotated[int, Field(ge=0, le=99)]) -> int:
         """Double a number."""
         called.append(number)
         return 2 * number
 
     model = writer(tiny, use_responses_api)
+    brief = model.model_copy(update={"max_tokens": 32})
     messages: list[Any] = [HumanMessage(QUESTION)]
-    said = model.bind_tools([double], tool_choice="any").invoke(messages)
+    said = model.bind_tools([double], tool_choice="any", parallel_tool_calls=False).invoke(messages)
     assert said.tool_calls
     assert not said.invalid_tool_calls
     results = [double.invoke(call) for call in said.tool_calls]
     assert all(isinstance(result, ToolMessage) for result in results)
     assert [result.content for result in results] == [str(2 * number) for number in called]
-    closing = model.bind_tools([double], tool_choice="none").invoke([*messages, said, *results])
+    closing = brief.bind_tools([double], tool_choice="none").invoke([*messages, said, *results])
     assert closing.text

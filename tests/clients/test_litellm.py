@@ -101,6 +101,7 @@ def test_tools(tiny: Served, provider: str, tool_choice: Any) -> None:
         messages=[{"role": "user", "content": QUESTION}],
         tools=[WEATHER],
         tool_choice=tool_choice,
+        parallel_tool_calls=False,
         max_tokens=MAX_TOKENS,
         **SAMPLING,
         **options(tiny, provider),

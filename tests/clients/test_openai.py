@@ -268,10 +268,13 @@ def test_a_choice_of_texts_is_made_by_the_model(client: openai.OpenAI) -> None:
 def test_chat_tools(writer: openai.OpenAI, tool_choice: Any) -> None:
     options: dict[str, Any] = {"model": "tiny", "tools": TOOLS, "max_tokens": MAX_TOKENS, **SAMPLING}
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    whole = writer.chat.completions.parse(messages=messages, tool_choice=tool_choice, **options)
+    whole = writer.chat.completions.parse(
+        messages=messages, tool_choice=tool_choice, parallel_tool_calls=False, **options
+    )
     assert whole.choices[0].finish_reason in ("tool_calls", "stop")  # a named one ends in "stop", at OpenAI
     calls = whole.choices[0].message.tool_calls
     assert calls
+    assert len(calls) == 1
     kind = Weather if tool_choice is WEATHER else (Weather, Time)
     assert all(isinstance(call.function.parsed_arguments, kind) for call in calls)
     # What the tool says goes back, and the model answers in text.
@@ -285,12 +288,13 @@ def test_chat_tools(writer: openai.OpenAI, tool_choice: Any) -> None:
 
 
 def test_chat_tools_stream(writer: openai.OpenAI) -> None:
+    """As many calls as the model makes."""
     with writer.chat.completions.stream(
         model="tiny",
         messages=[{"role": "user", "content": QUESTION}],
         tools=TOOLS,
         tool_choice="required",
-        max_tokens=MAX_TOKENS,
+        max_tokens=4 * MAX_TOKENS,
         **SAMPLING,
     ) as stream:
         final = stream.get_final_completion()
@@ -307,6 +311,7 @@ def test_responses_tools(writer: openai.OpenAI, name: str | None) -> None:
         "tools": [{"type": "function", **tool} for tool in tools],
         "max_output_tokens": MAX_TOKENS,
         "temperature": 1.0,
+        "parallel_tool_calls": False,
         "store": False,
     }
     choice: Any = "required" if name is None else {"type": "function", "name": name}

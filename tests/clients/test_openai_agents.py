@@ -27,6 +27,8 @@ pytestmark = pytest.mark.clients
 MODELS = pytest.mark.parametrize(
     "model_of", [OpenAIChatCompletionsModel, OpenAIResponsesModel], ids=["chat", "responses"]
 )
+CALLING: dict[str, Any] = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "parallel_tool_calls": False}
+"""How many calls an untrained model makes is by chance, and so is how many tokens they take."""
 ModelOf = Callable[[str, AsyncOpenAI], Model]
 
 
@@ -89,7 +91,7 @@ def test_an_agent_calls_a_function(tiny: Served, model_of: ModelOf, tool_choice:
         "clerk",
         instructions="Look up what you are asked for.",
         model=model(model_of, tiny),
-        model_settings=ModelSettings(temperature=1.0, max_tokens=MAX_TOKENS, tool_choice=tool_choice),
+        model_settings=ModelSettings(tool_choice=tool_choice, **CALLING),
         tools=[weather],
         tool_use_behavior="stop_on_first_tool",
     )
@@ -98,9 +100,16 @@ def test_an_agent_calls_a_function(tiny: Served, model_of: ModelOf, tool_choice:
     assert done.final_output == f"4 degrees in {called[0].city}"
 
 
-@MODELS
-def test_an_agent_answers_after_its_call(tiny: Served, model_of: ModelOf) -> None:
-    """The call and its result are in the second request, in which the model is no longer forced to call."""
+@pytest.mark.parametrize(
+    ("model_of", "result"),
+    [(OpenAIChatCompletionsModel, str), (OpenAIChatCompletionsModel, Ticket), (OpenAIResponsesModel, Ticket)],
+    ids=["chat-text", "chat-typed", "responses-typed"],
+)
+def test_an_agent_answers_after_its_call(tiny: Served, model_of: ModelOf, result: type) -> None:
+    """The call and its result are in the second request, in which the model is no longer forced to call.
+
+    As free text, the untrained model's answer goes on up to the limit, which a response may not.
+    """
     called: list[str] = []
 
     @function_tool
@@ -112,15 +121,15 @@ def test_an_agent_answers_after_its_call(tiny: Served, model_of: ModelOf) -> Non
     agent = Agent(
         "clerk",
         model=model(model_of, tiny),
-        model_settings=ModelSettings(temperature=1.0, max_tokens=300, tool_choice="required"),
+        model_settings=ModelSettings(tool_choice="required", **{**CALLING, "max_tokens": 400}),
         tools=[clock],
+        output_type=result,
     )
     done, _ = run(agent, "What time is it?", max_turns=3)
     assert called
     first, second = done.raw_responses
     assert second.usage.input_tokens > first.usage.input_tokens
-    assert isinstance(done.final_output, str)
-    assert done.final_output
+    assert isinstance(done.final_output, result)
 
 
 @MODELS
