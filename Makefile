@@ -32,10 +32,20 @@ DRAFT_ARGS := $(if $(filter checkpoints/retrieval,$(MODEL)),--speculative-num-st
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+
+# LiteLLM cannot live beside the others. Nothing of the project is in these, its settings of pytest aside.
+CLIENTS := .venv-clients
+CLIENTS_LITELLM := .venv-clients-litellm
+CLIENT_TESTS = python -m pytest -m clients --confcutdir tests/clients -p pytest_timeout -o filterwarnings= $(TEST_ARGS)
+# A network of its own, where this machine allows that. Elsewhere the tests' proxies, which lead nowhere, have to do.
+LOOPBACK_ONLY = $(shell unshare -rn ip link set lo up 2>/dev/null && \
+    echo "unshare -rn sh -c 'ip link set lo up && exec \"\$$@\"' sh")
+
 TINY_MODEL := .cache/tiny-v32
 TRACE := bench/out/trace_$(notdir $(MODEL))_2048.npz
 ACCELERATOR := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+CLIENT_PIP_INSTALL = $(@D)/bin/python -m pip install --disable-pip-version-check --quiet
 
 # Shared library that Mooncake loads, and the Debian or Ubuntu package that has it.
 SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4
@@ -54,7 +64,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup system-libraries rdma-packages compose-packages demo test test-full test-gpu test-compose test-rdma fuzz rooms soak serve lint format bench bench-layer-push bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
+.PHONY: help setup system-libraries rdma-packages compose-packages demo test test-full test-gpu test-compose test-rdma test-clients fuzz rooms soak serve lint format bench bench-layer-push bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
 
 help:
 	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -82,6 +92,13 @@ test-compose: $(READY) | compose-packages ## the two-node deployment in containe
 
 test-rdma: $(READY) | rdma-packages ## the pair over RDMA verbs, in two machines with Soft-RoCE that QEMU runs; Debian
 	$(BIN)/python -m pytest -m rdma tests/rdma $(TEST_ARGS)
+
+test-clients: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
+test-clients: $(READY) $(CLIENTS)/.ready $(CLIENTS_LITELLM)/.ready ## the clients that people use, against a pair; without network
+	@failed=0; \
+	$(LOOPBACK_ONLY) $(CLIENTS)/bin/$(CLIENT_TESTS) --ignore tests/clients/test_litellm.py tests/clients || failed=1; \
+	$(LOOPBACK_ONLY) $(CLIENTS_LITELLM)/bin/$(CLIENT_TESTS) tests/clients/test_litellm.py || failed=1; \
+	exit $$failed
 
 fuzz: $(READY) ## hostile inputs to every decoder, new ones each time; FUZZ_INPUTS each; some 10 minutes
 	FUZZ_INPUTS=$(FUZZ_INPUTS) $(BIN)/python -m pytest -n 2 --timeout 0 -k fuzz tests/property $(TEST_ARGS)
@@ -124,7 +141,7 @@ bench-hit-rates: $(READY) ## hit rates by hot-buffer capacity while the retrieva
 	$(BIN)/python bench/hit_rates.py bench/out/trace_$(notdir $(MODEL))_task_*.npz
 
 clean: ## remove .venv, the tiny model, caches and results
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/out *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS_LITELLM) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/out *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What is in $$missing is installed when we are root on Debian or Ubuntu. Otherwise the line to run is printed.
@@ -180,6 +197,15 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -c constraints.txt -e '.[$(ACCELERATOR),test,bench]'
 	@$(BIN)/python -c 'import mooncake.engine' || { \
 	    echo "Mooncake cannot be loaded; the line above says what it lacks" >&2; exit 1; }
+	@touch $@
+
+$(CLIENTS)/.ready: tests/clients/requirements.txt
+$(CLIENTS_LITELLM)/.ready: tests/clients/requirements-litellm.txt
+$(CLIENTS)/.ready $(CLIENTS_LITELLM)/.ready: | $(READY)
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "installing clients into $(@D); the first time takes some minutes"
+	@! grep -q '^guidellm' $< || $(CLIENT_PIP_INSTALL) $(TORCH_PIP_ARGS) "$$(grep '^torch==' constraints.txt)"
+	@$(CLIENT_PIP_INSTALL) -r $<
 	@touch $@
 
 $(TINY_MODEL)/config.json: checkpoints/make_tiny.py | $(READY)

@@ -258,7 +258,9 @@ def _max_new_tokens(
     else:
         length += ", and at least one more is generated"
     if num_prompt_tokens + num_new_tokens - 1 > limits.context_length:
-        raise _too_long(name, f"{length}; the context holds {limits.context_length}, and one token more")
+        # In the words by which clients know this error from others.
+        rule = f"this model's maximum context length is {limits.context_length} tokens, and one token more"
+        raise _too_long(name, f"{length}; {rule}")
     num_held_tokens = num_prompt_tokens + (num_new_tokens - 1) * limits.holds_output
     if num_held_tokens > pool_tokens:
         raise _too_long(

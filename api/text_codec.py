@@ -181,7 +181,8 @@ class TextCodec:
         if at_least > max_tokens:
             raise ApiError(
                 400,
-                f"{name}: the prompt has at least {at_least} tokens, {max_tokens} are the most",
+                f"{name}: the prompt has at least {at_least} tokens; this model's maximum context length is "
+                f"{max_tokens} tokens here",
                 param=name,
                 code="context_length_exceeded",
             )

@@ -37,6 +37,7 @@ from router.metrics import CLIENT_GONE, RouterMetrics
 from router.node_calls import Answer
 from router.nodes import NodeKind, NodePool
 from router.relay import Relay
+from router.request_ids import RequestIds, request_id
 from router.status import StatusBoard
 from service.http_errors import ApiError, ErrorShape
 from service.patience import Patience
@@ -125,6 +126,7 @@ def _app(
     settings = router.settings
     keys, count = load_api_keys(settings.api_key_file), router.metrics.unauthorized.inc
     middleware = [] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count)]
+    middleware.insert(0, Middleware(RequestIds))
     if settings.cors_allow_origins:
         # In front of the key, which a browser does not send when it asks whether it may call.
         middleware.insert(0, _cors(settings.cors_allow_origins))
@@ -266,7 +268,7 @@ class _RelayEndpoint:
             secs = time.perf_counter() - started
             self._router.metrics.requests.labels(self._path, status).inc()
             self._router.metrics.duration.labels(self._path).observe(secs)
-            log.info("%s %d in %.3f s", self._path, status, secs)
+            log.info("%s %d in %.3f s, %s", self._path, status, secs, request_id(scope))
 
     async def _serve(self, request: Request, send: Send, span: RequestSpan | None) -> int:
         """Answers the request; the status under which it is counted."""
@@ -413,4 +415,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     message = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 404:
+        message += f"; requests go by POST to {', '.join(RELAYED)}"
     return ApiError(error.status_code, message).response(error.headers, ErrorShape.of_path(request.url.path))

@@ -752,8 +752,11 @@ TOO_LONG = [
         {"prompt": LONG, "max_tokens": 8},
         "prompt: the prompt has 250 tokens and max_tokens is 8: 258 together",
     ),
-    ({"prompt": LONG, "max_tokens": 8}, "the context holds 256, and one token more"),
-    ({"prompt": "x" * 257}, "at least one more is generated; the context holds 256"),
+    (
+        {"prompt": LONG, "max_tokens": 8},
+        "this model's maximum context length is 256 tokens, and one token more",
+    ),
+    ({"prompt": "x" * 257}, "is generated; this model's maximum context length is 256"),
     ({"prompt": "x" * 9000}, "200"),
     ({"prompt": "x" * 190, "max_tokens": 12}, "202 together; the pools of this node can hold 200"),
     ({"prompt": "x" * 90, "max_tokens": 12, "hisparse": False}, "can hold 100"),
@@ -825,7 +828,7 @@ def test_a_hopeless_text_is_refused_without_encoding_it() -> None:
     tokenizer = make_tokenizer()
     codec = TextCodec(tokenizer, len(tokenizer))
     codec._backend = SimpleNamespace(normalizer=None)  # cannot encode
-    with pytest.raises(ApiError, match=r"at least .* tokens, 200 are the most"):
+    with pytest.raises(ApiError, match=r"at least .* tokens; .* maximum context length is 200 tokens"):
         asyncio.run(plan_samples(completion(prompt="ab c" * 20_000), codec, DECODE_LIMITS))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import functools
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -145,6 +146,30 @@ async def test_headers_that_matter_are_passed_and_no_others() -> None:
             assert {name: headers[name] for name in passed} == passed
             assert "cookie" not in headers
             assert "x-other" not in headers
+
+
+async def test_every_answer_names_its_request() -> None:
+    async with cluster(decode=says(b"{}")) as pair:
+        answer = await pair.client.post("/generate", json={}, headers={"x-request-id": "mine-7"})
+        assert {answer.headers[name] for name in ("x-request-id", "request-id")} == {"mine-7"}
+        new = [
+            (await pair.client.post("/generate", json={})).headers["x-request-id"],
+            (await pair.client.post("/generate", content=b"[]")).headers["x-request-id"],  # a 400 of our own
+            (await pair.client.get("/nowhere")).headers["x-request-id"],
+            (await pair.client.get("/nowhere", headers={"x-request-id": "x" * 200})).headers["x-request-id"],
+        ]
+        assert len(set(new)) == 4
+        assert all(re.fullmatch(r"req_[0-9a-f]{24}", name) for name in new)
+        told = [request[1]["x-request-id"] for request in pair.decode[0].requests]
+        assert told == ["mine-7", new[0]]
+
+
+async def test_a_path_that_is_not_served_says_which_are() -> None:
+    async with cluster(decode=says(b"{}")) as pair:
+        answer = await pair.client.post("/v1/embeddings", json={})
+        assert answer.status_code == 404
+        assert "/v1/embeddings: Not Found" in answer.json()["error"]["message"]
+        assert all(path in answer.json()["error"]["message"] for path in RELAYED)
 
 
 NO_TEXT = [b"caf\xe9", "ca\N{LATIN SMALL LETTER E WITH ACUTE}".encode(), b"\xff\xfe", b"a\x01b", b""]

@@ -1,0 +1,47 @@
+"""The name of each request, its client's or a new one: in the answer, in the log, and passed to the nodes.
+
+OpenAI's clients show ``x-request-id`` of an answer and of an error, Anthropic's ``request-id``.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_HEADER = b"x-request-id"
+_ANSWERED = (_HEADER, b"request-id")
+_USUAL = re.compile(rb"[!-~]{1,128}")
+"""Others are passed on as they are, and get a name here that can stand in a log."""
+_KEY = "hisparse_pd.request_id"
+
+
+class RequestIds:
+    """ASGI middleware in front of the check of keys: a refusal is named too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == _HEADER), None)
+        is_usual = given is not None and _USUAL.fullmatch(given) is not None
+        name = given if given is not None and is_usual else b"req_" + secrets.token_hex(12).encode()
+        headers = scope["headers"] if given is not None else [*scope["headers"], (_HEADER, name)]
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kept = [pair for pair in message.get("headers", ()) if pair[0].lower() not in _ANSWERED]
+                message = {**message, "headers": [*kept, *((header, name) for header in _ANSWERED)]}
+            await send(message)
+
+        await self._app({**scope, "headers": headers, _KEY: name.decode()}, receive, send_named)
+
+
+def request_id(scope: Scope) -> str:
+    """Of a request that came through ``RequestIds``."""
+    name: str = scope[_KEY]
+    return name

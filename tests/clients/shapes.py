@@ -1,0 +1,46 @@
+"""What the untrained model is made to write: its text is arbitrary, so only a grammar gives it a shape.
+
+All is bounded, so that an answer ends before ``MAX_TOKENS``, a token a byte.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+MAX_TOKENS = 1024
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "seed": 7}
+"""Drawn, since a greedy model without training may repeat itself."""
+
+
+class Ticket(BaseModel):
+    """One ticket of a desk."""
+
+    kind: Literal["fault", "request", "question"]
+    priority: Annotated[int, Field(ge=1, le=5)]
+    room: Annotated[str, Field(max_length=8)]
+    urgent: bool
+
+
+class Mark(BaseModel):
+    """One that is bounded without words for bounds, which some clients turn into prose for the model."""
+
+    kind: Literal["fault", "request", "question"]
+    urgent: bool
+
+
+class Weather(BaseModel):
+    """Look up the weather of a city."""
+
+    city: Literal["Oslo", "Lima", "Accra"]
+    days: Annotated[int, Field(ge=1, le=9)]
+
+
+class Time(BaseModel):
+    """Look up the time in a city."""
+
+    city: Literal["Oslo", "Lima", "Accra"]
+
+
+QUESTION = "What will the weather be in Oslo?"
