@@ -135,11 +135,11 @@ def messages_constraint(body: MessagesBody, prompt: ChatPrompt) -> Constraint | 
 def _constraint(
     answer: AnswerFormat | None, calls: CallRule | None, prompt: ChatPrompt, continued_by: str
 ) -> Constraint | None:
+    is_forced = calls is not None and calls.is_forced
+    if is_forced:
+        answer = None  # what only calls tools has no text; agents send both, for the turn after the calls
     if answer is None and calls is None:
         return None
-    is_forced = calls is not None and calls.is_forced
-    if answer is not None and calls is not None and is_forced:
-        raise _conflict(calls.field, answer.field, "an answer that only calls tools has no text")
     asking = answer or (calls if is_forced else None)
     if asking is not None and prompt.continue_final_message:
         raise _conflict(asking.field, continued_by, "what continues a message of the assistant has no format")

@@ -275,14 +275,6 @@ CONFLICTS: list[tuple[Endpoint, dict[str, Any], tuple[str, str]]] = [
         {"output_config": {"format": ANTHROPIC_FORMAT}, "output_format": ANTHROPIC_FORMAT},
         ("output_config.format.schema", "output_format.schema"),
     ),
-    *(
-        (
-            endpoint,
-            {"tools": [tool(endpoint, "f")], "tool_choice": named(endpoint, "f"), "regex": "a"},
-            ("tool_choice", "regex"),
-        )
-        for endpoint in (CHAT, RESPONSES, MESSAGES)
-    ),
     (
         CHAT,
         {"messages": PREFILLED, "continue_final_message": True, "response_format": {"type": "json_object"}},
@@ -310,6 +302,13 @@ def test_two_rules_for_one_answer_are_refused_and_both_named(
         constraint_of(endpoint, **changes)
     assert caught.value.status == 400
     assert all(field in caught.value.message for field in fields)
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES, MESSAGES])
+def test_a_forced_call_leaves_no_text_for_a_format(endpoint: Endpoint) -> None:
+    """Agents send both: the format is for the turn after the calls."""
+    forced = {"tools": [tool(endpoint, "f")], "tool_choice": named(endpoint, "f")}
+    assert constraint_of(endpoint, **forced, regex="a") == constraint_of(endpoint, **forced)
 
 
 def lines(number: int) -> str:
