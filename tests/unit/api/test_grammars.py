@@ -261,6 +261,29 @@ def test_a_mark_is_its_token_where_the_tokenizer_has_one() -> None:
         assert made.try_consume_tokens(spelled) < len(spelled)
 
 
+def test_a_bare_string_is_none_that_would_be_read_as_something_else() -> None:
+    schema = {"type": ["string", "array", "null"], "items": {"type": "integer"}}
+    grammar = write_grammar(forced("f"), chat_format(ToolMarkup.GLM), tools=[tool(of_one(schema))])
+    value = "<tool_call>f<arg_key>p</arg_key><arg_value>{}</arg_value></tool_call>"
+    for text in ("", "null", "5", "a [1]", "[1, 2]", "[]", '"x"'):
+        assert admits(grammar, value.format(text)), text
+    for text in ('["a"]', " [1.5]", '{"a": 1}', "[", "a</tool_call>"):
+        assert not admits(grammar, value.format(text)), text
+
+
+@pytest.mark.parametrize("start", [ReasoningStart.NONE, ReasoningStart.MAY_BEGIN])
+def test_a_text_that_would_be_read_as_reasoning_is_none(start: ReasoningStart) -> None:
+    call = "<tool_call>no_arguments</tool_call>"
+    grammar = write_grammar(free("no_arguments"), chat_format(ToolMarkup.GLM), start, TOOLS)
+    assert admits(grammar, f"So <think> {call}")
+    for text in ("<think>", f"\n <think> {call}"):
+        assert not admits(grammar, text)
+    either = Constraint(answers(FormatKind.REGEX, "(?s:.*)").answer, free("no_arguments").calls)
+    grammar = write_grammar(either, chat_format(ToolMarkup.GLM), start, TOOLS)
+    assert admits(grammar, "a <think>")
+    assert not admits(grammar, " <think>a")
+
+
 # --- formats -----------------------------------------------------------------------------------------
 
 FORMATS = [
