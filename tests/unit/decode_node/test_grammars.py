@@ -212,7 +212,7 @@ def test_a_step_is_launched_before_the_tokens_that_it_needs_for_its_masks_are_re
 ) -> None:
     calls: list[tuple[str, int]] = []
     numbers: dict[int, int] = {}
-    runner = plain_node.engine._runner
+    runner = plain_node.engine.steps.runner
     launch = runner.launch
 
     def recorded_launch(batch: Sequence[Request], step: NodeStep) -> Launched:
@@ -253,11 +253,11 @@ def test_a_step_that_writes_behind_its_draws_is_launched_when_all_before_is_read
 ) -> None:
     """Else a request that ends by the step before gives up slots that its drafts are still written to."""
     launches: list[tuple[int, bool]] = []
-    runner = node.engine._runner
+    runner = node.engine.steps.runner
     launch = runner.launch
 
     def recorded(batch: Sequence[Request], step: NodeStep) -> Launched:
-        launches.append((step.num_new, node.engine._in_flight is None))
+        launches.append((step.num_new, node.engine.steps.in_flight is None))
         return launch(batch, step)
 
     monkeypatch.setattr(runner, "launch", recorded)
@@ -354,7 +354,7 @@ def test_what_was_not_drawn_is_read_by_nobody(
             node.turn_until(lambda: answer.is_over, double)
     (request,) = node.engine.requests.all()
     given = list(request.output_token_ids)
-    node.engine._settle()
+    node.engine.steps.settle()
     assert request.output_token_ids == given
     node.turn_until(lambda: answer.is_over, double)
     assert answer.failure is not None
