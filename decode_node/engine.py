@@ -1,8 +1,9 @@
 """The decode engine's process: wires the parts together and turns the loop.
 
 One turn is receive → plan → launch → commit: take in what the front and the prefill nodes sent, let the
-scheduler decide, run one forward over the running batch, hand out its tokens. Everything here runs in one
-thread; look-ups of prefill nodes and the transport's writes into the registered pools run beside it.
+scheduler decide, and let the line of steps (``step_line.py``) run one forward over the running batch and hand
+out its tokens. Everything here runs in one thread; look-ups of prefill nodes and the transport's writes into
+the registered pools run beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import numpy as np
 import torch
 
 from api.sampling_defaults import SamplingDefaults
-from decode_node.draft_choice import DraftChoice, DraftTimer
 from decode_node.held_prefixes import PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import Landing, LiveRequests
@@ -40,8 +40,8 @@ from decode_node.sizing import (
     max_hot_capacity,
     size_device_pool,
 )
-from decode_node.step_masks import follow, has_grammar
-from decode_node.steps import Launched, is_plain_greedy
+from decode_node.step_line import StepLine
+from decode_node.step_masks import follow
 from grammar.compiler import Compiler
 from grammar.matcher import GrammarError
 from grammar.token_trie import TokenTrie
@@ -65,7 +65,7 @@ from service.engine_messages import (
 )
 from service.engine_process import run_engine_process
 from service.engine_sockets import EngineSocket
-from service.lockstep import Lockstep, NodeStep
+from service.lockstep import Lockstep
 from service.process import parent_is_alive
 from service.settings import DecodeSettings
 from transfer.engine import TransferEngine
@@ -181,20 +181,22 @@ class DecodeEngine:
             peers=self.peers,
             metrics=self._metrics,
             send=front.send,
-            wait_for_step=self._wait_for_step,
+            wait_for_step=lambda: self.steps.wait(),
             stream_interval=settings.stream_interval,
         )
         front.send(EngineLoading("kernels and CUDA graphs"))
-        self._runner = make_runner(settings, model, self.hot_buffers)
-        self._draft_choice = DraftChoice(settings.speculative_num_steps)
-        self._draft_timer = DraftTimer(self._draft_choice)
         self._lockstep = Lockstep(model.ranks)
         if model.ranks is not None:
             self._poller.register(model.ranks.bells)
-        self._in_flight: Launched | None = None
+        self.steps = StepLine(
+            make_runner(settings, model, self.hot_buffers),
+            self._lockstep,
+            self.requests,
+            self.hot_buffers,
+            self.lifecycle,
+            most_drafts=settings.speculative_num_steps,
+        )
         self._nothing_to_do_in: tuple[int, Request | None, SlotCounts] | None = None
-        self._has_launched = False
-        self._step = 0
         self._is_stopping = self._has_stopped = False
         self._last_turn_at = float("inf")
         self._next_stats_at = 0.0
@@ -231,7 +233,7 @@ class DecodeEngine:
         """One turn of the loop. Without work it waits for messages, ``max_wait_secs`` at most."""
         # After a step there are tokens to follow, or slots for those who sat it out.
         has_work = (
-            self._has_launched
+            self.steps.has_launched
             or self._lockstep.is_due
             or self.copies.is_busy
             or any(
@@ -249,32 +251,15 @@ class DecodeEngine:
         self._follow_grammars(now)
         self._plan(now)
         self.lifecycle.copy_prefixes(now)
-        batch = self._next_batch()
-        step = self._lockstep.agree(
-            len(batch),
-            is_split=self._runner.would_split(batch),
-            is_stopping=self._is_stopping,
-            num_new=1 + self._num_drafts(batch),
-        )
-        if step.is_last:
+        if not self.steps.take(is_stopping=self._is_stopping):
             self._has_stopped = True
             return
-        launched = self._launch(batch, step)
-        self._has_launched = launched is not None
-        previous, self._in_flight = self._in_flight, launched
-        if previous is not None:
-            self._commit(previous)
-        if launched is not None:
-            self._draw(launched)
-        if self._in_flight is not None and not self._in_flight.feeds_next:
-            self._settle()
-        self._draft_timer.turn(len(batch), step.num_new - 1, time.monotonic())
         self._check(is_idle=not self.requests)
         self._report(time.monotonic())
 
     def close(self) -> None:
         """End what is still live, say so, and leave."""
-        self._settle()
+        self.steps.settle()
         now = time.monotonic()
         for request in self.requests.all():
             self.lifecycle.fail(request, 503, "the decode node is shutting down", Landing.IN_FLIGHT, now)
@@ -286,7 +271,7 @@ class DecodeEngine:
         self._transfer.close()
         self._memory.close()
 
-    # --- receive → plan → launch → commit ---------------------------------------------------------
+    # --- receive → plan -----------------------------------------------------------------------------
 
     def _receive(self, now: float) -> None:
         for message in self._front.receive():
@@ -332,30 +317,13 @@ class DecodeEngine:
                     self.lifecycle.grammar_failed(request, error, now)
 
     def _plan(self, now: float) -> None:
-        if self._in_flight is not None and not self._may_follow(self._in_flight):
-            self._settle()
+        if not self.steps.may_follow():
+            self.steps.settle()
         plan = self._next_plan(now)
-        if plan.exchanges and self._in_flight is not None:
-            self._settle()  # whoever changes its device slots may be in a step, or may be at its end
+        if plan.exchanges and self.steps.in_flight is not None:
+            self.steps.settle()  # whoever changes its device slots may be in a step, or may be at its end
             plan = self._next_plan(now)
         self.lifecycle.carry_out(plan, now)
-
-    def _may_follow(self, launched: Launched) -> bool:
-        """Whether a step may be launched before ``launched`` is read.
-
-        The lengths behind drafts that are in flight are on the device. The host has to know that all requests
-        go on however many are right, and that no draw depends on how many there were before it. A step with
-        drafts whose draws wait for a grammar writes to host memory behind them: those of its requests that
-        end by the step before would lose their slots too early.
-        """
-        running = self.requests.select(RequestState.RUNNING)
-        if self._settings.speculative_num_steps and has_grammar(running):
-            return False
-        return launched.num_new == 1 or all(
-            is_plain_greedy(request) and (request.is_sure_of_next or not request.num_in_flight)
-            for request in running
-            if request.has_next_step
-        )
 
     def _next_plan(self, now: float) -> StepPlan:
         stuck = self.requests.stuck(now)
@@ -373,130 +341,6 @@ class DecodeEngine:
         if plan == StepPlan() and situation[1] is not None:
             self._nothing_to_do_in = situation
         return plan
-
-    def _next_batch(self) -> list[Request]:
-        """Who gets a token in the next step, in order of admission."""
-        return sorted(
-            (
-                request
-                for request in self.requests.select(RequestState.RUNNING)
-                if request.has_next_step
-                and request.has_slots_for_next
-                and request.source is None
-                and not request.waits_for_grammar
-                and self.hot_buffers.is_ready(request)
-            ),
-            key=lambda request: request.admitted_seq,
-        )
-
-    def _num_drafts(self, batch: Sequence[Request]) -> int:
-        """That the next step verifies, of any of its requests."""
-        most = self._settings.speculative_num_steps
-        if most:
-            most = max((self.hot_buffers.max_verifiable(request, most) for request in batch), default=0)
-        return self._draft_choice.choose(len(batch), most)
-
-    def _launch(self, batch: list[Request], step: NodeStep) -> Launched | None:
-        """Enqueue one step. What goes wrong in it ends the requests of this batch and nothing else.
-
-        Raises torch.AcceleratorError when the device is lost, and anything when other ranks are in the step.
-        """
-        if step.num_tokens == 0:
-            return None
-        self._step += 1
-        try:
-            launched = self._runner.launch(batch, step)
-        except torch.AcceleratorError:
-            raise  # nothing works on this device any more: the engine ends, and the front with it
-        except Exception as error:
-            if self._lockstep.has_others:
-                raise  # they wait for this rank in the middle of the model
-            self._settle()
-            self._fail_step(batch, error)
-            return None
-        for request, most_drafts in zip(batch, launched.most_drafts, strict=True):
-            request.enter_step(most_drafts)
-        return launched
-
-    def _draw(self, launched: Launched) -> None:
-        """What was left of a step's launch until the one before was read; then the end of those whose
-        grammars cannot say what may come. What goes wrong ends the requests of this batch and nothing else.
-
-        Raises as ``_launch``.
-        """
-        try:
-            launched.draw()
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
-            if self._lockstep.has_others:
-                raise
-            launched.wait()
-            self._in_flight = None
-            for request, most_drafts in zip(launched.batch, launched.most_drafts, strict=True):
-                request.leave_step(most_drafts)
-            self._fail_step(launched.batch, error)
-            return
-        for request in launched.batch:
-            is_running = request.state is RequestState.RUNNING
-            if is_running and request.matcher is not None and request.matcher.error:
-                self.lifecycle.grammar_failed(request, request.matcher.error, time.monotonic())
-
-    def _settle(self) -> None:
-        """Commit what is in flight, so that no step uses anything of any request."""
-        if (previous := self._in_flight) is not None:
-            self._in_flight = None
-            self._commit(previous)
-
-    def _wait_for_step(self) -> None:
-        """Until no step reads or writes what a request owns. Its tokens are committed later."""
-        if self._in_flight is not None:
-            self._in_flight.wait()
-
-    def _commit(self, launched: Launched) -> None:
-        """Hand out the tokens of a step, and end the requests for which they are the last.
-
-        The step after it may be in flight. A request that ends now is in that one for nothing.
-        """
-        for request, most_drafts in zip(launched.batch, launched.most_drafts, strict=True):
-            request.leave_step(most_drafts)
-        try:
-            result = launched.result()
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
-            self._fail_step(launched.batch, error)
-            return
-        now = time.monotonic()
-        for request, token_ids, logprobs, wrong, counters, num_drafted, drafts in zip(
-            launched.batch,
-            result.token_ids,
-            result.logprobs,
-            result.errors,
-            result.counters,
-            result.num_drafted,
-            result.drafts,
-            strict=True,
-        ):
-            if request.state is not RequestState.RUNNING:
-                continue  # it ended while the step ran
-            request.row_counters = counters
-            request.draft_token_ids = [] if request.num_in_flight else drafts  # a step has taken them
-            request.num_drafted += num_drafted
-            if num_drafted:
-                self._metrics.drafted(num_drafted)
-                self._draft_choice.verified(num_drafted, len(token_ids) - 1)
-            if wrong:
-                self.lifecycle.fail(request, 500, f"the hot buffer reported {wrong}", Landing.QUIET, now)
-            else:
-                self.lifecycle.emit(request, token_ids, logprobs, now)
-
-    def _fail_step(self, batch: Sequence[Request], error: Exception) -> None:
-        log.error("a decode step of %d requests failed", len(batch), exc_info=error)
-        message = f"the decode step failed: {type(error).__name__}: {error}"
-        for request in batch:
-            if request.state is RequestState.RUNNING:
-                self.lifecycle.fail(request, 500, message, Landing.QUIET, time.monotonic())
 
     # --- beside the work --------------------------------------------------------------------------
 
@@ -526,7 +370,7 @@ class DecodeEngine:
                 num_peers=self.peers.num_registered,
                 transfer_info=self._transfer.transport.info_metric,
                 lanes=self.peers.lanes,
-                step=self._step,
+                step=self.steps.num_launched,
                 now=now,
             )
         )

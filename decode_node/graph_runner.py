@@ -34,13 +34,14 @@ from decode_node.step_masks import has_grammar, masks_of
 from decode_node.steps import (
     Launched,
     StepResult,
+    check_drawn,
     check_slots,
     is_plain_greedy,
     next_index,
     step_result,
     take_drafts,
 )
-from decode_node.verifying import Verifier
+from decode_node.verifying import Verified, Verifier
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.sampling import Sampled, enqueue_sample
@@ -113,8 +114,21 @@ class GraphRunner:
         buffers.fill(batch, drafts, most_drafts, unread, step.num_new, self._model.spec.context_length)
         self._inputs.values.copy_(buffers.inputs.values, non_blocking=True)
         self._has_verified = step.num_new > 1
+        launched: _OnDevice | Verified
         if self._has_verified and self._verifier is not None:
-            return self._verifier.launch(batch, drafts, most_drafts, step.num_tokens, step.num_new, buffers)
+            launched = self._verifier.launch(
+                batch, drafts, most_drafts, step.num_tokens, step.num_new, buffers
+            )
+        else:
+            launched = self._launch_plain(batch, step, buffers)
+        if has_grammar(batch):
+            buffers.mark()
+        else:
+            launched.draw()
+        return launched
+
+    def _launch_plain(self, batch: Sequence[Request], step: NodeStep, buffers: StepBuffers) -> _OnDevice:
+        """Without drafts, and with its draws to come."""
         graphs, num_reqs = self._graphs[step.is_split], len(batch)
         size = next((size for size in graphs if size >= step.num_tokens), None)
         if size is None:
@@ -126,12 +140,7 @@ class GraphRunner:
         if not all(map(is_plain_greedy, batch)):
             indices = [next_index(request) for request in batch]
             sample = partial(self._sample, batch, indices, self._counts.of(batch), outputs, buffers)
-        launched = _OnDevice(batch, buffers, outputs.results[:num_reqs], sample)
-        if has_grammar(batch):
-            buffers.mark()
-        else:
-            launched.draw()
-        return launched
+        return _OnDevice(batch, buffers, outputs.results[:num_reqs], sample)
 
     def _sample(
         self,
@@ -256,15 +265,17 @@ class _OnDevice:
     def draw(self) -> None:
         if self.is_drawn:
             return
+        with self.buffers.marked():
+            if self.sample is not None:
+                self.sampled = self.sample()
+            self.buffers.take(self.results)
         self.is_drawn = True
-        if self.sample is not None:
-            self.sampled = self.sample()
-        self.buffers.take(self.results)
 
     def wait(self) -> None:
         self.buffers.wait()
 
     def result(self) -> StepResult:
+        check_drawn(self.is_drawn)
         rows = self.buffers.read(len(self.batch), 5)
         token_ids = [row[0] for row in rows]
         logprobs: list[TokenLogprob | None] = [None] * len(rows)

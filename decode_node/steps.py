@@ -143,6 +143,12 @@ def check_slots(batch: Sequence[Request]) -> None:
             )
 
 
+def check_drawn(is_drawn: bool) -> None:
+    """Raises RuntimeError: what is in a step's memory until then is that of an earlier one."""
+    if not is_drawn:
+        raise RuntimeError("the step's tokens were not drawn")
+
+
 def next_index(request: Request) -> int:
     """Output tokens before the one that the next step samples; more where drafts in flight are right."""
     return len(request.output_token_ids) + request.num_in_flight

@@ -21,7 +21,7 @@ from decode_node.request import Request
 from decode_node.row_counts import RowCounts
 from decode_node.step_buffers import StepBuffers, StepInputs
 from decode_node.step_masks import has_grammar, masks_of
-from decode_node.steps import StepResult, is_plain_greedy, next_index, step_result
+from decode_node.steps import StepResult, check_drawn, is_plain_greedy, next_index, step_result
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.sampling import Sampled, enqueue_sample
@@ -63,8 +63,11 @@ class Verifier:
         num_new: int,
         buffers: StepBuffers,
     ) -> Verified:
-        """``drafts``: those that the host knows; ``most_drafts``: of each request. ``num_reqs``: of the rank
-        that has most."""
+        """The model's part; the draws, and what follows from them, are to come.
+
+        ``drafts``: those that the host knows; ``most_drafts``: of each request. ``num_reqs``: of the rank
+        that has most.
+        """
         graphs = self._graphs.get(num_new, {})
         size = next((size for size in graphs if size >= num_reqs), None)
         if size is None:
@@ -81,10 +84,7 @@ class Verifier:
                 [batch[req] for req, _ in rows], [drafts[req][:row] for req, row in rows]
             )
             sample = partial(self._sample, batch, indices, drafts, rows, counts, num_new, buffers)
-        verified = Verified(batch, buffers, most_drafts, num_new, sample, finish)
-        if not has_grammar(batch):
-            verified.draw()
-        return verified
+        return Verified(batch, buffers, most_drafts, num_new, sample, finish)
 
     def warm_up(self, sizes: Sequence[int]) -> None:
         for size in sizes:
@@ -266,15 +266,17 @@ class Verified:
     def draw(self) -> None:
         if self.is_drawn:
             return
+        with self.buffers.marked():
+            if self.sample is not None:
+                self.sampled = self.sample()
+            self.buffers.take(self.finish()[: len(self.batch)])
         self.is_drawn = True
-        if self.sample is not None:
-            self.sampled = self.sample()
-        self.buffers.take(self.finish()[: len(self.batch)])
 
     def wait(self) -> None:
         self.buffers.wait()
 
     def result(self) -> StepResult:
+        check_drawn(self.is_drawn)
         num_columns = 5 + 2 * self.num_new
         rows = self.buffers.read(len(self.batch), num_columns)
         num_drafted = [row[4] for row in rows]

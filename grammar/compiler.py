@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
+from grammar.matcher import GrammarError
 from grammar.token_trie import Grammar, TokenTrie
 
 MAX_KEPT: Final = 32
@@ -50,4 +51,9 @@ class Compiler:
 
 
 def _compile(trie: Future[TokenTrie], text: str) -> Grammar:
-    return trie.result().compile(text)
+    try:
+        return trie.result().compile(text)
+    except GrammarError:
+        raise
+    except BaseException as error:  # Rust's panics are no Exception; engines expect a GrammarError alone
+        raise GrammarError(f"it cannot be compiled: {type(error).__name__}: {error}") from error

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from grammar.compiler import Compiler
+from grammar.token_trie import Grammar
 from prefill_node.kept_sources import KeptSources
 from prefill_node.kv_pool import IntegrityError, PagePool
 from prefill_node.prefix_cache import PageKey, PrefixCache, page_keys
@@ -53,6 +55,9 @@ log = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 MAX_ERROR_CHARS = 4096
 """As long as ``protocol.messages.Text`` lets an error be."""
+
+MAX_WAITING_GRAMMARS = 64
+"""Compiled ones of rooms that wait: each may take as much memory as ``grammar.checker`` lets it have."""
 
 _WAITING = (RoomState.WAITING_BOOTSTRAP, RoomState.WAITING_REQUEST, RoomState.QUEUED)
 _OWNING = (RoomState.COMPUTING, RoomState.SENDING)
@@ -166,7 +171,7 @@ class RoomLife:
         self.rooms.set_request(record, request, now_secs)
         record.token_ids, record.keys = token_ids, keys
         if request.sampling.grammar and self._grammars is not None:
-            record.grammar = self._grammars.ask(request.sampling.grammar)
+            self._grammars.ask(request.sampling.grammar)  # to be there when its turn comes
         self._join(record, now_secs)
 
     def bootstrap(self, peer: Peer, message: Bootstrap, now_secs: float) -> None:
@@ -275,11 +280,12 @@ class RoomLife:
         What the rooms before have in the prefix cache counts as pending: it is sent when they are admitted.
         """
         num_bytes_pending: dict[str, int] = {}
-        for record in self.waiting():
-            if record.grammar is not None and not record.grammar.done():
-                continue  # the others do not wait for it
+        waiting_rooms = self.waiting()
+        grammars = {record.grammar for record in waiting_rooms if record.grammar is not None}
+        for record in waiting_rooms:
             if record.is_prefill_only:
-                yield self.look_up(record)
+                if self._has_grammar(record, grammars):
+                    yield self.look_up(record)
                 continue
             peer, bootstrap = landing_of(record)
             session = peer.session
@@ -287,11 +293,29 @@ class RoomLife:
                 num_bytes_pending[session] = self._pusher.num_bytes_pending(peer)
             if not self._pusher.has_place(record, num_bytes_pending[session]):
                 continue
+            if not self._has_grammar(record, grammars):
+                continue  # the others do not wait for it
             waiting = self.look_up(record)
             num_cached_tokens = waiting.match.num_pages * self._limits.page_size
             num_to_send = max(0, num_cached_tokens - bootstrap.num_held_tokens)
             num_bytes_pending[session] += self._pusher.num_bytes(num_to_send)
             yield waiting
+
+    def _has_grammar(self, record: RoomRecord, held: set[Future[Grammar]]) -> bool:
+        """Whether its first token can be held to what is asked for; asks for the grammar where that is due.
+
+        ``held``: those of all waiting rooms; they take memory, and so they are few.
+        """
+        text = "" if record.request is None else record.request.sampling.grammar
+        if not text or self._grammars is None:
+            return True
+        if record.grammar is None:
+            if len(held) >= MAX_WAITING_GRAMMARS:
+                return False
+            record.grammar = self._grammars.ask(text)
+            held.add(record.grammar)
+        # One that came to nothing after ``fail_ungrammatical`` would end the whole batch.
+        return record.grammar.done() and record.grammar.exception() is None
 
     def fail_ungrammatical(self, now_secs: float) -> None:
         """Those whose grammar cannot be followed here."""

@@ -66,7 +66,9 @@ def drafts(node: EngineHarness, *numbers: int) -> Iterator[None]:
     """Steps verify so many by turns, where their requests can."""
     in_turn = cycle(numbers)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node.engine._draft_choice, "choose", lambda num_reqs, most: min(next(in_turn), most))
+        patch.setattr(
+            node.engine.steps._draft_choice, "choose", lambda num_reqs, most: min(next(in_turn), most)
+        )
         yield
 
 

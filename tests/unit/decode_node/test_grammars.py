@@ -11,6 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from torch import Tensor
 
 import decode_node.graph_runner
@@ -18,6 +19,7 @@ import decode_node.verifying
 from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 from decode_node.request import Request
 from decode_node.runner import make_runner
+from decode_node.step_buffers import StepBuffers
 from decode_node.step_masks import masks_of
 from decode_node.steps import Launched
 from grammar.matcher import ALL_ALLOWED, GrammarError
@@ -210,7 +212,7 @@ def test_a_step_is_launched_before_the_tokens_that_it_needs_for_its_masks_are_re
 ) -> None:
     calls: list[tuple[str, int]] = []
     numbers: dict[int, int] = {}
-    runner = plain_node.engine._runner
+    runner = plain_node.engine.steps.runner
     launch = runner.launch
 
     def recorded_launch(batch: Sequence[Request], step: NodeStep) -> Launched:
@@ -251,11 +253,11 @@ def test_a_step_that_writes_behind_its_draws_is_launched_when_all_before_is_read
 ) -> None:
     """Else a request that ends by the step before gives up slots that its drafts are still written to."""
     launches: list[tuple[int, bool]] = []
-    runner = node.engine._runner
+    runner = node.engine.steps.runner
     launch = runner.launch
 
     def recorded(batch: Sequence[Request], step: NodeStep) -> Launched:
-        launches.append((step.num_new, node.engine._in_flight is None))
+        launches.append((step.num_new, node.engine.steps.in_flight is None))
         return launch(batch, step)
 
     monkeypatch.setattr(runner, "launch", recorded)
@@ -333,6 +335,64 @@ def test_a_step_whose_draws_fail_ends_its_batch_and_no_more(
     after = ask(node, double, PROMPTS[1])
     finish(node, [after], double)
     jsonschema.validate(json.loads(text_of(after, checkpoint)), SCHEMA)
+
+
+def test_what_was_not_drawn_is_read_by_nobody(
+    double: PrefillDouble, plain_node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that breaks off in the middle of a step closes, and the step's memory has older tokens."""
+    node = plain_node
+    answer = ask(node, double, PROMPTS[1])
+    node.turn_until(lambda: len(answer.token_ids) >= 5, double)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise torch.AcceleratorError("the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode_node.graph_runner, "masks_of", broken)
+        with pytest.raises(torch.AcceleratorError):
+            node.turn_until(lambda: answer.is_over, double)
+    (request,) = node.engine.requests.all()
+    given = list(request.output_token_ids)
+    node.engine.steps.settle()
+    assert request.output_token_ids == given
+    node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is not None
+    assert "not drawn" in answer.failure.error
+
+
+@pytest.mark.I1
+@pytest.mark.parametrize("node", [make_graph_runner], indirect=True, ids=["graph"])
+@pytest.mark.parametrize("num", [0, 2])
+def test_a_step_whose_draws_break_off_is_waited_for_before_its_slots_are_others(
+    double: PrefillDouble, node: EngineHarness, monkeypatch: pytest.MonkeyPatch, num: int
+) -> None:
+    """Its forward, with drafts too, and whatever came behind that."""
+    calls: list[str] = []
+    mark = StepBuffers.mark
+
+    def recorded(self: StepBuffers) -> None:
+        calls.append("mark")
+        mark(self)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        calls.append("draw")
+        raise ValueError("no memory, say")
+
+    end = node.engine.requests.end
+
+    def recorded_end(*args: Any, **options: Any) -> None:
+        calls.append("end")
+        end(*args, **options)
+
+    with drafts(node, num), monkeypatch.context() as patch:
+        patch.setattr(StepBuffers, "mark", recorded)
+        patch.setattr(node.engine.requests, "end", recorded_end)
+        for part in (decode_node.graph_runner, decode_node.verifying):
+            patch.setattr(part, "masks_of", broken)
+        answer = ask(node, double, PROMPTS[1])
+        node.turn_until(lambda: answer.is_over, double)
+    assert calls == ["mark", "draw", "mark", "end"]
 
 
 def test_a_spilled_request_goes_on_in_its_grammar(

@@ -179,7 +179,7 @@ def test_steps_without_drafts_overlap_and_count_what_nobody_has_read(
         answers = generate_all(node, double)
         while not all(answer.is_over for answer in answers):
             node.turn(double)
-            in_flight += node.engine._in_flight is not None
+            in_flight += node.engine.steps.in_flight is not None
         finish(node, answers, double)
     assert in_flight > NUM_NEW // 2
     assert [answer.token_ids for answer in answers] == expected
@@ -211,7 +211,7 @@ def test_hot_buffers_may_change_in_every_step(
         ]
         while not all(answer.is_over for answer in answers):
             node.turn(double)
-            engine._settle()
+            engine.steps.settle()
             running = engine.requests.select(RequestState.RUNNING)
             engine.lifecycle.carry_out(
                 StepPlan(exchanges=tuple(Exchange(each, next(sizes)) for each in running)), 0.0

@@ -161,7 +161,7 @@ def test_drawn_and_logged_requests_overlap_their_steps_as_greedy_ones_do(
     ]
     logged = node.generate(double, PROMPTS[7], NUM_NEW, HisparseFlag.FALSE, num_logprobs=2)
     node.turn_until(lambda: all(len(answer.token_ids) > 3 for answer in (*drawn, logged)), double)
-    assert node.engine._in_flight is not None
+    assert node.engine.steps.in_flight is not None
     finish(node, [greedy, *drawn, logged], double)
     assert greedy.token_ids == expected[PROMPTS[8]]
     assert len(logged.logprobs) == NUM_NEW
@@ -182,17 +182,17 @@ def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
     waited: list[object] = []
 
     def unreadable(launched: Launched) -> StepResult:
-        assert engine._in_flight is not launched
+        assert engine.steps.in_flight is not launched
         raise RuntimeError("no such token")
 
     def release(request: Request) -> None:
-        assert waited == [engine._in_flight], "the next step still uses its slots"
+        assert waited == [engine.steps.in_flight], "the next step still uses its slots"
         hot_buffers_release(request)
 
     hot_buffers_release = engine.hot_buffers.release
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine._in_flight), "result", unreadable)
-        patch.setattr(type(engine._in_flight), "wait", lambda launched: waited.append(launched))
+        patch.setattr(type(engine.steps.in_flight), "result", unreadable)
+        patch.setattr(type(engine.steps.in_flight), "wait", lambda launched: waited.append(launched))
         patch.setattr(engine.hot_buffers, "release", release)
         node.turn_until(lambda: doomed.is_over, double)
     assert doomed.failure is not None
@@ -251,7 +251,7 @@ def test_a_row_that_is_being_filled_is_in_no_step_and_is_waited_for_before_it_is
     node.turn_until(lambda: len(staying.token_ids) > 3 and len(leaving.token_ids) > 3, double)
     requests = node.engine.requests.select(RequestState.RUNNING)
     fillings = {request.room: Filling() for request in requests}
-    node.engine._settle()
+    node.engine.steps.settle()
     for request in requests:
         warming[request.req_row] = fillings[request.room]  # type: ignore[assignment]
     num_before = [len(request.output_token_ids) for request in requests]

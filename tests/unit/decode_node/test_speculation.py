@@ -246,7 +246,7 @@ def test_only_what_was_accepted_reaches_the_host_and_all_of_it_does(
                 before[request.request_id] = request.num_kv_tokens, slots, looked_up
             for _ in range(num_turns):
                 node.turn(double)
-            engine._settle()
+            engine.steps.settle()
             for request in engine.requests.select(RequestState.RUNNING):
                 if request.request_id not in before:
                     continue
@@ -297,7 +297,7 @@ def test_every_request_survives_another_hot_buffer_in_every_step(
         answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
         while not all(answer.is_over for answer in answers):
             node.turn(double)
-            node.engine._settle()
+            node.engine.steps.settle()
             running = rooms.select(RequestState.RUNNING)
             lifecycle.carry_out(
                 StepPlan(exchanges=tuple(Exchange(each, next(sizes)) for each in running)), 0.0

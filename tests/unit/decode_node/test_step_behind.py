@@ -319,13 +319,15 @@ def test_where_slots_run_out_a_step_is_read_first(
         ) as small,
         drafts(small, 3),
     ):
-        may_follow, launch = small.engine._may_follow, small.engine._launch
+        steps = small.engine.steps
+        may_follow, launch = steps.may_follow, steps._launch
 
-        def recorded_may_follow(launched: Launched) -> bool:
+        def recorded_may_follow() -> bool:
             nonlocal num_short_of_sure
-            short = (each for each in launched.batch if each.has_next_step and not each.has_slots_for_next)
+            batch = [] if steps.in_flight is None else steps.in_flight.batch
+            short = (each for each in batch if each.has_next_step and not each.has_slots_for_next)
             num_short_of_sure += any(each.num_drafts_in_flight for each in short)
-            return may_follow(launched)
+            return may_follow()
 
         def checked_launch(batch: list[Request], step: NodeStep) -> Launched | None:
             nonlocal num_left_out
@@ -335,8 +337,8 @@ def test_where_slots_run_out_a_step_is_read_first(
                     num_left_out += 1
             return launch(batch, step)
 
-        monkeypatch.setattr(small.engine, "_may_follow", recorded_may_follow)
-        monkeypatch.setattr(small.engine, "_launch", checked_launch)
+        monkeypatch.setattr(steps, "may_follow", recorded_may_follow)
+        monkeypatch.setattr(steps, "_launch", checked_launch)
         for _ in range(MOST_ROUNDS):  # it depends on when each request arrives
             answers = [small.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for prompt in prompts]
             finish(small, answers, double)

@@ -117,3 +117,21 @@ def test_without_a_tokenizer_every_grammar_is_an_error(tmp_path: Any) -> None:
             compiler.ask('start: "a"').result(WAIT_SECS)
     finally:
         compiler.close()
+
+
+class _Panic(BaseException):
+    """As Rust's come to Python: no Exception."""
+
+
+def test_whatever_ends_a_compilation_is_an_error_of_its_grammar() -> None:
+    """An engine looks at the result in its loop, and expects nothing else."""
+
+    def panics() -> TokenTrie:
+        raise _Panic("index out of bounds")
+
+    compiler = Compiler(panics, lambda: None)
+    try:
+        with pytest.raises(GrammarError, match="_Panic: index out of bounds"):
+            compiler.ask('start: "a"').result(WAIT_SECS)
+    finally:
+        compiler.close()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from grammar.matcher import GrammarError
 from grammar.token_trie import Grammar
+from prefill_node.scheduler import Waiting
 from protocol.messages import RoomDone, RoomFailed
-from service.engine_messages import PrefillFinished, RequestFailed
+from service.engine_messages import Abort, PrefillFinished, RequestFailed
 from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
     DecodePeer,
@@ -82,3 +85,55 @@ def test_a_grammar_that_is_compiled_holds_up_its_own_room_alone(
     assert peer.expect(RoomFailed).room == broken
     slow.set_result(ask('start: "Q"').result(TIMEOUT_SECS))
     assert peer.expect(RoomDone).room == waiting
+
+
+def test_rooms_that_wait_hold_few_compiled_grammars(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None before they could be admitted, and then so many: whoever is behind waits for one of these."""
+    slow: Future[Grammar] = Future()
+    compiler = engine.engine._grammars
+    ask = compiler.ask
+    monkeypatch.setattr(compiler, "ask", lambda text: slow if "Q" in text else ask(text))
+    monkeypatch.setattr("prefill_node.room_life.MAX_WAITING_GRAMMARS", 1)
+    first, second, plain, unpaired = (next(_rooms) for _ in range(4))
+    tokens = prompt(9, 20)
+    for room, grammar in [(unpaired, "U"), (first, "Q"), (second, "R"), (plain, "")]:
+        if room != unpaired:
+            peer.bootstrap(room, 20, aux_slot=room % 4)
+        sampling = SamplingParams(4, temperature=0.0, grammar=f'start: "{grammar}"' if grammar else "")
+        engine.generate(room, tokens, sampling)
+    assert peer.expect(RoomDone).room == plain
+    records = {record.room: record for record in engine.engine._life.rooms}
+    assert {room for room, record in records.items() if record.grammar is not None} == {first}
+    slow.set_result(ask('start: "Q"').result(TIMEOUT_SECS))
+    assert {peer.expect(RoomDone).room for _ in range(2)} == {first, second}
+    engine.send(Abort(f"request-{unpaired}"))
+
+
+def test_a_grammar_that_comes_to_nothing_while_a_step_is_planned_is_in_no_batch(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is looked at twice in a turn, it may be compiled in between."""
+    broken: Future[Grammar] = Future()
+    life, compiler = engine.engine._life, engine.engine._grammars
+    ask, candidates = compiler.ask, life.candidates
+    is_due = threading.Event()
+    monkeypatch.setattr(compiler, "ask", lambda text: broken if "Q" in text else ask(text))
+
+    def late_candidates() -> Iterator[Waiting]:
+        if is_due.is_set() and not broken.done():
+            broken.set_exception(GrammarError("too complex"))
+        return candidates()
+
+    monkeypatch.setattr(life, "candidates", late_candidates)
+    ungrammatical, other = next(_rooms), next(_rooms)
+    for slot, room in enumerate((ungrammatical, other)):
+        peer.bootstrap(room, 20, aux_slot=slot)
+    engine.generate(ungrammatical, prompt(9, 20), SamplingParams(4, grammar='start: "Q"'))
+    is_due.set()
+    engine.generate(other, prompt(10, 20))
+    assert peer.expect(RoomFailed).room == ungrammatical
+    failed = engine.expect(RequestFailed)
+    assert (failed.status, "too complex" in failed.error) == (400, True)
+    assert peer.expect(RoomDone).room == other

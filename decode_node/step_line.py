@@ -1,0 +1,222 @@
+"""Owns the step in flight: who gets a token next, and when what was launched is drawn and read.
+
+A step is launched before the one behind it in the line is read, as far as that may be (``may_follow``); what
+it draws under grammars is enqueued when that has been. So at most one step is in flight between two turns.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from decode_node.draft_choice import DraftChoice, DraftTimer
+from decode_node.hot_buffers import HotBuffers
+from decode_node.live_requests import Landing, LiveRequests
+from decode_node.request import Request, RequestState
+from decode_node.request_life import RequestLife
+from decode_node.step_masks import has_grammar
+from decode_node.steps import Launched, Runner, is_plain_greedy
+from service.lockstep import Lockstep, NodeStep
+
+log = logging.getLogger(__name__)
+
+
+class StepLine:
+    """The steps of one engine, one behind the other."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        lockstep: Lockstep,
+        requests: LiveRequests,
+        hot_buffers: HotBuffers,
+        lifecycle: RequestLife,
+        *,
+        most_drafts: int,
+    ) -> None:
+        """``most_drafts``: that a step may verify of a request."""
+        self.runner = runner
+        self.in_flight: Launched | None = None
+        self.has_launched = False
+        """In the last turn: there are tokens to follow."""
+        self.num_launched = 0
+        self._lockstep = lockstep
+        self._requests = requests
+        self._hot_buffers = hot_buffers
+        self._lifecycle = lifecycle
+        self._most_drafts = most_drafts
+        self._draft_choice = DraftChoice(most_drafts)
+        self._draft_timer = DraftTimer(self._draft_choice)
+
+    def take(self, *, is_stopping: bool) -> bool:
+        """Launch the next step of the node, if anybody has one, and read the one before. False when all ranks
+        are stopping: there is none any more.
+
+        Raises torch.AcceleratorError when the device is lost, and anything when other ranks are in the step.
+        """
+        batch = self._next_batch()
+        step = self._lockstep.agree(
+            len(batch),
+            is_split=self.runner.would_split(batch),
+            is_stopping=is_stopping,
+            num_new=1 + self._num_drafts(batch),
+        )
+        if step.is_last:
+            return False
+        launched = self._launch(batch, step)
+        self.has_launched = launched is not None
+        previous, self.in_flight = self.in_flight, launched
+        if previous is not None:
+            self._commit(previous)
+        if launched is not None:
+            self._draw(launched)
+        if self.in_flight is not None and not self.in_flight.feeds_next:
+            self.settle()
+        self._draft_timer.turn(len(batch), step.num_new - 1, time.monotonic())
+        return True
+
+    def may_follow(self) -> bool:
+        """Whether a step may be launched before the one in flight, if there is one, is read.
+
+        The lengths behind drafts that are in flight are on the device. The host has to know that all requests
+        go on however many are right, and that no draw depends on how many there were before it. A step with
+        drafts whose draws wait for a grammar writes to host memory behind them: those of its requests that
+        end by the step before would lose their slots too early.
+        """
+        if (launched := self.in_flight) is None:
+            return True
+        running = self._requests.select(RequestState.RUNNING)
+        if self._most_drafts and has_grammar(running):
+            return False
+        return launched.num_new == 1 or all(
+            is_plain_greedy(request) and (request.is_sure_of_next or not request.num_in_flight)
+            for request in running
+            if request.has_next_step
+        )
+
+    def settle(self) -> None:
+        """Commit what is in flight, so that no step uses anything of any request."""
+        if (previous := self.in_flight) is not None:
+            self.in_flight = None
+            self._commit(previous)
+
+    def wait(self) -> None:
+        """Until no step reads or writes what a request owns. Its tokens are committed later."""
+        if self.in_flight is not None:
+            self.in_flight.wait()
+
+    def _next_batch(self) -> list[Request]:
+        """Who gets a token in the next step, in order of admission."""
+        return sorted(
+            (
+                request
+                for request in self._requests.select(RequestState.RUNNING)
+                if request.has_next_step
+                and request.has_slots_for_next
+                and request.source is None
+                and not request.waits_for_grammar
+                and self._hot_buffers.is_ready(request)
+            ),
+            key=lambda request: request.admitted_seq,
+        )
+
+    def _num_drafts(self, batch: Sequence[Request]) -> int:
+        """That the next step verifies, of any of its requests."""
+        most = self._most_drafts
+        if most:
+            most = max((self._hot_buffers.max_verifiable(request, most) for request in batch), default=0)
+        return self._draft_choice.choose(len(batch), most)
+
+    def _launch(self, batch: list[Request], step: NodeStep) -> Launched | None:
+        """Enqueue one step. What goes wrong in it ends the requests of this batch and nothing else.
+
+        Raises torch.AcceleratorError when the device is lost, and anything when other ranks are in the step.
+        """
+        if step.num_tokens == 0:
+            return None
+        self.num_launched += 1
+        try:
+            launched = self.runner.launch(batch, step)
+        except torch.AcceleratorError:
+            raise  # nothing works on this device any more: the engine ends, and the front with it
+        except Exception as error:
+            if self._lockstep.has_others:
+                raise  # they wait for this rank in the middle of the model
+            self.settle()
+            self._fail_step(batch, error)
+            return None
+        for request, most_drafts in zip(batch, launched.most_drafts, strict=True):
+            request.enter_step(most_drafts)
+        return launched
+
+    def _draw(self, launched: Launched) -> None:
+        """What was left of a step's launch until the one before was read; then the end of those whose
+        grammars cannot say what may come. What goes wrong ends the requests of this batch and nothing else.
+
+        Raises as ``_launch``.
+        """
+        try:
+            launched.draw()
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            if self._lockstep.has_others:
+                raise
+            launched.wait()
+            self.in_flight = None
+            for request, most_drafts in zip(launched.batch, launched.most_drafts, strict=True):
+                request.leave_step(most_drafts)
+            self._fail_step(launched.batch, error)
+            return
+        for request in launched.batch:
+            is_running = request.state is RequestState.RUNNING
+            if is_running and request.matcher is not None and request.matcher.error:
+                self._lifecycle.grammar_failed(request, request.matcher.error, time.monotonic())
+
+    def _commit(self, launched: Launched) -> None:
+        """Hand out the tokens of a step, and end the requests for which they are the last.
+
+        The step after it may be in flight. A request that ends now is in that one for nothing.
+        """
+        for request, most_drafts in zip(launched.batch, launched.most_drafts, strict=True):
+            request.leave_step(most_drafts)
+        try:
+            result = launched.result()
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            self._fail_step(launched.batch, error)
+            return
+        now = time.monotonic()
+        for request, token_ids, logprobs, wrong, counters, num_drafted, drafts in zip(
+            launched.batch,
+            result.token_ids,
+            result.logprobs,
+            result.errors,
+            result.counters,
+            result.num_drafted,
+            result.drafts,
+            strict=True,
+        ):
+            if request.state is not RequestState.RUNNING:
+                continue  # it ended while the step ran
+            request.row_counters = counters
+            request.draft_token_ids = [] if request.num_in_flight else drafts  # a step has taken them
+            request.num_drafted += num_drafted
+            if num_drafted:
+                self._lifecycle.metrics.drafted(num_drafted)
+                self._draft_choice.verified(num_drafted, len(token_ids) - 1)
+            if wrong:
+                self._lifecycle.fail(request, 500, f"the hot buffer reported {wrong}", Landing.QUIET, now)
+            else:
+                self._lifecycle.emit(request, token_ids, logprobs, now)
+
+    def _fail_step(self, batch: Sequence[Request], error: Exception) -> None:
+        log.error("a decode step of %d requests failed", len(batch), exc_info=error)
+        message = f"the decode step failed: {type(error).__name__}: {error}"
+        for request in batch:
+            if request.state is RequestState.RUNNING:
+                self._lifecycle.fail(request, 500, message, Landing.QUIET, time.monotonic())
