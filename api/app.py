@@ -114,6 +114,7 @@ def create_app(front: Front, handler: Handler) -> Starlette:
         "/model_info": _model_info,
         "/get_model_info": _model_info,
         "/get_load": _load,
+        "/tokenizer_info": _tokenizer_info,
     }
     routes += [Route(path, _bound(answer, front), methods=["GET"]) for path, answer in information.items()]
     routes += [Route(path, partial(_models, front), methods=["GET"]) for path in (MODELS_PATH, MODEL_PATH)]
@@ -267,6 +268,11 @@ def _model_info(front: Front) -> Response:
     if front.link.ready is not None:
         info["context_length"] = front.link.ready.context_length
     return json_response(info)
+
+
+def _tokenizer_info(front: Front) -> Response:
+    """vLLM's, for clients that have no tokenizer of their own, as lm-eval's ``tokenizer_backend=remote``."""
+    return json_response(front.codec.description)
 
 
 def _load(front: Front) -> Response:

@@ -73,7 +73,8 @@ def join(report: Report, body: bytes | bytearray) -> list[bytes | memoryview]:
 
 def sglang_lists(report: Report, index: int) -> dict[str, Raw]:
     """What ``meta_info`` has of a sample's prompt, for routers that join it themselves."""
-    return {name: Raw(b"[%b]" % entries) for name, entries in report.of_sample(index).meta_info.items()}
+    lists = report.of_sample(index).meta_info
+    return {name: Raw(b"".join((b"[", entries, b"]"))) for name, entries in lists.items()}
 
 
 class _Joined:

@@ -61,6 +61,15 @@ class Fleet:
                 return _json(answer)
         return self._nobody_told("its model")
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What the first healthy node that answers says, of either kind: they have one tokenizer."""
+        for node in [node for kind in NodeKind for node in self._pool.healthy(kind)]:
+            answer = await self._ask(node, "/tokenizer_info")
+            if not isinstance(answer, str):
+                return _json(answer)
+        states = "; ".join(f"{node.url}: {node.trouble}" for node in self._pool.nodes)
+        return ApiError(503, f"no node told of its tokenizer ({states})").response()
+
     async def _ask_all(self, nodes: Sequence[Node], path: str) -> list[dict[str, object] | str]:
         return await asyncio.gather(*(self._ask(node, path) for node in nodes))
 

@@ -196,6 +196,7 @@ class _Router:
             "/get_server_info": fleet.server_info,
             "/model_info": fleet.model_info,
             "/get_model_info": fleet.model_info,
+            "/tokenizer_info": fleet.tokenizer_info,
         }
 
     async def __aenter__(self) -> None:

@@ -843,6 +843,10 @@ def test_information(on_node: OnNode, role: str, tmp_path: Path) -> None:
             assert response.json()["served_model_name"] == "tiny"
             assert response.json()["context_length"] == 256
         assert (await node.client.get("/version")).json() == {"version": VERSION}
+        tokenizer = await node.client.get("/tokenizer_info")
+        assert str(tmp_path) not in tokenizer.text
+        assert tokenizer.json()["eos_token"] == TOKENIZER.eos_token
+        assert tokenizer.json()["chat_template"] == TOKENIZER.chat_template
         info = (await node.client.get("/server_info")).json()
         assert info["disaggregation_mode"] == role
         assert (info["transfer_protocol"], info["transfer_devices"]) == ("rdma", ["mlx5_0", "mlx5_1"])

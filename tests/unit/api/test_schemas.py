@@ -411,7 +411,7 @@ OPENAI = [
     *((body, field, said) for field, body, said in DRAWN),
     ({"response_format": {"type": "grammar"}}, "response_format.type", 'must be "json_object"'),
     ({"response_format": "text"}, "response_format", "must be an object"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: needs stream: true"),
     (
         {"stream": True, "stream_options": {"include_usage": 1}},
         "stream_options.include_usage",
@@ -770,7 +770,7 @@ TOO_LONG = [
     ({"text": "a", "sampling_params": {"max_new_tokens": 300}}, "sampling_params.max_new_tokens is 300"),
     (
         {"prompt": "x" * 257, "max_tokens": 0},
-        "the prompt has 257 tokens, and none is generated; the context holds 256",
+        "the prompt has 257 tokens, and none is generated; this model's maximum context length is 256",
     ),
     (
         {"text": "abc", "return_logprob": True, "logprob_start_len": 4},

@@ -957,6 +957,17 @@ async def test_every_node_says_what_it_is(path: str) -> None:
         assert len(told["decode"]) == 2
 
 
+async def test_any_node_tells_of_the_tokenizer() -> None:
+    async with cluster() as pair:
+        for node in (*pair.prefill, *pair.decode):
+            told = (await pair.client.get("/tokenizer_info")).json()
+            assert told == {"asked": "/tokenizer_info", "port": httpx.URL(node.url).port}
+            await node.close()
+        answer = await pair.client.get("/tokenizer_info")
+        assert answer.status_code == 503
+        assert "no node told of its tokenizer" in error_of(answer)
+
+
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
 async def test_a_healthy_decode_node_says_what_the_model_is(path: str) -> None:
     async with cluster(decode=[streams, streams]) as pair:
@@ -1002,7 +1013,7 @@ async def test_what_a_node_says_of_itself_may_be_anything(said: bytes) -> None:
         node.says = said
         num_before = len(node.asked)
         await until(lambda: len(node.asked) >= num_before + 6)
-        for path in ("/v1/models", "/server_info", "/model_info"):
+        for path in ("/v1/models", "/server_info", "/model_info", "/tokenizer_info"):
             assert (await pair.client.get(path)).status_code in (200, 503)
         response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
         assert response.content == b"".join(EVENTS)
