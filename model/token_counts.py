@@ -141,4 +141,5 @@ def to_device(
     values: Sequence[object] | NDArray[np.generic], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
     """``values`` on ``device``. From pinned memory: other copies wait for what the device is at."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    tensor = torch.tensor(values, dtype=dtype)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -64,6 +64,7 @@ def test_what_is_drawn_under_masks_is_what_the_cpu_draws_and_nobody_waits() -> N
     assert sampled.token_ids.tolist() == expected
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_steps_of_graphs_and_with_drafts_follow_the_grammar(tmp_path: Path) -> None:
     """The benchmark's matchers raise for a token that may not come; a graph is replayed in each step."""
     shape = SyntheticShape(2, 2, 256, 129280, 4096, draft_agreement=0.5)

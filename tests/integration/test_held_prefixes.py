@@ -74,6 +74,7 @@ def test_turns_have_one_answer_whether_they_are_held_or_given_up(
 
 @pytest.mark.I2
 @pytest.mark.I5
+@pytest.mark.slow
 def test_many_at_once_share_a_prompt_that_one_of_them_sent(
     tied_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +79,10 @@ class Subject:
     pair: Deployment
     prompts: list[Prompt]
     oracle: Oracle
-    chosen: slice | None = None
-    """The oracle's answers that belong to the prompts; None: all."""
 
     @property
     def expected(self) -> list[list[int]]:
-        return self.oracle.tokens[self.chosen or slice(None)]
-
-    def only(self, chosen: slice) -> Subject:
-        return replace(self, prompts=self.prompts[chosen], chosen=chosen)
+        return self.oracle.tokens
 
 
 @pytest.fixture(scope="module")
@@ -212,11 +207,6 @@ def check_pass(
 def in_turn(shift: int) -> Callable[[int], bool | str]:
     """The flags by turns, so that over three shifts each prompt meets each flag."""
     return lambda number: FLAGS[(number + shift) % len(FLAGS)]
-
-
-@pytest.mark.parametrize("subject", SAMPLE[:1], indirect=True)  # of GLM in the full matrix
-def test_alone(subject: Subject) -> None:
-    check_pass(subject.only(slice(1, None, 2)), in_turn(0), num_concurrent=1, warm=False)
 
 
 @pytest.mark.I3

@@ -85,6 +85,7 @@ def test_tokens_are_those_of_the_oracle_in_mixed_batches(pair: Deployment, check
 
 
 @pytest.mark.I5
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [1], indirect=True)
 def test_a_seed_gives_one_text_with_drafts_and_without(pair: Deployment) -> None:
     drawn = {"params": {"temperature": 1.0, "top_p": 0.95, "sampling_seed": 7}}
@@ -96,6 +97,7 @@ def test_a_seed_gives_one_text_with_drafts_and_without(pair: Deployment) -> None
 
 
 @pytest.mark.I5
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [1], indirect=True)
 def test_penalties_and_biases_give_the_oracle_s_tokens_with_drafts_and_without(
     pair: Deployment, checkpoint: Path
@@ -132,6 +134,7 @@ def test_penalties_and_biases_give_the_oracle_s_tokens_with_drafts_and_without(
 
 
 @pytest.mark.I5
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [1], indirect=True)
 def test_samples_stop_strings_and_logprobs_are_those_without_drafts(pair: Deployment) -> None:
     def complete(prompt: tuple[int, ...], *, speculative: bool) -> list[dict[str, Any]]:

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.integration.harness import Deployment, deployment
-from tests.structured_checks import CHECKS, MESSAGES, TOOLS_TEMPLATE, Served
+from tests.structured_checks import (
+    CHECKS,
+    MESSAGES,
+    TOOLS_TEMPLATE,
+    Served,
+    check_chats,
+    check_tools,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +36,15 @@ def served(
             made.close()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=[check.__name__ for check in CHECKS])
+@pytest.mark.parametrize(
+    "check",
+    [
+        # All of them run against an engine that plays a script, too.
+        pytest.param(check, marks=() if check in (check_chats, check_tools) else pytest.mark.slow)
+        for check in CHECKS
+    ],
+    ids=[check.__name__ for check in CHECKS],
+)
 def test_clients_get_what_they_asked_for(
     check: Callable[[Served], None], served: tuple[Served, Deployment]
 ) -> None:

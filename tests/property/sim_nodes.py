@@ -22,11 +22,10 @@ from decode_node.pools import PoolKind
 from decode_node.request import Request
 from decode_node.steps import StepResult
 from model.spec import ModelSpec
-from prefill_node.compute import FirstToken, LayerWritten
+from prefill_node.compute import Computed, FirstToken, LayerWritten
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord
 from prefill_node.scheduler import Chunk
-from protocol.messages import Room
 from service.engine_messages import (
     EngineReady,
     EngineStats,
@@ -121,9 +120,7 @@ class SimPromptRunner:
         self._fails_at = fails_at
         self._memory = memory
 
-    def run(
-        self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten
-    ) -> dict[Room, FirstToken]:
+    def run(self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten) -> Computed:
         rows = []
         for record, chunk in batch:
             tokens = tuple(record.token_ids.tolist())
@@ -138,11 +135,12 @@ class SimPromptRunner:
                     self._memory.index.numpy()[group, slots] = _tags(contents, 100 + group)
             on_written(layer, None)
         hint = torch.full((SPEC.num_index_layers, SPEC.index_topk), -1, dtype=torch.int32)
-        return {
+        first_tokens = {
             record.room: FirstToken(FIRST_TOKEN, None, hint)
             for record, chunk in batch
             if chunk.stop == record.num_prompt_tokens
         }
+        return Computed(first_tokens, [])
 
 
 class SimHotBuffers:

@@ -770,7 +770,7 @@ TOO_LONG = [
     ({"text": "a", "sampling_params": {"max_new_tokens": 300}}, "sampling_params.max_new_tokens is 300"),
     (
         {"prompt": "x" * 257, "max_tokens": 0},
-        "the prompt has 257 tokens, and none is generated; this model's maximum context length is 256",
+        "the prompt has 257 tokens, and none is generated; this model's maximum context length is 256 tokens",
     ),
     (
         {"text": "abc", "return_logprob": True, "logprob_start_len": 4},

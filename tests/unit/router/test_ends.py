@@ -19,6 +19,7 @@ from router.metrics import RouterMetrics
 from router.node_calls import Answer, NodeCalls, RawHeaders
 from router.nodes import Node, NodeKind, NodePool, Pair
 from router.relay import _Exchange
+from router.request_ids import RequestIds
 from router.server import _RelayEndpoint
 from service.settings import RouterSettings
 
@@ -80,7 +81,7 @@ async def test_who_leaves_with_the_last_byte_has_had_the_answer(headers: RawHead
 
     endpoint = _RelayEndpoint(router, Endpoint.COMPLETIONS)  # type: ignore[arg-type]
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-length", b"15")]}
-    await endpoint(scope, receive, send)
+    await RequestIds(endpoint)(scope, receive, send)
     assert not sent[-1]["more_body"]
     assert relay.is_closed
     assert metrics.requests.labels("/v1/completions", 200)._value.get() == 1
