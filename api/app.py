@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute, Route
 
 from api.frame import Answer, FramedEndpoint, Reply, parsed
 from api.keys import ApiKeys, RequireKey
+from api.models import MODEL_PATH, MODELS_PATH, show_models
 from api.openapi import OPENAPI_PATH, openapi_document
 from api.requests import Limits, SampleRequest, plan_samples
 from api.sampling_defaults import SamplingDefaults
@@ -113,9 +114,10 @@ def create_app(front: Front, handler: Handler) -> Starlette:
         "/model_info": _model_info,
         "/get_model_info": _model_info,
         "/get_load": _load,
-        "/v1/models": _models,
+        "/tokenizer_info": _tokenizer_info,
     }
     routes += [Route(path, _bound(answer, front), methods=["GET"]) for path, answer in information.items()]
+    routes += [Route(path, partial(_models, front), methods=["GET"]) for path in (MODELS_PATH, MODEL_PATH)]
     routes.append(Route("/metrics", partial(_metrics, front), methods=["GET"]))
     routes.append(Route("/flush_cache", _bound(_flush_cache, front), methods=["GET", "POST"]))
     return Starlette(
@@ -268,6 +270,11 @@ def _model_info(front: Front) -> Response:
     return json_response(info)
 
 
+def _tokenizer_info(front: Front) -> Response:
+    """vLLM's, for clients that have no tokenizer of their own, as lm-eval's ``tokenizer_backend=remote``."""
+    return json_response(front.codec.description)
+
+
 def _load(front: Front) -> Response:
     """One entry a rank; routers add up ``num_tokens``."""
     loads = [
@@ -282,7 +289,7 @@ def _load(front: Front) -> Response:
     return json_response(loads)
 
 
-def _models(front: Front) -> Response:
+async def _models(front: Front, request: Request) -> Response:
     model: dict[str, object] = {
         "id": front.settings.model_name,
         "object": "model",
@@ -291,7 +298,7 @@ def _models(front: Front) -> Response:
     }
     if front.link.ready is not None:
         model["max_model_len"] = front.link.ready.context_length
-    return json_response({"object": "list", "data": [model]})
+    return show_models(request, [model])
 
 
 async def _metrics(front: Front, request: Request) -> Response:

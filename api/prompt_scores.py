@@ -152,8 +152,8 @@ class _Lists:
         if entries:
             self._pieces[name].append(msgspec.json.encode(entries)[1:-1])
 
-    def joined(self) -> dict[str, bytes]:
-        return {name: b",".join(pieces) for name, pieces in self._pieces.items()}
+    def joined(self) -> dict[str, memoryview]:
+        return {name: memoryview(b",".join(pieces)) for name, pieces in self._pieces.items()}
 
 
 class _Offsets:

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 from typing import Any
 
-import msgspec
-
 from api.anthropic_messages import parse_messages
 from api.bodies import (
     BODIES,
@@ -306,7 +304,9 @@ def _streamed_usage(body: Served) -> StreamedUsage:
     if options is None:
         return StreamedUsage.NONE
     if not body.stream:
-        raise InvalidField("stream_options", msgspec.to_builtins(options), "needs stream: true")
+        raise ApiError(
+            400, "stream_options: needs stream: true", param="stream_options", code="invalid_value"
+        )
     if not options.include_usage:
         return StreamedUsage.NONE
     return StreamedUsage.EVERY if options.continuous_usage_stats else StreamedUsage.LAST

@@ -114,6 +114,13 @@ class TextCodec:
             raise ApiError(400, f"{field}: this model's tokenizer takes no grammars", param=field)
         await self._grammar_checks.check(text, field)
 
+    @property
+    def description(self) -> dict[str, object]:
+        """Its special tokens and its template, by the names of tokenizer_config.json."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        shown = {name: getattr(self._tokenizer, name) for name in names}
+        return {"tokenizer_class": type(self._tokenizer).__name__, **shown}
+
     def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
         """The tokens as the vocabulary spells them; None for an id that only pads it."""
         return [self._backend.id_to_token(token_id) for token_id in token_ids]

@@ -144,7 +144,7 @@ async def _answer_alone(front: Front, work: Work) -> Answer:
         return await Answer.stream(streamed(front, work, tokens))
     body = await whole_body(front, work, tokens)
     if scores:
-        body = join(await write_report(work, scores, front.codec.token_bytes), body)
+        body = b"".join(join(await write_report(work, scores, front.codec.token_bytes), body))
     return Answer(body)
 
 

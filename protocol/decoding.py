@@ -31,7 +31,7 @@ class TypedDecoder(Generic[T]):
         decoder._decoder = msgspec.json.Decoder(message_type)
         return decoder
 
-    def decode(self, frame: bytes) -> T:
+    def decode(self, frame: bytes | bytearray) -> T:
         try:
             return self._decoder.decode(frame)
         except UnicodeDecodeError as error:

@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.models import show_models
 from protocol.decoding import TypedDecoder
 from router.nodes import Node, NodeKind, NodePool
 from service.http_errors import ApiError
@@ -37,13 +38,7 @@ class Fleet:
         if not any(models is not None for models in lists):
             return self._nobody_told("its models")
         by_id = {model["id"]: model for models in lists for model in models or ()}
-        name = request.path_params.get("model")
-        if name is None:
-            return _json({"object": "list", "data": list(by_id.values())})
-        if name in by_id:
-            return _json(by_id[name])
-        served = ", ".join(repr(model) for model in by_id)
-        return ApiError(404, f"model: {name!r} does not exist here; served are {served}").response()
+        return show_models(request, list(by_id.values()))
 
     async def version(self, request: Request) -> Response:
         return _json({"version": VERSION})
@@ -65,6 +60,15 @@ class Fleet:
             if not isinstance(answer, str):
                 return _json(answer)
         return self._nobody_told("its model")
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What the first healthy node that answers says, of either kind: they have one tokenizer."""
+        for node in [node for kind in NodeKind for node in self._pool.healthy(kind)]:
+            answer = await self._ask(node, "/tokenizer_info")
+            if not isinstance(answer, str):
+                return _json(answer)
+        states = "; ".join(f"{node.url}: {node.trouble}" for node in self._pool.nodes)
+        return ApiError(503, f"no node told of its tokenizer ({states})").response()
 
     async def _ask_all(self, nodes: Sequence[Node], path: str) -> list[dict[str, object] | str]:
         return await asyncio.gather(*(self._ask(node, path) for node in nodes))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,9 @@ DECODE_SAYS_WHY_SECS = 1.0
 
 MAX_JOINED_BYTES = 64 << 20
 """Of each node's answer: logprobs of the prompt have 40 MB at most."""
+
+_CHUNK_BYTES = 256 << 10
+"""Of a joined answer."""
 
 _PASSED_HEADERS = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"x-request-timing")
 _KEY_HEADERS = (b"authorization", b"x-api-key")
@@ -167,7 +170,7 @@ class _Exchange:
         self._pool = pool
         self._pair = pair
         self._joins = joins
-        self._prefill: asyncio.Task[bytes] | None = None
+        self._prefill: asyncio.Task[bytearray] | None = None
         self._decode: asyncio.Task[Answer] | None = None
         self._decode_stack = AsyncExitStack()
         self.unreachable: dict[Node, str] = {}
@@ -185,15 +188,15 @@ class _Exchange:
         answer = await self._decode
         return await self._joined(answer, await self._prefill) if self._joins else answer
 
-    async def _joined(self, answer: Answer, report: bytes) -> Answer:
+    async def _joined(self, answer: Answer, report: bytearray) -> Answer:
         body = await _whole(self._pair.decode, answer.chunks)
         try:
-            body = join(report_decoder.decode(report), body)
+            pieces = join(report_decoder.decode(report), body)
         except (msgspec.MsgspecError, KeyError, IndexError) as error:
             raise NodeFailed(502, f"the answers of {self._names} do not fit together: {error}") from error
-        length = (b"content-length", b"%d" % len(body))
+        length = (b"content-length", b"%d" % sum(map(len, pieces)))
         headers = [header for header in answer.headers if header[0] != length[0]]
-        return Answer(answer.status, [*headers, length], _once(body))
+        return Answer(answer.status, [*headers, length], _in_chunks(pieces))
 
     @property
     def _names(self) -> str:
@@ -208,7 +211,7 @@ class _Exchange:
         finally:  # whoever is cancelled here, as when the client leaves now
             await self._decode_stack.aclose()
 
-    async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> bytes:
+    async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> bytearray:
         """Send the prefill leg and read its answer to the end; it is returned where it is to be joined.
 
         Raises RouterError unless it is a success.
@@ -230,7 +233,7 @@ class _Exchange:
         if self._decode is not None:
             await asyncio.wait((self._decode,), timeout=DECODE_SAYS_WHY_SECS)
 
-    async def _deliver(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> bytes:
+    async def _deliver(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> bytearray:
         node = self._pair.prefill
         async with AsyncExitStack() as stack:
             stack.enter_context(self._pool.working(node, self._pair.room))
@@ -242,7 +245,7 @@ class _Exchange:
                 return await _whole(node, chunks)
             async for _ in chunks:
                 pass  # the room is delivered when the body ends
-            return b""
+            return bytearray()
 
     async def _open_decode(self, endpoint: Endpoint, content: bytes, to_node: RawHeaders) -> Answer:
         """Send the decode leg and wait for the first bytes of its body; ``_decode_stack`` keeps it open."""
@@ -308,7 +311,7 @@ class _OneLeg:
         await self._stack.aclose()
 
 
-async def _whole(node: Node, chunks: AsyncIterator[bytes]) -> bytes:
+async def _whole(node: Node, chunks: AsyncIterator[bytes]) -> bytearray:
     """A body that is to be joined. Raises NodeFailed for one that is too long."""
     body = bytearray()
     async for chunk in chunks:
@@ -319,11 +322,15 @@ async def _whole(node: Node, chunks: AsyncIterator[bytes]) -> bytes:
                 f"{node.name} answered more than {MAX_JOINED_BYTES} bytes, the most that is joined with "
                 "logprobs of the prompt; split the request",
             )
-    return bytes(body)
+    return body
 
 
-async def _once(body: bytes) -> AsyncIterator[bytes]:
-    yield body
+async def _in_chunks(pieces: Sequence[bytes | memoryview]) -> AsyncIterator[bytes]:
+    """An answer of megabytes goes at its client's pace, and other requests have turns meanwhile."""
+    for piece in pieces:
+        for start in range(0, len(piece), _CHUNK_BYTES):
+            yield bytes(piece[start : start + _CHUNK_BYTES])
+            await asyncio.sleep(0)
 
 
 def _is_about_prefill(refusal: NodeRefused) -> bool:

@@ -11,7 +11,8 @@ import secrets
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _HEADER = b"x-request-id"
-_ANSWERED = (_HEADER, b"request-id")
+ANSWERED_HEADERS = ("x-request-id", "request-id")
+_ANSWERED = tuple(name.encode() for name in ANSWERED_HEADERS)
 _USUAL = re.compile(rb"[!-~]{1,128}")
 """Others are passed on as they are, and get a name here that can stand in a log."""
 _KEY = "hisparse_pd.request_id"

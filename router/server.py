@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from api.keys import ApiKeys, RequireKey, load_api_keys
+from api.models import MODEL_PATH, MODELS_PATH
 from api.openapi import OPENAPI_PATH, openapi_document
 from router.body import Endpoint, RequestBody
 from router.connect import OwnConnections, tls_context
@@ -37,7 +38,7 @@ from router.metrics import CLIENT_GONE, RouterMetrics
 from router.node_calls import Answer
 from router.nodes import NodeKind, NodePool
 from router.relay import Relay
-from router.request_ids import RequestIds, request_id
+from router.request_ids import ANSWERED_HEADERS, RequestIds, request_id
 from router.status import StatusBoard
 from service.http_errors import ApiError, ErrorShape
 from service.patience import Patience
@@ -151,7 +152,7 @@ def _cors(origins: Sequence[str]) -> Middleware:
         allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=[*(kind.header for kind in NodeKind), "server-timing"],
+        expose_headers=[*(kind.header for kind in NodeKind), *ANSWERED_HEADERS, "server-timing"],
     )
 
 
@@ -189,12 +190,13 @@ class _Router:
         fleet = Fleet(pool, self.client)
         self.information = {
             "/version": fleet.version,
-            "/v1/models": fleet.models,
-            "/v1/models/{model:path}": fleet.models,
+            MODELS_PATH: fleet.models,
+            MODEL_PATH: fleet.models,
             "/server_info": fleet.server_info,
             "/get_server_info": fleet.server_info,
             "/model_info": fleet.model_info,
             "/get_model_info": fleet.model_info,
+            "/tokenizer_info": fleet.tokenizer_info,
         }
 
     async def __aenter__(self) -> None:
@@ -257,6 +259,8 @@ class _RelayEndpoint:
         status = 500
         tracer = self._router.tracer
         span = None if tracer is None else tracer.request(self._path, scope["headers"])
+        if span is not None:
+            span.set({"hisparse_pd.request_id": request_id(scope)})
         try:
             with self._router.drain.in_flight():
                 status = await self._serve(request, send, span)

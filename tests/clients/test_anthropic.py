@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,8 +78,10 @@ def test_a_conversation(client: anthropic.Anthropic) -> None:
 
 
 def test_models(client: anthropic.Anthropic) -> None:
-    assert [model.id for model in client.models.list()] == ["retrieval"]
-    assert client.models.retrieve("retrieval").id == "retrieval"
+    (model,) = client.models.list()
+    assert (model.type, model.id, model.display_name) == ("model", "retrieval", "retrieval")
+    assert model.created_at <= datetime.datetime.now(datetime.UTC)
+    assert client.models.retrieve("retrieval") == model
 
 
 @pytest.mark.parametrize("name", [None, "Weather"], ids=["any", "named"])

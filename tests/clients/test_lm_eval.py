@@ -42,7 +42,13 @@ metric_list:
 
 
 def evaluate(
-    tmp_path: Path, demo: Served, task: str, *options: str, chats: bool = False, batch_size: int = 1
+    tmp_path: Path,
+    demo: Served,
+    task: str,
+    *options: str,
+    chats: bool = False,
+    batch_size: int = 1,
+    tokenizer: str = "huggingface",
 ) -> dict[str, Any]:
     """The metrics of one run over all notes."""
     documents = [
@@ -65,7 +71,7 @@ def evaluate(
         "model": demo.model,
         "base_url": f"{demo.v1}/{path}",
         "tokenizer": demo.model_path,
-        "tokenizer_backend": "None" if chats else "huggingface",
+        "tokenizer_backend": "None" if chats else tokenizer,
         "max_length": 8192,
         "max_retries": 1,
         "num_concurrent": 2,
@@ -99,8 +105,9 @@ def test_a_choice_by_loglikelihood(tmp_path: Path, demo: Served) -> None:
     assert evaluate(tmp_path, demo, CHOOSE, batch_size=6)["acc,none"] == 1.0
 
 
-def test_loglikelihood(tmp_path: Path, demo: Served) -> None:
+@pytest.mark.parametrize("tokenizer", ["huggingface", "remote"])
+def test_loglikelihood(tmp_path: Path, demo: Served, tokenizer: str) -> None:
     """``acc``: every token of the right answer is the one that the model would have written."""
-    metrics = evaluate(tmp_path, demo, SCORE)
+    metrics = evaluate(tmp_path, demo, SCORE, tokenizer=tokenizer)
     assert metrics["acc,none"] == 1.0
     assert 1.0 <= metrics["perplexity,none"] < 1.5

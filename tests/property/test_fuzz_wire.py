@@ -109,8 +109,14 @@ LANE_ANSWERS = (
 
 REPORT = score_report.Report(
     (0, 0),
-    (score_report.PromptLists({"prompt_logprobs": b"null"}, {"tokens": b'"a"'}, {"x": b""}),),
-    {"y": b"1"},
+    (
+        score_report.PromptLists(
+            {"prompt_logprobs": memoryview(b"null")},
+            {"tokens": memoryview(b'"a"')},
+            {"x": memoryview(b"")},
+        ),
+    ),
+    {"y": memoryview(b"1")},
 )
 JOINED = (
     b'{"choices":[{"logprobs":{"tokens":["b"]}},{"logprobs":{"tokens":[]}}],"usage":null}',

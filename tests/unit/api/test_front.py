@@ -15,6 +15,7 @@ import textwrap
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -842,6 +843,10 @@ def test_information(on_node: OnNode, role: str, tmp_path: Path) -> None:
             assert response.json()["served_model_name"] == "tiny"
             assert response.json()["context_length"] == 256
         assert (await node.client.get("/version")).json() == {"version": VERSION}
+        tokenizer = await node.client.get("/tokenizer_info")
+        assert str(tmp_path) not in tokenizer.text
+        assert tokenizer.json()["eos_token"] == TOKENIZER.eos_token
+        assert tokenizer.json()["chat_template"] == TOKENIZER.chat_template
         info = (await node.client.get("/server_info")).json()
         assert info["disaggregation_mode"] == role
         assert (info["transfer_protocol"], info["transfer_devices"]) == ("rdma", ["mlx5_0", "mlx5_1"])
@@ -851,10 +856,34 @@ def test_information(on_node: OnNode, role: str, tmp_path: Path) -> None:
         assert load == [{"dp_rank": 0, "num_reqs": 1, "num_waiting_reqs": 1, "num_tokens": 17}]
         models = (await node.client.get("/v1/models")).json()
         assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("tiny", 256)]
+        assert (await node.client.get("/v1/models/tiny")).json() == models["data"][0]
+        missing = await node.client.get("/v1/models/other")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
         assert (await node.client.post("/flush_cache")).status_code == 200
         await until(lambda: FlushCache() in node.engine.received, "the engine was told")
 
     on_node(deliver, check, role=role)
+
+
+def test_models_as_anthropics_client_reads_them(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        headers = {"anthropic-version": "2023-06-01"}
+        listing = (await node.client.get("/v1/models", headers=headers)).json()
+        (model,) = listing["data"]
+        assert listing == {"data": [model], "has_more": False, "first_id": "tiny", "last_id": "tiny"}
+        assert {**model, "created_at": ""} == {
+            "type": "model",
+            "id": "tiny",
+            "display_name": "tiny",
+            "created_at": "",
+        }
+        assert datetime.fromisoformat(model["created_at"]) <= datetime.now(UTC)
+        assert (await node.client.get("/v1/models/tiny", headers=headers)).json() == model
+        missing = await node.client.get("/v1/models/other", headers=headers)
+        assert missing.status_code == 404
+        assert (missing.json()["type"], missing.json()["error"]["type"]) == ("error", "not_found_error")
+
+    on_node(say("x"), check)
 
 
 def test_metrics_of_the_engine(on_node: OnNode) -> None:

@@ -140,7 +140,8 @@ async def test_both_answers_are_joined(tmp_path: Path) -> None:
             assert report.headers["content-type"] == "application/msgpack"
             answer = await decode.post(path, **body)
             assert answer.status_code == 200, answer.text
-            joined[path] = msgspec.json.decode(join(report_decoder.decode(report.content), answer.content))
+            pieces = join(report_decoder.decode(report.content), answer.content)
+            joined[path] = msgspec.json.decode(b"".join(pieces))
         for index, choice in enumerate(joined["/v1/completions"]["choices"]):
             assert (choice["index"], choice["text"]) == (index, "helloAB")
             assert choice["prompt_logprobs"] == BY_ID
@@ -253,7 +254,17 @@ def test_tokens_before_the_text_begin_where_it_does() -> None:
 
 
 def test_lists_of_both_nodes_become_one() -> None:
-    lists = PromptLists({}, {"tokens": b'"a"', "text_offset": b""}, {})
+    lists = PromptLists({}, {"tokens": memoryview(b'"a"'), "text_offset": memoryview(b"")}, {})
     body = b'{"choices":[{"logprobs":{"tokens":[],"text_offset":[0]}}],"n":1.0}'
-    joined = join(Report((0,), (lists,)), body)
+    joined = b"".join(join(Report((0,), (lists,)), body))
     assert joined == b'{"choices":[{"logprobs":{"tokens":["a"],"text_offset":[0]}}],"n":1.0}'
+
+
+def test_joining_copies_no_list() -> None:
+    lists = {"prompt_logprobs": memoryview(b"null," * 1000)}
+    packed = bytearray(Report((0, 0), (PromptLists(lists, {}, {}),)).packed())
+    pieces = join(report_decoder.decode(packed), b'{"choices":[{"index":0},{"index":1}]}')
+    views = [piece for piece in pieces if isinstance(piece, memoryview)]
+    assert [view.nbytes for view in views] == [5000, 5000]
+    packed[packed.index(b"null")] = ord("N")
+    assert all(bytes(view[:4]) == b"Null" for view in views), "they are views of the report"

@@ -411,7 +411,7 @@ OPENAI = [
     *((body, field, said) for field, body, said in DRAWN),
     ({"response_format": {"type": "grammar"}}, "response_format.type", 'must be "json_object"'),
     ({"response_format": "text"}, "response_format", "must be an object"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: needs stream: true"),
     (
         {"stream": True, "stream_options": {"include_usage": 1}},
         "stream_options.include_usage",

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.tls_files import make_tls_files, needs_openssl
+
 HEALTHCHECK = Path(__file__).resolve().parents[3] / "deploy" / "healthcheck.py"
 LOADING = (503, {"status": "loading", "reason": "the engine is loading: weights, 1 of 9 GB"})
 STALLED = (503, {"status": "unavailable", "reason": "loading has stood still for 301 s"})
@@ -75,6 +77,16 @@ def test_it_waits_while_a_node_loads_and_for_nothing_else(
     service.answers = answers
     assert check(service.url, monkeypatch) == status
     assert service.num_asked == len(answers)
+
+
+@needs_openssl
+def test_a_certificate_is_not_checked(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = make_tls_files(tmp_path / "tls").serving()
+    service.server.socket = context.wrap_socket(service.server.socket, server_side=True)
+    assert check(service.url.replace("http:", "https:"), monkeypatch) == 0
+    assert service.num_asked == 1
 
 
 def test_a_service_that_does_not_answer_is_not_healthy(

@@ -86,7 +86,9 @@ class FakeNode:
         match scope["path"]:
             case "/health":
                 await (answer(send, b"", 200) if self.healthy else answer(send, self.trouble, 503))
-            case "/get_load" | "/v1/models" | "/server_info" | "/model_info" if self.says is not None:
+            case "/get_load" | "/v1/models" | "/server_info" | "/model_info" | "/tokenizer_info" if (
+                self.says is not None
+            ):
                 await answer(send, self.says)
             case "/get_load":
                 loads = [{"dp_rank": rank, "num_reqs": load} for rank, load in enumerate(self.loads)]
@@ -94,7 +96,7 @@ class FakeNode:
             case "/v1/models":
                 data = [{"id": name, "object": "model"} for name in self.models]
                 await answer(send, json.dumps({"object": "list", "data": data}).encode())
-            case "/server_info" | "/model_info" as path:
+            case "/server_info" | "/model_info" | "/tokenizer_info" as path:
                 await answer(send, json.dumps({"asked": path, "port": scope["server"][1]}).encode())
             case path:
                 request = Request(scope, receive)

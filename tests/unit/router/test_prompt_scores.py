@@ -76,7 +76,10 @@ def test_nodes_are_told_whose_the_answer_is(
 
 
 SCORED = {"prompt": "ab", "max_tokens": 2, "echo": True, "logprobs": 0}
-REPORT = Report((0, 0), (PromptLists({}, {"tokens": b'"a","b"', "token_logprobs": b"null,-1.5"}, {}),))
+REPORT = Report(
+    (0, 0),
+    (PromptLists({}, {"tokens": memoryview(b'"a","b"'), "token_logprobs": memoryview(b"null,-1.5")}, {}),),
+)
 DECODED = b'{"choices":[%s],"usage":{"total_tokens": 3}}' % b",".join(
     b'{"index":%d,"text":"abc","logprobs":{"tokens":["c"],"token_logprobs":[-0.50]}}' % index
     for index in (0, 1)
@@ -88,7 +91,11 @@ def reports(body: bytes = REPORT.packed()) -> Any:
 
 
 @pytest.mark.parametrize("is_prefill_late", [False, True])
-async def test_the_answers_of_both_nodes_are_joined(is_prefill_late: bool) -> None:
+async def test_the_answers_of_both_nodes_are_joined(
+    is_prefill_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "_CHUNK_BYTES", 7)
+
     async def prefill(node: FakeNode, send: Send) -> None:
         if is_prefill_late:
             await start(send, content_type=REPORT_TYPE)

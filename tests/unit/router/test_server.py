@@ -862,6 +862,21 @@ async def test_a_model_can_be_asked_for_by_name() -> None:
         )
 
 
+async def test_anthropics_client_gets_its_own_listing_of_models() -> None:
+    async with cluster(decode=[streams, streams]) as pair:
+        pair.decode[1].models = ("tiny", "other")
+        headers = {"anthropic-version": "2023-06-01"}
+        listing = (await pair.client.get("/v1/models", headers=headers)).json()
+        assert [(model["type"], model["id"]) for model in listing["data"]] == [
+            ("model", "tiny"),
+            ("model", "other"),
+        ]
+        assert (listing["first_id"], listing["last_id"], listing["has_more"]) == ("tiny", "other", False)
+        assert (await pair.client.get("/v1/models/other", headers=headers)).json() == listing["data"][1]
+        missing = await pair.client.get("/v1/models/third", headers=headers)
+        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+
+
 @pytest.mark.I7
 async def test_errors_on_anthropics_paths_have_its_shape() -> None:
     """The router's own, and a node's in another shape; of a node that breaks off, in an event with a name."""
@@ -942,6 +957,17 @@ async def test_every_node_says_what_it_is(path: str) -> None:
         assert len(told["decode"]) == 2
 
 
+async def test_any_node_tells_of_the_tokenizer() -> None:
+    async with cluster() as pair:
+        for node in (*pair.prefill, *pair.decode):
+            told = (await pair.client.get("/tokenizer_info")).json()
+            assert told == {"asked": "/tokenizer_info", "port": httpx.URL(node.url).port}
+            await node.close()
+        answer = await pair.client.get("/tokenizer_info")
+        assert answer.status_code == 503
+        assert "no node told of its tokenizer" in error_of(answer)
+
+
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
 async def test_a_healthy_decode_node_says_what_the_model_is(path: str) -> None:
     async with cluster(decode=[streams, streams]) as pair:
@@ -987,7 +1013,7 @@ async def test_what_a_node_says_of_itself_may_be_anything(said: bytes) -> None:
         node.says = said
         num_before = len(node.asked)
         await until(lambda: len(node.asked) >= num_before + 6)
-        for path in ("/v1/models", "/server_info", "/model_info"):
+        for path in ("/v1/models", "/server_info", "/model_info", "/tokenizer_info"):
             assert (await pair.client.get(path)).status_code in (200, 503)
         response = await pair.client.post("/v1/completions", json={"prompt": "a", "stream": True})
         assert response.content == b"".join(EVENTS)
@@ -1083,8 +1109,8 @@ async def test_pages_of_named_origins_may_call_it_and_others_may_not(tmp_path: P
         headers = {"origin": origin, **bearer(CLIENT_KEY)}
         response = await pair.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
         assert response.headers["access-control-allow-origin"] == origin
-        exposed = response.headers["access-control-expose-headers"]
-        assert "x-hisparse-pd-prefill" in exposed
+        exposed = response.headers["access-control-expose-headers"].split(", ")
+        assert {"x-hisparse-pd-prefill", "x-request-id", "request-id", "server-timing"} <= set(exposed)
         assert "access-control-allow-credentials" not in response.headers
         refused = await pair.client.post("/v1/completions", json={"prompt": "a"}, headers={"origin": origin})
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, origin)

@@ -75,6 +75,7 @@ async def test_a_retry_is_an_event(receiver: Receiver) -> None:
         response = await pair.client.post(PATH, json={"prompt": "a"})
         assert response.status_code == 429
     span = root(receiver)
+    assert span.attributes["hisparse_pd.request_id"] == response.headers["x-request-id"]
     assert span.events == ["retry"]
     assert span.attributes["hisparse_pd.retries"] == 1
     assert span.attributes["http.response.status_code"] == 429
