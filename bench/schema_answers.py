@@ -5,8 +5,8 @@
 ``--suite``: a checkout of json-schema-org/JSON-Schema-Test-Suite. Schemas that are objects are drawn by lot
 from the required parts of its drafts, and sent as a chat's ``response_format`` to a pair of the tiny model,
 which knows nothing and is drawn from at temperature 1, hisparse and dense by turns. Biases on quotes and
-brackets let values come to an end. ``jsonschema`` judges each answer by its draft's rules. Drawn until so many have
-been answered to their end; those that are refused with a 400, with why, and answers that ran to
+brackets let values come to an end. ``jsonschema`` judges each answer by its draft's rules. Drawn until so
+many have been answered to their end; those that are refused with a 400, with why, and answers that ran to
 ``max_tokens`` are counted. The status is 1 when an answer is no instance, or a request fails otherwise.
 """
 
