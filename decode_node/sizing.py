@@ -30,8 +30,8 @@ for themselves, so what all of them have together may be twice the host pool."""
 
 BASE_RESERVE_BYTES = 1 << 30
 """For activations: workspaces of libraries, buffers of the layers, the memory of CUDA graphs."""
-LOGIT_COPIES = 5
-"""Float32 rows of the vocabulary that sampling holds for a request at a time."""
+LOGIT_COPIES = 6
+"""Float32 rows of the vocabulary that sampling holds for a request at a time, the masked ones among them."""
 
 
 class DecodeSettingsError(ValueError):
