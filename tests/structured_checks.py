@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import httpx
 import openai
 from openai import pydantic_function_tool
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 TOOLS_TEMPLATE = (
     "{% if tools %}[tools]{{ tools | map(attribute='function.name') | join(',') }}{% endif %}"
@@ -27,13 +27,19 @@ MAX_TOKENS = 1500
 """Far more than is needed but for white space, of which a model may write 64 characters at each place."""
 
 
-class Report(BaseModel):
+class Closed(BaseModel):
+    """No further properties: a schema as it stands lets a model write as many as it likes, of any length."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Report(Closed):
     kind: Literal["dry", "wet"]
     days: Annotated[int, Field(ge=0, le=9)]
     place: Annotated[str, Field(max_length=4)]
 
 
-class Weather(BaseModel):
+class Weather(Closed):
     """Looks it up."""
 
     city: Annotated[str, Field(max_length=3)]
@@ -41,7 +47,7 @@ class Weather(BaseModel):
     exact: bool
 
 
-class Stop(BaseModel):
+class Stop(Closed):
     """Ends it."""
 
 
