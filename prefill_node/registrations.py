@@ -69,9 +69,7 @@ class Registrations:
         replaced = [
             peer
             for peer in self._by_node.values()
-            if peer is known
-            or peer.identity == identity
-            or (peer.session == register.session and peer.regions != regions)
+            if peer is known or peer.identity == identity or peer.session == register.session
         ]
         for peer in replaced:
             self._drop(peer)

@@ -61,8 +61,8 @@ from service.engine_messages import (
 )
 from service.engine_sockets import EngineSocket
 from service.settings import DecodeSettings
+from tests.unit.kept_engines import kept_engine, kept_engines
 from transfer.aux_record import AuxLayout
-from transfer.engine import TransferEngine, TransferError
 from transfer.extents import extents_to_slots
 from transfer.transport import TCP
 from vocabulary import HisparseFlag, SamplingParams, TokenLogprob
@@ -140,12 +140,6 @@ def computed(checkpoint: Checkpoint, prompt: Prompt, page_size: int) -> Prefille
     return _prefill(checkpoint.path, checkpoint.spec.num_draft_layers, prompt, page_size)
 
 
-@lru_cache
-def _shared_transfer() -> TransferEngine:
-    """One for all doubles: starting and stopping Mooncake takes a second."""
-    return TransferEngine("127.0.0.1")
-
-
 class PrefillDouble:
     """A prefill node whose behaviour the test decides. ``poll`` answers what has arrived."""
 
@@ -173,7 +167,7 @@ class PrefillDouble:
         """What it says of the batches that it delivers with."""
         self.num_registrations = 0
         self._layout = AuxLayout(checkpoint.spec.num_index_groups, checkpoint.spec.index_topk)
-        self._transfer = _shared_transfer()
+        self._transfer = kept_engine("127.0.0.1")
         self._registered: dict[bytes, Register] = {}
         self.control = ControlServer("127.0.0.1", 0)
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -232,6 +226,7 @@ class PrefillDouble:
         if self._thread.is_alive():
             self.close_http()
         self.control.close()
+        self._transfer.close()
 
     def poll(self) -> None:
         for identity, message in self.control.receive():
@@ -319,18 +314,9 @@ class PrefillDouble:
     def _send(
         self, session: str, source: torch.Tensor, src: list[int], dst: list[int], lengths: list[int]
     ) -> None:
-        """Once more for each of Mooncake's four connections that leads to a node that is gone.
-
-        This engine outlives a thousand nodes, whose data ports are drawn from 2,000 (docs/decisions.md).
-        """
         addr = self._transfer.register(source)
         try:
-            for attempt in range(5):
-                try:
-                    return self._transfer.write(session, src, dst, lengths)
-                except TransferError:
-                    if attempt == 4:
-                        raise
+            self._transfer.write(session, src, dst, lengths)
         finally:
             self._transfer.unregister(addr)
 
@@ -375,7 +361,10 @@ class EngineHarness:
                 **settings,
             },
         )
-        self.engine = DecodeEngine(self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP)
+        with kept_engines("decode_node.engine"):
+            self.engine = DecodeEngine(
+                self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP
+            )
         self.answers: dict[str, Answer] = {}
         self.stats: EngineStats | None = None
         self._num_requests = 0

@@ -325,6 +325,7 @@ def test_a_step_whose_draws_fail_ends_its_batch_and_no_more(
     def broken(*_: Any, **__: Any) -> Any:
         raise GrammarError("no memory, say")
 
+    finish(node, [ask(node, double, PROMPTS[1])], double)  # its grammar need not be compiled again
     with monkeypatch.context() as patch:
         patch.setattr(decode_node.graph_runner, "masks_of", broken)
         answer, neighbour = ask(node, double, PROMPTS[1]), node.generate(double, PLAIN, 200)

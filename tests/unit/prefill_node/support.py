@@ -63,8 +63,8 @@ from service.engine_messages import (
 from service.engine_sockets import EngineSocket
 from service.phases import PREFILL_PHASES
 from service.settings import PrefillSettings
+from tests.unit.kept_engines import kept_engine, kept_engines
 from transfer.aux_record import AuxLayout, AuxRecord
-from transfer.engine import TransferEngine
 from transfer.extents import expand_pages, extents_to_slots
 from transfer.lane_host import LaneHost, SharedMemory
 from transfer.sender import Ready, WriteBatch
@@ -151,7 +151,8 @@ class EngineThread:
     def _serve(self) -> None:
         front = EngineSocket([self._endpoint])
         try:
-            self.engine = PrefillEngine(self.settings, self.spec, self.model, front, TCP)
+            with kept_engines("prefill_node.engine"):
+                self.engine = PrefillEngine(self.settings, self.spec, self.model, front, TCP)
             run, submit = self.engine._runner.run, self.engine._sender.submit
 
             def observed(batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten) -> Any:
@@ -351,7 +352,7 @@ class DecodePeer(ControlPeer):
                 if pool.shared_fd is not None
             ],
         )
-        self.transfer = TransferEngine("127.0.0.1")
+        self.transfer = kept_engine("127.0.0.1")
         for memory in (self.kv_host, self.kv_device, self.index, self.aux):
             self.transfer.register(memory)
 
