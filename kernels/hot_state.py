@@ -345,8 +345,11 @@ class HotBufferState:
         for group in range(self.num_groups):
             forward, backward = self.lookup_to_hot[group].cpu(), self.hot_to_lookup[group].cpu()
             num_hot, num_used = int((forward != ABSENT).sum()), int((backward != ABSENT).sum())
+            is_empty = ((backward == ABSENT) & (self.stamps[group].cpu() == ABSENT)).all(1).tolist()
             for row, capacity in enumerate(capacities):
                 seq_len = (seq_lens or {}).get(row, 0)
+                if is_empty[row] and seq_len == 0:
+                    continue
                 newest = range(max(0, seq_len - (num_new or {}).get(row, 1)), seq_len)
                 self._check_row(group, row, capacity, forward, lookup_pages[row], newest)
             if num_hot != num_used:

@@ -33,6 +33,11 @@ OF_THE_PAIR = frozenset(
 """The files whose tests share ``tests.integration.conftest.pair``."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The router's tests, which mostly wait, run beside those that compute instead of alone at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/unit/router/"))
+
+
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``--dist loadfile``: the files of the pair go to one process, which alone starts it."""

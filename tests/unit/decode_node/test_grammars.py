@@ -121,8 +121,7 @@ def text_of(answer: Answer, checkpoint: Checkpoint) -> str:
     return bytes(body).decode()
 
 
-@pytest.mark.parametrize("ignore_eos", [False, True])
-@pytest.mark.parametrize("num", [0, 3])
+@pytest.mark.parametrize(("num", "ignore_eos"), [(0, False), (3, True)])
 def test_outputs_are_what_the_schema_wants_and_neighbours_what_they_are_alone(
     checkpoint: Checkpoint, double: PrefillDouble, node: EngineHarness, num: int, ignore_eos: bool
 ) -> None:
@@ -167,6 +166,7 @@ def tokens(answers: Sequence[Answer]) -> list[list[int]]:
     return [answer.token_ids for answer in answers]
 
 
+@pytest.mark.parametrize("node", [make_graph_runner], indirect=True, ids=["graph"])
 def test_any_number_of_drafts_gives_the_same_tokens(double: PrefillDouble, node: EngineHarness) -> None:
     without = with_drafts(node, double, 0)
     for numbers in [(1,), (2,), (3, 0, 1, 0, 2, 3, 3)]:

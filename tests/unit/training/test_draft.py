@@ -114,6 +114,7 @@ def test_a_chain_reads_true_rows_up_to_its_start(
         assert int(differs[0]) == 50 + number
 
 
+@pytest.mark.slow
 def test_training_changes_the_layer_alone(checkpoint: Path) -> None:
     trainer = DraftTrainer(checkpoint, "cpu", SMALL, seed=1, tokens_per_batch=512)
     before = {name: value.clone() for name, value in trainer.network.state_dict().items()}
