@@ -4,9 +4,9 @@
 through router, prefill node and decode node; the passes differ in the flag, in how many requests share a
 batch, and in whether the prefix cache is warm. Invariant I5.
 
-The default run has 16 or 17 prompts a model, each in every mode in a batch, with a cold and with a warm cache, and
-every second one in one mode alone, in short contexts, because most of the oracle's time is in the longest
-prompts. The full product of modes, batches and caches over 40 prompts, in longer contexts, is marked slow.
+The default run has 16 or 17 prompts a model in short contexts, because most of the oracle's time is in the
+longest prompts; each prompt in every mode in a batch. The full product of modes, batches and caches over 40
+prompts, in longer contexts, is marked slow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.integration.harness import Deployment, deployment
 NUM_NEW_TOKENS = 48
 TURN_TOKENS = 16
 SAMPLE = [pytest.param(("v32", 1024, 17, 17), id="v32"), pytest.param(("glm", 512, 16, 16), id="glm")]
-"""Of the default run: model, context length, prompts, and prompts that are drawn. Two to four chunks fill it."""
+"""By default: model, context length, prompts, and prompts that are drawn. Two or four chunks fill it."""
 FULL = [pytest.param(("v32", 8192, 40, 60), id="v32"), pytest.param(("glm", 4096, 40, 40), id="glm")]
 """The model's own context, and half of it; of V3.2 the first 40 of 60 prompts.
 
