@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from tests.integration.harness import REPO
 
 TIMEOUT_SECS = 120.0
@@ -36,6 +38,7 @@ def test_a_machine_alone() -> None:
     assert all(check["remedy"] for check in failed.values())
 
 
+@pytest.mark.slow
 def test_two_machines_measure_each_other() -> None:
     serving = subprocess.Popen(
         [*COMMAND, "--serve", "--port", "0", "--serve-secs", "600"],

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.integration.harness import decode_service, prefill_service, router_service, running
 from tests.tls_files import make_tls_files, needs_openssl
 
-pytestmark = needs_openssl
+pytestmark = [needs_openssl, pytest.mark.slow]
 
 
 def test_a_request_through_https_at_every_step(

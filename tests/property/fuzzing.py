@@ -2,7 +2,7 @@
 
 Inputs come in two ways. Hypothesis builds some, choice by choice, and shrinks what fails; that costs it some
 milliseconds each. Far more are made by the same damage from a seed, a batch in each example; a failure names
-its input. The default run makes 200 and 4000 for each decoder, always the same ones. FUZZ_INPUTS in the
+its input. The default run makes 100 and 2000 for each decoder, always the same ones. FUZZ_INPUTS in the
 environment (``make fuzz``) sets the number of the second kind, twenty times that of the first, and all are
 new in every run.
 """
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 T = TypeVar("T")
 
-DEFAULT_INPUTS = 4000
+DEFAULT_INPUTS = 2000
 BATCH = 100
 _ASKED = os.environ.get("FUZZ_INPUTS")
 _NUM_INPUTS = int(_ASKED or DEFAULT_INPUTS)
