@@ -43,6 +43,17 @@ def peer(engine: EngineThread) -> Iterator[DecodePeer]:
         yield peer
 
 
+def compiled_by_hand(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Future[Grammar], Callable[[str], Future[Grammar]]]:
+    """What the engine waits for in place of each grammar with a Q, and what compiles grammars as ever."""
+    given: Future[Grammar] = Future()
+    compiler = engine.engine._grammars
+    ask = compiler.ask
+    monkeypatch.setattr(compiler, "ask", lambda text: given if "Q" in text else ask(text))
+    return given, ask
+
+
 def test_the_first_token_is_one_that_its_grammar_begins_with(engine: EngineThread, peer: DecodePeer) -> None:
     """Beside a prompt without one, which has the token of the largest logit as ever."""
     rooms = [next(_rooms) for _ in range(3)]
@@ -67,10 +78,7 @@ def test_the_first_token_is_one_that_its_grammar_begins_with(engine: EngineThrea
 def test_a_grammar_that_is_compiled_holds_up_its_own_room_alone(
     engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow: Future[Grammar] = Future()
-    compiler = engine.engine._grammars
-    ask = compiler.ask
-    monkeypatch.setattr(compiler, "ask", lambda text: slow if "Q" in text else ask(text))
+    slow, ask = compiled_by_hand(engine, monkeypatch)
     waiting, other, broken = (next(_rooms) for _ in range(3))
     for slot, room in enumerate((waiting, other, broken)):
         peer.bootstrap(room, 20, aux_slot=slot)
@@ -91,10 +99,7 @@ def test_rooms_that_wait_hold_few_compiled_grammars(
     engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None before they could be admitted, and then so many: whoever is behind waits for one of these."""
-    slow: Future[Grammar] = Future()
-    compiler = engine.engine._grammars
-    ask = compiler.ask
-    monkeypatch.setattr(compiler, "ask", lambda text: slow if "Q" in text else ask(text))
+    slow, ask = compiled_by_hand(engine, monkeypatch)
     monkeypatch.setattr("prefill_node.room_life.MAX_WAITING_GRAMMARS", 1)
     first, second, plain, unpaired = (next(_rooms) for _ in range(4))
     tokens = prompt(9, 20)
@@ -115,11 +120,10 @@ def test_a_grammar_that_comes_to_nothing_while_a_step_is_planned_is_in_no_batch(
     engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is looked at twice in a turn, it may be compiled in between."""
-    broken: Future[Grammar] = Future()
-    life, compiler = engine.engine._life, engine.engine._grammars
-    ask, candidates = compiler.ask, life.candidates
+    broken, _ = compiled_by_hand(engine, monkeypatch)
+    life = engine.engine._life
+    candidates = life.candidates
     is_due = threading.Event()
-    monkeypatch.setattr(compiler, "ask", lambda text: broken if "Q" in text else ask(text))
 
     def late_candidates() -> Iterator[Waiting]:
         if is_due.is_set() and not broken.done():
