@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol, assert_never
@@ -20,16 +20,17 @@ import msgspec
 from msgspec import Raw
 
 from api.app import Work
-from api.chat_message import MessageParser, Parts
-from api.chat_reading import parser_maker
+from api.chat_message import MessageParser
+from api.chat_reading import ChatReading, ReasoningTokens, ends_for_calls
 from api.detokenizer import TokenBytes
 from api.frame import SSE_DONE, sse
+from api.message_parts import Part, PartKind, joined
 from api.output import Delta, Finish, SampleOutput
 from api.schemas import StreamedUsage
 from api.tool_markup import Markup
 from service.engine_messages import unpack_token_ids
 from service.http_errors import ApiError
-from vocabulary import FinishReason, TokenLogprob
+from vocabulary import TokenLogprob
 
 _MIN_LOGPROB = -9999.0
 """In place of minus infinity, which JSON has not."""
@@ -128,7 +129,7 @@ class _OpenAi(ABC):
         return Raw(msgspec.json.encode(self._choice(output, logprobs)))
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
-        return self._envelope(self.whole_object, choices) | {"usage": usage(outputs)}
+        return self._envelope(self.whole_object, choices) | {"usage": self._used(outputs)}
 
     @abstractmethod
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
@@ -136,7 +137,7 @@ class _OpenAi(ABC):
 
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         if self._usage is not StreamedUsage.NONE:
-            yield sse(self._envelope(self.chunk_object, []) | {"usage": usage(outputs)})
+            yield sse(self._envelope(self.chunk_object, []) | {"usage": self._used(outputs)})
         yield SSE_DONE
 
     def failed(self, error: ApiError) -> bytes | None:
@@ -150,9 +151,13 @@ class _OpenAi(ABC):
             case StreamedUsage.LAST:
                 return sse(envelope | {"usage": None})
             case StreamedUsage.EVERY:
-                return sse(envelope | {"usage": usage([output])})
+                return sse(envelope | {"usage": self._used([output])})
             case _:
                 assert_never(self._usage)
+
+    def _used(self, outputs: Sequence[SampleOutput]) -> Json:
+        """Their usage."""
+        return usage(outputs)
 
     def _shows_tokens(self, output: SampleOutput, delta: Delta) -> bool:
         """Whether the delta has tokens that the client is to see, be there text of them or not."""
@@ -253,30 +258,72 @@ class Chat(_OpenAi):
     def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
         """``markup``: how the model writes tool calls; None where that is not known, and they stay text."""
         super().__init__(work, model_name, token_bytes)
-        self._parser = parser_maker(work, token_bytes, markup)
+        self._reading = ChatReading(work, token_bytes, markup)
         self._parsers: dict[int, MessageParser] = {}
         """Of the samples that are streamed."""
+        self._calls: Counter[int] = Counter()
+        """Calls that were shown, by sample."""
+        self._reasoning: dict[int, ReasoningTokens] = {}
+        """By sample."""
+
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        self._count_reasoning(output, delta)
+        super().keep(output, delta)
 
     def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        self._count_reasoning(output, delta)
         parser = self._parsers.get(output.index)
         if parser is None:
-            parser = self._parsers[output.index] = self._parser()
+            parser = self._parsers[output.index] = self._reading.parser()
         if delta.first_token == 0:
             role: Json = {"role": "assistant", "content": ""}
             choice: Json = {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
             yield self._chunk(output, choice, self._prompt_ids() if output.index == 0 else {})
-        parts = parser.feed(delta.text, is_last=delta.finish is not None)
-        if parts or delta.finish or self._shows_tokens(output, delta):
+        finish = delta.finish
+        parts = parser.feed(delta.text, finish.reason if finish is not None else None)
+        shown = [self._shown_part(output.index, part) for part in parts]
+        shown = [part for part in shown if part]
+        if not shown and (finish or self._shows_tokens(output, delta)):
+            shown.append({})
+        for number, part_delta in enumerate(shown, 1):
+            is_first, is_last = number == 1, number == len(shown)
             choice = {
                 "index": output.index,
-                "delta": _shown_parts(parts),
-                "logprobs": self._new_logprobs(output, delta),
-                "finish_reason": delta.finish and _finish_reason(delta.finish, parser),
-                "matched_stop": delta.finish and delta.finish.matched,
+                "delta": part_delta,
+                "logprobs": self._new_logprobs(output, delta) if is_first else None,
+                "finish_reason": _finish_reason(finish, parser) if finish and is_last else None,
+                "matched_stop": finish.matched if finish and is_last else None,
             }
             if self._token_ids is not None:
-                choice |= self._token_ids.new_of(output, delta)
+                choice |= self._token_ids.new_of(output, delta) if is_first else {"token_ids": []}
             yield self._chunk(output, choice)
+
+    def _shown_part(self, index: int, part: Part) -> Json:
+        """The delta of one part of sample ``index``."""
+        match part.kind:
+            case PartKind.REASONING:
+                return {"reasoning_content": part.text}
+            case PartKind.CONTENT:
+                return {"content": part.text}
+            case PartKind.CALL:
+                self._calls[index] += 1
+                return {"tool_calls": [_shown_call(self._calls[index] - 1, part.text, "")]}
+            case PartKind.ARGUMENTS:
+                call = {"index": self._calls[index] - 1, "function": {"arguments": part.text}}
+                return {"tool_calls": [call]}
+            case PartKind.END_OF_CALL:
+                return {}
+            case _:
+                assert_never(part.kind)
+
+    def _count_reasoning(self, output: SampleOutput, delta: Delta) -> None:
+        if output.index not in self._reasoning:
+            self._reasoning[output.index] = self._reading.reasoning_tokens()
+        self._reasoning[output.index].count(output.token_ids[delta.first_token : delta.last_token])
+
+    def _used(self, outputs: Sequence[SampleOutput]) -> Json:
+        counted = (self._reasoning.get(output.index) for output in outputs)
+        return usage(outputs, sum(reasoning.num_tokens for reasoning in counted if reasoning is not None))
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
         return super().whole(outputs, choices) | self._prompt_ids()
@@ -285,15 +332,24 @@ class Chat(_OpenAi):
         return {} if self._token_ids is None else self._token_ids.prompt(0)
 
     def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
-        parser = self._parser()
-        parts = parser.feed(output.text, is_last=True)
-        content = None if parts.calls and not parts.content else parts.content
+        finish = output.finish
+        assert finish is not None
+        parser = self._reading.parser()
+        answer = joined(parser.feed(output.text, finish.reason))
+        message: Json = {"role": "assistant"}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [
+                _shown_call(index, call.name, call.arguments) for index, call in enumerate(answer.calls)
+            ]
+        content = None if answer.calls and not answer.content else answer.content
         return {
             "index": output.index,
-            "message": {"role": "assistant"} | _shown_parts(parts) | {"content": content, "refusal": None},
+            "message": message | {"content": content, "refusal": None},
             "logprobs": logprobs,
-            "finish_reason": output.finish and _finish_reason(output.finish, parser),
-            "matched_stop": output.finish and output.finish.matched,
+            "finish_reason": _finish_reason(finish, parser),
+            "matched_stop": finish.matched,
             **({} if self._token_ids is None else self._token_ids.all_of(output)),
         }
 
@@ -318,28 +374,17 @@ class Chat(_OpenAi):
         }
 
 
-def _shown_parts(parts: Parts) -> Json:
-    """Those fields of a message, or of a delta of one, that have something."""
-    shown: Json = {}
-    if parts.reasoning:
-        shown["reasoning_content"] = parts.reasoning
-    if parts.content:
-        shown["content"] = parts.content
-    if parts.calls:
-        shown["tool_calls"] = [
-            {
-                "index": call.index,  # by which clients join deltas; in a whole message it is one field more
-                "id": f"call_{secrets.token_hex(12)}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in parts.calls
-        ]
-    return shown
+def _shown_call(index: int, name: str, arguments: str) -> Json:
+    return {
+        "index": index,  # by which clients join deltas; in a whole message it is one field more
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def _finish_reason(finish: Finish, parser: MessageParser) -> str:
-    return "tool_calls" if parser.has_calls and finish.reason is FinishReason.STOP else finish.reason
+    return "tool_calls" if ends_for_calls(parser, finish) else finish.reason
 
 
 # --- SGLang --------------------------------------------------------------------------------------------
@@ -427,8 +472,11 @@ class Generate:
 # --- usage ---------------------------------------------------------------------------------------------
 
 
-def usage(outputs: Sequence[SampleOutput]) -> Json:
-    """OpenAI's usage object. A prompt counts once, however many samples it has."""
+def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = None) -> Json:
+    """OpenAI's usage object. A prompt counts once, however many samples it has.
+
+    ``num_reasoning_tokens``: of all samples together; None where answers have no reasoning.
+    """
     firsts = list({output.sample.prompt_index: output for output in reversed(outputs)}.values())
     num_prompt_tokens = sum(output.num_prompt_tokens for output in firsts)
     num_new_tokens = sum(len(output.token_ids) for output in outputs)
@@ -442,7 +490,7 @@ def usage(outputs: Sequence[SampleOutput]) -> Json:
         "completion_tokens": num_new_tokens,
         "total_tokens": num_prompt_tokens + num_new_tokens,
         "prompt_tokens_details": details,
-        **_openai_drafts(outputs),
+        **_completion_details(outputs, num_reasoning_tokens),
         "hisparse": hisparse_usage(outputs),
     }
 
@@ -453,16 +501,16 @@ def num_drafts(outputs: Sequence[SampleOutput]) -> tuple[int, int]:
     return sum(entry.num_drafted for entry in stats), sum(entry.num_accepted for entry in stats)
 
 
-def _openai_drafts(outputs: Sequence[SampleOutput]) -> Json:
-    """OpenAI's names; nothing where no draft was verified."""
+def _completion_details(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None) -> Json:
+    """OpenAI's names; of drafts nothing where none was verified."""
     num_drafted, num_accepted = num_drafts(outputs)
-    if not num_drafted:
-        return {}
-    details = {
-        "accepted_prediction_tokens": num_accepted,
-        "rejected_prediction_tokens": num_drafted - num_accepted,
-    }
-    return {"completion_tokens_details": details}
+    details: Json = {}
+    if num_reasoning_tokens is not None:
+        details["reasoning_tokens"] = num_reasoning_tokens
+    if num_drafted:
+        details["accepted_prediction_tokens"] = num_accepted
+        details["rejected_prediction_tokens"] = num_drafted - num_accepted
+    return {"completion_tokens_details": details} if details else {}
 
 
 def _generate_drafts(output: SampleOutput) -> Json:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import assert_never
 
+import pydantic_core
 from msgspec import Raw
 
 from api.answers import hisparse_usage
@@ -14,6 +16,7 @@ from api.blocks import Block, BlockAnswer, BlockKind, Change
 from api.detokenizer import TokenBytes
 from api.frame import sse
 from api.output import Finish, SampleOutput
+from api.raw_json import is_object
 from api.tool_markup import Markup
 from vocabulary import FinishReason
 
@@ -116,14 +119,30 @@ def _whole_block(block: Block) -> Json:
         case BlockKind.TEXT:
             return {"type": "text", "text": block.text, "citations": None}
         case BlockKind.CALL:
-            return _empty_block(block) | {"input": Raw(block.text.encode())}
+            return _empty_block(block) | {"input": _input(block)}
         case _:
             assert_never(block.kind)
 
 
 def _empty_block(block: Block) -> Json:
     """As a stream opens it."""
-    if block.call is not None:
+    if block.kind is BlockKind.CALL:
         tool_id = f"toolu_{secrets.token_hex(12)}"
-        return {"type": "tool_use", "id": tool_id, "name": block.call.name, "input": {}}
+        return {"type": "tool_use", "id": tool_id, "name": block.name, "input": {}}
     return _whole_block(Block(block.index, block.kind))
+
+
+def _input(block: Block) -> object:
+    """The arguments of a whole call. Of one that was cut off, those that are complete, as in a stream.
+
+    A text that is no JSON object stands in an object as Anthropic's documentation has it.
+    """
+    text = block.text
+    if block.is_cut:
+        with suppress(ValueError):
+            found = pydantic_core.from_json(text or "{}", allow_partial=True)
+            if isinstance(found, dict):
+                return found
+    elif is_object(text):
+        return Raw(text.encode())
+    return {"INVALID_JSON": text}

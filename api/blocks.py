@@ -10,14 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import assert_never
 
 import msgspec
 from msgspec import Raw
 
 from api.app import Work
-from api.chat_message import ToolCall
-from api.chat_reading import ReasoningTokens, begins_in_reasoning, parser_maker
+from api.chat_reading import ChatReading, ends_for_calls
 from api.detokenizer import TokenBytes
+from api.message_parts import PartKind
 from api.output import Delta, Finish, SampleOutput
 from api.tool_markup import Markup
 from service.http_errors import ApiError
@@ -42,14 +43,14 @@ class Change(Enum):
 
 @dataclass(eq=False)
 class Block:
-    """``index``: among the blocks of the answer. ``call``: in a block of one, whose text is the arguments.
+    """``index``: among the blocks of the answer. ``name``: of a call's tool; its text is the arguments.
 
-    ``is_cut``: the answer ended for its length within it.
+    ``is_cut``: the answer ended within it, for its length or in the middle of a call.
     """
 
     index: int
     kind: BlockKind
-    call: ToolCall | None = None
+    name: str = ""
     pieces: list[str] = field(default_factory=list)
     is_cut: bool = False
 
@@ -65,9 +66,9 @@ class BlockAnswer(ABC):
     def __init__(self, work: Work, token_bytes: TokenBytes, markup: Markup | None) -> None:
         self.blocks: list[Block] = []
         self._open: Block | None = None
-        self._parser = parser_maker(work, token_bytes, markup)()
-        in_reasoning = begins_in_reasoning(work, token_bytes)
-        self._reasoning = ReasoningTokens(token_bytes, in_reasoning=in_reasoning)
+        reading = ChatReading(work, token_bytes, markup)
+        self._parser = reading.parser()
+        self._reasoning = reading.reasoning_tokens()
         self._has_begun = False
 
     def keep(self, output: SampleOutput, delta: Delta) -> None:
@@ -107,38 +108,48 @@ class BlockAnswer(ABC):
     def num_reasoning_tokens(self) -> int:
         return self._reasoning.num_tokens
 
-    def _calls_tools(self, finish: Finish | None) -> bool:
+    def _calls_tools(self, finish: Finish) -> bool:
         """Whether the answer ended to have tools called."""
-        return self._parser.has_calls and finish is not None and finish.reason is FinishReason.STOP
+        return ends_for_calls(self._parser, finish)
 
     def _changes(self, output: SampleOutput, delta: Delta) -> Iterator[tuple[Change, Block, str]]:
         self._reasoning.count(output.token_ids[delta.first_token : delta.last_token])
-        parts = self._parser.feed(delta.text, is_last=delta.finish is not None)
-        for kind, text in ((BlockKind.REASONING, parts.reasoning), (BlockKind.TEXT, parts.content)):
-            if not text:
-                continue
-            if self._open is not None and self._open.kind is not kind:
-                yield from self._close()
-            if self._open is None:
-                self._open = self._new(kind)
-                yield Change.OPENED, self._open, ""
-            self._open.pieces.append(text)
-            yield Change.GREW, self._open, text
-        for call in parts.calls:
-            yield from self._close()
-            self._open = self._new(BlockKind.CALL, call)
-            yield Change.OPENED, self._open, ""
-            self._open.pieces.append(call.arguments)
-            yield Change.GREW, self._open, call.arguments
-            yield from self._close()
+        reason = delta.finish.reason if delta.finish is not None else None
+        for part in self._parser.feed(delta.text, reason):
+            match part.kind:
+                case PartKind.REASONING:
+                    yield from self._add(BlockKind.REASONING, part.text)
+                case PartKind.CONTENT:
+                    yield from self._add(BlockKind.TEXT, part.text)
+                case PartKind.CALL:
+                    yield from self._open_block(BlockKind.CALL, part.text)
+                case PartKind.ARGUMENTS:
+                    yield from self._grow(part.text)
+                case PartKind.END_OF_CALL:
+                    yield from self._close()
+                case _:
+                    assert_never(part.kind)
         if delta.finish is not None and self._open is not None:
-            self._open.is_cut = delta.finish.reason is FinishReason.LENGTH
+            is_call = self._open.kind is BlockKind.CALL
+            self._open.is_cut = is_call or delta.finish.reason is FinishReason.LENGTH
             yield from self._close()
 
-    def _new(self, kind: BlockKind, call: ToolCall | None = None) -> Block:
-        block = Block(len(self.blocks), kind, call)
-        self.blocks.append(block)
-        return block
+    def _add(self, kind: BlockKind, text: str) -> Iterator[tuple[Change, Block, str]]:
+        """To the open block if it is of this kind, else to a new one."""
+        if self._open is None or self._open.kind is not kind:
+            yield from self._open_block(kind)
+        yield from self._grow(text)
+
+    def _open_block(self, kind: BlockKind, name: str = "") -> Iterator[tuple[Change, Block, str]]:
+        yield from self._close()
+        self._open = Block(len(self.blocks), kind, name)
+        self.blocks.append(self._open)
+        yield Change.OPENED, self._open, ""
+
+    def _grow(self, text: str) -> Iterator[tuple[Change, Block, str]]:
+        assert self._open is not None
+        self._open.pieces.append(text)
+        yield Change.GREW, self._open, text
 
     def _close(self) -> Iterator[tuple[Change, Block, str]]:
         if self._open is not None:

@@ -1,55 +1,34 @@
 """A chat answer's text, taken apart as it comes: reasoning, content, tool calls.
 
 Models write all three as one text with markup, each family its own (``tool_markup``). What may yet turn out
-to be markup is held back, so parts do not depend on how the text was cut into deltas. A call is shown once it
-is complete; one that never is, or that cannot be read, stays content: nothing that was generated is lost.
+to be markup is held back, so parts do not depend on how the text was cut into deltas. ``call_reader`` reads
+calls; a text that is none stays content.
 
 Every character is searched once, and those that a marker may begin with once more: the work for a piece of
-text follows its own length, whatever came before it. A call's text is read once more at its end.
+text follows its own length, whatever came before it.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cache
 
+from api.call_reader import CallReader
 from api.chat_format import END_OF_THINK, THINK
 from api.detokenizer import overlap
+from api.message_parts import Part, PartKind, PartList
 from api.tool_markup import Markup
 from api.tool_schemas import ToolSchemas
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """``index``: among the calls of the answer. ``arguments``: a JSON object as text."""
-
-    index: int
-    name: str
-    arguments: str
-
-
-@dataclass(slots=True)
-class Parts:
-    """What a piece of text added."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
+from vocabulary import FinishReason
 
 
 class _State(Enum):
     START = auto()
-    """Nothing but white space has come: reasoning may still begin."""
+    """Nothing but white space and what opens reasoning has come; models repeat the opening of the prompt."""
     REASONING = auto()
     CONTENT = auto()
     CALLS = auto()
-    VALUE = auto()
-    """Of a call: nothing in it is markup."""
 
 
 class MessageParser:
@@ -68,58 +47,63 @@ class MessageParser:
         separates_reasoning: bool = True,
     ) -> None:
         self._state = _State.START if separates_reasoning else _State.CONTENT
-        if separates_reasoning and in_reasoning:
-            self._state = _State.REASONING
+        self._behind_start = _State.REASONING if in_reasoning else _State.CONTENT
         self._markup = markup
         self._schemas = schemas
-        self._pending: list[str] = []
-        """Of a call that is being read, or of white space at the start: pieces that hold no marker."""
+        self._parts = PartList()
+        self._space: list[str] = []
+        """White space at the start, which is content unless reasoning follows."""
         self._held = ""
-        """Behind them, or behind what was shown: it may be the beginning of a marker."""
-        self._skips_space = self._state is _State.REASONING
+        """Behind what was read: it may be the beginning of a marker."""
+        self._skips_space = False
         """White space beside markup is part of it."""
-        self._opening = ""
-        """What the calls that are being read began with, until the first of them is complete."""
-        self._is_broken = False
-        """One of them is shown as text; so is their end."""
-        self._num_calls = 0
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._calls: list[ToolCall] = []
+        self._calls: CallReader | None = None
+        """The calls that are read, or the last ones."""
+        self._interrupts = False
+        """The calls stand in reasoning, which they end."""
+        self._is_reasoning_open = False
+        """Calls came before the end of reasoning."""
+        self.has_calls = False
 
     @property
-    def has_calls(self) -> bool:
-        return self._num_calls > 0
+    def is_in_call(self) -> bool:
+        """Whether a call has begun and not ended."""
+        return self._calls is not None and self._calls.is_in_call
 
-    def feed(self, text: str, *, is_last: bool = False) -> Parts:
+    def feed(self, text: str, finish: FinishReason | None = None) -> list[Part]:
+        """The parts that ``text`` adds. ``finish``: nothing follows it, for this reason."""
         text, self._held = self._held + text, ""
-        at = self._begin(text) if self._state is _State.START else 0
-        if at is not None:
-            if self._pending and self._state is _State.CONTENT:  # no reasoning came behind the white space
-                text = "".join((*self._pending, text))
-                self._pending.clear()
-            self._read(text, at)
-        if is_last:
-            self._show_held()
-        parts = Parts("".join(self._reasoning), "".join(self._content), self._calls)
-        self._reasoning, self._content, self._calls = [], [], []
-        return parts
+        unread = self._begin(text) if self._state is _State.START else text
+        if unread is not None:
+            self._read(unread)
+        if finish is not None:
+            self._finish(is_cut=finish is FinishReason.LENGTH)
+        return self._parts.take()
 
-    def _begin(self, text: str) -> int | None:
-        """Where to read on once it is known what the answer begins with; None before."""
-        begun = text.lstrip()
-        if begun.startswith(THINK):
-            self._pending.clear()
-            self._state, self._skips_space = _State.REASONING, True
-            return len(text) - len(begun) + len(THINK)
-        if THINK.startswith(begun):  # or nothing but white space
-            self._pending.append(text[: len(text) - len(begun)])
+    def _begin(self, text: str) -> str | None:
+        """What is to be read, once it is known what the answer begins with; None before."""
+        openings = _match_openings(text)
+        if THINK in openings:
+            self._space.clear()
+            self._behind_start = _State.REASONING
+        else:
+            self._space.append(openings)
+        begun = text[len(openings) :]
+        if THINK.startswith(begun):
             self._held = begun
             return None
-        self._state = _State.CONTENT
-        return 0
+        return self._leave_start() + begun
 
-    def _read(self, text: str, at: int) -> None:
+    def _leave_start(self) -> str:
+        """The white space of the start, which is to be read next."""
+        self._state = self._behind_start
+        self._skips_space = self._state is _State.REASONING
+        space = "".join(self._space)
+        self._space.clear()
+        return space
+
+    def _read(self, text: str) -> None:
+        at = 0
         while (found := _search(self._marks(), text, at)) is not None:
             self._take(text[at : found.start()], found.group())
             at = found.end()
@@ -127,78 +111,100 @@ class MessageParser:
         tail = text[max(at, len(text) - max(map(len, marks), default=0)) :]
         end = len(text) - max((overlap(tail, mark) for mark in marks), default=0)
         self._held = text[end:]
-        if self._state in (_State.CALLS, _State.VALUE):
-            self._pending.append(text[at:end])
-        else:
-            self._show(text[at:end])
+        self._grow(text[at:end])
 
     def _marks(self) -> tuple[str, ...]:
         """What is markup here."""
-        markup = self._markup
-        if self._state is _State.REASONING:
+        markup, calls = self._markup, self._calls
+        if self._state is _State.REASONING and (markup is None or not markup.ends_reasoning):
             return (END_OF_THINK,)
         if markup is None:
             return ()
-        value = markup.value
-        if self._state is _State.VALUE and value is not None:
-            return value[1:]
-        if self._state is _State.CALLS:
-            return (markup.call_end, markup.closing, *(value[:1] if value is not None else ()))
+        if self._state is _State.REASONING:
+            return (END_OF_THINK, *markup.openings)
+        if self._state is _State.CALLS and calls is not None:
+            return (*calls.marks, *((END_OF_THINK,) if self._is_reasoning_open and calls.is_in_name else ()))
         # A second end of the same calls, which GLM writes at times, is no content.
-        return (*markup.openings, *((markup.closing,) if self.has_calls else ()))
+        return (
+            *markup.openings,
+            *((markup.closing,) if self.has_calls else ()),
+            *((END_OF_THINK,) if self._is_reasoning_open else ()),
+        )
 
     def _take(self, before: str, mark: str) -> None:
         """``before``: what stands between the last marker and this one."""
-        markup = self._markup
-        match self._state:
-            case _State.CALLS | _State.VALUE:
-                assert markup is not None
-                self._pending.append(before)
-                if mark in (markup.call_end, markup.closing):
-                    self._end_call(markup, mark)
-                else:
-                    self._pending.append(mark)
-                    self._state = _State.VALUE if self._state is _State.CALLS else _State.CALLS
+        self._grow(before)
+        if mark not in self._marks():  # what came before it says that it is none
+            self._grow(mark)
+            return
+        markup, calls = self._markup, self._calls
+        is_opening = markup is not None and mark in markup.openings
+        if self._state is _State.CALLS and calls is not None:
+            if not is_opening and mark != END_OF_THINK:
+                calls.meet(mark)
+                self.has_calls |= calls.num_calls > 0
+                if calls.is_over:
+                    self._state, self._skips_space = _State.CONTENT, True
                 return
-            case _State.REASONING:
-                self._show(before)
-                self._state = _State.CONTENT
-            case _:
-                self._show(before)
-                if markup is not None and mark in markup.openings:
-                    self._state, self._opening, self._is_broken = _State.CALLS, mark, False
-        self._skips_space = True
-
-    def _end_call(self, markup: Markup, mark: str) -> None:
-        text = "".join(self._pending)
-        self._pending.clear()
-        call = markup.read(text, self._schemas) if mark == markup.call_end else None
-        if call is not None:
-            self._calls.append(ToolCall(self._num_calls, *call))
-            self._num_calls += 1
-        elif text.strip() or self._is_broken:
-            self._is_broken = True
-            self._content += (self._opening, text, mark)
-        self._opening = ""
-        if mark == markup.closing:
+            self._give_up()
+        if markup is not None and is_opening:
+            self._interrupts = self._state is _State.REASONING
+            self._is_reasoning_open |= self._interrupts
+            self._calls = CallReader(markup, self._schemas, mark, self._parts)
+            self._state = _State.CALLS
+        else:
+            self._is_reasoning_open &= mark != END_OF_THINK
             self._state, self._skips_space = _State.CONTENT, True
+
+    def _grow(self, text: str) -> None:
+        if self._state is _State.CALLS and self._calls is not None:
+            self._calls.grow(text)
+            if self._calls.is_no_call:
+                self._give_up()
+        else:
+            self._show(text)
+
+    def _give_up(self) -> None:
+        """What was taken for a call, and is none, belongs to what came before it."""
+        assert self._calls is not None
+        self._state = _State.REASONING if self._interrupts else _State.CONTENT
+        self._is_reasoning_open &= not self._interrupts
+        self._skips_space = self._calls.num_calls > 0
+        self._show(self._calls.unshown())
+        self._calls = None
 
     def _show(self, text: str) -> None:
         if self._skips_space:
             text = text.lstrip()
-        if not text:
-            return
-        self._skips_space = False
-        (self._reasoning if self._state is _State.REASONING else self._content).append(text)
+        if text:
+            self._skips_space = False
+            is_reasoning = self._state is _State.REASONING
+            self._parts.add(PartKind.REASONING if is_reasoning else PartKind.CONTENT, text)
 
-    def _show_held(self) -> None:
-        """What was held back: it is no markup after all, or a call without its end."""
-        if self._state in (_State.CALLS, _State.VALUE):
-            self._state, self._skips_space = _State.CONTENT, not self._opening
-            self._pending.insert(0, self._opening)
-        self._show("".join((*self._pending, self._held)))
-        self._pending.clear()
-        self._held = ""
+    def _finish(self, *, is_cut: bool) -> None:
+        """Show what was held back and is no markup after all.
+
+        ``is_cut``: the answer would have gone on, so what may be markup is taken for it.
+        """
+        held, self._held = self._held, ""
+        if self._state is _State.START:
+            held = self._leave_start() + held
+        elif self._state is _State.CALLS and self._calls is not None:
+            if is_cut or self._calls.is_in_call:
+                return
+            self._give_up()
+        elif is_cut and self._markup is not None and self._markup.sign in held:
+            return
+        self._show(held)
+
+
+def _match_openings(text: str) -> str:
+    """White space and what opens reasoning, at the beginning of ``text``."""
+    found = _OPENINGS.match(text)
+    return found.group() if found is not None else ""
+
+
+_OPENINGS = re.compile(rf"\s*({THINK}\s*)*")
 
 
 def _search(marks: tuple[str, ...], text: str, at: int) -> re.Match[str] | None:

@@ -1,7 +1,8 @@
 """The grammar of an answer: what its ``Constraint`` says, in the words of the checkpoint at hand.
 
 Reasoning comes first where the prompt has begun it or the model may begin it, free but for its end. Behind it
-is the answer in its format, or calls in the checkpoint's markup, or text in which a call may begin.
+is the answer in its format, or calls in the checkpoint's markup, or text in which a call may begin. In some
+markups the first call may be the end of reasoning.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 
 from api.call_grammars import CALL_WRITERS, CallWriter, callable_tools
-from api.call_rules import CallRule
 from api.chat_format import END_OF_THINK, THINK, ChatFormat, ReasoningStart
 from api.constraints import AnswerFormat, Constraint, FormatKind
 from api.lark import (
@@ -25,6 +25,7 @@ from api.lark import (
     sequence,
     without,
 )
+from api.tool_markup import MARKUPS
 from api.tool_schemas import ToolSchemas
 from grammar.gbnf import GbnfError, convert_gbnf
 from service.http_errors import ApiError
@@ -66,19 +67,26 @@ def write_grammar(
         if answer is not None and calls is None and reasoning is ReasoningStart.NONE:
             return _alone(answer)
         lark = Lark(chat_format.token_ids)
-        writer = None
-        if chat_format.markup is not None and calls is not None:
-            writer = CALL_WRITERS[chat_format.markup](lark, ToolSchemas(tools))
-        openings = [] if writer is None else [writer.opening]
-        thoughts = _thoughts(lark, reasoning, () if separates_reasoning else openings)
         # What begins so would be read as reasoning, unless that is over.
         excluded = [] if reasoning is ReasoningStart.BEGUN else [f"{_SPACE} {literal(THINK)}"]
-        parts = []
-        if answer is not None:
-            parts.append(_answer(lark, answer, [*excluded, *(literal(opening) for opening in openings)]))
-        if calls is not None and writer is not None:
-            parts.append(_calls(lark, writer, calls, tools, excluded, is_text_allowed=answer is None))
-        return lark.text(sequence(thoughts, f"({' | '.join(parts)})"))
+        if calls is None or chat_format.markup is None:
+            assert answer is not None
+            return lark.text(sequence(_thoughts(lark, reasoning), f"({_answer(lark, answer, excluded)})"))
+        writer = CALL_WRITERS[chat_format.markup](lark, ToolSchemas(tools))
+        interrupts = MARKUPS[chat_format.markup].ends_reasoning
+        reads_calls = interrupts or not separates_reasoning
+        thoughts = _thoughts(lark, reasoning, [writer.opening] if reads_calls else ())
+        parts = [] if answer is None else [_answer(lark, answer, [*excluded, literal(writer.opening)])]
+        called = writer.behind_opening(
+            list(callable_tools(tools, calls.names)), at_most_one=calls.at_most_one
+        )
+        is_text_allowed = answer is None and not calls.is_forced
+        parts.append(_calls(lark, writer, called, excluded, is_text_allowed=is_text_allowed))
+        ways = [sequence(thoughts, f"({' | '.join(parts)})")]
+        if interrupts and reasoning is not ReasoningStart.NONE:
+            interrupted = _thoughts_until(lark, reasoning, writer.opening, [END_OF_THINK])
+            ways.append(f"{interrupted} {called}")
+        return lark.text(" | ".join(f"({way})" for way in ways))
     except TooLarge as error:
         raise ApiError(400, f"{asking.field}: {error}", param=asking.field) from error
     except RecursionError as error:
@@ -88,17 +96,25 @@ def write_grammar(
 # --- reasoning ---------------------------------------------------------------------------------------
 
 
-def _thoughts(lark: Lark, reasoning: ReasoningStart, excluded: Sequence[str]) -> str:
+def _thoughts(lark: Lark, reasoning: ReasoningStart, excluded: Sequence[str] = ()) -> str:
+    """Reasoning with its end; "" where there is none. ``excluded``: marks that are not in it."""
     match reasoning:
         case ReasoningStart.NONE:
             return ""
         case ReasoningStart.BEGUN:
-            return f"{lark.until(END_OF_THINK, excluded=excluded)} {_GAP}"
-        case ReasoningStart.MAY_BEGIN if THINK in lark.token_ids:
-            return f"({_GAP} {lark.mark(THINK)} {lark.until(END_OF_THINK, excluded=excluded)} {_GAP})?"
+            return f"{_thoughts_until(lark, reasoning, END_OF_THINK, excluded)} {_GAP}"
         case ReasoningStart.MAY_BEGIN:
-            free = without(*excluded) if excluded else ANY
-            return f"({lark.until(END_OF_THINK, f'{_SPACE} {literal(THINK)} {free}')} {_GAP})?"
+            return f"({_thoughts_until(lark, reasoning, END_OF_THINK, excluded)} {_GAP})?"
+
+
+def _thoughts_until(lark: Lark, reasoning: ReasoningStart, mark: str, excluded: Sequence[str]) -> str:
+    """Reasoning up to ``mark`` and with it, from its opening on where the prompt has not begun it."""
+    if reasoning is ReasoningStart.BEGUN:
+        return lark.until(mark, excluded=excluded)
+    if THINK in lark.token_ids:
+        return f"{_GAP} {lark.mark(THINK)} {lark.until(mark, excluded=excluded)}"
+    free = without(*excluded) if excluded else ANY
+    return lark.until(mark, f"{_SPACE} {literal(THINK)} {free}")
 
 
 # --- the answer's format -----------------------------------------------------------------------------
@@ -144,18 +160,13 @@ def _in_lark(answer: AnswerFormat) -> str:
 
 
 def _calls(
-    lark: Lark,
-    writer: CallWriter,
-    rule: CallRule,
-    tools: Sequence[Tool],
-    excluded: Sequence[str],
-    *,
-    is_text_allowed: bool,
+    lark: Lark, writer: CallWriter, called: str, excluded: Sequence[str], *, is_text_allowed: bool
 ) -> str:
-    """Calls alone, or with ``is_text_allowed`` and where they are not forced text and calls, or only text."""
-    callable_ones = list(callable_tools(tools, rule.names))
-    called = writer.behind_opening(callable_ones, at_most_one=rule.at_most_one)
-    if rule.is_forced or not is_text_allowed:
+    """Calls alone, or with ``is_text_allowed`` text and calls, or only text.
+
+    ``called``: what is behind the opening of the calls.
+    """
+    if not is_text_allowed:
         return sequence(writer.gap, lark.mark(writer.opening), called)
     begun = [f"~({begin} {ANY})" for begin in excluded]
     before = f"({' & '.join((ANY, *begun))})"

@@ -36,6 +36,14 @@ def _next_char(view: memoryview, start: int) -> int:
     return start
 
 
+def is_object(text: str) -> bool:
+    """Whether the text is a JSON object."""
+    try:
+        return isinstance(_decoder.decode(text), dict)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+
+
 def split(name: str, value: Raw, max_items: int) -> list[Raw]:
     """The entries of a list, each as JSON, at most ``max_items``. Raises ApiError."""
     if first_chars(value)[0] != b"[":

@@ -133,9 +133,8 @@ class Responses(BlockAnswer):
             case BlockKind.TEXT:
                 return shown | {"type": "message", "role": "assistant", "content": content}
             case BlockKind.CALL:
-                assert block.call is not None
                 call_id = "call_" + self._id_of(block).partition("_")[2]
-                call = {"type": "function_call", "call_id": call_id, "name": block.call.name}
+                call = {"type": "function_call", "call_id": call_id, "name": block.name}
                 return shown | call | {"arguments": text}
             case _:
                 assert_never(block.kind)

@@ -1,4 +1,4 @@
-"""What a tool's JSON schema says of an argument that came as bare text: is it a string, or JSON?
+"""What a tool's JSON schema says of an argument that comes as bare text: is it a string, or JSON?
 
 No validation: a schema is followed as far as types, enums and references to itself go. What it does not
 say, or says in more than ``_MAX_STEPS`` steps or ``_MAX_DEPTH`` levels, is not known: schemas are the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum, auto
 
 import msgspec
 
@@ -18,11 +19,30 @@ _MAX_DEPTH = 32
 _COMBINERS = ("anyOf", "oneOf", "allOf")
 
 
+class _MayBe(Enum):
+    """Which texts ``to_json`` takes for JSON and not for strings."""
+
+    NOTHING = auto()
+    STRUCTURES = auto()
+    """Objects, arrays and null."""
+    JSON = auto()
+
+
+_BEGINNINGS: Mapping[_MayBe, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    _MayBe.NOTHING: ((), ()),
+    _MayBe.STRUCTURES: (tuple("{["), ("null",)),
+    _MayBe.JSON: (tuple('{["-0123456789'), ("null", "true", "false")),
+}
+"""The characters and the words that they begin with."""
+
+
 class ToolSchemas:
     """The parameters of the tools of one request."""
 
     def __init__(self, tools: Sequence[Mapping[str, object]]) -> None:
         self._parameters: dict[str, dict[str, object]] = {}
+        self._may_be: dict[tuple[str, str], _MayBe] = {}
+        """By tool and parameter, of those that were asked for."""
         for tool in tools:
             match tool:
                 case {"function": {"name": str(name), "parameters": dict(parameters)}}:
@@ -47,6 +67,48 @@ class ToolSchemas:
             if takes_string and not (is_structure and schema.permits(parameter, value)):
                 return as_string
         return text.strip()
+
+    def may_be_json(self, tool: str, parameter: str, head: str) -> bool:
+        """Whether an argument that begins with ``head`` may be something else than a string for ``to_json``.
+
+        False is certain, whatever follows. ``head``: without white space before it.
+        """
+        key = (tool, parameter)
+        if (may_be := self._may_be.get(key)) is None:
+            may_be = self._may_be[key] = self._what_it_may_be(tool, parameter)
+        firsts, words = _BEGINNINGS[may_be]
+        return head.startswith(firsts) or any(word.startswith(head.rstrip()) for word in words)
+
+    def _what_it_may_be(self, tool: str, parameter: str) -> _MayBe:
+        if tool not in self._parameters:
+            return _MayBe.JSON
+        schema = _Schema(self._parameters[tool])
+        if not schema.permits(parameter, _ANY_STRING):
+            return _MayBe.JSON
+        return _MayBe.STRUCTURES if schema.permits(parameter, _ANY_STRUCTURE) else _MayBe.NOTHING
+
+
+class _AnyString(str):
+    """A string that no schema lists: what permits it permits every string."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+class _AnyStructure:
+    """Equal to whatever a schema lists: what does not permit it permits no object, no array and no null."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = object.__hash__
+
+
+_ANY_STRING, _ANY_STRUCTURE = _AnyString(), _AnyStructure()
 
 
 class _Schema:
@@ -80,8 +142,6 @@ class _Schema:
         if not isinstance(schema, dict):
             return False if schema is False else None
         verdicts = [_either(_is_of_type(value, name) for name in _types(schema))]
-        if value is None and schema.get("nullable") is True:
-            return True
         if "const" in schema:
             verdicts.append(value == schema["const"])
         if isinstance(enum := schema.get("enum"), list):
@@ -91,7 +151,8 @@ class _Schema:
             for combiner in ("anyOf", "oneOf")
         )
         verdicts += (self._permits(branch, value, depth + 1) for branch in _entries(schema, "allOf"))
-        return _all(verdicts)
+        # Behind the steps: they are as many for every value.
+        return True if schema.get("nullable") is True and _is_of_type(value, "null") else _all(verdicts)
 
     def _resolved(self, schema: object, depth: int) -> object:
         """What ``schema`` refers to, or itself; None for what is not known."""
@@ -134,11 +195,11 @@ def _is_of_type(value: object, name: object) -> bool | None:
         case "string":
             return isinstance(value, str)
         case "null":
-            return value is None
+            return value is None or value is _ANY_STRUCTURE
         case "object":
-            return isinstance(value, dict)
+            return isinstance(value, dict | _AnyStructure)
         case "array":
-            return isinstance(value, list)
+            return isinstance(value, list | _AnyStructure)
         case "boolean" | "integer" | "number":
             return False  # nobody asks for one of these
         case _:

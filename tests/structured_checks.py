@@ -141,10 +141,11 @@ def check_tools(served: Served) -> None:
     (call,) = named.message.tool_calls or ()
     assert isinstance(call.function.parsed_arguments, Weather)
     assert named.finish_reason == "tool_calls"
-    chunks = [chunk.choices[0] for chunk in chat.create(**options, stream=True) if chunk.choices]
-    (call,) = (call for choice in chunks for call in choice.delta.tool_calls or ())
+    with chat.stream(**options) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    (call,) = streamed.message.tool_calls or ()
     Weather.model_validate_json(call.function.arguments)
-    assert chunks[-1].finish_reason == "tool_calls"
+    assert streamed.finish_reason == "tool_calls"
 
 
 def check_responses(served: Served) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from api import chat_message
 from api.chat_format import ToolMarkup
-from api.chat_message import MessageParser, Parts
+from api.chat_message import MessageParser
+from api.message_parts import Message, Part, PartKind, joined
 from api.tool_markup import MARKUPS, Markup
 from api.tool_schemas import ToolSchemas
+from tests.unit.api.whole_calls import READERS
+from vocabulary import FinishReason
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 GLM, DSML, V31 = (MARKUPS[kind] for kind in (ToolMarkup.GLM, ToolMarkup.DSML, ToolMarkup.DEEPSEEK_V31))
@@ -51,7 +54,11 @@ def parameter(name: str, value: str, is_string: str) -> str:
     return f'<|DSML|parameter name="{name}" string="{is_string}">{value}</|DSML|parameter>\n'
 
 
-MARKED = f"</{BAR}DSML{BAR}invoke></{BAR}DSML{BAR}function_calls>"
+END_OF_INVOKE = f"</{BAR}DSML{BAR}invoke>"
+GLM_READ = ("weather", {"city": "42", "days": 3})
+PROSE = "what opens a call. " * 40
+"""Too long for a name."""
+MARKED = f"{END_OF_INVOKE}</{BAR}DSML{BAR}function_calls>"
 DSML_READ = [("weather", {"city": "杭州", "days": [1, 2]}), ("now", {})]
 V31_CALLS = (
     '<|tool▁calls▁begin|><|tool▁call▁begin|>weather<|tool▁sep|>{"city": "杭州"}<|tool▁call▁end|>'
@@ -66,19 +73,26 @@ BROKEN_DSML = '<|DSML|parameter name="a">'.replace("|", BAR) * 30_000
 
 
 def parse(
-    pieces: list[str], markup: Markup | None = None, *, in_reasoning: bool = False
-) -> tuple[str, str, list[tuple[str, object]]]:
-    """Reasoning, content, and name and arguments of the calls."""
-    parser = MessageParser(in_reasoning=in_reasoning, markup=markup, schemas=SCHEMAS)
-    total = Parts()
-    for parts in [*map(parser.feed, pieces[:-1]), parser.feed(pieces[-1], is_last=True)]:
-        total.reasoning += parts.reasoning
-        total.content += parts.content
-        total.calls += parts.calls
-    assert [call.index for call in total.calls] == list(range(len(total.calls)))
-    assert parser.has_calls == bool(total.calls)
-    calls = [(call.name, json.loads(call.arguments)) for call in total.calls]
-    return total.reasoning, total.content, calls
+    pieces: list[str],
+    markup: Markup | None = None,
+    *,
+    in_reasoning: bool = False,
+    finish: FinishReason = FinishReason.STOP,
+    schemas: ToolSchemas = SCHEMAS,
+) -> Message:
+    """The joined parts of an answer that comes in ``pieces``."""
+    parser = MessageParser(in_reasoning=in_reasoning, markup=markup, schemas=schemas)
+    parts = [part for piece in pieces[:-1] for part in parser.feed(piece)]
+    parts += parser.feed(pieces[-1], finish)
+    kinds = [part.kind for part in parts]
+    assert parser.has_calls == (PartKind.CALL in kinds)
+    assert parser.is_in_call == (kinds.count(PartKind.CALL) > kinds.count(PartKind.END_OF_CALL))
+    return joined(parts)
+
+
+def parse_cut(text: str, markup: Markup | None, num_chars: int, **options: Any) -> Message:
+    """The same of ``text`` in pieces of as many characters."""
+    return parse([text[i : i + num_chars] for i in range(0, len(text), num_chars)], markup, **options)
 
 
 @pytest.mark.parametrize(
@@ -91,31 +105,45 @@ def parse(
         ("hm, and no end", None, True, ("hm, and no end", "", [])),
         ("He said <think> and </think>.", None, False, ("", "He said <think> and </think>.", [])),
         (GLM_CALL, None, False, ("", GLM_CALL, [])),
-        (GLM_CALL, GLM, False, ("", "", [("weather", {"city": "42", "days": 3})])),
+        (GLM_CALL, GLM, False, ("", "", [GLM_READ])),
         (f"Look: {GLM_LINES}\n", GLM, False, ("", "Look: ", [("weather", {"city": 'Bern\n"x"'})])),
-        (f"{GLM_CALL}</tool_call>", GLM, False, ("", "", [("weather", {"city": "42", "days": 3})])),
+        (f"{GLM_CALL}</tool_call>", GLM, False, ("", "", [GLM_READ])),
         ("<tool_call>now</tool_call>", GLM, False, ("", "", [("now", {})])),
         (glm_call("a", "NaN"), GLM, False, ("", "", [("f", {"a": "NaN"})])),
         (glm_call("a", "1e999"), GLM, False, ("", "", [("f", {"a": "1e999"})])),
         (glm_call("a", "[" * 100_000), GLM, False, ("", "", [("f", {"a": "[" * 100_000})])),
         (glm_call("a", '{"b": [true, null]}'), GLM, False, ("", "", [("f", {"a": {"b": [True, None]}})])),
         ("hm</think><tool_call>now</tool_call>Done.", GLM, True, ("hm", "Done.", [("now", {})])),
-        ("hm <tool_call>now</tool_call>", GLM, True, ("hm <tool_call>now</tool_call>", "", [])),
-        ("<tool_call>now<arg_key>a", GLM, False, ("", "<tool_call>now<arg_key>a", [])),
-        ("<tool_call> x", GLM, False, ("", "<tool_call> x", [])),
+        ("hm <tool_call>now</tool_call>", GLM, True, ("hm ", "", [("now", {})])),
+        ("hm <tool_call>now</tool_call>\n</think>\nYes.", GLM, True, ("hm ", "Yes.", [("now", {})])),
+        ("use <tool_call> for it</think>Yes.", GLM, True, ("use <tool_call> for it", "Yes.", [])),
+        ("use <tool_call> for it", GLM, True, ("use <tool_call> for it", "", [])),
+        (f"a <tool_call> b {GLM_CALL}", GLM, True, ("a <tool_call> b ", "", [GLM_READ])),
+        (f"a <tool_call> b {GLM_CALL}", GLM, False, ("", "a <tool_call> b ", [GLM_READ])),
         (
-            f"<tool_call>{BROKEN_GLM}</tool_call>",
+            f"<tool_call>{PROSE}</tool_call>a</think>Yes.",
             GLM,
-            False,
-            ("", f"<tool_call>{BROKEN_GLM}</tool_call>", []),
+            True,
+            (f"<tool_call>{PROSE}</tool_call>a", "Yes.", []),
         ),
-        (dsml_call(BROKEN_DSML), DSML, False, ("", dsml_call(BROKEN_DSML), [])),
+        (f"<tool_call>{PROSE}{GLM_CALL}", GLM, False, ("", f"<tool_call>{PROSE}", [GLM_READ])),
+        (
+            dsml_call("").replace('"f"', f'"{PROSE}"'),
+            DSML,
+            False,
+            ("", dsml_call("").replace('"f"', f'"{PROSE}"'), []),
+        ),
+        (f"hm{DSML_CALLS}", DSML, True, (f"hm{DSML_CALLS}", "", [])),
+        ("<think>hm</think>Yes.", None, True, ("hm", "Yes.", [])),
+        ("<think>\n<think>hm</think>Yes.", None, False, ("hm", "Yes.", [])),
+        ("<thin air</think>Yes.", None, True, ("<thin air", "Yes.", [])),
+        ("<tool_call> x", GLM, False, ("", "<tool_call> x", [])),
         (glm_call("a", "<arg_key>"), GLM, False, ("", "", [("f", {"a": "<arg_key>"})])),
         (
-            "<tool_call>f and more<arg_key>a</arg_key></tool_call>",
+            "<tool_call><arg_key>a</arg_key></tool_call>",
             GLM,
             False,
-            ("", "<tool_call>f and more<arg_key>a</arg_key></tool_call>", []),
+            ("", "<tool_call><arg_key>a</arg_key></tool_call>", []),
         ),
         ("a < b", GLM, False, ("", "a < b", [])),
         ("a <tool_", GLM, False, ("", "a <tool_", [])),
@@ -142,18 +170,20 @@ def parse(
         ),
         (dsml_call(parameter("a", MARKED, "true")), DSML, False, ("", "", [("f", {"a": MARKED})])),
         (dsml_call(parameter("a>b", "x", "true")), DSML, False, ("", "", [("f", {"a>b": "x"})])),
+        (dsml_call('\n{"a": [1],\n "b": "</x>"}\n'), DSML, False, ("", "", [("f", {"a": [1], "b": "</x>"})])),
         (
-            dsml_call(parameter("a", "1", "false") * 2),
+            DSML_CALLS.replace("\n", "\nso ", 1),
             DSML,
             False,
-            ("", dsml_call(parameter("a", "1", "false") * 2), []),
+            ("", DSML_CALLS.partition("\n")[0] + "\nso \n" + DSML_CALLS.rpartition("\n")[2], DSML_READ),
         ),
         (f"\n\n\n{DSML_CALLS} \n", DSML, False, ("", "\n", DSML_READ)),
         (f"hm</think>\n\n{DSML_CALLS}", DSML, True, ("hm", "", DSML_READ)),
         (f"a\n\n<{BAR}DSML", DSML, False, ("", f"a\n\n<{BAR}DSML", [])),
         (V31_CALLS, V31, False, ("", "", [("weather", {"city": "杭州"}), ("now", {})])),
         (f"Two: {V31_CALLS}", V31, False, ("", "Two: ", [("weather", {"city": "杭州"}), ("now", {})])),
-        (V31_ODD, V31, False, ("", V31_ODD, [])),
+        (V31_ODD, V31, False, ("", "", [("weather", [1])])),
+        (V31_CALLS.replace("{}", ""), V31, False, ("", "", [("weather", {"city": "杭州"}), ("now", {})])),
         (V31_CALLS, DSML, False, ("", V31_CALLS, [])),
         (
             ODD_CALLS + " and on",
@@ -169,11 +199,65 @@ def test_parts_of_an_answer(
     in_reasoning: bool,
     expected: tuple[str, str, list[tuple[str, object]]],
 ) -> None:
-    assert parse([text], markup, in_reasoning=in_reasoning) == expected
-    assert (
-        parse([text[i : i + 3] for i in range(0, len(text), 3)], markup, in_reasoning=in_reasoning)
-        == expected
-    )
+    for num_chars in (len(text), 3):
+        found = parse_cut(text, markup, num_chars, in_reasoning=in_reasoning)
+        calls = [(call.name, json.loads(call.arguments)) for call in found.calls]
+        assert (found.reasoning, found.content, calls) == expected
+
+
+FAULTS = [
+    ("<tool_call>f<arg_key>a", GLM, "f", "<arg_key>a</tool_call>"),
+    ("<tool_call>f and more<arg_key>a</arg_key>", GLM, "f and more", "<arg_key>a</arg_key></tool_call>"),
+    ("<tool_call>f<arg_key>a</arg_key> b ", GLM, "f", "<arg_key>a</arg_key> b </tool_call>"),
+    (f"<tool_call>{BROKEN_GLM}", GLM, "f", f"{BROKEN_GLM[1:]}</tool_call>"),
+    (glm_call("a", "1").replace("</tool_call>", " }"), GLM, "f", '{"a": 1 }</tool_call>'),
+    (glm_call("a", 'x"').partition("</arg_value>")[0], GLM, "f", '{"a": "x\\""</tool_call>'),
+    (glm_call("a", "12").partition("</arg_value>")[0], GLM, "f", '{"a": 12</tool_call>'),
+    (
+        dsml_call(parameter("a", "1", "false") * 2).partition(END_OF_INVOKE)[0],
+        DSML,
+        "f",
+        f'{{"a": 1\n{parameter("a", "1", "false")}{END_OF_INVOKE}'.replace("|", BAR),
+    ),
+    (
+        dsml_call(parameter("a", "1", "true") + "b").partition(END_OF_INVOKE)[0],
+        DSML,
+        "f",
+        f'{{"a": "1"\nb{END_OF_INVOKE}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("begun", "markup", "name", "arguments"), FAULTS)
+def test_what_cannot_be_read_of_a_call_stays_in_its_arguments_which_are_no_json(
+    begun: str, markup: Markup, name: str, arguments: str
+) -> None:
+    behind = markup.call_end + (markup.closing if markup.closing != markup.call_end else "")
+    for num_chars in (1 << 20, 3):
+        found = parse_cut(f"Look.{begun}{behind}Done.", markup, num_chars)
+        assert (found.content, len(found.calls)) == ("Look.Done.", 1)
+        assert (found.calls[0].name, found.calls[0].arguments) == (name, arguments)
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(found.calls[0].arguments)
+
+
+@pytest.mark.parametrize(("markup", "calls"), [(GLM, GLM_CALL), (DSML, DSML_CALLS), (V31, V31_CALLS)])
+@pytest.mark.parametrize("finish", [FinishReason.LENGTH, FinishReason.STOP])
+def test_of_calls_that_are_cut_off_no_markup_is_shown(
+    markup: Markup, calls: str, finish: FinishReason
+) -> None:
+    """Wherever the answer ends; arguments are a beginning of what they would have been."""
+    whole = parse([f"So: {calls}"], markup)
+    for end in range(len(calls)):
+        found = parse_cut(f"So: {calls[:end]}", markup, 5, finish=finish)
+        for cut, call in zip(found.calls, whole.calls, strict=False):
+            assert cut.name == call.name
+            assert call.arguments.startswith(cut.arguments)
+        if finish is FinishReason.LENGTH:
+            assert markup.sign not in found.content
+            assert found.content.startswith("So: ")
+        elif not found.calls:
+            assert found.content == f"So: {calls[:end]}"
 
 
 TOKENS = [
@@ -188,9 +272,10 @@ TOKENS = [
     "<",
     "tool",
     "now",
+    PROSE,
 ]
-V31_TOKENS = [*re.findall(rf"<{BAR}[^>]*>|[^<]+", V31_CALLS), "</think>", "<", " ", "x"]
-DSML_TOKENS = ["\n\n", *DSML_CALLS.split("\n"), "</think>", "<", f"{BAR}DSML{BAR}", " ", "x"]
+V31_TOKENS = [*re.findall(rf"<{BAR}[^>]*>|[^<]+", V31_CALLS), "</think>", "<", " ", "x", PROSE]
+DSML_TOKENS = ["\n\n", *DSML_CALLS.split("\n"), "</think>", "<", f"{BAR}DSML{BAR}", " ", "x", PROSE]
 
 
 @given(
@@ -209,8 +294,132 @@ def test_how_an_answer_is_cut_changes_nothing(
     text = "".join(tokens)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = parse([text], markup, in_reasoning=in_reasoning)
-    assert parse(pieces, markup, in_reasoning=in_reasoning) == whole
+    finish = data.draw(st.sampled_from((FinishReason.STOP, FinishReason.LENGTH)))
+    whole = parse([text], markup, in_reasoning=in_reasoning, finish=finish)
+    assert parse(pieces, markup, in_reasoning=in_reasoning, finish=finish) == whole
+
+
+# --- calls as a stream and at once --------------------------------------------------------------------
+
+SCHEMA_OF_VALUES: list[Any] = [
+    {"type": "string"},
+    {"type": "integer"},
+    {"type": ["string", "null"]},
+    {"type": ["string", "object"]},
+    {"anyOf": [{"type": "string"}, {"type": "array"}]},
+    {"enum": ["null", "a", 1, None, [1]]},
+    {"anyOf": [{"type": "string"}, {"enum": [[1], None]}]},
+    {"type": "string", "nullable": True},
+    {"const": "1"},
+    {},
+]
+VALUE_PIECES = [
+    "a",
+    "null",
+    "true",
+    "1",
+    "-",
+    " ",
+    "\n",
+    '"',
+    "\\",
+    "{",
+    "}",
+    "[1]",
+    "é",
+    "😀",
+    "<",
+    "</",
+    "\x01",
+]
+values = st.lists(st.sampled_from(VALUE_PIECES), max_size=6).map("".join)
+
+
+@st.composite
+def written_calls(draw: st.DrawFn) -> tuple[ToolMarkup, str, ToolSchemas]:
+    """One call of a tool whose parameters have types of all kinds, as its markup writes it."""
+    kind = draw(st.sampled_from(ToolMarkup))
+    schemas = draw(st.lists(st.sampled_from(SCHEMA_OF_VALUES), max_size=3))
+    properties = {f"p{index}": schema for index, schema in enumerate(schemas)}
+    tool = {"function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    name = draw(st.sampled_from(["f", "unknown"]))
+    space = draw(st.sampled_from(["", "\n"]))
+    arguments = {key: draw(values) for key in [*properties, "p9"][: draw(st.integers(0, 4))]}
+    match kind:
+        case ToolMarkup.GLM:
+            written = [
+                f"<arg_key>{key}</arg_key>{space}<arg_value>{value}</arg_value>{space}"
+                for key, value in arguments.items()
+            ]
+            return kind, f"<tool_call>{name}{space}{''.join(written)}</tool_call>", ToolSchemas([tool])
+        case ToolMarkup.DSML:
+            is_string = draw(st.sampled_from(["true", "false"]))
+            written = [parameter(key, value, is_string) for key, value in arguments.items()]
+            text = f'<|DSML|function_calls>{space}<|DSML|invoke name="{name}">{space}{"".join(written)}'
+            text += f"</|DSML|invoke>{space}</|DSML|function_calls>"
+        case ToolMarkup.DEEPSEEK_V31:
+            text = f"<|tool▁calls▁begin|><|tool▁call▁begin|>{name}<|tool▁sep|>{space}{json.dumps(arguments)}"
+            text += f"{space}<|tool▁call▁end|><|tool▁calls▁end|>"
+    return kind, text.replace("|", BAR), ToolSchemas([tool])
+
+
+@given(written_calls(), st.data())
+def test_the_arguments_of_a_stream_are_those_of_the_whole_call(
+    case: tuple[ToolMarkup, str, ToolSchemas], data: st.DataObject
+) -> None:
+    """To the byte, in whatever pieces the text comes; the reference reads the call at once."""
+    kind, text, schemas = case
+    markup = MARKUPS[kind]
+    begun = text[len(markup.openings[-1]) : text.index(markup.call_end)]
+    expected = READERS[kind](begun, schemas)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    found = parse(pieces, markup, schemas=schemas)
+    assert expected is not None
+    assert (found.content, [(call.name, call.arguments) for call in found.calls]) == ("", [expected])
+
+
+def test_reasoning_that_speaks_of_calls_goes_on() -> None:
+    """It is held back for the length of a name at most, and nothing of it is lost."""
+    parser = MessageParser(in_reasoning=True, markup=GLM, schemas=SCHEMAS)
+    thoughts = f"So <tool_call>{PROSE}"
+    assert joined(parser.feed(thoughts[:100])).reasoning == "So "
+    assert joined(parser.feed(thoughts[100:])).reasoning == thoughts[3:]
+    assert joined(parser.feed("on", FinishReason.LENGTH)) == Message(reasoning="on")
+
+
+def shown(parser: MessageParser, *pieces: str) -> list[str]:
+    """What each piece adds to the arguments."""
+    return [
+        "".join(part.text for part in parser.feed(piece) if part.kind is PartKind.ARGUMENTS)
+        for piece in pieces
+    ]
+
+
+def test_names_and_strings_are_shown_as_they_come() -> None:
+    """What is no string for sure waits for its end."""
+    parser = MessageParser(in_reasoning=False, markup=GLM, schemas=SCHEMAS)
+    assert parser.feed("<tool_call>weather<arg_") == []
+    assert parser.feed("key>") == [Part(PartKind.CALL, "weather")]
+    pieces = ("city</arg_key><arg_value>", "42\n", 'is "so', "</arg_value", ">")
+    assert shown(parser, *pieces) == ['{"city": "', "42\\n", 'is \\"so', "", '"']
+    pieces = ("<arg_key>days</arg_key><arg_value>", "4", "2", "</arg_value></tool_call>")
+    assert shown(parser, *pieces) == [', "days": ', "", "", "42}"]
+    parser = MessageParser(in_reasoning=False, markup=DSML, schemas=SCHEMAS)
+    invoke, is_string, no_string = (
+        piece.replace("|", BAR)
+        for piece in (
+            '<|DSML|function_calls>\n<|DSML|invoke name="f">\n',
+            '<|DSML|parameter name="a" string="true">',
+            '</|DSML|parameter>\n<|DSML|parameter name="b" string="false">',
+        )
+    )
+    assert parser.feed(invoke) == [Part(PartKind.CALL, "f")]
+    assert shown(parser, is_string, "1", "</", no_string, "1") == ['{"a": "', "1", "", '</", "b": ', ""]
+    parser = MessageParser(in_reasoning=False, markup=V31, schemas=SCHEMAS)
+    name, rest = V31_CALLS[: V31_CALLS.index("{")], V31_CALLS[V31_CALLS.index("{") :]
+    assert parser.feed(name) == [Part(PartKind.CALL, "weather")]
+    assert shown(parser, rest[:3], "\n", rest[3:8]) == [rest[:3], "", "\n" + rest[3:8]]
 
 
 def test_reasoning_stays_content_for_who_asks_for_that() -> None:
@@ -219,16 +428,16 @@ def test_reasoning_stays_content_for_who_asks_for_that() -> None:
         parser = MessageParser(
             in_reasoning=in_reasoning, separates_reasoning=False, markup=GLM, schemas=SCHEMAS
         )
-        assert parser.feed(text, is_last=True) == Parts(content=text)
+        assert joined(parser.feed(text, FinishReason.STOP)) == Message(content=text)
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_markup() -> None:
     parser = MessageParser(in_reasoning=False, markup=GLM, schemas=SCHEMAS)
-    assert parser.feed("one <to").content == "one "
-    assert parser.feed("ol_").content == ""
-    assert parser.feed("x").content == "<tool_x"
-    assert parser.feed("<tool_call>now").content == ""
-    assert [call.name for call in parser.feed("</tool_call>").calls] == ["now"]
+    assert parser.feed("one <to") == [Part(PartKind.CONTENT, "one ")]
+    assert parser.feed("ol_") == []
+    assert parser.feed("x") == [Part(PartKind.CONTENT, "<tool_x")]
+    assert parser.feed("<tool_call>now") == []
+    assert joined(parser.feed("</tool_call>")).calls[0].name == "now"
 
 
 # --- work -------------------------------------------------------------------------------------------
@@ -244,6 +453,9 @@ def glm_calls(num_calls: int) -> str:
     ("text", "markup"),
     [
         pytest.param(" \n" * 20_000, GLM, id="white space that reasoning may follow"),
+        pytest.param("<think>" * 5_000, GLM, id="openings of reasoning"),
+        pytest.param(glm_call("a", " " * 20_000 + "[" * 20_000), GLM, id="a value that may be JSON"),
+        pytest.param(glm_call("a", "1").replace("</t", "x" * 40_000 + "</t"), GLM, id="a fault"),
         pytest.param("a < b </thin " * 4_000, GLM, id="content"),
         pytest.param(glm_calls(2_000), GLM, id="many calls"),
         pytest.param(glm_calls(1) + " x" * 20_000, GLM, id="content behind a call"),
@@ -256,7 +468,7 @@ def glm_calls(num_calls: int) -> str:
 def test_each_character_is_searched_once(
     text: str, markup: Markup, piece_chars: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted: what searching for markers goes over, what is read as a call, what is looked at as a start."""
+    """Counted: what searching for markers goes over, and what is looked at as a start."""
     num_searched = 0
     search = chat_message._search
 
@@ -266,23 +478,17 @@ def test_each_character_is_searched_once(
         num_searched += (len(text) if found is None else found.end()) - at
         return found
 
-    def counting_read(text: str, schemas: ToolSchemas) -> tuple[str, str] | None:
-        nonlocal num_searched
-        num_searched += len(text)
-        return markup.read(text, schemas)
-
     class CountingParser(MessageParser):
-        def _begin(self, text: str) -> int | None:
+        def _begin(self, text: str) -> str | None:
             nonlocal num_searched
             num_searched += len(text)
             return super()._begin(text)
 
     monkeypatch.setattr(chat_message, "_search", counting_search)
-    counted = replace(markup, read=counting_read)
-    parser = CountingParser(in_reasoning=False, markup=counted, schemas=SCHEMAS)
+    parser = CountingParser(in_reasoning=False, markup=markup, schemas=SCHEMAS)
     pieces = [text[at : at + piece_chars] for at in range(0, len(text), piece_chars)]
     for piece in pieces:
         parser.feed(piece)
-    parser.feed("", is_last=True)
-    longest = max(map(len, (*markup.openings, markup.call_end, markup.closing, *(markup.value or ()))))
+    parser.feed("", FinishReason.STOP)
+    longest = max(map(len, (*markup.openings, markup.call, markup.key, *markup.ends)))
     assert num_searched <= 3 * len(text) + longest * (len(pieces) + 1)

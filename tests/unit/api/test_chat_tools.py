@@ -96,6 +96,23 @@ async def streamed(client: openai.AsyncOpenAI, **options: Any) -> list[Any]:
     return [chunk.choices[0] async for chunk in stream]
 
 
+def calls_of(choices: list[Any]) -> list[tuple[str, str]]:
+    """Names and arguments of a stream's calls: each begins with id and name, and then its arguments grow."""
+    calls: list[tuple[str, str]] = []
+    ids = set()
+    for choice in choices:
+        for call in choice.delta.tool_calls or ():
+            if call.id is not None:
+                assert (call.index, call.type, call.function.arguments) == (len(calls), "function", "")
+                ids.add(call.id)
+                calls.append((call.function.name, ""))
+            else:
+                assert (call.index, call.type, call.function.name) == (len(calls) - 1, None, None)
+                calls[-1] = (calls[-1][0], calls[-1][1] + call.function.arguments)
+    assert len(ids) == len(calls)
+    return calls
+
+
 def test_a_call_in_a_whole_answer(ask: Callable[..., Any]) -> None:
     choice, prompt = ask(CALL, whole)
     assert prompt == "[tools]weather[user]hi[assistant]"
@@ -110,11 +127,10 @@ def test_a_call_in_a_whole_answer(ask: Callable[..., Any]) -> None:
 def test_calls_in_a_stream(ask: Callable[..., Any]) -> None:
     choices, _ = ask(f"Look:\n{CALL}\n{CALL}", streamed)
     assert "".join(choice.delta.content or "" for choice in choices) == "Look:\n"
-    calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
-    assert [call.index for call in calls] == [0, 1]
-    assert len({call.id for call in calls}) == 2
-    assert {call.function.name for call in calls} == {"weather"}
-    assert [choice.finish_reason for choice in choices][-1] == "tool_calls"
+    assert [json.loads(arguments) for _, arguments in calls_of(choices)] == [{"city": "7", "days": 3}] * 2
+    assert {name for name, _ in calls_of(choices)} == {"weather"}
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
+    assert choices[-1].finish_reason
 
 
 def test_reasoning_is_shown_beside_the_content(ask: Callable[..., Any]) -> None:
@@ -127,6 +143,16 @@ def test_reasoning_is_shown_beside_the_content(ask: Callable[..., Any]) -> None:
     choices, _ = ask(text, lambda client: streamed(client, **options))
     assert "".join(getattr(choice.delta, "reasoning_content", None) or "" for choice in choices) == "Hm.\n"
     assert "".join(choice.delta.content or "" for choice in choices) == "Yes."
+
+
+def test_a_call_ends_the_reasoning_that_the_prompt_began(ask: Callable[..., Any]) -> None:
+    options = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+    choice, _ = ask(f"Hm.{CALL}", lambda client: whole(client, **options))
+    assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", None)
+    assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "tool_calls")
+    choices, _ = ask(f"Hm.{CALL}", lambda client: streamed(client, **options))
+    assert "".join(getattr(choice.delta, "reasoning_content", None) or "" for choice in choices) == "Hm."
+    assert [name for name, _ in calls_of(choices)] == ["weather"]
 
 
 def test_reasoning_stays_where_it_is_for_who_wants_that(ask: Callable[..., Any]) -> None:
@@ -227,8 +253,8 @@ def test_a_deepseek_stream_shows_calls_of_a_developers_own_tools(ask_deepseek: C
     choices, prompt = ask_deepseek(f"Look:{DSML_CALL}", lambda client: streamed(client, **options))
     assert '<functions>\n{"name": "weather"' in prompt
     assert "".join(choice.delta.content or "" for choice in choices) == "Look:"
-    (call,) = (call for choice in choices for call in choice.delta.tool_calls or ())
-    assert json.loads(call.function.arguments) == {"city": "7", "days": 3}
+    ((_, arguments),) = calls_of(choices)
+    assert json.loads(arguments) == {"city": "7", "days": 3}
     choice, prompt = ask_deepseek(DSML_CALL, lambda client: whole(client, tool_choice="none", **options))
     assert "<functions>" not in prompt
     assert choice.message.content == DSML_CALL

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 
 from api.call_rules import CallRule
 from api.chat_format import DSML, V31, ChatFormat, ReasoningStart, ToolMarkup
-from api.chat_message import MessageParser, ToolCall
+from api.chat_message import MessageParser
 from api.constraints import AnswerFormat, Constraint, FormatKind
 from api.grammars import write_grammar
+from api.message_parts import Call, joined
 from api.tool_markup import MARKUPS
 from api.tool_schemas import ToolSchemas
 from service.http_errors import ApiError
 from tests.unit.api.grammar_walks import Walk, admits, error_of, matcher, token_ids, tokenizer
+from vocabulary import FinishReason
 
 SCHEMA = {
     "type": "object",
@@ -134,7 +136,7 @@ def answers(kind: FormatKind, text: str = "", *choices: str) -> Constraint:
 
 def read(
     text: str, markup: ToolMarkup | None, *, in_reasoning: bool = False, separates: bool = True
-) -> tuple[str, str, list[ToolCall]]:
+) -> tuple[str, str, list[Call]]:
     """Reasoning, content and calls, as an answer shows them."""
     parser = MessageParser(
         in_reasoning=in_reasoning,
@@ -142,11 +144,11 @@ def read(
         schemas=ToolSchemas(TOOLS),
         separates_reasoning=separates,
     )
-    parts = parser.feed(text, is_last=True)
-    return parts.reasoning, parts.content, parts.calls
+    found = joined(parser.feed(text, FinishReason.STOP))
+    return found.reasoning, found.content, found.calls
 
 
-def check_calls(calls: list[ToolCall], names: tuple[str, ...]) -> None:
+def check_calls(calls: list[Call], names: tuple[str, ...]) -> None:
     of_name = {tool["function"]["name"]: tool["function"].get("parameters") for tool in TOOLS}
     for call in calls:
         assert call.name in names
@@ -276,8 +278,8 @@ def test_a_text_that_would_be_read_as_reasoning_is_none(start: ReasoningStart) -
     call = "<tool_call>no_arguments</tool_call>"
     grammar = write_grammar(free("no_arguments"), chat_format(ToolMarkup.GLM), start, TOOLS)
     assert admits(grammar, f"So <think> {call}")
-    for text in ("<think>", f"\n <think> {call}"):
-        assert not admits(grammar, text)
+    assert not admits(grammar, "<think>")
+    assert admits(grammar, f"\n <think> {call}") is (start is ReasoningStart.MAY_BEGIN)
     either = Constraint(answers(FormatKind.REGEX, "(?s:.*)").answer, free("no_arguments").calls)
     grammar = write_grammar(either, chat_format(ToolMarkup.GLM), start, TOOLS)
     assert admits(grammar, "a <think>")
@@ -338,18 +340,58 @@ def test_white_space_in_json_is_bounded() -> None:
 
 def test_reasoning_that_is_content_has_no_calls_in_it() -> None:
     """Where reasoning is not told apart, what looks like a call in it would be one."""
-    inner = "<tool_call>x</tool_call>"
+    name = f"{V31.CALL}no_arguments{V31.SEPARATOR}"
+    call = f"{V31.CALLS}{name}{{}}{V31.END_OF_CALL}{V31.END_OF_CALLS}"
     for separates in (True, False):
         grammar = write_grammar(
             forced("no_arguments"),
-            chat_format(ToolMarkup.GLM),
+            chat_format(ToolMarkup.DEEPSEEK_V31),
             ReasoningStart.BEGUN,
             TOOLS,
             separates_reasoning=separates,
         )
-        call = "</think><tool_call>no_arguments</tool_call>"
-        assert admits(grammar, f"I think{call}")
-        assert admits(grammar, f"I think {inner}{call}") is separates
+        assert admits(grammar, f"I think</think>{call}")
+        assert admits(grammar, f"I think {call}</think>{call}") is separates
+
+
+CALLS = {
+    ToolMarkup.GLM: "<tool_call>no_arguments</tool_call>",
+    ToolMarkup.DSML: (
+        f'<{DSML}function_calls>\n<{DSML}invoke name="no_arguments">\n</{DSML}invoke>\n'
+        f"</{DSML}function_calls>"
+    ),
+    ToolMarkup.DEEPSEEK_V31: (
+        f"{V31.CALLS}{V31.CALL}no_arguments{V31.SEPARATOR}{{}}{V31.END_OF_CALL}{V31.END_OF_CALLS}"
+    ),
+}
+
+
+@of_each_tokenizer
+@pytest.mark.parametrize("separates", [True, False])
+@pytest.mark.parametrize("constraint", [forced("no_arguments"), free("no_arguments"), None], ids=str)
+@pytest.mark.parametrize("markup", ToolMarkup)
+def test_a_call_of_glm_may_end_its_reasoning(
+    markup: ToolMarkup, constraint: Constraint | None, separates: bool, are_special: bool | None
+) -> None:
+    """And of no other model; None: in place of an answer in a format."""
+    if constraint is None:
+        answer = answers(FormatKind.JSON, json.dumps(SCHEMA)).answer
+        constraint = Constraint(answer, free("no_arguments").calls)
+    written = chat_format(markup, has_tokens=are_special is not None)
+    for start, opening in ((ReasoningStart.BEGUN, ""), (ReasoningStart.MAY_BEGIN, "<think>")):
+        grammar = write_grammar(constraint, written, start, TOOLS, separates_reasoning=separates)
+        walk = walk_of(grammar, markup, are_special)
+        for text, is_admitted in (
+            (f"{opening}So.{CALLS[markup]}", markup is ToolMarkup.GLM),
+            (f"{opening}So.</think>{CALLS[markup]}", True),
+        ):
+            made = matcher(walk.grammar, walk.over)
+            ids = walk.encode(text)
+            is_whole = made.try_consume_tokens(ids) == len(ids) and made.is_accepting()
+            assert is_whole is is_admitted, text
+            if is_admitted and separates:
+                reasoning, content, calls = read(text, markup, in_reasoning=not opening)
+                assert (reasoning, content, [call.name for call in calls]) == ("So.", "", ["no_arguments"])
 
 
 # --- what cannot be written --------------------------------------------------------------------------
