@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
+from api.keep_alive import KeepAlive
 from service.http_errors import ApiError, ErrorShape
 from service.off_loop import off_loop
 
@@ -102,6 +103,7 @@ class FramedEndpoint:
         try:
             arrived_at = time.monotonic()
             body = await _read_body(Request(scope, receive), self._max_body_bytes)
+            reply.keep_alive(scope)
             await _unless_client_leaves(receive, self._answer(body, arrived_at, reply))
         except ClientDisconnect:
             reply.status = _CLIENT_LEFT
@@ -111,6 +113,7 @@ class FramedEndpoint:
             log.exception("%s failed", self._path)
             await reply.fail(ApiError(500, "internal error; the node's log has the details"))
         finally:
+            reply.close()
             self._count(self._path, reply.status)
             if span is not None:
                 span.end(reply.status)
@@ -139,6 +142,16 @@ class Reply:
         self._begun = False
         self.status = _CLIENT_LEFT
         """Of the answer; what it is when the handler is cancelled before there is one."""
+        self._alive: KeepAlive | None = None
+
+    def keep_alive(self, scope: Scope) -> None:
+        """Say from now on that the request is at work."""
+        self._alive = KeepAlive(scope, self._error_shape, self._send_piece)
+
+    def close(self) -> None:
+        if self._alive is not None:
+            self._alive.close()
+            self._alive = None
 
     async def send_answer(self, answer: Answer, headers: Headers = ()) -> None:
         """``headers``: beside those of its body."""
@@ -177,12 +190,20 @@ class Reply:
         if num_bytes is None:
             headers.append((b"cache-control", b"no-cache"))
         else:
+            self.close()
             headers.append((b"content-length", b"%d" % num_bytes))
         self.status = status
         self._begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _piece(self, piece: bytes, *, last: bool = False) -> None:
+        if last:
+            self.close()
+        elif self._alive is not None:
+            self._alive.note_piece()
+        await self._send_piece(piece, last=last)
+
+    async def _send_piece(self, piece: bytes, *, last: bool = False) -> None:
         message: Message = {"type": "http.response.body", "body": piece, "more_body": not last}
         await self._send(message)
 

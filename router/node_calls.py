@@ -13,6 +13,7 @@ import httpx
 from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
 from router.local_faults import local_fault
 from router.nodes import Node
+from service.connections import TAKES_INTERIM
 
 T = TypeVar("T")
 
@@ -24,6 +25,7 @@ _HEADERS_TO_NODE = (
     (b"content-type", b"application/json"),
     (b"accept", b"*/*"),
     (b"accept-encoding", b"identity"),
+    (TAKES_INTERIM, b"1"),  # httpcore reads over them; they end a wait for the node, as any byte does
 )
 _HOP_BY_HOP_HEADERS = frozenset(
     (

@@ -37,6 +37,12 @@ UNREAD_SECS = 300.0
 
 _MAX_HEAD_BYTES = 1 << 16
 
+TAKES_INTERIM = b"x-hisparse-pd-interim"
+"""A request's header with the value 1: its client reads over interim responses, which not every one does."""
+INTERIM = "hisparse_pd.interim"
+"""Among the ``extensions`` of a request's scope: a function without arguments that answers "102 Processing",
+while no answer has begun."""
+
 _MAX_STEP_SECS = 2.0
 """What the time between two sweeps counts at most: after a long turn much has come that was not read."""
 
@@ -117,6 +123,7 @@ class Connection(h11_impl.H11Protocol):
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
         self.conn = _Framing(h11.SERVER, _MAX_HEAD_BYTES)
+        self.app = self._serve_request
         self._all = connections
         self.address = ""
         self._head_since: float | None = None
@@ -228,10 +235,23 @@ class Connection(h11_impl.H11Protocol):
         else:
             self.transport.close()
 
+    # --- requests ---------------------------------------------------------------------------------
+
+    async def _serve_request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["extensions"] = {INTERIM: self._say_processing}
+        await self.config.loaded_app(scope, receive, send)
+
+    def _say_processing(self) -> None:
+        is_read = not (self.transport.is_closing() or self.flow.write_paused)
+        if is_read and not self.cycle.response_started:
+            status = HTTPStatus.PROCESSING
+            interim = h11.InformationalResponse(status_code=status, headers=[], reason=status.phrase.encode())
+            self.transport.write(self.conn.send(interim) or b"")
+
     async def _refuse_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         """In place of the application, unless there is room by now."""
         if len(self._all.live) <= self._all.limit:
-            await self.config.loaded_app(scope, receive, send)
+            await self._serve_request(scope, receive, send)
             return
         self._all.closed["refused"] += 1
         error = ApiError(

@@ -1,0 +1,53 @@
+"""Streams that have nothing to say for a while."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from api import keep_alive
+from service.engine_messages import FromEngine, Generate, Tokens
+from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, OnNode, decode_events, named_events
+from vocabulary import FinishReason
+
+COMMENT = b": ping\n\n"
+CHAT = {"model": "tiny", "max_tokens": 5, **ROOM, "messages": MESSAGES}
+STREAMS: dict[str, tuple[dict[str, Any], bytes]] = {
+    "/v1/completions": (BODY, COMMENT),
+    "/v1/chat/completions": (CHAT, COMMENT),
+    "/generate": (NATIVE, COMMENT),
+    "/v1/responses": ({"model": "tiny", "input": "hi", **ROOM}, COMMENT),
+    "/v1/messages": (CHAT, b'event: ping\ndata: {"type": "ping"}\n\n'),
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stream_is_not_silent_for_long(on_node: OnNode, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model writes on once the client has seen two pings; what else comes is as without them."""
+    monkeypatch.setattr(keep_alive, "PING_SECS", 0.02)
+    body, ping = STREAMS[path]
+    is_seen = threading.Event()
+
+    def script(generate: Generate) -> Iterator[FromEngine | float]:
+        yield Tokens(generate.request_id, tuple(b"on"))
+        while not is_seen.is_set():
+            yield 0.001
+        yield Tokens(generate.request_id, tuple(b"e"), (), FinishReason.STOP)
+
+    async def check(node: Node) -> None:
+        received = b""
+        async with node.client.stream("POST", path, json=body | {"stream": True}) as answer:
+            async for chunk in answer.aiter_bytes():
+                received += chunk
+                if received.count(ping) >= 2:
+                    is_seen.set()
+        text = received.replace(ping, b"").decode()
+        assert "ping" not in text
+        is_named = path in ("/v1/responses", "/v1/messages")
+        assert named_events(text) if is_named else decode_events(text)
+
+    on_node(script, check)
+    assert is_seen.is_set()

@@ -1,0 +1,124 @@
+"""Answers that take longer than ``--request-timeout-secs``: it counts the silence of a node, not its work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api import keep_alive
+from router.server import create_app
+from service.engine_messages import FromEngine, Generate, Tokens
+from service.settings import RouterSettings
+from tests.unit.api import support
+from tests.unit.router.cluster import WAIT_SECS, FakeNode, delivers, error_of, serving
+from vocabulary import FinishReason
+
+pytestmark = pytest.mark.anyio
+TIMEOUT_SECS = 0.5
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
+
+
+def pauses(secs: float) -> Any:
+    """An engine that says nothing for ``secs`` before its first token, and again before its last."""
+
+    def script(generate: Generate) -> Iterator[FromEngine | float]:
+        yield secs
+        yield Tokens(generate.request_id, (ord("a"),))
+        yield secs
+        yield Tokens(generate.request_id, (ord("b"),), (), FinishReason.STOP)
+
+    return script
+
+
+@asynccontextmanager
+async def routed(decode: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a real router before the decode node at this URL."""
+    async with serving(FakeNode(delivers)) as prefill:
+        settings = RouterSettings(
+            prefill=((prefill, 7000),),
+            decode=(decode,),
+            request_timeout_secs=TIMEOUT_SECS,
+            policy="round_robin",
+        )
+        async with (
+            serving(create_app(settings)) as url,
+            httpx.AsyncClient(base_url=url, timeout=WAIT_SECS, trust_env=False) as client,
+        ):
+            yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_may_take_long_while_its_node_makes_progress(
+    stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keep_alive, "PING_SECS", 0.05)
+    async with (
+        support.serving(pauses(1.5 * TIMEOUT_SECS), tmp_path) as node,
+        routed(f"http://127.0.0.1:{node.port}") as client,
+    ):
+        started = time.monotonic()
+        answer = await client.post("/v1/completions", json=BODY | {"stream": stream})
+        assert time.monotonic() - started > 2 * TIMEOUT_SECS
+        assert answer.status_code == 200
+        if stream:
+            assert ": ping\n\n" in answer.text
+            events = support.decode_events(answer.text.replace(": ping\n\n", ""))
+            assert "".join(event["choices"][0]["text"] for event in events) == "ab"
+        else:
+            assert answer.json()["choices"][0]["text"] == "ab"
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize(
+    "said", [b"", b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n: ping\n\n"], ids=["", "stream"]
+)
+async def test_a_node_that_says_so_no_more_is_given_up(said: bytes) -> None:
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET "):  # its health
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        else:
+            writer.write(b"HTTP/1.1 102 Processing\r\n\r\n" * 3 + said)
+        await reader.read()  # until the router closes the connection
+        writer.close()
+
+    server = await asyncio.start_server(answers, "127.0.0.1", 0)
+    async with server, routed(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        answer = await client.post("/v1/completions", json=BODY)
+        told = f"did not answer within {TIMEOUT_SECS:g} s"
+        if said:
+            assert told in answer.text.partition(": ping\n\n")[2]
+        else:
+            assert answer.status_code == 504
+            assert told in error_of(answer)
+
+
+async def raw_answer(port: int, header: str) -> bytes:
+    """Every byte of the answer to a request that has ``header`` among its lines."""
+    body = json.dumps(support.BODY).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{header}"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head.encode() + body)
+    received = await asyncio.wait_for(reader.read(), WAIT_SECS)
+    writer.close()
+    return received
+
+
+async def test_only_a_client_that_says_so_gets_interim_responses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not every client reads over them."""
+    monkeypatch.setattr(keep_alive, "PING_SECS", 0.02)
+    async with support.serving(pauses(0.2), tmp_path) as node:
+        for header, is_told in (("", False), ("x-hisparse-pd-interim: 1\r\n", True)):
+            seen = await raw_answer(node.port, header)
+            assert seen.startswith(b"HTTP/1.1 102 Processing\r\n\r\n" if is_told else b"HTTP/1.1 200 ")
+            assert seen.count(b"HTTP/1.1 200 OK") == 1
