@@ -180,7 +180,8 @@ class Reply:
             await self._piece(error.event(self._error_shape), last=True)
             return
         body = error.body(self._error_shape)
-        await self._begin(error.status, _JSON, len(body))
+        headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+        await self._begin(error.status, _JSON, len(body), headers)
         await self._piece(body, last=True)
 
     async def _begin(

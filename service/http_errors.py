@@ -21,6 +21,9 @@ from starlette.responses import Response
 
 _MAX_SHOWN_CHARS = 80
 
+RETRY_AFTER_SECS = 5
+"""For a place in a queue, or for a node in place of one that is gone. Clients' libraries wait as long and ask
+again; without it they ask twice within two seconds, and give up."""
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -75,6 +78,12 @@ class ApiError(Exception):
                 )
                 return {"type": "error", "error": {"type": kind, "message": self.message, "code": self.code}}
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of an answer that the error is, beside those of its body."""
+        is_passing = self.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+        return {"retry-after": str(RETRY_AFTER_SECS)} if is_passing else {}
+
     def body(self, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
         return msgspec.json.encode(self.to_dict(shape))
 
@@ -93,8 +102,9 @@ class ApiError(Exception):
     def response(
         self, headers: Mapping[str, str] | None = None, shape: ErrorShape = ErrorShape.OPENAI
     ) -> Response:
-        """The whole answer, an ASGI application; ``headers`` beside those of its body."""
-        return Response(self.body(shape), self.status, headers, media_type="application/json")
+        """The whole answer, an ASGI application; ``headers`` beside its own."""
+        all_headers = {**self.headers, **(headers or {})}
+        return Response(self.body(shape), self.status, all_headers, media_type="application/json")
 
 
 class InvalidField(ApiError):

@@ -211,11 +211,12 @@ def test_a_full_queue_answers_429_until_there_is_a_place(tmp_path: Path, role: s
         posts = [asyncio.create_task(node.post("/v1/completions", **BODY)) for _ in range(3)]
         await until(lambda: node.link.num_in_flight == 3, "three are in flight")
         refused = await node.post("/v1/completions", **BODY)
-        assert refused.status_code == 429
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
         assert "3 requests run or wait here, and 1 more would exceed 3" in refused.json()["error"]["message"]
         assert "max_queued_requests" in refused.json()["error"]["message"]
         never = await node.post("/v1/completions", **{**BODY, "n": 4})
         assert never.status_code == 400
+        assert "retry-after" not in never.headers
         assert "4 samples are in this request, 3 fit" in never.json()["error"]["message"]
         posts.pop().cancel()
         await until(lambda: len(node.engine.aborts) == 1, "the engine heard of it")

@@ -140,7 +140,7 @@ def test_a_request_without_an_answer_yet_gets_a_503() -> None:
             await until(lambda: bool(router.decode.requests), "the node has the request")
             router.process.send_signal(signal.SIGTERM)
             answer = await asking
-            assert answer.status_code == 503
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
             assert "the router is shutting down" in answer.json()["error"]["message"]
             assert await router.exit_status() == 0
 

@@ -552,6 +552,7 @@ async def test_where_all_queues_are_full_the_client_hears_it(prefill: int | None
     async with cluster(*([behaviour] * 2 for behaviour in behaviours)) as pair:
         response = await pair.client.post("/generate", json={"text": "a"})
         assert (response.status_code, response.content) == (429, full)
+        assert response.headers["retry-after"] == "5"
         for nodes, status in ((pair.prefill, prefill), (pair.decode, decode)):
             if status is not None:
                 assert [len(node.requests) for node in nodes] == [1, 1], "both were asked"

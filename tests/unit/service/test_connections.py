@@ -266,7 +266,7 @@ async def test_a_request_beside_as_many_as_there_may_be_is_refused_with_the_boun
         await served.until(lambda: not served.connections.waits)
         early = await served.connect()
         refused = await served.get()
-        assert refused.status_code == 503
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         assert f"its {LIMIT} connections" in refused.json()["error"]["message"]
         assert "ulimit -n" in refused.json()["error"]["message"]
         assert await early.read() == b"", "it was silent when another one came"
