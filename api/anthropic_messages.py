@@ -1,7 +1,7 @@
 """The conversation of ``/v1/messages``, Anthropic's, as the one that a chat completion would have.
 
 Blocks become what chat templates know: text, reasoning, calls and results of tools. Texts of one message are
-joined by line breaks. What a model behind a chat template cannot take is refused by its name.
+joined by nothing, as in the other APIs. What a model behind a chat template cannot take is refused by name.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ def _messages_of(name: str, item: Raw) -> Iterator[Message]:
                 calls.append({"type": "function", "function": function, "id": block.id})
             case ToolResult():
                 if texts:
-                    yield {"role": "user", "content": "\n".join(texts)}
+                    yield {"role": "user", "content": "".join(texts)}
                     texts = []
                 content = _text_of(block.content or "")
                 yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
-    shown: Message = {"role": role, "content": "\n".join(texts)}
+    shown: Message = {"role": role, "content": "".join(texts)}
     if calls:
         shown["tool_calls"] = calls
     if reasoning:
-        shown["reasoning_content"] = "\n".join(reasoning)
+        shown["reasoning_content"] = "".join(reasoning)
     if texts or calls or reasoning or not message.content:
         yield shown
 
@@ -92,7 +92,7 @@ _ROLES = {UserMessage: "user", AssistantMessage: "assistant", SystemMessage: "sy
 
 
 def _text_of(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+    return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
 def _tools(tools: Raw | None) -> Iterator[Message]:

@@ -187,6 +187,7 @@ class ChatMessage:
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Meta(min_length=1, max_length=MAX_PARTS)] | None
     reasoning_content: str | None
+    reasoning: Annotated[str | None, Meta(description="vLLM's name of reasoning_content, which comes first.")]
     tool_calls: Annotated[list[Call], Meta(max_length=MAX_CALLS)] | None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None
     tools: Annotated[Raw | None, list_of(MAX_TOOLS, "Tool", min_items=0)]

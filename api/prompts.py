@@ -249,8 +249,9 @@ def _chat_message(name: str, item: Raw, may_call: bool) -> dict[str, object]:
         tools = described_tools(f"{name}.tools", message.tools)
         if tools and may_call:
             shown["tools"] = tools
-    if message.role == "assistant" and message.reasoning_content is not None:
-        shown["reasoning_content"] = message.reasoning_content
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if message.role == "assistant" and reasoning is not None:
+        shown["reasoning_content"] = reasoning
     return shown
 
 
@@ -259,7 +260,7 @@ def _text_of(content: str | list[TextPart] | None) -> str:
 
 
 def _tool_call(name: str, call: Call) -> dict[str, object]:
-    """A call of an earlier answer, its arguments as the object that templates expect."""
+    """A call of an earlier answer."""
     arguments = written_arguments(f"{name}.function.arguments", call.function.arguments)
     described = {"name": call.function.name, "arguments": arguments}
     shown: dict[str, object] = {"type": "function", "function": described}
@@ -268,12 +269,12 @@ def _tool_call(name: str, call: Call) -> dict[str, object]:
     return shown
 
 
-def written_arguments(name: str, text: str | None) -> dict[str, object]:
-    """Of a call, which are JSON as text."""
+def written_arguments(name: str, text: str | None) -> dict[str, object] | str:
+    """Of an earlier call: a JSON object or, where the model failed to write one, the text that it wrote."""
     try:
         arguments = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidField(name, text, "must be a JSON object, as text")
-    return arguments
+    except msgspec.DecodeError:
+        return text or ""
+    except RecursionError as error:
+        raise InvalidField(name, text, "is nested too deeply") from error
+    return arguments if isinstance(arguments, dict) else text or ""

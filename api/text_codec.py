@@ -9,11 +9,12 @@ from typing import Any
 
 import jinja2
 
-from api.chat_format import THINK, ChatFormat, ToolMarkup, tool_markup, writes_own_chat
+from api.chat_format import THINK, ChatFormat, tool_markup, writes_own_chat
 from api.deepseek_chat import encode_chat
 from api.detokenizer import TokenBytes
 from api.grammar_checks import GrammarChecks
 from api.prompts import ChatPrompt, Prompt
+from api.template_fit import TemplateFit
 from service.engine_messages import pack_token_ids, unpack_token_ids
 from service.http_errors import ApiError, InvalidField
 from service.off_loop import off_loop
@@ -47,6 +48,7 @@ class TextCodec:
         """How answers call tools; None: in a way that is not known, and calls stay text."""
         self._writes_own_chat = writes_own_chat(template, model_type)
         self._takes_tools = template is None or "tools" in template
+        self._fit = TemplateFit(template, self.tool_markup)
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -198,9 +200,7 @@ class TextCodec:
         tokenizer = self._tokenizer
         if prompt.tools and not self._takes_tools:
             raise ApiError(400, "tools: the model's chat template takes none", param="tools")
-        messages = prompt.messages
-        if self.tool_markup is ToolMarkup.DEEPSEEK_V31:
-            messages = tuple(map(_with_written_arguments, messages))
+        prompt = self._fit.fitted(prompt)
         if self._writes_own_chat and not (prompt.add_generation_prompt or prompt.continue_final_message):
             raise ApiError(
                 400,
@@ -212,7 +212,7 @@ class TextCodec:
                 return encode_chat(prompt, tokenizer.bos_token or "", tokenizer.eos_token or "")
             return str(
                 tokenizer.apply_chat_template(
-                    list(messages),
+                    list(prompt.messages),
                     tools=list(prompt.tools) or None,
                     tokenize=False,
                     add_generation_prompt=prompt.add_generation_prompt,
@@ -232,22 +232,6 @@ def _template_text(tokenizer: Any) -> str | None:
     """All that a checkpoint's templates say; some have one for each use."""
     template = tokenizer.chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else template
-
-
-def _with_written_arguments(message: dict[str, object]) -> dict[str, object]:
-    """The arguments of its calls as JSON text, which DeepSeek-V3.1's template puts between marks as it is."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    written = [
-        call | {"function": call["function"] | {"arguments": _json(call["function"]["arguments"])}}
-        for call in calls
-    ]
-    return message | {"tool_calls": written}
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _batches(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:

@@ -235,7 +235,11 @@ def test_results_stand_in_the_order_of_the_calls(checkpoint: Path) -> None:
         ((CALLING, *[result("7", "c1")] * 3), {}, r"messages\[1\]: calls 2 tools, and 3 results follow"),
         ((CALLING, result("7", "c1"), result("7", "c3")), {}, "tool_call_id are not those of its calls"),
         ((CALLING, result("7", "c1"), result("7", "c1")), {}, "tool_call_id are not those of its calls"),
-        (({"role": "developer", "content": ""},), {}, r"messages\[1\]: is a developer's and empty"),
+        (
+            ({"role": "developer", "content": "", "tools": [FORECAST]},),
+            {},
+            r"messages\[1\]: is a developer's and empty",
+        ),
         (
             ({"role": "assistant", "content": "Yes."},),
             {"thinking": True},

@@ -165,7 +165,7 @@ TURNS = [
         ],
     },
 ]
-SHOWN_TURNS = '[user]a\nb[assistant]Tc<t1 weather {"city": "x"}>[toolt1]sun[toolt2][user]d'
+SHOWN_TURNS = '[user]ab[assistant]Tc<t1 weather {"city": "x"}>[toolt1]sun[toolt2][user]d'
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ SHOWN_TURNS = '[user]a\nb[assistant]Tc<t1 weather {"city": "x"}>[toolt1]sun[tool
         ({"system": "S"}, "[system]S[user]hi[assistant]"),
         (
             {"system": [{"type": "text", "text": "S"}, {"type": "text", "text": "R"}]},
-            "[system]S\nR[user]hi[assistant]",
+            "[system]SR[user]hi[assistant]",
         ),
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It is"}]},

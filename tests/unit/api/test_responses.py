@@ -237,9 +237,9 @@ IMAGE = {"type": "input_image", "image_url": "http://x/y.png"}
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "is not supported"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type", "is not supported"),
         (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]},
             "input[0].arguments",
-            "must be a JSON object",
+            "must be a string",
         ),
         (
             {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},

@@ -504,9 +504,9 @@ CHAT = [
         "the field is needed",
     ),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]},
         "messages[0].tool_calls[0].function.arguments",
-        "must be a JSON object",
+        "must be a string",
     ),
     ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content", "must be a string"),
     (
