@@ -37,11 +37,14 @@ class TextCodec:
         vocab_size: int,
         model_type: str = "",
         grammar_checks: GrammarChecks | None = None,
+        first_token_id: int | None = None,
     ) -> None:
         """``tokenizer``: a fast tokenizer of transformers; ``vocab_size``: rows of the model's embedding;
-        ``model_type``: of config.json, the family of models that it belongs to.
+        ``model_type``: of config.json, the family of models that it belongs to; ``first_token_id``: begins a
+        text that gets special tokens, also where the tokenizer itself puts nothing before it.
         """
         self._tokenizer = tokenizer
+        self._first_token = b"" if first_token_id is None else pack_token_ids([first_token_id])
         self._grammar_checks = grammar_checks
         template = _template_text(tokenizer)
         self.tool_markup = tool_markup(template, model_type)
@@ -81,10 +84,11 @@ class TextCodec:
         vocab_size = config.get("vocab_size")
         vocab_size = vocab_size if isinstance(vocab_size, int) else len(tokenizer)
         eos_token_id = tokenizer.eos_token_id
+        first_token_id = _first_token_id(model_path, tokenizer)
         checks = GrammarChecks(
             model_path / "tokenizer.json", vocab_size, 0 if eos_token_id is None else eos_token_id
         )
-        return cls(tokenizer, vocab_size, str(config.get("model_type", "")), checks)
+        return cls(tokenizer, vocab_size, str(config.get("model_type", "")), checks, first_token_id)
 
     async def encode(
         self,
@@ -161,11 +165,14 @@ class TextCodec:
             texts.append(text)
         if not texts:
             return [prompt for prompt in prompts if isinstance(prompt, bytes)]
+        if add_special is None:
+            add_special = not is_chat
         # Unlike ``encode``, the batch call lets other threads run: streams go on meanwhile.
-        encodings = self._backend.encode_batch_fast(
-            texts, add_special_tokens=not is_chat if add_special is None else add_special
-        )
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special)
         packed = [pack_token_ids(encoding.ids) for encoding in encodings]
+        if add_special:
+            first = self._first_token
+            packed = [ids if ids.startswith(first) else first + ids for ids in packed]
         for prompt_ids, name in zip(packed, names, strict=True):
             if not prompt_ids:
                 raise ApiError(400, f"{name}: the prompt has no tokens", param=name)
@@ -226,6 +233,25 @@ class TextCodec:
             raise ApiError(
                 400, f"messages: the model's chat template refuses them: {error}", param="messages"
             ) from error
+
+
+def _first_token_id(model_path: Path, tokenizer: Any) -> int | None:
+    """The BOS token's id if tokenizer_config.json has ``add_bos_token``, which transformers leaves to the
+    post-processor of tokenizer.json; DeepSeek's have none. Raises CheckpointError.
+    """
+    path = model_path / "tokenizer_config.json"
+    if not path.exists():
+        return None
+    try:
+        adds_bos = json.loads(path.read_bytes()).get("add_bos_token")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if adds_bos is not True:
+        return None
+    bos_token_id: int | None = tokenizer.bos_token_id
+    if bos_token_id is None:
+        raise CheckpointError(f"{path}: add_bos_token is true, and there is no bos_token")
+    return bos_token_id
 
 
 def _template_text(tokenizer: Any) -> str | None:

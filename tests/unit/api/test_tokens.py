@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,9 @@ import pytest
 from api.text_codec import TextCodec
 from tests.unit.api import support
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH, deliver, say
-from tests.unit.api.support import MESSAGES, Node, OnNode
-from tests.unit.api.tiny_tokenizer import BOS, EOS, make_tokenizer
+from tests.unit.api.support import BODY, MESSAGES, NATIVE, Node, OnNode
+from tests.unit.api.tiny_tokenizer import BOS, EOS, make_tokenizer, write_checkpoint
+from vocabulary import CheckpointError
 
 TOKENIZER = make_tokenizer(bos=True)
 BOS_ID, EOS_ID = TOKENIZER.convert_tokens_to_ids([BOS, EOS])
@@ -68,6 +71,54 @@ def test_a_chat_in_tokens(on_node: OnNode, options: dict[str, Any], text: str) -
         assert TOKENIZER.decode(tokens) == text
 
     on_node(say("x"), check)
+
+
+def edit_tokenizer_config(checkpoint: Path, **changes: Any) -> None:
+    path = checkpoint / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.I5
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_texts_begin_with_the_bos_token_where_the_configuration_alone_says_so(
+    on_node: OnNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, adds_bos: bool
+) -> None:
+    """DeepSeek's tokenizers have ``add_bos_token`` and no post-processor that adds one."""
+    checkpoint = write_checkpoint(tmp_path / "tokenizer")
+    edit_tokenizer_config(checkpoint, add_bos_token=adds_bos)
+    monkeypatch.setattr(support, "CODEC", TextCodec.load(checkpoint))
+    texts = ("hello", BOS + "hello", "a " * 20)
+    bare = [list(text.removeprefix(BOS).encode()) for text in texts]
+    first = [BOS_ID] if adds_bos else []
+    expected = [first + bare[0], [BOS_ID, *bare[1]], first + bare[2]]
+
+    async def check(node: Node) -> None:
+        for text, token_ids in zip(texts, expected, strict=True):
+            answer = (await node.post("/tokenize", prompt=text)).json()
+            assert answer["tokens"] == token_ids
+        unmarked = await node.post("/tokenize", prompt="hello", add_special_tokens=False)
+        assert unmarked.json()["tokens"] == bare[0]
+        chat = (await node.post("/tokenize", messages=MESSAGES)).json()["tokens"]
+        assert TOKENIZER.decode(chat) == "[user]hi[assistant]"  # a template wrote it
+        node.engine.received.clear()
+        for text in texts:
+            for path, body in (
+                ("/v1/completions", BODY | {"prompt": text}),
+                ("/v1/completions", BODY | {"prompt": text, "echo": True}),
+                ("/generate", NATIVE | {"text": text}),
+            ):
+                assert (await node.post(path, **body)).status_code == 200
+        lengths = [sample.num_prompt_tokens for sample in node.engine.generates]
+        assert lengths == [len(token_ids) for token_ids in expected for _ in range(3)]
+
+    on_node(say("x"), check)
+
+
+def test_a_bos_token_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path)
+    edit_tokenizer_config(checkpoint, add_bos_token=True, bos_token=None)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: add_bos_token is true"):
+        TextCodec.load(checkpoint)
 
 
 def test_long_lists_come_in_pieces(on_node: OnNode, monkeypatch: pytest.MonkeyPatch) -> None:
