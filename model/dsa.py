@@ -362,5 +362,5 @@ class _Indexer:
         wide = torch.nn.functional.layer_norm(keys.float(), keys.shape[1:], *self._k_norm)
         keys = wide.to(keys.dtype)[:, None]
         keys = rotate(keys, *rotation, is_interleaved=self._is_interleaved)[:, 0]
-        weights = self._weights_proj(x.to(self._weights_proj.weight.dtype)).float() * self._num_heads**-0.5
+        weights = self._weights_proj(x.float()) * self._num_heads**-0.5
         return queries, keys, weights

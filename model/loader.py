@@ -44,8 +44,10 @@ SCALES = "_scale_inv"
 """Behind the name of a matrix in fp8: the name of its scales."""
 ABSORBED = "kv_b_proj"
 """The matrix that ``model.dsa`` splits by head and moves into queries and results: in the model's dtype."""
-KEY_NORM = ".indexer.k_norm."
-"""In the names of weights that are in float32 whatever the model's dtype is."""
+HEAD_WEIGHTS = "weights_proj"
+"""The matrix of the indexer's head weights: in float32, whatever the checkpoint has it in."""
+IN_FLOAT32 = (".indexer.k_norm.", f".indexer.{HEAD_WEIGHTS}.")
+"""In the names of weights that are in float32 whatever the model's dtype is, as in DeepSeek's reference."""
 
 
 def load_model(
@@ -199,7 +201,7 @@ class _Loader:
         for name, module in list(hf_model.named_modules()):
             parent, _, last = name.rpartition(".")
             stored = files.get(f"{name}.weight")
-            if not isinstance(module, torch.nn.Linear) or last == ABSORBED:
+            if not isinstance(module, torch.nn.Linear) or last in (ABSORBED, HEAD_WEIGHTS):
                 continue
             takes = takes_matrix(module.out_features, module.in_features)
             if takes and stored is not None and stored.dtype == FP8:
@@ -214,7 +216,7 @@ class _Loader:
             if name == "lm_head.weight" and hf_model.config.tie_word_embeddings and files.get(name) is None:
                 state[name] = state["model.embed_tokens.weight"]
                 continue
-            in_float32 = any(part in name for part in (*hf_model._keep_in_fp32_modules_strict, KEY_NORM))
+            in_float32 = any(part in name for part in (*hf_model._keep_in_fp32_modules_strict, *IN_FLOAT32))
             dtype = torch.float32 if in_float32 or name.endswith(SCALES) else self._spec.dtype
             dtype = FP8 if weight.dtype == FP8 else dtype
             state[name] = torch.empty(weight.shape, dtype=dtype, device=self._device)

@@ -254,7 +254,7 @@ def test_latent_norms_have_glms_configured_epsilon_and_deepseeks_constant(
 
 
 @torch.inference_mode()
-def test_key_norms_and_rotary_tables_are_float32_in_a_bfloat16_model(
+def test_key_norms_head_weights_and_rotary_tables_are_float32_in_a_bfloat16_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from safetensors.torch import load_file, save_file
@@ -264,6 +264,8 @@ def test_key_norms_and_rotary_tables_are_float32_in_a_bfloat16_model(
     weights = load_file(file)
     norm_weight = torch.linspace(1.0, 1.001, 32)  # all the same in bfloat16
     weights["model.layers.2.self_attn.indexer.k_norm.weight"] = norm_weight
+    head_matrix = weights["model.layers.2.self_attn.indexer.weights_proj.weight"]
+    head_matrix += torch.linspace(0, 2**-10, head_matrix.numel()).view_as(head_matrix)
     save_file(weights, file, metadata={"format": "pt"})
     spec = load_spec(tmp_path, dtype="bfloat16")
     tables = []
@@ -280,7 +282,9 @@ def test_key_norms_and_rotary_tables_are_float32_in_a_bfloat16_model(
         x, projected = torch.randn(3, 128).bfloat16(), torch.randn(3, 32).bfloat16()
         queries = torch.randn(3, 32 * indexer._num_heads).bfloat16()
         no_turn = (torch.ones(3, 8), torch.zeros(3, 8))
-        _, keys, _ = indexer.finish(x, queries, projected, no_turn)
+        _, keys, head_weights = indexer.finish(x, queries, projected, no_turn)
+        exact = x.double() @ head_matrix.double().t() * indexer._num_heads**-0.5
+        torch.testing.assert_close(head_weights.double(), exact, rtol=1e-5, atol=1e-6)  # bfloat16 has 4e-3
         wide = projected.float()
         expected = torch.nn.functional.layer_norm(wide, (32,), norm_weight, torch.zeros(32), 1e-6)
         torch.testing.assert_close(keys, expected.bfloat16(), rtol=0, atol=0)

@@ -49,7 +49,8 @@ def assert_same_model(ours: list[Any], expected: Any) -> None:
         found = dict(of_rank.state_dict()) | dict(of_rank.named_buffers())
         assert set(found) == {name for name in wanted if ".mlp.experts." not in name}
         for name, tensor in found.items():
-            dtype = torch.float32 if loader.KEY_NORM in name else wanted[name].dtype
+            in_float32 = any(part in name for part in loader.IN_FLOAT32)
+            dtype = torch.float32 if in_float32 else wanted[name].dtype
             assert tensor.dtype == dtype, name
             assert torch.equal(tensor, wanted[name].to(dtype)), name
     for layer, module in enumerate(expected.model.layers):
