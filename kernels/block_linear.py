@@ -33,23 +33,24 @@ def takes_matrix(rows: int, columns: int) -> bool:
     return rows % ROW_MULTIPLE == 0 and columns % (COLUMN_BLOCKS * BLOCK) == 0
 
 
-def block_linear(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+def block_linear(x: Tensor, values: Tensor, scales: Tensor, *, ue8m0: bool = False) -> Tensor:
     """``x @ (values * scales).T``, with ``x`` rounded in blocks. Never waits for the device.
 
     ``x``: [num_tokens, columns], rows contiguous, any dtype on a CPU and bfloat16 on a GPU. ``values``:
-    float8_e4m3fn [rows, columns], contiguous; ``scales``: float32, of its blocks. Returns [num_tokens, rows]
-    of ``x``'s dtype. A result's row is a function of its row of ``x``, but for the order of float32 sums,
-    which the number of rows may choose.
+    float8_e4m3fn [rows, columns], contiguous; ``scales``: float32, of its blocks. ``ue8m0``: the scales of
+    ``x`` are powers of two (``kernels.fp8_rows``). Returns [num_tokens, rows] of ``x``'s dtype. A result's
+    row is a function of its row of ``x``, but for the order of float32 sums, which the number of rows may
+    choose.
     """
-    return _product(quantize_rows(x, ROW_MULTIPLE), len(x), x.dtype, values, scales)
+    return _product(quantize_rows(x, ROW_MULTIPLE, ue8m0=ue8m0), len(x), x.dtype, values, scales)
 
 
-def gated_block_linear(gate_up: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+def gated_block_linear(gate_up: Tensor, values: Tensor, scales: Tensor, *, ue8m0: bool = False) -> Tensor:
     """``block_linear`` of ``silu(gate) * up``, which is float32 until it is rounded.
 
     ``gate_up``: [num_tokens, 2 * columns], rows contiguous.
     """
-    rounded = quantize_gated(gate_up, ROW_MULTIPLE)
+    rounded = quantize_gated(gate_up, ROW_MULTIPLE, ue8m0=ue8m0)
     return _product(rounded, len(gate_up), gate_up.dtype, values, scales)
 
 

@@ -26,10 +26,13 @@ class ExpertMatrices:
 
     ``values``: [num_experts, num_matrices, rows, columns], in the model's dtype, or in fp8 with ``scales`` of
     its blocks, float32 [num_experts, num_matrices, blocks down, blocks across] (``kernels.block_fp8``).
+    ``ue8m0``: activations that are rounded to meet them have scales that are powers of two
+    (``kernels.fp8_rows``).
     """
 
     values: Tensor
     scales: Tensor | None
+    ue8m0: bool = False
 
     def of(self, expert: int, dtype: torch.dtype) -> Tensor:
         """[num_matrices, rows, columns]"""

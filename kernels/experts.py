@@ -47,5 +47,6 @@ def _run_reference(
 
 def _product(x: Tensor, matrices: ExpertMatrices, expert: int, number: int, is_rounded: bool) -> Tensor:
     if is_rounded and matrices.scales is not None:
-        return block_linear(x, matrices.values[expert, number], matrices.scales[expert, number])
+        values, scales = matrices.values[expert, number], matrices.scales[expert, number]
+        return block_linear(x, values, scales, ue8m0=matrices.ue8m0)
     return linear(x, matrices.of(expert, x.dtype)[number])

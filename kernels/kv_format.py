@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError, check_at_least, check_tensor
-from kernels.fp8 import FP8_CAPABILITY, FP8_MAX
+from kernels.fp8 import FP8_CAPABILITY, FP8_MAX, next_power_of_two
 
 FLOAT32: Final = "float32"
 BFLOAT16: Final = "bfloat16"
@@ -28,7 +28,6 @@ SCALE_TILE: Final = 128
 
 _PLAIN_DTYPES: Final = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
-_MANTISSA_MASK: Final = (1 << 23) - 1
 
 
 @dataclass(frozen=True)
@@ -213,16 +212,11 @@ def _quantise(values: Tensor, tile: int) -> tuple[Tensor, Tensor]:
     num_tiles = -(-dim // tile)
     padded = torch.nn.functional.pad(values.float(), (0, num_tiles * tile - dim))
     tiles = padded.view(num_rows, num_tiles, tile)
-    scales = _next_power_of_two(tiles.abs().amax(dim=-1) / FP8_MAX)
+    scales = next_power_of_two(tiles.abs().amax(dim=-1) / FP8_MAX)
     scales = torch.where(scales.isfinite() & (scales > 0), scales, 1.0)
     # The cast does not saturate, and the quotient by 448 may have been rounded down.
     quantised = (tiles / scales[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return quantised.view(torch.uint8).view(num_rows, num_tiles * tile)[:, :dim], scales
-
-
-def _next_power_of_two(values: Tensor) -> Tensor:
-    """The smallest powers of two that are not below ``values``, float32, not negative; 0 for 0."""
-    return ((values.view(torch.int32) + _MANTISSA_MASK) & ~_MANTISSA_MASK).view(torch.float32)
 
 
 def _dequantise(quantised: Tensor, scales: Tensor, tile: int) -> Tensor:

@@ -56,10 +56,10 @@ def run_experts_triton(
     x_scales: Tensor | None = None
     with torch.cuda.device_of(hidden):
         if routing.is_rounded:
-            hidden, x_scales = quantize_rows(hidden)
+            hidden, x_scales = quantize_rows(hidden, ue8m0=gate_up.ue8m0)
         _launch(hidden, x_scales, gate_up, both, routing, first_expert, is_first=True)
         if routing.is_rounded:
-            inner, x_scales = quantize_gated(both)
+            inner, x_scales = quantize_gated(both, ue8m0=down.ue8m0)
         else:
             gate, up = both.chunk(2, dim=-1)
             inner = silu(gate) * up

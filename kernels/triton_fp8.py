@@ -16,17 +16,17 @@ ROWS_PER_PROGRAM = 4
 BLOCKS_PER_PROGRAM = 4
 
 
-def quantize_rows_triton(x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def quantize_rows_triton(x: Tensor, num_rows: int, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """See ``kernels.fp8_rows.quantize_rows``."""
-    return _launch(x, x.shape[1], num_rows, is_gated=False)
+    return _launch(x, x.shape[1], num_rows, is_gated=False, ue8m0=ue8m0)
 
 
-def quantize_gated_triton(gate_up: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def quantize_gated_triton(gate_up: Tensor, num_rows: int, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """See ``kernels.fp8_rows.quantize_gated``."""
-    return _launch(gate_up, gate_up.shape[1] // 2, num_rows, is_gated=True)
+    return _launch(gate_up, gate_up.shape[1] // 2, num_rows, is_gated=True, ue8m0=ue8m0)
 
 
-def _launch(x: Tensor, columns: int, num_rows: int, *, is_gated: bool) -> tuple[Tensor, Tensor]:
+def _launch(x: Tensor, columns: int, num_rows: int, *, is_gated: bool, ue8m0: bool) -> tuple[Tensor, Tensor]:
     num_blocks = triton.cdiv(columns, BLOCK)
     values = torch.empty((num_rows, columns), dtype=DTYPE, device=x.device)
     scales = torch.empty((num_blocks, num_rows), dtype=torch.float32, device=x.device)
@@ -42,6 +42,7 @@ def _launch(x: Tensor, columns: int, num_rows: int, *, is_gated: bool) -> tuple[
                 x.stride(0),
                 COLUMNS=columns,
                 IS_GATED=is_gated,
+                UE8M0=ue8m0,
                 BLOCK=BLOCK,
                 ROWS=ROWS_PER_PROGRAM,
                 BLOCKS=BLOCKS_PER_PROGRAM,
@@ -62,6 +63,7 @@ def _quantize_kernel(
     x_stride,
     COLUMNS: tl.constexpr,
     IS_GATED: tl.constexpr,
+    UE8M0: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -78,7 +80,7 @@ def _quantize_kernel(
     if IS_GATED:
         number = number / (1.0 + tl.exp(-number))
         number *= tl.load(source + COLUMNS, mask=is_given, other=0.0).to(tl.float32)
-    rounded, scale = round_blocks(number, 2, LARGEST, SMALLEST_PEAK)
+    rounded, scale = round_blocks(number, 2, LARGEST, SMALLEST_PEAK, UE8M0)
     target = values + row.to(tl.int64) * COLUMNS + column
     tl.store(target, rounded, mask=(row < num_rows) & (column < COLUMNS))
     is_block = (row < num_rows) & (block * BLOCK < COLUMNS)
@@ -86,8 +88,13 @@ def _quantize_kernel(
 
 
 @triton.jit
-def round_blocks(number, axis: tl.constexpr, LARGEST: tl.constexpr, SMALLEST_PEAK: tl.constexpr):
-    """Float32 blocks along ``axis`` in fp8, and their scales: the largest of a block becomes LARGEST."""
+def round_blocks(
+    number, axis: tl.constexpr, LARGEST: tl.constexpr, SMALLEST_PEAK: tl.constexpr, UE8M0: tl.constexpr
+):
+    """Float32 blocks along ``axis`` in fp8, and their scales: the largest of a block becomes LARGEST, or the
+    scale is the next power of two."""
     peak = tl.maximum(tl.max(tl.abs(number), axis=axis, keep_dims=True), SMALLEST_PEAK)
     scale = tl.div_rn(peak, LARGEST)
+    if UE8M0:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.div_rn(number, tl.broadcast_to(scale, number.shape)).to(tl.float8e4nv), scale

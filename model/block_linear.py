@@ -26,16 +26,18 @@ class BlockLinear(torch.nn.Module):
     weight_scale_inv: Tensor
     """float32 [blocks down, blocks across]"""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        """The tensors are for the loader to fill in."""
+    def __init__(self, in_features: int, out_features: int, *, ue8m0: bool = False) -> None:
+        """The tensors are for the loader to fill in. ``ue8m0``: see ``kernels.fp8_rows``."""
         super().__init__()
+        self.ue8m0 = ue8m0
         shape = (out_features, in_features)
         self.register_buffer("weight", torch.empty(shape, dtype=FP8))
         self.register_buffer("weight_scale_inv", torch.empty(scales_shape(*shape), dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: [..., in_features]. See ``kernels.block_linear``."""
-        result = block_linear(x.reshape(-1, x.shape[-1]), self.weight, self.weight_scale_inv)
+        rows = x.reshape(-1, x.shape[-1])
+        result = block_linear(rows, self.weight, self.weight_scale_inv, ue8m0=self.ue8m0)
         return result.view(*x.shape[:-1], -1)
 
 
@@ -66,7 +68,8 @@ class GatedMlp(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``x``: [..., hidden_size]"""
         gate_up = self.gate_up(x.reshape(-1, x.shape[-1]))
-        result = gated_block_linear(gate_up, self.down_proj.weight, self.down_proj.weight_scale_inv)
+        down = self.down_proj
+        result = gated_block_linear(gate_up, down.weight, down.weight_scale_inv, ue8m0=down.ue8m0)
         return result.view(x.shape)
 
 
@@ -85,7 +88,8 @@ def gated_mlp(mlp: Any) -> Any:
 def _join(parts: Sequence[Any]) -> BlockLinear:
     """One layer of all rows; the parts' tensors become views of its own."""
     with torch.device("meta"):
-        joined = BlockLinear(parts[0].weight.shape[1], sum(len(part.weight) for part in parts))
+        num_rows = sum(len(part.weight) for part in parts)
+        joined = BlockLinear(parts[0].weight.shape[1], num_rows, ue8m0=parts[0].ue8m0)
     for name in ("weight", "weight_scale_inv"):
         tensors = [getattr(part, name) for part in parts]
         together = torch.cat(tensors)

@@ -31,14 +31,17 @@ class RoutedExperts(torch.nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         ranks: RankGroup | None = None,
+        *,
+        ue8m0: bool = False,
     ) -> None:
         """``dtype``: of the weights, which are for the loader to fill in; ``kernels.block_fp8.DTYPE`` has
-        scales. ``ranks``: who has the experts that this rank has not; None: nobody.
+        scales. ``ranks``: who has the experts that this rank has not; None: nobody. ``ue8m0``: see
+        ``kernels.fp8_rows``.
         """
         super().__init__()
         self.experts = range(num_experts) if ranks is None else ranks.share_of(num_experts)
-        self.gate_up = _empty((len(self.experts), 2, inner_size, hidden_size), dtype, device)
-        self.down = _empty((len(self.experts), 1, hidden_size, inner_size), dtype, device)
+        self.gate_up = _empty((len(self.experts), 2, inner_size, hidden_size), dtype, device, ue8m0=ue8m0)
+        self.down = _empty((len(self.experts), 1, hidden_size, inner_size), dtype, device, ue8m0=ue8m0)
         self._num_experts = num_experts
         self._ranks = ranks
 
@@ -84,9 +87,11 @@ def _unpack(rows: Tensor, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return hidden.view(dtype), ids.view(torch.int32), weights.view(torch.float32)
 
 
-def _empty(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> ExpertMatrices:
+def _empty(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, *, ue8m0: bool
+) -> ExpertMatrices:
     values = torch.empty(shape, dtype=dtype, device=device)
     if dtype != FP8:
         return ExpertMatrices(values, None)
     scales = torch.empty((*shape[:2], *scales_shape(*shape[2:])), dtype=torch.float32, device=device)
-    return ExpertMatrices(values, scales)
+    return ExpertMatrices(values, scales, ue8m0)

@@ -206,7 +206,9 @@ class _Loader:
             takes = takes_matrix(module.out_features, module.in_features)
             if takes and stored is not None and stored.dtype == FP8:
                 with torch.device("meta"):
-                    linear = BlockLinear(module.in_features, module.out_features)
+                    linear = BlockLinear(
+                        module.in_features, module.out_features, ue8m0=self._spec.scales_are_ue8m0
+                    )
                 setattr(hf_model.get_submodule(parent), last, linear)
 
     def _state(self, files: WeightFiles, hf_model: Any) -> dict[str, Tensor]:
@@ -239,7 +241,15 @@ class _Loader:
                 f"dp_size {self._ranks.size} must be at most the model's {num_experts} routed experts"
             )
         dtype = FP8 if self._spec.weights_are_fp8 else self._spec.dtype
-        routed = RoutedExperts(num_experts, hidden_size, inner_size, dtype, self._device, self._ranks)
+        routed = RoutedExperts(
+            num_experts,
+            hidden_size,
+            inner_size,
+            dtype,
+            self._device,
+            self._ranks,
+            ue8m0=self._spec.scales_are_ue8m0,
+        )
         for place, expert in enumerate(routed.experts):
             prefix = f"model.layers.{layer}.mlp.experts.{expert}"
             self._fill(files, f"{prefix}.gate_proj.weight", routed.gate_up, place, 0)

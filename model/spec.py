@@ -20,6 +20,9 @@ SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+UE8M0 = "ue8m0"
+"""A ``scale_fmt``: scales have an exponent and no more, so they are powers of two."""
+
 _SAMPLE_BYTES = 64 << 10
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "transformers_version")
 
@@ -57,6 +60,8 @@ class ModelSpec:
     """Identity of configuration and weights: equal on two nodes exactly when they run the same model."""
     num_draft_layers: int = 0
     """1 when this node runs the model's MTP layer, as layer ``num_layers``; else 0."""
+    scales_are_ue8m0: bool = False
+    """Whether activations that are rounded to meet fp8 matrices have scales that are powers of two."""
 
     @property
     def num_kv_layers(self) -> int:
@@ -204,6 +209,7 @@ def load_spec(
         weights_are_fp8=bool(config.get("quantization_config")),
         fingerprint=_fingerprint(config, files),
         num_draft_layers=num_draft_layers,
+        scales_are_ue8m0=(config.get("quantization_config") or {}).get("scale_fmt") == UE8M0,
     )
 
 
@@ -245,6 +251,7 @@ def _check_quantization(config: dict[str, Any], config_file: Path) -> None:
         "quant_method": ("fp8",),
         "fmt": ("e4m3", None),
         "weight_block_size": ([BLOCK, BLOCK],),
+        "scale_fmt": (UE8M0, None),
     }
     for key, allowed in expected.items():
         if quantization.get(key) not in allowed:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.block_fp8 import dequantize, quantize
+from kernels.block_fp8 import SMALLEST_PEAK, dequantize, quantize
 from kernels.fp8_rows import dequantize_rows, quantize_rows
 from kernels.row_math import silu
 from model.block_linear import BlockLinear, GatedMlp, JoinedLinears, gated_mlp
@@ -21,8 +21,8 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def make_linear(rows: int, columns: int = COLUMNS) -> BlockLinear:
-    linear = BlockLinear(columns, rows)
+def make_linear(rows: int, columns: int = COLUMNS, *, ue8m0: bool = False) -> BlockLinear:
+    linear = BlockLinear(columns, rows, ue8m0=ue8m0)
     linear.weight, linear.weight_scale_inv = quantize(draw(rows, columns) / columns**0.5)
     return linear
 
@@ -47,10 +47,24 @@ def test_rows_are_rounded_in_blocks() -> None:
     assert torch.equal(alone[1][:, 0], scales[:, 1])
 
 
-def test_a_layer_multiplies_what_was_rounded() -> None:
-    linear = make_linear(72)
+def test_ue8m0_scales_are_the_next_powers_of_two() -> None:
+    """As DeepSeek's act_quant makes them: 2 to the ceiling of the binary logarithm of the peak by 448."""
+    x = draw(6, 256) * torch.logspace(-4, 4, 6)[:, None]
+    x[2], x[3, :128] = 0, torch.full((128,), 448 * 2.0**-3)
+    values, scales = quantize_rows(x, 8, ue8m0=True)
+    peaks = x.view(6, 2, 128).abs().amax(dim=2).clamp(min=SMALLEST_PEAK)
+    assert torch.equal(scales.t()[:6], torch.exp2((peaks.double() / 448).log2().ceil()).float())
+    found = dequantize_rows(values, scales)[:6]
+    assert torch.all((found - x).abs() <= x.abs() * 2**-4 + x.abs().amax(dim=1, keepdim=True) * 2**-17)
+    assert torch.equal(found[3, :128], x[3, :128])
+    assert not torch.equal(quantize_rows(x, 8)[1], scales)
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_a_layer_multiplies_what_was_rounded(ue8m0: bool) -> None:
+    linear = make_linear(72, ue8m0=ue8m0)
     x = draw(2, 3, COLUMNS)
-    rounded = dequantize_rows(*quantize_rows(x.flatten(0, 1)))
+    rounded = dequantize_rows(*quantize_rows(x.flatten(0, 1), ue8m0=ue8m0))
     torch.testing.assert_close(linear(x), (rounded @ dense(linear).t()).view(2, 3, 72))
     assert linear(x.bfloat16()).dtype == torch.bfloat16
 
@@ -60,7 +74,7 @@ def test_layers_of_the_same_input_are_one_where_blocks_allow_it(
     rows: tuple[int, ...], is_joined: bool
 ) -> None:
     x = draw(4, COLUMNS)
-    parts = [make_linear(number) for number in rows]
+    parts = [make_linear(number, ue8m0=True) for number in rows]
     expected = [part(x) for part in parts]
     joined = JoinedLinears(parts)
     assert (joined._joined is not None) == is_joined
@@ -77,9 +91,12 @@ def test_layers_that_are_not_in_fp8_stay_apart() -> None:
         assert torch.equal(found, part(x))
 
 
-def test_a_gated_mlp_rounds_once_a_product() -> None:
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_a_gated_mlp_rounds_once_a_product(ue8m0: bool) -> None:
     mlp = SimpleNamespace(
-        gate_proj=make_linear(128), up_proj=make_linear(128), down_proj=make_linear(COLUMNS, 128)
+        gate_proj=make_linear(128, ue8m0=ue8m0),
+        up_proj=make_linear(128, ue8m0=ue8m0),
+        down_proj=make_linear(COLUMNS, 128, ue8m0=ue8m0),
     )
     x = draw(2, 3, COLUMNS)
     inner = silu(mlp.gate_proj(x)) * mlp.up_proj(x)

@@ -14,6 +14,8 @@ from checkpoints.make_tiny import write_checkpoint
 from kernels.block_fp8 import BLOCK
 from kernels.block_fp8 import DTYPE as FP8
 from model import loader
+from model.block_linear import BlockLinear
+from model.dsa import DsaModel
 from model.experts import RoutedExperts
 from model.loader import load_model
 from model.spec import ModelSpec, load_spec
@@ -209,15 +211,40 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path, name: str) -> None:
         ({"fmt": "e5m2"}, "fmt is 'e5m2'; supported is 'e4m3'"),
         ({"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]; supported is \[128, 128\]"),
         ({"weight_block_size": None}, r"weight_block_size is None; supported is \[128, 128\]"),
+        ({"scale_fmt": "e5m2"}, "scale_fmt is 'e5m2'; supported is 'ue8m0'"),
     ],
 )
 def test_other_quantizations_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
     in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32")
-    config = json.loads((in_fp8 / "config.json").read_text())
-    config["quantization_config"] |= change
-    (in_fp8 / "config.json").write_text(json.dumps(config))
+    edit_quantization(in_fp8, **change)
     with pytest.raises(CheckpointError, match=message):
         load_spec(in_fp8)
+
+
+def edit_quantization(checkpoint: Path, **change: object) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] |= change
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
+def test_activations_are_rounded_with_the_scales_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale_fmt: str | None
+) -> None:
+    """In every product with a matrix that stays in fp8, routed experts' and joined ones included."""
+    monkeypatch.setattr(loader, "takes_matrix", lambda rows, columns: columns % BLOCK == 0)
+    in_fp8, _ = write_fp8_checkpoint(tmp_path, "v32", draft_gain=1.0)
+    edit_quantization(in_fp8, scale_fmt=scale_fmt)
+    spec = load_spec(in_fp8, "bfloat16")
+    hf_model = loader._Loader(in_fp8, spec, CPU, None, keeps_fp8=True).load()
+    DsaModel(spec, hf_model)
+    modules = list(hf_model.modules())
+    linears = [module for module in modules if isinstance(module, BlockLinear)]
+    experts = [module for module in modules if isinstance(module, RoutedExperts)]
+    assert len(linears) > spec.num_kv_layers
+    assert len(experts) == spec.num_kv_layers - 1
+    kept = [*linears, *(part for each in experts for part in (each.gate_up, each.down))]
+    assert {part.ue8m0 for part in kept} == {scale_fmt == "ue8m0"}
 
 
 def test_a_gpu_that_converts_no_fp8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
