@@ -299,11 +299,18 @@ class PrefillPeers:
                 assert_never(message)
 
     def _registered(self, peer: _Peer, message: Registered, now: float, events: list[PeerEvent]) -> None:
+        error = ""
         if message.protocol_version != PROTOCOL_VERSION:
             error = (
                 f"prefill node {peer.address} speaks protocol {message.protocol_version}, this node "
                 f"{PROTOCOL_VERSION}; run the same release on both"
             )
+        elif message.geometry.index_rotation != self.geometry.index_rotation:  # older ones do not look
+            error = (
+                f"index_rotation: prefill node {peer.address} has {message.geometry.index_rotation!r}, this "
+                f"node {self.geometry.index_rotation!r}; run the same release on both"
+            )
+        if error:
             self._give_up(peer, error, events)
             events.append(PeerRefused(peer.address, error))
             return

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kernels.hadamard import hadamard_matrix
 from kernels.rope import rotate
 from kernels.row_math import matmul_heads, silu
 from model.block_linear import JoinedLinears, gated_mlp
@@ -350,17 +351,23 @@ class _Indexer:
         self._k_norm = norm.weight.float(), norm.bias.float(), norm.eps
         self._weights_proj = module.weights_proj
         self._is_interleaved = spec.model_type == "glm_moe_dsa"
+        self._hadamard: Tensor | None = None
+        if spec.index_rotation:
+            self._hadamard = hadamard_matrix(spec.index_head_dim, spec.dtype, norm.weight.device)
 
     def finish(
         self, x: Tensor, queries: Tensor, keys: Tensor, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of the hidden states and what wq_b and wk made: queries [num_tokens, heads, dim], keys [num_tokens,
-        dim] and float32 head weights [num_tokens, heads].
+        dim] and float32 head weights [num_tokens, heads]. For keys in fp8 both are rotated
+        (``kernels.hadamard``).
         """
         queries = queries.view(x.shape[0], self._num_heads, -1)
         queries = rotate(queries, *rotation, is_interleaved=self._is_interleaved)
         wide = torch.nn.functional.layer_norm(keys.float(), keys.shape[1:], *self._k_norm)
         keys = wide.to(keys.dtype)[:, None]
         keys = rotate(keys, *rotation, is_interleaved=self._is_interleaved)[:, 0]
+        if self._hadamard is not None:
+            queries, keys = (torch.nn.functional.linear(part, self._hadamard) for part in (queries, keys))
         weights = self._weights_proj(x.float()) * self._num_heads**-0.5
         return queries, keys, weights

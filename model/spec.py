@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from kernels.block_fp8 import BLOCK
-from kernels.kv_format import FORMAT_NAMES, IndexKeyFormat, KvFormat
+from kernels.hadamard import takes_dim
+from kernels.kv_format import FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
 from protocol.messages import Geometry
 from vocabulary import CheckpointError
 
@@ -20,6 +21,8 @@ SUPPORTED_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+HADAMARD = "hadamard"
+"""An ``index_rotation``."""
 UE8M0 = "ue8m0"
 """A ``scale_fmt``: scales have an exponent and no more, so they are powers of two."""
 
@@ -111,6 +114,11 @@ class ModelSpec:
         """Of one token's indexer key in one index layer."""
         return self.index_key_format.item_bytes
 
+    @property
+    def index_rotation(self) -> str:
+        """What indexer keys in the pools are rotated by: "" or HADAMARD."""
+        return HADAMARD if self.index_format == FP8_E4M3 else ""
+
     def geometry(self, page_size: int, sampling_defaults: str = "") -> Geometry:
         """What a peer must agree on. Formats of indexer keys differ in their ``index_item_bytes``."""
         return Geometry(
@@ -124,6 +132,7 @@ class ModelSpec:
             page_size=page_size,
             sampling_defaults=sampling_defaults,
             num_draft_layers=self.num_draft_layers,
+            index_rotation=self.index_rotation,
         )
 
 
@@ -187,6 +196,13 @@ def load_spec(
         )
     compute_dtype = _compute_dtype(config, dtype, device)
     kv_format = _cache_format("kv_cache_dtype", kv_cache_dtype, str(compute_dtype).removeprefix("torch."))
+    index_format = _cache_format("indexer_cache_dtype", indexer_cache_dtype, kv_format)
+    index_head_dim = _integer(config, path, "index_head_dim")
+    if index_format == FP8_E4M3 and not takes_dim(index_head_dim):
+        raise CheckpointError(
+            f"{path / 'config.json'}: index_head_dim is {index_head_dim}; indexer keys in fp8_e4m3 are "
+            "rotated by a Hadamard matrix, which takes powers of two; give --indexer-cache-dtype bfloat16"
+        )
     num_draft_layers = _num_draft_layers(config, path, files, num_layers, num_draft_layers)
     groups = _index_groups(config, path, num_layers)
     return ModelSpec(
@@ -197,7 +213,7 @@ def load_spec(
         kv_lora_rank=_integer(config, path, "kv_lora_rank"),
         qk_rope_head_dim=_integer(config, path, "qk_rope_head_dim"),
         index_num_heads=_integer(config, path, "index_n_heads"),
-        index_head_dim=_integer(config, path, "index_head_dim"),
+        index_head_dim=index_head_dim,
         index_topk=_integer(config, path, "index_topk"),
         context_length=context_length or model_context,
         hidden_size=_integer(config, path, "hidden_size"),
@@ -205,7 +221,7 @@ def load_spec(
         eos_token_ids=_eos_token_ids(config, path),
         dtype=compute_dtype,
         kv_format=kv_format,
-        index_format=_cache_format("indexer_cache_dtype", indexer_cache_dtype, kv_format),
+        index_format=index_format,
         weights_are_fp8=bool(config.get("quantization_config")),
         fingerprint=_fingerprint(config, files),
         num_draft_layers=num_draft_layers,

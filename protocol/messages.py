@@ -87,7 +87,8 @@ class Geometry(Struct, frozen=True, array_like=True):
 
     ``sampling_defaults``: as SamplingDefaults writes them. The prefill node draws an answer's first token.
     ``num_draft_layers``: layers behind ``num_layers``, each with an indexer, whose KV a decode node takes and
-    a prefill node computes; one that takes none gets none.
+    a prefill node computes; one that takes none gets none. ``index_rotation``: by what indexer keys were
+    rotated before they were rounded; "" for keys as the model has them.
     """
 
     model_fingerprint: Name
@@ -100,6 +101,7 @@ class Geometry(Struct, frozen=True, array_like=True):
     page_size: Annotated[int, Meta(ge=1, le=1 << 16)]
     sampling_defaults: Name = ""
     num_draft_layers: Annotated[int, Meta(ge=0, le=1)] = 0
+    index_rotation: Name = ""
 
     @property
     def num_kv_layers(self) -> int:

@@ -41,6 +41,7 @@ class PrefillNode:
         self.keys = keys
         self.instance_id = "first"
         self.forges = False
+        self.geometry = GEOMETRY
         self.num_asked = 0
         self.control = ControlServer("127.0.0.1", 0, keys)
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -86,7 +87,7 @@ class PrefillNode:
         for identity, message in self.control.receive():
             match message:
                 case Register():
-                    self.control.send(identity, Registered(PROTOCOL_VERSION, "first", GEOMETRY))
+                    self.control.send(identity, Registered(PROTOCOL_VERSION, "first", self.geometry))
                 case Heartbeat(seq) if heartbeats:
                     self.control.send(identity, HeartbeatAck(seq, "first"))
 
@@ -130,6 +131,16 @@ def test_nodes_with_one_key_find_each_other(prefill: PrefillNode, keys: ControlK
     with closing(make_peers(keys)) as peers:
         events = poll_until(peers, prefill.address, bool, prefill.answer)
         assert events == [PeerReady(prefill.address, "first")]
+
+
+def test_a_node_that_rotates_no_index_keys_is_left_alone(prefill: PrefillNode, keys: ControlKeys) -> None:
+    """Of a release that knows no rotation, which therefore registers this node."""
+    prefill.geometry = msgspec.structs.replace(GEOMETRY, index_rotation="")
+    with closing(make_peers(keys)) as peers:
+        (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+        assert isinstance(event, PeerRefused)
+        assert "has '', this node 'hadamard'; run the same release on both" in event.error
+        assert peers.num_registered == 0
 
 
 def test_a_forged_answer_connects_nothing_and_is_reported(prefill: PrefillNode, keys: ControlKeys) -> None:

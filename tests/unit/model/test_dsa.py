@@ -16,6 +16,7 @@ from checkpoints.make_tiny import CONTEXT_LENGTH, EOS_ID, INDEX_TOPK, VOCAB_SIZE
 from checkpoints.oracle import greedy_tokens
 from checkpoints.oracle import load as load_oracle
 from kernels.attention import TorchAttention
+from kernels.hadamard import hadamard_matrix
 from kernels.rope import rotate
 from model import loader
 from model.block_linear import BlockLinear
@@ -319,16 +320,52 @@ def test_layers_that_stay_in_fp8_round_and_no_more(
     assert 0 < (kept - dequantized).norm() <= 0.1 * dequantized.norm()
 
 
+@pytest.mark.I5
+@pytest.mark.parametrize("index_format", ["float32", "bfloat16", "fp8_e4m3"])
+@torch.inference_mode()
+def test_index_queries_and_keys_are_rotated_where_keys_are_rounded_to_fp8(
+    checkpoints: dict[str, Path], variant: str, index_format: str
+) -> None:
+    """Both by the same orthogonal matrix, to the same bits alone and among others; elsewhere not at all."""
+    path, token_ids, positions = checkpoints[variant], torch.arange(65, 97), torch.arange(32)
+
+    def indexed(index_format: str, rows: slice) -> list[tuple[Tensor, Tensor]]:
+        spec = load_spec(path, indexer_cache_dtype=index_format)
+        kv = _NoKv(spec)
+        some = positions[rows]
+        load_model(path, spec).forward(token_ids[rows], some, kv, torch.arange(len(some)))
+        return list(zip(kv.queries, kv.keys, strict=True))
+
+    plain, found = (indexed(name, slice(None)) for name in ("float32", index_format))
+    matrix = hadamard_matrix(32, torch.float32)
+    assert len(found) == len(plain) == load_spec(path).num_index_layers
+    for ours, theirs in zip(found, plain, strict=True):
+        for part, as_it_was in zip(ours, theirs, strict=True):
+            if index_format == "fp8_e4m3":
+                torch.testing.assert_close(part, as_it_was @ matrix)
+            else:
+                assert torch.equal(part, as_it_was)
+    for row in (0, 17):
+        alone = indexed(index_format, slice(row, row + 1))
+        for ours, among_others in zip(alone, found, strict=True):
+            for part, of_all in zip(ours, among_others, strict=True):
+                assert torch.equal(part, of_all[row : row + 1])
+
+
 class _NoKv:
     """Stands in for memory: every token attends to nothing."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
+        self.keys: list[Tensor] = []
+        self.queries: list[Tensor] = []
 
     def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
-        pass
+        if index_keys is not None:
+            self.keys.append(index_keys)
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
+        self.queries.append(q_index)
         return torch.full((len(q_index), self._spec.index_topk), -1, dtype=torch.int32)
 
     def attend(self, layer: int, q: Tensor, positions: Tensor, scale: float) -> Tensor:
@@ -384,6 +421,14 @@ def test_bad_configurations_are_named(tmp_path: Path, changes: dict[str, object]
     edit_config(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):
         load_spec(tmp_path)
+
+
+def test_index_keys_in_fp8_need_a_power_of_two(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "v32")
+    edit_config(tmp_path, index_head_dim=48)
+    assert load_spec(tmp_path, kv_cache_dtype="fp8_e4m3", indexer_cache_dtype="bfloat16").index_rotation == ""
+    with pytest.raises(CheckpointError, match=r"index_head_dim is 48; .*powers of two; give --indexer-cache"):
+        load_spec(tmp_path, kv_cache_dtype="fp8_e4m3")
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_registers_and_answers_heartbeats(engine: EngineThread, peer: DecodePeer
         ("index_item_bytes", 132),
         ("index_topk", 2048),
         ("sampling_defaults", "temperature 0.6"),
+        ("index_rotation", "hadamard"),
     ],
 )
 def test_another_geometry_is_refused_with_both_values(
