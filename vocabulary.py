@@ -22,6 +22,9 @@ except a decode node's 502, which is about the transfer to it.
 MAX_RANKS = 64
 """Of a node."""
 
+MAX_DRAFTS = 7
+"""Of a request that a step verifies: as many as GLM-5.2's draft layer was trained to make."""
+
 
 class RankPlace(Struct, frozen=True):
     """One engine process of a node of ``size``.

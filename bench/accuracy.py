@@ -40,7 +40,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.accuracy_report import Response, keep, plot, print_report, summary
-from bench.drafts import MAX_DRAFTS, drafts_of
+from bench.drafts import drafts_of
 from bench.facts import OUT, run_facts
 from bench.pair import PairError, running_pair
 from bench.retrieval import LENGTHS, RETRIEVAL_MODEL, Retrieval, Task, judge, read_tasks, retrievals
@@ -48,6 +48,7 @@ from decode_node.drafting import full_buffer
 from training.evaluate import QUESTIONS
 from training.task import ANSWER_WIDTH
 from training.vocabulary import text_of
+from vocabulary import MAX_DRAFTS
 
 PROMPTS = (100, 100, 100, 60, 40)
 """Of each of ``LENGTHS``."""

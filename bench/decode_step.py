@@ -73,7 +73,7 @@ from prefill_node.memory import PrefillMemory
 from protocol.messages import Room
 from service.lockstep import NodeStep
 from service.settings import DecodeSettings
-from vocabulary import HisparseFlag, Mode, RankPlace, SamplingParams, pack_logit_bias
+from vocabulary import MAX_DRAFTS, HisparseFlag, Mode, RankPlace, SamplingParams, pack_logit_bias
 
 PAGE_SIZE = 64
 NUM_BIASES = 300
@@ -502,7 +502,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill forward")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
-    parser.add_argument("--speculative-num-steps", type=int, nargs="+", default=[0], choices=range(4))
+    parser.add_argument(
+        "--speculative-num-steps", type=int, nargs="+", default=[0], choices=range(MAX_DRAFTS + 1)
+    )
     parser.add_argument("--penalties", action="store_true", help="of every request")
     parser.add_argument("--grammar", action="store_true", help="each line once more, under a grammar")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -28,7 +28,7 @@ from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.drafts import MAX_DRAFTS, drafts_of, has_draft_layer, tokens_per_step
+from bench.drafts import TRAINED_DRAFTS, drafts_of, has_draft_layer, tokens_per_step
 from bench.pair import METRICS_TIMEOUT_SECS, Pair, PairError, running_pair
 from bench.retrieval import RETRIEVAL_MODEL, Retrieval, judge, retrievals
 from decode_node.drafting import full_buffer
@@ -44,7 +44,7 @@ PAIR_OPTIONS = {
     "--page-size": 64,
     "--chunked-prefill-size": 512,
     "--kv-pool-tokens": 16384,
-    "--device-buffer-size": full_buffer(MAX_DRAFTS, 64),
+    "--device-buffer-size": full_buffer(TRAINED_DRAFTS, 64),
     "--device-pool-tokens": 6656,
     "--host-pool-tokens": 32768,
     "--num-threads": 1,
@@ -305,8 +305,9 @@ def tell_of_drafts(pair: Pair) -> str:
     names = ("verifying_steps_total", "drafted_tokens_total", "accepted_draft_tokens_total")
     num_steps, num_drafted, num_accepted = (pair.counter(pair.decode_url, name) for name in names)
     return (
-        f"{num_steps} steps verified drafts, up to {MAX_DRAFTS} as the node found fastest; {num_accepted} of "
-        f"{num_drafted} were accepted: {1 + num_accepted / max(1, num_steps):.2f} tokens a step of these."
+        f"{num_steps} steps verified drafts, up to {TRAINED_DRAFTS} as the node found fastest; "
+        f"{num_accepted} of {num_drafted} were accepted: "
+        f"{1 + num_accepted / max(1, num_steps):.2f} tokens a step of these."
     )
 
 
@@ -328,7 +329,7 @@ def main() -> int:
         console = Console(width=REPORT_WIDTH)
     outcomes: list[Outcome] = []
     try:
-        num_drafts = MAX_DRAFTS if has_draft_layer(model_path) else 0
+        num_drafts = TRAINED_DRAFTS if has_draft_layer(model_path) else 0
         options = {**PAIR_OPTIONS, "--speculative-num-steps": num_drafts}
         with running_pair(model_path, options, console) as pair:
             console.print(

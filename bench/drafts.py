@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-MAX_DRAFTS = 3
-"""The most that ``--speculative-num-steps`` takes."""
+TRAINED_DRAFTS = 3
+"""Of a step, that the retrieval model's MTP layer was trained to make."""
 
 
 def has_draft_layer(model_path: Path) -> bool:

@@ -174,9 +174,18 @@ class DeviceStep:
             self._swap_in(layer, positions)
         else:
             self._swap_in_beside_others(layer, positions, self._order)
+        return self.attend_at(layer, q, self.device_slots, scale)
+
+    @property
+    def device_slots(self) -> Tensor:
+        """int32 [num_rows, index_topk]: where the items are that the last layer attended to, -1 for none."""
         if self._device_slots is None:
-            raise RuntimeError(f"layer {layer}: its index group has not been swapped in")
-        return self._kernels.attention.attend(q, self._memory.k_dev[layer], self._device_slots, scale)
+            raise RuntimeError("no index group has been swapped in")
+        return self._device_slots
+
+    def attend_at(self, layer: int, q: Tensor, device_slots: Tensor, scale: float) -> Tensor:
+        """``attend`` to the layer's items at ``device_slots``, int32 [rows of q, n], -1 for none."""
+        return self._kernels.attention.attend(q, self._memory.k_dev[layer], device_slots, scale)
 
     def _swap_in(self, layer: int, positions: Tensor) -> None:
         """Bring the layer's items of ``positions`` to ``_device_slots``."""

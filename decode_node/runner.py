@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from decode_node.device_step import HostStep
+from decode_node.draft_chain import draft_chain
 from decode_node.drafting import num_accepted
 from decode_node.graph_runner import GraphRunner
 from decode_node.hot_buffers import HotBuffers
@@ -115,25 +116,24 @@ class HostRunner:
         logits, hidden = model.draft(tokens.flatten(), hidden, access.positions, access, newest_rows)
         lens = [seq_len + count for seq_len, count in zip(lens, accepted, strict=True)]
         access.back_up(torch.tensor(lens), torch.tensor(accepted, dtype=torch.int32) + 1)
-        new_drafts = [logits.argmax(dim=-1)]
-        hidden = hidden[newest_rows]
         ends = [min(request.reserved_tokens, model.spec.context_length) for request in batch]
         model.expect_tokens(step.num_tokens)
-        for number in range(1, num_new - 1):
+
+        def step_of(number: int) -> HostStep:
             last = [seq_len + number for seq_len in lens]
-            access = HostStep(
+            return HostStep(
                 self._hot_buffers, self._kernels, batch, last, ends, num_new=number, first_row=number - 1
             )
-            logits, hidden = model.draft(
-                new_drafts[-1], hidden, access.positions, access, torch.arange(num_reqs)
-            )
-            new_drafts.append(logits.argmax(dim=-1))
+
+        made = draft_chain(
+            model, access, newest_rows, logits, hidden, torch.tensor(lens), num_new - 1, step_of
+        )
         return step_result(
             [of_req[: count + 1] for of_req, count in zip(drawn, accepted, strict=True)],
             [of_req[: count + 1] for of_req, count in zip(of_drawn, accepted, strict=True)],
             self._row_results(batch),
             [len(of_req) for of_req in drafts],
-            torch.stack(new_drafts, dim=1).tolist(),
+            made.tolist(),
         )
 
     def _masks(self, batch: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from decode_node.device_rows import DeviceRows
 from decode_node.device_step import DeviceStep
+from decode_node.draft_chain import draft_chain
 from decode_node.hot_buffers import HotBuffers
 from decode_node.request import Request
 from decode_node.row_counts import RowCounts
@@ -176,10 +177,9 @@ class Verifier:
         )
         seq_lens = forward.seq_lens + accepted
         access.back_up(seq_lens, (accepted + 1).to(torch.int32))
-        new_drafts = [logits.argmax(dim=-1)]
-        hidden = hidden[newest_rows]
-        for number in range(1, num_new - 1):
-            access = DeviceStep(
+
+        def step_of(number: int) -> DeviceStep:
+            return DeviceStep(
                 self._hot_buffers,
                 self._kernels,
                 seq_lens + number,
@@ -189,9 +189,8 @@ class Verifier:
                 first_row=number - 1,
                 ends=inputs.slot_ends[:num_reqs],
             )
-            logits, hidden = self._model.draft(new_drafts[-1], hidden, access.positions, access, reqs)
-            new_drafts.append(logits.argmax(dim=-1))
-        made = torch.stack(new_drafts, dim=1)
+
+        made = draft_chain(self._model, access, newest_rows, logits, hidden, seq_lens, num_new - 1, step_of)
         self._rows.put(inputs, flat_ids[newest_rows], seq_lens + 1, made)
         counts = torch.stack((forward.num_drafts, accepted), dim=1)
         return torch.cat((self._hot_buffers.row_results(req_rows), counts, token_ids, made), dim=1)

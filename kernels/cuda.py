@@ -46,7 +46,7 @@ MAX_EARLY = 3 * NUM_FETCHERS
 NUM_THREADS = NUM_PLANNERS + 32 + 32 * NUM_FETCHERS
 MAX_TOP_K = 4096
 MAX_NEW = 32
-MAX_POSITIONS = 16 * NUM_PLANNERS
+MAX_POSITIONS = 32 * NUM_PLANNERS
 """Of a request's selection: as many as one block can take."""
 MAX_CAPACITY = 32768
 MAX_BLOCKS = 160
@@ -341,7 +341,7 @@ def compile_options(
 ) -> tuple[str, ...]:
     """What the code is compiled with besides the architecture.
 
-    ``positions_per_thread``: 1, 2, 4, 8 or 16. ``only_wide_items``: every pool allows 16-byte vectors, so
+    ``positions_per_thread``: 1, 2, 4, 8, 16 or 32. ``only_wide_items``: every pool allows 16-byte vectors, so
     that the code for others, and the registers that it costs, can be left out. ``page_size``: of the state, a
     constant because every position is divided by it. ``max_new``: likewise, so that drafts cost nothing where
     there are none.
@@ -394,7 +394,7 @@ class _Split:
 
     @property
     def positions_per_thread(self) -> int:
-        """1, 2, 4, 8 or 16: how the kernel is compiled."""
+        """1, 2, 4, 8, 16 or 32: how the kernel is compiled."""
         return 1 << (-(-self.slice_len // NUM_PLANNERS) - 1).bit_length()
 
 

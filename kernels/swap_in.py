@@ -87,7 +87,7 @@ def swap_in(
     consistent.
 
     On a GPU ``num_reqs * num_new * top_k`` is below 2**24, ``top_k`` at most 4096, ``num_new * top_k`` at
-    most 8192 and ``state.max_capacity`` at most 32768. Raises KernelArgumentError, KernelUnavailableError.
+    most 16384 and ``state.max_capacity`` at most 32768. Raises KernelArgumentError, KernelUnavailableError.
     """
     pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
     check_range("layer", layer, 0, k_dev.shape[0])

@@ -55,6 +55,11 @@ class JoinedLinears:
             return tuple(part(x) for part in self._parts)
         return torch.split(self._joined(x), self._rows, dim=-1)
 
+    def first(self, x: Tensor) -> Tensor:
+        """The result of the first layer alone."""
+        result: Tensor = self._parts[0](x)
+        return result
+
 
 class GatedMlp(torch.nn.Module):
     """``down(silu(gate(x)) * up(x))`` in two products, of layers that ``can_join``."""

@@ -113,21 +113,29 @@ class DsaModel:
 
     @torch.inference_mode()
     def draft(
-        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, kv: KvAccess, logit_rows: Tensor
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        kv: KvAccess,
+        logit_rows: Tensor,
+        *,
+        selected: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run rows through the MTP layer, which guesses the token two positions on.
 
         A row is a position i: ``positions`` int64 [num_tokens]; ``hidden`` [num_tokens, hidden_size], what
         ``forward_with_hidden`` returned for position i; ``token_ids`` int64 [num_tokens], the token of
         position i + 1. ``logit_rows`` as in ``forward``. Writes and reads layer ``spec.num_layers`` of
-        ``kv``. Returns logits float32 [n, vocab_size] of the token of position i + 2, and [num_tokens,
-        hidden_size]: what stands for ``hidden`` of position i + 1 when the guess is its row's token. Raises
-        ValueError without a draft layer.
+        ``kv``. ``selected``: int32 [num_tokens, index_topk], what ``kv.attend`` gets; then the layer runs no
+        indexer, and writes no indexer keys. Returns logits float32 [n, vocab_size] of the token of position
+        i + 2, and [num_tokens, hidden_size]: what stands for ``hidden`` of position i + 1 when the guess is
+        its row's token. Raises ValueError without a draft layer.
         """
         if self._draft_layer is None:
             raise ValueError(_NO_DRAFT_LAYER)
         rotation = self._rotation(hidden, positions)
-        return self._draft_layer.forward(token_ids, hidden, rotation, kv, logit_rows)
+        return self._draft_layer.forward(token_ids, hidden, rotation, kv, logit_rows, selected)
 
     @torch.inference_mode()
     def forward_of_others(self) -> None:
@@ -245,9 +253,18 @@ class _Layer:
             experts.forward_of_others(hidden, self._mlp.gate.top_k)
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation, kv: KvAccess, selected: Tensor | None
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        kv: KvAccess,
+        selected: Tensor | None,
+        *,
+        runs_indexer: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        attended, selected = self._attention.forward(self._input_norm(hidden), rotation, kv, selected)
+        """``selected``: by a layer or pass before this one; where there is no indexer to run, it holds."""
+        attended, selected = self._attention.forward(
+            self._input_norm(hidden), rotation, kv, selected, runs_indexer=runs_indexer
+        )
         hidden = hidden + attended
         return hidden + self._mlp(self._post_attention_norm(hidden)), selected
 
@@ -274,11 +291,18 @@ class _DraftLayer:
         self._layer.forward_of_others(hidden)
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, rotation: Rotation, kv: KvAccess, logit_rows: Tensor
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        rotation: Rotation,
+        kv: KvAccess,
+        logit_rows: Tensor,
+        selected: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         embedded = self._embed_norm(self._embed(token_ids))
         joined = self._join(torch.cat((embedded, self._hidden_norm(hidden)), dim=-1))
-        hidden = self._norm(self._layer.forward(joined, rotation, kv, None)[0])
+        hidden, _ = self._layer.forward(joined, rotation, kv, selected, runs_indexer=selected is None)
+        hidden = self._norm(hidden)
         logits: Tensor = self._lm_head(hidden[logit_rows])
         return logits.float(), hidden
 
@@ -312,19 +336,22 @@ class _Attention:
         self._indexer = None if indexer is None else _Indexer(spec, indexer)
 
     def forward(
-        self, x: Tensor, rotation: Rotation, kv: KvAccess, selected: Tensor | None
+        self, x: Tensor, rotation: Rotation, kv: KvAccess, selected: Tensor | None, *, runs_indexer: bool
     ) -> tuple[Tensor, Tensor]:
         num_tokens = x.shape[0]
+        indexer = self._indexer if runs_indexer else None
         q_a, *index_keys, kv_a = self._of_hidden(x)
-        q, *index_queries = self._of_q_resid(self._q_a_norm(q_a))
+        q_resid = self._q_a_norm(q_a)
+        linears = self._of_q_resid
+        q, *index_queries = linears(q_resid) if indexer is not None else [linears.first(q_resid)]
         q_nope, q_rope = torch.split(q.view(num_tokens, self.num_heads, -1), self._head_dims, dim=-1)
         latent, k_rope = torch.split(kv_a, self._latent_dims, dim=-1)
         k_rope = rotate(k_rope[:, None], *rotation, is_interleaved=True)[:, 0]
         item = torch.cat((self._kv_a_norm(latent), k_rope), dim=-1)
-        if self._indexer is None:
+        if indexer is None:
             kv.write(self._number, item, None)
         else:
-            q_index, keys, weights = self._indexer.finish(x, index_queries[0], index_keys[0], rotation)
+            q_index, keys, weights = indexer.finish(x, index_queries[0], index_keys[0], rotation)
             kv.write(self._number, item, keys)
             selected = kv.select(self._group, q_index, weights)
         if selected is None:

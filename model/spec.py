@@ -63,6 +63,8 @@ class ModelSpec:
     """Identity of configuration and weights: equal on two nodes exactly when they run the same model."""
     num_draft_layers: int = 0
     """1 when this node runs the model's MTP layer, as layer ``num_layers``; else 0."""
+    shares_draft_selection: bool = False
+    """Whether the MTP layer was trained to make a request's later drafts with the first one's selection."""
     scales_are_ue8m0: bool = False
     """Whether activations that are rounded to meet fp8 matrices have scales that are powers of two."""
 
@@ -225,6 +227,7 @@ def load_spec(
         weights_are_fp8=bool(config.get("quantization_config")),
         fingerprint=_fingerprint(config, files),
         num_draft_layers=num_draft_layers,
+        shares_draft_selection=bool(config.get("index_share_for_mtp_iteration")),
         scales_are_ue8m0=(config.get("quantization_config") or {}).get("scale_fmt") == UE8M0,
     )
 

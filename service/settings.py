@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from protocol.access import WILDCARD_HOSTS, PeerList, exposure, is_host
-from vocabulary import MAX_RANKS
+from vocabulary import MAX_DRAFTS, MAX_RANKS
 
 MAX_PORT = 65535
 Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
@@ -500,7 +500,7 @@ class DecodeSettings(NodeSettings):
     speculative_num_steps: int = Field(
         0,
         ge=0,
-        le=3,
+        le=MAX_DRAFTS,
         description="tokens that the checkpoint's draft layer guesses a step at most, which the next step "
         "verifies; how many it is follows what they have brought; 0: none",
     )
@@ -513,6 +513,15 @@ class DecodeSettings(NodeSettings):
     @property
     def num_draft_layers(self) -> int | None:
         return 1 if self.speculative_num_steps else 0
+
+    @model_validator(mode="after")
+    def _positions_of_a_step_are_in_two_pages(self) -> Self:
+        if self.page_size < self.speculative_num_steps + 1:
+            raise ValueError(
+                f"speculative_num_steps {self.speculative_num_steps} needs a page_size of at least "
+                f"{self.speculative_num_steps + 1}, and it is {self.page_size}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _graphs_are_of_batches(self) -> Self:

@@ -19,11 +19,12 @@ from tests.gpu.support import DEVICE, needs_gpu
 pytestmark = [*needs_gpu, pytest.mark.I3, pytest.mark.I4]
 
 
-@pytest.mark.parametrize("max_new", [2, 3, 4])
+@pytest.mark.parametrize("max_new", [2, 3, 4, 8])
 @pytest.mark.parametrize("item_bytes", [(656,), (7, 24)])
 def test_history_of_drafts(max_new: int, item_bytes: tuple[int, ...]) -> None:
     """Of requests that outgrow their buffers, and fit again in larger ones."""
-    capacities = (24 * max_new + max_new, 110, 130, 190)
+    smallest = 24 * max_new + max_new
+    capacities = (smallest, smallest + 10, smallest + 30, smallest + 90)
     History(max_new, item_bytes, max_new=max_new, capacities=capacities).run(100)
 
 
@@ -52,6 +53,8 @@ def test_history_of_drafts_at_the_end_of_the_context(context: int) -> None:
         (140, 40, 3, 8),
         (200, 24, 4, 8),
         (140, 150, 4, 4),
+        (3, 200, 8, 20),
+        (140, 100, 8, 4),
     ],
 )
 def test_history_of_drafts_of_each_batch_size(
@@ -73,10 +76,13 @@ def test_history_of_drafts_of_each_batch_size(
         (3, 4096, 2, 10),
         (40, 2048, 4, 3),
         (140, 2048, 4, 2),
+        (1, 2048, 8, 12),
+        (4, 2048, 7, 6),
+        (140, 2048, 8, 2),
     ],
 )
 def test_history_of_large_selections(num_rows: int, top_k: int, max_new: int, num_steps: int) -> None:
-    """Up to 8192 positions a request, and so many in one block."""
+    """Up to 16384 positions a request, and so many in one block."""
     capacity = max_new * top_k + max_new
     History(
         num_rows, (16,), top_k=top_k, max_new=max_new, num_rows=num_rows, max_context=2 * capacity,
@@ -158,17 +164,17 @@ def test_graphs_of_one_request_with_large_selections() -> None:
 
 
 def test_more_positions_than_a_block_can_take_are_refused() -> None:
-    state = HotBufferState.create(1, 1, 64, 9, 16, 64, DEVICE, max_new=5)
+    state = HotBufferState.create(1, 1, 64, 9, 16, 64, DEVICE, max_new=9)
     number = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    selected = torch.zeros((5, 2048), dtype=torch.int32, device=DEVICE)
+    selected = torch.zeros((9, 2048), dtype=torch.int32, device=DEVICE)
     host = torch.zeros((1, 64, 32), dtype=torch.uint8, pin_memory=DEVICE == "cuda")
     dev = torch.zeros((1, 9, 32), dtype=torch.uint8, device=DEVICE)
     with pytest.raises(
-        KernelArgumentError, match=r"num_new \* top_k: expected a value in \[1, 8193\), got 10240"
+        KernelArgumentError, match=r"num_new \* top_k: expected a value in \[1, 16385\), got 18432"
     ):
         swap_in(
             selected,
-            number * 5,
+            number * 9,
             number * 0,
             number,
             state,
@@ -176,5 +182,5 @@ def test_more_positions_than_a_block_can_take_are_refused() -> None:
             layer=0,
             k_host=host,
             k_dev=dev,
-            num_new=5,
+            num_new=9,
         )

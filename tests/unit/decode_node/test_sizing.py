@@ -262,6 +262,8 @@ def test_tables_and_reserve_have_room_for_drafts() -> None:
     [
         (0, 3, ""),
         (8196, 3, ""),
+        (0, 7, ""),
+        (16391, 7, "room for 6 of 7 drafts.*--device-buffer-size 16392"),
         (8195, 3, "room for 2 of 3 drafts.*--device-buffer-size 8196"),
         (4096, 3, "room for 0 of 3 drafts"),
         (4096, 1, "room for 0 of 1 drafts.*--device-buffer-size 4098"),
@@ -282,6 +284,7 @@ def test_a_hot_buffer_without_room_for_drafts_is_told(buffer: int, num_drafts: i
         (0, 0, 2048, 4096),
         (0, 1, 2048, 4098),
         (0, 3, 2048, 8196),
+        (0, 7, 2048, 16392),
         (0, 3, 64, 4096),
         (0, 0, 5000, 5001),
         (77, 3, 16, 77),

@@ -35,7 +35,7 @@ def compile_with_nvrtc(arch: int, options: tuple[str, ...]) -> str:
     return text.decode(errors="replace") if isinstance(text, bytes) else str(text)
 
 
-VARIANTS = [(1, True, 64, 1), (2, True, 1, 1), (8, False, 48, 2), (16, True, 64, 4)]
+VARIANTS = [(1, True, 64, 1), (2, True, 1, 1), (8, False, 48, 2), (32, True, 64, 8)]
 """Positions of a thread, only wide items, page size, new positions at most."""
 SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=True))
 """Of the default run: each variant and each architecture once."""

@@ -20,7 +20,7 @@ from service import engine_process
 from service.process import StartError
 from service.settings import DecodeSettings, PrefillSettings
 from tests.unit.model.model_specs import make_spec
-from vocabulary import RankPlace
+from vocabulary import MAX_DRAFTS, RankPlace
 
 INDEXER = {
     "num_heads": 64,
@@ -68,12 +68,14 @@ def test_sizes_that_the_indexer_cannot_take(changes: dict[str, Any], message: st
         ({"capacity": 32769}, "device_buffer_size 32769: .* 32768 at most; lower --device-buffer-size"),
         ({"top_k": 8, "max_running_requests": 65536}, "max_running_requests 65536: .* 65535 at most"),
         ({"num_new": 4, "max_running_requests": 2048}, "max_running_requests 2048: .* 2047 at most"),
-        ({"num_new": 5}, "speculative_num_steps 4: .* takes 3 at most; lower --speculative-num-steps"),
-        ({"top_k": 4096, "num_new": 3}, "speculative_num_steps 2: .* 1 at most"),
+        ({"num_new": 9}, "speculative_num_steps 8: .* takes 7 at most; lower --speculative-num-steps"),
+        ({"top_k": 4096, "num_new": 5}, "speculative_num_steps 4: .* 3 at most"),
+        ({"num_new": 8, "max_running_requests": 1024}, "max_running_requests 1024: .* 1023 at most"),
     ],
 )
 def test_sizes_that_the_swap_in_cannot_take(changes: dict[str, Any], message: str) -> None:
     check_swap_in_sizes(**SWAP_IN)
+    check_swap_in_sizes(**{**SWAP_IN, "num_new": MAX_DRAFTS + 1, "max_running_requests": 1023})
     with pytest.raises(KernelSizeError, match=message):
         check_swap_in_sizes(**{**SWAP_IN, **changes})
 

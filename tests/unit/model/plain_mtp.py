@@ -21,14 +21,20 @@ class PlainMtp:
         self._prefix = f"model.layers.{self._config['num_hidden_layers']}."
         self._tensors = {name: tensor.double() for name, tensor in tensors.items()}
 
-    def run(self, next_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def run(
+        self, next_ids: Tensor, hidden: Tensor, *, last_only: bool = False, selecting: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """``next_ids`` [n]: tokens 1 to n; ``hidden`` [n, hidden_size] of positions 0 to n - 1.
+        ``selecting``: the row whose selection counts for the last one, too; None: its own.
 
-        Returns logits [n, vocab_size], and the hidden states that they are of.
+        Returns logits [n, vocab_size], and the hidden states that they are of; with ``last_only`` of the last
+        row.
         """
+        rows = torch.arange(len(next_ids))[-1:] if last_only else torch.arange(len(next_ids))
+        selecting = len(next_ids) - 1 if selecting is None else selecting
         embedded = self._norm(self._tensors["model.embed_tokens.weight"][next_ids], "enorm")
         x = self._linear(torch.cat((embedded, self._norm(hidden.double(), "hnorm")), dim=1), "eh_proj")
-        x = x + self._attention(self._norm(x, "input_layernorm"))
+        x = x[rows] + self._attention(self._norm(x, "input_layernorm"), rows, selecting)
         x = x + self._moe(self._norm(x, "post_attention_layernorm"))
         x = self._norm(x, "shared_head.norm")
         return x @ self._tensors["lm_head.weight"].T, x
@@ -43,7 +49,7 @@ class PlainMtp:
         eps = self._config["rms_norm_eps"]
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * self._of(name)
 
-    def _attention(self, x: Tensor) -> Tensor:
+    def _attention(self, x: Tensor, rows: Tensor, selecting: int) -> Tensor:
         config = self._config
         num_tokens, num_heads = len(x), config["num_attention_heads"]
         nope, rope, rank = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
@@ -53,16 +59,16 @@ class PlainMtp:
         latent = self._norm(kv_a[:, :rank], "self_attn.kv_a_layernorm")
         keys_values = self._linear(latent, "self_attn.kv_b_proj").view(num_tokens, num_heads, -1)
         k_rope = self._turned(kv_a[:, None, rank:], neighbours=True)
-        seen = self._selected(x, q_latent)
-        scores = torch.einsum("qhd,khd->hqk", q[..., :nope], keys_values[..., :nope])
+        seen = self._selected(x, q_latent, [*rows.tolist()[:-1], selecting])
+        scores = torch.einsum("qhd,khd->hqk", q[rows, :, :nope], keys_values[..., :nope])
         q_rope = self._turned(q[..., nope:], neighbours=True)
-        scores = scores + torch.einsum("qhd,kd->hqk", q_rope, k_rope[:, 0])
+        scores = scores + torch.einsum("qhd,kd->hqk", q_rope[rows], k_rope[:, 0])
         weights = (scores * (nope + rope) ** -0.5).masked_fill(~seen, float("-inf")).softmax(-1)
         out = torch.einsum("hqk,khd->qhd", weights, keys_values[..., nope:])
         return self._linear(out.flatten(1), "self_attn.o_proj")
 
-    def _selected(self, x: Tensor, q_latent: Tensor) -> Tensor:
-        """bool [num_tokens, num_tokens]: the positions that each attends to."""
+    def _selected(self, x: Tensor, q_latent: Tensor, rows: list[int]) -> Tensor:
+        """bool [rows, num_tokens]: the positions that each of ``rows`` selects."""
         name, num_heads = "self_attn.indexer.", self._config["index_n_heads"]
         neighbours = self._config["model_type"] == "glm_moe_dsa"
         q = self._linear(q_latent, f"{name}wq_b").view(len(x), num_heads, -1)
@@ -70,12 +76,12 @@ class PlainMtp:
         bias = self._tensors[f"{self._prefix}{name}k_norm.bias"]
         k = torch.nn.functional.layer_norm(k, k.shape[1:], self._of(f"{name}k_norm"), bias, 1e-6)
         q, k = (self._turned(part, neighbours) for part in (q, k[:, None]))
-        scores = torch.einsum("qhd,kd->qhk", q, k[:, 0]).relu()
-        scores = torch.einsum("qhk,qh->qk", scores, self._linear(x, f"{name}weights_proj"))
-        seen = torch.zeros(len(x), len(x), dtype=torch.bool)
-        for position, row in enumerate(scores):
+        scores = torch.einsum("qhd,kd->qhk", q[rows], k[:, 0]).relu()
+        scores = torch.einsum("qhk,qh->qk", scores, self._linear(x[rows], f"{name}weights_proj"))
+        seen = torch.zeros(scores.shape, dtype=torch.bool)
+        for position, row, is_seen in zip(rows, scores, seen, strict=True):
             best = row[: position + 1].sort(descending=True, stable=True).indices
-            seen[position, best[: self._config["index_topk"]]] = True
+            is_seen[best[: self._config["index_topk"]]] = True
         return seen
 
     def _turned(self, x: Tensor, neighbours: bool) -> Tensor:

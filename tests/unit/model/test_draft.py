@@ -195,6 +195,15 @@ def test_spec_of_a_node_with_a_draft_layer_and_without(checkpoints: dict[str, Pa
     assert (theirs.num_layers, theirs.num_index_layers, theirs.num_draft_layers) == (4, 2, 0)
 
 
+def test_a_layer_shares_its_first_drafts_selection_where_the_configuration_says_so(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoints["glm"], tmp_path / "shared")
+    edit_config(tmp_path / "shared", index_share_for_mtp_iteration=True)
+    assert load_spec(tmp_path / "shared").shares_draft_selection
+    assert not load_spec(checkpoints["glm"]).shares_draft_selection
+
+
 def test_a_checkpoint_without_the_layer_drafts_nothing(
     tiny_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

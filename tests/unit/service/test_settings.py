@@ -187,6 +187,17 @@ def test_graphs_that_no_batch_could_use_are_refused() -> None:
         load_settings(DecodeSettings, {**MODEL, "cuda_graph_bs": ["2"], "cuda_graph_max_bs": "2"})
 
 
+def test_up_to_seven_drafts_in_pages_that_hold_a_step_s_positions() -> None:
+    options = {**MODEL, "speculative_num_steps": "7"}
+    assert load_settings(DecodeSettings, {**options, "page_size": "8"}).speculative_num_steps == 7
+    with pytest.raises(
+        SettingsError, match="speculative_num_steps 7 needs a page_size of at least 8, and it"
+    ):
+        load_settings(DecodeSettings, {**options, "page_size": "7"})
+    with pytest.raises(SettingsError, match=r"--speculative-num-steps: '8': .* less than or equal to 7"):
+        load_settings(DecodeSettings, {**MODEL, "speculative_num_steps": "8"})
+
+
 @pytest.mark.parametrize(
     ("name", "text"), [("a.json", "{}"), ("a.toml", "\xff"), ("a.yaml", "- 1"), ("a.yaml", "a: [")]
 )

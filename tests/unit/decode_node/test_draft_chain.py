@@ -1,0 +1,219 @@
+"""Drafts behind a step's first ones: up to seven of them, by selections of their own or by the first one's.
+
+What is expected of tokens comes from transformers, of drafts from the plain MTP layer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints.oracle import greedy_tokens
+from checkpoints.oracle import load as load_oracle
+from decode_node.device_step import DeviceStep, HostStep
+from decode_node.drafting import full_buffer
+from decode_node.request import RequestState
+from decode_node.runner import make_runner
+from tests.unit.decode_node.speculation_support import (
+    NUM_NEW,
+    TOP_K,
+    drafts,
+    finish,
+    harness,
+    make_graph_runner,
+    num_drafts,
+)
+from tests.unit.decode_node.support import (
+    Answer,
+    Checkpoint,
+    EngineHarness,
+    PrefillDouble,
+    Prompt,
+    load_checkpoint,
+    random_prompt,
+)
+from tests.unit.model.plain_mtp import PlainMtp
+from vocabulary import MAX_DRAFTS, HisparseFlag
+
+HOT_BUFFER = full_buffer(MAX_DRAFTS, TOP_K)
+LENGTHS = [1, 65, 300, HOT_BUFFER - 12, HOT_BUFFER, 700]
+PROMPTS: list[Prompt] = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+SHARED, OWN = "glm, shared", "v32, own"
+"""Checkpoints: whose later drafts share the first one's selection, or have selections of their own."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(
+    request: pytest.FixtureRequest,
+    drafting_checkpoint: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Checkpoint:
+    variant, kind = request.param.split(", ")
+    path = tmp_path_factory.mktemp("drafting") / variant
+    shutil.copytree(drafting_checkpoint(variant), path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(
+        json.dumps(config | {"index_share_for_mtp_iteration": kind == "shared"})
+    )
+    checkpoint = load_checkpoint(path, num_draft_layers=1)
+    assert checkpoint.spec.shares_draft_selection == (kind == "shared")
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint) -> dict[Prompt, list[int]]:
+    return dict(zip(PROMPTS, greedy_tokens(checkpoint.path, PROMPTS, NUM_NEW), strict=True))
+
+
+@pytest.fixture(scope="module")
+def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
+    with closing(PrefillDouble(checkpoint)) as double:
+        yield double
+
+
+@pytest.fixture(scope="module", params=[make_runner, make_graph_runner], ids=["host", "graph"])
+def node(
+    request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineHarness]:
+    settings = {"device_buffer_size": HOT_BUFFER, "speculative_num_steps": MAX_DRAFTS}
+    with closing(harness(checkpoint, tmp_path_factory.mktemp("node"), request.param, **settings)) as node:
+        yield node
+
+
+BOTH = pytest.mark.parametrize("checkpoint", [SHARED, OWN], indirect=True)
+OF_ONE = pytest.mark.parametrize("checkpoint", [SHARED], indirect=True)
+
+
+@pytest.mark.I3
+@pytest.mark.I5
+@pytest.mark.I6
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (5, 0, MAX_DRAFTS, 2, 6, 1),
+        *[pytest.param((number,), marks=pytest.mark.slow) for number in range(4, MAX_DRAFTS + 1)],
+    ],
+)
+@BOTH
+def test_tokens_equal_the_oracle_with_up_to_seven_drafts(
+    expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, numbers: tuple[int, ...]
+) -> None:
+    for flag in (HisparseFlag.TRUE, HisparseFlag.FALSE):
+        with drafts(node, *numbers):
+            answers = [node.generate(double, prompt, NUM_NEW, flag) for prompt in PROMPTS]
+            finish(node, answers, double)
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            assert answer.token_ids == expected[prompt], f"{flag}, {len(prompt)} prompt tokens"
+        drafted, accepted = (sum(column) for column in zip(*map(num_drafts, answers), strict=True))
+        assert 0 < accepted < drafted
+
+
+@pytest.mark.I5
+@OF_ONE
+def test_drawn_tokens_are_those_of_their_seeds(double: PrefillDouble, node: EngineHarness) -> None:
+    texts = []
+    for number in (0, MAX_DRAFTS):
+        with drafts(node, number):
+            drawn = {"temperature": 0.5, "top_p": 0.9}
+            answers = [
+                node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE, seed=seed, **drawn)
+                for seed, prompt in enumerate(PROMPTS[2:])
+            ]
+            finish(node, answers, double)
+        texts.append([answer.token_ids for answer in answers])
+    assert texts[0] == texts[1]
+
+
+class Passes:
+    """Counts what the draft layer's passes do with the pools, by name."""
+
+    def __init__(self, node: EngineHarness, patch: pytest.MonkeyPatch) -> None:
+        spec = node.engine.hot_buffers.spec
+        self.counts: Counter[str] = Counter()
+        for step, names in ((DeviceStep, ("write", "select", "_swap_in")), (HostStep, ("select",))):
+            for name in names:
+                of_drafts = spec.num_layers if name != "select" else spec.num_index_layers
+                patch.setattr(step, name, self._counting(getattr(step, name), name, of_drafts))
+
+    def _counting(self, method: Callable[..., Any], name: str, of_drafts: int) -> Callable[..., Any]:
+        def counted(step: DeviceStep, layer_or_group: int, *arguments: Any) -> Any:
+            self.counts[name] += layer_or_group == of_drafts
+            return method(step, layer_or_group, *arguments)
+
+        return counted
+
+
+@BOTH
+def test_later_drafts_that_share_run_no_indexer_and_leave_no_trace(
+    checkpoint: Checkpoint, double: PrefillDouble, node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [node.generate(double, PROMPTS[-1], NUM_NEW, flag) for flag in list(HisparseFlag)[:2]]
+    node.turn_until(lambda: all(answer.token_ids for answer in answers), double)
+    node.engine.steps.settle()
+    passes = Passes(node, monkeypatch)
+    num_launched = node.engine.steps.num_launched
+    with drafts(node, MAX_DRAFTS):
+        finish(node, answers, double)
+    num_steps = node.engine.steps.num_launched - num_launched
+    num_passes = num_steps if checkpoint.spec.shares_draft_selection else MAX_DRAFTS * num_steps
+    assert passes.counts == {"write": num_passes, "select": num_passes, "_swap_in": num_passes}
+
+
+@pytest.mark.parametrize(
+    "flag", [HisparseFlag.TRUE, pytest.param(HisparseFlag.FALSE, marks=pytest.mark.slow)]
+)
+@BOTH
+def test_drafts_are_those_of_the_plain_layer(
+    checkpoint: Checkpoint, double: PrefillDouble, node: EngineHarness, flag: HisparseFlag
+) -> None:
+    """Of a request that is larger than its hot buffer, at each length that it has between two steps.
+
+    Drafts behind its last token have no slots, and nobody uses them.
+    """
+    prompt = PROMPTS[-1]
+    made: dict[tuple[int, ...], list[int]] = {}
+    with drafts(node, MAX_DRAFTS):
+        answer: Answer = node.generate(double, prompt, NUM_NEW, flag)
+        while not answer.is_over:
+            node.turn(double)
+            node.engine.steps.settle()
+            for request in node.engine.requests.select(RequestState.RUNNING):
+                if request.draft_token_ids:
+                    made[*prompt, *request.output_token_ids] = list(request.draft_token_ids)
+        finish(node, [answer], double)
+    assert len(made) > 2
+    shares = checkpoint.spec.shares_draft_selection
+    tokens = list(max(made, key=len))
+    with torch.no_grad():
+        hidden = load_oracle(checkpoint.path).model(torch.tensor([tokens])).last_hidden_state[0]
+    plain, num_others = PlainMtp(checkpoint.path), 0
+    for sequence, found in made.items():
+        assert len(found) == MAX_DRAFTS
+        num_used = min(MAX_DRAFTS, len(prompt) + NUM_NEW - len(sequence))
+        ours, other = (chain(plain, sequence, hidden, num_used, shares=each) for each in (shares, not shares))
+        assert found[:num_used] == ours
+        num_others += ours != other
+    assert num_others, "the test tells no selection from another"
+
+
+def chain(
+    plain: PlainMtp, sequence: tuple[int, ...], hidden: Tensor, num_drafts: int, *, shares: bool
+) -> list[int]:
+    """The likeliest drafts behind ``sequence``, whose hidden states ``hidden`` [>= tokens] begins with."""
+    num_rows = len(sequence) - 1
+    next_ids, hidden = list(sequence[1:]), hidden[:num_rows]
+    selecting = num_rows - 1 if shares else None
+    for _ in range(num_drafts):
+        logits, states = plain.run(torch.tensor(next_ids), hidden, last_only=True, selecting=selecting)
+        next_ids.append(int(logits.argmax()))
+        hidden = torch.cat((hidden, states.float()))
+    return next_ids[num_rows:]
