@@ -38,7 +38,7 @@ def check_swap_in_sizes(*, top_k: int, max_running_requests: int, capacity: int,
     _check("index_topk", top_k, MAX_SWAP_IN_TOP_K, "swap-in", _ON_CPU)
     most_new = MAX_POSITIONS // top_k
     _check("speculative_num_steps", num_new - 1, most_new - 1, "swap-in", "lower --speculative-num-steps")
-    most_requests = min(MAX_TOKENS_OF_A_BLOCK, (MAX_SELECTED - 1) // (num_new * top_k))
+    most_requests = min(MAX_TOKENS_OF_A_BLOCK // num_new, (MAX_SELECTED - 1) // (num_new * top_k))
     remedy = "lower --max-running-requests"
     _check("max_running_requests", max_running_requests, most_requests, "swap-in", remedy)
     _check("device_buffer_size", capacity, MAX_CAPACITY, "swap-in", "lower --device-buffer-size")

@@ -1,7 +1,9 @@
 """What every kind of test shares: the tiny checkpoints, and those of random weights with tied scores."""
 
 import functools
+import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,20 @@ def drafting_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         write_checkpoint(path, variant, draft_gain=LIKELY_DRAFTS)
 
     return _written_once(tmp_path_factory, "drafting", write)
+
+
+@pytest.fixture(scope="session")
+def sharing_checkpoint(
+    drafting_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """``drafting_checkpoint`` whose later drafts share the first one's selection, written once a session."""
+
+    def write(path: Path, variant: str) -> None:
+        shutil.copytree(drafting_checkpoint(variant), path)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"index_share_for_mtp_iteration": True}))
+
+    return _written_once(tmp_path_factory, "sharing", write)
 
 
 @pytest.fixture(scope="session")

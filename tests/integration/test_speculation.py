@@ -86,6 +86,22 @@ def test_tokens_are_those_of_the_oracle_in_mixed_batches(pair: Deployment, check
 
 @pytest.mark.I5
 @pytest.mark.slow
+def test_tokens_are_those_of_the_oracle_with_seven_drafts_by_one_selection(
+    sharing_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of two ranks, which take part in each other's drafts."""
+    checkpoint = sharing_checkpoint("glm")
+    expected = greedy_tokens(checkpoint, PROMPTS, NUM_NEW)
+    drafting = ("--speculative-num-steps", "7", "--device-buffer-size", "520", "--dp-size", "2")
+    with deployment(checkpoint, tmp_path, decode_options=drafting) as pair:
+        for shift in range(2):
+            answers = all_at_once(pair, shift)
+            assert [answer["output_ids"] for answer in answers] == expected
+        assert pair.decode[0].metrics()["hisparse_pd:accepted_draft_tokens_total"] > 0
+
+
+@pytest.mark.I5
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [1], indirect=True)
 def test_a_seed_gives_one_text_with_drafts_and_without(pair: Deployment) -> None:
     drawn = {"params": {"temperature": 1.0, "top_p": 0.95, "sampling_seed": 7}}

@@ -5,8 +5,6 @@ What is expected of tokens comes from transformers, of drafts from the plain MTP
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -55,17 +53,11 @@ SHARED, OWN = "glm, shared", "v32, own"
 def checkpoint(
     request: pytest.FixtureRequest,
     drafting_checkpoint: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    sharing_checkpoint: Callable[[str], Path],
 ) -> Checkpoint:
-    variant, kind = request.param.split(", ")
-    path = tmp_path_factory.mktemp("drafting") / variant
-    shutil.copytree(drafting_checkpoint(variant), path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(
-        json.dumps(config | {"index_share_for_mtp_iteration": kind == "shared"})
-    )
+    path = sharing_checkpoint("glm") if request.param == SHARED else drafting_checkpoint("v32")
     checkpoint = load_checkpoint(path, num_draft_layers=1)
-    assert checkpoint.spec.shares_draft_selection == (kind == "shared")
+    assert checkpoint.spec.shares_draft_selection == (request.param == SHARED)
     return checkpoint
 
 

@@ -67,6 +67,10 @@ def test_sizes_that_the_indexer_cannot_take(changes: dict[str, Any], message: st
         ({"max_running_requests": 8192}, "max_running_requests 8192: .* 8191 at most; lower --max-running"),
         ({"capacity": 32769}, "device_buffer_size 32769: .* 32768 at most; lower --device-buffer-size"),
         ({"top_k": 8, "max_running_requests": 65536}, "max_running_requests 65536: .* 65535 at most"),
+        (
+            {"top_k": 8, "num_new": 8, "max_running_requests": 8192},
+            "max_running_requests 8192: .* 8191 at most",
+        ),
         ({"num_new": 4, "max_running_requests": 2048}, "max_running_requests 2048: .* 2047 at most"),
         ({"num_new": 9}, "speculative_num_steps 8: .* takes 7 at most; lower --speculative-num-steps"),
         ({"top_k": 4096, "num_new": 5}, "speculative_num_steps 4: .* 3 at most"),
