@@ -163,7 +163,7 @@ def test_later_drafts_that_share_run_no_indexer_and_leave_no_trace(
 @pytest.mark.parametrize(
     "flag", [HisparseFlag.TRUE, pytest.param(HisparseFlag.FALSE, marks=pytest.mark.slow)]
 )
-@BOTH
+@pytest.mark.parametrize("checkpoint", [SHARED, pytest.param(OWN, marks=pytest.mark.slow)], indirect=True)
 def test_drafts_are_those_of_the_plain_layer(
     checkpoint: Checkpoint, double: PrefillDouble, node: EngineHarness, flag: HisparseFlag
 ) -> None:
