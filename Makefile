@@ -4,6 +4,7 @@
 #   SERVE_ARGS=...   further options of `hisparse-pd pair` for `make serve`
 #   BENCH_ARGS=...   further options of `hisparse-pd bench serve` for `make bench-serve`
 #   TEST_PROCESSES=n processes of pytest; default: 3, because two of them leave two cores idle while they wait
+#   GPU_TEST_PROCESSES=n  processes of pytest that share the GPU in `make test-gpu`; default: 5
 #   TEST_ARGS=...    further arguments of pytest for `make test`
 #   FUZZ_INPUTS=n    inputs to each decoder for `make fuzz`; default: 100000
 #   ROOM_EXAMPLES=n  histories of the room protocol for `make rooms`; default: 10000
@@ -18,6 +19,7 @@ MODEL ?= checkpoints/retrieval
 SERVE_ARGS ?=
 BENCH_ARGS ?=
 TEST_PROCESSES ?= 3
+GPU_TEST_PROCESSES ?= 5
 TEST_ARGS ?=
 FUZZ_INPUTS ?= 100000
 SOAK_SECS ?= 120
@@ -84,7 +86,7 @@ test-full: $(READY) ## what takes longer: the full oracle matrix, failures, tran
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m slow $(TEST_ARGS)
 
 test-gpu: $(READY) ## the tests that need an NVIDIA GPU: its kernels, and the pair's own tests with both nodes on it
-	$(BIN)/python -m pytest -o addopts="-ra" tests/gpu
+	$(BIN)/python -m pytest -o addopts="-ra" -n $(GPU_TEST_PROCESSES) --dist loadfile tests/gpu
 	HISPARSE_PD_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/integration
 
 test-compose: $(READY) | compose-packages ## the two-node deployment in containers; Docker, or Debian and root
