@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from api.frame import Answer, FramedEndpoint, Reply, parsed
+from api.frame import Answer, FramedEndpoint, Reply
 from api.keys import ApiKeys, RequireKey
 from api.models import MODEL_PATH, MODELS_PATH, show_models
 from api.openapi import OPENAPI_PATH, openapi_document
@@ -33,6 +33,7 @@ from protocol.channels import ControlKeys
 from service.engine_link import EngineLink
 from service.http_errors import ApiError, ErrorShape
 from service.metrics import CONTENT_TYPE, FrontMetrics
+from service.off_loop import parsed
 from service.rank_link import RankLink
 from service.settings import NodeSettings
 from vocabulary import VERSION

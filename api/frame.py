@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -16,7 +16,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from api.keep_alive import KeepAlive
 from service.http_errors import ApiError, ErrorShape
-from service.off_loop import off_loop
 
 if TYPE_CHECKING:
     from service.tracing import RequestSpan, Tracer
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Headers = Sequence[tuple[bytes, bytes]]
-P = ParamSpec("P")
 T = TypeVar("T")
 
 BODY_TIMEOUT_SECS = 30.0
@@ -32,9 +30,6 @@ BODY_TIMEOUT_SECS = 30.0
 
 _PIECES_BETWEEN_YIELDS = 16
 """Of an answer; a piece takes some 20 us."""
-
-_INLINE_BODY_BYTES = 1 << 16
-"""Up to this size, a body is parsed at once: in a millisecond."""
 
 _JSON = "application/json"
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -120,13 +115,6 @@ class FramedEndpoint:
 
     async def _answer(self, body: bytes, arrived_at: float, reply: Reply) -> None:
         await self._respond(body, arrived_at, reply)
-
-
-async def parsed(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What ``parse`` makes of ``body``, which is among its arguments: in a thread when it is large."""
-    if len(body) <= _INLINE_BODY_BYTES:
-        return parse(*args, **kwargs)
-    return await off_loop(parse, *args, **kwargs)
 
 
 class Reply:

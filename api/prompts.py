@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -47,6 +47,8 @@ class ChatPrompt:
     A system's or developer's message may bring tools of its own: ``tools`` of the message.
     ``separate_reasoning``: show the answer's reasoning beside its content, and not as the beginning of it.
     ``add_generation_prompt``: end with what begins an answer, unless the last message is continued.
+
+    Raises ApiError 400 for more than MAX_VALUES.
     """
 
     messages: tuple[dict[str, object], ...]
@@ -55,6 +57,12 @@ class ChatPrompt:
     tools: tuple[dict[str, object], ...]
     separate_reasoning: bool
     add_generation_prompt: bool = True
+    num_chars: int = field(init=False)
+    """Of all that a template may write of it, and some more for what each value costs it."""
+
+    def __post_init__(self) -> None:
+        num_chars = _num_chars(self.messages, self.tools, self.template_arguments)
+        object.__setattr__(self, "num_chars", num_chars)
 
     @property
     def all_tools(self) -> list[dict[str, object]]:
@@ -64,6 +72,38 @@ class ChatPrompt:
             tools = message.get("tools")
             found += tools if isinstance(tools, list) else ()
         return found
+
+
+MAX_VALUES = 1 << 19
+"""JSON values of a conversation, each name, string, number, list and object: the garbage of more than these
+is let go in a tenth of a second, in which nobody else is served."""
+
+_CHARS_A_VALUE = 16
+"""That could be encoded in the time in which a template writes a value without its text."""
+
+
+def _num_chars(*values: object) -> int:
+    """Raises ApiError 400 for more than MAX_VALUES."""
+    num_chars = num_values = 0
+    open_values = list(values)
+    while open_values:
+        value = open_values.pop()
+        num_values += 1
+        if isinstance(value, str):
+            num_chars += len(value)
+        elif isinstance(value, dict):
+            open_values += value.keys()
+            open_values += value.values()
+        elif isinstance(value, list | tuple):
+            open_values += value
+        if num_values + len(open_values) > MAX_VALUES:
+            raise ApiError(
+                400,
+                f"messages, tools: have more than {MAX_VALUES} JSON values with the arguments of calls, the "
+                "most for a request: shorten the history",
+                param="messages",
+            )
+    return num_chars + _CHARS_A_VALUE * num_values
 
 
 Prompt = str | bytes | ChatPrompt

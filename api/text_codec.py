@@ -280,5 +280,4 @@ def _num_chars(prompt: Prompt) -> int:
         case str():
             return len(prompt)
         case ChatPrompt():
-            texts = (value for message in prompt.messages for value in message.values())
-            return 64 * len(prompt.messages) + sum(len(text) for text in texts if isinstance(text, str))
+            return prompt.num_chars

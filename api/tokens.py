@@ -18,13 +18,13 @@ from msgspec import Raw
 from api.anthropic_messages import parse_messages
 from api.bodies import CountTokensBody, DetokenizeBody, TokenizeBody
 from api.declared import decode_body
-from api.frame import Answer, parsed
+from api.frame import Answer
 from api.prompts import ChatPrompt, Prompt, parse_chat_prompt, parse_text, parse_token_ids
 from api.schemas import check_model
 from api.text_codec import TextCodec
 from service.engine_messages import num_packed_tokens, unpack_token_ids
 from service.http_errors import ApiError
-from service.off_loop import off_loop
+from service.off_loop import off_loop, parsed
 
 T = TypeVar("T")
 

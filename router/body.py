@@ -6,6 +6,7 @@ the way numbers are written survive.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,6 +20,10 @@ from router.rooms import draw_room
 
 MAX_PROMPTS = 4096
 """Prompts in one request at most: each adds about 60 bytes of bootstrap fields to the body."""
+
+MAX_OTHER_BYTES = 1 << 20
+"""Of all fields but those of the prompt and ``tools``: a body that is nothing but fields would take the loop
+seconds to take apart."""
 
 _OBJECT_DECODER = msgspec.json.Decoder(dict[str, Raw])
 
@@ -42,6 +47,11 @@ _PROMPT_FIELDS = {
 }
 """Of ``/generate`` a request has one; of other endpoints all, in the order that they have in the prompt."""
 
+
+_LARGE_FIELDS = {*itertools.chain(*_PROMPT_FIELDS.values()), "tools"}
+_large_decoder = msgspec.json.Decoder(
+    msgspec.defstruct("LargeFields", [(name, Raw, Raw()) for name in sorted(_LARGE_FIELDS)])
+)
 
 _OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "prefill_only", "joins_answers")
 """What the router tells the nodes; a client's are replaced."""
@@ -72,6 +82,7 @@ class RequestBody:
         """Raises RouterError 400 for anything that is not a JSON object in UTF-8."""
         try:
             content.decode()
+            _check_others(content)
             fields = _OBJECT_DECODER.decode(content)
         except UnicodeDecodeError as error:
             raise RouterError(
@@ -113,6 +124,18 @@ class RequestBody:
         if self.joins_answers:
             ours["joins_answers"] = True
         return msgspec.json.encode(theirs | ours)
+
+
+def _check_others(content: bytes) -> None:
+    """Raises RouterError 400 where they are too large, and what msgspec raises."""
+    large = msgspec.structs.astuple(_large_decoder.decode(content))
+    num_bytes = len(content) - sum(len(memoryview(value)) for value in large)
+    if num_bytes > MAX_OTHER_BYTES:
+        raise RouterError(
+            400,
+            f"the fields of the body that are neither the prompt nor tools have {num_bytes} bytes of JSON; "
+            f"{MAX_OTHER_BYTES} are the most",
+        )
 
 
 def _count_prompts(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:

@@ -41,6 +41,7 @@ from router.relay import Relay
 from router.request_ids import ANSWERED_HEADERS, RequestIds, request_id
 from router.status import StatusBoard
 from service.http_errors import ApiError, ErrorShape
+from service.off_loop import parsed
 from service.patience import Patience
 from service.settings import RouterSettings
 from service.traces import open_tracer
@@ -333,8 +334,8 @@ class _RelayEndpoint:
         relay = self._router.relay
         if self._endpoint is None:
             return await relay.ask_one(self._path, body, headers, stack)
-        parsed = RequestBody.parse(body, self._endpoint)
-        return await relay.open(self._endpoint, parsed, headers, stack, span=span)
+        request = await parsed(body, RequestBody.parse, body, self._endpoint)
+        return await relay.open(self._endpoint, request, headers, stack, span=span)
 
     async def _stream(self, answer: Answer, send: Send, span: RequestSpan | None) -> None:
         """Pass the answer on.

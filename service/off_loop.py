@@ -16,6 +16,9 @@ T = TypeVar("T")
 
 _NUM_THREADS = 2
 
+_INLINE_BODY_BYTES = 1 << 16
+"""Up to this size, a body is parsed at once: in a millisecond."""
+
 _executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="off-loop")
 
 
@@ -26,3 +29,10 @@ async def off_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
     """
     future = _executor.submit(function, *args, **kwargs)
     return await asyncio.wrap_future(future)
+
+
+async def parsed(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What ``parse`` makes of ``body``, which is among its arguments: in a thread when it is large."""
+    if len(body) <= _INLINE_BODY_BYTES:
+        return parse(*args, **kwargs)
+    return await off_loop(parse, *args, **kwargs)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from api.prompts import MAX_VALUES
 from api.requests import Limits, plan_samples
 from api.schemas import Endpoint, parse_request
 from api.text_codec import TextCodec
@@ -332,6 +333,51 @@ def test_few_short_prompts_do_not_wait_for_a_thread(monkeypatch: pytest.MonkeyPa
     assert asyncio.run(CODEC.encode(["ab", "c"], ["x", "y"], 100)) == (b"a\0\0\0b\0\0\0", b"c\0\0\0")
 
 
+LONG_CALL = {"type": "function", "function": {"name": "f", "arguments": json.dumps({"text": "a" * 5000})}}
+LONG_TOOL = {"type": "function", "function": {"name": "f", "description": "a" * 5000}}
+
+
+@pytest.mark.I7
+@pytest.mark.I8
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [LONG_CALL]}]},
+        {"tools": [LONG_TOOL]},
+        {"messages": [{"role": "system", "content": "a", "tools": [LONG_TOOL]}]},
+        {"chat_template_kwargs": {"documents_of": ["a"] * 5000}},
+    ],
+    ids=["calls", "tools", "tools of messages", "arguments of the template"],
+)
+def test_a_chat_is_written_beside_the_loop_by_all_that_the_template_gets(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], **ROOM, **fields}
+    request = parse_request(Endpoint.CHAT, json.dumps(body).encode(), "tiny")
+    beside: list[Callable[..., Any]] = []
+
+    async def recorded(function: Callable[..., Any], *args: Any) -> Any:
+        beside.append(function)
+        return [b""]
+
+    monkeypatch.setattr("api.text_codec.off_loop", recorded)
+    asyncio.run(CODEC.encode(request.prompts, ["messages"], 10**6))
+    assert beside == [CODEC._encode]
+
+
+@pytest.mark.I8
+def test_the_values_of_a_conversation_are_few_enough_to_be_let_go_at_once() -> None:
+    arguments = json.dumps({"list": [0] * (MAX_VALUES // 4)})
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "tool_calls": [call]}] * 4
+    body = {"messages": [*messages, {"role": "user", "content": "a"}], **ROOM}
+    with pytest.raises(ApiError, match=f"more than {MAX_VALUES} JSON values") as caught:
+        parse_request(Endpoint.CHAT, json.dumps(body).encode(), "tiny")
+    assert caught.value.status == 400
+    body["messages"] = body["messages"][2:]
+    parse_request(Endpoint.CHAT, json.dumps(body).encode(), "tiny")
+
+
 @pytest.mark.I7
 @pytest.mark.I8
 def test_long_bodies_are_parsed_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +388,7 @@ def test_long_bodies_are_parsed_beside_the_loop(tmp_path: Path, monkeypatch: pyt
             parsed_in.append(len(args[1]))
         return function(*args)
 
-    monkeypatch.setattr("api.frame.off_loop", recorded)
+    monkeypatch.setattr("service.off_loop.off_loop", recorded)
 
     async def main() -> None:
         front = socketless_front(tmp_path, connectionless_link(QueueLimits(10, 10)))

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.types import Send
 
 from protocol.access import KeyFileError
-from router.body import MAX_PROMPTS, Endpoint, RequestBody
+from router.body import MAX_OTHER_BYTES, MAX_PROMPTS, Endpoint, RequestBody
 from router.errors import RouterError
 from router.nodes import Node, NodeKind, NodePool, NodeUrlError
 from router.server import RELAYED, TO_ONE_NODE, create_app
@@ -119,6 +119,16 @@ async def test_a_list_of_prompts_gets_lists_of_bootstrap_fields(
         assert len(set(sent["bootstrap_room"])) == num_prompts
         assert sent["bootstrap_room"][0] == 7
     assert {name: sent[name] for name in body} == body
+
+
+@pytest.mark.I8
+async def test_a_body_of_nothing_but_fields_is_refused_before_it_is_taken_apart() -> None:
+    large = {"prompt": "a" * MAX_OTHER_BYTES, "tools": [{"a": "b" * MAX_OTHER_BYTES}], "model": "m"}
+    assert RequestBody.parse(json.dumps(large).encode(), Endpoint.COMPLETIONS).fields.keys() == large.keys()
+    body = json.dumps({"prompt": "a"} | {f"field {number}": 1 for number in range(1 << 17)}).encode()
+    with pytest.raises(RouterError, match=f"{MAX_OTHER_BYTES} are the most") as caught:
+        RequestBody.parse(body, Endpoint.COMPLETIONS)
+    assert caught.value.status == 400
 
 
 @pytest.mark.I8
