@@ -25,13 +25,13 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
 from decode_node.metrics import Metrics
-from decode_node.pools import Pools, SlotCounts
+from decode_node.next_plan import NextPlan
+from decode_node.pools import Pools
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.prefix_copies import PrefixCopies
-from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.request import PeerAddress, RequestState
 from decode_node.request_life import RequestLife
 from decode_node.runner import make_runner
-from decode_node.scheduler import StepPlan, plan_step
 from decode_node.sizing import (
     DecodeSettingsError,
     check_swap_in,
@@ -196,7 +196,7 @@ class DecodeEngine:
             self.lifecycle,
             most_drafts=settings.speculative_num_steps,
         )
-        self._nothing_to_do_in: tuple[int, Request | None, SlotCounts] | None = None
+        self._next_plan = NextPlan(self.limits, self.requests)
         self._is_stopping = self._has_stopped = False
         self._last_turn_at = float("inf")
         self._next_stats_at = 0.0
@@ -319,28 +319,11 @@ class DecodeEngine:
     def _plan(self, now: float) -> None:
         if not self.steps.may_follow():
             self.steps.settle()
-        plan = self._next_plan(now)
+        plan = self._next_plan.make(now)
         if plan.exchanges and self.steps.in_flight is not None:
             self.steps.settle()  # whoever changes its device slots may be in a step, or may be at its end
-            plan = self._next_plan(now)
+            plan = self._next_plan.make(now)
         self.lifecycle.carry_out(plan, now)
-
-    def _next_plan(self, now: float) -> StepPlan:
-        stuck = self.requests.stuck(now)
-        situation = self.requests.pools.num_changes, next(self.requests.waiting(), None), stuck
-        plan = plan_step(
-            self.limits,
-            self.requests.available,
-            self.requests.select(RequestState.RUNNING),
-            self.requests.select(RequestState.LANDING),
-            self.requests.waiting() if situation != self._nothing_to_do_in else None,
-            stuck,
-            self.requests.held,
-        )
-        # Those that run may need slots in any step; for who waits to be admitted something has to change.
-        if plan == StepPlan() and situation[1] is not None:
-            self._nothing_to_do_in = situation
-        return plan
 
     # --- beside the work --------------------------------------------------------------------------
 

@@ -60,6 +60,8 @@ class LiveRequests:
         self.quarantine = Quarantine(quarantine_secs, pools.release)
         self.num_queued: Counter[HisparseFlag] = Counter()
         """Requests that own nothing yet, by what they ask for."""
+        self.num_queue_changes = 0
+        """Requests that have come to be WAITING, and that were so no more."""
         self._by_room: dict[Room, Request] = {}
         self._by_request_id: dict[str, Request] = {}
         self._queues: dict[RequestState, dict[PeerAddress, dict[Room, Request]]] = {
@@ -161,11 +163,13 @@ class LiveRequests:
         self._leave(request)
         request.move(RequestState.WAITING)
         self._queues[RequestState.WAITING].setdefault(request.peer, {})[request.room] = request
+        self.num_queue_changes += 1
         self._set_deadline(request, deadline)
 
     def unqueue(self, peer: PeerAddress, latest_deadline: float, room_timeout_secs: float) -> None:
         """WAITING → CONNECTING: the prefill node is away, but these requests were not its yet."""
         waiting = self._queues[RequestState.WAITING].pop(peer, {})
+        self.num_queue_changes += len(waiting)
         for request in waiting.values():
             request.move(RequestState.CONNECTING)
             self._set_deadline(request, min(latest_deadline, request.arrived_at + room_timeout_secs))
@@ -399,6 +403,7 @@ class LiveRequests:
         if request.state in self._admitted:
             del self._admitted[request.state][request.room]
             return
+        self.num_queue_changes += request.state is RequestState.WAITING
         queues = self._queues[request.state]
         del queues[request.peer][request.room]
         if not queues[request.peer]:

@@ -1,6 +1,7 @@
 """Requests through admission, growth, exchange, finish, abort and every way a transfer or a peer can fail.
 
 The machine plays the front, the prefill nodes and the clock against the real books and the real planner.
+Whoever fits beside slots that may never come back overtakes those who do not.
 After each step every pool is whole (I2), no slot that a prefill node may still write to belongs to anybody
 else (I1), everybody can still end, somebody comes nearer to it, and nobody has lost a slot of what it
 computed. Answers mostly end long before their max_new_tokens, which nobody knows beforehand.
@@ -17,11 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from decode_node.held_prefixes import PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
+from decode_node.next_plan import NextPlan
 from decode_node.pools import PoolKind, Pools, SlotCounts
 from decode_node.quarantine import Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.reserve import Claim, Reserve
-from decode_node.scheduler import Limits, plan_step, refusal
+from decode_node.scheduler import Limits, StepPlan, refusal
 from protocol.messages import Extent, Room
 from service.engine_messages import pack_token_ids
 from transfer.extents import extents_to_slots, slice_extents
@@ -43,6 +45,7 @@ LIMITS = Limits(
     growth_tokens=6,
 )
 PEERS = [PeerAddress("prefill", 1), PeerAddress("prefill", 2)]
+Arrival = tuple[HisparseFlag, int, int, int, PeerAddress, str, int | None]
 ARRIVALS = st.tuples(
     st.sampled_from([HisparseFlag.FALSE, *HisparseFlag]),
     st.sampled_from([1, 3, 4, 5, 9, 16, 17, 22]),
@@ -77,6 +80,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rooms = LiveRequests(Pools(TOTALS, PAGE_SIZE), QUARANTINE_SECS)
+        self.next_plan = NextPlan(self.limits, self.rooms)
         self.now = 0.0
         self.num_arrived = 0
         self.writable: dict[Room, SlotsByKind] = {}
@@ -90,9 +94,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     # --- front ------------------------------------------------------------------------------------
 
     @rule(arrivals=st.lists(ARRIVALS, min_size=1, max_size=6))
-    def arrive(
-        self, arrivals: list[tuple[HisparseFlag, int, int, int, PeerAddress, str, int | None]]
-    ) -> None:
+    def arrive(self, arrivals: list[Arrival]) -> None:
         for arrival in arrivals:
             self._arrive(*arrival)
         self.step()
@@ -129,6 +131,19 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             self.rooms.queue(request, float("inf"))
             self.stops_after[request.room] = stops_after
 
+    @precondition(lambda self: self.landing())
+    @rule(first=st.lists(ARRIVALS, min_size=1, max_size=3), later=ARRIVALS)
+    def arrive_beside_stuck_slots(self, first: list[Arrival], later: Arrival) -> None:
+        """Rooms are lost for good, and then some wait when another comes, with no change between."""
+        for request in self.landing():
+            self.end(request, Landing.IN_FLIGHT)
+        self.pass_time(QUARANTINE_SECS)
+        for request in self.rooms.select(RequestState.RUNNING):
+            self.end(request, Landing.QUIET)
+        self.arrive(first)
+        self.step()
+        self.arrive([later])
+
     @precondition(lambda self: len(self.rooms))
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -138,15 +153,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        waiting = self.rooms.select(RequestState.WAITING)
-        plan = plan_step(
-            self.limits,
-            self.rooms.available,
-            self.rooms.select(RequestState.RUNNING),
-            self.landing(),
-            self.rooms.waiting(),
-            held=self.rooms.held,
-        )
+        waiting = [r for r in self.rooms.waiting() if not self._is_passed_over(r)]
+        plan = self.next_plan.make(self.now)
+        if waiting and plan == StepPlan():
+            assert NextPlan(self.limits, self.rooms).make(self.now) == plan, "somebody who fits is forgotten"
         for admission in plan.admissions:
             self.rooms.use_held(admission)
         before = {r.room: (r.mode, slots_of(r)) for r in self.rooms.select(RequestState.RUNNING)}
@@ -171,6 +181,12 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         if not waiting:
             self._check_hot_buffers_are_large()
         self._run_step(admitted=bool(plan.admissions))
+
+    def _is_passed_over(self, request: Request) -> bool:
+        """Whether it does not fit beside slots that may never be free again."""
+        stuck = self.rooms.stuck(self.now)
+        usable = replace(self.limits, totals=self.limits.totals - stuck)
+        return stuck != SlotCounts() and bool(refusal(usable, request))
 
     def make_available(self, need: SlotCounts) -> None:
         """As the engine does: what is copied now is over at once for who needs the slots."""

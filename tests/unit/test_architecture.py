@@ -53,7 +53,12 @@ OWNERS: dict[str, tuple[str, ...]] = {
 """The files that may import a library, late or at once."""
 
 PURE = (
-    *("decode_node/scheduler.py", "decode_node/reserve.py", "decode_node/pools.py"),
+    *(
+        "decode_node/scheduler.py",
+        "decode_node/next_plan.py",
+        "decode_node/reserve.py",
+        "decode_node/pools.py",
+    ),
     *("decode_node/live_requests.py", "decode_node/quarantine.py", "decode_node/request.py"),
     *("decode_node/liveness.py", "prefill_node/scheduler.py", "prefill_node/rooms.py"),
     *("prefill_node/kv_pool.py", "prefill_node/prefix_cache.py", "prefill_node/kept_sources.py"),

@@ -10,12 +10,13 @@ import pytest
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.metrics import Metrics
+from decode_node.next_plan import NextPlan
 from decode_node.pools import Pools, SlotCounts
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.prefix_copies import PrefixCopies
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.request_life import RequestLife
-from decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits, plan_step
+from decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits
 from service.engine_messages import Generate
 from service.settings import HisparsePolicy
 from vocabulary import HisparseFlag, Mode, SamplingParams
@@ -72,6 +73,7 @@ class Node:
 
     def __init__(self) -> None:
         self.rooms = LiveRequests(Pools(LIMITS.totals, LIMITS.page_size), 60.0)
+        self.next_plan = NextPlan(LIMITS, self.rooms)
         self.peers = FakePeers()
         self.sent: list[Any] = []
         self.lifecycle = RequestLife(
@@ -87,23 +89,16 @@ class Node:
             send=self.sent.append,
         )
 
-    def arrive(self, number: int, now: float = 0.0) -> None:
+    def arrive(self, number: int, now: float = 0.0, max_new_tokens: int = 200) -> None:
         peer = PEERS[number % len(PEERS)]
-        sampling = SamplingParams(max_new_tokens=200)
+        sampling = SamplingParams(max_new_tokens=max_new_tokens)
         message = Generate(f"id-{number}", number, 20, sampling, *peer.node, HisparseFlag.TRUE)
         self.lifecycle.generate(message, now)
 
     def turn(self, now: float) -> None:
         self.lifecycle.expire(now)
         self.lifecycle.refresh_queue(now)
-        plan = plan_step(
-            LIMITS,
-            self.rooms.pools.free,
-            self.rooms.select(RequestState.RUNNING),
-            self.rooms.select(RequestState.LANDING),
-            self.rooms.waiting(),
-            self.rooms.stuck(now),
-        )
+        plan = self.next_plan.make(now)
         for admission in plan.admissions:
             self.rooms.admit(admission, "run", now + 300.0)
             self.rooms.start(admission.request)
@@ -125,6 +120,16 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(Request, "__getattribute__", note)
     return found
+
+
+def _lose_most(node: Node) -> None:
+    """A room whose prefill node is gone keeps most slots, so that a life of 219 tokens finds none."""
+    node.arrive(0)
+    node.lifecycle.refresh_queue(0.0)
+    (lost,) = node.rooms.waiting()
+    most = SlotCounts(host=LIMITS.totals.host - 100, index=224, aux=1)
+    node.rooms.admit(Admission(lost, Mode.HISPARSE, most, 0), "run", 300.0)
+    node.rooms.end(lost, Landing.IN_FLIGHT, 0.0)
 
 
 def _crowd() -> Node:
@@ -153,12 +158,7 @@ def test_a_turn_looks_at_those_that_run_and_the_first_that_wait(touched: set[str
 @pytest.mark.I8
 def test_beside_stuck_slots_a_bounded_number_is_passed_over(touched: set[str]) -> None:
     node = Node()
-    node.arrive(0)
-    node.lifecycle.refresh_queue(0.0)
-    (lost,) = node.rooms.waiting()
-    most = SlotCounts(host=LIMITS.totals.host - 100, index=224, aux=1)
-    node.rooms.admit(Admission(lost, Mode.HISPARSE, most, 0), "run", 300.0)
-    node.rooms.end(lost, Landing.IN_FLIGHT, 0.0)
+    _lose_most(node)
     for number in range(1, NUM_WAITING):
         node.arrive(number)  # each with a life of 219
     node.turn(60.0)
@@ -166,6 +166,20 @@ def test_beside_stuck_slots_a_bounded_number_is_passed_over(touched: set[str]) -
     node.turn(61.0)
     assert len(touched) <= MAX_LOOKED_AT + 2 * len(PEERS)
     assert not node.rooms.select(RequestState.RUNNING)
+
+
+@pytest.mark.I7
+def test_who_fits_beside_stuck_slots_overtakes_who_does_not_whenever_it_arrives() -> None:
+    node = Node()
+    _lose_most(node)
+    node.arrive(1, 60.0)
+    node.turn(60.0)
+    node.turn(61.0)
+    assert node.queue() == [1]
+    node.arrive(2, 62.0, max_new_tokens=20)
+    node.turn(62.0)
+    assert [request.room for request in node.rooms.select(RequestState.RUNNING)] == [2]
+    assert node.queue() == [1]
 
 
 def test_the_queue_is_in_order_of_arrival_whatever_becomes_of_its_prefill_nodes() -> None:
