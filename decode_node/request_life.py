@@ -377,6 +377,8 @@ class RequestLife:
     def _exchange(self, exchange: Exchange, now: float) -> None:
         """Other device slots for a running request that is in no step."""
         request = exchange.request
+        if request.state is not RequestState.RUNNING:
+            return  # for an exchange before this one it was copied to its end, and its row could not be filled
         if request.num_in_flight:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions

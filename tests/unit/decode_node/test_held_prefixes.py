@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import pairwise
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from decode_node.held_prefixes import OTHER_MODE, HeldPrefixes, Match, PageKey, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import slots_tensor
 from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
 from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.scheduler import Admission
+from decode_node.scheduler import Admission, Exchange, StepPlan
 from protocol.messages import Room
 from service.engine_messages import FlushCache, pack_token_ids
 from tests.unit.decode_node.support import (
@@ -609,6 +611,43 @@ def test_who_needs_the_slots_of_a_source_does_not_wait_for_turns(
     node.turn_until(lambda: copying.is_over and large.is_over, double)
     assert copying.failure is None
     assert large.failure is None
+
+
+@pytest.mark.I7
+def test_a_copy_that_is_finished_for_an_exchange_may_end_who_is_next_in_the_plan(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, hot_buffers = node.engine.requests, node.engine.hot_buffers
+    monkeypatch.setattr(node.engine.copies, "slice_bytes", node.engine._spec.item_bytes)
+    prompt = random_prompt(11, 330)
+    ask(node, double, prompt, 2, HisparseFlag.TRUE)
+    spared = node.generate(double, random_prompt(12, 100), 40, HisparseFlag.TRUE)
+    node.turn_until(lambda: spared.token_ids, double)
+    doomed = node.generate(double, (*prompt, 1), 20, HisparseFlag.FALSE)
+    node.turn_until(lambda: doomed.token_ids and node.engine.copies.is_busy, double)
+    running = {request.num_prompt_tokens: request for request in requests.select(RequestState.RUNNING)}
+    assert running[331].source is not None
+    wanted = requests.available_now.host + 16
+    plan = StepPlan(
+        exchanges=(
+            Exchange(running[100], 48, SlotCounts(host=wanted, lookup=wanted)),
+            Exchange(running[331], 48, SlotCounts(host=352, lookup=352)),
+        )
+    )
+
+    def out_of_memory(request: Request) -> None:
+        if request is running[331]:
+            raise torch.OutOfMemoryError("150 MiB wanted")
+        start(request)
+
+    start = hot_buffers.start
+    monkeypatch.setattr(hot_buffers, "start", out_of_memory)
+    node.engine.lifecycle.carry_out(plan, time.monotonic())
+    requests.check_integrity()
+    node.turn_until(lambda: doomed.is_over and spared.is_over, double)
+    assert doomed.failure is not None
+    assert "cannot be started: 150 MiB wanted" in doomed.failure.error
+    assert spared.failure is None
 
 
 @pytest.mark.I5
