@@ -43,7 +43,6 @@ CLIENT_TESTS = python -m pytest -m clients --confcutdir tests/clients -p pytest_
 LOOPBACK_ONLY = $(shell unshare -rn ip link set lo up 2>/dev/null && \
     echo "unshare -rn sh -c 'ip link set lo up && exec \"\$$@\"' sh")
 
-TINY_MODEL := .cache/tiny-v32
 TRACE := bench/out/trace_$(notdir $(MODEL))_2048.npz
 ACCELERATOR := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
@@ -66,7 +65,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup system-libraries rdma-packages compose-packages demo test test-full test-gpu test-compose test-rdma test-clients fuzz rooms soak serve lint format bench bench-layer-push bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
+.PHONY: help setup system-libraries rdma-packages compose-packages demo test test-full test-gpu test-compose test-rdma test-clients fuzz rooms soak serve lint format bench bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
 
 help:
 	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -122,9 +121,6 @@ format: $(READY) ## sort imports and format
 
 bench: $(READY) ## measure the transfer; results go to bench/out
 	$(BIN)/python bench/transfer.py
-
-bench-layer-push: $(READY) $(TINY_MODEL)/config.json ## first token with and without layer-wise push, through a pair
-	$(BIN)/python bench/layer_push.py --model-path $(TINY_MODEL)
 
 bench-swap-in: $(READY) $(TRACE) ## measure the CUDA swap-in kernel; needs a GPU
 	$(BIN)/python bench/swap_in.py --fresh both --trace $(TRACE:2048.npz=*.npz)
@@ -208,12 +204,6 @@ $(CLIENTS)/.ready $(CLIENTS_LITELLM)/.ready: | $(READY)
 	@echo "installing clients into $(@D); the first time takes some minutes"
 	@! grep -q '^guidellm' $< || $(CLIENT_PIP_INSTALL) $(TORCH_PIP_ARGS) "$$(grep '^torch==' constraints.txt)"
 	@$(CLIENT_PIP_INSTALL) -r $<
-	@touch $@
-
-$(TINY_MODEL)/config.json: checkpoints/make_tiny.py | $(READY)
-	@echo "writing the tiny model to $(TINY_MODEL)"
-	@rm -rf $(TINY_MODEL)
-	@$(BIN)/python -m checkpoints.make_tiny $(TINY_MODEL)
 	@touch $@
 
 # The one of the model's own top-k is written beside it.

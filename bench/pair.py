@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -40,36 +39,6 @@ class Pair:
 
 class PairError(Exception):
     """The pair did not start or did not stop."""
-
-
-def add_pair_options(parser: argparse.ArgumentParser) -> None:
-    """What ``options_of_pair`` looks at, and the token ids that prompts are drawn from."""
-    parser.add_argument(
-        "--devices", nargs=2, metavar=("PREFILL", "DECODE"), help="such as cuda:0 cuda:1; default: the CPU"
-    )
-    parser.add_argument("--pair-option", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--token-range", type=int, nargs=2, default=[32, 127], metavar=("LOW", "END"))
-
-
-@contextmanager
-def options_of_pair(
-    options: argparse.Namespace, pool_tokens: Mapping[str, int]
-) -> Iterator[dict[str, object]]:
-    """What ``running_pair`` takes, of ``add_pair_options``.
-
-    ``pool_tokens``: the size at least of pools, by kv, host and device, that ``--pair-option`` does not name.
-    """
-    sizes = {f"--{name}-pool-tokens": -(-size // 1024) * 1024 for name, size in pool_tokens.items()}
-    given = {f"--{name}": value for name, _, value in (word.partition("=") for word in options.pair_option)}
-    found: dict[str, object] = {**sizes, **given}
-    if options.devices is None:
-        yield found
-        return
-    with tempfile.TemporaryDirectory(prefix="hisparse-pd-bench-") as directory:
-        path = Path(directory) / "pair.toml"  # on the command line they would be of both nodes
-        of_nodes = zip(("prefill", "decode"), options.devices, strict=True)
-        path.write_text("".join(f'[{node}]\ndevice = "{device}"\n' for node, device in of_nodes))
-        yield {"--config": path, **found}
 
 
 @contextmanager
