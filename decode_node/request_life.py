@@ -378,7 +378,7 @@ class RequestLife:
         """Other device slots for a running request that is in no step."""
         request = exchange.request
         if request.state is not RequestState.RUNNING:
-            return  # for an exchange before this one it was copied to its end, and its row could not be filled
+            return  # an exchange before this one copied it to its end, and its row could not be filled
         if request.num_in_flight:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions
