@@ -11,11 +11,12 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, linear, scaled_mm
+from torch.nn.functional import ScalingType, scaled_mm
 
 from kernels.block_fp8 import BLOCK, dequantize
 from kernels.cuda_launch import HOPPER
 from kernels.fp8_rows import dequantize_rows, quantize_gated, quantize_rows
+from kernels.row_math import linear
 
 ROW_MULTIPLE: Final = 16
 """Of activations and of matrices: what ``scaled_mm`` takes. Activations are padded to it."""

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from kernels.block_linear import block_linear
 from kernels.expert_routing import ExpertMatrices, Routing
-from kernels.row_math import silu
+from kernels.row_math import linear, silu
 
 
 def run_experts(

@@ -2,8 +2,10 @@
 
 In one batch or alone, in a chunk of 1 or 512 tokens: the bits are the same. Three things would differ:
 
-- Products of matrices. MKL chooses by the number of rows in which order it adds up; its strict mode does not
-  (``fix_arithmetic``). torch has products of its own for very small batches of matrices (``matmul_heads``).
+- Products of matrices. MKL chooses by the number of rows in which order it adds up. Its strict mode does not
+  (``fix_arithmetic``), but on AMD's processors very few rows are added up in another order all the same: they
+  are computed among rows of zeros (``linear``). torch has products of its own for very small batches of
+  matrices (``matmul_heads``).
 - Functions of single elements. torch computes the last few of a tensor, which do not fill a vector register,
   by other code than the rest. ``exp`` is not among them, so ``silu`` and ``sigmoid`` are made of it.
 - The first ``cos`` of a process. MKL chooses the code of its functions in their first call; where two threads
@@ -15,8 +17,10 @@ On a GPU all of it is torch's own, in fewer launches.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,7 +33,9 @@ _STRICT = "AUTO,STRICT"
 _TORCH_PRODUCT_SIZE = 400
 """Multiplications of one matrix of a batch below which torch does not ask MKL."""
 _FEWEST_ROWS = 2
-"""One row by a matrix is another operation to MKL."""
+"""Of each matrix of a batch: one row by a matrix is another operation to MKL."""
+_MOST_PADDED_ROWS = 8
+"""Products of more rows than this are never padded."""
 
 
 _CHOSEN_BY_FIRST_CALL = (torch.cos, torch.sin, torch.exp, torch.log, torch.sqrt)
@@ -55,10 +61,38 @@ def fix_arithmetic() -> None:
 
 def products_are_fixed() -> bool:
     """Whether a row's product has the same bits alone and among others here: tried, not looked up."""
+    return all(not _differing(linear, *shape) for shape in ((1000, 96), (40, 18)))
+
+
+@functools.cache
+def fewest_rows() -> int:
+    """The number of rows from which on a product's bits do not depend on it here: 1 where MKL is strict."""
+    return max((count + 1 for count in _differing(functional.linear, 1000, 96)), default=1)
+
+
+def _differing(product: Callable[[Tensor, Tensor], Tensor], num_columns: int, num_outputs: int) -> list[int]:
+    """The numbers of rows, of those tried, whose ``product`` by a matrix has other bits than among 64."""
     generator = torch.Generator().manual_seed(0)
-    rows, matrix = (torch.randn(shape, generator=generator) for shape in ((64, 1000), (1000, 96)))
-    among_others = rows @ matrix
-    return all(torch.equal(rows[:count] @ matrix, among_others[:count]) for count in (1, 2, 5, 17))
+    shapes = ((64, num_columns), (num_outputs, num_columns))
+    rows, matrix = (torch.randn(shape, generator=generator) for shape in shapes)
+    among_others = product(rows, matrix)
+    counts = (*range(1, _MOST_PADDED_ROWS), 17)
+    return [count for count in counts if not torch.equal(product(rows[:count], matrix), among_others[:count])]
+
+
+def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x`` [..., m] by the transpose of ``matrix`` [n, m], and ``bias`` [n] added: [..., n]."""
+    if x.device.type == "cpu" and 0 < (num_rows := x.numel() // x.shape[-1]) < (fewest := fewest_rows()):
+        padded = functional.pad(x.reshape(num_rows, -1), (0, 0, 0, fewest - num_rows))
+        return functional.linear(padded, matrix, bias)[:num_rows].view(*x.shape[:-1], -1)
+    return functional.linear(x, matrix, bias)
+
+
+class RowLinear(torch.nn.Linear):
+    """``torch.nn.Linear`` by ``linear``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -81,8 +115,10 @@ def matmul_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
     [num_tokens, heads, n]. Strides are free.
     """
     num_tokens, size = x.shape[0], matrices.shape[1] * matrices.shape[2]
-    fewest = max(_FEWEST_ROWS, -(-_TORCH_PRODUCT_SIZE // size))
-    if x.device.type == "cpu" and num_tokens < fewest:
+    fewest = (
+        max(_FEWEST_ROWS, fewest_rows(), -(-_TORCH_PRODUCT_SIZE // size)) if x.device.type == "cpu" else 0
+    )
+    if num_tokens < fewest:
         padded = functional.pad(x.transpose(0, 1), (0, 0, 0, fewest - num_tokens))
         out.copy_(torch.bmm(padded, matrices)[:, :num_tokens].transpose(0, 1))
         return

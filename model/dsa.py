@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.hadamard import hadamard_matrix
 from kernels.rope import rotate
-from kernels.row_math import matmul_heads, silu
+from kernels.row_math import linear, matmul_heads, silu
 from model.block_linear import JoinedLinears, gated_mlp
 from model.expert_router import ExpertRouter
 from model.experts import RoutedExperts
@@ -395,6 +395,6 @@ class _Indexer:
         keys = wide.to(keys.dtype)[:, None]
         keys = rotate(keys, *rotation, is_interleaved=self._is_interleaved)[:, 0]
         if self._hadamard is not None:
-            queries, keys = (torch.nn.functional.linear(part, self._hadamard) for part in (queries, keys))
+            queries, keys = (linear(part, self._hadamard) for part in (queries, keys))
         weights = self._weights_proj(x.float()) * self._num_heads**-0.5
         return queries, keys, weights

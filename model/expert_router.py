@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from kernels.row_math import sigmoid
+from kernels.row_math import linear, sigmoid
 from kernels.selection import ranked_topk
 
 

@@ -22,6 +22,7 @@ from kernels.block_fp8 import scales_shape
 from kernels.block_linear import takes_device, takes_matrix
 from kernels.expert_routing import ExpertMatrices
 from kernels.fp8 import FP8_CAPABILITY
+from kernels.row_math import RowLinear, fewest_rows
 from model.block_linear import BlockLinear
 from model.dsa import DsaModel
 from model.experts import RoutedExperts
@@ -134,7 +135,7 @@ class _Loader:
         self._spec = spec
         self._device = device
         self._ranks = ranks
-        self._has_own_experts = ranks is not None or spec.weights_are_fp8
+        self._needs_own_experts = ranks is not None or spec.weights_are_fp8
         self._keeps_fp8 = keeps_fp8
         self._placements: list[Placement] = []
 
@@ -142,7 +143,7 @@ class _Loader:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(self._path, local_files_only=True)
-        if self._has_own_experts and config.hidden_act != "silu":
+        if self._needs_own_experts and config.hidden_act != "silu":
             raise CheckpointError(
                 f"{self._path / 'config.json'}: hidden_act is {config.hidden_act!r}; with fp8 weights or "
                 "--dp-size only 'silu' is supported"
@@ -158,12 +159,14 @@ class _Loader:
             with WeightFiles(weight_files(self._path)) as files:
                 if self._spec.num_draft_layers:
                     self._append_draft_layer(files, hf_model)
-                if self._has_own_experts:
+                if self._has_own_experts(config):
                     for layer, module in enumerate(hf_model.model.layers):
                         if (experts := getattr(module.mlp, "experts", None)) is not None:
                             module.mlp.experts = self._routed_experts(files, layer, experts)
                 if self._keeps_fp8:
                     self._put_block_linears(files, hf_model)
+                if self._device.type == "cpu":
+                    _put_row_linears(hf_model)
                 state = self._state(files, hf_model)
                 read_weights(self._placements, self._device, on_progress, num_threads)
         except (OSError, RuntimeError) as error:
@@ -172,6 +175,11 @@ class _Loader:
         rotary = hf_model.model.rotary_emb  # made of the configuration, and in no checkpoint
         hf_model.model.rotary_emb = type(rotary)(config=config).to(self._device)
         return hf_model.eval()
+
+    def _has_own_experts(self, config: Any) -> bool:
+        """Or transformers', which on a CPU does not care with how many rows an expert's product is made."""
+        depends_on_rows = self._device.type == "cpu" and fewest_rows() > 1
+        return self._needs_own_experts or (depends_on_rows and config.hidden_act == "silu")
 
     def _append_draft_layer(self, files: WeightFiles, hf_model: Any) -> None:
         """Behind transformers' layers, which leave it out: one more, and by its side what else an MTP layer
@@ -288,6 +296,16 @@ def _has_own(files: WeightFiles, name: str, of_model: str) -> bool:
     """Whether an MTP layer's matrix differs from the model's. Checkpoints repeat it: gigabytes on a GPU."""
     own, shared = files.get(name), files.get(of_model)
     return own is not None and (shared is None or not is_same(own, shared))
+
+
+def _put_row_linears(hf_model: Any) -> None:
+    """In the place of all linear layers that are left: a row has the same bits alone and among others."""
+    for name, module in list(hf_model.named_modules()):
+        if type(module) is torch.nn.Linear:
+            parent, _, last = name.rpartition(".")
+            with torch.device("meta"):
+                linear = RowLinear(module.in_features, module.out_features, bias=module.bias is not None)
+            setattr(hf_model.get_submodule(parent), last, linear)
 
 
 def _stored_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
