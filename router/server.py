@@ -62,7 +62,7 @@ TO_ONE_NODE = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 RELAYED = (*Endpoint, *TO_ONE_NODE)
 """What nodes answer, under the same paths."""
 
-_OPEN_PATHS = frozenset(("/health", "/readiness", "/metrics")) | PAGE_PATHS
+_OPEN_PATHS = frozenset(("/health", "/readiness", "/liveness", "/metrics")) | PAGE_PATHS
 """Answered without an API key: probes and monitoring have none, and the page is where a key is entered."""
 
 
@@ -137,6 +137,7 @@ def _app(
             *(Route(path, _RelayEndpoint(router, path), methods=["POST"]) for path in RELAYED),
             *(Route(path, answer, methods=["GET"]) for path, answer in router.information.items()),
             *(Route(path, page, methods=["GET"]) for path in _PAGES),
+            Route("/liveness", _liveness, methods=["GET"]),
             Route(OPENAPI_PATH, _openapi, methods=["GET"]),
             *page_routes(),
         ],
@@ -207,6 +208,11 @@ class _Router:
         await self.client.aclose()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
+
+
+async def _liveness(request: Request) -> Response:
+    """200 from a process whose loop turns, whatever the nodes and the router's other processes do."""
+    return Response(b'{"status": "ok"}', media_type=_JSON)
 
 
 async def _openapi(request: Request) -> Response:

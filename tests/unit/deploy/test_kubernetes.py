@@ -33,7 +33,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "decode": DecodeSettings,
     "router": RouterSettings,
 }
-ROUTER_PATHS = {"/health", "/readiness", "/metrics", *PAGE_PATHS}
+ROUTER_PATHS = {"/health", "/readiness", "/liveness", "/metrics", *PAGE_PATHS}
 NODE_PATHS = {"/health", "/liveness", "/metrics"}
 """What a probe may ask for: no API key is needed there."""
 

@@ -1051,7 +1051,7 @@ def bearer(key: str) -> dict[str, str]:
 async def test_without_a_key_only_probes_and_metrics_are_answered(tmp_path: Path) -> None:
     clients, _ = key_files(tmp_path)
     async with cluster(decode=says(b"{}"), api_key_file=clients) as pair:
-        for path in ("/health", "/readiness", "/metrics"):
+        for path in ("/health", "/readiness", "/liveness", "/metrics"):
             assert (await pair.client.get(path)).status_code == 200, path
         for path in (*Endpoint, "/nowhere"):
             for headers in ({}, bearer("another-key-of-someone")):

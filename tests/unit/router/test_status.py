@@ -268,6 +268,7 @@ async def test_a_router_that_drains_is_not_ready(monkeypatch: pytest.MonkeyPatch
         after = await _status(pair.client)
         assert (after["ready"], after["draining"]) == (False, True)
         assert (await pair.client.get("/readiness")).status_code == 503
+        assert (await pair.client.get("/liveness")).status_code == 200
         assert [node["healthy"] for node in after["nodes"]] == [True, True]
 
 
