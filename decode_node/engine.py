@@ -41,7 +41,7 @@ from decode_node.sizing import (
     size_device_pool,
 )
 from decode_node.step_line import StepLine
-from decode_node.step_masks import follow
+from decode_node.step_masks import GrammarLate, ask_for_grammar, follow
 from grammar.compiler import Compiler
 from grammar.matcher import GrammarError
 from grammar.token_trie import TokenTrie
@@ -304,17 +304,19 @@ class DecodeEngine:
             token_ids = np.flatnonzero(np.bincount(unpack_token_ids(message.prompt))).astype(np.int32)
         for sample in message.samples:
             self.lifecycle.generate(sample, now, prompt_keys, token_ids)
-            if sample.sampling.grammar:
-                self._grammars.ask(sample.sampling.grammar)  # to be there when the KV is
 
     def _follow_grammars(self, now: float) -> None:
         """Of those that run and wait for theirs to be compiled. Nobody else waits for that."""
+        for request in self.requests.select(RequestState.LANDING):
+            ask_for_grammar(request, self._grammars, now)
         for request in self.requests.select(RequestState.RUNNING):
             if request.waits_for_grammar:
                 try:
-                    follow(request, self._grammars)
+                    follow(request, self._grammars, now)
                 except GrammarError as error:
                     self.lifecycle.grammar_failed(request, error, now)
+                except GrammarLate as error:
+                    self.lifecycle.fail(request, 503, str(error), Landing.QUIET, now)
 
     def _plan(self, now: float) -> None:
         if not self.steps.may_follow():

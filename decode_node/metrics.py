@@ -122,6 +122,7 @@ class Metrics:
             trouble=requests.trouble(now),
             quarantine=requests.quarantined_runs(now),
             lanes=lanes,
+            num_without_grammar=sum(request.waits_for_grammar for request in all_running),
         )
 
     def _throughput(self, now: float) -> float:

@@ -125,7 +125,8 @@ class Request:
     unsent_logprobs: list[TokenLogprob] = field(default_factory=list)
     """The latest of the output, which the front has not been told of."""
     grammar: Future[Grammar] | None = None
-    """What its output has to follow, asked for when it began to run; None where that is nothing."""
+    """What its output has to follow, asked for with its KV; None where that is nothing, and at its end."""
+    grammar_asked_at: float = 0.0
     matcher: Matcher | None = None
     """How far its output has come in that, steps in flight left out; None until it is compiled."""
     num_in_flight: int = 0

@@ -514,6 +514,7 @@ class RequestLife:
         self.copies.drop(request)
         if request.state is RequestState.RUNNING:
             self.hot_buffers.release(request)
+        request.grammar = None  # nobody else may want it
         self.requests.end(request, landing, now, is_sound=is_sound)
 
     def _tell_peer(self, request: Request, reason: str) -> None:

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from decode_node.request import Request, RequestState
-from grammar.compiler import Compiler
+from grammar.compiler import MAX_WAIT_SECS, Compiler
 from grammar.matcher import ALL_ALLOWED, fill_masks
+
+
+class GrammarLate(Exception):
+    """Others' grammars took the compiler's time."""
 
 
 def has_grammar(batch: Sequence[Request]) -> bool:
@@ -34,14 +38,22 @@ def masks_of(batch: Sequence[Request], drafts: Sequence[Sequence[int]], masks: T
     return masks[:num_rows]
 
 
-def follow(request: Request, compiler: Compiler) -> None:
+def ask_for_grammar(request: Request, compiler: Compiler, now: float) -> None:
+    """Let it be there when the request runs."""
+    if request.sampling.grammar and request.grammar is None:
+        request.grammar, request.grammar_asked_at = compiler.ask(request.sampling.grammar), now
+
+
+def follow(request: Request, compiler: Compiler, now: float) -> None:
     """Let a running request follow its grammar, from its first token on, as soon as that is compiled.
 
-    Raises GrammarError.
+    Raises GrammarError, and GrammarLate.
     """
-    if request.grammar is None:
-        request.grammar = compiler.ask(request.sampling.grammar)
+    ask_for_grammar(request, compiler, now)
+    assert request.grammar is not None
     if not request.grammar.done():
+        if now - request.grammar_asked_at > MAX_WAIT_SECS:
+            raise GrammarLate(f"its grammar was not compiled within {MAX_WAIT_SECS:g} s; try again")
         return
     matcher = request.grammar.result().matcher(ignore_eos=request.sampling.ignore_eos)
     for token_id in request.output_token_ids:

@@ -4,7 +4,7 @@ A front's helper. It has the token trie, and forks itself for each grammar, whic
 much of a core's time, of memory and of stack. A text that kills its process has done no other harm: Rust
 ends a process whose stack overflows, and llguidance recurses over what refers to what.
 
-It reads ``Question`` frames and answers each with a line of JSON: a message for the client, or "".
+It reads ``Question`` frames and answers each with a line of JSON: a ``Verdict``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import struct
 import sys
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, NamedTuple
 
 from grammar.matcher import GrammarError
 from grammar.token_trie import MAX_GRAMMAR_BYTES, TokenTrie
@@ -34,12 +34,21 @@ MAX_CLOCK_SECS: Final = 20.0
 HEADER: Final = struct.Struct(">I")
 """Before each text: its length in bytes."""
 
-_WHY: dict[int, str] = {
+_CERTAIN: dict[int, str] = {
     signal.SIGPROF: f"takes more than {MAX_CORE_SECS:g} s of a core to compile: make it smaller",
     signal.SIGSEGV: f"is nested too deeply: compiling takes more than {MAX_STACK_BYTES >> 10} KiB of stack",
     signal.SIGABRT: f"takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory to compile: make it smaller",
-    signal.SIGKILL: f"is not compiled after {MAX_CLOCK_SECS:g} s",
 }
+"""By the signal that ends a process over one of its own bounds. Another one, of the kernel or of an operator,
+says nothing of the grammar."""
+
+
+class Verdict(NamedTuple):
+    """``error``: what is wrong with the grammar, as the end of a sentence that begins with "the grammar"; or
+    "". ``is_certain``: it will be so the next time, too."""
+
+    error: str
+    is_certain: bool = True
 
 
 def main(argv: list[str]) -> int:
@@ -48,15 +57,15 @@ def main(argv: list[str]) -> int:
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     trie: TokenTrie | None = None
-    error = ""
+    verdict = Verdict("")
     try:
         trie = TokenTrie(Path(tokenizer_json).read_text("utf-8"), int(vocab_size), [int(eos_token_id)])
     except (OSError, GrammarError) as raised:
-        error = f"cannot be used: {raised}"
+        verdict = Verdict(f"cannot be used: {raised}")
     while (text := read_frame(questions)) is not None:
         if trie is not None:
-            error = check(trie, text)
-        answers.write(json.dumps(error).encode() + b"\n")
+            verdict = check(trie, text)
+        answers.write(json.dumps(verdict).encode() + b"\n")
         answers.flush()
     return 0
 
@@ -70,33 +79,41 @@ def read_frame(questions: BinaryIO) -> str | None:
     return questions.read(num_bytes).decode()
 
 
-def check(trie: TokenTrie, text: str) -> str:
-    """What is wrong with the grammar, as the end of a sentence that begins with "the grammar"; or "".
-
-    Forks: the process has no other thread.
-    """
+def check(trie: TokenTrie, text: str) -> Verdict:
+    """Forks: the process has no other thread."""
     if (num_bytes := len(text.encode())) > MAX_GRAMMAR_BYTES:
-        return f"has {num_bytes} bytes, {MAX_GRAMMAR_BYTES} are the most"
+        return Verdict(f"has {num_bytes} bytes, {MAX_GRAMMAR_BYTES} are the most")
     reader, writer = os.pipe()
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError as error:
+        os.close(reader)
+        os.close(writer)
+        return Verdict(f"cannot be tried: {error}", is_certain=False)
     if child == 0:
         os.close(reader)
         _try(trie, text, writer)
     os.close(writer)
+    is_late = False
     try:
         is_over, *_ = select.select([reader], [], [], MAX_CLOCK_SECS)
         if not is_over:
+            is_late = True
             os.kill(child, signal.SIGKILL)
         said = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
     finally:
         os.close(reader)
         _, status = os.waitpid(child, 0)
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
-        return said.decode(errors="replace")
+        return Verdict(said.decode(errors="replace"))
+    if is_late:
+        return Verdict(f"is not compiled after {MAX_CLOCK_SECS:g} s of a busy machine", is_certain=False)
     if not os.WIFSIGNALED(status):
-        return "cannot be read"
+        return Verdict("could not be tried", is_certain=False)
     number = os.WTERMSIG(status)
-    return _WHY.get(number, f"ends its compiler with signal {number}")
+    if number in _CERTAIN:
+        return Verdict(_CERTAIN[number])
+    return Verdict(f"was not compiled: signal {number} ended its compiler", is_certain=False)
 
 
 def _try(trie: TokenTrie, text: str, writer: int) -> None:
@@ -114,9 +131,11 @@ def _try(trie: TokenTrie, text: str, writer: int) -> None:
             trie.compile(text)
         except GrammarError as error:
             os.write(writer, f"is not usable: {error}".encode())
+        except BaseException as error:  # Rust's panics are no Exception
+            os.write(writer, f"cannot be read: {type(error).__name__}".encode())
         status = 0
     finally:
-        os._exit(status)  # whatever was raised: Rust's panics are no Exception
+        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,28 @@
 """Grammars for an engine: compiled in threads beside its turns, and kept for the next request.
 
 What an engine is sent has been checked (``checker.py``), so that a compilation takes about as long here as
-it took there. llguidance lets the engine's thread run meanwhile.
+it took there. llguidance lets the engine's thread run meanwhile. Only what somebody waits for is compiled:
+who asks keeps the future, and lets go of it at its end.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
+from threading import Lock
 from typing import Final
+from weakref import WeakValueDictionary
 
 from grammar.matcher import GrammarError
 from grammar.token_trie import Grammar, TokenTrie
+from grammar.turns import Turns
 
 MAX_KEPT: Final = 32
 """Grammars that no request needs to be live for."""
+MAX_WAIT_SECS: Final = 60.0
+"""Of a request for its grammar; the engine that asked for it ends the request."""
 _NUM_THREADS = 2
 
 
@@ -28,26 +35,40 @@ class Compiler:
         self._load = load
         self._on_ready = on_ready
         self._trie: Future[TokenTrie] | None = None
-        self._grammars: OrderedDict[str, Future[Grammar]] = OrderedDict()
-        """The latest asked for last."""
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammars")
+        self._lock = Lock()
+        self._kept: OrderedDict[str, Future[Grammar]] = OrderedDict()
+        """Compiled ones, the latest asked for last."""
+        self._asked: WeakValueDictionary[str, Future[Grammar]] = WeakValueDictionary()
+        """Those that somebody has."""
+        self._turns = Turns(_NUM_THREADS, "grammars")
 
     def ask(self, text: str) -> Future[Grammar]:
-        """Its result, when there is one, is the grammar; it raises GrammarError where there cannot be one."""
+        """Its result, when there is one, is the grammar; it raises GrammarError where there cannot be one.
+
+        It is compiled as long as somebody has the future.
+        """
         if self._trie is None:
-            self._trie = self._threads.submit(self._load)
-        grammar = self._grammars.pop(text, None)
+            self._trie = self._turns.submit(0, self._load)
+        with self._lock:
+            grammar = self._kept.get(text) or self._asked.get(text)
+            if text in self._kept:
+                self._kept.move_to_end(text)
         if grammar is None:
-            grammar = self._threads.submit(_compile, self._trie, text)
-            grammar.add_done_callback(lambda _: self._on_ready())
-        self._grammars[text] = grammar
-        if len(self._grammars) > MAX_KEPT:
-            self._grammars.popitem(last=False)  # who waits for it has it
+            grammar = self._turns.submit(len(text), _compile, self._trie, text)
+            self._asked[text] = grammar
+            grammar.add_done_callback(partial(self._done, text))
         return grammar
 
     def close(self) -> None:
         """What is not begun is cancelled. Does not wait."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._turns.close(wait=False)
+
+    def _done(self, text: str, grammar: Future[Grammar]) -> None:
+        with self._lock:
+            self._kept[text] = grammar
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)  # who waits for it has it
+        self._on_ready()
 
 
 def _compile(trie: Future[TokenTrie], text: str) -> Grammar:

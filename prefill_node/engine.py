@@ -211,7 +211,6 @@ class PrefillEngine:
             room_timeout_secs=settings.room_timeout_secs,
             # By then a decode node that has not said a word is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
-            grammars=self._grammars,
         )
         self._lockstep = Lockstep(model.ranks)
         self._is_stopping = self._has_stopped = False
@@ -393,7 +392,7 @@ class PrefillEngine:
     def _step(self) -> bool:
         """One forward, of this rank's rooms or only of other ranks'; False when nobody has any to compute."""
         life = self._life
-        life.fail_ungrammatical(time.monotonic())
+        life.follow_grammars(self._grammars, time.monotonic())
         chunks = plan_step(
             life.running(),
             life.candidates(),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -19,8 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from grammar.compiler import Compiler
-from grammar.token_trie import Grammar
+from grammar.compiler import MAX_WAIT_SECS, Compiler
 from prefill_node.kept_sources import KeptSources
 from prefill_node.kv_pool import IntegrityError, PagePool
 from prefill_node.prefix_cache import PageKey, PrefixCache, page_keys
@@ -103,7 +101,6 @@ class RoomLife:
         quarantine_secs: float = 60.0,
         room_timeout_secs: float = 300.0,
         grace_secs: float = 10.0,
-        grammars: Compiler | None = None,
     ) -> None:
         """``room_timeout_secs``: how long a decode node waits for anything about a room; this node waits for
         ``grace_secs`` more, so that the decode node's error is what clients get."""
@@ -123,7 +120,6 @@ class RoomLife:
         self._use_prefix_cache = use_prefix_cache
         self._room_timeout_secs = room_timeout_secs
         self._grace_secs = grace_secs
-        self._grammars = grammars
         self._tell_front = tell_front
         self._tell_peer = tell_peer
 
@@ -170,8 +166,6 @@ class RoomLife:
             record = self.rooms.open(room, RoomState.WAITING_BOOTSTRAP, now_secs)
         self.rooms.set_request(record, request, now_secs)
         record.token_ids, record.keys = token_ids, keys
-        if request.sampling.grammar and self._grammars is not None:
-            self._grammars.ask(request.sampling.grammar)  # to be there when its turn comes
         self._join(record, now_secs)
 
     def bootstrap(self, peer: Peer, message: Bootstrap, now_secs: float) -> None:
@@ -280,11 +274,9 @@ class RoomLife:
         What the rooms before have in the prefix cache counts as pending: it is sent when they are admitted.
         """
         num_bytes_pending: dict[str, int] = {}
-        waiting_rooms = self.waiting()
-        grammars = {record.grammar for record in waiting_rooms if record.grammar is not None}
-        for record in waiting_rooms:
+        for record in self.waiting():
             if record.is_prefill_only:
-                if self._has_grammar(record, grammars):
+                if self._has_grammar(record):
                     yield self.look_up(record)
                 continue
             peer, bootstrap = landing_of(record)
@@ -293,7 +285,7 @@ class RoomLife:
                 num_bytes_pending[session] = self._pusher.num_bytes_pending(peer)
             if not self._pusher.has_place(record, num_bytes_pending[session]):
                 continue
-            if not self._has_grammar(record, grammars):
+            if not self._has_grammar(record):
                 continue  # the others do not wait for it
             waiting = self.look_up(record)
             num_cached_tokens = waiting.match.num_pages * self._limits.page_size
@@ -301,28 +293,32 @@ class RoomLife:
             num_bytes_pending[session] += self._pusher.num_bytes(num_to_send)
             yield waiting
 
-    def _has_grammar(self, record: RoomRecord, held: set[Future[Grammar]]) -> bool:
-        """Whether its first token can be held to what is asked for; asks for the grammar where that is due.
-
-        ``held``: those of all waiting rooms; they take memory, and so they are few.
-        """
-        text = "" if record.request is None else record.request.sampling.grammar
-        if not text or self._grammars is None:
-            return True
+    def _has_grammar(self, record: RoomRecord) -> bool:
+        """Whether its first token can be held to what is asked for."""
         if record.grammar is None:
-            if len(held) >= MAX_WAITING_GRAMMARS:
-                return False
-            record.grammar = self._grammars.ask(text)
-            held.add(record.grammar)
-        # One that came to nothing after ``fail_ungrammatical`` would end the whole batch.
+            return record.request is None or not record.request.sampling.grammar
+        # One that came to nothing after ``follow_grammars`` would end the whole batch.
         return record.grammar.done() and record.grammar.exception() is None
 
-    def fail_ungrammatical(self, now_secs: float) -> None:
-        """Those whose grammar cannot be followed here."""
+    def follow_grammars(self, grammars: Compiler, now_secs: float) -> None:
+        """Ask for those of waiting rooms, to be there when their turn comes, and end the rooms whose grammar
+        cannot be followed here, or was not compiled in time.
+
+        Those of waiting rooms take memory, and so they are few.
+        """
+        held = {record.grammar for record in self.waiting() if record.grammar is not None}
         for record in self.waiting():
-            if record.grammar is None or not record.grammar.done():
+            text = "" if record.request is None else record.request.sampling.grammar
+            if text and record.grammar is None and len(held) < MAX_WAITING_GRAMMARS:
+                record.grammar, record.grammar_asked_secs = grammars.ask(text), now_secs
+                held.add(record.grammar)
+            if record.grammar is None:
                 continue
-            if (error := record.grammar.exception()) is not None:
+            if not record.grammar.done():
+                if now_secs - record.grammar_asked_secs > MAX_WAIT_SECS:
+                    reason = f"its grammar was not compiled within {MAX_WAIT_SECS:g} s; try again"
+                    self.fail(record, 503, f"room {record.room}: {reason}", now_secs)
+            elif (error := record.grammar.exception()) is not None:
                 reason = f"room {record.room}: the output cannot follow its grammar: {error}"
                 self.fail(record, 400, reason, now_secs)
 
@@ -607,6 +603,7 @@ class RoomLife:
             raise IntegrityError(
                 f"room {record.room} is released with {record.num_writes_pending} writes in flight"
             )
+        record.grammar = None  # nobody else may want it
         if record.lease is not None:
             self.cache.release(record.lease)
             record.lease = None

@@ -88,7 +88,8 @@ class RoomRecord:
     """Of all whole pages of the prompt; empty when the prefix cache is off. Shared in a group."""
     grammar: Future[Grammar] | None = None
     """What its first token has to begin, compiled or about to be; None where that is anything, and
-    until it is asked for: when the room could be admitted."""
+    until it is asked for: when the room could be admitted. At the room's end it is let go."""
+    grammar_asked_secs: float = 0.0
 
     # What it owns from COMPUTING on.
     page_ids: list[PageId] = field(default_factory=list)

@@ -290,11 +290,14 @@ class EngineStats(Struct, frozen=True, tag="stats"):
     num_waiting: int
     num_used_tokens: int
     step: int
-    """Loop iterations that did work; a front whose engine has running requests expects it to advance."""
+    """Loop iterations that did work; a front whose engine has running requests, more than
+    ``num_without_grammar``, expects it to advance."""
     trouble: str = ""
     """Why no request can be admitted until an operator does something; empty while one can."""
     quarantine: tuple[QuarantinedRun, ...] = ()
     lanes: tuple[PeerLane, ...] = ()
+    num_without_grammar: int = 0
+    """Of those that run; they wait for their grammars to be compiled, for a known time."""
 
 
 FromEngine = (

@@ -108,7 +108,8 @@ class RankLink:
                 self.ready, self.loading = message, None
                 self._last_stats_at = self._last_progress_at = now
             case EngineStats():
-                if self.stats is None or message.step != self.stats.step or message.num_running == 0:
+                has_to_step = message.num_running > message.num_without_grammar
+                if self.stats is None or message.step != self.stats.step or not has_to_step:
                     self._last_progress_at = now
                 self._last_stats_at = now
                 self.stats = message

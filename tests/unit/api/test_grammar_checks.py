@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from api.sampling_options import SampleOptions
 from api.schemas import Endpoint, parse_request
 from api.text_codec import TextCodec
 from checkpoints.make_tiny import write_checkpoint
+from grammar.checker import Verdict
 from grammar.token_trie import MAX_GRAMMAR_BYTES
 from service.http_errors import ApiError
 
@@ -71,6 +73,43 @@ def test_what_was_checked_is_not_checked_again(
     monkeypatch.setattr(checks, "_answer", None)
     asyncio.run(checks.check('start: "b"', "regex"))
     assert refusal(checks, "start: [[").message == before
+
+
+def test_what_is_not_certain_is_asked_again(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = [Verdict("was not compiled: signal 9 ended its compiler", is_certain=False), Verdict("")]
+    monkeypatch.setattr(checks, "_answer", lambda encoded: verdicts.pop(0))
+    error = refusal(checks, 'start: "unlucky"')
+    assert (error.status, error.headers.get("retry-after") is not None) == (503, True)
+    assert "signal 9" in error.message
+    asyncio.run(checks.check('start: "unlucky"', "regex"))
+    assert not verdicts
+
+
+def test_a_check_whose_request_has_left_is_not_made(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, may_go_on, made = checks._answer, threading.Event(), list[bytes]()
+
+    def held(encoded: bytes) -> Verdict:
+        made.append(encoded)
+        assert may_go_on.wait(60)
+        return answer(encoded)
+
+    monkeypatch.setattr(checks, "_answer", held)
+
+    async def leave() -> None:
+        texts = [f'start: "left {number}"' for number in range(MAX_WAITING)]
+        asked = [asyncio.create_task(checks.check(text, "regex")) for text in texts]
+        while not made:
+            await asyncio.sleep(0)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        may_go_on.set()
+        await checks.check('start: "stays"', "regex")
+
+    asyncio.run(leave())
+    assert made == [b'start: "left 0"', b'start: "stays"']
 
 
 def test_a_helper_that_died_is_replaced(checks: GrammarChecks) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import decode_node.graph_runner
+import decode_node.step_masks
 import decode_node.verifying
 from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 from decode_node.request import Request
@@ -282,6 +283,26 @@ def test_who_needs_no_grammar_does_not_wait_for_one(
     slow.set_result(ask_compiler(WORD).result())
     finish(node, [waiting], double)
     assert text_of(waiting, checkpoint)[0] == "{"
+
+
+def test_who_waits_for_a_grammar_has_no_step_to_make_and_does_not_wait_for_ever(
+    double: PrefillDouble, node: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never: Future[Grammar] = Future()
+    monkeypatch.setattr(node.engine._grammars, "ask", lambda text: never)
+    answer = ask(node, double, PROMPTS[0], grammar=WORD)
+
+    def waits() -> bool:
+        return node.stats is not None and node.stats.num_without_grammar == 1
+
+    node.turn_until(waits, double)
+    assert node.stats is not None
+    assert node.stats.num_running == 1
+    monkeypatch.setattr(decode_node.step_masks, "MAX_WAIT_SECS", 0.0)
+    node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is not None
+    assert answer.failure.status == 503
+    assert "was not compiled within 0 s" in answer.failure.error
 
 
 def test_a_grammar_that_cannot_be_had_ends_its_request_alone(

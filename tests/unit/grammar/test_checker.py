@@ -39,7 +39,9 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
         def ask(text: str) -> str:
             stdin.write(HEADER.pack(len(text.encode())) + text.encode())
             stdin.flush()
-            return str(json.loads(stdout.readline()))
+            error, is_certain = json.loads(stdout.readline())
+            assert is_certain
+            return str(error)
 
         yield ask
         stdin.close()
@@ -75,17 +77,50 @@ def test_what_a_check_says(check: Callable[[str], str], text: str, said: str) ->
     assert check('start: "a"') == ""
 
 
+INTERRUPTED = """
+import os, signal, sys, time
+from grammar import checker
+
+class Trie:
+    def compile(self, text):
+        {what}
+
+checker.MAX_CLOCK_SECS = 0.2
+print(*checker.check(Trie(), "start: /a/"), sep="|")
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "verdict"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was not compiled: signal 9 ended its compiler|False"),
+        ("time.sleep(600)", "is not compiled after 0.2 s of a busy machine|False"),
+        (
+            "os.kill(os.getpid(), signal.SIGPROF)",
+            "takes more than 1 s of a core to compile: make it smaller|True",
+        ),
+        ("raise BaseException('panic')", "cannot be read: BaseException|True"),
+    ],
+)
+def test_only_what_the_grammar_did_is_certain(what: str, verdict: str) -> None:
+    """In a process without other threads, for a check forks."""
+    script = INTERRUPTED.format(what=what)
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True, text=True)
+    assert ran.stdout.strip() == verdict
+
+
 def test_a_grammar_is_compiled_once_and_kept_while_it_is_asked_for() -> None:
     compiler = Compiler(trie, lambda: None)
     try:
         first = compiler.ask('start: "a"')
         others = [compiler.ask(f'start: "{number}"') for number in range(MAX_KEPT - 1)]
-        assert compiler.ask('start: "a"') is first
-        compiler.ask('start: "one more"')
-        assert compiler.ask('start: "a"') is first
-        assert compiler.ask('start: "0"') is not others[0]
         for future in [first, *others]:
             assert isinstance(future.result(WAIT_SECS), Grammar)
+        assert compiler.ask('start: "a"') is first
+        compiler.ask('start: "one more"').result(WAIT_SECS)
+        assert compiler.ask('start: "a"') is first
+        assert compiler._kept.keys().isdisjoint(['start: "0"'])
+        assert len(compiler._kept) == MAX_KEPT
     finally:
         compiler.close()
 

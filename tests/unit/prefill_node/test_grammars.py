@@ -116,6 +116,19 @@ def test_rooms_that_wait_hold_few_compiled_grammars(
     engine.send(Abort(f"request-{unpaired}"))
 
 
+def test_a_room_does_not_wait_for_its_grammar_for_ever(
+    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_by_hand(engine, monkeypatch)
+    monkeypatch.setattr("prefill_node.room_life.MAX_WAIT_SECS", 0.0)
+    room = next(_rooms)
+    peer.bootstrap(room, 20)
+    engine.generate(room, prompt(9, 20), SamplingParams(4, grammar='start: "Q"'))
+    assert peer.expect(RoomFailed).room == room
+    failed = engine.expect(RequestFailed)
+    assert (failed.status, "was not compiled within 0 s" in failed.error) == (503, True)
+
+
 def test_a_grammar_that_comes_to_nothing_while_a_step_is_planned_is_in_no_batch(
     engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,24 @@ def test_one_rank_in_trouble_is_the_nodes(monkeypatch: pytest.MonkeyPatch) -> No
     assert (link.stall() or "").startswith("rank 1: the engine has been silent for 6 s")
 
 
+def test_who_waits_for_a_grammar_is_not_expected_to_get_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = make_link(by_room)
+    now = link.ranks[0]._last_progress_at
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def stalls_after_a_while(num_running: int, num_without_grammar: int) -> bool:
+        nonlocal now
+        for _ in range(3):
+            now += 4
+            stats = EngineStats({}, {}, num_running, 0, 0, 7, num_without_grammar=num_without_grammar)
+            for rank in link.ranks:
+                link._handle(rank, stats)
+        return "no progress" in (link.stall() or "")
+
+    assert not stalls_after_a_while(2, 2)
+    assert stalls_after_a_while(2, 1), "one of them has all that a step needs"
+
+
 def test_the_death_of_one_engine_ends_the_requests_of_all() -> None:
     link = make_link(by_room)
     with link.open([group_of(range(3))]) as group:

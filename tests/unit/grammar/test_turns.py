@@ -1,0 +1,102 @@
+"""Whose turn it is: what came first and what is shortest, and nothing that nobody wants any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Event
+
+import pytest
+
+from grammar.compiler import Compiler
+from grammar.token_trie import Grammar, TokenTrie
+from grammar.turns import Turns
+from tests.unit.grammar.tries import trie
+
+pytestmark = pytest.mark.I8
+
+WAIT_SECS = 60.0
+
+
+@contextmanager
+def one_thread(may_go_on: Event) -> Iterator[Turns]:
+    """Its first turn lasts until ``may_go_on``."""
+    turns = Turns(1, "tried")
+    has_begun = Event()
+
+    def hold() -> None:
+        has_begun.set()
+        assert may_go_on.wait(WAIT_SECS)
+
+    held = turns.submit(0, hold)
+    try:
+        assert has_begun.wait(WAIT_SECS)
+        yield turns
+        held.result(WAIT_SECS)
+    finally:
+        may_go_on.set()
+        turns.close(wait=True)
+
+
+def test_a_short_one_waits_for_one_long_one_and_a_long_one_for_as_many_short_ones() -> None:
+    may_go_on, order = Event(), list[int]()
+    with one_thread(may_go_on) as turns:
+        asked = [turns.submit(size, order.append, size) for size in (900, 800, 700, 3, 2, 1)]
+        may_go_on.set()
+        for future in asked:
+            future.result(WAIT_SECS)
+    assert order in ([900, 1, 800, 2, 700, 3], [1, 900, 2, 800, 3, 700])
+
+
+def test_what_nobody_wants_any_more_is_not_begun() -> None:
+    may_go_on, order = Event(), list[str]()
+    with one_thread(may_go_on) as turns:
+        cancelled = turns.submit(1, order.append, "cancelled")
+        forgotten = turns.submit(1, order.append, "forgotten")
+        wanted = turns.submit(9, order.append, "wanted")
+        cancelled.cancel()
+        del forgotten
+        may_go_on.set()
+        wanted.result(WAIT_SECS)
+    assert order == ["wanted"]
+
+
+def test_what_is_raised_is_raised_to_who_asked() -> None:
+    turns = Turns(1, "tried")
+    try:
+        with pytest.raises(ZeroDivisionError):
+            turns.submit(1, lambda: 1 / 0).result(WAIT_SECS)
+        assert turns.submit(1, str, 7).result(WAIT_SECS) == "7"
+    finally:
+        turns.close(wait=True)
+
+
+def test_grammars_of_requests_that_have_ended_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on, compiled = Event(), list[str]()
+    compile_text = TokenTrie.compile
+
+    def recorded(self: TokenTrie, text: str) -> Grammar:
+        compiled.append(text)
+        return compile_text(self, text)
+
+    def slow() -> TokenTrie:
+        assert may_go_on.wait(WAIT_SECS)
+        return trie()
+
+    monkeypatch.setattr(TokenTrie, "compile", recorded)
+    compiler = Compiler(slow, lambda: None)
+    try:
+        ended: list[Future[Grammar]] = [compiler.ask(f'start: "{number}"') for number in range(330)]
+        wanted = compiler.ask('start: "wanted"')
+        assert compiler.ask('start: "wanted"') is wanted
+        ended.clear()
+        may_go_on.set()
+        assert isinstance(wanted.result(WAIT_SECS), Grammar)
+        assert len(compiled) <= 2, "the one that a thread had begun, and the one that is wanted"
+        del wanted
+        compiler.ask('start: "wanted"').result(WAIT_SECS)
+        assert compiled.count('start: "wanted"') == 1, "it is kept"
+    finally:
+        may_go_on.set()
+        compiler.close()
