@@ -15,6 +15,7 @@ from api.app import Work
 from api.blocks import Block, BlockAnswer, BlockKind, Change
 from api.detokenizer import TokenBytes
 from api.frame import sse
+from api.omitted_thinking import signature_of
 from api.output import Finish, SampleOutput
 from api.raw_json import is_object
 from api.tool_markup import Markup
@@ -24,16 +25,17 @@ Json = dict[str, object]
 
 
 class Messages(BlockAnswer):
-    """``/v1/messages``. Reasoning is shown as thinking without a signature: nobody checks it here."""
+    """``/v1/messages``. Thinking that is shown has no signature; what is omitted is in its signature."""
 
     def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
         super().__init__(work, token_bytes, markup)
         self._model_name = model_name
         self._id = f"msg_{secrets.token_hex(12)}"
+        self._omits_thinking = work.request.omits_thinking
 
     def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
         (output,) = outputs
-        return self._message([_whole_block(block) for block in self.blocks], output)
+        return self._message([self._whole_block(block) for block in self.blocks], output)
 
     def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
         (output,) = outputs
@@ -48,14 +50,24 @@ class Messages(BlockAnswer):
             case Change.OPENED:
                 yield _event("content_block_start", index=block.index, content_block=_empty_block(block))
             case Change.GREW:
-                yield _event("content_block_delta", index=block.index, delta=_delta(block.kind, text))
+                if not self._omits(block):
+                    yield _event("content_block_delta", index=block.index, delta=_delta(block.kind, text))
             case Change.CLOSED:
                 if block.kind is BlockKind.REASONING:
-                    signature = {"type": "signature_delta", "signature": ""}
+                    text = signature_of(block.text) if self._omits(block) else ""
+                    signature = {"type": "signature_delta", "signature": text}
                     yield _event("content_block_delta", index=block.index, delta=signature)
                 yield _event("content_block_stop", index=block.index)
             case _:
                 assert_never(change)
+
+    def _omits(self, block: Block) -> bool:
+        return self._omits_thinking and block.kind is BlockKind.REASONING
+
+    def _whole_block(self, block: Block) -> Json:
+        if self._omits(block):
+            return {"type": "thinking", "thinking": "", "signature": signature_of(block.text)}
+        return _whole_block(block)
 
     def _message(self, content: list[Json], output: SampleOutput) -> Json:
         return {

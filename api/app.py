@@ -47,6 +47,10 @@ _PRIVATE_SETTINGS = {
 }
 """Not in /server_info: a router loads the tokenizer of a model_path that is reported to it."""
 
+LEFT_OUT_HEADER = b"x-hisparse-pd-left-out"
+_MAX_LEFT_OUT_SHOWN = 16
+"""Headers have a bound in every client and proxy."""
+
 _OPEN_PATHS = frozenset(("/health", "/health_generate", "/liveness", "/metrics"))
 """Answered without an API key: probes and monitoring have none."""
 
@@ -148,8 +152,9 @@ class _Worker:
     async def __call__(self, body: bytes, arrived_at: float, reply: Reply) -> None:
         timeline = Timeline(self._front.metrics, arrived_at, reply.request_headers, reply.span)
         try:
-            answer = await self._handler(await self._check(body, arrived_at, timeline))
-            await reply.send_answer(answer, timeline.headers)
+            work = await self._check(body, arrived_at, timeline)
+            answer = await self._handler(work)
+            await reply.send_answer(answer, [*timeline.headers, *_left_out(work)])
         finally:
             timeline.close()
         self._front.metrics.e2e_request_latency.observe(time.monotonic() - arrived_at)
@@ -168,6 +173,15 @@ class _Worker:
         samples = await plan_samples(request, front.codec, limits, front.link.front)
         timeline.checked(request, samples, settings.model_name)
         return Work(request, samples, arrived_at, timeline)
+
+
+def _left_out(work: Work) -> list[tuple[bytes, bytes]]:
+    """The header that names the tools of which the model was not told."""
+    chat = work.request.chat
+    if chat is None or not chat.left_out:
+        return []
+    named = (f"{tool.place} ({tool.kind})" for tool in chat.left_out[:_MAX_LEFT_OUT_SHOWN])
+    return [(LEFT_OUT_HEADER, ", ".join(named).encode())]
 
 
 async def _about_tokens(front: Front, path: TokenPath, body: bytes, arrived_at: float, reply: Reply) -> None:

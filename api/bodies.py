@@ -22,10 +22,12 @@ from api.body_parts import (
     MAX_TOKEN_ID,
     MAX_TOKENS,
     MAX_TOOLS,
+    RESPONSES_TOOLS,
     AnthropicChoice,
     AnthropicFormat,
     Biases,
     Choices,
+    ContextManagement,
     Effort,
     GrammarText,
     JsonSchema,
@@ -201,12 +203,12 @@ class Turns(Addressed, Templated, Grammars, OnlyOpenAI, Refused):
 
     system: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None
     messages: Annotated[Raw | None, list_of(MAX_MESSAGES, "UserMessage", "AssistantMessage", "SystemMessage")]
-    tools: Annotated[Raw | None, list_of(MAX_TOOLS, "AnthropicTool", min_items=0)]
+    tools: Annotated[Raw | None, list_of(MAX_TOOLS, "AnthropicTool", "HostedTool", min_items=0)]
     tool_choice: AnthropicChoice | None
     thinking: Thinking | None
     output_config: OutputConfig | None
     container: Annotated[Raw | None, unsupported()]
-    context_management: Annotated[Raw | None, unsupported()]
+    context_management: ContextManagement | None
     diagnostics: Annotated[Raw | None, unsupported()]
     inference_geo: Annotated[Raw | None, unsupported()]
     mcp_servers: Annotated[Raw | None, unsupported([])]
@@ -229,11 +231,24 @@ def _or_list(schema: dict[str, object]) -> list[dict[str, object]]:
 
 
 Included = Annotated[
-    Literal["reasoning.encrypted_content"], rule("is not supported; supported is reasoning.encrypted_content")
+    Literal[
+        "reasoning.encrypted_content",
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    ],
+    rule("is not supported"),
 ]
-"""What an answer may be asked to have besides: reasoning is in the open here, which serves the same end."""
+"""What an answer may be asked to have besides. Reasoning is in the open here, which serves the same end; the
+others are parts of items that no answer has."""
 
-_INPUT_ITEMS = ("InputMessage", "AnswerMessage", "FunctionCall", "FunctionCallOutput", "ReasoningItem")
+_INPUT_ITEMS = (
+    *("InputMessage", "AnswerMessage", "FunctionCall", "FunctionCallOutput", "CustomToolCall"),
+    *("CustomToolCallOutput", "ReasoningItem", "AdditionalTools"),
+)
 
 
 @declared
@@ -310,7 +325,7 @@ class ResponsesBody(Served, Templated, Drawing, Bounded, OneSample, Grammars, On
     instructions: str | None
     max_output_tokens: NewTokens | None
     stop: StopString | StopStrings | None
-    tools: Annotated[Raw | None, list_of(MAX_TOOLS, "ResponsesTool", min_items=0)]
+    tools: Annotated[Raw | None, list_of(MAX_TOOLS, *RESPONSES_TOOLS, min_items=0)]
     reasoning: Reasoning | None
     text: TextOptions | None
     include: Annotated[list[Included], Meta(max_length=MAX_PARTS)] | None

@@ -54,9 +54,16 @@ GrammarText = Annotated[str, Meta(min_length=1, max_length=64 << 10)]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=1024)]
 ArgumentsText = Annotated[str, Meta(max_length=MAX_FIELD_BYTES)]
 
+RESPONSES_TOOLS = ("ResponsesTool", "CustomTool", "NamespaceTool", "HostedTool")
+
 FLAG = rule('must be true, false or "auto"')
 HOST = rule("must be a host name or an address")
 _FUNCTIONS_ONLY = rule('must be "function"; other tools are not supported')
+HOSTED_TOOL = (
+    "^(advisor|code_execution|code_interpreter|file_search|image_generation|mcp|programmatic_tool_calling"
+    "|tool_search|web_fetch|web_search)(_[a-z0-9_]{1,64})?$"
+)
+"""The type of a tool that a server of the API's vendor runs, with or without a version."""
 
 
 @declared
@@ -138,10 +145,13 @@ class ChatAllowedChoice:
 
 @declared
 class ToolChoice:
-    """Of responses."""
+    """Of responses. Without ``namespace`` the only tool of that name."""
 
-    type: Annotated[Literal["function"], _FUNCTIONS_ONLY]
+    type: Annotated[
+        Literal["function", "custom"], rule('must be "function" or "custom"; other tools are not supported')
+    ]
     name: NeededName
+    namespace: NeededName | None
 
 
 @declared
@@ -202,7 +212,32 @@ class TextBlock:
 
 @tagged("type", "thinking")
 class ThinkingBlock:
+    """Its signature is read where its text was omitted."""
+
     thinking: str
+    signature: str | None
+
+
+@tagged("type", "redacted_thinking")
+class RedactedThinking:
+    """Thinking that only its author can read: left out."""
+
+
+@tagged("type", "image")
+class ImageBlock:
+    """In a result that the assistant has answered: shown as ``[image]``."""
+
+
+@tagged("type", "document")
+class DocumentBlock:
+    """In a result that the assistant has answered: shown as ``[document]``."""
+
+
+@tagged("type", "tool_reference")
+class ToolReference:
+    """Of a tool that was searched for. All tools are shown from the start."""
+
+    tool_name: NeededName
 
 
 @tagged("type", "tool_use")
@@ -212,20 +247,27 @@ class ToolUse:
     input: dict[str, Any]
 
 
+ResultBlock = TextBlock | ImageBlock | DocumentBlock | ToolReference
+
+
 @tagged("type", "tool_result")
 class ToolResult:
     tool_use_id: NeededName
-    content: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None
+    content: str | Annotated[list[ResultBlock], Meta(max_length=MAX_PARTS)] | None
+
+
+UserBlock = TextBlock | ToolResult | ImageBlock | DocumentBlock
+AssistantBlock = TextBlock | ThinkingBlock | RedactedThinking | ToolUse
 
 
 @tagged("role", "user")
 class UserMessage:
-    content: str | Annotated[list[TextBlock | ToolResult], Meta(max_length=MAX_PARTS)]
+    content: str | Annotated[list[UserBlock], Meta(max_length=MAX_PARTS)]
 
 
 @tagged("role", "assistant")
 class AssistantMessage:
-    content: str | Annotated[list[TextBlock | ThinkingBlock | ToolUse], Meta(max_length=MAX_PARTS)]
+    content: str | Annotated[list[AssistantBlock], Meta(max_length=MAX_PARTS)]
 
 
 @tagged("role", "system")
@@ -239,13 +281,20 @@ AnthropicMessage = UserMessage | AssistantMessage | SystemMessage
 @declared
 class AnthropicTool:
     type: Annotated[
-        Literal["custom"] | None, rule('must be "custom"; tools that a server runs are not supported')
+        Literal["custom"] | None,
+        rule('must be "custom"; tools that the API itself defines are not supported'),
     ]
     name: NeededName
     description: str | None
     strict: bool | None
     input_schema: Annotated[dict[str, Any], rule("must be a JSON schema, an object")]
-    defer_loading: Annotated[Raw | None, unsupported(False)]
+
+
+@declared
+class HostedTool:
+    """Run by a server of the API's vendor: left out beside other tools, and refused alone."""
+
+    type: Annotated[str, Meta(pattern=HOSTED_TOOL)]
 
 
 @declared
@@ -257,12 +306,31 @@ class AnthropicChoice:
 
 @declared
 class Thinking:
+    """All types but ``disabled`` switch it on."""
+
+    type: Literal["adaptive", "enabled", "between_tools", "disabled"]
+    budget_tokens: Annotated[NewTokens | None, Meta(description="A hint: max_tokens is the only bound.")]
+    display: Literal["summarized", "omitted"] | None
+
+
+@declared
+class KeptThinking:
+    type: Literal["thinking_turns", "all"]
+    value: Annotated[int, Meta(ge=1, le=MAX_MESSAGES)] | None
+
+
+@declared
+class ContextEdit:
     type: Annotated[
-        Literal["adaptive", "disabled"],
-        rule('must be "adaptive" or "disabled": a budget of thinking (budget_tokens) is not supported'),
+        Literal["clear_thinking_20251015"],
+        rule('must be "clear_thinking_20251015"; other edits of the conversation are not supported'),
     ]
-    budget_tokens: Annotated[Raw | None, unsupported()]
-    display: Annotated[Raw | None, unsupported("summarized")]
+    keep: Literal["all"] | KeptThinking | None
+
+
+@declared
+class ContextManagement:
+    edits: Annotated[list[ContextEdit], Meta(max_length=MAX_PARTS)] | None
 
 
 @declared
@@ -291,9 +359,22 @@ class ReasoningText:
     text: str
 
 
+@tagged("type", "input_image")
+class InputImage:
+    """In an output that the assistant has answered: shown as ``[image]``."""
+
+
+@tagged("type", "input_file")
+class InputFile:
+    """In an output that the assistant has answered: shown as ``[file]``."""
+
+
+OutputPart = InputText | InputImage | InputFile
+
+
 @declared
 class ItemKind:
-    """By which an item of ``input`` is told from others: it may lack its type."""
+    """By which an item of ``input``, or a tool, is told from others: an item may lack its type."""
 
     type: str | None
     role: str | None
@@ -317,37 +398,89 @@ class AnswerMessage:
 class FunctionCall:
     call_id: NeededName
     name: NeededName
+    namespace: NeededName | None
     arguments: ArgumentsText | None
+
+
+@tagged("type", "custom_tool_call")
+class CustomToolCall:
+    call_id: NeededName
+    name: NeededName
+    namespace: NeededName | None
+    input: ArgumentsText
 
 
 @tagged("type", "function_call_output")
 class FunctionCallOutput:
     call_id: NeededName
-    output: str | Annotated[list[InputText], Meta(max_length=MAX_PARTS)]
+    output: str | Annotated[list[OutputPart], Meta(max_length=MAX_PARTS)]
+
+
+@tagged("type", "custom_tool_call_output")
+class CustomToolCallOutput:
+    call_id: NeededName
+    output: str | Annotated[list[OutputPart], Meta(max_length=MAX_PARTS)]
 
 
 @tagged("type", "reasoning")
 class ReasoningItem:
+    """``encrypted_content``, which only its author can read, is left out."""
+
     content: Annotated[list[ReasoningText], Meta(max_length=MAX_PARTS)] | None
-    encrypted_content: Annotated[Raw | None, unsupported("")]
+
+
+@tagged("type", "additional_tools")
+class AdditionalTools:
+    """Tools that are shown with those of the request."""
+
+    tools: Annotated[Raw | None, list_of(MAX_TOOLS, *RESPONSES_TOOLS, min_items=0)]
+
+
+@tagged("type", "function")
+class ResponsesTool:
+    name: NeededName
+    description: str | None
+    parameters: Annotated[dict[str, Any] | None, rule("must be a JSON schema, an object")]
 
 
 @declared
-class ResponsesTool:
-    type: Annotated[Literal["function"], _FUNCTIONS_ONLY]
+class CustomFormat:
+    """Shown to the model, and not enforced."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None
+    definition: GrammarText | None
+
+
+@tagged("type", "custom")
+class CustomTool:
+    """Takes a text."""
+
     name: NeededName
-    parameters: Annotated[dict[str, Any] | None, rule("must be a JSON schema, an object")]
-    defer_loading: Annotated[Raw | None, unsupported(False)]
+    description: str | None
+    format: CustomFormat | None
+
+
+@tagged("type", "namespace")
+class NamespaceTool:
+    """Tools that are called by its name and theirs."""
+
+    name: NeededName
+    description: str | None
+    tools: Annotated[Raw | None, list_of(MAX_TOOLS, "ResponsesTool", "CustomTool", min_items=0)]
+
+
+Summary = Literal["auto", "concise", "detailed"]
 
 
 @declared
 class Reasoning:
     effort: Effort | None
-    summary: Annotated[Raw | None, unsupported("auto")]
-    generate_summary: Annotated[Raw | None, unsupported("auto")]
+    summary: Annotated[Summary | None, Meta(description="A hint: all reasoning is shown.")]
+    generate_summary: Annotated[Summary | None, Meta(description="Older name of summary.")]
 
 
 @declared
 class TextOptions:
     format: Annotated[Raw | None, raw(**reference("TextFormat"))]
-    verbosity: Annotated[Raw | None, unsupported("medium")]
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, Meta(description="A hint, not followed.")]

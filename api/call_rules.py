@@ -10,6 +10,7 @@ from api.body_parts import AllowedChoice, AnthropicChoice, ChatAllowedChoice, Ch
 from api.declared import decode
 from api.prompts import ChatPrompt
 from api.raw_json import decode_item
+from api.response_tools import find_tool
 from service.http_errors import InvalidField
 
 
@@ -46,13 +47,13 @@ def openai_calls(
             if not names:
                 raise InvalidField(field, choice, "needs tools")
             is_forced = True
-        case {"type": "function"}:
+        case {"type": "function" | "custom"}:
             assert tool_choice is not None
-            names, is_forced = (_chosen(tool_choice, field, names, in_function),), True
+            names, is_forced = (_chosen(tool_choice, field, prompt, in_function),), True
             at_most_one = True  # one specific function, as OpenAI has it
         case {"type": "allowed_tools"}:
             assert tool_choice is not None
-            names, is_forced = _allowed(tool_choice, field, names, in_function)
+            names, is_forced = _allowed(tool_choice, field, prompt, in_function)
         case _:
             rule = 'must be "none", "auto", "required", or an object of type "function" or "allowed_tools"'
             raise InvalidField(field, choice, rule)
@@ -109,29 +110,32 @@ def names_of_tools(prompt: ChatPrompt) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(function["name"]) for function in functions if isinstance(function, dict)))
 
 
-def _chosen(choice: Raw, field: str, names: tuple[str, ...], in_function: bool) -> str:
+def _chosen(choice: Raw, field: str, prompt: ChatPrompt, in_function: bool) -> str:
     if in_function:
-        return _known(f"{field}.function.name", decode(ChatToolChoice, choice, field).function.name, names)
-    return _known(f"{field}.name", decode(ToolChoice, choice, field).name, names)
+        name = decode(ChatToolChoice, choice, field).function.name
+        return _known(f"{field}.function.name", name, names_of_tools(prompt))
+    return _found(f"{field}.name", decode(ToolChoice, choice, field), prompt)
 
 
-def _allowed(
-    choice: Raw, field: str, names: tuple[str, ...], in_function: bool
-) -> tuple[tuple[str, ...], bool]:
+def _allowed(choice: Raw, field: str, prompt: ChatPrompt, in_function: bool) -> tuple[tuple[str, ...], bool]:
     """The names, and whether one of them must be called."""
     if in_function:
         inner = decode(ChatAllowedChoice, choice, field).allowed_tools
-        mode, chosen, path = (
-            inner.mode,
-            [tool.function.name for tool in inner.tools],
-            f"{field}.allowed_tools",
-        )
-        suffix = "function.name"
-    else:
-        allowed = decode(AllowedChoice, choice, field)
-        mode, chosen, path, suffix = allowed.mode, [tool.name for tool in allowed.tools], field, "name"
-    known = (_known(f"{path}.tools[{i}].{suffix}", name, names) for i, name in enumerate(chosen))
-    return tuple(dict.fromkeys(known)), mode == "required"
+        path, names = f"{field}.allowed_tools.tools", names_of_tools(prompt)
+        known = [
+            _known(f"{path}[{index}].function.name", tool.function.name, names)
+            for index, tool in enumerate(inner.tools)
+        ]
+        return tuple(dict.fromkeys(known)), inner.mode == "required"
+    allowed = decode(AllowedChoice, choice, field)
+    known = [_found(f"{field}.tools[{index}].name", tool, prompt) for index, tool in enumerate(allowed.tools)]
+    return tuple(dict.fromkeys(known)), allowed.mode == "required"
+
+
+def _found(field: str, chosen: ToolChoice, prompt: ChatPrompt) -> str:
+    """The function's name, which has that of its namespace in it."""
+    name = find_tool(prompt.called_tools, chosen.name, chosen.namespace)
+    return _known(field, chosen.name if name is None else name, names_of_tools(prompt))
 
 
 def _known(field: str, name: str | None, names: tuple[str, ...]) -> str:

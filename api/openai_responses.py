@@ -13,37 +13,49 @@ from msgspec import Raw
 
 from api.bodies import ResponsesBody
 from api.body_parts import (
+    AdditionalTools,
     AnswerMessage,
+    CustomToolCall,
+    CustomToolCallOutput,
     FunctionCall,
     FunctionCallOutput,
+    InputFile,
+    InputImage,
     InputMessage,
     InputText,
     ItemKind,
+    OutputPart,
     OutputText,
     ReasoningItem,
     Refusal,
-    ResponsesTool,
     TextOptions,
 )
 from api.declared import decode
 from api.prompts import (
     ChatPrompt,
-    described_tools,
     may_call_tools,
     message_items,
     parse_text,
+    refuse_hosted_alone,
     template_arguments,
+    unseen,
     written_arguments,
 )
 from api.raw_json import decode_item, first_chars
+from api.response_tools import ResponseTools, custom_arguments, shown_name
 from service.http_errors import ApiError, InvalidField
 
 _ITEMS: dict[str, type[Any]] = {
     "function_call": FunctionCall,
     "function_call_output": FunctionCallOutput,
+    "custom_tool_call": CustomToolCall,
+    "custom_tool_call_output": CustomToolCallOutput,
     "reasoning": ReasoningItem,
+    "additional_tools": AdditionalTools,
 }
 """By their type; messages may lack it."""
+
+_OF_ANSWERS = (AnswerMessage, FunctionCall, CustomToolCall, ReasoningItem)
 
 _ECHOED = ("instructions", "max_output_tokens", "max_tool_calls", "user", "safety_identifier")
 
@@ -55,18 +67,18 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
     messages: list[Message] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
-    messages += _input(body.input)
+    tools = ResponseTools()
+    tools.add("tools", body.tools)
+    messages += _input(body.input, tools)
+    refuse_hosted_alone(tools.left_out, are_alone=not tools.functions)
     may_call = may_call_tools(body.tool_choice)
-    described = described_tools("tools", body.tools, ResponsesTool)
-    functions = [{field: value for field, value in tool.items() if field != "type"} for tool in described]
-    tools: tuple[Message, ...] = tuple({"type": "function", "function": tool} for tool in functions)
     arguments = template_arguments(body)
     effort = body.reasoning.effort if body.reasoning is not None else None
     if effort is not None:
         arguments.setdefault("reasoning_effort", effort)
     echo: dict[str, object] = {field: getattr(body, field) for field in _ECHOED} | {
         "metadata": None if body.metadata is None else decode_item("metadata", body.metadata),
-        "tools": described,
+        "tools": tools.described,
         "tool_choice": decode_item("tool_choice", body.tool_choice) if body.tool_choice else "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": effort, "summary": None},
@@ -76,8 +88,10 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
         tuple(messages),
         arguments,
         continue_final_message=False,
-        tools=tools if may_call else (),
+        tools=tuple(tools.functions) if may_call else (),
         separate_reasoning=True,
+        called_tools=tools.called,
+        left_out=tools.left_out,
     )
     return prompt, echo
 
@@ -97,6 +111,10 @@ class _Turn:
         self.texts: list[str] = []
         self.calls: list[Message] = []
 
+    def add_call(self, item: FunctionCall | CustomToolCall, arguments: object) -> None:
+        function = {"name": shown_name(item.name, item.namespace), "arguments": arguments}
+        self.calls.append({"type": "function", "function": function, "id": item.call_id})
+
     def message(self) -> Iterator[Message]:
         if not (self.reasoning or self.texts or self.calls):
             return
@@ -108,15 +126,17 @@ class _Turn:
         yield shown
 
 
-def _input(value: Raw | None) -> Iterator[Message]:
+def _input(value: Raw | None, tools: ResponseTools) -> Iterator[Message]:
+    """The messages; tools among the items go to ``tools``."""
     if value is None:
         raise ApiError(400, "input: the field is needed", param="input", code="missing_field")
     if first_chars(value)[0] == b'"':
         yield {"role": "user", "content": parse_text("input", value)}
         return
     turn = _Turn()
-    for name, raw in message_items("input", value):
-        item = _item(name, raw)
+    items = [(name, _item(name, raw)) for name, raw in message_items("input", value)]
+    num_answered = max((i for i, (_, item) in enumerate(items) if isinstance(item, _OF_ANSWERS)), default=0)
+    for index, (name, item) in enumerate(items):
         if isinstance(item, AnswerMessage | ReasoningItem) and (turn.calls or turn.texts):
             yield from turn.message()
             turn = _Turn()
@@ -124,15 +144,21 @@ def _input(value: Raw | None) -> Iterator[Message]:
             case AnswerMessage():
                 turn.texts.append(_text_of(item.content))
             case FunctionCall():
-                arguments = written_arguments(f"{name}.arguments", item.arguments)
-                function = {"name": item.name, "arguments": arguments}
-                turn.calls.append({"type": "function", "function": function, "id": item.call_id})
+                turn.add_call(item, written_arguments(f"{name}.arguments", item.arguments))
+            case CustomToolCall():
+                turn.add_call(item, custom_arguments(item.input))
             case ReasoningItem():
                 turn.reasoning += (part.text for part in item.content or ())
-            case FunctionCallOutput() | InputMessage():
+            case AdditionalTools():
+                tools.add(f"{name}.tools", item.tools)
+            case FunctionCallOutput() | CustomToolCallOutput() | InputMessage():
                 yield from turn.message()
                 turn = _Turn()
-                yield _other_message(item)
+                if isinstance(item, InputMessage):
+                    yield {"role": item.role, "content": _text_of(item.content)}
+                else:
+                    output = _output(f"{name}.output", item.output, is_answered=index < num_answered)
+                    yield {"role": "tool", "content": output, "tool_call_id": item.call_id}
     yield from turn.message()
 
 
@@ -147,11 +173,19 @@ def _item(name: str, raw: Raw) -> Any:
     return decode(_ITEMS[kind.type], raw, name)
 
 
-def _other_message(item: FunctionCallOutput | InputMessage) -> Message:
-    """Of anybody but the assistant."""
-    if isinstance(item, FunctionCallOutput):
-        return {"role": "tool", "content": _text_of(item.output), "tool_call_id": item.call_id}
-    return {"role": item.role, "content": _text_of(item.content)}
+def _output(name: str, output: str | list[OutputPart], *, is_answered: bool) -> str:
+    """Of a tool."""
+    if isinstance(output, str):
+        return output
+    texts: list[str] = []
+    for index, part in enumerate(output):
+        match part:
+            case InputText():
+                texts.append(part.text)
+            case InputImage() | InputFile():
+                kind = "input_image" if isinstance(part, InputImage) else "input_file"
+                texts.append(unseen(f"{name}[{index}]", kind, is_answered=is_answered))
+    return "".join(texts)
 
 
 def _text_of(content: str | list[InputText] | list[OutputText | InputText | Refusal]) -> str:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
 from api.bodies import Conversation, GenerateBody, Templated
-from api.body_parts import MAX_MESSAGES, MAX_PROMPTS, MAX_TOOLS, Call, ChatMessage, TextPart, TokenId, Tool
+from api.body_parts import (
+    HOSTED_TOOL,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_TOOLS,
+    Call,
+    ChatMessage,
+    ItemKind,
+    TextPart,
+    TokenId,
+    Tool,
+)
 from api.declared import NOT_SUPPORTED, decode
 from api.faults import fault_of
 from api.raw_json import check_size, decode_item, first_chars, split
@@ -40,6 +53,22 @@ _TEMPLATE_ARGUMENTS = {  # of apply_chat_template itself: not the client's to se
 
 
 @dataclass(frozen=True, slots=True)
+class CalledTool:
+    """A tool as the client of ``/v1/responses`` calls it. ``is_custom``: it takes a text, no arguments."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+class HostedTool(NamedTuple):
+    """A tool that a server of the API's vendor runs. ``place``: as errors call it."""
+
+    place: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A conversation for the model's chat template.
 
@@ -47,6 +76,8 @@ class ChatPrompt:
     A system's or developer's message may bring tools of its own: ``tools`` of the message.
     ``separate_reasoning``: show the answer's reasoning beside its content, and not as the beginning of it.
     ``add_generation_prompt``: end with what begins an answer, unless the last message is continued.
+    ``called_tools``: what clients call ``tools``, by the functions' names, where that is something else.
+    ``left_out``: tools of which the model is not told, as the request has them.
 
     Raises ApiError 400 for more than MAX_VALUES.
     """
@@ -57,6 +88,8 @@ class ChatPrompt:
     tools: tuple[dict[str, object], ...]
     separate_reasoning: bool
     add_generation_prompt: bool = True
+    called_tools: Mapping[str, CalledTool] = field(default_factory=dict)
+    left_out: tuple[HostedTool, ...] = ()
     num_chars: int = field(init=False)
     """Of all that a template may write of it, and some more for what each value costs it."""
 
@@ -260,15 +293,59 @@ def template_arguments(body: Templated) -> dict[str, object]:
     return arguments
 
 
-def described_tools(field: str, value: Raw | None, kind: type[Any] = Tool) -> list[dict[str, Any]]:
-    """Descriptions of tools as the client wrote them, each checked to be a ``kind``."""
+def described_tools(field: str, value: Raw | None) -> list[dict[str, Any]]:
+    """Descriptions of a chat's tools as the client wrote them."""
+    items = tool_items(field, value)
+    for name, item in items:
+        decode(Tool, item, name)
+    return [decode_item(name, item) for name, item in items]
+
+
+def tool_items(field: str, value: Raw | None) -> list[tuple[str, Raw]]:
+    """Descriptions of tools, each by the name that errors call it."""
     if value is None:
         return []
     check_size(field, value)
-    items = {f"{field}[{index}]": item for index, item in enumerate(split(field, value, MAX_TOOLS))}
-    for name, item in items.items():
-        decode(kind, item, name)
-    return [decode_item(name, item) for name, item in items.items()]
+    return [(f"{field}[{index}]", item) for index, item in enumerate(split(field, value, MAX_TOOLS))]
+
+
+_hosted = re.compile(HOSTED_TOOL)
+
+
+def without_hosted(items: list[tuple[str, Raw]]) -> tuple[list[tuple[str, Raw]], tuple[HostedTool, ...]]:
+    """The tools without those that a server of the API's vendor runs, and these."""
+    usable: list[tuple[str, Raw]] = []
+    hosted: list[HostedTool] = []
+    for name, item in items:
+        kind = decode(ItemKind, item, name).type
+        if kind is not None and _hosted.match(kind):
+            hosted.append(HostedTool(name, kind))
+        else:
+            usable.append((name, item))
+    return usable, tuple(hosted)
+
+
+def refuse_hosted_alone(hosted: Sequence[HostedTool], *, are_alone: bool) -> None:
+    """Raises InvalidField where no other tool is there: then they are what the request is about."""
+    if hosted and are_alone:
+        rule = "is not supported: no server runs it here; it is left out only where there are other tools"
+        raise InvalidField(f"{hosted[0].place}.type", hosted[0].kind, rule)
+
+
+_PICTURES = {"image": "image", "document": "pdf", "input_image": "image", "input_file": "file"}
+"""What errors call the types of parts that are not text."""
+
+
+def unseen(name: str, kind: str, *, is_answered: bool) -> str:
+    """What the model is shown in the place of a part of type ``kind`` that it cannot see.
+
+    Raises InvalidField unless the assistant has gone on since, so that the answer is not about this part.
+    """
+    if not is_answered:
+        # Agents know this by "could not process image", take the part out and go on.
+        rule = f"is not supported: could not process {_PICTURES[kind]} data, the model reads text"
+        raise InvalidField(f"{name}.type", kind, rule)
+    return f"[{kind.removeprefix('input_')}]"
 
 
 def _chat_message(name: str, item: Raw, may_call: bool) -> dict[str, object]:

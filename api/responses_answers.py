@@ -18,13 +18,14 @@ from api.blocks import Block, BlockAnswer, BlockKind, Change
 from api.detokenizer import TokenBytes
 from api.frame import sse
 from api.output import Finish, SampleOutput
+from api.response_tools import called_tool, custom_input
 from api.tool_markup import Markup
 from service.http_errors import ApiError
 from vocabulary import FinishReason
 
 Json = dict[str, object]
 
-_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
+_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg"}
 _COMPLETED, _INCOMPLETE, _IN_PROGRESS, _FAILED = "completed", "incomplete", "in_progress", "failed"
 
 
@@ -36,6 +37,8 @@ class Responses(BlockAnswer):
         self._model_name = model_name
         self._echo = work.request.echo or {}
         self._options = work.request.options[0]
+        chat = work.request.chat
+        self._called_tools = {} if chat is None else chat.called_tools
         self._id = f"resp_{secrets.token_hex(24)}"
         self._created_at = int(time.time())
         self._num_events = 0
@@ -70,6 +73,7 @@ class Responses(BlockAnswer):
             BlockKind.TEXT: "response.output_text",
             BlockKind.CALL: "response.function_call_arguments",
         }
+        is_custom = self._is_custom(block)
         logprobs: Json = {"logprobs": []} if block.kind is BlockKind.TEXT else {}
         match change:
             case Change.OPENED:
@@ -78,7 +82,15 @@ class Responses(BlockAnswer):
                 if block.kind is not BlockKind.CALL:
                     yield self._event("response.content_part.added", **place, part=_part(block.kind, ""))
             case Change.GREW:
-                yield self._event(f"{names[block.kind]}.delta", **place, delta=text, **logprobs)
+                if not is_custom:
+                    yield self._event(f"{names[block.kind]}.delta", **place, delta=text, **logprobs)
+            case Change.CLOSED if is_custom:
+                name, given = "response.custom_tool_call_input", custom_input(block.text)
+                yield self._event(f"{name}.delta", **place, delta=given)
+                yield self._event(f"{name}.done", **place, input=given)
+                yield self._event(
+                    "response.output_item.done", output_index=block.index, item=self._item(block)
+                )
             case Change.CLOSED:
                 field = "arguments" if block.kind is BlockKind.CALL else "text"
                 yield self._event(f"{names[block.kind]}.done", **place, **{field: block.text}, **logprobs)
@@ -133,14 +145,25 @@ class Responses(BlockAnswer):
             case BlockKind.TEXT:
                 return shown | {"type": "message", "role": "assistant", "content": content}
             case BlockKind.CALL:
-                call_id = "call_" + self._id_of(block).partition("_")[2]
-                call = {"type": "function_call", "call_id": call_id, "name": block.name}
-                return shown | call | {"arguments": text}
+                return shown | self._call(block, text)
             case _:
                 assert_never(block.kind)
 
+    def _call(self, block: Block, arguments: str) -> Json:
+        called = called_tool(self._called_tools, block.name)
+        call: Json = {"call_id": "call_" + self._id_of(block).partition("_")[2], "name": called.name}
+        if called.namespace is not None:
+            call["namespace"] = called.namespace
+        if called.is_custom:
+            return {"type": "custom_tool_call", **call, "input": custom_input(arguments)}
+        return {"type": "function_call", **call, "arguments": arguments}
+
+    def _is_custom(self, block: Block) -> bool:
+        return block.kind is BlockKind.CALL and called_tool(self._called_tools, block.name).is_custom
+
     def _id_of(self, block: Block) -> str:
-        return self._ids.setdefault(block.index, f"{_PREFIXES[block.kind]}_{secrets.token_hex(24)}")
+        prefix = _PREFIXES.get(block.kind) or ("ctc" if self._is_custom(block) else "fc")
+        return self._ids.setdefault(block.index, f"{prefix}_{secrets.token_hex(24)}")
 
     def _usage(self, output: SampleOutput) -> Json:
         stats = output.stats

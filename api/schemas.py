@@ -115,6 +115,8 @@ class ApiRequest:
     """Show the ids of the prompts and the answer, as vLLM does; ``/generate`` shows the latter always."""
     echo: dict[str, object] | None = None
     """Fields of ``/v1/responses`` that its answer repeats."""
+    omits_thinking: bool = False
+    """An answer to ``/v1/messages`` does not show its thinking."""
     is_prefill_only: bool = False
     """A prefill node answers alone: nothing is generated, or no more than the token that it draws itself."""
     joins_answers: bool = False
@@ -124,6 +126,12 @@ class ApiRequest:
     def is_joined(self) -> bool:
         """Whether somebody joins the answers. SGLang's routers do by themselves, those of ``/generate``."""
         return self.joins_answers or self.endpoint is Endpoint.GENERATE
+
+    @property
+    def chat(self) -> ChatPrompt | None:
+        """The conversation, of which a request has one; None: it has other prompts."""
+        (prompt, *_) = self.prompts
+        return prompt if isinstance(prompt, ChatPrompt) else None
 
     @property
     def wants_scores(self) -> bool:
@@ -193,6 +201,7 @@ def parse_request(
         request_ids=_request_ids(body, len(prompts)),
         returns_token_ids=isinstance(body, CompletionsBody | ChatBody) and bool(body.return_token_ids),
         echo=echo,
+        omits_thinking=_omits_thinking(body),
         is_prefill_only=_is_prefill_only(body, options),
         joins_answers=bool(body.joins_answers),
     )
@@ -225,6 +234,11 @@ def _for_chat(options: SampleOptions, chat: ChatPrompt, constraint: Constraint |
     """With tools, special tokens are kept: tokenizers may call the markup of a call special."""
     skips_special = options.skip_special_tokens and not chat.all_tools
     return replace(options, skip_special_tokens=skips_special, constraint=constraint)
+
+
+def _omits_thinking(body: Served) -> bool:
+    thinking = body.thinking if isinstance(body, MessagesBody) else None
+    return thinking is not None and thinking.display == "omitted"
 
 
 def derive_room(room: int, sample_index: int) -> int:

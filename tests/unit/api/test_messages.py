@@ -165,6 +165,46 @@ TURNS = [
         ],
     },
 ]
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+
+
+def result(*content: Any) -> dict[str, Any]:
+    told = {"type": "tool_result", "tool_use_id": "t1", "content": list(content)}
+    return {"role": "user", "content": [told]}
+
+
+def thought(text: str, *others: Any) -> dict[str, Any]:
+    thinking = {"type": "thinking", "thinking": text, "signature": ""}
+    return {"role": "assistant", "content": [thinking, *others]}
+
+
+CALLED = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+THOUGHTS = [
+    {"role": "user", "content": "a"},
+    thought("T", {"type": "text", "text": "b"}),
+    {"role": "user", "content": "c"},
+    thought("U", CALLED),
+    result({"type": "text", "text": "d"}),
+    thought("V", {"type": "text", "text": "e"}),
+    {"role": "user", "content": "f"},
+]
+
+
+def cleared(**edit: Any) -> dict[str, Any]:
+    edits = [{"type": "clear_thinking_20251015", **edit}]
+    return {"messages": THOUGHTS, "context_management": {"edits": edits}}
+
+
+def shown_thoughts(first: str, second: str) -> str:
+    """Of the two turns before the last question."""
+    u, v = second or ("", "")
+    return (
+        f"[user]a[assistant]{first}b[user]c"
+        f"[assistant]{u}<t1 weather {{}}>[toolt1]d[assistant]{v}e[user]f[assistant]"
+    )
+
+
 SHOWN_TURNS = '[user]ab[assistant]Tc<t1 weather {"city": "x"}>[toolt1]sun[toolt2][user]d'
 
 
@@ -188,6 +228,37 @@ SHOWN_TURNS = '[user]ab[assistant]Tc<t1 weather {"city": "x"}>[toolt1]sun[toolt2
         ({"thinking": {"type": "adaptive"}}, "[user]hi[assistant]<think>\n"),
         ({"thinking": {"type": "disabled"}}, "[user]hi[assistant]"),
         ({"output_config": {"effort": "low"}}, "[user]hi[assistant](low)"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 31999}}, "[user]hi[assistant]<think>\n"),
+        ({"thinking": {"type": "between_tools"}}, "[user]hi[assistant]<think>\n"),
+        ({"context_management": {"edits": []}}, "[user]hi[assistant]"),
+        (cleared(keep="all"), shown_thoughts("T", "UV")),
+        (cleared(keep={"type": "all"}), shown_thoughts("T", "UV")),
+        (cleared(keep={"type": "thinking_turns", "value": 2}), shown_thoughts("T", "UV")),
+        (cleared(keep={"type": "thinking_turns", "value": 1}), shown_thoughts("", "UV")),
+        (cleared(), shown_thoughts("", "UV")),
+        (
+            {"messages": [*THOUGHTS[:4], result(IMAGE, {"type": "text", "text": "d"}, PDF), *THOUGHTS[5:]]},
+            shown_thoughts("T", "UV").replace("]d", "][image]d[document]"),
+        ),
+        (
+            {"messages": [*THOUGHTS[:4], result({"type": "tool_reference", "tool_name": "weather"})]},
+            "[user]a[assistant]Tb[user]c[assistant]U<t1 weather {}>[toolt1][weather][assistant]",
+        ),
+        (
+            {
+                "messages": [
+                    *THOUGHTS[:1],
+                    {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, CALLED]},
+                    result(),
+                ]
+            },
+            "[user]a[assistant]<t1 weather {}>[toolt1][assistant]",
+        ),
+        (
+            {"tools": [TOOL, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]},
+            "[tools]weather[user]hi[assistant]",
+        ),
+        ({"tools": [TOOL | {"defer_loading": True}]}, "[tools]weather[user]hi[assistant]"),
     ],
 )
 def test_the_prompt(on_node: OnNode, codec: RecordingCodec, options: dict[str, Any], prompt: str) -> None:
@@ -206,7 +277,37 @@ def test_the_prompt(on_node: OnNode, codec: RecordingCodec, options: dict[str, A
     on_node(say("abcdef"), check)
 
 
-IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+def test_omitted_thinking_is_in_its_signature(on_node: OnNode, codec: RecordingCodec) -> None:
+    """The client does not see it, and the model sees it again when the block comes back."""
+
+    async def check(node: Node) -> None:
+        body = BODY | {"thinking": {"type": "adaptive", "display": "omitted"}, "max_tokens": 100}
+        whole = (await node.post(PATH, **body)).json()
+        thinking, text = whole["content"]
+        assert (thinking["thinking"], text["text"]) == ("", "Look")
+        events = [event for _, event in named_events((await node.post(PATH, **body, stream=True)).text)]
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        assert "thinking_delta" not in [delta["type"] for delta in deltas]
+        assert [d["signature"] for d in deltas if "signature" in d] == [thinking["signature"]]
+        for signature, shown in ((thinking["signature"], "hm, hm"), ("EqQBCgYIARgCIkA", ""), (None, "")):
+            block = {"type": "thinking", "thinking": "", "signature": signature}
+            turns = [*BODY["messages"], {"role": "assistant", "content": [block, CALLED]}, result()]
+            assert (await node.post(PATH, **BODY | {"messages": turns})).status_code == 200
+            assert codec.prompt == f"[user]hi[assistant]{shown}<t1 weather {{}}>[toolt1][assistant]"
+
+    on_node(stops_after("hm, hm</think>Look"), check)
+
+
+def test_tools_that_are_left_out_are_named_in_a_header(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        search = {"type": "web_search_20250305", "name": "web_search"}
+        for is_streamed in (False, True):
+            answer = await node.post(PATH, **BODY, tools=[TOOL, search], stream=is_streamed)
+            assert answer.headers["x-hisparse-pd-left-out"] == "tools[1] (web_search_20250305)"
+            answer = await node.post(PATH, **BODY, tools=[TOOL], stream=is_streamed)
+            assert "x-hisparse-pd-left-out" not in answer.headers
+
+    on_node(say("x"), check)
 
 
 def user(*content: Any) -> dict[str, Any]:
@@ -220,8 +321,9 @@ def assistant(*content: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages: a list with 0 entries must be a list with at least one message"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-    (user(IMAGE), 'messages[0].content[0].type: "image" must be "text" or "tool_result"; others are not'),
-    (user({"type": "document"}), 'messages[0].content[0].type: "document"'),
+    (user(IMAGE), 'messages[0].content[0].type: "image" is not supported: could not process image'),
+    (user(PDF), 'messages[0].content[0].type: "document" is not supported: could not process pdf'),
+    (user({"type": "audio"}), 'messages[0].content[0].type: "audio" must be "text", "tool_result"'),
     (user({"type": "text", "text": 1}), "messages[0].content[0].text: 1 must be a string"),
     (
         user({"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}),
@@ -231,20 +333,31 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (user(7), "messages[0].content[0]: 7 must be an object"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content: 7 must be a string or a list"),
     (
-        assistant({"type": "redacted_thinking", "data": "x"}),
-        '"redacted_thinking" must be "text", "thinking" or "tool_use"; others are not supported',
+        {"messages": [*THOUGHTS[:4], result({"type": "text", "text": "d"}, IMAGE)]},
+        'messages[4].content[0].content[1].type: "image" is not supported: could not process image',
     ),
+    (assistant({"type": "server_tool_use"}), '"server_tool_use" must be "text", "thinking"'),
     (assistant({"type": "tool_use", "id": "t", "name": "n", "input": []}), "messages[0].content[0].input"),
     (assistant({"type": "tool_use", "id": "t", "name": "n", "input": {}}), "must not end with a tool_use"),
     ({"system": [IMAGE]}, "system[0].type"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        'tools[0].type: "web_search_20250305" is not supported: no server runs it here',
+    ),
+    ({"tools": [TOOL, {"type": "bash_20250124", "name": "bash"}]}, 'tools[1].type: "bash_20250124"'),
     ({"tools": [{"name": "n"}]}, "tools[0].input_schema"),
     ({"tools": [TOOL], "tool_choice": {"type": "all"}}, 'tool_choice.type: "all"'),
-    ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, "budget_tokens"),
-    ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+    ({"thinking": {"type": "always"}}, 'thinking.type: "always"'),
+    ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens: 0"),
+    ({"thinking": {"type": "adaptive", "display": "hidden"}}, "thinking.display"),
     ({"container": "c"}, "container"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
-    ({"context_management": {"edits": []}}, "context_management"),
+    (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        'context_management.edits[0].type: "clear_tool_uses_20250919" must be "clear_thinking_20251015"',
+    ),
+    (cleared(keep={"type": "thinking_turns"}), "context_management.edits.keep.value"),
+    (cleared(keep="some"), "context_management.edits[0].keep"),
 ]
 REFUSED_TO_GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens: the field is needed"),
@@ -252,6 +365,13 @@ REFUSED_TO_GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "stop_sequences[0]"),
     ({"n": 2}, "n: 2 is not supported"),
     ({"return_token_ids": True}, "return_token_ids"),
+    (
+        {
+            "tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}],
+            "tool_choice": {"type": "tool", "name": "web_search"},
+        },
+        'tool_choice.name: "web_search" is none of the tools',
+    ),
 ]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from api.schemas import Endpoint, parse_request
 from service.engine_messages import Generate, RequestFailed
 from tests.unit.api import support
 from tests.unit.api.recording_codec import RecordingCodec
@@ -187,6 +188,39 @@ ITEMS = [
     {"role": "assistant", "content": "e"},
     {"type": "message", "role": "user", "content": "f"},
 ]
+IMAGE = {"type": "input_image", "image_url": "http://x/y.png"}
+PATCH = "*** Begin Patch\n*** End Patch\n"
+CUSTOM = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
+NAMESPACE = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Of helpers.",
+    "tools": [TOOL | {"name": "spawn"}, TOOL | {"name": "wait", "description": None}, CUSTOM],
+}
+SEARCH = {"type": "web_search", "external_web_access": True}
+AGENTS_ITEMS = [
+    {"type": "additional_tools", "role": "developer", "tools": [CUSTOM | {"name": "exec"}, SEARCH]},
+    {"role": "user", "content": "a"},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAAAB"},
+    {
+        "type": "function_call",
+        "call_id": "t1",
+        "name": "spawn",
+        "namespace": "agents",
+        "arguments": "{}",
+        "status": "completed",
+    },
+    {"type": "custom_tool_call", "call_id": "t2", "name": "apply_patch", "input": "P"},
+    {"type": "function_call_output", "call_id": "t1", "output": [IMAGE, {"type": "input_text", "text": "b"}]},
+    {"type": "custom_tool_call_output", "call_id": "t2", "output": "done"},
+    {"role": "assistant", "content": "c", "phase": "final_answer"},
+    {"role": "user", "content": "d"},
+]
 SHOWN = (
     '[user]ab[assistant]Tc<t1 weather {"city": "x"}><t2 weather {}>[toolt1]sun[toolt2]rain'
     "[assistant]d[assistant]e[user]f[assistant]"
@@ -204,7 +238,22 @@ SHOWN = (
         ({"tools": [TOOL]}, "[tools]weather[user]hi[assistant]"),
         ({"tools": [TOOL], "tool_choice": "none"}, "[user]hi[assistant]"),
         ({"reasoning": {"effort": "high", "summary": "auto"}}, "[user]hi[assistant](high)"),
-        ({"store": False, "include": ["reasoning.encrypted_content"]}, "[user]hi[assistant]"),
+        (
+            {"store": False, "include": ["reasoning.encrypted_content", "web_search_call.action.sources"]},
+            "[user]hi[assistant]",
+        ),
+        ({"reasoning": {"summary": "detailed"}, "text": {"verbosity": "low"}}, "[user]hi[assistant]"),
+        ({"tools": [TOOL | {"defer_loading": True}, SEARCH]}, "[tools]weather[user]hi[assistant]"),
+        (
+            {"tools": [TOOL, NAMESPACE, CUSTOM]},
+            "[tools]weather,agents.spawn,agents.wait,agents.apply_patch,apply_patch[user]hi[assistant]",
+        ),
+        (
+            {"input": AGENTS_ITEMS, "tools": [NAMESPACE]},
+            "[tools]agents.spawn,agents.wait,agents.apply_patch,exec[user]a[assistant]"
+            '<t1 agents.spawn {}><t2 apply_patch {"input": "P"}>[toolt1][image]b[toolt2]done[assistant]c'
+            "[user]d[assistant]",
+        ),
     ],
 )
 def test_the_prompt(on_node: OnNode, codec: RecordingCodec, options: dict[str, Any], prompt: str) -> None:
@@ -216,7 +265,107 @@ def test_the_prompt(on_node: OnNode, codec: RecordingCodec, options: dict[str, A
     on_node(say("abcdef"), check)
 
 
-IMAGE = {"type": "input_image", "image_url": "http://x/y.png"}
+def call_of(name: str, key: str, value: str) -> str:
+    return f"<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("weather", {"type": "function_call", "name": "weather"}),
+        ("agents.spawn", {"type": "function_call", "name": "spawn", "namespace": "agents"}),
+        ("spawn", {"type": "function_call", "name": "spawn", "namespace": "agents"}),
+        ("exec", {"type": "custom_tool_call", "name": "exec"}),
+        ("agents.apply_patch", {"type": "custom_tool_call", "name": "apply_patch", "namespace": "agents"}),
+        ("apply_patch", {"type": "custom_tool_call", "name": "apply_patch"}),
+        ("unknown", {"type": "function_call", "name": "unknown"}),
+    ],
+)
+def test_calls_are_the_clients_own(on_node: OnNode, name: str, shown: dict[str, Any]) -> None:
+    """The model calls a function by the name that it was shown, the client sees its tool."""
+    is_custom = shown["type"] == "custom_tool_call"
+    key, value = ("input", PATCH) if is_custom else ("city", "Rome")
+    field = "input" if is_custom else "arguments"
+    kind = "custom_tool_call_input" if is_custom else "function_call_arguments"
+
+    async def check(node: Node) -> None:
+        tools = [TOOL, NAMESPACE, CUSTOM, CUSTOM | {"name": "exec"}, SEARCH]
+        whole = await node.post(PATH, **BODY, tools=tools)
+        assert whole.headers["x-hisparse-pd-left-out"] == "tools[4] (web_search)"
+        (item,) = whole.json()["output"]
+        assert whole.json()["tools"] == tools[:-1]
+        events = [e for _, e in named_events((await node.post(PATH, **BODY, tools=tools, stream=True)).text)]
+        added, *changes, done, last = events[2:]
+        assert added["item"] == done["item"] | {"status": "in_progress", field: ""}
+        assert [event["type"] for event in changes if not event["type"].endswith(".delta")] == [
+            f"response.{kind}.done"
+        ]
+        deltas = [event["delta"] for event in changes if event["type"] == f"response.{kind}.delta"]
+        assert "".join(deltas) == changes[-1][field] == done["item"][field]
+        assert last["response"]["output"] == [done["item"]]
+        for told in (item, done["item"]):
+            given = told.pop(field)
+            assert (given if is_custom else json.loads(given)) == (PATCH if is_custom else {key: value})
+            assert told.pop("id").startswith("ctc_" if is_custom else "fc_")
+            assert told.pop("call_id").startswith("call_")
+            assert told == shown | {"status": "completed"}
+
+    on_node(stops_after(call_of(name, key, value)), check)
+
+
+def test_a_custom_call_that_is_cut_off_has_what_was_written(on_node: OnNode) -> None:
+    async def check(node: Node) -> None:
+        body = BODY | {"max_output_tokens": len(call_of("apply_patch", "input", PATCH)) - 40}
+        answer = (await node.post(PATH, **body, tools=[CUSTOM])).json()
+        (item,) = answer["output"]
+        assert (item["status"], answer["status"]) == ("incomplete", "incomplete")
+        assert PATCH.startswith(item["input"])
+        assert item["input"]
+
+    on_node(say(call_of("apply_patch", "input", PATCH)), check)
+
+
+SPAWN, WAIT = {"type": "function", "name": "spawn"}, {"type": "function", "name": "wait"}
+EDIT = {"type": "custom", "name": "apply_patch"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "called"),
+    [
+        (SPAWN, "agents.spawn"),
+        (SPAWN | {"namespace": "agents"}, "agents.spawn"),
+        (EDIT, "apply_patch"),
+        (EDIT | {"namespace": "agents"}, "agents.apply_patch"),
+        ({"type": "allowed_tools", "mode": "required", "tools": [WAIT]}, "agents.wait"),
+    ],
+)
+def test_tools_of_namespaces_are_chosen(choice: dict[str, Any], called: str) -> None:
+    body = {**BODY, "tools": [TOOL, NAMESPACE, CUSTOM], "tool_choice": choice}
+    request = parse_request(Endpoint.RESPONSES, json.dumps(body).encode(), "tiny")
+    constraint = request.options[0].constraint
+    assert constraint is not None
+    assert constraint.calls is not None
+    assert (constraint.calls.names, constraint.calls.is_forced) == ((called,), True)
+
+
+def test_a_namespace_and_a_format_are_told_to_the_model() -> None:
+    body = json.dumps(BODY | {"tools": [NAMESPACE]}).encode()
+    chat = parse_request(Endpoint.RESPONSES, body, "tiny").chat
+    assert chat is not None
+    spawn, wait, patch = (cast("dict[str, object]", tool["function"]) for tool in chat.tools)
+    assert spawn["description"] == "agents: Of helpers.\n\nof a city"
+    assert wait["description"] is None
+    rule = {"type": "string", "description": "Follows this lark:\nstart: /.+/"}
+    assert patch == {
+        "name": "agents.apply_patch",
+        "description": "Edits files.",
+        "parameters": {
+            "type": "object",
+            "properties": {"input": rule},
+            "required": ["input"],
+            "additionalProperties": False,
+        },
+    }
 
 
 @pytest.mark.parametrize(
@@ -242,9 +391,9 @@ IMAGE = {"type": "input_image", "image_url": "http://x/y.png"}
             "must be a string",
         ),
         (
-            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
-            "input[0].encrypted_content",
-            "is not supported",
+            {"input": [*AGENTS_ITEMS[:5], {**AGENTS_ITEMS[5], "output": [IMAGE]}]},
+            "input[5].output[0].type",
+            "could not process image",
         ),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "is not supported"),
         ({"conversation": "conv_1"}, "conversation", "is not supported"),
@@ -256,11 +405,20 @@ IMAGE = {"type": "input_image", "image_url": "http://x/y.png"}
         ({"include": ["message.output_text.logprobs"]}, "include[0]", "is not supported"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", 'must be "none"'),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", 'must be "function"'),
+        ({"tools": [SEARCH]}, "tools[0].type", "no server runs it here"),
+        (
+            {"tools": [TOOL, {"type": "local_shell"}]},
+            "tools[1].type",
+            'must be "function", "custom" or "name',
+        ),
+        ({"tools": [NAMESPACE | {"tools": [SEARCH]}]}, "tools[0].tools[0].type", 'must be "function" or'),
+        ({"tools": [NAMESPACE | {"tools": [TOOL] * 257}]}, "tools[0].tools", "at most 256"),
+        ({"tools": [NAMESPACE | {"tools": [TOOL] * 200}] * 2}, "tools[1].tools[56]", "256 tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is needed"),
+        ({"tools": [NAMESPACE], "tool_choice": {**SPAWN, "name": "stop"}}, "tool_choice.name", "is none"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "must be a JSON schema"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "is not supported"),
+        ({"text": {"verbosity": "mute"}}, "text.verbosity", 'must be "high", "low" or "medium"'),
+        ({"reasoning": {"summary": "none"}}, "reasoning.summary", 'must be "auto", "concise" or "detailed"'),
         ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1"),
         ({"n": 2}, "n", "is not supported"),
     ],
