@@ -43,6 +43,7 @@ from bench.accuracy_report import Response, keep, plot, print_report, summary
 from bench.drafts import drafts_of
 from bench.facts import OUT, run_facts
 from bench.pair import PairError, running_pair
+from bench.report import make_console, write_json
 from bench.retrieval import LENGTHS, RETRIEVAL_MODEL, Retrieval, Task, judge, read_tasks, retrievals
 from decode_node.drafting import full_buffer
 from training.evaluate import QUESTIONS
@@ -57,7 +58,6 @@ CONTROL_PROMPTS = 8
 MAX_NEW_TOKENS = 2 + QUESTIONS * ANSWER_WIDTH + 1
 """Of the retrieval model: "Answer:", the answers, the end."""
 REQUEST_TIMEOUT_SECS = 600.0
-REPORT_WIDTH = 140
 ORACLE = "transformers"
 CONTROL = "control: selection by lot"
 INSTRUCTION = (
@@ -410,9 +410,7 @@ def main() -> int:
     other.add_argument("--instruction", default=INSTRUCTION, help="before each document; '' for none")
     other.add_argument("--api-key-env", default="OPENAI_API_KEY", help="variable that holds the key")
     arguments = parser.parse_args()
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=REPORT_WIDTH)
+    console = make_console()
     started = time.monotonic()
     try:
         measured = (measure_endpoint if arguments.tasks else measure_pair)(arguments, console)
@@ -428,9 +426,8 @@ def main() -> int:
         **{key: value for key, value in measured.items() if key != "responses"},
     }
     print_report(report, console)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     answers = [asdict(response) for response in measured["responses"]]
-    arguments.out.with_suffix(".json").write_text(json.dumps({**report, "responses": answers}) + "\n")
+    write_json(arguments.out.with_suffix(".json"), {**report, "responses": answers})
     plot(report, arguments.out.with_suffix(".png"))
     console.print(f"wrote {arguments.out}.json and .png")
     if arguments.keep:

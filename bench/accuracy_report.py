@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from bench.drafts import tokens_per_step
-from bench.facts import ROOT
+from bench.facts import RESULTS
+from bench.report import picture, table, when, write_json
 from bench.retrieval import NUM_DEPTHS
-
-RESULTS = ROOT / "docs" / "results"
 
 
 @dataclass(frozen=True)
@@ -105,37 +101,32 @@ def _drafts(answers: Sequence[Response]) -> dict[str, Any]:
 def print_report(report: dict[str, Any], console: Console) -> None:
     systems: dict[str, dict[str, Any]] = report["systems"]
     lengths = list(dict.fromkeys(length for entry in systems.values() for length in entry["lengths"]))
-    by_length = _table("Exact match of answers, by prompt length in tokens", *lengths, "prompts all right")
-    by_depth = _table("Exact match of answers, by their depth in the prompt", *map(_fifth, range(NUM_DEPTHS)))
-    first = f"tokens as {next(iter(systems))}"
-    headings = (first, "modes", "hit rate", "tokens a step", "drafts accepted", "prompt tokens")
-    serving = _table("Served", *headings, "failed")
+    by_length, by_depth, serving = [], [], []
     for system, entry in systems.items():
         counts = entry["lengths"]
         perfect = [sum(c[at] for c in counts.values()) for at in (2, 3)]
-        by_length.add_row(system, *(_share(counts.get(length)) for length in lengths), _share(perfect))
-        by_depth.add_row(system, *map(_share, entry["depths"]))
+        by_length.append([system, *(_share(counts.get(length)) for length in lengths), _share(perfect)])
+        by_depth.append([system, *map(_share, entry["depths"])])
         num_selected = entry["hits"] + entry["misses"]
-        serving.add_row(
-            system,
-            f"{entry['num_identical']} of {entry['num_compared']}" if entry["num_compared"] else "",
-            ", ".join(f"{number} {mode}" for mode, number in entry["modes"].items()),
-            f"{entry['hits'] / num_selected:.1%}" if num_selected else "",
-            f"{entry['tokens_per_step']:.2f}" if entry["tokens_per_step"] else "",
-            _share((entry["num_accepted"], entry["num_drafted"])),
-            str(entry["mean_prompt_tokens"] or ""),
-            str(entry["num_failed"] or ""),
+        serving.append(
+            [
+                system,
+                f"{entry['num_identical']} of {entry['num_compared']}" if entry["num_compared"] else "",
+                ", ".join(f"{number} {mode}" for mode, number in entry["modes"].items()),
+                f"{entry['hits'] / num_selected:.1%}" if num_selected else "",
+                f"{entry['tokens_per_step']:.2f}" if entry["tokens_per_step"] else "",
+                _share((entry["num_accepted"], entry["num_drafted"])),
+                str(entry["mean_prompt_tokens"] or ""),
+                str(entry["num_failed"] or ""),
+            ]
         )
-    for table in (by_length, by_depth, serving):
-        console.print(table)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+    match = "Exact match of answers, by"
+    console.print(table(f"{match} prompt length in tokens", ("", *lengths, "prompts all right"), by_length))
+    console.print(
+        table(f"{match} their depth in the prompt", ("", *map(_fifth, range(NUM_DEPTHS))), by_depth)
+    )
+    headings = ("modes", "hit rate", "tokens a step", "drafts accepted", "prompt tokens", "failed")
+    console.print(table("Served", ("", f"tokens as {next(iter(systems))}", *headings), serving))
 
 
 def _fifth(at: int) -> str:
@@ -150,51 +141,38 @@ def _share(counts: Sequence[int] | None) -> str:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Exact match by length and by depth, a line for each system."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (by_length, by_depth) = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
-    styles = ("o-", "s--", "^-.", "d:", "v--", "x-")
-    for number, (system, entry) in enumerate(report["systems"].items()):
-        style = {"marker": styles[number % len(styles)][0], "linestyle": styles[number % len(styles)][1:]}
-        lengths = [(int(length), c[0] / c[1]) for length, c in entry["lengths"].items() if c[1]]
-        by_length.plot(*zip(*lengths, strict=True), label=system, **style)
-        depths = [(at, c[0] / c[1]) for at, c in enumerate(entry["depths"]) if c[1]]
-        if depths:
-            by_depth.plot(*zip(*depths, strict=True), **style)
-    by_length.set(xscale="log", xlabel="prompt, tokens", ylabel="exact match", ylim=(-0.03, 1.03))
-    ticks = sorted({int(x) for entry in report["systems"].values() for x in entry["lengths"] if x != "0"})
-    by_length.set_xticks(ticks, [str(tick) for tick in ticks])
-    by_length.minorticks_off()
-    by_depth.set_xlabel("where in the prompt the answer stands")
-    by_depth.set_xticks(range(NUM_DEPTHS), [_fifth(at) for at in range(NUM_DEPTHS)])
-    for axis in (by_length, by_depth):
-        axis.grid(alpha=0.3)
-    by_length.legend(fontsize=8, loc="center left")
-    facts = report["facts"]
-    figure.suptitle(
-        f"{report['model']}, {report['num_prompts']} held-out prompts, {report.get('dtype', '')}\n"
-        f"{facts['date'][:10]}, commit {facts['commit'][:12]}",
-        fontsize=10,
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
+    with picture(path, 1, 2, figsize=(11, 4), sharey=True) as (figure, (by_length, by_depth)):
+        styles = ("o-", "s--", "^-.", "d:", "v--", "x-")
+        for number, (system, entry) in enumerate(report["systems"].items()):
+            word = styles[number % len(styles)]
+            style = {"marker": word[0], "linestyle": word[1:]}
+            lengths = [(int(length), c[0] / c[1]) for length, c in entry["lengths"].items() if c[1]]
+            by_length.plot(*zip(*lengths, strict=True), label=system, **style)
+            depths = [(at, c[0] / c[1]) for at, c in enumerate(entry["depths"]) if c[1]]
+            if depths:
+                by_depth.plot(*zip(*depths, strict=True), **style)
+        by_length.set(xscale="log", xlabel="prompt, tokens", ylabel="exact match", ylim=(-0.03, 1.03))
+        ticks = sorted({int(x) for entry in report["systems"].values() for x in entry["lengths"] if x != "0"})
+        by_length.set_xticks(ticks, [str(tick) for tick in ticks])
+        by_length.minorticks_off()
+        by_depth.set_xlabel("where in the prompt the answer stands")
+        by_depth.set_xticks(range(NUM_DEPTHS), [_fifth(at) for at in range(NUM_DEPTHS)])
+        for axis in (by_length, by_depth):
+            axis.grid(alpha=0.3)
+        by_length.legend(fontsize=8, loc="center left")
+        figure.suptitle(
+            f"{report['model']}, {report['num_prompts']} held-out prompts, {report.get('dtype', '')}\n"
+            f"{when(report['facts'])}",
+            fontsize=10,
+        )
 
 
 def keep(report: dict[str, Any], directory: Path = RESULTS) -> list[Path]:
     """Write accuracy-DTYPE-DATE.json, without the answers, and its picture."""
-    directory.mkdir(parents=True, exist_ok=True)
     names = (report.get("dtype", "endpoint"), report.get("kv_cache_dtype", ""), report.get("device", ""))
     name = "-".join(word for word in names if word not in ("", "auto", "cpu"))
     stem = directory / f"accuracy-{name}-{report['facts']['date'][:10]}"
-    systems = ",\n".join(
-        f"{json.dumps(system)}: {json.dumps(entry)}" for system, entry in report["systems"].items()
-    )
-    parts = [f'"{key}": {json.dumps(value)}' for key, value in report.items() if key != "systems"]
-    path = stem.with_suffix(".json")
-    path.write_text("{\n" + ",\n".join([*parts, f'"systems": {{\n{systems}\n}}']) + "\n}\n")
-    plot(report, stem.with_suffix(".png"))
-    return [path, stem.with_suffix(".png")]
+    paths = [stem.with_suffix(".json"), stem.with_suffix(".png")]
+    write_json(paths[0], report)
+    plot(report, paths[1])
+    return paths

@@ -21,7 +21,6 @@ from typing import Any
 
 import httpx
 import openai
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -30,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.drafts import TRAINED_DRAFTS, drafts_of, has_draft_layer, tokens_per_step
 from bench.pair import METRICS_TIMEOUT_SECS, Pair, PairError, running_pair
+from bench.report import make_console, table
 from bench.retrieval import RETRIEVAL_MODEL, Retrieval, judge, retrievals
 from decode_node.drafting import full_buffer
 
 REQUEST_TIMEOUT_SECS = 300.0
 MAX_TOKENS = 64
-REPORT_WIDTH = 136
 
 # Small enough that the retrieval model (index_topk 64, context 8192) shows everything: a long prompt does not
 # fit its hot buffer, and fills so much of the device pool that "auto" prefers hisparse. The hot buffer is the
@@ -275,30 +274,24 @@ def expect_drafts(outcomes: list[Outcome]) -> None:
 
 
 def report(outcomes: list[Outcome]) -> Table:
-    table = Table(title="What happened", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("request", no_wrap=True)
-    for heading in ("prompt", "cached", "output", "TTFT ms", "ITL ms"):
-        table.add_column(heading, justify="right")
-    table.add_column("mode", no_wrap=True)
-    for heading in ("tok/step", "MB moved", "hits", "misses", "evictions", "right"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    for outcome in outcomes:
-        table.add_row(
+    numbers = ("tok/step", "MB moved", "hits", "misses", "evictions", "right", "")
+    columns = ("request", "mode", "prompt", "cached", "output", "TTFT ms", "ITL ms", *numbers)
+    rows = [
+        [
             outcome.case.title,
-            *(_number(value) for value in (outcome.num_prompt_tokens, outcome.num_cached_tokens)),
-            _number(outcome.num_output_tokens),
+            outcome.mode or "?",
+            *map(_number, (outcome.num_prompt_tokens, outcome.num_cached_tokens, outcome.num_output_tokens)),
             _millis(outcome.ttft_secs),
             _millis(outcome.itl_secs),
-            outcome.mode or "?",
             "?" if outcome.tokens_per_step is None else f"{outcome.tokens_per_step:.2f}",
             f"{outcome.moved_bytes / 1e6:.1f}",
-            *(_number(value) for value in (outcome.hits, outcome.misses)),
-            _number(outcome.evictions),
+            *map(_number, (outcome.hits, outcome.misses, outcome.evictions)),
             f"{sum(outcome.right)}/{len(outcome.right)}",
             "[red]failed" if outcome.problems else "[green]ok",
-        )
-    return table
+        ]
+        for outcome in outcomes
+    ]
+    return table("What happened", columns, rows, num_left=2)
 
 
 def tell_of_drafts(pair: Pair) -> str:
@@ -324,9 +317,7 @@ def main() -> int:
     parser.add_argument("--model-path", type=Path, required=True, help="checkpoint directory")
     model_path: Path = parser.parse_args().model_path.resolve()
     knows_the_task = model_path == RETRIEVAL_MODEL
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=REPORT_WIDTH)
+    console = make_console()
     outcomes: list[Outcome] = []
     try:
         num_drafts = TRAINED_DRAFTS if has_draft_layer(model_path) else 0

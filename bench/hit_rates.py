@@ -10,7 +10,6 @@ Writes bench/out/hit_rates.json and .png.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.facts import OUT, ROOT, run_facts
+from bench.facts import OUT, RESULTS, run_facts
+from bench.report import picture, when, write_json
 from bench.swap_in_report import describe_trace
 from bench.traces import Trace, hit_rates, kernel_hit_rate, load_trace, synthetic_trace
 
-RESULTS = ROOT / "docs" / "results"
 SELECTIONS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Capacities beyond the smallest, in selections."""
 
@@ -47,46 +46,34 @@ def main() -> None:
     for trace, capacity in track(cases, "hit rates", console=console, disable=not console.is_terminal):
         rows.append(hit_rates(trace, capacity, kernel_hit_rate(trace, capacity)))
         console.print(describe_trace(rows[-1]), soft_wrap=True, highlight=False)
-    facts = run_facts()
-    report = {"facts": facts, "traces": rows}
+    report: dict[str, Any] = {"facts": run_facts(), "traces": rows}
     stems = [OUT / "hit_rates"]
     if arguments.keep:
-        stems.append(RESULTS / f"{arguments.keep}-{facts['date'][:10]}")
+        stems.append(RESULTS / f"{arguments.keep}-{report['facts']['date'][:10]}")
     for stem in stems:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        stem.with_suffix(".json").write_text(f'{{"facts": {json.dumps(facts)},\n"traces": [\n{lines}\n]}}\n')
+        write_json(stem.with_suffix(".json"), report)
         plot(report, stem.with_suffix(".png"))
         console.print(f"wrote {stem}.json and .png", soft_wrap=True)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Hit rate over capacity in selections: a line for each trace, crosses for exact LRU."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4.2))
-    rows: list[dict[str, Any]] = report["traces"]
-    for name in dict.fromkeys(row["trace"] for row in rows):
-        own = [row for row in rows if row["trace"] == name]
-        sizes = [row["capacity"] / row["top_k"] for row in own]
-        label = f"{name}: top {own[0]['top_k']} of {own[0]['context']:,}"
-        (line,) = axis.plot(sizes, [row["hit_rate"] for row in own], "o-", label=label, markersize=4)
-        axis.plot(sizes, [row["lru_hit_rate"] for row in own], "x", color=line.get_color(), markersize=8)
-    axis.plot([], [], "kx", label="exact LRU")
-    axis.set(xscale="log", xlabel="hot buffer, in selections", ylabel="hit rate", ylim=(0, 1.02))
-    ticks = (1, 2, 4, 8, 16, 32)
-    axis.set_xticks(ticks, [str(tick) for tick in ticks])
-    axis.minorticks_off()
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    facts = report["facts"]
-    axis.set_title(f"{facts['date'][:10]}, commit {facts['commit'][:12]}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
+    with picture(path, figsize=(7, 4.2)) as (_, axis):
+        rows: list[dict[str, Any]] = report["traces"]
+        for name in dict.fromkeys(row["trace"] for row in rows):
+            own = [row for row in rows if row["trace"] == name]
+            sizes = [row["capacity"] / row["top_k"] for row in own]
+            label = f"{name}: top {own[0]['top_k']} of {own[0]['context']:,}"
+            (line,) = axis.plot(sizes, [row["hit_rate"] for row in own], "o-", label=label, markersize=4)
+            axis.plot(sizes, [row["lru_hit_rate"] for row in own], "x", color=line.get_color(), markersize=8)
+        axis.plot([], [], "kx", label="exact LRU")
+        axis.set(xscale="log", xlabel="hot buffer, in selections", ylabel="hit rate", ylim=(0, 1.02))
+        ticks = (1, 2, 4, 8, 16, 32)
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+        axis.set_title(when(report["facts"]), fontsize=9)
 
 
 if __name__ == "__main__":

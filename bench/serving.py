@@ -43,6 +43,7 @@ if not __package__:  # run as a file, the folder of this file would hide the pac
 
 from bench.facts import OUT, ROOT, run_facts
 from bench.pair import PairError, running_pair
+from bench.report import make_console, write_json
 from bench.serving_load import (
     Client,
     EndpointError,
@@ -62,7 +63,6 @@ DEFAULT_URL = "http://127.0.0.1:8000/v1"
 CONCURRENCY = (1, 2, 4, 8, 16)
 OPEN_LOOP_REQUESTS = 100
 WARM_UP_TOKENS = 16
-REPORT_WIDTH = 170
 METRICS_TIMEOUT_SECS = 10.0
 METRICS_SETTLE_SECS = 1.0
 """Nodes publish their counters up to 0.4 s late."""
@@ -364,9 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if problem := _conflict(options):
         parser.exit(USAGE_ERROR, f"{parser.prog}: error: {problem}\n")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=REPORT_WIDTH)
+    console = make_console()
     started = time.monotonic()
     measured: dict[str, Any] = {"model": options.model, "points": [], "requests": []}
     status = 0
@@ -401,8 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write(report: Mapping[str, Any], out: Path, console: Console) -> None:
     """``out``.json and, where matplotlib is installed, ``out``.png."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{out}.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(Path(f"{out}.json"), report)
     written = f"wrote {out}.json"
     try:
         plot(report, Path(f"{out}.png"))

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from bench.report import picture, table, when
 from bench.serving_load import Point, Record
 
 PERCENTILES = (50, 90, 99)
@@ -132,34 +131,12 @@ def _of_nodes(counters: Mapping[str, float], wall_secs: float) -> dict[str, Any]
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
     points: list[dict[str, Any]] = report["points"]
-    table = Table(
-        title=f"{_title(report)}; latencies p50 / p90 / p99, ms",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("series")
-    is_closed = points[0]["concurrency"] is not None
-    columns = (
-        "clients" if is_closed else "req/s due",
-        *(
-            "req/s",
-            "tok/s",
-            "tok/s full",
-            "TTFT",
-            "ITL",
-            "TPOT",
-            "end to end",
-            "hit rate",
-            "swap-in",
-            "failed",
-        ),
-    )
-    for column in columns:
-        table.add_column(column, justify="right")
-    for point in points:
-        table.add_row(*_row(point))
-    console.print(table)
+    load = "clients" if points[0]["concurrency"] is not None else "req/s due"
+    rates = ("req/s", "tok/s", "tok/s full")
+    latencies = ("TTFT", "ITL", "TPOT", "end to end")
+    columns = ("series", load, *rates, *latencies, "hit rate", "swap-in", "failed")
+    title = f"{_title(report)}; latencies p50 / p90 / p99, ms"
+    console.print(table(title, columns, map(_row, points)))
     for point in points:
         for name, number in point["errors"].items():
             console.print(
@@ -228,56 +205,49 @@ def _x(point: Mapping[str, Any]) -> float:
 
 def plot(report: Mapping[str, Any], path: Path) -> None:
     """Throughput, ITL, TTFT and hit rate over the load, a line for each series. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     points: list[dict[str, Any]] = report["points"]
-    figure, ((tokens, itl), (ttft, hits)) = pyplot.subplots(2, 2, figsize=(11, 7.5))
-    for number, name in enumerate(dict.fromkeys(point["series"] for point in points)):
-        own = sorted((point for point in points if point["series"] == name), key=_x)
-        color = f"C{number}"
-        tokens.plot(
-            [_x(p) for p in own], [p["output_tokens_per_sec"] for p in own], "o-", color=color, label=name
-        )
-        full = [p for p in own if p["full_load"]]
-        tokens.plot(
-            [_x(p) for p in full],
-            [p["full_load"]["output_tokens_per_sec"] for p in full],
-            *("^:",),
-            color=color,
-            label=f"{name}, all clients busy" if full else None,
-        )
-        for axis, key in ((itl, "itl_secs"), (ttft, "ttft_secs")):
-            known = [p for p in own if p[key]]
-            for rank, style in (("p50", "o-"), ("p99", "s--")):
-                axis.plot(
-                    [_x(p) for p in known],
-                    [p[key][rank] * 1e3 for p in known],
-                    style,
-                    color=color,
-                    label=f"{name}, {rank}",
+    with picture(path, 2, 2, figsize=(11, 7.5)) as (figure, ((tokens, itl), (ttft, hits))):
+        for number, name in enumerate(dict.fromkeys(point["series"] for point in points)):
+            own = sorted((point for point in points if point["series"] == name), key=_x)
+            color = f"C{number}"
+            tokens.plot(
+                [_x(p) for p in own], [p["output_tokens_per_sec"] for p in own], "o-", color=color, label=name
+            )
+            full = [p for p in own if p["full_load"]]
+            tokens.plot(
+                [_x(p) for p in full],
+                [p["full_load"]["output_tokens_per_sec"] for p in full],
+                *("^:",),
+                color=color,
+                label=f"{name}, all clients busy" if full else None,
+            )
+            for axis, key in ((itl, "itl_secs"), (ttft, "ttft_secs")):
+                known = [p for p in own if p[key]]
+                for rank, style in (("p50", "o-"), ("p99", "s--")):
+                    axis.plot(
+                        [_x(p) for p in known],
+                        [p[key][rank] * 1e3 for p in known],
+                        style,
+                        color=color,
+                        label=f"{name}, {rank}",
+                    )
+            rated = [p for p in own if p["hit_rate"] is not None]
+            if rated:
+                hits.plot(
+                    [_x(p) for p in rated], [p["hit_rate"] for p in rated], "o-", color=color, label=name
                 )
-        rated = [p for p in own if p["hit_rate"] is not None]
-        if rated:
-            hits.plot([_x(p) for p in rated], [p["hit_rate"] for p in rated], "o-", color=color, label=name)
-    is_closed = points[0]["concurrency"] is not None
-    load = "concurrent requests" if is_closed else "requests a second, due"
-    tokens.set(ylabel="output tokens a second", ylim=(0, None))
-    itl.set(ylabel="ms between chunks", ylim=(0, None))
-    ttft.set(ylabel="ms to the first token", ylim=(0, None))
-    hits.set(ylabel="hit rate", ylim=(0, 1.02))
-    ticks = sorted({_x(point) for point in points})
-    for axis in (tokens, itl, ttft, hits):
-        axis.set(xlabel=load, xscale="log")
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(fontsize=8)
-    facts = report["facts"]
-    figure.suptitle(f"{_title(report)}\n{facts['date'][:10]}, commit {facts['commit'][:12]}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
+        is_closed = points[0]["concurrency"] is not None
+        load = "concurrent requests" if is_closed else "requests a second, due"
+        tokens.set(ylabel="output tokens a second", ylim=(0, None))
+        itl.set(ylabel="ms between chunks", ylim=(0, None))
+        ttft.set(ylabel="ms to the first token", ylim=(0, None))
+        hits.set(ylabel="hit rate", ylim=(0, 1.02))
+        ticks = sorted({_x(point) for point in points})
+        for axis in (tokens, itl, ttft, hits):
+            axis.set(xlabel=load, xscale="log")
+            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
+            if axis.lines:
+                axis.legend(fontsize=8)
+        figure.suptitle(f"{_title(report)}\n{when(report['facts'])}", fontsize=10)

@@ -20,7 +20,6 @@ Writes bench/out/swap_in.json and, by ``bench/swap_in_report.py``, its pictures.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.facts import OUT, run_facts, spread
 from bench.gpu_timing import timed_us
+from bench.report import write_json
 from bench.swap_in_report import judge, plot, print_report
 from bench.swap_in_workload import (
     CAPACITY,
@@ -87,8 +87,7 @@ def main() -> None:
         else [measure_trace(pool, trace, capacity) for trace in traces for capacity in trace.capacities],
     }
     judge(report)
-    OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / "swap_in.json").write_text(json.dumps(report, indent=1))
+    write_json(OUT / "swap_in.json", report)
     print_report(report)
     plot(report, OUT / "swap_in")
 

@@ -15,7 +15,6 @@ Writes bench/out/swap_in_drafts.json. docs/measurements.md has SGLang's kernel o
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.facts import OUT, run_facts, spread
 from bench.gpu_timing import timed_us
+from bench.report import make_console, table_of, write_json
 from bench.swap_in import copy_peak, host_pool, pinned_pool
 from bench.swap_in_workload import CONTEXT, PAGE_SIZE, TOP_K, Cell, draft_selections
 from kernels.hot_state import HITS, MISSES
@@ -73,9 +73,13 @@ def main() -> None:
         "hot_capacity": HOT_CAPACITY,
         "cells": rows,
     }
-    OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / "swap_in_drafts.json").write_text(json.dumps(report, indent=1))
-    print_report(report)
+    write_json(OUT / "swap_in_drafts.json", report)
+    title = (
+        f"{report['gpu']}, copy peak {report['copy_peak_gb_s']['median']:.1f} GB/s, top-k {TOP_K}, "
+        f"hot buffer {HOT_CAPACITY}, context {CONTEXT}, four selections unite to {arguments.union}; "
+        f"medians of {arguments.repeat}"
+    )
+    make_console().print(table_of(title, rows))
 
 
 def calls_of(tokens: Tensor, num_new: int) -> Tensor:
@@ -118,17 +122,6 @@ def measure(host: Tensor, tokens: Tensor, max_new: int, num_new: int, num_repeat
         "misses_per_token": misses / num_calls / num_new / batch,
         "gb_s": misses / num_calls * host.shape[2] / us / 1e3,
     }
-
-
-def print_report(report: dict[str, Any]) -> None:
-    print(f"{report['gpu']}, copy peak {report['copy_peak_gb_s']['median']:.1f} GB/s, top-k {TOP_K}, "
-          f"hot buffer {report['hot_capacity']}, context {CONTEXT}, four selections unite to "
-          f"{report['union_of_four']}; medians of {report['num_repeats']}")  # fmt: skip
-    print(" item batch miss%  max_new new  union  misses/token  us/call  us/token    GB/s")
-    for c in report["cells"]:
-        print(f"{c['item_bytes']:5} {c['batch']:5} {c['miss_percent']:5} {c['max_new']:8} {c['num_new']:3} "
-              f"{c['union']:6.2f} {c['misses_per_token']:13.1f} {c['us']:8.1f} {c['us_per_token']:9.1f} "
-              f"{c['gb_s']:7.1f}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.facts import OUT, ROOT
+from bench.facts import OUT, RESULTS
+from bench.report import make_console, picture, table_of, when, write_json
 from bench.swap_in_workload import CAPACITY, CONTEXT, MISS_PERCENTS, NUM_STEPS, NUM_WARM_STEPS, TOP_K
 from bench.traces import LRU_TOLERANCE_POINTS
 
@@ -50,9 +51,6 @@ TARGET_US = {
 TARGET_OF_PEAK = {1152: 0.90, 656: 0.85}
 """Of the copy peak, for batch >= 32 with >= 10% misses."""
 TARGET_MEAN_RATIO = 0.55
-
-RESULTS = ROOT / "docs" / "results"
-MAX_KEPT_BYTES = {".json": 40 << 10, ".png": 150 << 10}
 
 
 def judge(report: dict[str, Any]) -> None:
@@ -86,35 +84,31 @@ def _judge_cell(cell: dict[str, Any], peak: float) -> None:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    print(f"{report['gpu']}, copy peak {report['copy_peak_gb_s']['median']:.1f} GB/s, top-k {TOP_K}, "
-          f"hot buffer {CAPACITY}, context {CONTEXT}; us per call in a graph of "
-          f"{NUM_STEPS - NUM_WARM_STEPS} calls")  # fmt: skip
-    for table in report["tables"]:
-        _print_table(table, report["num_repeats"])
+    console = make_console()
+    peak = report["copy_peak_gb_s"]["median"]
+    console.print(
+        f"{report['gpu']}, copy peak {peak:.1f} GB/s, top-k {TOP_K}, hot buffer {CAPACITY}, "
+        f"context {CONTEXT}; us per call in a graph of {NUM_STEPS - NUM_WARM_STEPS} calls, "
+        f"{report['num_repeats']} times",
+        highlight=False,
+    )
+    names = ("item_bytes", "batch", "miss_percent", "peer_us", "us", "ratio", "target_us", "is_met", "gb_s")
+    for found in report["tables"]:
+        cells = [
+            {name: cell[name] for name in names}
+            | {"of_peak": f"{cell['of_peak']:.0%}", "single_us": cell["single_us"]["median"]}
+            | {"repeats_us": "{median:.1f} ({min:.1f}-{max:.1f})".format(**cell["repeats_us"])}
+            for cell in found["cells"]
+        ]
+        console.print(table_of(f"new positions: {found['fresh']}", cells))
+        if found["mean_ratio"] is not None:
+            console.print(
+                f"geometric mean of ours over the peer's, {found['fresh']}: {found['mean_ratio']:.3f} "
+                f"(target {TARGET_MEAN_RATIO}); worst cell {found['worst_ratio']:.2f} (target 1.0)",
+                highlight=False,
+            )
     for row in report["traces"]:
-        print(describe_trace(row))
-
-
-def _print_table(table: dict[str, Any], num_repeats: int) -> None:
-    print(f"\nnew positions: {table['fresh']}")
-    print(" item batch miss%    peer    ours  ratio  target       GB/s of peak  single (median)"
-          + (f"  median (min-max) of {num_repeats}" if num_repeats > 1 else ""))  # fmt: skip
-    for c in table["cells"]:
-        line = (
-            f"{c['item_bytes']:5} {c['batch']:5} {c['miss_percent']:5} {c['peer_us'] or 0:7.1f} "
-            f"{c['us']:7.1f} {c['ratio'] or 0:6.2f} {c['target_us'] or 0:7.1f} "
-            f"{'met ' if c['is_met'] else 'MISS'} {c['gb_s']:6.1f} {100 * c['of_peak']:6.0f}% "
-            f"{c['single_us']['median']:8.1f}"
-        )
-        if num_repeats > 1:
-            repeats = c["repeats_us"]
-            line += f"         {repeats['median']:7.1f} ({repeats['min']:.1f}-{repeats['max']:.1f})"
-        print(line)
-    if table["mean_ratio"] is not None:
-        print(
-            f"geometric mean of ours over the peer's, {table['fresh']}: {table['mean_ratio']:.3f} "
-            f"(target {TARGET_MEAN_RATIO}); worst cell {table['worst_ratio']:.2f} (target 1.0)"
-        )
+        console.print(describe_trace(row), highlight=False, soft_wrap=True)
 
 
 def describe_trace(row: dict[str, Any]) -> str:
@@ -138,22 +132,23 @@ def plot(report: dict[str, Any], stem: Path) -> list[Path]:
 
     One picture for each reading, STEM_FRESH.png; none, and an empty list, without matplotlib.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        print("no matplotlib, so no pictures: draw them elsewhere with bench/swap_in_report.py")
-        return []
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    paths = []
+    for found in report["tables"]:
+        paths.append(stem.with_name(f"{stem.name}_{found['fresh']}.png"))
+        try:
+            _draw(report, found, paths[-1])
+        except ModuleNotFoundError as error:
+            print(f"no {error.name}, so no pictures: draw them elsewhere with bench/swap_in_report.py")
+            return []
+    return paths
 
-    facts, paths = report["facts"], []
-    for table in report["tables"]:
-        cells = table["cells"]
-        items = list(dict.fromkeys(c["item_bytes"] for c in cells))
-        misses = sorted({c["miss_percent"] for c in cells})
-        figure, axes = pyplot.subplots(
-            len(items), len(misses), figsize=(3.1 * len(misses) + 0.6, 2.9 * len(items) + 0.9), squeeze=False
-        )
+
+def _draw(report: dict[str, Any], found: dict[str, Any], path: Path) -> None:
+    cells = found["cells"]
+    items = list(dict.fromkeys(c["item_bytes"] for c in cells))
+    misses = sorted({c["miss_percent"] for c in cells})
+    counts, size = (len(items), len(misses)), (3.1 * len(misses) + 0.6, 2.9 * len(items) + 0.9)
+    with picture(path, *counts, figsize=size, squeeze=False) as (figure, axes):
         for item, row in zip(items, axes, strict=True):
             for miss, axis in zip(misses, row, strict=True):
                 _draw_panel(axis, [c for c in cells if c["item_bytes"] == item and c["miss_percent"] == miss])
@@ -162,17 +157,11 @@ def plot(report: dict[str, Any], stem: Path) -> list[Path]:
         for axis in axes[-1]:
             axis.set_xlabel("batch")
         axes[0][0].legend(fontsize=8)
-        mean = f", geometric mean {table['mean_ratio']:.3f} of SGLang" if table["mean_ratio"] else ""
+        mean = f", geometric mean {found['mean_ratio']:.3f} of SGLang" if found["mean_ratio"] else ""
         figure.suptitle(
-            f"Swap-in on {report['gpu']}, new positions {table['fresh']}{mean}\n"
-            f"{facts['date'][:10]}, commit {facts['commit'][:12]}",
+            f"Swap-in on {report['gpu']}, new positions {found['fresh']}{mean}\n{when(report['facts'])}",
             fontsize=10,
         )
-        figure.tight_layout()
-        paths.append(stem.with_name(f"{stem.name}_{table['fresh']}.png"))
-        figure.savefig(paths[-1], dpi=80)
-        pyplot.close(figure)
-    return paths
 
 
 def _draw_panel(axis: Any, cells: list[dict[str, Any]]) -> None:
@@ -196,39 +185,11 @@ def _draw_panel(axis: Any, cells: list[dict[str, Any]]) -> None:
 
 
 def keep(report: dict[str, Any], directory: Path = RESULTS) -> list[Path]:
-    """Write swap-in-DATE.json and its pictures; raises RuntimeError for one that is too large to keep."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write swap-in-DATE.json, without the lists of single values, and its pictures."""
     stem = directory / f"swap-in-{report['facts']['date'][:10]}"
-    small = _without_lists(report)
-    tables, traces = small.pop("tables"), small.pop("traces")
-    parts = [f'"{key}": {json.dumps(value)}' for key, value in small.items()]
-    derived = ["ratio", "of_peak"] if report["num_repeats"] > 1 else ["ratio", "of_peak", "repeats_us"]
-    for table in tables:
-        table["cells"] = [_without(cell, *derived) for cell in table["cells"]]
-    # A line for each cell and each trace: short, and easy to compare with the next run's.
-    bodies = [
-        json.dumps(_without(table, "cells")).removesuffix("}") + f', "cells": {_lines(table["cells"])}}}'
-        for table in tables
-    ]
-    parts += [f'"tables": [{", ".join(bodies)}]', f'"traces": {_lines(traces)}']
     path = stem.with_suffix(".json")
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-    paths = [path, *plot(report, stem)]
-    for kept in paths:
-        if kept.stat().st_size > MAX_KEPT_BYTES[kept.suffix]:
-            raise RuntimeError(
-                f"{kept}: {kept.stat().st_size} bytes; at most {MAX_KEPT_BYTES[kept.suffix]} are kept"
-            )
-    return paths
-
-
-def _lines(rows: list[dict[str, Any]]) -> str:
-    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
-    return f"[\n{lines}\n]"
-
-
-def _without(row: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in keys}
+    write_json(path, _without_lists(report))
+    return [path, *plot(report, stem)]
 
 
 def _without_lists(value: Any) -> Any:

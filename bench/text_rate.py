@@ -31,8 +31,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import uvicorn
-from rich.console import Console
-from rich.table import Table
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -41,6 +39,7 @@ from starlette.routing import Route
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.facts import OUT, run_facts
+from bench.report import make_console, table, write_json
 from checkpoints.make_tiny import write_tokenizer
 from decode_node.server import create_decode_app
 from service.engine_link import least_loaded
@@ -306,10 +305,7 @@ def main() -> None:
             for process in processes.values():
                 process.join(20)
     show(report)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.with_suffix(".json").write_text(
-        json.dumps({"facts": run_facts(), **report}, indent=1, default=str) + "\n"
-    )
+    write_json(options.out.with_suffix(".json"), {"facts": run_facts(), **report})
 
 
 def measure(
@@ -377,9 +373,8 @@ def wait_for_health(port: int) -> None:
 
 def show(report: dict[str, Any]) -> None:
     columns = ("fronts", "workers", "streams", "step, ms", "offered/s", "tokens/s", "p50", "p99", "max, ms")
-    table = Table(*columns)
     latency = report["latency_ms"]
-    table.add_row(
+    row = [
         str(report["fronts"]),
         "no router" if report["workers"] is None else str(report["workers"]),
         str(report["streams"]),
@@ -387,9 +382,9 @@ def show(report: dict[str, Any]) -> None:
         f"{report['offered_tokens_a_second']:,.0f}",
         f"{report['tokens_a_second']:,.0f}",
         *(f"{latency[p]:.1f}" for p in (50, 99, 100)),
-    )
-    console = Console(width=140)
-    console.print(table)
+    ]
+    console = make_console()
+    console.print(table("", columns, [row], num_left=0))
     kinds = report["cpu_us_a_token"]
     console.print("CPU, us a token: " + ", ".join(f"{name} {us:.1f}" for name, us in kinds.items()))
     shares = report["busy_share"].items()

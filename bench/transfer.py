@@ -14,7 +14,6 @@ sender's rate divided by that of Mooncake's best in the same turn, because a sha
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -35,9 +34,9 @@ if not __package__:  # run as a file, the folder of this file would hide the pac
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 
 from bench.facts import OUT, run_facts, spread
+from bench.report import make_console, write_json
 from bench.transfer_report import draw, print_report
 from kernels.host_memory import allocate_host
 from protocol.lane import LaneOffer
@@ -421,10 +420,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         report["descriptor_cost"] = measure_descriptor_cost(link, scale)
     report["total_secs"] = time.monotonic() - started
 
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = make_console()
     print_report(console, report)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "transfer.json").write_text(json.dumps(report, indent=1))
+    write_json(options.out / "transfer.json", report)
     draw(report, options.out / "transfer.png")
     console.print(f"{report['total_secs']:.0f} s; wrote transfer.json and transfer.png to {options.out}")
     return report

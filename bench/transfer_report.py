@@ -7,65 +7,51 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+
+from bench.report import picture, table, when
 
 PLAN_BOUND_SECS = 0.050
 BEST_BOUND = 0.9
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    planning = Table(title="Expansion and planning of one layer", title_justify="left")
-    for column in ("landing zone", "tokens", "descriptors", "ms", "ms min-max", "bound"):
-        planning.add_column(column, justify="left" if column == "landing zone" else "right")
-    for row in report["planning"]:
-        secs = row["secs"]
-        planning.add_row(
+    planning = [
+        [
             row["zone"],
             f"{row['num_tokens']:,}",
             f"{row['num_descriptors']:,}",
-            f"{secs['median'] * 1e3:.1f}",
-            f"{secs['min'] * 1e3:.1f}-{secs['max'] * 1e3:.1f}",
-            verdict(secs["median"] < PLAN_BOUND_SECS, f"< {PLAN_BOUND_SECS * 1e3:.0f} ms"),
-        )
-    console.print(planning)
-
-    wire = Table(title="Wire, GB/s: median (min-max)", title_justify="left")
-    for column in (
-        "landing zone",
-        "item",
-        "MB",
-        "descriptors",
-        "shared memory",
-        "sender",
-        "same descriptors",
-        "Mooncake's best",
-    ):
-        wire.add_column(column, justify="left" if column == "landing zone" else "right")
-    wire.add_column("best with")
-    wire.add_column("of best", justify="right")
+            *figures(row["secs"], 1e3),
+            verdict(row["secs"]["median"] < PLAN_BOUND_SECS, f"< {PLAN_BOUND_SECS * 1e3:.0f} ms"),
+        ]
+        for row in report["planning"]
+    ]
+    columns = ("landing zone", "tokens", "descriptors", "ms", "ms min-max", "bound")
+    console.print(table("Expansion and planning of one layer", columns, planning))
+    wire = []
     for row in report["wire"]:
         median = row["sender_of_best"]["median"]
-        wire.add_row(
-            row["zone"],
-            f"{row['dtype']} {row['item_bytes']} B",
-            f"{row['num_bytes'] / 1e6:.0f}",
-            f"{row['num_descriptors']:,}",
-            gigabytes(row["shared_memory"]),
-            gigabytes(row["sender"]),
-            gigabytes(row["same_descriptors"]),
-            gigabytes(row["best"]),
-            row["best"]["how"],
-            verdict(median >= BEST_BOUND, f"{median:.2f}") if row["zone"] == "fresh" else f"{median:.2f}",
+        wire.append(
+            [
+                row["zone"],
+                f"{row['dtype']} {row['item_bytes']} B",
+                f"{row['num_bytes'] / 1e6:.0f}",
+                f"{row['num_descriptors']:,}",
+                *(gigabytes(row[key]) for key in ("shared_memory", "sender", "same_descriptors", "best")),
+                row["best"]["how"],
+                verdict(median >= BEST_BOUND, f"{median:.2f}") if row["zone"] == "fresh" else f"{median:.2f}",
+            ]
         )
-    console.print(wire)
+    senders = ("shared memory", "sender", "same descriptors", "Mooncake's best", "best with", "of best")
+    columns = ("landing zone", "item", "MB", "descriptors", *senders)
+    console.print(table("Wire, GB/s: median (min-max)", columns, wire))
+    cost = [[row["how"], *figures(row["micros"], 1)] for row in report["descriptor_cost"]]
+    console.print(table("One descriptor of one item, raw Mooncake", ("how", "us", "us min-max"), cost))
 
-    cost = Table(title="One descriptor of one item, raw Mooncake", title_justify="left")
-    for column in ("how", "us", "us min-max"):
-        cost.add_column(column, justify="left" if column == "how" else "right")
-    for row in report["descriptor_cost"]:
-        micros = row["micros"]
-        cost.add_row(row["how"], f"{micros['median']:.1f}", f"{micros['min']:.1f}-{micros['max']:.1f}")
-    console.print(cost)
+
+def figures(spread: dict[str, Any], factor: float) -> tuple[str, str]:
+    """Median, and smallest to largest."""
+    median, low, high = (spread[name] * factor for name in ("median", "min", "max"))
+    return f"{median:.1f}", f"{low:.1f}-{high:.1f}"
 
 
 def gigabytes(rates: dict[str, Any]) -> str:
@@ -78,41 +64,30 @@ def verdict(met: bool, text: str) -> str:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Sender against Mooncake, and plan time against its bound."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (wire, planning) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 1))
-    rows = report["wire"]
-    columns = (
-        ("shared_memory", "sender, shared memory"),
-        ("sender", "sender"),
-        ("same_descriptors", "Mooncake, same descriptors"),
-        ("best", "Mooncake's best"),
-    )
-    for number, (key, label) in enumerate(columns):
-        medians = np.array([row[key]["median"] for row in rows]) / 1e9
-        low = medians - np.array([row[key]["min"] for row in rows]) / 1e9
-        high = np.array([row[key]["max"] for row in rows]) / 1e9 - medians
-        wire.bar(np.arange(len(rows)) + (number - 1.5) * 0.21, medians, 0.21, yerr=(low, high), label=label)
-    wire.set_yscale("log")
-    wire.set_xticks(range(len(rows)), [f"{row['zone']}\n{row['dtype']}" for row in rows])
-    wire.set_ylabel("GB/s")
-    wire.set_title(f"{rows[0]['num_tokens']:,} tokens over loopback TCP and shared memory")
-    wire.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    planning.bar(
-        [row["zone"] for row in report["planning"]], [r["secs"]["median"] * 1e3 for r in report["planning"]]
-    )
-    planning.axhline(PLAN_BOUND_SECS * 1e3, color="red", linestyle="--", label="bound")
-    planning.set_ylabel("ms")
-    planning.set_title(f"plan of {report['planning'][0]['num_tokens']:,} tokens")
-    planning.legend(loc="center left")
-    facts = report["facts"]
-    figure.suptitle(
-        f"{facts['cpu']}, {facts['num_cpus']} cores, {facts['date']}, commit {facts['commit'][:12]}",
-        fontsize=9,
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, 1, 2, figsize=(12, 4.5), width_ratios=(3, 1)) as (figure, (wire, planning)):
+        rows = report["wire"]
+        columns = (
+            ("shared_memory", "sender, shared memory"),
+            ("sender", "sender"),
+            ("same_descriptors", "Mooncake, same descriptors"),
+            ("best", "Mooncake's best"),
+        )
+        for number, (key, label) in enumerate(columns):
+            medians = np.array([row[key]["median"] for row in rows]) / 1e9
+            low = medians - np.array([row[key]["min"] for row in rows]) / 1e9
+            high = np.array([row[key]["max"] for row in rows]) / 1e9 - medians
+            places = np.arange(len(rows)) + (number - 1.5) * 0.21
+            wire.bar(places, medians, 0.21, yerr=(low, high), label=label)
+        wire.set_yscale("log")
+        wire.set_xticks(range(len(rows)), [f"{row['zone']}\n{row['dtype']}" for row in rows])
+        wire.set_ylabel("GB/s")
+        wire.set_title(f"{rows[0]['num_tokens']:,} tokens over loopback TCP and shared memory")
+        wire.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        plans = report["planning"]
+        planning.bar([plan["zone"] for plan in plans], [plan["secs"]["median"] * 1e3 for plan in plans])
+        planning.axhline(PLAN_BOUND_SECS * 1e3, color="red", linestyle="--", label="bound")
+        planning.set_ylabel("ms")
+        planning.set_title(f"plan of {plans[0]['num_tokens']:,} tokens")
+        planning.legend(loc="center left")
+        facts = report["facts"]
+        figure.suptitle(f"{facts['cpu']}, {facts['num_cpus']} cores, {when(facts)}", fontsize=9)

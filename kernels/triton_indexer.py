@@ -45,7 +45,6 @@ class Tuning:
     num_warps: int
     num_stages: int
     """Tiles on their way to a program, and one more."""
-    programs_per_sm: int = PROGRAMS_PER_SM
 
 
 TUNING = {
@@ -72,7 +71,6 @@ def write_logits(
     top_k: int,
     key_format: str,
     max_len: int,
-    tuning: Tuning | None = None,
 ) -> None:
     """Score queries [first_token, first_token + block_tokens) into the first rows of ``logits``.
 
@@ -82,10 +80,9 @@ def write_logits(
     """
     num_heads, head_dim = q_index.shape[1:]
     is_float32 = q_index.dtype == torch.float32 or key_format == "float32"
-    if tuning is None:
-        tuning = TUNING["float32" if is_float32 else key_format]
+    tuning = TUNING["float32" if is_float32 else key_format]
     keys, scales = _key_views(index_pool, key_format)
-    num_splits = choose_num_splits(block_tokens, _num_programs(q_index.device, tuning))
+    num_splits = choose_num_splits(block_tokens, _num_programs(q_index.device))
     device = q_index.device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         _logits_kernel[(num_splits, block_tokens)](
@@ -114,10 +111,10 @@ def _key_views(index_pool: Tensor, key_format: str) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _num_programs(device: torch.device, tuning: Tuning) -> int:
+def _num_programs(device: torch.device) -> int:
     if device.type == "cpu":  # Triton's interpreter
         return 3
-    return tuning.programs_per_sm * num_multiprocessors(device)
+    return PROGRAMS_PER_SM * num_multiprocessors(device)
 
 
 @triton.jit(do_not_specialize=["first_token", "num_rows", "max_pages", "max_len", "top_k"])

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench import swap_in_drafts
 from bench.facts import run_facts, spread
 from bench.record_trace import record, seeded_text
 from bench.swap_in_drafts import HOT_CAPACITY, NUM_TOKENS, NUM_WARM_TOKENS, calls_of
-from bench.swap_in_report import MAX_KEPT_BYTES, PEER_US, judge, keep, print_report
+from bench.swap_in_report import PEER_US, judge, keep, print_report
 from bench.swap_in_workload import (
     CONTEXT,
     FRESH,
@@ -114,16 +113,6 @@ def test_tokens_of_drafts_unite_and_miss_as_they_promise_in_calls_of_any_number(
 def test_calls_of_several_tokens_keep_a_requests_rows_together() -> None:
     tokens = torch.arange(12).view(4, 3, 1)
     assert calls_of(tokens, 2)[0].flatten().tolist() == [0, 3, 1, 4, 2, 5]
-
-
-def test_a_report_of_drafts_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    numbers = {"us": 41.0, "us_per_token": 20.5, "union": 1.3, "misses_per_token": 41.0, "gb_s": 2.3}
-    one = {"item_bytes": 1152, "batch": 1, "miss_percent": 2, "max_new": 4, "num_new": 2, **numbers}
-    peak = {"gpu": "some GPU", "copy_peak_gb_s": spread([50.0])}
-    swap_in_drafts.print_report(
-        {**peak, "union_of_four": 1.9, "hot_capacity": 8256, "num_repeats": 3, "cells": [one]}
-    )
-    assert " 1152     1     2        4   2   1.30          41.0     41.0      20.5" in capsys.readouterr().out
 
 
 # --- traces -----------------------------------------------------------------------------------------------
@@ -319,7 +308,7 @@ def test_a_whole_report_is_printed_and_kept(tmp_path: Path, capsys: pytest.Captu
     assert "difference -2.00 points  MORE THAN 1 POINT OFF, 12.0 us a call (14.0 alone)" in printed
 
     kept_json, *pictures = keep(report, tmp_path)
-    assert kept_json.stat().st_size < MAX_KEPT_BYTES[".json"]
+    assert kept_json.read_text().count("\n") < 250  # a line for each cell
     assert "values" not in kept_json.read_text()
     assert [picture.name.rpartition("_")[2] for picture in pictures] == ["random.png", "ascending.png"]
     again = json.loads(kept_json.read_text())
