@@ -20,6 +20,7 @@ import msgspec
 from api.message_parts import PartKind, PartList
 from api.tool_markup import STRING_ATTRIBUTE, Markup
 from api.tool_schemas import ToolSchemas
+from protocol.decoding import decode_json
 
 
 class _At(Enum):
@@ -296,8 +297,8 @@ class CallReader:
         if not self._markup.says_type:
             return self._schemas.to_json(self._call.name, self._call.key, text)
         try:
-            msgspec.json.decode(text)
-        except (msgspec.DecodeError, RecursionError):
+            decode_json(text)
+        except msgspec.DecodeError:
             return _string(text)
         return text.strip()  # as it stands: 1.0 stays 1.0
 

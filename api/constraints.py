@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+import msgspec
+
 from api.bodies import (
     ChatBody,
     CompletionsBody,
@@ -26,6 +28,7 @@ from api.body_parts import ResponseFormat, StructuredOutputs, TextFormat
 from api.call_rules import CallRule, anthropic_calls, names_of_tools, openai_calls
 from api.declared import decode
 from api.prompts import ChatPrompt
+from protocol.decoding import check_nesting
 from service.http_errors import ApiError, InvalidField
 
 MAX_SCHEMA_BYTES = 128 << 10
@@ -222,8 +225,9 @@ def _json_format(name: str, given: dict[str, Any] | str | None) -> AnswerFormat:
     schema: object = given
     if isinstance(given, str):
         try:
+            check_nesting(given.encode())
             schema = json.loads(given)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, msgspec.DecodeError) as error:
             raise InvalidField(name, given, f"is not valid JSON: {error}") from error
     if not isinstance(schema, dict):
         raise InvalidField(name, schema, "must be a JSON schema, an object")
@@ -235,10 +239,7 @@ def _json_format(name: str, given: dict[str, Any] | str | None) -> AnswerFormat:
 
 def schema_text(name: str, schema: object) -> str:
     """The schema as JSON. Raises ApiError for one that is too long."""
-    try:
-        text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
-    except RecursionError as error:
-        raise ApiError(400, f"{name}: is nested too deeply", param=name) from error
+    text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
     if (num_bytes := len(text.encode())) > MAX_SCHEMA_BYTES:
         raise ApiError(
             400,

@@ -21,6 +21,7 @@ from msgspec import Meta, Raw, inspect
 
 from api.faults import is_raw, object_fault, path_of, structures_of
 from api.raw_json import MAX_FIELD_BYTES, check_size, decode_item, first_chars, not_json
+from protocol.decoding import NestedTooDeeply, check_nesting
 from service.http_errors import ApiError, InvalidField
 
 T = TypeVar("T")
@@ -109,8 +110,6 @@ def decode(kind: Any, text: bytes | Raw, name: str = "") -> Any:
             value = _decoder(kind).decode(small)
         except msgspec.ValidationError as error:
             raise _explained(kind, text, name, error) from error
-    except RecursionError as error:
-        raise ApiError(400, f"{name or 'the body'} is nested too deeply", code="invalid_json") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise not_json(name, error) from error
     for field, given in (large or {}).items():
@@ -120,12 +119,16 @@ def decode(kind: Any, text: bytes | Raw, name: str = "") -> Any:
 
 
 def decode_body(kind: type[T], body: bytes) -> T:
-    """Raises ApiError 400 unless ``body`` is a JSON object in UTF-8, and as declared."""
+    """Raises ApiError 400 unless ``body`` is a JSON object in UTF-8, of bounded nesting, and as declared."""
     try:
         body.decode()
     except UnicodeDecodeError as error:
         message = f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
         raise ApiError(400, message, code="invalid_utf8") from error
+    try:
+        check_nesting(body)
+    except NestedTooDeeply as error:
+        raise not_json("", error) from error
     return decode(kind, body)
 
 

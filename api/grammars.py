@@ -89,8 +89,6 @@ def write_grammar(
         return lark.text(" | ".join(f"({way})" for way in ways))
     except TooLarge as error:
         raise ApiError(400, f"{asking.field}: {error}", param=asking.field) from error
-    except RecursionError as error:
-        raise ApiError(400, f"{asking.field}: is nested too deeply", param=asking.field) from error
 
 
 # --- reasoning ---------------------------------------------------------------------------------------

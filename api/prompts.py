@@ -27,6 +27,7 @@ from api.body_parts import (
 from api.declared import NOT_SUPPORTED, decode
 from api.faults import fault_of
 from api.raw_json import check_size, decode_item, first_chars, split
+from protocol.decoding import NestedTooDeeply, decode_json
 from service.engine_messages import pack_token_ids
 from service.http_errors import ApiError, InvalidField
 
@@ -240,7 +241,7 @@ def _packed_ids(name: str, value: Raw) -> bytes:
 
 def _no_token_id(name: str, piece: bytes, first_index: int) -> ApiError:
     values: list[object] = []
-    with suppress(msgspec.MsgspecError, RecursionError):  # cut within an entry that is a list or a string
+    with suppress(msgspec.MsgspecError):  # cut within an entry that is a list or a string
         values = msgspec.json.decode(piece)
     faults = (fault_of(f"{name}[{index}]", TokenId, value) for index, value in enumerate(values, first_index))
     return next(filter(None, faults), ApiError(400, f"{name}: must have nothing but token ids", param=name))
@@ -389,9 +390,9 @@ def _tool_call(name: str, call: Call) -> dict[str, object]:
 def written_arguments(name: str, text: str | None) -> dict[str, object] | str:
     """Of an earlier call: a JSON object or, where the model failed to write one, the text that it wrote."""
     try:
-        arguments = msgspec.json.decode(text or "{}")
+        arguments = decode_json(text or "{}")
+    except NestedTooDeeply as error:
+        raise InvalidField(name, text, f"is not usable: {error}") from error
     except msgspec.DecodeError:
         return text or ""
-    except RecursionError as error:
-        raise InvalidField(name, text, "is nested too deeply") from error
     return arguments if isinstance(arguments, dict) else text or ""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from protocol.decoding import decode_json
 from service.http_errors import ApiError, InvalidField
 
 MAX_FIELD_BYTES = 2 << 20
@@ -39,8 +40,8 @@ def _next_char(view: memoryview, start: int) -> int:
 def is_object(text: str) -> bool:
     """Whether the text is a JSON object."""
     try:
-        return isinstance(_decoder.decode(text), dict)
-    except (msgspec.DecodeError, RecursionError):
+        return isinstance(decode_json(text), dict)
+    except msgspec.DecodeError:
         return False
 
 
@@ -50,7 +51,7 @@ def split(name: str, value: Raw, max_items: int) -> list[Raw]:
         raise InvalidField(name, decode_item(name, value), "must be a list")
     try:
         items = split_list(value, max_items)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         raise not_json(name, error) from error
     if items is None:
         raise ApiError(400, f"{name}: must have at most {max_items} entries; split the request", param=name)
@@ -82,7 +83,7 @@ def decode_item(name: str, value: Raw) -> Any:
     check_size(name, value)
     try:
         return _decoder.decode(value)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise not_json(name, error) from error
 
 

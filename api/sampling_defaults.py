@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from api.body_parts import MAX_TOKENS
 from api.declared import declared, decode
+from protocol.decoding import decode_json
 from service.http_errors import ApiError
 from service.settings import NodeSettings
 from vocabulary import CheckpointError
@@ -57,10 +58,10 @@ class SamplingDefaults:
         path = model_path / FILE_NAME
         try:
             content = path.read_bytes()
-            values = msgspec.json.decode(content)
+            values = decode_json(content)
         except FileNotFoundError:
             return cls()
-        except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from error
         if not isinstance(values, dict):
             raise CheckpointError(f"{path}: holds {type(values).__name__}, expected a JSON object")

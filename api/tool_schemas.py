@@ -13,6 +13,8 @@ from enum import Enum, auto
 
 import msgspec
 
+from protocol.decoding import decode_json
+
 _MAX_STEPS = 4096
 _MAX_DEPTH = 32
 
@@ -57,8 +59,8 @@ class ToolSchemas:
         """
         as_string = json.dumps(text, ensure_ascii=False)
         try:
-            value = msgspec.json.decode(text)
-        except (msgspec.DecodeError, RecursionError):
+            value = decode_json(text)
+        except msgspec.DecodeError:
             return as_string
         if tool in self._parameters:
             schema = _Schema(self._parameters[tool])

@@ -25,7 +25,7 @@ MAX_OTHER_BYTES = 1 << 20
 """Of all fields but those of the prompt and ``tools``: a body that is nothing but fields would take the loop
 seconds to take apart."""
 
-_OBJECT_DECODER = msgspec.json.Decoder(dict[str, Raw])
+_OBJECT_DECODER: TypedDecoder[dict[str, Raw]] = TypedDecoder.json(dict[str, Raw])
 
 
 class Endpoint(StrEnum):
@@ -90,7 +90,7 @@ class RequestBody:
             ) from error
         except msgspec.ValidationError as error:
             raise RouterError(400, f"the body must be a JSON object: {error}") from error
-        except (msgspec.DecodeError, RecursionError) as error:
+        except msgspec.DecodeError as error:
             raise RouterError(400, f"the body is not valid JSON: {error}") from error
         values = [memoryview(fields[name]) for name in _PROMPT_FIELDS[endpoint] if name in fields]
         if endpoint is Endpoint.GENERATE:
@@ -98,7 +98,7 @@ class RequestBody:
         prompt = values[0] if len(values) == 1 else memoryview(b"".join(values))
         try:
             num_prompts = _count_prompts(fields, endpoint)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except msgspec.MsgspecError as error:
             raise RouterError(400, f"the prompts are not valid JSON: {error}") from error
         wants_scores = _wants_scores(fields, endpoint)
         most_tokens = _most_tokens(fields, endpoint)
@@ -172,7 +172,7 @@ def _most_tokens(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
             try:
                 parts = split_list(params, MAX_PROMPTS) if first_chars(params)[0] == b"[" else [params]
                 limits = {_limit_decoder.decode(bytes(part)).max_new_tokens for part in parts or ()}
-            except (msgspec.MsgspecError, RecursionError):
+            except msgspec.MsgspecError:
                 return None
             return limits.pop() if limits in ({0}, {1}) else None
         case _:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from protocol.decoding import decode_json
 from service.http_errors import ApiError, ErrorShape
 
 
@@ -65,7 +66,7 @@ class NodeRefused(RouterError):
 
 def _object_in(body: bytes) -> dict[str, object]:
     try:
-        decoded = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        decoded = decode_json(body)
+    except (msgspec.MsgspecError, UnicodeError):
         return {}
     return decoded if isinstance(decoded, dict) else {}

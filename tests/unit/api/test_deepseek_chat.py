@@ -12,8 +12,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from api.chat_format import ToolMarkup
-from api.prompts import ChatPrompt
+from api.prompts import ChatPrompt, written_arguments
 from api.text_codec import TextCodec
+from protocol.decoding import MAX_NESTING
 from service.engine_messages import unpack_token_ids
 from service.http_errors import ApiError
 from tests.unit.api.tiny_tokenizer import make_tokenizer
@@ -257,12 +258,15 @@ def test_what_it_has_no_form_for_is_refused(
 
 
 @pytest.mark.I8
-def test_what_is_nested_too_deeply_is_refused(checkpoint: Path) -> None:
-    deep: list[Any] = []
-    for _ in range(5_000):
-        deep = [deep]
-    with pytest.raises(ApiError, match="nested too deeply") as refused:
-        prompt_text(checkpoint, HELLO, calling(call("c1", a=deep)), result("7", "c1"))
+def test_arguments_may_be_nested_as_deeply_as_json_from_outside(checkpoint: Path) -> None:
+    """And not one level more: whichever the Python, what is read can be written."""
+    inner = "[" * (MAX_NESTING - 1) + "]" * (MAX_NESTING - 1)
+    arguments = written_arguments("arguments", f'{{"a":{inner}}}')
+    assert isinstance(arguments, dict)
+    shown = prompt_text(checkpoint, HELLO, calling(call("c1", **arguments)), result("7", "c1"))
+    assert inner in shown
+    with pytest.raises(ApiError, match=f"nested too deeply: {MAX_NESTING} levels") as refused:
+        written_arguments("arguments", f'{{"a":[{inner}]}}')
     assert refused.value.status == 400
 
 

@@ -21,6 +21,7 @@ from api.prompts import ChatPrompt
 from api.requests import Limits, SampleRequest, grouped, plan_samples
 from api.schemas import ApiRequest, Endpoint, derive_room, parse_request
 from api.text_codec import TextCodec
+from protocol.decoding import MAX_NESTING
 from service.engine_messages import WantedScores, pack_token_ids, unpack_token_ids
 from service.http_errors import ApiError
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH
@@ -600,6 +601,7 @@ def test_naming_no_model_is_fine(model: str | None) -> None:
         (b'{"stream": 1e999}', "not valid JSON"),
         (b'{"stop":' + b"[" * 200_000, "nested too deeply"),
         (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"a":' + b"[" * MAX_NESTING + b"]" * MAX_NESTING + b"}", f"{MAX_NESTING} levels .* are the most"),
     ],
     ids=lambda value: str(value[:20]),
 )
