@@ -10,11 +10,14 @@ gone.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from protocol.access import PeerList
 from protocol.channels import ControlKeys, Guard, load_control_keys, prove_key
@@ -31,6 +34,8 @@ from service.engine_messages import (
     front_of,
 )
 from service.settings import NodeSettings
+
+log = logging.getLogger(__name__)
 
 _HWM = 64
 """Messages that ZMQ keeps a direction and a side; a prompt of a million tokens has 4 MB."""
@@ -66,15 +71,15 @@ class Crossing:
             settings.heartbeat_timeout_secs,
         )
 
-    def watch(self, sock: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        """A socket that is readable once the connection of ``sock`` is lost.
+    def watch(self, sock: zmq.Socket[bytes], events: int = zmq.EVENT_DISCONNECTED) -> zmq.Socket[bytes]:
+        """A socket that tells of ``events`` of ``sock``, among them the loss of a connection.
 
         ZMQ's own thread asks the other end for signs of life, and answers for this one, however busy it is.
         """
         sock.setsockopt(zmq.IPV6, 1)
         sock.setsockopt(zmq.HEARTBEAT_IVL, round(self.heartbeat_secs * 1000))
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(self.timeout_secs * 1000))
-        return sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        return sock.get_monitor_socket(events)
 
 
 class FrontChannel:
@@ -174,6 +179,46 @@ class EngineSocket:
             front.close()
 
 
+class _EngineWatch:
+    """Whether the engine that a bound socket talks to is lost, whoever else connects there and leaves.
+
+    ZMQ's monitor reports every connection by its descriptor, those of a port scan as well, which never shake
+    hands. The engine's is the one that its first message came by.
+    """
+
+    def __init__(self, monitor: zmq.Socket[bytes]) -> None:
+        """``monitor``: of what is accepted and disconnected. The owner of the socket closes it."""
+        self.monitor = monitor
+        self._connected: set[int] = set()
+        self._engine: int | None = None
+        self._is_lost = False
+
+    @property
+    def knows_engine(self) -> bool:
+        return self._engine is not None
+
+    def note_engine(self, descriptor: int) -> None:
+        """A message of the engine has come by this connection."""
+        self._follow()
+        self._engine = descriptor
+        self._is_lost = descriptor not in self._connected
+
+    def take_loss(self) -> bool:
+        """Whether the engine has gone since the last call."""
+        self._follow()
+        is_lost, self._is_lost = self._is_lost, False
+        return is_lost
+
+    def _follow(self) -> None:
+        while self.monitor.poll(0):
+            event = parse_monitor_message(self.monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connected.add(event["value"])
+            else:
+                self._connected.discard(event["value"])
+                self._is_lost |= event["value"] == self._engine
+
+
 class FrontSocket:
     """A front's end of the channel to one engine. Nothing here waits; its loop watches ``fileno``.
 
@@ -185,7 +230,7 @@ class FrontSocket:
         """``crossing``: for an engine on another machine. Raises OSError when it cannot be bound."""
         self._context = zmq.Context.instance() if crossing is None else zmq.Context()  # a Guard has its own
         self._guard: Guard | None = None
-        self._losses: zmq.Socket[bytes] | None = None
+        self._watch: _EngineWatch | None = None
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, _HWM)
@@ -193,7 +238,8 @@ class FrontSocket:
         if crossing is not None:
             self._guard = Guard(self._context, crossing.keys, crossing.allowed, Counter())
             self._guard.protect(self.socket)
-            self._losses = crossing.watch(self.socket)
+            events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+            self._watch = _EngineWatch(crossing.watch(self.socket, events))
         try:
             self.socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -206,24 +252,30 @@ class FrontSocket:
     @property
     def loss_fileno(self) -> int | None:
         """Of another descriptor, by which to ask ``take_loss``; None for an engine on this machine."""
-        return None if self._losses is None else int(self._losses.getsockopt(zmq.FD))
+        return None if self._watch is None else int(self._watch.monitor.getsockopt(zmq.FD))
 
     def take_loss(self) -> bool:
         """Whether the engine has gone since the last call."""
-        is_lost = False
-        while self._losses is not None and self._losses.poll(0):
-            self._losses.recv_multipart()
-            is_lost = True
-        return is_lost
+        return self._watch is not None and self._watch.take_loss()
 
     def receive(self) -> Iterator[FromEngine]:
         """What has arrived, as much as a turn takes in."""
         for _ in range(_RECEIVED_A_TURN):
             try:
-                frame = self.socket.recv(zmq.NOBLOCK)
+                frame = self.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            yield engine_messages.from_engine_decoder.decode(frame)
+            try:
+                message = engine_messages.from_engine_decoder.decode(frame.bytes)
+            except msgspec.MsgspecError as error:
+                if self._watch is None:
+                    raise
+                # Where there is no key anybody may have come before the engine, which tries again.
+                log.warning("dropped what no engine says, from %s: %s", frame.get("Peer-Address"), error)
+                continue
+            if self._watch is not None and not self._watch.knows_engine:
+                self._watch.note_engine(int(frame.get(zmq.SRCFD)))
+            yield message
 
     def send(self, message: ToEngine) -> bool:
         """False: there is no room for it now."""
@@ -239,9 +291,9 @@ class FrontSocket:
         return bool(events & (zmq.POLLIN | (zmq.POLLOUT if to_send else 0)))
 
     def close(self) -> None:
-        if self._losses is not None:
+        if self._watch is not None:
             self.socket.disable_monitor()
-            self._losses.close()
+            self._watch.monitor.close()
         self.socket.close()
         if self._guard is not None:
             self._context.term()

@@ -149,5 +149,6 @@ class RankLink:
             on_sent()
         for received in self._socket.receive():
             self._on_message(self, received)
+        self._check_loss()  # with the first message it is known which connection is the engine's
         if self._socket.is_ready(to_send=bool(self._outbox)):
             self._wake()

@@ -26,6 +26,7 @@ from tests.integration.harness import (
     router_service,
     wait_until,
 )
+from tests.port_scan import listening, scan
 
 LENGTHS = (1, 38, 129, 300)
 NUM_NEW_TOKENS = 10
@@ -130,6 +131,28 @@ def test_a_node_says_where_its_machines_are(nodes: tuple[Deployment, list[Servic
     for node in (*pair.prefill, *pair.decode):
         info = httpx.get(node.url + "/server_info", timeout=10).json()
         assert (info["nnodes"], [rank["dp_rank"] for rank in info["ranks"]]) == (2, [0, 1])
+
+
+@pytest.mark.I7
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_port_scan_ends_nothing(nodes: tuple[Deployment, list[Service]]) -> None:
+    """Every port of every process: fronts, bootstrap, control, engines' channels, ranks, KV, the router."""
+    pair, others = nodes
+    services = [*pair.services, *others]
+    expected = generate(pair.url).json()["output_ids"]
+    addresses = listening(service.pid for service in services)
+    assert len(addresses) > 2 * len(services), addresses
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda address: scan([address]), addresses))
+    for service in services:
+        assert service.process is not None
+        assert service.process.poll() is None, f"{service.name} has ended:\n{service.log_tail()}"
+    pair.flush_prefix_caches()
+    for _ in range(4):  # on both ranks
+        assert generate(pair.url).json()["output_ids"] == expected
+    for service in pair.services:
+        assert httpx.get(service.url + "/health", timeout=60).status_code == 200
 
 
 @pytest.mark.I7

@@ -22,6 +22,7 @@ from service import engine_messages
 from service.engine_messages import Abort, EngineStats, Generate, GenerateGroup, RequestFailed
 from service.engine_sockets import Crossing, EngineSocket, FrontGone, FrontSocket
 from service.ports import free_port
+from tests.port_scan import VISITS, visit
 from vocabulary import SamplingParams
 
 WAIT_SECS = 60.0
@@ -325,6 +326,31 @@ def test_front_and_engine_on_two_machines_notice_each_others_end(keys: ControlKe
     with pytest.raises(FrontGone, match=r"the front at tcp://127\.0\.0\.1:\d+ is gone"):
         listen()
     engine.close()
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize("keys", [None, ControlKeys.generate()], ids=["plain", "with a key"])
+def test_who_never_was_an_engine_is_no_loss(keys: ControlKeys | None) -> None:
+    """Strangers come and go before an engine is there, and while it is: only its own end is its loss."""
+    front, engine = _across(keys, keys)
+    address = ("127.0.0.1", int(engine.fronts[0].endpoint.rsplit(":", 1)[1]))
+    for data in VISITS:
+        visit(address, data, reset=False)
+        assert list(front.receive()) == []
+    engine.send(RequestFailed("r1", 503, "full"))
+    assert front.socket.poll(WAIT_SECS * 1000)
+    assert list(front.receive()) == [RequestFailed("r1", 503, "full")]
+    for data in VISITS:
+        visit(address, data, reset=True)
+    assert not front.take_loss()
+    engine.send(RequestFailed("r2", 503, "full"))
+    assert front.socket.poll(WAIT_SECS * 1000)
+    assert list(front.receive()) == [RequestFailed("r2", 503, "full")]
+    assert not front.take_loss()
+    engine.close()
+    while not front.take_loss():
+        assert select.select([front.loss_fileno], [], [], WAIT_SECS)[0]
+    front.close()
 
 
 @pytest.mark.parametrize(

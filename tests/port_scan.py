@@ -1,0 +1,102 @@
+"""A port scan: who listens in some processes, and visits of strangers who hang up at once or talk garbage."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import socket
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+Address = tuple[str, int]
+
+_CONNECT_SECS = 2.0
+_ANSWER_SECS = 0.05
+"""For an answer that nobody needs: until then what was sent has been read, most times."""
+_LISTENS = "0A"
+_RESET = struct.pack("ii", 1, 0)
+
+_drawn = random.Random(5)
+_ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+_ZMTP_READY = b"\x04\x1a\x05READY\x0bSocket-Type" + struct.pack(">I", 4) + b"PAIR"
+_TLS_HELLO = bytes.fromhex("16030100f1010000ed0303") + _drawn.randbytes(232)
+_STORE_GREETING = b"\0" + struct.pack("<I", 0x3C85F7CE)
+
+VISITS = (
+    b"",
+    b"GET / HTTP/1.1\r\nhost: a\r\n\r\n",
+    b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999999999999999\r\n\r\n",
+    b"\r\n\r\n",
+    b"\0",
+    bytes(512),
+    b"\xff" * 512,
+    _drawn.randbytes(512),
+    struct.pack("<Q", 1 << 62) * 8,
+    struct.pack(">Q", 1 << 40) * 8,
+    _ZMTP_GREETING[:11],
+    _ZMTP_GREETING + b"\xff" * 100,
+    _ZMTP_GREETING.replace(b"NULL", b"WHAT") + _ZMTP_READY,
+    _ZMTP_GREETING + _ZMTP_READY + b"\x00\x07garbage",
+    _TLS_HELLO,
+    _TLS_HELLO[:7],
+    _STORE_GREETING,
+    _STORE_GREETING + b"\x01" + b"\xff" * 16,
+    b"SSH-2.0-scanner\r\n",
+)
+"""What a stranger says: to HTTP, ZMQ, TLS, the store of torch.distributed, and to anything else."""
+
+
+def visit(address: Address, data: bytes, *, reset: bool) -> None:
+    """One connection that says ``data`` and hangs up, with a reset where it is to."""
+    with suppress(OSError), socket.create_connection(address, _CONNECT_SECS) as sock:
+        if data:
+            sock.settimeout(_ANSWER_SECS)
+            with suppress(OSError):
+                sock.sendall(data)
+                sock.recv(1000)
+        if reset:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+
+
+def scan(addresses: Iterable[Address]) -> None:
+    """Every visit to every address, twice."""
+    for address in addresses:
+        for data in VISITS:
+            visit(address, data, reset=False)
+            visit(address, data, reset=True)
+
+
+def listening(pids: Iterable[int]) -> list[Address]:
+    """Where these processes, and all that they have started, listen for TCP (Linux)."""
+    sockets = set[str]()
+    for pid in itertools.chain.from_iterable(map(_descendants, pids)):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(link))
+    found = set[Address]()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in sockets:
+                host, port = fields[1].split(":")
+                found.add((_address(host), int(port, 16)))
+    return sorted(found)
+
+
+def _descendants(pid: int) -> list[int]:
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += _descendants(int(child))
+    return found
+
+
+def _address(digits: str) -> str:
+    """Of the kernel's tables; loopback for a wildcard."""
+    words = [int(digits[start : start + 8], 16) for start in range(0, len(digits), 8)]
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    text = socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
+    return {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(text, text.removeprefix("::ffff:"))
