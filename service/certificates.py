@@ -27,10 +27,16 @@ class Certificate:
         """Raises OSError, which names the files, for such that no server can use."""
         self._stamp = self._stamp_now()
         try:
-            self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            self.context()
         except (OSError, ValueError) as error:  # ssl's errors are OSErrors
             key = f" with key {self.keyfile}" if self.keyfile else ""
             raise OSError(f"certificate {self.certfile}{key}: {_reason(error)}") from error
+
+    def context(self) -> ssl.SSLContext:
+        """For a server. Raises OSError and ValueError where ``check`` would."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._load(context)
+        return context
 
     def refresh(self, context: ssl.SSLContext) -> None:
         """Give ``context``, which is in use, what the files hold by now. A look at two files most times."""

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import h11
 from starlette.types import Receive, Scope, Send
@@ -47,6 +47,52 @@ _MAX_STEP_SECS = 2.0
 """What the time between two sweeps counts at most: after a long turn much has come that was not read."""
 
 
+class Kept(Protocol):
+    """A connection that a server keeps, with TLS or before it."""
+
+    address: str
+
+    def expire(self, now: float) -> str | None:
+        """Close it when it has had its time; the reason."""
+
+    def drop(self) -> object:
+        """Close it with whatever it has not read."""
+
+
+K = TypeVar("K", bound=Kept)
+
+
+class ByAddress(Generic[K]):
+    """Connections in the order in which they came, by the address that they came from."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, dict[K, None]] = {}
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def add(self, connection: K) -> None:
+        """One that is there already keeps its place."""
+        of_address = self._of.setdefault(connection.address, {})
+        self._num += connection not in of_address
+        of_address.setdefault(connection)
+
+    def discard(self, connection: K) -> None:
+        of_address = self._of.get(connection.address, {})
+        if connection not in of_address:
+            return
+        del of_address[connection]
+        self._num -= 1
+        if not of_address:
+            del self._of[connection.address]
+
+    def oldest_of_most(self) -> K:
+        """Of the address that has most, the one that came first; there is one."""
+        most = max(self._of.values(), key=len)
+        return next(iter(most))
+
+
 @dataclass(eq=False)
 class Connections:
     """The connections of one server, at most ``limit``."""
@@ -54,38 +100,35 @@ class Connections:
     limit: int
     now: float = 0.0
     """Seconds that this server has served. What it stood still for is nobody's silence and counts little."""
-    live: set[Connection] = field(default_factory=set)
-    waits: dict[str, dict[Connection, None]] = field(default_factory=dict)
-    """Connections that make the server wait, by their address, who waits longest first."""
+    live: set[Kept] = field(default_factory=set)
+    waits: ByAddress[Kept] = field(default_factory=ByAddress)
+    """Connections that make the server wait, who waits longest first."""
     closed: Counter[str] = field(default_factory=Counter)
     """Connections that were closed or refused and not yet reported, by the reason."""
     on_change: Callable[[], None] = lambda: None
     """Called when their number has changed."""
     _swept_at: float = float("inf")
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: Kept) -> bool:
         """Take a new connection. False: there is no room for it, all others are being served."""
         self.live.add(connection)
         self.on_change()
         if len(self.live) > self.limit and self.waits:
             self.closed["closed for a new one"] += 1
-            most = max(self.waits.values(), key=len)
-            next(iter(most)).drop()
+            self.waits.oldest_of_most().drop()
         return len(self.live) <= self.limit
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: Kept) -> None:
         self.live.discard(connection)
         self.on_change()
         self.note(connection, waits=False)
 
-    def note(self, connection: Connection, *, waits: bool) -> None:
+    def note(self, connection: Kept, *, waits: bool) -> None:
         """Whether the connection makes the server wait, from now on."""
         if waits:
-            self.waits.setdefault(connection.address, {}).setdefault(connection)
-        elif (of_address := self.waits.get(connection.address)) is not None:
-            of_address.pop(connection, None)
-            if not of_address:
-                del self.waits[connection.address]
+            self.waits.add(connection)
+        else:
+            self.waits.discard(connection)
 
     def sweep(self, now: float) -> None:
         """Close whoever has had its time, and say so. About once a second; ``now``: of ``time.monotonic``."""
@@ -138,7 +181,7 @@ class Connection(h11_impl.H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.address = _network_of(self.client[0]) if self.client else ""
+        self.address = address_of(self.client)
         self._head_since = self._all.now
         if not self._all.admit(self):
             self.app = self._refuse_request
@@ -260,6 +303,11 @@ class Connection(h11_impl.H11Protocol):
             "request again later, raise the server's limit of descriptors (ulimit -n), or add servers",
         )
         await error.response({"connection": "close"}, ErrorShape.of_path(scope["path"]))(scope, receive, send)
+
+
+def address_of(client: tuple[str, int] | None) -> str:
+    """As ``Connections`` counts them."""
+    return _network_of(client[0]) if client else ""
 
 
 def _network_of(address: str) -> str:

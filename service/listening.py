@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import logging
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp
 from service import descriptors
 from service.certificates import Certificate
 from service.connections import Connection, Connections
+from service.handshakes import Handshake, Handshakes
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +26,6 @@ _BACKLOG = 2048
 _LAST_ANSWERS_SECS = 2
 _OTHERS_SECS = 0.005
 """For a process with fewer connections to accept one."""
-HANDSHAKE_SECS = 10.0
-"""For a client's part of TLS. Until then its connection is none of ``Connections``, which counts the rest."""
 _TICKS_A_SWEEP = 10
 """uvicorn ticks ten times a second."""
 
@@ -77,6 +75,10 @@ class Listener:
             self.socket = _SharedSocket(self.socket, connections, self._num_connections, process)
         log.info("port %d: at most %d connections (%d descriptors)", self.port, connections.limit, limit)
         protocol: Any = functools.partial(Connection, connections)
+        handshakes: Handshakes | None = None
+        if self._certificate is not None:
+            handshakes = Handshakes(self._certificate.context(), connections)
+            protocol = functools.partial(_handshake, handshakes, protocol)
         config = uvicorn.Config(
             app,
             http=protocol,
@@ -90,10 +92,13 @@ class Listener:
             proxy_headers=False,  # a caller's address is that of its connection, whatever it says
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_LAST_ANSWERS_SECS,
-            ssl_certfile=None if self._certificate is None else self._certificate.certfile,
-            ssl_keyfile=None if self._certificate is None else self._certificate.keyfile,
         )
-        return HttpServer(config, connections, self._certificate)
+        return HttpServer(config, connections, self._certificate, handshakes)
+
+
+def _handshake(handshakes: Handshakes, protocol: Any, **given: Any) -> Handshake:
+    """What a server with TLS makes of a connection, in place of ``protocol(**given)``."""
+    return Handshake(handshakes, functools.partial(protocol, **given))
 
 
 class _SharedSocket(socket.socket):
@@ -129,41 +134,26 @@ class _SharedSocket(socket.socket):
         self._num_connections[self._process] = len(self._connections.live)
 
 
-@contextlib.contextmanager
-def _handshakes_within(secs: float) -> Iterator[None]:
-    """For the server with TLS that starts meanwhile. uvicorn has no option for it, and asyncio's is 60 s."""
-    loop: Any = asyncio.get_running_loop()
-    create_server = loop.create_server
-
-    def create(*args: Any, ssl: Any = None, **given: Any) -> Any:  # others may start meanwhile, too
-        limit = {} if ssl is None else {"ssl_handshake_timeout": secs}
-        return create_server(*args, ssl=ssl, **limit, **given)
-
-    loop.create_server = create
-    try:
-        yield
-    finally:
-        del loop.create_server
-
-
 class HttpServer(uvicorn.Server):
     """Leaves signals to its process, which lets requests finish before any server of it ends."""
 
     def __init__(
-        self, config: uvicorn.Config, connections: Connections, certificate: Certificate | None = None
+        self,
+        config: uvicorn.Config,
+        connections: Connections,
+        certificate: Certificate | None = None,
+        handshakes: Handshakes | None = None,
     ) -> None:
+        """``certificate`` and ``handshakes``: of a server with TLS."""
         super().__init__(config)
         self.connections = connections
         self._certificate = certificate
+        self._handshakes = handshakes
         self.on_started: Callable[[], None] = lambda: None
         """Called once connections are accepted."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._certificate is None:
-            await super().startup(sockets)
-        else:
-            with _handshakes_within(HANDSHAKE_SECS):
-                await super().startup(sockets)
+        await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_BACKLOG)  # in the kernel, where waiting takes none of our descriptors
         self.on_started()
@@ -171,9 +161,14 @@ class HttpServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_A_SWEEP == 0:
             self.connections.sweep(time.monotonic())
-            if self._certificate is not None and self.config.ssl is not None:
-                self._certificate.refresh(self.config.ssl)
+            if self._certificate is not None and self._handshakes is not None:
+                self._certificate.refresh(self._handshakes.context)
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._handshakes is not None:
+            self._handshakes.drop_all()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

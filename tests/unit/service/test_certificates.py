@@ -83,7 +83,7 @@ def test_https_with_a_certificate_that_is_exchanged(tmp_path: Path, caplog: pyte
 
 @pytest.mark.I8
 def test_a_client_that_never_agrees_on_tls_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.listening.HANDSHAKE_SECS", 0.1)
+    monkeypatch.setattr("service.handshakes.HANDSHAKE_SECS", 0.1)
     files = make_tls_files(tmp_path)
 
     async def main() -> None:
