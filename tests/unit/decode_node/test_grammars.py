@@ -290,6 +290,7 @@ def test_who_waits_for_a_grammar_has_no_step_to_make_and_does_not_wait_for_ever(
 ) -> None:
     never: Future[Grammar] = Future()
     monkeypatch.setattr(node.engine._grammars, "ask", lambda text: never)
+    node.stats = None
     answer = ask(node, double, PROMPTS[0], grammar=WORD)
 
     def waits() -> bool:
