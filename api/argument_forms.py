@@ -11,15 +11,8 @@ from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from api.lark import ANY, literal, searched
+from api.schema_document import MAX_DEPTH, SchemaDocument, Steps, path_of
 
-_MAX_DEPTH = 32
-_MAX_STEPS = 4096
-"""Schemas looked at for one tool: references can multiply without end."""
-
-_ANNOTATIONS = {
-    *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
-    *("$comment", "$schema", "$id", "$defs", "definitions", "x-guidance"),
-}
 _STRING_KEYWORDS = {"minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType"}
 _OTHER_KEYWORDS = {
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -87,38 +80,50 @@ class Forms:
 
 
 class SchemaReader:
-    """Reads the schemas of the parameters of one tool. ``root``: of all of them."""
+    """Reads the schemas of the parameters of one tool. ``root``: of all of them.
 
-    def __init__(self, root: Mapping[str, object], *, is_lenient: bool) -> None:
+    Its methods raise NotWritable, and TooManySteps.
+    """
+
+    def __init__(self, root: Mapping[str, object], steps: Steps, *, is_lenient: bool) -> None:
         """``is_lenient``: what cannot be enforced for a bare string is left out."""
-        self._root = root
+        self._document = SchemaDocument(root, steps)
         self._is_lenient = is_lenient
-        self._steps_left = _MAX_STEPS
+        self._forms: dict[int, tuple[object, Forms]] = {}
+        """With the schema that they are of."""
 
     def resolved(self, schema: object) -> object:
-        """What a schema refers to that says nothing else. Raises NotWritable."""
-        for _ in range(_MAX_DEPTH):
-            if not isinstance(schema, dict) or "$ref" not in schema or _words(schema) != {"$ref"}:
+        """What a schema refers to that says nothing else."""
+        for _ in range(MAX_DEPTH):
+            self._document.steps.spend(1)
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            if self._document.words(schema) != {"$ref"}:
                 return schema
             schema = self._at(schema["$ref"])
         raise NotWritable("refers to itself")
 
     def forms(self, schema: object, depth: int = 0) -> Forms:
-        """Raises NotWritable."""
-        self._steps_left -= 1
-        if depth > _MAX_DEPTH or self._steps_left < 0:
-            raise NotWritable("is nested too deeply, or too large")
+        if depth > MAX_DEPTH:
+            raise NotWritable("is nested too deeply")
         schema = self.resolved(schema)
+        kept = self._forms.get(id(schema))
+        if kept is None:
+            kept = self._forms[id(schema)] = schema, self._forms_of(schema, depth)
+        return kept[1]
+
+    def _forms_of(self, schema: object, depth: int) -> Forms:
         if schema is False:
             return Forms()
-        if schema is True or (isinstance(schema, dict) and not _words(schema)):
+        if schema is True or (isinstance(schema, dict) and not self._document.words(schema)):
             return Forms(strings=[ANY], schemas=[{"type": list(_TYPES)}], is_anything=True)
         if not isinstance(schema, dict):
             raise NotWritable("is no JSON schema")
-        words = _words(schema)
+        words = self._document.words(schema)
         if "const" in schema and words <= {"const", "type"}:
             return _values([schema["const"]], schema)
         if isinstance(enum := schema.get("enum"), list) and words <= {"enum", "type"}:
+            self._document.steps.spend(len(enum))
             return _values(enum, schema)
         for combiner in ("anyOf", "oneOf", "allOf"):
             branches = schema.get(combiner)
@@ -137,19 +142,17 @@ class SchemaReader:
         return forms
 
     def document(self, schema: Mapping[str, object]) -> Mapping[str, object]:
-        """The schema with all that it refers to. Raises NotWritable."""
+        """The schema with all that it refers to."""
         found: dict[str, dict[str, object]] = {}
         open_schemas: list[object] = [schema]
         while open_schemas:
-            self._steps_left -= 1
-            if self._steps_left < 0:
-                raise NotWritable("is too large")
+            self._document.steps.spend(1)
             match open_schemas.pop():
                 case dict() as held:
                     open_schemas += held.values()
                     if isinstance(reference := held.get("$ref"), str):
                         target = self._at(reference)
-                        _, holder, name = _unescaped(reference)
+                        _, holder, name = path_of(reference)
                         if name not in found.setdefault(holder, {}):
                             found[holder][name] = target
                             open_schemas.append(target)
@@ -159,11 +162,10 @@ class SchemaReader:
 
     def _at(self, reference: object) -> object:
         """``#/$defs/name`` or ``#/definitions/name``."""
-        parts = _unescaped(reference) if isinstance(reference, str) else []
-        if len(parts) == 3 and parts[0] == "#" and parts[1] in ("$defs", "definitions"):
-            holder = self._root.get(parts[1])
-            if isinstance(holder, dict) and parts[2] in holder:
-                return holder[parts[2]]
+        if isinstance(reference, str) and reference.startswith(("#/$defs/", "#/definitions/")):
+            found = self._document.at(reference)
+            if found is not None and reference.count("/") == 2:
+                return found
         raise NotWritable(f"has the reference {reference!r}; only #/$defs/… and #/definitions/… are followed")
 
     def _combined(
@@ -178,10 +180,19 @@ class SchemaReader:
             and (len(has_strings) > 1 or any(len(forms.schemas) > 1 for forms in of_branches))
         ):
             return Forms(whole=schema)
+        # What several branches refer to is written once, as oneOf has it only where the branches are none.
+        distinct = (
+            of_branches if combiner == "oneOf" else list({id(forms): forms for forms in of_branches}.values())
+        )
+        num_parts = sum(len(forms.texts) + len(forms.strings) + len(forms.schemas) for forms in distinct)
+        self._document.steps.spend(num_parts)
+        schemas = [each for forms in distinct for each in forms.schemas]
+        if combiner == "anyOf":
+            schemas = list({id(schema): schema for schema in schemas}.values())
         return Forms(
-            texts=[text for forms in of_branches for text in forms.texts],
-            strings=[string for forms in of_branches for string in forms.strings],
-            schemas=[each for forms in of_branches for each in forms.schemas],
+            texts=list(dict.fromkeys(text for forms in distinct for text in forms.texts)),
+            strings=list(dict.fromkeys(string for forms in distinct for string in forms.strings)),
+            schemas=schemas,
             is_one_of=combiner == "oneOf",
         )
 
@@ -208,15 +219,6 @@ class SchemaReader:
                     f"has the format {name!r}; of strings that are written bare, there are {known}"
                 )
         return " & ".join([ANY, *parts])
-
-
-def _unescaped(reference: str) -> list[str]:
-    return [part.replace("~1", "/").replace("~0", "~") for part in reference.split("/")]
-
-
-def _words(schema: Mapping[str, object]) -> set[str]:
-    """What a schema says of values."""
-    return {word for word in schema if word not in _ANNOTATIONS}
 
 
 def _values(values: Sequence[object], schema: Mapping[str, object]) -> Forms:

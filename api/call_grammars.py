@@ -18,6 +18,7 @@ from api.argument_forms import NotWritable, SchemaReader, texts_of
 from api.chat_format import DSML, V31, ToolMarkup
 from api.constraints import schema_text
 from api.lark import ANY, NEWLINE, Lark, json_value, literal, sequence
+from api.schema_document import Steps
 from api.tool_schemas import ToolSchemas
 from service.http_errors import ApiError
 
@@ -26,6 +27,9 @@ _NAME: Final = re.compile(r'[^\s<>"｜]([^<>"｜\x00-\x1f\x7f]*[^\s<>"｜])?')
 
 _FREE_KEY = "/[A-Za-z0-9_.\\-]{1,64}/"
 """Of a parameter that no schema names."""
+
+_CHARS_A_STEP = 8
+"""That are written in the time of one."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,14 @@ class CallWriter(ABC):
     opening: str
     gap = ""
 
-    def __init__(self, lark: Lark, schemas: ToolSchemas) -> None:
+    def __init__(self, lark: Lark, tools: Sequence[Mapping[str, object]], steps: Steps) -> None:
+        """``tools``: all of the request; ``steps``: what reading their schemas is paid from."""
         self._lark = lark
-        self._schemas = schemas
+        self._steps = steps
+        self._schemas = ToolSchemas(tools, steps)
 
     def behind_opening(self, tools: Sequence[CallableTool], *, at_most_one: bool) -> str:
-        """What follows ``opening``: calls of ``tools``, and their end. Raises ApiError 400."""
+        """What follows ``opening``: calls of ``tools``, and their end. Raises ApiError 400, TooManySteps."""
         for tool in tools:
             if not _NAME.fullmatch(tool.name):
                 raise _refused(tool, "has a name that this model's calls cannot have")
@@ -78,7 +84,7 @@ class _WithArguments(CallWriter):
     """A markup in which each argument has marks of its own."""
 
     def _arguments(self, tool: CallableTool) -> list[str]:
-        reader = SchemaReader(tool.parameters, is_lenient=not tool.is_strict)
+        reader = SchemaReader(tool.parameters, self._steps, is_lenient=not tool.is_strict)
         properties, required, others = _members(tool, reader)
         if not properties:
             if others is False:
@@ -86,6 +92,7 @@ class _WithArguments(CallWriter):
             key, value = self._lark.terminal(_FREE_KEY), self._value(tool, "", others, reader)
             return [f"({self._argument(key, value)})*"]
         written = []
+        self._steps.spend(len(properties))
         for name, schema in properties.items():
             if not _NAME.fullmatch(name):
                 raise NotWritable(f"has a parameter {name!r}, a name that this model's calls cannot have")
@@ -106,6 +113,12 @@ class _WithArguments(CallWriter):
     @abstractmethod
     def _value(self, tool: CallableTool, name: str, schema: object, reader: SchemaReader) -> str:
         """The value, and the mark that ends it."""
+
+    def _texts(self, texts: Sequence[str], strings: Sequence[str]) -> str:
+        """As ``texts_of``, paid for: what many parameters refer to is written for each."""
+        written = texts_of(texts, strings)
+        self._steps.spend(len(written) // _CHARS_A_STEP)
+        return written
 
     def _json(self, tool: CallableTool, schema: Mapping[str, object], reader: SchemaReader) -> str:
         return json_value(reader.document(schema), is_lenient=not tool.is_strict)
@@ -174,7 +187,7 @@ class _Glm(_WithArguments):
             forms = forms.structures()
             if forms.schemas:
                 strings = [f"({string}) & ~(/[ \\t\\r\\n]*[\\[{{]/ {ANY})" for string in strings]
-        bare = texts_of(texts, strings)
+        bare = self._texts(texts, strings)
         written = [self._bare(bare)] if bare else []
         if (rest := forms.schema) is not None:
             written.append(sequence(self._json(tool, rest, reader), end))
@@ -220,7 +233,7 @@ class _Dsml(_WithArguments):
         end = f"</{DSML}parameter>"
         forms = reader.forms(schema)
         written = []
-        if bare := texts_of([text for text in forms.texts if end not in text], forms.strings):
+        if bare := self._texts([text for text in forms.texts if end not in text], forms.strings):
             written.append(sequence(literal('true">'), self._lark.until(end, bare)))
         if (rest := forms.schema) is not None:
             written.append(sequence(literal('false">'), self._json(tool, rest, reader), self._lark.mark(end)))

@@ -25,8 +25,8 @@ from api.lark import (
     sequence,
     without,
 )
+from api.schema_document import Steps, TooManySteps
 from api.tool_markup import MARKUPS
-from api.tool_schemas import ToolSchemas
 from grammar.gbnf import GbnfError, convert_gbnf
 from service.http_errors import ApiError
 
@@ -72,7 +72,7 @@ def write_grammar(
         if calls is None or chat_format.markup is None:
             assert answer is not None
             return lark.text(sequence(_thoughts(lark, reasoning), f"({_answer(lark, answer, excluded)})"))
-        writer = CALL_WRITERS[chat_format.markup](lark, ToolSchemas(tools))
+        writer = CALL_WRITERS[chat_format.markup](lark, tools, Steps())
         interrupts = MARKUPS[chat_format.markup].ends_reasoning
         reads_calls = interrupts or not separates_reasoning
         thoughts = _thoughts(lark, reasoning, [writer.opening] if reads_calls else ())
@@ -87,7 +87,7 @@ def write_grammar(
             interrupted = _thoughts_until(lark, reasoning, writer.opening, [END_OF_THINK])
             ways.append(f"{interrupted} {called}")
         return lark.text(" | ".join(f"({way})" for way in ways))
-    except TooLarge as error:
+    except (TooLarge, TooManySteps) as error:
         raise ApiError(400, f"{asking.field}: {error}", param=asking.field) from error
 
 

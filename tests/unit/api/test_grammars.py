@@ -18,6 +18,7 @@ from api.chat_message import MessageParser
 from api.constraints import AnswerFormat, Constraint, FormatKind, schema_text
 from api.grammars import write_grammar
 from api.message_parts import Call, joined
+from api.schema_document import MAX_STEPS, Steps
 from api.tool_markup import MARKUPS
 from api.tool_schemas import ToolSchemas
 from protocol.decoding import MAX_NESTING
@@ -487,6 +488,47 @@ def test_a_schema_that_is_nested_as_deeply_as_a_body_may_be_is_written_or_refuse
         with contextlib.suppress(ApiError):
             write_grammar(forced("f"), chat_format(markup), tools=[tool(of_one(schema))])
     write_grammar(answers(FormatKind.JSON, schema_text("response_format", nested)), chat_format(markup))
+
+
+NUM_SHARING = 1500
+MULTIPLYING: dict[str, dict[str, Any]] = {
+    "a long list of many parameters": {
+        "properties": {f"p{number}": {"$ref": "#/$defs/x"} for number in range(NUM_SHARING)},
+        "$defs": {"x": {"enum": [str(number) for number in range(NUM_SHARING)]}},
+    },
+    "a fan of references for each": {
+        "properties": {f"p{number}": {"$ref": "#/$defs/x"} for number in range(NUM_SHARING)},
+        "$defs": {"x": {"anyOf": [{"type": "string", "pattern": f"^{i}{'a' * 60}$"} for i in range(500)]}},
+    },
+}
+
+
+@pytest.mark.I8
+@pytest.mark.parametrize("parameters", MULTIPLYING.values(), ids=MULTIPLYING)
+@pytest.mark.parametrize("markup", [ToolMarkup.GLM, ToolMarkup.DSML])
+def test_what_reading_schemas_takes_is_bounded_over_all_tools_of_a_request(
+    parameters: dict[str, Any], markup: ToolMarkup
+) -> None:
+    tools = [tool({"type": "object", **parameters}, name=f"f{number}", strict=False) for number in range(4)]
+    with pytest.raises(ApiError, match=rf"^tool_choice: .* more than {MAX_STEPS} steps") as caught:
+        write_grammar(forced(*(f"f{number}" for number in range(4))), chat_format(markup), tools=tools)
+    assert caught.value.status == 400
+
+
+@pytest.mark.I8
+@pytest.mark.parametrize("markup", [ToolMarkup.GLM, ToolMarkup.DSML])
+def test_tools_of_many_parameters_take_a_fraction_of_the_steps(
+    markup: ToolMarkup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four tools of 70 kB together."""
+    described = {"type": "string", "description": "what it is for", "enum": ["one", "two", "three"]}
+    parameters = {"type": "object", "properties": {f"parameter_{i}": described for i in range(700)}}
+    assert len(json.dumps(parameters)) > 70_000
+    steps = Steps()
+    monkeypatch.setattr("api.grammars.Steps", lambda: steps)
+    tools = [tool(parameters, name=f"f{number}") for number in range(4)]
+    write_grammar(forced(*(f"f{number}" for number in range(4))), chat_format(markup), tools=tools)
+    assert 0 < MAX_STEPS - steps.num_left < MAX_STEPS // 4
 
 
 @pytest.mark.parametrize(("kind", "text"), [(FormatKind.REGEX, "a\\"), (FormatKind.GBNF, "root ::= (")])

@@ -150,3 +150,12 @@ def test_schemas_that_multiply_or_go_deep_end() -> None:
         deep = {"anyOf": [deep]}
     assert read(deep, "42") == 42
     assert read({"enum": [f"x{i}" for i in range(100_000)]}, "42") == 42
+    assert read({"enum": [str(i) for i in range(100_000)]}, "42") == "42"
+
+
+@pytest.mark.I8
+def test_a_schema_that_is_reached_in_many_ways_is_looked_at_once() -> None:
+    """Where it says something, at the end of 2**20 ways, that is found."""
+    definitions: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(20)}
+    definitions["d20"] = STRING
+    assert read({"$ref": "#/$defs/d0"}, "42", **{"$defs": definitions}) == "42"
