@@ -45,10 +45,11 @@ def choose_backend(
         if obstacle is None:
             how = f"auto on {device.type}" if name == AUTO else "configured"
             chosen = _create(candidate, device, kv_format, "; ".join((how, *refusals)))
-            has_triton = _obstacle(TRITON, device, kv_format, num_heads, top_k) is None
-            if name == AUTO and candidate == FLASHMLA_SPARSE and has_triton:
-                return SmallBatchAttention(_create(TRITON, device, kv_format, ""), chosen)
-            return chosen
+            if name != AUTO or candidate != FLASHMLA_SPARSE:
+                return chosen
+            if _obstacle(TRITON, device, kv_format, num_heads, top_k) is not None:
+                return chosen
+            return SmallBatchAttention(_create(TRITON, device, kv_format, ""), chosen)
         refusals.append(f"not {candidate}: {obstacle}")
     others = [
         other for other in BACKEND_NAMES if _obstacle(other, device, kv_format, num_heads, top_k) is None

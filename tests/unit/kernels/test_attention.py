@@ -27,6 +27,7 @@ from kernels.attention import (
 from kernels.attention_backends import choose_backend
 from kernels.checks import KernelArgumentError
 from kernels.kv_format import BFLOAT16, FLOAT32, FORMAT_NAMES, FP8_E4M3, KvFormat
+from tests.unit.kernels.triton_here import interprets_loops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ROOT = Path(__file__).parents[3]
@@ -151,8 +152,8 @@ def test_wrong_arguments_are_named() -> None:
         backend.attend(q, pool, slots[:1], 1.0)
 
 
+@interprets_loops
 def test_triton_kernels_agree_with_the_reference() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
     answer = subprocess.run(
         [sys.executable, "-m", "tests.unit.kernels.interpreted_attention"],
         cwd=ROOT,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -26,6 +25,7 @@ from kernels.expert_routing import (
     rounds,
 )
 from kernels.experts import run_experts
+from tests.unit.kernels.triton_here import needs_triton
 
 ROOT = Path(__file__).resolve().parents[3]
 NUM_EXPERTS, TOP_K = 7, 3
@@ -209,11 +209,6 @@ def interpret_cases() -> None:
         torch.testing.assert_close(found[::2], run_experts(x, routing, gate_up, down, 0))
         assert torch.all(found[1::2] == 0)
     print("same")
-
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
 
 
 @needs_triton

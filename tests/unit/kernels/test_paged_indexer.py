@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -25,6 +24,7 @@ from kernels.paged_indexer import (
 from kernels.selection import select_topk
 from kernels.topk import choose_cluster_size
 from tests.gpu.index_batch import Batch
+from tests.unit.kernels.triton_here import interprets_loops, needs_triton
 
 ROOT = Path(__file__).resolve().parents[3]
 INFINITY, NAN = float("inf"), float("nan")
@@ -165,11 +165,6 @@ def test_blocks_of_a_query(num_tokens: int, max_len: int, capability: tuple[int,
 
 # --- Triton -----------------------------------------------------------------------------------------------
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="triton is not installed (it comes with torch for CUDA)",
-)
-
 CASES = [
     {"key_format": "float32", "num_heads": 3, "head_dim": 16, "page_size": 8, "q_dtype": "float32"},
     {"key_format": "bfloat16", "num_heads": 16, "head_dim": 32, "page_size": 32, "q_dtype": "float32"},
@@ -220,7 +215,7 @@ def check_logits(batch: Batch, token: int, logits: Tensor, max_len: int = 384) -
     assert logits[num_seen:].isnan().all(), "positions that the query does not see were written"
 
 
-@needs_triton
+@interprets_loops
 def test_interpreted_logits() -> None:
     command = [
         sys.executable,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from kernels.checks import KernelArgumentError
 from kernels.rope import rotate
+from tests.unit.kernels.triton_here import needs_triton
 
 SHAPES = [(3, 5, 8, 8), (1, 1, 12, 8), (4, 17, 19, 6), (2, 40, 130, 64), (0, 3, 8, 8), (2, 0, 8, 8)]
 """Tokens, heads, elements of a head, and how many of these are rotated."""
@@ -90,8 +90,10 @@ def interpret_cases() -> None:
                 x, cos, sin = draw(shape, is_wide)
                 in_bf16 = torch.empty(x.shape, dtype=torch.bfloat16)
                 triton_rope.rotate(x.bfloat16(), cos, sin, is_interleaved, in_bf16)
-                once = by_complex_numbers(x.bfloat16(), cos, sin, is_interleaved).bfloat16()
-                assert torch.equal(in_bf16, once)
+                exact = by_complex_numbers(x.bfloat16(), cos, sin, is_interleaved)
+                # The interpreter of some releases cuts float32 off where a GPU rounds it.
+                cut = exact.view(torch.int32).bitwise_right_shift(16).short().view(torch.bfloat16)
+                assert torch.equal(in_bf16, exact.bfloat16()) or torch.equal(in_bf16, cut)
                 wide = torch.full((*x.shape[:2], x.shape[2] + 9), 77.0)
                 triton_rope.rotate(x, cos, sin, is_interleaved, wide[..., 4:-5])
                 expected = by_complex_numbers(x, cos, sin, is_interleaved)
@@ -101,7 +103,7 @@ def interpret_cases() -> None:
     print("same")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_interpreted_kernel() -> None:
     command = [sys.executable, "-c", "from tests.unit.kernels import test_rope as t; t.interpret_cases()"]
     done = subprocess.run(
