@@ -5,11 +5,12 @@ is mapped here. A write is a copy by this process then, over when the call retur
 come later. Where the KV is on a GPU, that copies: to main memory, which is registered with CUDA here as well,
 and to the decode node's GPU. Otherwise the lane is the transport's, tcp or rdma.
 
-Where a CPU writes, a pair is on one lane for good. If a write over the network could follow one over shared
-memory, the decode node could not tell from the end of this process that nothing lands any more. So a decode
-node that was lost and comes back is opened anew, or refused. Memory that is not shared is written over the
-network beside the lane, and a GPU's writes may outlive their process: such pairs (``is_sole`` is False) wait
-out the quarantine, and may take the network, as they do until CUDA has registered the memory.
+Where a CPU writes, a pair that began on shared memory stays there. If a write over the network could follow
+one over shared memory, the decode node could not tell from the end of this process that nothing lands any
+more. So a decode node that was lost and comes back is opened anew, or refused. Memory that is not shared is
+written over the network beside the lane, and a GPU's writes may outlive their process: such pairs (their
+``is_sole`` is False) wait out the quarantine, and may take the network, as they do until CUDA has registered
+the memory. So does a pair whose decode node did not hear it at first: it is on the network until a later try.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from protocol.lane import LaneOffer
 from transfer.errors import TransferError
 from transfer.extents import SlotArray, as_write
-from transfer.lane_memory import Gpu, Landing, LaneError, Mapping
+from transfer.lane_memory import Gpu, Landing, LaneBusyError, LaneError, Mapping
 from transfer.plan import SLICE_BYTES, cut_long
 from transfer.sender import Writer
 
@@ -38,6 +39,9 @@ PART_RANGES: Final = 4096
 GPU_SLICE_BYTES: Final = 256 << 20
 """A room's turn on a lane that a GPU writes to, instead of ``SLICE_BYTES``: 5 ms, against 0.2 ms in which
 nothing is copied between two."""
+
+RETRY_SECS = 5.0
+"""Between two tries to open memory of a decode node that does not hear."""
 
 CLOSE_SECS = 5.0
 """For letting go of a decode node's memory at the end; the kernel does it otherwise."""
@@ -69,6 +73,8 @@ class _Pair:
     lane: Lane | None = None
     mapping: Mapping | None = None
     is_sole: bool = False
+    was_on_network: bool = False
+    """It has been, with the memory not open: what was sent then may still land, so it is not ``is_sole``."""
     is_opening: bool = False
     was_released: bool = False
     has_ended: bool = False
@@ -95,6 +101,7 @@ class Lanes:
     _pairs: dict[str, _Pair] = field(default_factory=dict, init=False)
     _decided: list[str] = field(default_factory=list, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _is_closed: threading.Event = field(default_factory=threading.Event, init=False)
 
     def register(
         self, session: str, offer: LaneOffer | None, regions: Sequence[tuple[int, int]]
@@ -152,6 +159,7 @@ class Lanes:
         """Let go of all memory, waiting a bounded time for that. Nothing may be written any more."""
         with self._lock:
             self.why_off = "this node is shutting down"
+            self._is_closed.set()
             sessions = list(self._pairs)
             mappings = [pair.mapping for pair in self._pairs.values() if pair.mapping is not None]
         for session in sessions:
@@ -210,8 +218,14 @@ class Lanes:
 
     def _open(self, session: str, pair: _Pair) -> None:
         """In a thread of its own: the decode node may be stopped."""
+        while not self._try_to_open(session, pair):
+            self._is_closed.wait(RETRY_SECS)
+
+    def _try_to_open(self, session: str, pair: _Pair) -> bool:
+        """False: the decode node does not hear, and the pair is on the network for now."""
         assert pair.offer is not None
         mapping: Mapping | None = None
+        is_busy = False
         try:
             mapping = Mapping(pair.offer, self.instance_id, self.directory, self.gpu)
             lane = Lane("shm", "both see the same memory")
@@ -220,29 +234,41 @@ class Lanes:
                 log.exception("the lane to session %s", session)
             # Once a pair wrote over shared memory alone, the network is no way out: see above.
             reason = str(error) if isinstance(error, LaneError) else f"{type(error).__name__}: {error}"
+            is_busy = isinstance(error, LaneBusyError) and not pair.is_sole
+            if is_busy:
+                reason += f"; it is tried again every {RETRY_SECS:g} s"
             lane = Lane("shm" if pair.is_sole else self.protocol, reason, is_refused=pair.is_sole)
         with self._lock:
-            pair.is_opening = False
+            is_news = pair.lane != lane
+            pair.is_opening = is_busy
             if self._pairs.get(session) is not pair or self.why_off:  # another process came in its place
                 if mapping is not None:
                     mapping.close()
-                return
+                return True
             if mapping is not None:
                 covers_all = mapping.covers(pair.regions)
-                pair.mapping, pair.is_sole = mapping, covers_all and self.gpu is None
+                pair.mapping = mapping
+                pair.is_sole = covers_all and self.gpu is None and not pair.was_on_network
                 if pair.is_sole:
                     mapping.promise_sole()
                 if not covers_all:
                     lane = Lane("shm", f"both see the same memory; the rest of it over {self.protocol}")
+            elif not pair.is_sole:
+                pair.was_on_network = True
             pair.lane = lane
-            self._decided.append(session)
-        self._say(session, lane)
-        self.on_decided()
+            if is_news:
+                self._decided.append(session)
+        if is_news:
+            self._say(session, lane)
+            self.on_decided()
+        if is_busy:
+            return False
         if mapping is not None:
             mapping.wait_for_end()
             with self._lock:
                 pair.has_ended = pair.mapping is mapping
             mapping.close()  # of a node that has ended the memory is still there while it is mapped here
+        return True
 
     def _say(self, session: str, lane: Lane) -> None:
         log.info("decode node at %s: lane %s (%s)", session, lane.kind, lane.reason)

@@ -50,6 +50,12 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
 HELLO_SECS = 5.0
 """From a connection to its first packet at most."""
+DENIED_PAUSE_SECS = 0.002
+"""After a caller that was denied: any user of this machine may call as often as it likes, and each call takes
+the engine's interpreter some 50 us. The kernel keeps a line of others."""
+LOG_SECS = 60.0
+"""Between two lines of the log about callers of one user that were denied."""
+_MAX_USERS = 256
 _CREDENTIALS = struct.Struct("iII")
 """struct ucred: pid, uid, gid."""
 
@@ -71,11 +77,20 @@ class SharedMemory:
 @dataclass(eq=False)
 class _Connection:
     sock: socket.socket
+    user: int
     deadline: float
     instance_id: str = ""
     """Of the run of a prefill node that holds the memory; empty before its hello."""
     is_sole: bool = False
     """It has said that it writes in no other way."""
+
+
+@dataclass
+class _Denied:
+    """Callers of one user."""
+
+    silent_until: float
+    num_unsaid: int = 0
 
 
 class LaneHost:
@@ -100,6 +115,8 @@ class LaneHost:
         """Connections with which runs hold the memory, by instance id."""
         self._ended: list[str] = []
         self._connections: set[_Connection] = set()
+        self._denied: dict[int, _Denied] = {}
+        """By user."""
         self._listener, self._path = _listen(self.offer.socket, directory)
         self._closed, self._close = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -157,13 +174,14 @@ class LaneHost:
                 time.sleep(0.1)
             return
         sock.setblocking(False)
-        reason = _why_stranger(sock)
+        user = _user_of(sock)
+        reason = _why_stranger(user)
         if not reason and len(self._connections) >= MAX_CONNECTIONS:
             reason = f"{MAX_CONNECTIONS} connections are open, as many as there may be"
         if reason:
-            _deny(sock, reason)
+            self._deny(sock, user, reason)
             return
-        connection = _Connection(sock, time.monotonic() + HELLO_SECS)
+        connection = _Connection(sock, user, time.monotonic() + HELLO_SECS)
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
@@ -178,7 +196,7 @@ class LaneHost:
             message = from_writer_decoder.decode(packet) if packet else None
         except msgspec.MsgspecError as error:
             self._forget(connection)
-            _deny(connection.sock, f"malformed: {error}")
+            self._deny(connection.sock, connection.user, f"malformed: {error}")
             return
         match message:
             case LaneHello() if not connection.instance_id:
@@ -191,7 +209,8 @@ class LaneHost:
     def _welcome(self, connection: _Connection, hello: LaneHello) -> None:
         if not secrets.compare_digest(hello.token, self.offer.token):
             self._forget(connection)
-            _deny(connection.sock, "the token is not that of this decode node's registrations")
+            reason = "the token is not that of this decode node's registrations"
+            self._deny(connection.sock, connection.user, reason)
             return
         connection.instance_id = hello.instance_id
         with self._lock:  # before the answer: whoever has it may write
@@ -213,6 +232,22 @@ class LaneHost:
             self._drop(connection)
             return
         log.info("run %s of a prefill node writes straight to this node's memory", hello.instance_id)
+
+    def _deny(self, sock: socket.socket, user: int, reason: str) -> None:
+        now = time.monotonic()
+        if len(self._denied) > _MAX_USERS:
+            self._denied.clear()
+        denied = self._denied.setdefault(user, _Denied(now))
+        if now >= denied.silent_until:
+            more = f"; {denied.num_unsaid} more of this user were, too" if denied.num_unsaid else ""
+            log.warning("denied a process of user %d the lane: %s%s", user, reason, more)
+            self._denied[user] = _Denied(now + LOG_SECS)
+        else:
+            denied.num_unsaid += 1
+        with contextlib.suppress(OSError):
+            sock.send(encoder.encode(LaneDenied(reason[:1024])))
+        sock.close()
+        time.sleep(DENIED_PAUSE_SECS)
 
     def _forget(self, connection: _Connection) -> None:
         self._connections.discard(connection)
@@ -267,19 +302,17 @@ def _listen(name: str, directory: str) -> tuple[socket.socket, Path | None]:
     return listener, path
 
 
-def _why_stranger(sock: socket.socket) -> str:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
+def _user_of(sock: socket.socket) -> int:
+    _, user, _ = _CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return int(user)
+
+
+def _why_stranger(user: int) -> str:
     if user == os.geteuid():
         return ""
     return f"the prefill node runs as user {user}, the decode node as {os.geteuid()}; run both as one"
-
-
-def _deny(sock: socket.socket, reason: str) -> None:
-    log.warning("denied a process of this machine the lane: %s", reason)
-    with contextlib.suppress(OSError):
-        sock.send(encoder.encode(LaneDenied(reason[:1024])))
-    sock.close()
 
 
 def remove_stale(directory: Path) -> None:

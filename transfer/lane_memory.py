@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,10 @@ PIECE_BYTES = 16 << 10
 
 class LaneError(Exception):
     """Why memory of a decode node cannot be had."""
+
+
+class LaneBusyError(LaneError):
+    """It cannot be had now: too many others ask for it, or the decode node stands still."""
 
 
 class Landing(Protocol):
@@ -252,16 +257,25 @@ def _failed(error: Exception) -> TransferError:
 
 
 def _connect(name: str, directory: str) -> socket.socket:
-    """To the socket of a decode node. Raises LaneError."""
+    """To the socket of a decode node. Raises LaneError.
+
+    Where others wait to be heard, it waits in their line: the kernel has one for callers that block.
+    """
     places = [str(Path(directory) / name)] if directory else []
     for address in (*places, f"\0{name}"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.settimeout(OPEN_SECS)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", *_seconds(OPEN_SECS)))
         try:
             sock.connect(address)
+            sock.settimeout(OPEN_SECS)
             return sock
         except OSError as error:
             sock.close()
+            if error.errno == errno.EAGAIN:
+                raise LaneBusyError(
+                    f"the decode node's socket {name} has had no room for {OPEN_SECS:g} s: too many "
+                    "processes of this machine connect to it"
+                ) from error
             if error.errno not in (errno.ENOENT, errno.ECONNREFUSED):
                 raise LaneError(f"the decode node's socket {name} cannot be opened: {error}") from error
     where = f"in {directory} and among" if directory else "among"
@@ -269,6 +283,12 @@ def _connect(name: str, directory: str) -> socket.socket:
         f"the decode node's socket {name} is not {where} this machine's abstract names: it is on "
         "another machine, or in a container without a common --same-host-dir"
     )
+
+
+def _seconds(secs: float) -> tuple[int, int]:
+    """As struct timeval has them."""
+    whole = int(secs)
+    return whole, round((secs - whole) * 1e6)
 
 
 def _introduce(sock: socket.socket, hello: LaneHello) -> tuple[tuple[Window, ...], list[int]]:
@@ -280,8 +300,10 @@ def _introduce(sock: socket.socket, hello: LaneHello) -> tuple[tuple[Window, ...
             packet, descriptors, _, _ = socket.recv_fds(sock, MAX_LANE_MESSAGE_BYTES, MAX_WINDOWS)
         except ConnectionResetError:  # said once, of a hello that nobody read; what was sent comes behind it
             packet, descriptors, _, _ = socket.recv_fds(sock, MAX_LANE_MESSAGE_BYTES, MAX_WINDOWS)
+    except TimeoutError as error:
+        raise LaneBusyError(f"the decode node's socket gave no answer within {OPEN_SECS:g} s") from error
     except OSError as error:
-        raise LaneError(f"the decode node's socket gave no answer within {OPEN_SECS:g} s: {error}") from error
+        raise LaneError(f"the decode node's socket gave no answer: {error}") from error
     try:
         answer = answer_decoder.decode(packet)
     except msgspec.MsgspecError as error:

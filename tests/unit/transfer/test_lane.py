@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 import transfer.lane
 import transfer.lane_memory
 from kernels.host_memory import allocate_host
-from protocol.lane import SOCKET_PREFIX, LaneOffer, LaneWelcome, Window, encoder
+from protocol.lane import SOCKET_PREFIX, LaneHello, LaneOffer, LaneWelcome, Window, encoder
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Pair, pair_of, wait_until
 from tests.unit.transfer.lane_writer import lane_writer
 from transfer.errors import TransferError, TransferSetupError
 from transfer.extents import SlotArray
 from transfer.lane import Lane
 from transfer.lane_copy import SHORT_BYTES, copy_ranges
-from transfer.lane_host import LaneHost, SharedMemory, remove_stale
+from transfer.lane_host import MAX_CONNECTIONS, LaneHost, SharedMemory, remove_stale
 from transfer.lane_memory import LaneError, Mapping
 from transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
 from transfer.sender import Sender, WriteBatch
@@ -236,6 +236,57 @@ def test_strangers_who_say_nothing_or_nonsense_keep_nobody_out(pair: Pair) -> No
             if packet:
                 sock.send(packet)
         assert pair.register().kind == "shm"
+
+
+@pytest.mark.I8
+def test_a_flood_of_another_user_is_one_line_of_the_log(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    user = os.geteuid()
+    with monkeypatch.context() as patch:
+        patch.setattr("transfer.lane_host.os.geteuid", lambda: user + 1)
+        for _ in range(100):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                stranger.settimeout(WAIT_SECS)
+                stranger.connect(f"\0{pair.host.offer.socket}")
+                assert b"run both as one" in stranger.recv(4096)
+    assert caplog.text.count(f"denied a process of user {user} the lane") == 1
+    assert pair.register().kind == "shm"
+
+
+@pytest.mark.I1
+@pytest.mark.I7
+def test_a_pair_that_was_not_heard_is_on_the_network_until_it_is(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never says that it writes in no other way, for what it sent over the network may still land."""
+    monkeypatch.setattr(transfer.lane_memory, "OPEN_SECS", 0.05)
+    monkeypatch.setattr(transfer.lane, "RETRY_SECS", 0.02)
+    name = f"\0{pair.host.offer.socket}"
+    with contextlib.ExitStack() as callers:
+        with pair.host._lock:  # so that the host stands still at the first one's hello
+            for _ in range(2 * MAX_CONNECTIONS):
+                caller = callers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                caller.setblocking(False)
+                try:
+                    caller.connect(name)
+                    caller.send(encoder.encode(LaneHello(pair.host.offer.token, "another run")))
+                except BlockingIOError:
+                    break
+            lane = pair.register()
+            assert lane.kind == "tcp"
+            assert "too many processes of this machine connect to it; it is tried again" in lane.reason
+            assert pair.lanes.take_decided() == [SESSION]
+            pair.write([0], [0], [10])
+            callers.close()
+        wait_until(lambda: pair.lanes.lane(SESSION) == Lane("shm", "both see the same memory"), "shm")
+        wait_until(lambda: pair.lanes.take_decided() == [SESSION], "the peer is told")
+    pair.write([0], [0], [10])
+    assert pair.network.sent == [(SESSION, [pair.regions[0][0]])]
+    assert np.array_equal(pair.memory[0][:10], pair.network.source[:10])
+    pair.lanes.release(SESSION)
+    wait_until(lambda: not pair.host.is_held_by("run"), "the memory is let go of")
+    assert pair.host.take_ended() == []
 
 
 @pytest.fixture
