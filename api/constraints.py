@@ -46,8 +46,6 @@ ANY_JSON_OBJECT = "$$ANY$$"
 
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|[?!]?start\s*(?:\[[^\]\n]*\]\s*)?:(?!:))", re.MULTILINE)
 
-_VLLM_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-
 
 class FormatKind(Enum):
     JSON = auto()

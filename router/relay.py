@@ -44,7 +44,6 @@ _CHUNK_BYTES = 256 << 10
 """Of a joined answer."""
 
 _PASSED_HEADERS = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"x-request-timing")
-_KEY_HEADERS = (b"authorization", b"x-api-key")
 _BAD_GATEWAY, _UNAVAILABLE = 502, 503
 _QUEUE_FULL = 429
 _PREFILL_FAILED = frozenset((_BAD_GATEWAY, _UNAVAILABLE, _QUEUE_FULL))

@@ -75,7 +75,6 @@ def _words() -> tuple[str, ...]:
 
 
 WORDS = _words()
-_PIECE = r" is \p{N}{1,2}| ?\p{L}+|\p{N}{1,2}|[^\p{L}\p{N}]"
 WORD_IDS = {word: NUM_BYTES + number for number, word in enumerate(WORDS)}
 VOCAB_SIZE = NUM_BYTES + len(WORDS) + len(SPECIAL_TOKENS)
 # Last, because the tokenizers library numbers added tokens after the others.

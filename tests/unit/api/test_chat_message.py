@@ -68,7 +68,6 @@ V31_ODD = (
     "<|tool▁calls▁begin|><|tool▁call▁begin|>weather<|tool▁sep|>[1]<|tool▁call▁end|><|tool▁calls▁end|>"
 ).replace("|", BAR)
 BROKEN_GLM = "f" + "<arg_key>" * 30_000
-BROKEN_DSML = '<|DSML|parameter name="a">'.replace("|", BAR) * 30_000
 """Calls that hurt whoever searches for the end of each beginning."""
 
 

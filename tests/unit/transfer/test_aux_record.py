@@ -56,12 +56,12 @@ def test_slots_are_whole_cache_lines_and_the_rest_is_left_alone() -> None:
 
 
 @pytest.mark.I7
-@pytest.mark.parametrize("offset", [*range(LAYOUT.record_bytes)])
-def test_one_flipped_bit_anywhere_is_found(offset: int) -> None:
-    slot = packed()
-    slot[offset] ^= 1
-    with pytest.raises(AuxMismatch):
-        LAYOUT.unpack(slot, ROOM)
+def test_one_flipped_bit_anywhere_is_found() -> None:
+    for offset in range(LAYOUT.record_bytes):
+        slot = packed()
+        slot[offset] ^= 1
+        with pytest.raises(AuxMismatch):
+            LAYOUT.unpack(slot, ROOM)
 
 
 def test_an_empty_slot_is_no_record() -> None:
