@@ -11,7 +11,7 @@
 #   SOAK_SECS=n      how long `make soak` goes on; default: 120
 #   SOAK_RANKS=n     ranks of each node in `make soak`; default: 1
 #   SOAK_DRAFTS=n    drafts that steps verify at most in `make soak`; default: 3
-#   PYTHON=python3   the interpreter (3.11 or later) that makes .venv
+#   PYTHON=python3   the interpreter (3.11, 3.12 or 3.13) that makes .venv
 #   TORCH_PIP_ARGS=  further arguments of the `pip install` of torch, such as the index with its CPU build
 
 PYTHON ?= python3
@@ -182,17 +182,17 @@ compose-packages:
 	$(call install-missing,test-compose)
 
 # A change of either file installs again; without one, make starts in no time.
-$(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	    echo "Python 3.11 or later is needed, and $(PYTHON) is: $$($(PYTHON) --version 2>&1)." \
-	        "Choose another with: make PYTHON=python3.12 ..." >&2; exit 1; }
+$(READY): pyproject.toml constraints.txt constraints-$(ACCELERATOR).txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
+	    echo "Python 3.11, 3.12 or 3.13 is needed, because Mooncake has wheels for no other, and $(PYTHON) is:" \
+	        "$$($(PYTHON) --version 2>&1). Choose another with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(MAKE) --no-print-directory system-libraries
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	    echo "$(PYTHON) cannot make a virtual environment; on Debian or Ubuntu:" \
 	        "sudo apt-get install -y python3-venv" >&2; rm -rf $(VENV); exit 1; }
 	@echo "installing the Python packages into $(VENV) ($(ACCELERATOR)); the first time takes some minutes"
-	@$(PIP_INSTALL) $(TORCH_PIP_ARGS) "$$(grep '^torch==' constraints.txt)"
-	@$(PIP_INSTALL) -c constraints.txt -e '.[$(ACCELERATOR),test,bench]'
+	@$(PIP_INSTALL) $(TORCH_PIP_ARGS) "$$(grep '^torch==' constraints-$(ACCELERATOR).txt)"
+	@$(PIP_INSTALL) -c constraints.txt -c constraints-$(ACCELERATOR).txt -e '.[$(ACCELERATOR),test,bench]'
 	@$(BIN)/python -c 'import mooncake.engine' || { \
 	    echo "Mooncake cannot be loaded; the line above says what it lacks" >&2; exit 1; }
 	@touch $@
@@ -202,7 +202,7 @@ $(CLIENTS_LITELLM)/.ready: tests/clients/requirements-litellm.txt
 $(CLIENTS)/.ready $(CLIENTS_LITELLM)/.ready: | $(READY)
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@echo "installing clients into $(@D); the first time takes some minutes"
-	@! grep -q '^guidellm' $< || $(CLIENT_PIP_INSTALL) $(TORCH_PIP_ARGS) "$$(grep '^torch==' constraints.txt)"
+	@! grep -q '^guidellm' $< || $(CLIENT_PIP_INSTALL) $(TORCH_PIP_ARGS) "$$(grep '^torch==' constraints-cpu.txt)"
 	@$(CLIENT_PIP_INSTALL) -r $<
 	@touch $@
 

@@ -10,9 +10,11 @@ import torch
 from kernels.attention import AttentionBackend, TorchAttention
 from kernels.attention_backends import attention_beside, choose_backend
 from kernels.gpu_sizes import check_indexer_sizes
+from kernels.inventory import kernels_in_use
 from kernels.kv_format import IndexKeyFormat, KvFormat
 from kernels.paged_indexer import IndexerScratch
 from model.dsa import DsaModel
+from model.loader import keeps_fp8
 from model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,16 @@ class AttentionKernels:
         """
         spec, device = model.spec, model.device
         attention = _choose_attention(spec, device, backend)
-        log.info("attention backend %s for %s items: %s", attention.name, spec.kv_format, attention.reason)
+        log.info(
+            "kernels for %s items: %s",
+            spec.kv_format,
+            kernels_in_use(
+                device,
+                attention,
+                has_own_experts=model.has_own_experts,
+                has_fp8_matrices=keeps_fp8(spec, device),
+            ),
+        )
         scratch = None
         if device.type == "cuda":
             scratch = IndexerScratch.create(scratch_tokens, spec.context_length, device)

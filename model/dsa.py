@@ -144,6 +144,11 @@ class DsaModel:
         for layer in self._layers:
             layer.forward_of_others(hidden)
 
+    @property
+    def has_own_experts(self) -> bool:
+        """Whether the routed experts are ours, not transformers'."""
+        return any(isinstance(layer.experts, RoutedExperts) for layer in self._layers)
+
     def expect_tokens(self, num_tokens: int) -> None:
         """How many the rank with most computes in the forwards from now on, where there are ranks."""
         if self.ranks is not None:
@@ -247,10 +252,14 @@ class _Layer:
     def num_heads(self) -> int:
         return self._attention.num_heads
 
+    @property
+    def experts(self) -> Any:
+        """The routed ones; None in a dense layer."""
+        return getattr(self._mlp, "experts", None)
+
     def forward_of_others(self, hidden: Tensor) -> None:
-        experts = getattr(self._mlp, "experts", None)
-        if isinstance(experts, RoutedExperts):
-            experts.forward_of_others(hidden, self._mlp.gate.top_k)
+        if isinstance(self.experts, RoutedExperts):
+            self.experts.forward_of_others(hidden, self._mlp.gate.top_k)
 
     def forward(
         self,

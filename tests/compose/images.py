@@ -75,9 +75,10 @@ def collect_wheels(repo: Path, directory: Path) -> bool:
         "sglang-router",
     ]
     download = [sys.executable, "-m", "pip", "download", "-q", "-d", str(directory)]
-    torch = re.findall(r"(?m)^torch==.*$", (repo / "constraints.txt").read_text())
+    torch = re.findall(r"(?m)^torch==.*$", (repo / "constraints-cpu.txt").read_text())
     arguments = os.environ.get("TORCH_PIP_ARGS", "").split()
     run([*download, *arguments, *torch], timeout_secs=BUILD_TIMEOUT_SECS)
     found = ["--find-links", str(directory)]
-    run([*download, *found, "-c", str(repo / "constraints.txt"), *wanted], timeout_secs=BUILD_TIMEOUT_SECS)
+    pins = [word for name in ("", "-cpu") for word in ("-c", str(repo / f"constraints{name}.txt"))]
+    run([*download, *found, *pins, *wanted], timeout_secs=BUILD_TIMEOUT_SECS)
     return True

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -121,18 +122,35 @@ def test_setup_asks_for_each_key_that_is_not_there(tmp_path: Path) -> None:
     assert (tmp_path / ".env").read_text() == "IMAGE=mine\n"
 
 
-def test_what_the_gpu_image_adds_is_pinned_and_no_pin_is_stated_twice() -> None:
-    def pins(path: Path) -> dict[str, str]:
-        lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
-        return dict(line.split("==") for line in lines)
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_what_goes_with_an_accelerator_is_pinned_and_no_pin_is_stated_twice(accelerator: str) -> None:
+    def pins(name: str) -> dict[str, str]:
+        lines = (DEPLOY.parent / name).read_text().splitlines()
+        return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
-    ours, cuda = pins(DEPLOY.parent / "constraints.txt"), pins(DEPLOY / "constraints-cuda.txt")
-    assert not ours.keys() & cuda.keys()
-    name = "mooncake-transfer-engine"
-    assert ours[f"{name}-non-cuda"] == cuda[f"{name}-cuda13"]
-    extras = re.search(r"^cuda = \[(.*)\]$", (DEPLOY.parent / "pyproject.toml").read_text(), re.MULTILINE)
-    assert extras is not None
-    assert {re.split(r"[>=<]", word)[0] for word in re.findall(r'"([^"]+)"', extras[1])} == set(cuda)
+    of_all, own, cpu = (pins(f"constraints{name}.txt") for name in ("", f"-{accelerator}", "-cpu"))
+    assert not of_all.keys() & own.keys()
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    extra = {re.split(r"[>=<]", word)[0] for word in project["optional-dependencies"][accelerator]}
+    assert extra | {"torch"} == set(own)
+    of_mooncake = {pin for name, pin in (own | cpu).items() if name.startswith("mooncake-")}
+    assert len(of_mooncake) == 1
+    docker = (DEPLOY / "Dockerfile").read_text()
+    for text in (docker, (DEPLOY.parent / "Makefile").read_text().replace("$(ACCELERATOR)", accelerator)):
+        assert f"grep '^torch==' constraints-{accelerator}.txt" in text
+        assert f"-c constraints.txt -c constraints-{accelerator}.txt" in text
+    assert f"constraints-{accelerator}.txt" in re.findall(r"^COPY (.*) \./$", docker, re.M)[0].split()
+    assert f"!constraints-{accelerator}.txt" in (DEPLOY.parent / ".dockerignore").read_text().splitlines()
+
+
+def test_figures_and_the_cuda_build_are_of_one_release_of_torch() -> None:
+    """Whoever pins another one measures again, or says which figures are of the other."""
+    pinned = re.search(r"^torch==(\d+\.\d+)", (DEPLOY.parent / "constraints-cuda.txt").read_text(), re.M)
+    measured = re.findall(
+        r"H200s?\b[^|\n]*, torch (\d+\.\d+)", (DEPLOY.parent / "docs/measurements.md").read_text()
+    )
+    assert pinned is not None
+    assert set(measured) == {pinned[1]}
 
 
 def test_the_image_has_every_room_of_the_house() -> None:
@@ -144,3 +162,19 @@ def test_the_image_has_every_room_of_the_house() -> None:
     seen = {line[1:] for line in (root / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert rooms == copied
     assert rooms <= seen
+
+
+@pytest.mark.parametrize("release", [(3, 10), (3, 14)])
+def test_make_says_at_once_which_pythons_have_wheels(tmp_path: Path, release: tuple[int, int]) -> None:
+    python = tmp_path / "python"
+    of_release = f"import sys; sys.version_info = {(*release, 0)}; exec(sys.argv[2])"
+    python.write_text(f"#!/bin/sh\n[ $1 = --version ] && echo Python {release[0]}.{release[1]}.0 && exit\n")
+    with python.open("a") as script:
+        script.write(f'exec {sys.executable} -c "{of_release}" "$@"\n')
+    python.chmod(0o755)
+    command = ["make", "-C", str(DEPLOY.parent), f"VENV={tmp_path}/venv", f"PYTHON={python}", "setup"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "Python 3.11, 3.12 or 3.13 is needed, because Mooncake has wheels for no other" in done.stderr
+    assert f"is: Python {release[0]}.{release[1]}.0" in done.stderr
+    assert not (tmp_path / "venv").exists()

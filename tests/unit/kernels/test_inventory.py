@@ -1,0 +1,47 @@
+"""The line of the log that says which kernels serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints.make_tiny import write_checkpoint
+from kernels import flashmla, inventory
+from kernels.attention import FLASHMLA_KV, TorchAttention
+from kernels.inventory import kernels_in_use
+from kernels.kv_format import FP8_E4M3, KvFormat
+from model.attention_kernels import AttentionKernels
+from model.loader import load_model
+from model.spec import load_spec
+
+FP8 = KvFormat(FP8_E4M3, 512, 64)
+
+
+def test_a_gpus_kernels_come_with_their_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "_version", {"sglang-kernel": "0.4.5", "triton": "3.6.0"}.get)
+    gpu = torch.device("cuda")
+    attention = flashmla.create(FLASHMLA_KV, FP8, "auto on cuda")
+    line = kernels_in_use(gpu, attention, has_own_experts=True, has_fp8_matrices=True)
+    assert line.startswith(
+        f"torch {torch.__version__}; attention flashmla_kv by sglang-kernel 0.4.5 (auto on cuda); "
+    )
+    assert "routed experts ours, triton 3.6.0; dense products torch's, fp8 by scaled_mm" in line
+    fallback = TorchAttention(FP8, "auto on cuda; not flashmla_kv: sgl_kernel.flash_mla cannot be imported")
+    line = kernels_in_use(gpu, fallback, has_own_experts=False, has_fp8_matrices=False)
+    assert f"attention torch by torch {torch.__version__} (auto on cuda; not flashmla_kv: " in line
+    assert (
+        "routed experts transformers', grouped products of torch; dense products torch's, none in fp8" in line
+    )
+
+
+def test_a_node_says_it_at_its_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_checkpoint(tmp_path, "v32")
+    with caplog.at_level("INFO"):
+        AttentionKernels.choose(load_model(tmp_path, load_spec(tmp_path)), "auto", scratch_tokens=1)
+    (said,) = [text for text in caplog.messages if text.startswith("kernels for ")]
+    assert said == (
+        f"kernels for float32 items: torch {torch.__version__} on the cpu; attention torch (auto on cpu); "
+        "all others in torch"
+    )
