@@ -130,7 +130,6 @@ class Node:
             peers=cast(PrefillPeers, self.peers),
             metrics=Metrics(),
             send=self._note,
-            wait_for_step=lambda: self.steps.wait(),
         )
         self.steps = StepLine(
             make_runner(settings, model, self.hot_buffers),

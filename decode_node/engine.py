@@ -181,7 +181,6 @@ class DecodeEngine:
             peers=self.peers,
             metrics=self._metrics,
             send=front.send,
-            wait_for_step=lambda: self.steps.wait(),
             stream_interval=settings.stream_interval,
         )
         front.send(EngineLoading("kernels and CUDA graphs"))
@@ -236,6 +235,7 @@ class DecodeEngine:
             self.steps.has_launched
             or self._lockstep.is_due
             or self.copies.is_busy
+            or bool(self.requests.ending)
             or any(
                 request.has_slots_for_next and not request.waits_for_grammar
                 for request in self.requests.select(RequestState.RUNNING)
@@ -263,6 +263,7 @@ class DecodeEngine:
         now = time.monotonic()
         for request in self.requests.all():
             self.lifecycle.fail(request, 503, "the decode node is shutting down", Landing.IN_FLIGHT, now)
+        self.lifecycle.release_ended(now, waits=True)
         self.peers.close()
         if self._lane_host is not None:
             self._lane_host.close()
@@ -349,7 +350,9 @@ class DecodeEngine:
         self._front.send(
             self._metrics.stats(
                 self.requests,
-                swap_ins=self.hot_buffers.totals(self.requests.select(RequestState.RUNNING)),
+                swap_ins=self.hot_buffers.totals(
+                    [*self.requests.select(RequestState.RUNNING), *self.requests.ending]
+                ),
                 bytes_per_miss=self.hot_buffers.bytes_per_miss,
                 num_dropped=self.peers.num_dropped,
                 num_peers=self.peers.num_registered,

@@ -60,7 +60,8 @@ class HotBuffers:
         self._ended_counters = np.zeros(3, np.int64)
 
     def totals(self, running: Collection[Request]) -> tuple[int, int, int]:
-        """Hits, misses and evictions since the start; of ``running`` requests, as of their last step."""
+        """Hits, misses and evictions since the start; of ``running`` requests, and of those that are ending,
+        as of their last step."""
         hits, misses, evictions = (
             int(ended) + sum(request.row_counters[column] for request in running)
             for column, ended in enumerate(self._ended_counters)
@@ -175,16 +176,18 @@ class HotBuffers:
         self.release(request)
 
     def release(self, request: Request) -> None:
-        """Add the row's counters to the request's and empty it; a row that was never filled is empty."""
+        """Add the row's counters to the request's and empty it; a row that was never filled is empty.
+
+        They are those that the last step that was read found: to read them here would be to wait for others.
+        """
         row = request.req_row
         self._wait_until_filled(row)  # which reads host slots that are about to be given up
-        counters = self.state.counters[row].cpu().numpy()
-        hits, misses, evictions = counters.tolist()
+        hits, misses, evictions = request.row_counters
         request.hits += hits
         request.misses += misses
         request.evictions += evictions
+        self._ended_counters += request.row_counters
         request.row_counters = (0, 0, 0)
-        self._ended_counters += counters
         self.state.reset_row(row)
 
     def _wait_until_filled(self, row: int) -> None:

@@ -73,6 +73,8 @@ class LiveRequests:
             RequestState.LANDING: {},
             RequestState.RUNNING: {},
         }
+        self.ending: dict[Request, bool] = {}
+        """Those that are ENDING, and of each whether the KV that it has made is sound."""
         self._deadlines: list[tuple[float, int, Request]] = []
         """A heap, with every deadline that a request has had; those that it has no more are passed over."""
         self._num_deadlines = 0
@@ -80,7 +82,7 @@ class LiveRequests:
         self._num_admitted = 0
 
     def __len__(self) -> int:
-        return len(self._by_room)
+        return len(self._by_room) + len(self.ending)
 
     def get(self, room: int) -> Request | None:
         return self._by_room.get(Room(room))
@@ -145,7 +147,8 @@ class LiveRequests:
 
     def open(self, request: Request) -> None:
         """Take a new request in. Raises DuplicateRoom; the request that has the room stands."""
-        if request.room in self._by_room or request.room in self.quarantine:
+        may_land = any(each.room == request.room and each.lands_until for each in self.ending)
+        if request.room in self._by_room or request.room in self.quarantine or may_land:
             where = "quarantined after a failed transfer" if request.room in self.quarantine else "in use"
             raise DuplicateRoom(f"bootstrap_room {request.room} is {where} on this node; send another room")
         if request.request_id in self._by_request_id:
@@ -272,7 +275,7 @@ class LiveRequests:
     def postpone(self, secs: float) -> None:
         """This node stood still for ``secs``, in which nothing could land."""
         self.quarantine.postpone(secs)
-        for request in self._admitted[RequestState.RUNNING].values():
+        for request in (*self._admitted[RequestState.RUNNING].values(), *self.ending):
             if request.lands_until:
                 request.lands_until += secs
 
@@ -307,6 +310,19 @@ class LiveRequests:
         request.num_retractions += was_dense or request.num_device_slots < num_before
         self._note_reserved(request)
 
+    def start_ending(self, request: Request, *, is_sound: bool) -> None:
+        """RUNNING → ENDING: it is over, but something on the device still uses what it owns. Then ``end``."""
+        self._leave(request)
+        request.move(RequestState.ENDING)
+        self.pools.move(request.owned, Stage.ENDING)
+        self._forget(request)
+        self.ending[request] = is_sound
+
+    def _forget(self, request: Request) -> None:
+        """Its room and its id are others' to use."""
+        del self._by_room[request.room]
+        del self._by_request_id[request.request_id]
+
     def end(self, request: Request, landing: Landing, now: float, *, is_sound: bool = False) -> None:
         """Any state → ENDED: the one release path.
 
@@ -314,15 +330,17 @@ class LiveRequests:
         still write to goes to quarantine; everything else is free at once. So does what a repeated batch of a
         delivered room may still write to.
 
-        What is good and quiet is held: of a RUNNING request that is ``is_sound`` all whole pages, otherwise
+        What is good and quiet is held: of a RUNNING or ENDING request that is ``is_sound`` all whole pages, otherwise
         what it copied from a held prefix. What it shares stays where it is.
         """
         was_landing = request.state is RequestState.LANDING
-        self._leave(request)
+        if request.state is RequestState.ENDING:
+            del self.ending[request]
+        else:
+            self._leave(request)
+            self._forget(request)
         request.move(RequestState.ENDED)
         request.deadline = float("inf")
-        del self._by_room[request.room]
-        del self._by_request_id[request.request_id]
         if request.holding is None:
             self.num_queued[request.flag] -= 1
             return
@@ -436,11 +454,13 @@ class LiveRequests:
             {
                 Stage.LANDING: len(self._admitted[RequestState.LANDING]),
                 Stage.RUNNING: len(self._admitted[RequestState.RUNNING]),
+                Stage.ENDING: len(self.ending),
                 Stage.QUARANTINED: len(self.quarantine),
                 Stage.HELD: len(self.held),
             }
         )
         admitted = [request for requests in self._admitted.values() for request in requests.values()]
+        admitted += self.ending
         self.held.check_integrity(
             users=[request.prefix for request in admitted if request.prefix is not None],
             copiers=[request.source for request in admitted if request.source is not None],

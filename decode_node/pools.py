@@ -37,6 +37,8 @@ class Stage(StrEnum):
 
     LANDING = "landing"
     RUNNING = "running"
+    ENDING = "ending"
+    """Of a request that is over, as long as a step in flight uses them."""
     QUARANTINED = "quarantined"
     HELD = "held"
     """A prefix that requests share, or that one left for others: see ``held_prefixes.py``."""

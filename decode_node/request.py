@@ -39,6 +39,9 @@ class RequestState(StrEnum):
     RUNNING = "running"
     """In the batch. Owns the same but the aux slot, unless something may still land (``lands_until``), and
     what it has grown by. It sits steps out while it has no slot for its next token."""
+    ENDING = "ending"
+    """Has ended for its client, and owns the same until no step in flight, and no filling of its row, reads or
+    writes any of it. Its room and its id are free for others, unless something may still land."""
     ENDED = "ended"
     """Owns nothing: its slots are free, or quarantined when a remote write may still land in them."""
 
@@ -47,7 +50,8 @@ _MOVES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.CONNECTING: frozenset({RequestState.WAITING, RequestState.ENDED}),
     RequestState.WAITING: frozenset({RequestState.CONNECTING, RequestState.LANDING, RequestState.ENDED}),
     RequestState.LANDING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
-    RequestState.RUNNING: frozenset({RequestState.ENDED}),
+    RequestState.RUNNING: frozenset({RequestState.ENDING, RequestState.ENDED}),
+    RequestState.ENDING: frozenset({RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
 }
 

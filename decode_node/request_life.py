@@ -1,8 +1,8 @@
 """Moves requests through their states as things happen: front messages, peer events, deadlines, plans.
 
 Each handler does the three parts of a move together: the books (``LiveRequests``), the memory and tables
-(``hot_buffers``), and the word to whoever has to know (front, prefill node). Nothing here waits, but for the
-step that a request is in when it ends.
+(``hot_buffers``), and the word to whoever has to know (front, prefill node). Nothing here waits: a request
+that ends in the middle of a step is ENDING until that is over.
 """
 
 from __future__ import annotations
@@ -79,8 +79,6 @@ class RequestLife:
     peers: PrefillPeers
     metrics: Metrics
     send: Callable[[FromEngine], None]
-    wait_for_step: Callable[[], None]
-    """Until no step in flight reads or writes what a request owns."""
     contact_timeout_secs: float = CONTACT_TIMEOUT_SECS
     stream_interval: int = 1
     """Tokens in a message to the front; a request's first and last ones do not wait."""
@@ -203,7 +201,7 @@ class RequestLife:
                 case RequestState.CONNECTING | RequestState.WAITING:
                     if request.arrived_at <= event.last_heard_at:
                         self.fail(request, 502, event.error, Landing.QUIET, now, PREFILL_NODE_FAILED)
-                case RequestState.RUNNING | RequestState.ENDED:
+                case RequestState.RUNNING | RequestState.ENDING | RequestState.ENDED:
                     pass
                 case _:
                     assert_never(request.state)
@@ -305,7 +303,8 @@ class RequestLife:
             self.fail(request, 400, error, Landing.QUIET, now)
 
     def expire(self, now: float) -> None:
-        """End what has taken too long, and free what has been quarantined for long enough."""
+        """End what has taken too long, and free what was used or quarantined for long enough."""
+        self.release_ended(now)
         self.requests.expire(now)
         self._report_stuck(now)
         for request in self.requests.expired(now):
@@ -320,7 +319,7 @@ class RequestLife:
                 case RequestState.LANDING:
                     status, error = 504, f"prefill node {request.peer} delivered no KV within {secs:g} s"
                     self.metrics.add("kv_transfer_failures_total")
-                case RequestState.RUNNING | RequestState.ENDED:
+                case RequestState.RUNNING | RequestState.ENDING | RequestState.ENDED:
                     continue
                 case _:
                     assert_never(request.state)
@@ -431,6 +430,7 @@ class RequestLife:
         except Exception as error:
             log.exception("room %d cannot be %s", request.room, participle)
             self.fail(request, 500, f"the request cannot be {participle}: {error}", Landing.QUIET, now)
+            self.release_ended(now, waits=True)
             return False
         return True
 
@@ -509,13 +509,25 @@ class RequestLife:
 
     def _end(self, request: Request, landing: Landing, now: float, *, is_sound: bool = False) -> None:
         """The one way out of every state: of steps, of the tables, of the books."""
-        if request.num_in_flight:  # the step that it is in may not use slots of others (I1)
-            self.wait_for_step()
         self.copies.drop(request)
         if request.state is RequestState.RUNNING:
+            # The step that it is in may not use slots of others (I1), nor may what fills its row.
+            if request.num_in_flight or not self.hot_buffers.is_ready(request):
+                self.requests.start_ending(request, is_sound=is_sound)
+                return
             self.hot_buffers.release(request)
         request.grammar = None  # nobody else may want it
         self.requests.end(request, landing, now, is_sound=is_sound)
+
+    def release_ended(self, now: float, *, waits: bool = False) -> None:
+        """Let go of what those own that are ENDING, as soon as nothing uses it any more.
+
+        ``waits``: for what fills their rows; for no step.
+        """
+        for request, is_sound in tuple(self.requests.ending.items()):
+            if not request.num_in_flight and (waits or self.hot_buffers.is_ready(request)):
+                self.hot_buffers.release(request)
+                self.requests.end(request, Landing.QUIET, now, is_sound=is_sound)
 
     def _tell_peer(self, request: Request, reason: str) -> None:
         """Spare the prefill node the work, and its wait for a Bootstrap, of a room that ends here."""

@@ -103,11 +103,6 @@ class StepLine:
             self.in_flight = None
             self._commit(previous)
 
-    def wait(self) -> None:
-        """Until no step reads or writes what a request owns. Its tokens are committed later."""
-        if self.in_flight is not None:
-            self.in_flight.wait()
-
     def _next_batch(self) -> list[Request]:
         """Who gets a token in the next step, in order of admission."""
         return sorted(
@@ -179,7 +174,8 @@ class StepLine:
     def _commit(self, launched: Launched) -> None:
         """Hand out the tokens of a step, and end the requests for which they are the last.
 
-        The step after it may be in flight. A request that ends now is in that one for nothing.
+        The step after it may be in flight. A request that ends now is in that one for nothing, and owns what
+        it has until that one is read.
         """
         for request, most_drafts in zip(launched.batch, launched.most_drafts, strict=True):
             request.leave_step(most_drafts)
@@ -188,6 +184,7 @@ class StepLine:
         except torch.AcceleratorError:
             raise
         except Exception as error:
+            launched.wait()
             self._fail_step(launched.batch, error)
             return
         now = time.monotonic()
@@ -201,9 +198,9 @@ class StepLine:
             result.drafts,
             strict=True,
         ):
+            request.row_counters = counters
             if request.state is not RequestState.RUNNING:
                 continue  # it ended while the step ran
-            request.row_counters = counters
             request.draft_token_ids = [] if request.num_in_flight else drafts  # a step has taken them
             request.num_drafted += num_drafted
             if num_drafted:
@@ -213,6 +210,7 @@ class StepLine:
                 self._lifecycle.fail(request, 500, f"the hot buffer reported {wrong}", Landing.QUIET, now)
             else:
                 self._lifecycle.emit(request, token_ids, logprobs, now)
+        self._lifecycle.release_ended(now)
 
     def _fail_step(self, batch: Sequence[Request], error: Exception) -> None:
         log.error("a decode step of %d requests failed", len(batch), exc_info=error)
@@ -220,3 +218,4 @@ class StepLine:
         for request in batch:
             if request.state is RequestState.RUNNING:
                 self._lifecycle.fail(request, 500, message, Landing.QUIET, time.monotonic())
+        self._lifecycle.release_ended(time.monotonic())

@@ -111,9 +111,11 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     ) -> None:
         """``family``: of its prompt, the tokens of one are all alike; None: nothing is held for it."""
         self.num_arrived += 1
+        over = [each.room for each in self.rooms.ending if not each.lands_until]
+        room = next((room for room in over if self.rooms.get(room) is None), Room(self.num_arrived))
         request = Request(
             request_id=str(self.num_arrived),
-            room=Room(self.num_arrived),
+            room=room,
             num_prompt_tokens=num_prompt_tokens,
             sampling=SamplingParams(
                 max_new_tokens=min(max_new_tokens, self.limits.max_context + 1 - num_prompt_tokens)
@@ -144,7 +146,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         self.step()
         self.arrive([later])
 
-    @precondition(lambda self: len(self.rooms))
+    @precondition(lambda self: self.rooms.all())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.end(data.draw(st.sampled_from(self.rooms.all())), Landing.IN_FLIGHT)
@@ -153,6 +155,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
+        ending = list(self.rooms.ending.items())
         waiting = [r for r in self.rooms.waiting() if not self._is_passed_over(r)]
         plan = self.next_plan.make(self.now)
         if waiting and plan == StepPlan():
@@ -181,6 +184,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         if not waiting:
             self._check_hot_buffers_are_large()
         self._run_step(admitted=bool(plan.admissions))
+        for request, is_sound in ending:  # the step that was in flight is read
+            self.rooms.end(request, Landing.QUIET, self.now, is_sound=is_sound)
 
     def _is_passed_over(self, request: Request) -> bool:
         """Whether it does not fit beside slots that may never be free again."""
@@ -222,7 +227,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
         paused = [r for r in running if not r.has_slots_for_next]
         assert not (paused and admitted), "somebody is admitted to slots that another waits for"
-        is_for_a_while = self.returning() or any(r.lands_until or r.source for r in running)
+        is_for_a_while = (
+            self.returning() or self.rooms.ending or any(r.lands_until or r.source for r in running)
+        )
         assert not paused or len(paused) < len(running) or is_for_a_while, "nobody comes nearer to its end"
         for request in running:
             if request in paused or request.source is not None:
@@ -329,6 +336,9 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     def end(self, request: Request, known: Landing, *, is_sound: bool = False) -> None:
         was_landing = request.state is RequestState.LANDING
+        if request.state is RequestState.RUNNING and request.source is None and self.num_arrived % 3:
+            self.rooms.start_ending(request, is_sound=is_sound)  # it is in a step in flight
+            return
         self.rooms.end(request, known, self.now, is_sound=is_sound)
         if known in (Landing.QUIET_AFTER_FAILURE, Landing.IN_FLIGHT_AFTER_FAILURE):
             self.failed_batches.add(request.room)
@@ -356,7 +366,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             return claim._replace(prefix=prefix)
 
         running = self.rooms.select(RequestState.RUNNING)
-        free = self.rooms.available + self.rooms.pools.held_by(e.holding for e in self.returning())
+        returning = [*(e.holding for e in self.returning()), *(r.owned for r in self.rooms.ending)]
+        free = self.rooms.available + self.rooms.pools.held_by(returning)
         shared = [request.prefix for request in self.landing() if request.prefix]
         pinned = {part: len(part.keys) for prefix in shared for part in prefix.chain()}
         reserve = Reserve(free, [(request, claim(request)) for request in running], pinned, PAGE_SIZE)
@@ -368,6 +379,8 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     def what_may_be_written_is_nobody_elses(self) -> None:
         for room, slots in self.writable.items():
             request, entry = self.rooms.get(room), self.rooms.quarantine.get(room)
+            if request is None:
+                request = next((r for r in self.rooms.ending if r.room == room), None)
             holding = request.holding if request is not None else entry.holding if entry else None
             assert holding is not None, f"room {room} may still be written to, and its slots are free"
             for kind, extents in slots.items():

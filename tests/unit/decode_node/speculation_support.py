@@ -73,7 +73,8 @@ def drafts(node: EngineHarness, *numbers: int) -> Iterator[None]:
 
 
 def finish(node: EngineHarness, answers: list[Answer], double: PrefillDouble) -> None:
-    node.turn_until(lambda: all(answer.is_over for answer in answers), double)
+    ending = node.engine.requests.ending
+    node.turn_until(lambda: all(answer.is_over for answer in answers) and not ending, double)
     assert [answer.failure for answer in answers] == [None] * len(answers)
     assert node.engine.requests.pools.free == node.engine.requests.pools.totals
 

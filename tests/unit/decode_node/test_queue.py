@@ -84,7 +84,6 @@ class Node:
             hot_buffers=cast(HotBuffers, None),
             copies=cast(PrefixCopies, NoCopies()),
             peers=cast(PrefillPeers, self.peers),
-            wait_for_step=lambda: None,
             metrics=Metrics(),
             send=self.sent.append,
         )

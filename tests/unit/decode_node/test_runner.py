@@ -80,7 +80,8 @@ def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def finish(harness: EngineHarness, answers: list[Answer], double: PrefillDouble) -> None:
-    harness.turn_until(lambda: all(answer.is_over for answer in answers), double)
+    ending = harness.engine.requests.ending
+    harness.turn_until(lambda: all(answer.is_over for answer in answers) and not ending, double)
     assert [answer.failure for answer in answers] == [None] * len(answers)
     assert harness.engine.requests.pools.free == harness.engine.requests.pools.totals
 
@@ -179,14 +180,17 @@ def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
     doomed = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
     node.turn_until(lambda: len(doomed.token_ids) > 3, double)
     engine = node.engine
+    unread: list[object] = []
     waited: list[object] = []
 
     def unreadable(launched: Launched) -> StepResult:
         assert engine.steps.in_flight is not launched
+        unread.append(launched)
         raise RuntimeError("no such token")
 
     def release(request: Request) -> None:
-        assert waited == [engine.steps.in_flight], "the next step still uses its slots"
+        assert len(waited) == 2, "the next step still uses its slots"
+        assert waited == unread
         hot_buffers_release(request)
 
     hot_buffers_release = engine.hot_buffers.release
@@ -194,7 +198,7 @@ def test_a_step_whose_result_fails_frees_nothing_that_the_next_one_uses(
         patch.setattr(type(engine.steps.in_flight), "result", unreadable)
         patch.setattr(type(engine.steps.in_flight), "wait", lambda launched: waited.append(launched))
         patch.setattr(engine.hot_buffers, "release", release)
-        node.turn_until(lambda: doomed.is_over, double)
+        node.turn_until(lambda: doomed.is_over and not engine.requests.ending, double)
     assert doomed.failure is not None
     assert "no such token" in doomed.failure.error
     spared = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.FALSE)
@@ -242,7 +246,7 @@ class Filling:
         self.num_waits += 1
 
 
-def test_a_row_that_is_being_filled_is_in_no_step_and_is_waited_for_before_it_is_released(
+def test_a_row_that_is_being_filled_is_in_no_step_and_is_not_released_before_that_is_over(
     expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness
 ) -> None:
     warming = node.engine.hot_buffers._warming
@@ -261,9 +265,54 @@ def test_a_row_that_is_being_filled_is_in_no_step_and_is_waited_for_before_it_is
     stays, leaves = fillings.values()
     stays.is_over = True
     node.send(Abort(next(name for name, answer in node.answers.items() if answer is leaving)))
-    finish(node, [staying], double)
+    node.turn_until(lambda: staying.is_over, double)
     assert staying.token_ids == expected[PROMPTS[8]]
-    assert (stays.num_waits, leaves.num_waits) == (0, 1)
+    (ending,) = node.engine.requests.ending
+    assert ending.num_device_slots > 0
+    leaves.is_over = True
+    finish(node, [staying], double)
+    assert (stays.num_waits, leaves.num_waits) == (0, 0)
+
+
+def test_a_node_that_stops_waits_for_rows_that_are_being_filled(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    with (
+        closing(PrefillDouble(checkpoint)) as double,
+        closing(EngineHarness(checkpoint, tmp_path, device_buffer_size=HOT_BUFFER)) as node,
+    ):
+        answer = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
+        node.turn_until(lambda: len(answer.token_ids) > 3, double)
+        node.engine.steps.settle()
+        (request,) = node.engine.requests.select(RequestState.RUNNING)
+        filling = Filling()
+        node.engine.hot_buffers._warming[request.req_row] = filling  # type: ignore[assignment]
+    assert filling.num_waits == 1
+    assert node.engine.requests.pools.free == node.engine.requests.pools.totals
+
+
+def test_an_end_reads_nothing_from_the_device(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it counts is what the steps that were read have found."""
+    engine = node.engine
+    start_ending = engine.requests.start_ending
+
+    def start_ending_and_count(request: Request, *, is_sound: bool) -> None:
+        start_ending(request, is_sound=is_sound)
+        engine.hot_buffers.state.counters[request.req_row] += 10**6
+
+    monkeypatch.setattr(engine.requests, "start_ending", start_ending_and_count)
+    before = engine.hot_buffers.totals([])
+    answer = node.generate(double, PROMPTS[8], NUM_NEW, HisparseFlag.TRUE)
+    node.turn_until(lambda: len(answer.token_ids) > 3, double)
+    (request,) = engine.requests.select(RequestState.RUNNING)
+    node.leave(answer)
+    node.turn_until(lambda: request.state is RequestState.ENDED, double)
+    finish(node, [], double)
+    gained = [now - then for now, then in zip(engine.hot_buffers.totals([]), before, strict=True)]
+    assert gained == [request.hits, request.misses, request.evictions]
+    assert 0 < gained[0] < 10**6
 
 
 def test_matrix_products_leave_room_for_as_long_as_they_are_asked_to() -> None:

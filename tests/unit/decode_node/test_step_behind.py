@@ -260,17 +260,18 @@ def test_a_request_that_ends_among_accepted_tokens_keeps_its_slots_for_the_step_
         (ended,) = (of for what, of in ends.all if what == "end" and of.num_prompt_tokens == len(prompt))
         last = [step for step in ends.steps if ended in step.batch]
         for_nothing = last[-1]
-        assert ends.at("launch", for_nothing) < ends.at("wait", for_nothing) < ends.at("end", ended)
-        assert ends.at("end", ended) < ends.at("read", for_nothing)
+        assert ends.at("launch", for_nothing) < ends.at("read", for_nothing) < ends.at("end", ended)
+        assert not any(what == "wait" for what, _ in ends.all)
         ending = ends.results[id(last[-2])].token_ids[last[-2].batch.index(ended)]
         num_inside += tokens[stop] in ending[:-1]
     assert num_inside > 0
 
 
 @pytest.mark.I2
-def test_an_abort_waits_for_the_step_in_flight(
+def test_what_an_aborted_request_owns_is_kept_for_the_step_in_flight_and_nobody_waits(
     expected: dict[Prompt, list[int]], double: PrefillDouble, node: EngineHarness, ends: Calls
 ) -> None:
+    num_ending = 0
     with drafts(node, 3):
         staying = node.generate(double, PROMPTS[9], NUM_NEW)
         for num_turns in range(4):
@@ -283,14 +284,24 @@ def test_an_abort_waits_for_the_step_in_flight(
                 for each in node.engine.requests.select(RequestState.RUNNING)
                 if each.num_prompt_tokens == len(PROMPTS[8])
             )
+            num_ending += request.num_in_flight > 0
+            room, again = request.room, None
             node.leave(leaving)
-            node.turn_until(lambda: request.state is RequestState.ENDED, double)  # noqa: B023
+            while request.state is not RequestState.ENDED:
+                node.turn(double)
+                if request.state is RequestState.ENDING and again is None:
+                    assert room not in [each.room for each in node.engine.requests.all()]
+                    again = node.generate(double, PROMPTS[7], NUM_NEW, by_turns(num_turns), room=room)
             before = ends.all[: ends.at("end", request)]
             last = [of for what, of in before if what == "launch" and request in of.batch][-1]
-            assert any(of is last and what in ("wait", "read") for what, of in before)
+            assert any(of is last and what == "read" for what, of in before)
+            if again is not None:
+                node.turn_until(lambda: again.is_over, double)  # noqa: B023
+                assert again.token_ids == expected[PROMPTS[7]], "the room is there for others at once"
         finish(node, [staying], double)
     assert staying.token_ids == expected[PROMPTS[9]]
-    assert sum(what == "wait" for what, _ in ends.all) > 0
+    assert num_ending > 0
+    assert not any(what == "wait" for what, _ in ends.all)
 
 
 @pytest.mark.I1
