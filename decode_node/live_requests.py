@@ -330,8 +330,8 @@ class LiveRequests:
         still write to goes to quarantine; everything else is free at once. So does what a repeated batch of a
         delivered room may still write to.
 
-        What is good and quiet is held: of a RUNNING or ENDING request that is ``is_sound`` all whole pages, otherwise
-        what it copied from a held prefix. What it shares stays where it is.
+        What is good and quiet is held: of a RUNNING or ENDING request that is ``is_sound`` all whole pages,
+        otherwise what it copied from a held prefix. What it shares stays where it is.
         """
         was_landing = request.state is RequestState.LANDING
         if request.state is RequestState.ENDING:

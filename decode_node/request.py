@@ -40,8 +40,8 @@ class RequestState(StrEnum):
     """In the batch. Owns the same but the aux slot, unless something may still land (``lands_until``), and
     what it has grown by. It sits steps out while it has no slot for its next token."""
     ENDING = "ending"
-    """Has ended for its client, and owns the same until no step in flight, and no filling of its row, reads or
-    writes any of it. Its room and its id are free for others, unless something may still land."""
+    """Has ended for its client, and owns the same as long as a step in flight, or what fills its row, uses
+    any of it. Its room and its id are free for others, unless something may still land."""
     ENDED = "ended"
     """Owns nothing: its slots are free, or quarantined when a remote write may still land in them."""
 

@@ -82,9 +82,8 @@ class StepLine:
         """Whether a step may be launched before the one in flight, if there is one, is read.
 
         The lengths behind drafts that are in flight are on the device. The host has to know that all requests
-        go on however many are right, and that no draw depends on how many there were before it. A step with
-        drafts whose draws wait for a grammar writes to host memory behind them: those of its requests that
-        end by the step before would lose their slots too early.
+        go on however many are right, and that no draw depends on how many there were before it. So nobody
+        may have a grammar where steps verify drafts.
         """
         if (launched := self.in_flight) is None:
             return True

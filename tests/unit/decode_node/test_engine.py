@@ -362,7 +362,8 @@ def test_tokens_are_those_of_the_oracle_when_slots_come_one_by_one(
 def test_nobody_waits_for_messages_before_it_grows(
     double: PrefillDouble, roomy: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roomy.engine, "limits", replace(roomy.engine.limits, growth_tokens=1))
+    limits = replace(roomy.engine.limits, growth_tokens=1)
+    monkeypatch.setattr(roomy.engine._next_plan, "_limits", limits)
     answer = roomy.generate(double, PROMPTS[LENGTHS.index(64)], 2 * 64, HisparseFlag.TRUE)
     roomy.turn_until(lambda: answer.token_ids, double)
     (request,) = roomy.engine.requests.select(RequestState.RUNNING)
