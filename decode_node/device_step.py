@@ -27,6 +27,7 @@ from kernels.miss_plan import MissPlan
 from kernels.paged_indexer import paged_index_topk
 from kernels.swap_in import backup_newest, newest_slots, plan_misses, replay_misses, swap_in
 from model.attention_kernels import AttentionKernels
+from model.dsa import DsaModel
 
 
 @dataclass
@@ -239,6 +240,18 @@ class DeviceStep:
                 )
         with order.copying():
             replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev, max_blocks=order.copy_blocks)
+
+    def write_draft_kv(self, model: DsaModel, token_ids: Tensor, hidden: Tensor) -> None:
+        """Of a step without drafts: the draft layer's KV of its new positions, behind which ``token_ids``
+        (int64 [num_reqs]) were drawn, also to the host. ``hidden``: of the model's forward.
+
+        The layer selects nothing meanwhile; its hot buffers learn where the new positions are all the same.
+        """
+        model.write_draft_kv(token_ids, hidden, self.positions, self)
+        nothing = (len(token_ids), self._spec.index_topk)
+        selected = torch.full(nothing, ABSENT, dtype=torch.int32, device=token_ids.device)
+        self._swap_in(self._spec.num_layers, selected)
+        self._backup()
 
     def back_up(self, seq_lens: Tensor, num_newest: Tensor) -> None:
         """Copy the last ``num_newest`` (int32 [num_reqs]) of ``seq_lens`` (int64 [num_reqs]) positions to the

@@ -3,8 +3,10 @@
 Verifying costs time in every step, and more of it the larger the batch is; what it brings depends on the
 text. Both are measured: seconds of a step by size of the batch and number of drafts, and for each place in
 the chain of drafts how often one was right when those before it were. Numbers that were not tried yet at a
-size of batch are tried first, and the neighbours of the best one again from time to time. None of this
-changes a token, only when it comes.
+size of batch are tried first, and the neighbours of the best one again from time to time. What a place was
+worth is forgotten while no step tries it, and nobody knows better than at first: so text that had no use for
+drafts does not rule for good, and a trial counts for more than what was long before it. None of this changes
+a token, only when it comes.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ _MAX_JUMP = 3.0
 _CLOCK_SECS = 1e-6
 """No step is shorter."""
 _OLD_TRIES = 0.999
+"""Of what is known of a place, what the next try leaves of it."""
+_UNTRIED = 0.995
+"""Of the same, what a step leaves of it in which nobody tries."""
 _FIRST_GUESS = 0.7
-"""How often a draft is right, as long as nobody knows."""
+"""How often a draft is right, as long as nobody knows: it counts as one try."""
 
 
 def expected_tokens(rates: Sequence[float], num_drafts: int) -> float:
@@ -71,18 +76,28 @@ class DraftChoice:
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
         self._sizes: dict[int, _Size] = {}
-        self._tries = [1.0] * max_drafts
-        self._rights = [_FIRST_GUESS] * max_drafts
+        self._tries = [0.0] * max_drafts
+        self._rights = [0.0] * max_drafts
 
     @property
     def rates(self) -> list[float]:
         """How often the draft at each place was right when those before it were, lately."""
-        return [right / tries for right, tries in zip(self._rights, self._tries, strict=True)]
+        return [
+            (right + _FIRST_GUESS) / (tries + 1)
+            for right, tries in zip(self._rights, self._tries, strict=True)
+        ]
 
     def choose(self, num_reqs: int, most: int) -> int:
         """Drafts for the next step, of ``num_reqs`` requests none of which can verify more than ``most``."""
         if most == 0:
             return 0
+        number = self._choose(num_reqs, most)
+        for place in range(number, self._max_drafts):
+            self._tries[place] *= _UNTRIED
+            self._rights[place] *= _UNTRIED
+        return number
+
+    def _choose(self, num_reqs: int, most: int) -> int:
         size = self._size(num_reqs)
         for number in range(most, -1, -1):
             if size.num_steps[number] < FIRST_STEPS:

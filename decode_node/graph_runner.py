@@ -136,11 +136,14 @@ class GraphRunner:
         else:
             graph, outputs = graphs[size]
             graph.replay()
+        finish = None
+        if self._verifier is not None:
+            finish = partial(self._verifier.write_draft_kv, size or step.num_tokens)
         sample = None
         if not all(map(is_plain_greedy, batch)):
             indices = [next_index(request) for request in batch]
             sample = partial(self._sample, batch, indices, self._counts.of(batch), outputs, buffers)
-        return _OnDevice(batch, buffers, outputs.results[:num_reqs], sample)
+        return _OnDevice(batch, buffers, outputs.results[:num_reqs], sample, finish)
 
     def _sample(
         self,
@@ -178,14 +181,20 @@ class GraphRunner:
         token_ids = self._rows.newest_tokens(inputs.tokens[:num_reqs], req_rows)
         seq_lens = self._rows.lengths(inputs, num_reqs)
         rows = torch.arange(num_reqs, device=token_ids.device)
+        hidden: Tensor | None = None
         if is_split and self._micro_batches is not None:
-            logits = self._micro_batches.forward(token_ids, seq_lens, req_rows, num_real_reqs)
+            logits, hidden = self._micro_batches.forward(token_ids, seq_lens, req_rows, num_real_reqs)
         else:
             step = DeviceStep(
                 self._hot_buffers, self._kernels, seq_lens, req_rows, num_real_reqs, self._backup_stream
             )
-            logits = self._model.forward(token_ids, step.positions, step, rows)
+            if self._verifier is None:
+                logits = self._model.forward(token_ids, step.positions, step, rows)
+            else:
+                logits, hidden = self._model.forward_with_hidden(token_ids, step.positions, step, rows)
             step.finish()
+        if self._verifier is not None and hidden is not None:
+            self._verifier.keep_hidden(hidden)
         sampled = logits.argmax(dim=-1)
         self._rows.put(inputs, sampled)
         row_results = self._hot_buffers.row_results(req_rows)
@@ -252,6 +261,8 @@ class _OnDevice:
     results: Tensor
     sample: Callable[[], Sampled] | None
     """None when all tokens are just the likeliest."""
+    finish: Callable[[], None] | None = None
+    """What follows from the draws, if anything does."""
     feeds_next: bool = True
     num_new: int = 1
     sampled: Sampled | None = field(default=None, init=False)
@@ -268,6 +279,8 @@ class _OnDevice:
         with self.buffers.marked():
             if self.sample is not None:
                 self.sampled = self.sample()
+            if self.finish is not None:
+                self.finish()
             self.buffers.take(self.results)
         self.is_drawn = True
 

@@ -55,8 +55,11 @@ class MicroBatches:
             for own_kernels in kernels.split(NUM_MICRO_BATCHES, TAKEN_SMS)
         ]
 
-    def forward(self, token_ids: Tensor, seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor) -> Tensor:
-        """float32 [num_reqs, vocab_size]. Every second request goes to the second part, and so does padding.
+    def forward(
+        self, token_ids: Tensor, seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits, float32 [num_reqs, vocab_size], and with a draft layer hidden states, as of
+        ``forward_with_hidden``. Every second request goes to the second part, and so does padding.
 
         Arguments as of ``DeviceStep``.
         """
@@ -65,7 +68,7 @@ class MicroBatches:
 
     def _forward(
         self, token_ids: Tensor, seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         num_parts = len(self._parts)
         order = MicroBatchOrder(token_ids.device, COPY_BLOCKS, self._copy_stream)
         forwards = []
@@ -84,7 +87,11 @@ class MicroBatches:
                 )
                 rows = torch.arange(step.positions.shape[0], device=token_ids.device)
                 forwards.append(self._model.forward_by_layer(token_ids[of_part], step.positions, step, rows))
-        logits = token_ids.new_empty((len(token_ids), self._model.spec.vocab_size), dtype=torch.float32)
+        spec = self._model.spec
+        logits = token_ids.new_empty((len(token_ids), spec.vocab_size), dtype=torch.float32)
+        hidden = None
+        if spec.num_draft_layers:
+            hidden = token_ids.new_empty((len(token_ids), self._model.hidden_size), dtype=spec.dtype)
         running = list(range(num_parts))
         while running:
             for number in list(running):
@@ -92,12 +99,14 @@ class MicroBatches:
                     try:
                         next(forwards[number])
                     except StopIteration as end:
-                        logits[number::num_parts], _ = end.value
+                        logits[number::num_parts], of_part = end.value
+                        if hidden is not None:
+                            hidden[number::num_parts] = of_part
                         running.remove(number)
         for part in self._parts:
             part.join_current_stream()
         step.finish()  # of any: their backups share a stream
-        return logits
+        return logits, hidden
 
 
 @dataclass(frozen=True)

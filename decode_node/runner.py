@@ -56,7 +56,12 @@ class HostRunner:
         take_drafts(batch, 1, self._hot_buffers)
         access = HostStep(self._hot_buffers, self._kernels, batch)
         newest = torch.tensor([request.output_token_ids[-1] for request in batch])
-        logits = self._model.forward(newest, access.positions, access, torch.arange(len(batch)))
+        inputs = newest, access.positions, access, torch.arange(len(batch))
+        hidden: Tensor | None = None
+        if self._hot_buffers.state.max_new == 1:
+            logits = self._model.forward(*inputs)
+        else:
+            logits, hidden = self._model.forward_with_hidden(*inputs)
         access.finish()
         token_ids, logprobs = sample(
             logits,
@@ -66,6 +71,8 @@ class HostRunner:
             counts=self._counts.of(batch),
             masks=self._masks(batch, [()] * len(batch)),
         )
+        if hidden is not None:
+            access.write_draft_kv(self._model, torch.tensor(token_ids), hidden)
         rows = self._row_results(batch)
         return Done(batch, step_result([[one] for one in token_ids], [[one] for one in logprobs], rows))
 

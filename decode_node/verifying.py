@@ -1,4 +1,5 @@
-"""Steps of the graph runner that verify drafts: two graphs, with the draws between them.
+"""Steps of the graph runner that verify drafts: two graphs, with the draws between them. And what steps
+without drafts leave for the draft layer.
 
 The first is the model over all new positions. The second is what follows from the draws: acceptance, backup
 and the next drafts. What the step after needs of them stays on the device too (``DeviceRows``).
@@ -54,6 +55,8 @@ class Verifier:
         self._drawn = _Drawn.create(model, max_reqs * self._max_new)
         self._graphs: dict[int, dict[int, _Graphs]] = {}
         """By positions of a request, then by number of requests, smallest first."""
+        self._writes: dict[int, torch.cuda.CUDAGraph] = {}
+        """``write_draft_kv`` by number of requests."""
 
     def launch(
         self,
@@ -87,8 +90,28 @@ class Verifier:
             sample = partial(self._sample, batch, indices, drafts, rows, counts, num_new, buffers)
         return Verified(batch, buffers, most_drafts, num_new, sample, finish)
 
+    def keep_hidden(self, hidden: Tensor) -> None:
+        """Of a step without drafts, until ``write_draft_kv``."""
+        self._drawn.hidden[: len(hidden)] = hidden
+
+    def write_draft_kv(self, num_reqs: int) -> None:
+        """Behind the draws of a step without drafts. Without this the next guesses, made from what the draft
+        layer knows, would be worse for each such step before them."""
+        if num_reqs in self._writes:
+            self._writes[num_reqs].replay()
+        else:
+            self._write_draft_kv(num_reqs)
+
+    def _write_draft_kv(self, num_reqs: int) -> None:
+        inputs = self._inputs
+        req_rows = inputs.req_rows[:num_reqs]
+        seq_lens = self._rows.lengths(inputs, num_reqs)
+        access = DeviceStep(self._hot_buffers, self._kernels, seq_lens, req_rows, inputs.num_real_reqs)
+        access.write_draft_kv(self._model, self._rows.tokens[req_rows], self._drawn.hidden[:num_reqs])
+
     def warm_up(self, sizes: Sequence[int]) -> None:
         for size in sizes:
+            self._write_draft_kv(size)
             for num_new in range(self._max_new, 1, -1):
                 self._accept_and_draft(size, num_new, self._forward(size, num_new))
 
@@ -97,6 +120,10 @@ class Verifier:
         for num_new in range(self._max_new, 1, -1):
             graphs = [(size, self._capture(size, num_new, pool, stream)) for size in sizes]
             self._graphs[num_new] = dict(reversed(graphs))
+        for size in sizes:
+            self._writes[size] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._writes[size], pool=pool, stream=stream):
+                self._write_draft_kv(size)
 
     def _capture(self, num_reqs: int, num_new: int, pool: Any, stream: torch.cuda.Stream) -> _Graphs:
         first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()

@@ -138,6 +138,15 @@ class DsaModel:
         return self._draft_layer.forward(token_ids, hidden, rotation, kv, logit_rows, selected)
 
     @torch.inference_mode()
+    def write_draft_kv(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, kv: KvAccess) -> None:
+        """What ``draft`` of these rows writes to the MTP layer's KV and index keys, and no guess: the layer
+        sees these positions later as if it had guessed behind them. Raises ValueError without a draft layer.
+        """
+        if self._draft_layer is None:
+            raise ValueError(_NO_DRAFT_LAYER)
+        self._draft_layer.write(token_ids, hidden, self._rotation(hidden, positions), kv)
+
+    @torch.inference_mode()
     def forward_of_others(self) -> None:
         """Take part in a forward that other ranks make, with this rank's experts and no token of its own."""
         hidden = self._embed.weight[:0]
@@ -277,6 +286,10 @@ class _Layer:
         hidden = hidden + attended
         return hidden + self._mlp(self._post_attention_norm(hidden)), selected
 
+    def write(self, hidden: Tensor, rotation: Rotation, kv: KvAccess) -> None:
+        """What ``forward`` writes, and nothing else of it."""
+        self._attention.write(self._input_norm(hidden), rotation, kv)
+
 
 class _DraftLayer:
     """The MTP layer: a decoder layer over what is known of two neighbouring positions.
@@ -308,12 +321,19 @@ class _DraftLayer:
         logit_rows: Tensor,
         selected: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        embedded = self._embed_norm(self._embed(token_ids))
-        joined = self._join(torch.cat((embedded, self._hidden_norm(hidden)), dim=-1))
+        joined = self._joined(token_ids, hidden)
         hidden, _ = self._layer.forward(joined, rotation, kv, selected, runs_indexer=selected is None)
         hidden = self._norm(hidden)
         logits: Tensor = self._lm_head(hidden[logit_rows])
         return logits.float(), hidden
+
+    def write(self, token_ids: Tensor, hidden: Tensor, rotation: Rotation, kv: KvAccess) -> None:
+        self._layer.write(self._joined(token_ids, hidden), rotation, kv)
+
+    def _joined(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        embedded = self._embed_norm(self._embed(token_ids))
+        joined: Tensor = self._join(torch.cat((embedded, self._hidden_norm(hidden)), dim=-1))
+        return joined
 
 
 class _Silu(torch.nn.Module):
@@ -354,9 +374,7 @@ class _Attention:
         linears = self._of_q_resid
         q, *index_queries = linears(q_resid) if indexer is not None else [linears.first(q_resid)]
         q_nope, q_rope = torch.split(q.view(num_tokens, self.num_heads, -1), self._head_dims, dim=-1)
-        latent, k_rope = torch.split(kv_a, self._latent_dims, dim=-1)
-        k_rope = rotate(k_rope[:, None], *rotation, is_interleaved=True)[:, 0]
-        item = torch.cat((self._kv_a_norm(latent), k_rope), dim=-1)
+        item = self._item(kv_a, rotation)
         if indexer is None:
             kv.write(self._number, item, None)
         else:
@@ -369,13 +387,25 @@ class _Attention:
             )
         # As long as an item; both parts are written in place.
         q = x.new_empty((num_tokens, self.num_heads, item.shape[1]))
-        matmul_heads(q_nope, self._key_up, out=q[..., : latent.shape[1]])
-        rotate(q_rope, *rotation, is_interleaved=True, out=q[..., latent.shape[1] :])
+        latent_dim = self._latent_dims[0]
+        matmul_heads(q_nope, self._key_up, out=q[..., :latent_dim])
+        rotate(q_rope, *rotation, is_interleaved=True, out=q[..., latent_dim:])
         attended = kv.attend(self._number, q, selected, self._scale)
         values = x.new_empty((num_tokens, self.num_heads, self._value_up.shape[2]))
         matmul_heads(attended, self._value_up, out=values)
         output: Tensor = self._o_proj(values.flatten(1))
         return output, selected
+
+    def write(self, x: Tensor, rotation: Rotation, kv: KvAccess) -> None:
+        """What ``forward`` writes, and nothing else of it."""
+        _, *index_keys, kv_a = self._of_hidden(x)
+        keys = None if self._indexer is None else self._indexer.finish_keys(index_keys[0], rotation)
+        kv.write(self._number, self._item(kv_a, rotation), keys)
+
+    def _item(self, kv_a: Tensor, rotation: Rotation) -> Tensor:
+        latent, k_rope = torch.split(kv_a, self._latent_dims, dim=-1)
+        k_rope = rotate(k_rope[:, None], *rotation, is_interleaved=True)[:, 0]
+        return torch.cat((self._kv_a_norm(latent), k_rope), dim=-1)
 
 
 class _Indexer:
@@ -400,10 +430,14 @@ class _Indexer:
         """
         queries = queries.view(x.shape[0], self._num_heads, -1)
         queries = rotate(queries, *rotation, is_interleaved=self._is_interleaved)
+        if self._hadamard is not None:
+            queries = linear(queries, self._hadamard)
+        weights = self._weights_proj(x.float()) * self._num_heads**-0.5
+        return queries, self.finish_keys(keys, rotation), weights
+
+    def finish_keys(self, keys: Tensor, rotation: Rotation) -> Tensor:
+        """Of what wk made: keys [num_tokens, dim], as ``finish`` returns them."""
         wide = torch.nn.functional.layer_norm(keys.float(), keys.shape[1:], *self._k_norm)
         keys = wide.to(keys.dtype)[:, None]
         keys = rotate(keys, *rotation, is_interleaved=self._is_interleaved)[:, 0]
-        if self._hadamard is not None:
-            queries, keys = (linear(part, self._hadamard) for part in (queries, keys))
-        weights = self._weights_proj(x.float()) * self._num_heads**-0.5
-        return queries, keys, weights
+        return keys if self._hadamard is None else linear(keys, self._hadamard)

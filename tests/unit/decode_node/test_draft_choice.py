@@ -77,8 +77,26 @@ def test_another_text_changes_the_number() -> None:
     assert choice.choose(4, 3) == 0
     probes = run(choice, 4, FAST, 3, 2 * PROBE_EVERY)
     assert len([number for number in probes if number]) >= PROBE_STEPS
-    run(choice, 4, FAST, 3, 60 * PROBE_EVERY)
-    assert choice.choose(4, 3) > 0
+    run(choice, 4, FAST, 3, PROBE_EVERY)
+    assert choice.choose(4, 3) == 3
+
+
+@pytest.mark.parametrize("num_reqs", [1, 64])
+def test_drafts_that_were_useless_for_long_are_taken_again_soon_after_they_are_good(num_reqs: int) -> None:
+    choice = DraftChoice(3)
+    run(choice, num_reqs, FAST, 0, 20 * PROBE_EVERY)
+    assert choice.choose(num_reqs, 3) == 0
+    chosen = run(choice, num_reqs, FAST, 3, 3 * PROBE_EVERY)
+    assert set(chosen[-PROBE_EVERY // 2 :]) == {3}
+
+
+def test_trials_of_useless_drafts_cost_little() -> None:
+    """Also where the trials are by all of many requests, and each is wrong."""
+    for num_reqs in (1, 64):
+        choice = DraftChoice(3)
+        run(choice, num_reqs, FAST, 0, 5 * PROBE_EVERY)
+        chosen = run(choice, num_reqs, FAST, 0, 20 * PROBE_EVERY)
+        assert sum(FAST[number] for number in chosen) < 1.01 * len(chosen)
 
 
 def test_what_a_batch_cannot_verify_is_not_chosen() -> None:

@@ -119,6 +119,46 @@ def test_the_number_of_drafts_may_change_in_every_step_of_a_mixed_batch(
         assert (num_drafts(answer)[0] > 0) == (number % 4 != 1)
 
 
+@pytest.mark.I4
+@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
+@BOTH
+def test_steps_without_drafts_leave_the_draft_layer_what_steps_with_drafts_do(
+    double: PrefillDouble, node: EngineHarness, flag: HisparseFlag
+) -> None:
+    """Also in micro-batches, and behind a drawn token: the guesses after them are as good."""
+    engine, prompts = node.engine, PROMPTS[5:9]
+    memory, is_hisparse = engine.hot_buffers.memory, flag is HisparseFlag.TRUE
+    kind = PoolKind.HOST if is_hisparse else PoolKind.DEVICE
+    kv_pool = memory.k_host if is_hisparse else memory.k_dev
+    found: list[list[tuple[list[int], torch.Tensor, torch.Tensor]]] = []
+    for num_drafts_first in (0, 3):
+        with drafts(node, num_drafts_first):
+            answers = [
+                node.generate(double, prompt, 60, flag, temperature=float(number == 0), seed=7)
+                for number, prompt in enumerate(prompts)
+            ]
+            node.turn_until(lambda: all(len(each.token_ids) > 20 for each in answers), double)  # noqa: B023
+        engine.steps.settle()
+        requests = engine.requests.select(RequestState.RUNNING)
+        requests.sort(key=lambda request: request.num_prompt_tokens)
+        left = []
+        for request in requests:
+            num_tokens = request.num_prompt_tokens + 20
+            slots, index_slots = (
+                slots_tensor(request.extents(of))[:num_tokens] for of in (kind, PoolKind.INDEX)
+            )
+            kv = kv_pool[-1, slots].view(torch.float32).clone()
+            keys = memory.index[-1, index_slots].view(torch.float32)
+            left.append((request.output_token_ids[:20], kv, keys))
+        found.append(left)
+        with drafts(node, 3):
+            finish(node, answers, double)
+    for without, with_drafts in zip(*found, strict=True):
+        assert without[0] == with_drafts[0]
+        for one, other in zip(without[1:], with_drafts[1:], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.I5
 @V32
 def test_drawn_tokens_are_those_of_their_seeds_with_any_number_of_drafts(
