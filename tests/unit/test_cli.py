@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +21,7 @@ from router import supervisor
 from router.supervisor import Child, Health, Supervisor, probe
 from service.ports import free_port
 from service.settings import DecodeSettings, PrefillSettings, RouterSettings
+from tests.waiting import wait_until
 
 REPO = Path(__file__).resolve().parents[2]
 SERVICE = """
@@ -323,16 +322,9 @@ def test_children_end_when_their_parent_is_killed(service: Callable[..., Child],
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=REPO)
     try:
-        _wait_for(lambda: pid_file.exists() and pid_file.read_text() != "")
+        wait_until(lambda: pid_file.exists() and pid_file.read_text() != "")
         pid = int(pid_file.read_text())
     finally:
         parent.kill()
         parent.wait()
-    _wait_for(lambda: not is_running(pid))
-
-
-def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.02)
+    wait_until(lambda: not is_running(pid))

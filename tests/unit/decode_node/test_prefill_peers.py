@@ -28,6 +28,7 @@ from protocol.channels import ControlAddressError, ControlKeys, ControlServer
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Register, Registered
 from tests.unit.decode_node.peers_support import make_peers
 from tests.unit.protocol.examples import GEOMETRY
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.I7
 
@@ -206,13 +207,6 @@ def test_a_control_address_that_zmq_refuses_ends_no_loop(
         poll_until(peers, prefill.address, lambda events: ready in events, prefill.answer)
 
 
-def _until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_SECS
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {WAIT_SECS} s"
-        time.sleep(0.005)
-
-
 @pytest.mark.I8
 def test_a_busy_peer_is_confirmed_however_many_others_are_gone(
     prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
@@ -234,8 +228,8 @@ def test_a_busy_peer_is_confirmed_however_many_others_are_gone(
             for address in gone:
                 peers.use(address, time.monotonic())
             peers.poll(time.monotonic(), gone)
-            _until(lambda: len(asked) >= 16)
-            _until(lambda: peers.poll(time.monotonic(), gone) or prefill.address.host in asked)
+            wait_until(lambda: len(asked) >= 16)
+            wait_until(lambda: peers.poll(time.monotonic(), gone) or prefill.address.host in asked)
             assert prefill.address.host in asked
         finally:
             is_over.set()
@@ -260,7 +254,7 @@ def test_silence_counts_once_the_front_has_had_its_time_to_vouch(
         poll_until(peers, prefill.address, bool, prefill.answer)
         peer = peers._peers[prefill.address]
         peer.liveness.heartbeat_interval_secs, peer.liveness.heartbeat_timeout_secs = 5.0, 10.0
-        _until(lambda: not peers.poll(time.monotonic(), ()) and not peer.lookups.is_under_way)
+        wait_until(lambda: not peers.poll(time.monotonic(), ()) and not peer.lookups.is_under_way)
         monkeypatch.setattr(discovery, "look_up", slow)
         start = time.monotonic()
         try:
@@ -270,7 +264,7 @@ def test_silence_counts_once_the_front_has_had_its_time_to_vouch(
         finally:
             may_answer.set()
         lookup = peer.lookups._future
-        _until(lambda: lookup is not None and lookup.done())
+        wait_until(lambda: lookup is not None and lookup.done())
         events = peers.poll(start + 14.5, ())
         assert [type(event) for event in events] == ([] if vouches else [PeerLost])
 
@@ -287,7 +281,7 @@ def test_an_address_at_which_nobody_was_found_is_forgotten_with_its_last_request
     with closing(make_peers(None)) as peers:
         now = time.monotonic()
         peers.use(address, now)
-        _until(lambda: not peers.poll(now, {address}) and peers.last_error(address) == "no route")
+        wait_until(lambda: not peers.poll(now, {address}) and peers.last_error(address) == "no route")
         peers.poll(now + 1.0, {address})
         assert peers.last_error(address) == "no route", "somebody waits"
-        _until(lambda: not peers.poll(now + 1.0, ()) and peers.last_error(address) == "no answer yet")
+        wait_until(lambda: not peers.poll(now + 1.0, ()) and peers.last_error(address) == "no answer yet")

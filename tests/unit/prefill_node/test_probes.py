@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
 from prefill_node import probes
 from prefill_node.probes import ANSWER_SECS, Probes
+from tests.waiting import wait_until
 
 WAIT_SECS = 60.0
 SESSION = "10.0.0.1:1"
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_SECS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_a_probe_that_is_under_way_denies_nothing_before_its_time() -> None:
@@ -33,8 +25,8 @@ def test_a_probe_that_is_under_way_denies_nothing_before_its_time() -> None:
     assert not asking.is_denied(SESSION, asked_at + 1, asked_at + 2 * ANSWER_SECS), "heard since"
     assert not asking.is_denied("another", heard_at, asked_at + ANSWER_SECS)
     may_answer.set()
-    until(lambda: asking.take_answered() == [SESSION])
-    until(lambda: not asking.is_denied(SESSION, heard_at, asked_at + ANSWER_SECS))
+    wait_until(lambda: asking.take_answered() == [SESSION])
+    wait_until(lambda: not asking.is_denied(SESSION, heard_at, asked_at + ANSWER_SECS))
 
 
 def test_a_probe_that_fails_denies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +34,7 @@ def test_a_probe_that_fails_denies_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     asking = Probes(lambda session: False)
     assert not asking.is_denied(SESSION, 100.0, 106.0), "nobody asked"
     asking.ask(SESSION, 106.0)
-    until(lambda: asking.is_denied(SESSION, 100.0, 106.1))
+    wait_until(lambda: asking.is_denied(SESSION, 100.0, 106.1))
     assert not asking.is_denied(SESSION, 107.0, 120.0), "it was heard after the probe began"
     asking.forget(SESSION)
     assert not asking.is_denied(SESSION, 100.0, 106.1)

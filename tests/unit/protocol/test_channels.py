@@ -3,7 +3,6 @@
 import pickle
 import select
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from service.engine_messages import Abort, EngineStats, Generate, GenerateGroup,
 from service.engine_sockets import Crossing, EngineSocket, FrontGone, FrontSocket
 from service.ports import free_port
 from tests.port_scan import VISITS, visit
+from tests.waiting import wait_until
 from vocabulary import SamplingParams
 
 WAIT_SECS = 60.0
@@ -197,16 +197,9 @@ def test_with_keys_only_a_holder_of_the_key_gets_through(make_server: Make, make
         poller = Poller()
         poller.register(server)
         assert not poller.wait(0.3), "a peer without the key was let in"
-        _until(lambda: server.dropped[FOREIGN_KEY] > 0)
+        wait_until(lambda: server.dropped[FOREIGN_KEY] > 0)
     finally:
         stranger.close()
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECS
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {WAIT_SECS} s"
-        time.sleep(0.01)
 
 
 @pytest.mark.I1
@@ -219,7 +212,7 @@ def test_with_a_list_only_its_addresses_get_through(
     server = make_server(keys, ["127.0.0.2", "10.0.0.0/8"])
     stranger = make_client(server, keys, "127.0.0.3")
     stranger.send(Heartbeat(666))
-    _until(lambda: server.dropped[FOREIGN_ADDRESS] > 0)
+    wait_until(lambda: server.dropped[FOREIGN_ADDRESS] > 0)
     member = make_client(server, keys, "127.0.0.2")
     member.send(Heartbeat(5))
     peer, message = receive_one(server)

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from tests.unit.api.scripted_engine import say
 from tests.unit.api.support import BODY, Node, OnNode, until
 from tests.unit.api.tiny_tokenizer import write_checkpoint
 from tests.unit.router.cluster import FakeNode, delivers, never, serving, start, write
+from tests.waiting import wait_until
 
 REPO = Path(__file__).resolve().parents[3]
 WAIT_SECS = 60.0
@@ -226,7 +226,7 @@ def test_a_node_gives_up_when_the_time_is_up_and_still_exits_cleanly(tmp_path: P
         ) as process,
     ):
         try:
-            _wait_for(lambda: _is_healthy(url))
+            wait_until(lambda: _is_healthy(url))
             body = {**BODY, "max_tokens": 8, "stream": True}
             with httpx.stream(
                 "POST", url + "/v1/completions", json=body, timeout=WAIT_SECS, trust_env=False
@@ -247,13 +247,6 @@ def _is_healthy(url: str) -> bool:
         return httpx.get(url + "/health", timeout=WAIT_SECS, trust_env=False).is_success
     except httpx.TransportError:
         return False
-
-
-def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # --- a pair --------------------------------------------------------------------------------------------
@@ -291,7 +284,7 @@ def test_a_pair_waits_for_its_services_and_passes_a_second_signal_on(
     parent = Supervisor([child], WAIT_SECS)
 
     def interrupt_again() -> None:
-        _wait_for(first_signal.exists)
+        wait_until(first_signal.exists)
         os.kill(os.getpid(), signal.SIGTERM)
 
     again = threading.Thread(target=interrupt_again)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from starlette.routing import Route
 from service import connections, descriptors
 from service.connections import BODY_WINDOW_BYTES, BODY_WINDOW_SECS, HEAD_SECS, UNREAD_SECS, Connections
 from service.listening import HttpServer, Listener
+from tests.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.I7, pytest.mark.I8]
 
@@ -69,7 +70,7 @@ class Served:
         client = Client(*opened)
         self.clients.append(client)
         name = opened[1].get_extra_info("sockname")
-        await self.until(lambda: any(c.client == name for c in self.connections.live))
+        await until(lambda: any(c.client == name for c in self.connections.live))
         if data:
             client.send(data)
             await self.heard()
@@ -79,11 +80,6 @@ class Served:
         """All that was sent has been read: what comes in later on another connection has."""
         for _ in range(5):
             await asyncio.sleep(0.002)
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(WAIT_SECS):
-            while not condition():
-                await asyncio.sleep(0.002)
 
     def pass_time(self, secs: float) -> None:
         self.connections.now += secs
@@ -122,7 +118,7 @@ async def serving(limit: int = LIMIT) -> AsyncIterator[Served]:
     served = Served(server, listener.port)
     task = asyncio.create_task(server.serve(sockets=[listener.socket]))
     try:
-        await served.until(lambda: server.started)
+        await until(lambda: server.started)
         yield served
     finally:
         for client in served.clients:
@@ -162,7 +158,7 @@ async def test_a_request_that_is_not_sent_is_not_waited_for(
         assert got.startswith(answer) if answer else got == b""
         if answer:
             assert b"must" in got
-        await served.until(lambda: not served.server.server_state.connections)
+        await until(lambda: not served.server.server_state.connections)
         assert not served.connections.live
 
 
@@ -202,7 +198,7 @@ async def test_an_answer_that_nobody_reads_ends() -> None:
     async with serving() as served:
         reads_nothing = await served.connect(b"GET /pour HTTP/1.1\r\nhost: a\r\n\r\n")
         (connection,) = served.connections.live
-        await served.until(lambda: connection.flow.write_paused)
+        await until(lambda: connection.flow.write_paused)
         served.pass_time(0)
         num_unread = -1
         while num_unread != connection.transport.get_write_buffer_size():  # the kernel's buffers fill up
@@ -212,7 +208,7 @@ async def test_an_answer_that_nobody_reads_ends() -> None:
         served.pass_time(UNREAD_SECS / 2)
         assert served.connections.live
         served.pass_time(UNREAD_SECS)
-        await served.until(lambda: not served.server.server_state.connections)
+        await until(lambda: not served.server.server_state.connections)
         reads_nothing.close()
 
 
@@ -256,14 +252,14 @@ async def test_who_reads_nothing_makes_room_too() -> None:
     async with serving() as served:
         for _ in range(LIMIT):
             await served.connect(b"GET /pour HTTP/1.1\r\nhost: a\r\n\r\n")
-        await served.until(lambda: all(c.flow.write_paused for c in served.connections.live))
+        await until(lambda: all(c.flow.write_paused for c in served.connections.live))
         assert (await served.get()).text == "hello"
 
 
 async def test_a_request_beside_as_many_as_there_may_be_is_refused_with_the_bound() -> None:
     async with serving() as served:
         waits = [await served.connect(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n") for _ in range(LIMIT)]
-        await served.until(lambda: not served.connections.waits)
+        await until(lambda: not served.connections.waits)
         early = await served.connect()
         refused = await served.get()
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
@@ -275,7 +271,7 @@ async def test_a_request_beside_as_many_as_there_may_be_is_refused_with_the_boun
         for client in waits:
             assert b"200 OK" in await client.read_head()
             client.close()
-        await served.until(lambda: len(served.connections.live) == 1)
+        await until(lambda: len(served.connections.live) == 1)
         later.send(GET)
         assert b"200 OK" in await later.read_head(), "there is room by the time of its request"
 

@@ -9,7 +9,7 @@ import ssl
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from service import handshakes
 from service.certificates import Certificate
 from service.listening import HttpServer, Listener
 from tests.tls_files import TlsFiles, make_tls_files, needs_openssl
+from tests.waiting import until
 
 pytestmark = [needs_openssl, pytest.mark.anyio, pytest.mark.I7, pytest.mark.I8]
 
@@ -52,11 +53,6 @@ class Served:
         assert self.server._handshakes is not None
         return len(self.server._handshakes.begun)
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(WAIT_SECS):
-            while not condition():
-                await asyncio.sleep(0.002)
-
     @asynccontextmanager
     async def stranger(
         self, data: bytes = b"", source: str = "127.0.0.1"
@@ -65,7 +61,7 @@ class Served:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0))
         name = writer.get_extra_info("sockname")
         try:
-            await self.until(lambda: name in {c.client for c in self.server.connections.live})
+            await until(lambda: name in {c.client for c in self.server.connections.live})
             writer.write(data)
             yield reader, writer
         finally:
@@ -85,7 +81,7 @@ async def serving(files: TlsFiles, limit: int = LIMIT) -> AsyncIterator[Served]:
     served = Served(server, listener.port, files)
     task = asyncio.create_task(server.serve(sockets=[listener.socket]))
     try:
-        await served.until(lambda: server.started)
+        await until(lambda: server.started)
         yield served
     finally:
         server.should_exit = True
@@ -131,7 +127,7 @@ async def test_handshakes_that_have_begun_are_bounded(
     monkeypatch.setattr(handshakes, "MAX_HANDSHAKES", 3)
     async with serving(files, limit=100) as served, AsyncExitStack() as stack:
         mine, _ = await stack.enter_async_context(served.stranger(hello()))
-        await served.until(lambda: served.num_begun == 1)
+        await until(lambda: served.num_begun == 1)
         strangers = [await stack.enter_async_context(served.stranger(hello(), ELSEWHERE)) for _ in range(20)]
         for reader, _ in strangers:  # the last ones have no less to say to it
             await asyncio.wait_for(reader.read(1), WAIT_SECS)
@@ -156,7 +152,7 @@ async def test_handshakes_that_have_begun_are_bounded(
 async def test_what_is_no_hello_ends_at_once(files: TlsFiles, data: bytes) -> None:
     async with serving(files) as served, served.stranger(data) as (reader, _):
         await ended(reader)
-        await served.until(lambda: not served.server.connections.live)
+        await until(lambda: not served.server.connections.live)
         assert served.num_begun == 0
 
 

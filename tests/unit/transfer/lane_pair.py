@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from kernels.host_memory import HostPool, allocate_host
 from protocol.lane import LaneOffer
+from tests.waiting import wait_until
 from transfer.errors import TransferError
 from transfer.extents import SlotArray
 from transfer.lane import Lane, Lanes
@@ -19,13 +19,6 @@ from transfer.lane_host import LaneHost, SharedMemory
 WAIT_SECS = 60.0
 SESSION = "127.0.0.1:15001"
 POOL_BYTES = (300_001, 4096)
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_SECS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {WAIT_SECS} s for {what}"
-        time.sleep(0.002)
 
 
 class Network:

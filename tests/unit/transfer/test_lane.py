@@ -23,8 +23,9 @@ import transfer.lane
 import transfer.lane_memory
 from kernels.host_memory import allocate_host
 from protocol.lane import SOCKET_PREFIX, LaneHello, LaneOffer, LaneWelcome, Window, encoder
-from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Pair, pair_of, wait_until
+from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Pair, pair_of
 from tests.unit.transfer.lane_writer import lane_writer
+from tests.waiting import wait_until
 from transfer.errors import TransferError, TransferSetupError
 from transfer.extents import SlotArray
 from transfer.lane import Lane

@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 import transfer.lane
-from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Network, Pair, pair_of, wait_until
+from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Network, Pair, pair_of
+from tests.waiting import wait_until
 from transfer.errors import TransferError
 from transfer.extents import SlotArray
 from transfer.lane import Lane

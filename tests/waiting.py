@@ -1,0 +1,24 @@
+"""Waiting for what another thread, task or process does, for as long as a busy machine may take."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+WAIT_SECS: Final = 60.0
+
+
+def wait_until(condition: Callable[[], object], what: str = "the condition") -> None:
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {WAIT_SECS} s"
+        time.sleep(0.005)
+
+
+async def until(condition: Callable[[], object], what: str = "the condition") -> None:
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {WAIT_SECS} s"
+        await asyncio.sleep(0.005)
