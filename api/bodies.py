@@ -30,6 +30,7 @@ from api.body_parts import (
     ContextManagement,
     Effort,
     GrammarText,
+    IsolationKeys,
     JsonSchema,
     Labels,
     Minimum,
@@ -140,6 +141,8 @@ class Served(Addressed):
     bootstrap_room: Room | Annotated[list[Room], Meta(max_length=MAX_SAMPLES)] | None
     prefill_only: bool | None
     joins_answers: bool | None
+    cache_salt: IsolationKeys | None
+    extra_key: IsolationKeys | None
 
 
 class Drawing:

@@ -43,6 +43,16 @@ Biases = Annotated[
     Meta(max_length=MAX_LOGIT_BIAS, extra_json_schema={"propertyNames": {"pattern": _TOKEN_KEY}}),
 ]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+IsolationKey = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=1024,
+        description="KV is shared only among requests with the same cache_salt and extra_key.",
+    ),
+]
+IsolationKeys = IsolationKey | Annotated[list[IsolationKey | None], Meta(max_length=MAX_PROMPTS)]
+"""One for all prompts of a request, or one a prompt."""
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
 Room = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
@@ -68,9 +78,11 @@ HOSTED_TOOL = (
 
 @declared
 class Labels:
-    """What public routers let pass: the flag of a request."""
+    """What public routers let pass, of fields that they drop elsewhere."""
 
     hisparse: Annotated[bool | Literal["true", "false", "auto"] | None, FLAG]
+    cache_salt: IsolationKey | None
+    extra_key: IsolationKey | None
 
 
 @declared

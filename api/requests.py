@@ -29,6 +29,7 @@ from service.engine_messages import (
 )
 from service.http_errors import ApiError
 from service.off_loop import off_loop
+from service.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity
 from vocabulary import HisparseFlag
 
 MAX_SCORES = 1 << 19
@@ -98,6 +99,8 @@ class SampleRequest:
     prompt: bytes
     prompt_index: int
     options: SampleOptions
+    root: PageKey = NO_ISOLATION
+    """Of the prompt's keys."""
     wanted_scores: WantedScores | None = None
     """Of the prompt, which its first sample has computed for all."""
     echo: str = ""
@@ -152,7 +155,8 @@ async def plan_samples(
                 scores=wanted if sample_index == 0 else None,
                 is_prefill_only=request.is_prefill_only,
             )
-            samples.append(SampleRequest(generate, prompt, prompt_index, options, wanted, echo))
+            root = request.roots[prompt_index]
+            samples.append(SampleRequest(generate, prompt, prompt_index, options, root, wanted, echo))
             if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:
                 await asyncio.sleep(0)
     return tuple(samples)
@@ -205,6 +209,7 @@ def grouped(samples: Sequence[SampleRequest], *, with_prompts: bool) -> list[Gen
     return [
         GenerateGroup(
             tuple(sample.generate for sample in group),
+            PromptIdentity.of(group[0].root, group[0].prompt),
             group[0].prompt if with_prompts or group[0].generate.sampling.needs_prompt else b"",
         )
         for group in (list(of_one) for _, of_one in itertools.groupby(samples, lambda s: s.prompt_index))

@@ -53,6 +53,7 @@ from api.sampling_options import (
 )
 from protocol.access import is_host
 from service.http_errors import ApiError, InvalidField
+from service.prompt_keys import PageKey, root_of
 from service.settings import PrefillSettings
 from vocabulary import HisparseFlag
 
@@ -96,7 +97,8 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class ApiRequest:
-    """One HTTP request. ``options[p]`` belongs to ``prompts[p]``, ``rendezvous`` has one a sample."""
+    """One HTTP request. ``options[p]`` and ``roots[p]`` belong to ``prompts[p]``; ``rendezvous`` has one a
+    sample."""
 
     endpoint: Endpoint
     prompts: tuple[Prompt, ...]
@@ -104,6 +106,8 @@ class ApiRequest:
     is_batch: bool
     """The prompts came as a list: ``/generate`` then answers with a list."""
     options: tuple[SampleOptions, ...]
+    roots: tuple[PageKey, ...]
+    """Of each prompt's keys, as the request's isolation key has it."""
     rendezvous: tuple[Rendezvous, ...]
     stream: bool
     usage: StreamedUsage
@@ -187,16 +191,18 @@ def parse_request(
             f"at most {MAX_SAMPLES} fit in one request",
             param=prompt_field,
         )
+    labels = _labels(body)
     parsed = ApiRequest(
         endpoint=endpoint,
         prompts=prompts,
         prompt_field=prompt_field,
         is_batch=is_batch,
         options=options,
+        roots=_roots(body, labels, len(prompts)),
         rendezvous=_rendezvous(body, [option.n for option in options]),
         stream=bool(body.stream),
         usage=_streamed_usage(body),
-        hisparse=_hisparse(body),
+        hisparse=_hisparse(body, labels),
         is_speculative=body.speculative is not False,
         request_ids=_request_ids(body, len(prompts)),
         returns_token_ids=isinstance(body, CompletionsBody | ChatBody) and bool(body.return_token_ids),
@@ -326,8 +332,8 @@ def _streamed_usage(body: Served) -> StreamedUsage:
     return StreamedUsage.EVERY if options.continuous_usage_stats else StreamedUsage.LAST
 
 
-def _hisparse(body: Served) -> HisparseFlag | None:
-    """From the top level or, because public routers drop it there, from what they let pass."""
+def _labels(body: Served) -> Labels:
+    """What public routers let pass of the fields that they drop at the top level, where these count first."""
     match body:
         case ChatBody() | MessagesBody():
             labels = body.metadata
@@ -337,8 +343,27 @@ def _hisparse(body: Served) -> HisparseFlag | None:
             labels = body.custom_labels
         case _:
             labels = None
-    given = body.hisparse if body.hisparse is not None or labels is None else labels.hisparse
+    return labels or Labels()
+
+
+def _hisparse(body: Served, labels: Labels) -> HisparseFlag | None:
+    given = labels.hisparse if body.hisparse is None else body.hisparse
     return None if given is None else HisparseFlag(str(given).lower())
+
+
+def _roots(body: Served, labels: Labels, num_prompts: int) -> tuple[PageKey, ...]:
+    """One a prompt: each field is one value for all, or a list of one a prompt."""
+    keys: list[list[str | None]] = []
+    for field in ("cache_salt", "extra_key"):
+        given = getattr(body, field)
+        if given is None:
+            given = getattr(labels, field)
+        of_prompts = given if isinstance(given, list) else [given] * num_prompts
+        if len(of_prompts) != num_prompts:
+            rule = f"must be a string, or a list of one string a prompt, {num_prompts}"
+            raise InvalidField(field, given, rule)
+        keys.append(of_prompts)
+    return tuple(map(root_of, *keys))
 
 
 def _request_ids(body: Served, num_prompts: int) -> tuple[str, ...]:

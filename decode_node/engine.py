@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import assert_never
 
-import msgspec
 import numpy as np
 import torch
 
@@ -147,7 +146,6 @@ class DecodeEngine:
         )
         self.copies = PrefixCopies(self._memory)
         geometry = spec.geometry(settings.page_size, str(SamplingDefaults.of(settings)))
-        self._prefix_identity = msgspec.msgpack.encode(geometry)
         allowed = PeerList.parse(settings.allowed_peers)
         with guarded_listeners(settings.reachable_host, allowed):
             self._transfer = TransferEngine(settings.reachable_host, transport)
@@ -299,12 +297,12 @@ class DecodeEngine:
         """A prompt comes with its tokens where prefixes are held, or a sample's draws depend on them."""
         prompt_keys = None
         if message.prompt and not self._settings.disable_held_prefixes:
-            prompt_keys = PromptKeys.of(self._prefix_identity, message.prompt, self.limits.page_size)
+            prompt_keys = PromptKeys.of(message.identity.root, message.prompt, self.limits.page_size)
         token_ids = None
         if message.prompt and any(sample.sampling.needs_prompt for sample in message.samples):
             token_ids = np.flatnonzero(np.bincount(unpack_token_ids(message.prompt))).astype(np.int32)
         for sample in message.samples:
-            self.lifecycle.generate(sample, now, prompt_keys, token_ids)
+            self.lifecycle.generate(sample, message.identity.digest, now, prompt_keys, token_ids)
 
     def _follow_grammars(self, now: float) -> None:
         """Of those that run and wait for theirs to be compiled. Nobody else waits for that."""

@@ -14,13 +14,13 @@ What nobody uses is as good as free: ``make_room`` gives it up, the least recent
 ends, before anybody who needs slots is told that there are none. So nobody is admitted later, or otherwise,
 for what is held.
 
-A page is found by a hash of all tokens up to its end, and of the model and its geometry, page size included.
+A page is found by its key, a hash of all tokens up to its end and of the isolation key of who sent them
+(``service/prompt_keys.py``).
 Pure bookkeeping, as in ``pools.py``.
 """
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,14 +30,9 @@ from typing import Final, NamedTuple
 from decode_node.pools import Holding, PoolKind, Pools, SlotCounts
 from protocol.messages import Extent
 from service.engine_messages import pack_token_ids
+from service.prompt_keys import TOKEN_BYTES, PageKey, page_keys
 from transfer.allocator import PoolIntegrityError
 from vocabulary import Mode
-
-PageKey = bytes
-"""Of one whole page: equal keys mean equal tokens up to its end."""
-
-TOKEN_BYTES: Final = 4
-_KEY_BYTES: Final = 16
 
 KV_POOL: Final = {Mode.HISPARSE: PoolKind.HOST, Mode.DENSE: PoolKind.DEVICE}
 """Where the KV of a request is, and of the prefix that it leaves."""
@@ -49,16 +44,15 @@ class PromptKeys:
     """Of a prompt's whole pages, and the packed tokens behind the last of them."""
 
     page_size: int
-    start: PageKey
+    root: PageKey
     keys: tuple[PageKey, ...]
     tail: bytes
 
     @classmethod
-    def of(cls, identity: bytes, prompt: bytes, page_size: int) -> PromptKeys:
-        """``identity``: of what makes KV of equal tokens equal; ``prompt``: as of ``pack_token_ids``."""
-        start = _key(b"", identity)
-        keys = _chain(start, prompt, page_size)
-        return cls(page_size, start, tuple(keys), prompt[len(keys) * page_size * TOKEN_BYTES :])
+    def of(cls, root: PageKey, prompt: bytes, page_size: int) -> PromptKeys:
+        """``prompt``: as of ``pack_token_ids``."""
+        keys = page_keys(root, prompt, page_size)
+        return cls(page_size, root, tuple(keys), prompt[len(keys) * page_size * TOKEN_BYTES :])
 
     @property
     def num_tokens(self) -> int:
@@ -66,21 +60,8 @@ class PromptKeys:
 
     def with_output(self, output_token_ids: Sequence[int]) -> list[PageKey]:
         """The keys of the whole pages of the prompt and ``output_token_ids``."""
-        last = self.keys[-1] if self.keys else self.start
-        return [*self.keys, *_chain(last, self.tail + pack_token_ids(output_token_ids), self.page_size)]
-
-
-def _chain(last: PageKey, token_ids: bytes, page_size: int) -> list[PageKey]:
-    num_bytes = page_size * TOKEN_BYTES
-    keys = []
-    for start in range(0, len(token_ids) - num_bytes + 1, num_bytes):
-        last = _key(last, token_ids[start : start + num_bytes])
-        keys.append(last)
-    return keys
-
-
-def _key(last: PageKey, page: bytes) -> PageKey:
-    return hashlib.blake2b(last + page, digest_size=_KEY_BYTES).digest()
+        last = self.keys[-1] if self.keys else self.root
+        return [*self.keys, *page_keys(last, self.tail + pack_token_ids(output_token_ids), self.page_size)]
 
 
 @dataclass(eq=False, slots=True)

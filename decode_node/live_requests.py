@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
-from decode_node.held_prefixes import KV_POOL, OTHER_MODE, HeldPrefixes, PageKey
+from decode_node.held_prefixes import KV_POOL, OTHER_MODE, HeldPrefixes
 from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission, Exchange
 from protocol.messages import Room
 from service.engine_messages import QuarantinedRun
+from service.prompt_keys import PageKey
 from vocabulary import HisparseFlag, Mode
 
 _REMOTELY_WRITTEN = {

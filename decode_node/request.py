@@ -14,13 +14,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decode_node.held_prefixes import KV_POOL, HeldPrefix, PageKey, PromptKeys
+from decode_node.held_prefixes import KV_POOL, HeldPrefix, PromptKeys
 from decode_node.pools import Holding, PoolKind, SlotCounts
 from grammar.matcher import Matcher
 from grammar.token_trie import Grammar
 from protocol.messages import Extent, PrefillTimes, Room
 from service.engine_messages import RequestStats
 from service.phases import DECODE_PHASES, PhaseLog
+from service.prompt_keys import PageKey
 from transfer.extents import joined
 from vocabulary import HisparseFlag, Mode, SamplingParams, TokenLogprob
 
@@ -87,6 +88,8 @@ class Request:
     """What was asked for, or the node's policy when the request did not say."""
     peer: PeerAddress
     arrived_at: float
+    prompt_digest: bytes = b""
+    """Of the tokens and the isolation key, for the prefill node to compare with its own."""
     arrived_seq: int = -1
     """Order of arrival."""
     state: RequestState = RequestState.CONNECTING

@@ -88,6 +88,7 @@ class RequestLife:
     def generate(
         self,
         message: Generate,
+        prompt_digest: bytes,
         now: float,
         prompt_keys: PromptKeys | None = None,
         prompt_token_ids: NDArray[np.int32] | None = None,
@@ -106,6 +107,7 @@ class RequestLife:
             peer=self.peers.address_for(message.bootstrap_host, message.bootstrap_port, message.room),
             arrived_at=now,
             deadline=now + self.contact_timeout_secs,
+            prompt_digest=prompt_digest,
             prompt_keys=prompt_keys,
             is_speculative=message.is_speculative,
             prompt_token_ids=prompt_token_ids if message.sampling.needs_prompt else None,
@@ -550,6 +552,7 @@ def _bootstrap(request: Request) -> Bootstrap:
         kv_extents=slice_extents(request.extents(KV_POOL[request.mode]), start, stop),
         index_extents=slice_extents(request.extents(PoolKind.INDEX), start, stop),
         aux_slot=request.owned.only_slot(PoolKind.AUX),
+        prompt_digest=request.prompt_digest,
         hisparse=request.mode is Mode.HISPARSE,
         attempt=1 + request.admitted_seq,
         num_held_tokens=start,

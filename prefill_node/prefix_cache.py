@@ -1,8 +1,8 @@
 """The prefix cache: owns the radix tree over the pages of prompts that were computed before.
 
-An edge of the tree is a run of whole pages; a page's key is its token ids. Rooms hold a ``Lease`` on the
-node where their cached prefix ends, which keeps every page on the path. Pages without a lease stay until
-their memory is needed, and go least recently used first, from the leaves upwards.
+An edge of the tree is a run of whole pages, found by their keys (``service/prompt_keys.py``). Rooms hold a
+``Lease`` on the node where their cached prefix ends, which keeps every page on the path. Pages without a
+lease stay until their memory is needed, and go least recently used first, from the leaves upwards.
 """
 
 from __future__ import annotations
@@ -12,17 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prefill_node.kv_pool import IntegrityError, PageId, PagePool
-
-PageKey = bytes
-"""The token ids of one whole page, 4 bytes each: equal keys at equal paths mean equal KV."""
-
-
-def page_keys(prompt: bytes, page_size: int) -> tuple[PageKey, ...]:
-    """The keys of the whole pages of a packed prompt; a partial last page has none."""
-    num_bytes = page_size * 4
-    return tuple(
-        prompt[start : start + num_bytes] for start in range(0, len(prompt) - num_bytes + 1, num_bytes)
-    )
+from service.prompt_keys import PageKey
 
 
 @dataclass(eq=False, slots=True)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from grammar.compiler import MAX_WAIT_SECS, Compiler
 from prefill_node.kept_sources import KeptSources
 from prefill_node.kv_pool import IntegrityError, PagePool
-from prefill_node.prefix_cache import PageKey, PrefixCache, page_keys
+from prefill_node.prefix_cache import PrefixCache
 from prefill_node.push import ChunkPush, Pusher, landing_of
 from prefill_node.registrations import Peer, why_not_landing
 from prefill_node.rooms import Delivery, EndedRoom, RoomRecord, RoomState, RoomTable
@@ -45,6 +45,7 @@ from service.engine_messages import (
     Tokens,
     unpack_token_ids,
 )
+from service.prompt_keys import PageKey, page_keys
 from transfer.sender import Completion, Ready
 from vocabulary import DECODE_NODE_FAILED, Mode
 
@@ -131,14 +132,16 @@ class RoomLife:
         error = self._why_refused(token_ids)
         keys: tuple[PageKey, ...] = ()
         if error is None and self._use_prefix_cache:
-            keys = page_keys(group.prompt, self._limits.page_size)
+            keys = tuple(page_keys(group.identity.root, group.prompt, self._limits.page_size))
         for request in group.samples:
-            self._accept(request, token_ids, keys, error or self._why_unsampled(request), now_secs)
+            why_not = error or self._why_unsampled(request)
+            self._accept(request, token_ids, group.identity.digest, keys, why_not, now_secs)
 
     def _accept(
         self,
         request: Generate,
         token_ids: npt.NDArray[np.int32],
+        digest: bytes,
         keys: tuple[PageKey, ...],
         error: str | None,
         now_secs: float,
@@ -165,7 +168,7 @@ class RoomLife:
         if record is None:
             record = self.rooms.open(room, RoomState.WAITING_BOOTSTRAP, now_secs)
         self.rooms.set_request(record, request, now_secs)
-        record.token_ids, record.keys = token_ids, keys
+        record.token_ids, record.digest, record.keys = token_ids, digest, keys
         self._join(record, now_secs)
 
     def bootstrap(self, peer: Peer, message: Bootstrap, now_secs: float) -> None:
@@ -212,10 +215,13 @@ class RoomLife:
             return
         if record.request is None or record.bootstrap is None:
             return
-        if record.bootstrap.num_prompt_tokens != record.num_prompt_tokens:
+        theirs = record.bootstrap.num_prompt_tokens, record.bootstrap.prompt_digest
+        ours = record.num_prompt_tokens, record.digest
+        if theirs != ours:
             error = (
-                f"room {record.room}: {record.bootstrap.num_prompt_tokens} prompt tokens on the decode node, "
-                f"{record.num_prompt_tokens} on the prefill node; serve the same model and tokenizer on both"
+                f"room {record.room}: the prompt has {_told(*theirs)} on the decode node and {_told(*ours)} "
+                "on the prefill node; send the same body, cache_salt and extra_key included, to both nodes, "
+                "and serve the same model and tokenizer on both"
             )
             self.fail(record, 400, error, now_secs)
         else:
@@ -637,6 +643,10 @@ class RoomLife:
         for record in self.rooms.in_state(*_WAITING):
             if record.page_ids or record.lease is not None or record.num_writes_pending:
                 raise IntegrityError(f"room {record.room} owns pages or writes in state {record.state.name}")
+
+
+def _told(num_tokens: int, digest: bytes) -> str:
+    return f"{num_tokens} tokens of digest {digest.hex()}"
 
 
 def _is_repeated(peer: Peer, message: Bootstrap, record: RoomRecord) -> bool:

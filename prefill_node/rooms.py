@@ -18,11 +18,12 @@ import numpy.typing as npt
 
 from grammar.token_trie import Grammar
 from prefill_node.kv_pool import PageId
-from prefill_node.prefix_cache import Lease, PageKey
+from prefill_node.prefix_cache import Lease
 from prefill_node.registrations import Peer
 from protocol.messages import Bootstrap, Room, RoomDone
 from service.engine_messages import Generate
 from service.phases import PREFILL_PHASES, PhaseLog
+from service.prompt_keys import PageKey
 
 MAX_ENDED_ROOMS = 65_536
 """Ended rooms that are remembered, to answer what comes late. The oldest are forgotten first."""
@@ -84,6 +85,7 @@ class RoomRecord:
 
     # The prompt, set when the request is accepted.
     token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    digest: bytes = b""
     keys: tuple[PageKey, ...] = ()
     """Of all whole pages of the prompt; empty when the prefix cache is off. Shared in a group."""
     grammar: Future[Grammar] | None = None

@@ -33,7 +33,10 @@ from msgspec.msgpack import Encoder
 from protocol.decoding import TypedDecoder
 from protocol.lane import LaneOffer
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+
+DIGEST_BYTES = 16
+"""Of a prompt's token ids and isolation key."""
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Largest control message, in bytes: about 200,000 extents."""
@@ -160,6 +163,8 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
 class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     """Where the KV of one room is to land. ``hisparse`` stands last, and defaults to dense.
 
+    ``prompt_digest``: of the token ids that the decode node has encoded, and of the request's isolation key.
+    A prefill node that has another one fails the room: its KV would be held as that of these tokens.
     ``attempt``: a number that the decode node gives no other landing zone, nor this one once it has given it
     up. A Bootstrap that comes again with it was repeated over a new connection, and is answered with what
     became of the room; 0: from a node that does not say.
@@ -174,6 +179,7 @@ class Bootstrap(Struct, frozen=True, array_like=True, tag=3):
     kv_extents: Extents
     index_extents: Extents
     aux_slot: Count
+    prompt_digest: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
     attempt: Count = 0
     num_held_tokens: Annotated[int, Meta(ge=0, lt=2**32)] = 0
     hisparse: bool = False

@@ -47,6 +47,8 @@ _PROMPT_FIELDS = {
 }
 """Of ``/generate`` a request has one; of other endpoints all, in the order that they have in the prompt."""
 
+_ISOLATION_FIELDS = ("cache_salt", "extra_key")
+"""By which nodes keep prompts apart that begin alike."""
 
 _LARGE_FIELDS = {*itertools.chain(*_PROMPT_FIELDS.values()), "tools"}
 _large_decoder = msgspec.json.Decoder(
@@ -71,7 +73,8 @@ class RequestBody:
     fields: dict[str, Raw]
     num_prompts: int | None
     prompt: memoryview
-    """The values of the fields that have the prompt, as JSON; empty without one."""
+    """The values of the fields that have the prompt, as JSON, behind those that set its KV apart; empty
+    without any."""
     is_prefill_only: bool = False
     """The prefill node can answer alone: it computes the prompt, and draws the first token."""
     joins_answers: bool = False
@@ -95,6 +98,7 @@ class RequestBody:
         values = [memoryview(fields[name]) for name in _PROMPT_FIELDS[endpoint] if name in fields]
         if endpoint is Endpoint.GENERATE:
             values = [max(values, key=len, default=memoryview(b""))]  # the other is null, or both are refused
+        values = [memoryview(fields[name]) for name in _ISOLATION_FIELDS if _says(fields, name)] + values
         prompt = values[0] if len(values) == 1 else memoryview(b"".join(values))
         try:
             num_prompts = _count_prompts(fields, endpoint)

@@ -88,7 +88,7 @@ class ByPrefix:
         self._prefixes: PrefixIndex[int] = PrefixIndex()
 
     def __call__(self, ranks: Sequence[RankLink], prompt: GenerateGroup) -> Iterator[RankLink]:
-        keys = block_keys(prompt.prompt) if len(ranks) > 1 else []
+        keys = block_keys(prompt.prompt, prompt.identity.root) if len(ranks) > 1 else []
         for sample, least in zip(prompt.samples, least_loaded(ranks, prompt), strict=True):
             rank = least
             if (found := self._prefixes.find(keys)) is not None:

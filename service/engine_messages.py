@@ -17,6 +17,7 @@ from msgspec.msgpack import Encoder
 from protocol.decoding import TypedDecoder
 from protocol.messages import PrefillTimes
 from service.phases import Phase
+from service.prompt_keys import PromptIdentity
 from vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
 
 # --- front to engine -------------------------------------------------------------------------------
@@ -58,6 +59,8 @@ class GenerateGroup(Struct, frozen=True, tag="generate"):
     """All samples of one prompt, which goes with them once."""
 
     samples: tuple[Generate, ...]
+    identity: PromptIdentity
+    """Of the tokens that this node's front has encoded; the other node's are compared with it."""
     prompt: bytes = b""
     """As of ``pack_token_ids``; empty for a decode engine that holds no prefixes, if no draw needs it."""
 

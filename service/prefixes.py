@@ -1,17 +1,18 @@
 """Which rank had a prompt with the same beginning last, and so has it in its prefix cache, or holds it.
 
-A prompt's bytes are cut into blocks: in a router as its client sent them, in a node's front packed ids. A
-block's key is a hash of all bytes up to its end. So the longest beginning that two prompts have in common is
-the last key that they share, whatever they consist of: a system prompt, a document, the turns of a talk. What
-nodes drop from their caches is not known here; the index forgets what has not been asked for the longest.
+A prompt's bytes are cut into blocks: in a router as its client sent them, in a node's front packed ids. Their
+keys are a chain (``prompt_keys.py``). So the longest beginning that two prompts have in common is the last
+key that they share, whatever they consist of: a system prompt, a document, the turns of a talk. What nodes
+drop from their caches is not known here; the index forgets what has not been asked for the longest.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from typing import Final, Generic, TypeVar
+
+from service.prompt_keys import NO_ISOLATION, PageKey, chain
 
 BLOCK_BYTES: Final = 512
 """Some 128 tokens of English, or 128 packed ids: two pages."""
@@ -27,14 +28,9 @@ MAX_KEYS: Final = 1 << 18
 R = TypeVar("R", bound=Hashable)
 
 
-def block_keys(prompt: bytes | memoryview) -> list[bytes]:
+def block_keys(prompt: bytes | memoryview, root: PageKey = NO_ISOLATION) -> list[bytes]:
     """The keys of ``prompt``'s whole blocks, from its beginning."""
-    so_far = hashlib.blake2b(digest_size=16)
-    keys = []
-    for end in range(BLOCK_BYTES, min(len(prompt), MAX_BLOCKS * BLOCK_BYTES) + 1, BLOCK_BYTES):
-        so_far.update(prompt[end - BLOCK_BYTES : end])
-        keys.append(so_far.digest())
-    return keys
+    return chain(root, memoryview(prompt)[: MAX_BLOCKS * BLOCK_BYTES], BLOCK_BYTES)
 
 
 class PrefixIndex(Generic[R]):

@@ -31,7 +31,9 @@ from service.engine_messages import (
     GenerateGroup,
     pack_token_ids,
 )
+from service.prompt_keys import root_of
 from service.settings import DecodeSettings, PrefillSettings
+from tests.identities import identity_of
 from tests.property.sim_network import Lookups, Network, SimClient, SimServer
 from tests.property.sim_nodes import (
     PAGE_SIZE,
@@ -144,6 +146,8 @@ class World:
         self.now = 1000.0
         self.network = Network()
         self.prompts: dict[str, tuple[int, ...]] = {}
+        self.salts: dict[str, str] = {}
+        """By request id, as are the prompts."""
         self.forward_fails_at: int | None = None
         self.late: list[Piece] = []
         """Bytes of failed writes, and of writers that died, which sit in the transport."""
@@ -184,19 +188,20 @@ class World:
                 "time": clock,
                 "MAX_TURN_SECS": float("inf"),  # the turns in the time that passes at once are left out
                 "Poller": NoPoller,
-                "HotBuffers": lambda spec, memory, **_: SimHotBuffers(spec, memory, self.prompts),
+                "HotBuffers": lambda spec, memory, **_: SimHotBuffers(spec, memory, self.prompts, self.salts),
                 "make_runner": lambda settings, model, hot_buffers: SimDecodeRunner(hot_buffers),
                 "TransferEngine": self._new_transfer,
                 "guarded_listeners": lambda *_: nullcontext(),
                 "LaneHost": self._new_lane_host,
                 "Wakeup": NoWakeup,
             },
+            "decode_node.step_line": {"time": clock},
             "prefill_node.engine": {
                 "time": clock,
                 "MAX_TURN_SECS": float("inf"),
                 "Poller": NoPoller,
                 "PromptRunner": lambda model, memory, *_: SimPromptRunner(
-                    memory, lambda: self.forward_fails_at
+                    memory, lambda: self.forward_fails_at, self.salts
                 ),
                 "TransferEngine": self._new_transfer,
                 "guarded_listeners": lambda *_: nullcontext(),
@@ -383,7 +388,11 @@ class World:
         ctypes.memmove(piece.dst_addr, content, len(content))
         self.num_landed += 1
 
-    def generate(self, request: Generate, prompt: tuple[int, ...]) -> GenerateGroup:
+    def generate(self, request: Generate, prompt: tuple[int, ...], salt: str = "") -> GenerateGroup:
         """What the fronts send for ``request``."""
         self.prompts[request.request_id] = prompt
-        return GenerateGroup((request,), pack_token_ids(prompt))
+        self.salts[request.request_id] = salt
+        return self.group_of(request, prompt, salt)
+
+    def group_of(self, request: Generate, prompt: tuple[int, ...], salt: str = "") -> GenerateGroup:
+        return GenerateGroup((request,), identity_of(prompt, root_of(salt or None)), pack_token_ids(prompt))

@@ -1,7 +1,7 @@
 """What both nodes have beside their engines: fronts, and forwards that leave a tag where KV would be.
 
-A tag says of which tokens, or of which request, and of which layer it is. So a request that reads bytes which
-are not its own is found at its next step.
+A tag says of which tokens, behind which salt, and of which layer it is. So a request that reads bytes which
+are not its own, or were computed for one with another salt, is found at its next step.
 """
 
 from __future__ import annotations
@@ -115,16 +115,20 @@ class SimFront:
 class SimPromptRunner:
     """In place of the model: leaves tags in the KV pool, layer after layer."""
 
-    def __init__(self, memory: PrefillMemory, fails_at: Callable[[], int | None]) -> None:
-        """``fails_at``: the layer before which the next forward raises."""
+    def __init__(
+        self, memory: PrefillMemory, fails_at: Callable[[], int | None], salts: Mapping[str, str]
+    ) -> None:
+        """``fails_at``: the layer before which the next forward raises; ``salts``: by request id."""
         self._fails_at = fails_at
+        self._salts = salts
         self._memory = memory
 
     def run(self, batch: Sequence[tuple[RoomRecord, Chunk]], on_written: LayerWritten) -> Computed:
         rows = []
         for record, chunk in batch:
-            tokens = tuple(record.token_ids.tolist())
-            contents = [tokens[: position + 1] for position in range(chunk.start, chunk.stop)]
+            assert record.request is not None
+            said = (self._salts[record.request.request_id], *record.token_ids.tolist())
+            contents = [said[: position + 2] for position in range(chunk.start, chunk.stop)]
             rows.append((expand_pages(record.page_ids, PAGE_SIZE, chunk.start, chunk.stop), contents))
         for layer, group in enumerate(SPEC.index_group_of_layer):
             if layer == self._fails_at():
@@ -146,9 +150,16 @@ class SimPromptRunner:
 class SimHotBuffers:
     """In place of the tables of the kernels: a running request reads its slots where the pools are."""
 
-    def __init__(self, spec: ModelSpec, memory: DecodeMemory, prompts: Mapping[str, tuple[int, ...]]) -> None:
-        """``prompts``: by request id."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        memory: DecodeMemory,
+        prompts: Mapping[str, tuple[int, ...]],
+        salts: Mapping[str, str],
+    ) -> None:
+        """``prompts`` and ``salts``: by request id."""
         self._prompts = prompts
+        self._salts = salts
         self.spec = spec
         self.memory = memory
         self.bytes_per_miss = 0.0
@@ -181,12 +192,13 @@ class SimHotBuffers:
 
     def write_new(self, request: Request, num_accepted: int, num_rejected: int) -> None:
         """The newest token and drafts behind it. On the device rejected ones are written like any other."""
+        salt = self._salts[request.request_id]
         tokens = [*self._prompts[request.request_id], *request.output_token_ids, *[NEXT_TOKEN] * num_accepted]
         for pool, slots, first_layer in self._pools(request):
             is_host = first_layer == 0 and request.mode is Mode.HISPARSE
             for layer, items in enumerate(pool):
                 for position in range(request.num_kv_tokens, len(tokens)):
-                    content = tuple(tokens[: position + 1])
+                    content = (salt, *tokens[: position + 1])
                     items[slots[position]] = np.frombuffer(tag(content, first_layer + layer), np.uint8)
                 for position in range(len(tokens), len(tokens) + num_rejected):
                     if not is_host:
@@ -194,8 +206,9 @@ class SimHotBuffers:
 
     def check(self, request: Request) -> None:
         """Every position that the request has read from its slots is the one that was written there."""
-        tokens = (*self._prompts[request.request_id], *request.output_token_ids)
-        contents = [tokens[: position + 1] for position in range(request.num_kv_tokens)]
+        salt, prompt = self._salts[request.request_id], self._prompts[request.request_id]
+        said = (salt, *prompt, *request.output_token_ids)
+        contents = [said[: position + 2] for position in range(request.num_kv_tokens)]
         for pool, slots, first_layer in self._pools(request):
             for layer, items in enumerate(pool):
                 expected = _tags(contents, first_layer + layer)

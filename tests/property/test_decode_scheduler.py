@@ -26,6 +26,7 @@ from decode_node.reserve import Claim, Reserve
 from decode_node.scheduler import Limits, StepPlan, refusal
 from protocol.messages import Extent, Room
 from service.engine_messages import pack_token_ids
+from service.prompt_keys import NO_ISOLATION
 from transfer.extents import extents_to_slots, slice_extents
 from vocabulary import HisparseFlag, Mode, SamplingParams
 
@@ -126,7 +127,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             dense_refusal=dense_refusal,
             prompt_keys=None
             if family is None
-            else PromptKeys.of(b"model", pack_token_ids([family] * num_prompt_tokens), PAGE_SIZE),
+            else PromptKeys.of(NO_ISOLATION, pack_token_ids([family] * num_prompt_tokens), PAGE_SIZE),
         )
         if not refusal(self.limits, request):
             self.rooms.open(request)

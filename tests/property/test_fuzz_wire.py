@@ -49,6 +49,7 @@ from service.engine_messages import (
     pack_token_ids,
 )
 from service.phases import Phase
+from tests.identities import identity_of
 from tests.property.fuzzing import (
     BATCH,
     HUGE_LENGTHS,
@@ -77,6 +78,7 @@ TO_ENGINE = (
             Generate("r", 7, 3, _SAMPLING, "10.0.0.1", 8998, HisparseFlag.AUTO),
             Generate("s", 8, 3, _SAMPLING, "", 1, scores=WantedScores(1, 2), is_prefill_only=True),
         ),
+        identity_of((1, 2, 3)),
         pack_token_ids((1, 2, 3)),
     ),
     Abort("r"),

@@ -1,6 +1,7 @@
 """What a decode node holds, through any history of requests: nothing leaks, and what is shared was left so.
 
-Every slot has a content here: the tokens up to it, or what a write left that should not have landed there.
+Every slot has a content here: the salt and the tokens up to it, or what a write left that should not have
+landed there.
 Any number of requests share what is held, from the time when it has landed.
 """
 
@@ -20,6 +21,7 @@ from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission
 from protocol.messages import Extent, Room
 from service.engine_messages import pack_token_ids
+from service.prompt_keys import PageKey, root_of
 from transfer.extents import extents_to_slots, slice_extents
 from vocabulary import HisparseFlag, Mode, SamplingParams
 
@@ -29,6 +31,9 @@ PAGE_SIZE = 4
 TOTALS = SlotCounts(host=60, device=48, index=84, lookup=100, aux=6, req_row=6)
 QUARANTINE_SECS = 3.0
 
+Said = tuple[str, tuple[int, ...]]
+"""A salt, and tokens behind it."""
+
 
 class HeldMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
@@ -36,8 +41,9 @@ class HeldMachine(RuleBasedStateMachine):
         self.rooms = LiveRequests(Pools(TOTALS, PAGE_SIZE), QUARANTINE_SECS)
         self.content: dict[tuple[PoolKind, int], Any] = {}
         self.prompts: dict[Request, tuple[int, ...]] = {}
+        self.salts: dict[Request, str] = {}
         self.said: list[tuple[int, ...]] = [()]
-        self.tokens_of_key: dict[bytes, tuple[int, ...]] = {}
+        self.content_of_key: dict[PageKey, Said] = {}
         self.now = 0.0
         self.landing_zones: dict[Request, list[tuple[PoolKind, int]]] = {}
         """What the prefill node may write to."""
@@ -56,7 +62,7 @@ class HeldMachine(RuleBasedStateMachine):
             for position, slot in enumerate(self.slots(request.extents(kind))[:stop]):
                 if position >= start:
                     assert slot in own, "what is shared is written to"
-                    self.content[kind, slot] = tokens[: position + 1]
+                    self.content[kind, slot] = self.salts[request], tokens[: position + 1]
 
     def check(
         self, request: Request, extents: tuple[Extent, ...], kind: PoolKind, start: int, stop: int
@@ -64,7 +70,8 @@ class HeldMachine(RuleBasedStateMachine):
         tokens, slots = self.tokens(request), self.slots(extents)
         for position in range(start, stop):
             found = self.content[kind, slots[position]]
-            assert found == tokens[: position + 1], f"{kind} position {position} of {request.room}: {found}"
+            expected = self.salts[request], tokens[: position + 1]
+            assert found == expected, f"{kind} position {position} of {request.room}: {found}"
 
     @rule(
         before=st.integers(0, 5),
@@ -72,8 +79,9 @@ class HeldMachine(RuleBasedStateMachine):
         family=st.integers(0, 2),
         mode=st.sampled_from(Mode),
         extra=st.sampled_from([0, 4, 12]),
+        salt=st.sampled_from(["", "", "", "salt"]),
     )
-    def arrive(self, before: int, num_new: int, family: int, mode: Mode, extra: int) -> None:
+    def arrive(self, before: int, num_new: int, family: int, mode: Mode, extra: int, salt: str) -> None:
         prompt = (*self.said[-1 - before % len(self.said)], *[family] * num_new)[:24]
         number = len(self.prompts)
         request = Request(
@@ -84,7 +92,7 @@ class HeldMachine(RuleBasedStateMachine):
             HisparseFlag.AUTO,
             PeerAddress("prefill", 1),
             arrived_at=self.now,
-            prompt_keys=PromptKeys.of(b"model", pack_token_ids(prompt), PAGE_SIZE),
+            prompt_keys=PromptKeys.of(root_of(salt), pack_token_ids(prompt), PAGE_SIZE),
         )
         own, other = (self.rooms.held.find(request.usable_keys, each) for each in (mode, OTHER_MODE[mode]))
         copies = other is not None and other.num_pages >= 2 * (own.num_pages if own else 0)
@@ -99,7 +107,7 @@ class HeldMachine(RuleBasedStateMachine):
         unused = num_pages * PAGE_SIZE  # at most
         if not (need + SlotCounts(unused, unused, 2 * unused)).fits_in(self.rooms.available_now):
             return
-        self.prompts[request] = prompt
+        self.prompts[request], self.salts[request] = prompt, salt
         self.rooms.open(request)
         self.rooms.queue(request, float("inf"))
         hot_capacity = 8 if mode is Mode.HISPARSE else 0
@@ -142,7 +150,7 @@ class HeldMachine(RuleBasedStateMachine):
         self.write(request, kinds, request.held_prefix_tokens, request.num_prompt_tokens)
         if not may_land_again:
             del self.landing_zones[request]
-        self.note(self.prompts[request])
+        self.note(self.salts[request], self.prompts[request])
         self.rooms.start(request, self.now + QUARANTINE_SECS if may_land_again else 0.0)
         request.output_token_ids.append(7)
 
@@ -171,16 +179,17 @@ class HeldMachine(RuleBasedStateMachine):
             for kind in (KV_POOL[request.mode], PoolKind.INDEX):
                 self.check(request, request.extents(kind), kind, 0, request.num_kv_tokens)
         self.said.append(self.tokens(request))
-        self.note(self.tokens(request))
+        self.note(self.salts[request], self.tokens(request))
         self.rooms.end(request, landing, self.now, is_sound=is_sound)
         zone = self.landing_zones.pop(request, [])
         for entry in self.rooms.quarantine:  # whose writes may land until they are over
             if entry.room == request.room:
                 self.content |= dict.fromkeys(zone, ("of room", entry.room))
 
-    def note(self, tokens: tuple[int, ...]) -> None:
-        keys = PromptKeys.of(b"model", pack_token_ids(tokens), PAGE_SIZE).keys
-        self.tokens_of_key |= {key: tokens[: (number + 1) * PAGE_SIZE] for number, key in enumerate(keys)}
+    def note(self, salt: str, tokens: tuple[int, ...]) -> None:
+        keys = PromptKeys.of(root_of(salt), pack_token_ids(tokens), PAGE_SIZE).keys
+        for number, key in enumerate(keys):
+            self.content_of_key[key] = salt, tokens[: (number + 1) * PAGE_SIZE]
 
     @rule(secs=st.sampled_from([1.0, QUARANTINE_SECS]), is_quiet=st.booleans())
     def pass_time(self, secs: float, is_quiet: bool) -> None:
@@ -206,10 +215,10 @@ class HeldMachine(RuleBasedStateMachine):
     @invariant()
     def holds_what_its_keys_say(self) -> None:
         for prefix in self.rooms.held._prefixes:
-            tokens = self.tokens_of_key[prefix.keys[-1]]
+            salt, tokens = self.content_of_key[prefix.keys[-1]]
             for kind in prefix.holding.extents:
                 found = [self.content.get((kind, slot)) for slot in self.slots(prefix.extents(kind))]
-                assert found == [tokens[: position + 1] for position in range(len(tokens))]
+                assert found == [(salt, tokens[: position + 1]) for position in range(len(tokens))]
 
     @invariant()
     def nothing_lands_in_what_is_shared(self) -> None:

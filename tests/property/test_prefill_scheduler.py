@@ -45,6 +45,7 @@ from service.engine_messages import (
     RequestFailed,
     pack_token_ids,
 )
+from tests.identities import ANY, DIGEST
 from transfer.extents import expand_pages
 from transfer.plan import Descriptors, RegionView, join_descriptors
 from transfer.sender import Completion, WriteBatch
@@ -398,7 +399,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         request_id = f"r{len(self.accepted)}"
         self.accepted.add(request_id)
         request = Generate(request_id, room, len(tokens), SamplingParams(4), "host", 1)
-        self.life.accept(GenerateGroup((request,), pack_token_ids(tokens)), self.now)
+        self.life.accept(GenerateGroup((request,), ANY, pack_token_ids(tokens)), self.now)
 
     @rule(
         room=st.integers(0, 19),
@@ -417,6 +418,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             kv_extents=(Extent(start, num_tokens),),
             index_extents=(Extent(40 * room, num_tokens),),
             aux_slot=room,
+            prompt_digest=DIGEST,
             hisparse=True,
         )
         self.life.bootstrap(self.peers[which], message, self.now)
@@ -429,7 +431,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.generate(room, [0] * size if data.draw(st.booleans()) else [room % 2] * size)
         self.bootstrap(room % 20, room % 2, None, False)
         if room >= 20:
-            message = Bootstrap(room, size, (Extent(0, size),), (Extent(0, size),), 0, hisparse=True)
+            message = Bootstrap(room, size, (Extent(0, size),), (Extent(0, size),), 0, DIGEST, hisparse=True)
             self.life.bootstrap(self.peers[room % 2], message, self.now)
 
     @rule(

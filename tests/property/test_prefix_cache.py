@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefill_node.kv_pool import IntegrityError, PageId, PagePool
-from prefill_node.prefix_cache import Lease, PageKey, PrefixCache, PrefixMatch, page_keys
-from service.engine_messages import pack_token_ids, unpack_token_ids
+from prefill_node.prefix_cache import Lease, PrefixCache, PrefixMatch
+from service.engine_messages import pack_token_ids
+from service.prompt_keys import PageKey, page_keys, root_of
 
 pytestmark = [pytest.mark.I2, pytest.mark.I5]
 
 PAGE_SIZE = 2
 NUM_PAGES = 24
 
-prompts = st.lists(st.sampled_from([b"a", b"b"]), min_size=0, max_size=8).map(tuple)
+
+class Prompt(NamedTuple):
+    """Its pages are all of one token, and few prompts have a salt."""
+
+    salt: str
+    pages: tuple[int, ...]
+
+    @property
+    def keys(self) -> tuple[PageKey, ...]:
+        token_ids = [page for page in self.pages for _ in range(PAGE_SIZE)]
+        return tuple(page_keys(root_of(self.salt or None), pack_token_ids(token_ids), PAGE_SIZE))
+
+    def start(self, num_pages: int) -> Prompt:
+        return self._replace(pages=self.pages[:num_pages])
+
+
+prompts = st.builds(
+    Prompt,
+    st.sampled_from(["", "", "salt"]),
+    st.lists(st.integers(0, 1), min_size=0, max_size=8).map(tuple),
+)
 
 
 def fill(cache: PrefixCache, pool: PagePool, keys: tuple[PageKey, ...]) -> tuple[Lease, list[PageId]]:
@@ -34,37 +57,37 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = PagePool(NUM_PAGES, PAGE_SIZE)
         self.cache = PrefixCache(self.pool)
-        self.leases: list[tuple[tuple[PageKey, ...], Lease]] = []
-        self.computing: list[tuple[tuple[PageKey, ...], Lease, list[PageId]]] = []
-        self.page_of: dict[tuple[PageKey, ...], PageId] = {}  # a cached prefix -> its last page
+        self.leases: list[tuple[Prompt, Lease]] = []
+        self.computing: list[tuple[Prompt, Lease, list[PageId]]] = []
+        self.page_of: dict[Prompt, PageId] = {}  # a cached prefix -> its last page
 
-    @rule(keys=prompts)
-    def start(self, keys: tuple[PageKey, ...]) -> None:
-        lease = self.cache.acquire(keys)
+    @rule(prompt=prompts)
+    def start(self, prompt: Prompt) -> None:
+        lease = self.cache.acquire(prompt.keys)
         known = 0
-        while known < len(keys) and keys[: known + 1] in self.page_of:
+        while known < len(prompt.pages) and prompt.start(known + 1) in self.page_of:
             known += 1
-        assert lease.page_ids == tuple(self.page_of[keys[: n + 1]] for n in range(known))
-        num_needed = len(keys) - known
+        assert lease.page_ids == tuple(self.page_of[prompt.start(n + 1)] for n in range(known))
+        num_needed = len(prompt.pages) - known
         shortage = num_needed - self.pool.num_free
         if shortage > self.cache.num_evictable:
             self.cache.release(lease)
             return
         self.evict(max(0, shortage))
-        self.computing.append((keys, lease, self.pool.allocate(num_needed)))
+        self.computing.append((prompt, lease, self.pool.allocate(num_needed)))
 
     @precondition(lambda self: self.computing)
     @rule(data=st.data())
     def insert(self, data: st.DataObject) -> None:
-        keys, lease, owned = self.computing.pop(data.draw(st.integers(0, len(self.computing) - 1)))
+        prompt, lease, owned = self.computing.pop(data.draw(st.integers(0, len(self.computing) - 1)))
         page_ids = [*lease.page_ids, *owned]
-        extended, taken = self.cache.insert(keys, page_ids, lease)
+        extended, taken = self.cache.insert(prompt.keys, page_ids, lease)
         for n, page_id in enumerate(page_ids):
-            known = self.page_of.setdefault(keys[: n + 1], page_id)
+            known = self.page_of.setdefault(prompt.start(n + 1), page_id)
             assert (page_id in taken) == (page_id in owned and known == page_id)
-        assert extended.page_ids == tuple(self.page_of[keys[: n + 1]] for n in range(len(keys)))
+        assert extended.page_ids == tuple(self.page_of[prompt.start(n + 1)] for n in range(len(page_ids)))
         self.pool.free([page_id for page_id in owned if page_id not in taken])
-        self.leases.append((keys, extended))
+        self.leases.append((prompt, extended))
 
     @precondition(lambda self: self.computing)
     @rule()
@@ -88,17 +111,18 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         kept = set(self.cache.page_ids())
         self.page_of = {prefix: page_id for prefix, page_id in self.page_of.items() if page_id in kept}
         for prefix in self.page_of:
-            assert len(prefix) == 1 or prefix[:-1] in self.page_of, "a page outlived the page before it"
+            before = prefix.start(len(prefix.pages) - 1)
+            assert not before.pages or before in self.page_of, "a page outlived the page before it"
 
-    @rule(keys=prompts)
-    def match(self, keys: tuple[PageKey, ...]) -> None:
+    @rule(prompt=prompts)
+    def match(self, prompt: Prompt) -> None:
         leased = self.leased_pages()
         pages = []
-        for n in range(len(keys)):
-            if keys[: n + 1] not in self.page_of:
+        for n in range(len(prompt.pages)):
+            if prompt.start(n + 1) not in self.page_of:
                 break
-            pages.append(self.page_of[keys[: n + 1]])
-        assert self.cache.match(keys) == PrefixMatch(len(pages), len(set(pages) - leased))
+            pages.append(self.page_of[prompt.start(n + 1)])
+        assert self.cache.match(prompt.keys) == PrefixMatch(len(pages), len(set(pages) - leased))
 
     def leased_pages(self) -> set[PageId]:
         leases = [lease for _, lease in self.leases] + [lease for _, lease, _ in self.computing]
@@ -160,14 +184,6 @@ def test_the_same_prompt_computed_twice_keeps_the_first_pages() -> None:
     assert (taken_one, taken_two) == (frozenset(pages_one), frozenset())
     assert second.page_ids == tuple(pages_one)
     pool.check_integrity(owned=pages_two, cached=pages_one, in_flight=[])
-
-
-def test_page_keys_are_the_token_ids_of_whole_pages() -> None:
-    keys = page_keys(pack_token_ids(range(7)), 3)
-    assert [unpack_token_ids(key).tolist() for key in keys] == [[0, 1, 2], [3, 4, 5]]
-    assert page_keys(pack_token_ids(range(2)), 3) == ()
-    assert len(page_keys(pack_token_ids(range(6)), 3)) == 2
-    assert page_keys(pack_token_ids(range(256, 263)), 3)[0] != keys[0]
 
 
 def test_integrity_notices_a_lease_that_was_lost() -> None:

@@ -16,6 +16,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -40,6 +41,27 @@ NUM_SHARED = 1
 """The last of them writes over shared memory."""
 LEGS = ("prefill", "decode")
 ABORTED = st.sampled_from([LEGS[1:], LEGS, LEGS[:1], LEGS[1:]])
+
+
+class Arrival(NamedTuple):
+    """``legs``: those that reach their node now; ``reused``: how many rooms ago this one was used.
+
+    ``family``: of prompts that begin alike, where no ``prompt`` is given. ``differs``: in what the prefill
+    node's leg is another prompt, of the same length: its ``tokens``, or the ``salt``; "" for the same one.
+    """
+
+    node: int
+    flag: HisparseFlag
+    family: int = 0
+    num_tokens: int = 9
+    max_new_tokens: int = 2
+    legs: str = "both"
+    reused: int | None = None
+    salt: str = ""
+    differs: str = ""
+    prompt: tuple[int, ...] = ()
+
+
 ARRIVALS = st.tuples(
     st.integers(0, NUM_PREFILL - 1),
     st.sampled_from(HisparseFlag),
@@ -48,7 +70,9 @@ ARRIVALS = st.tuples(
     st.sampled_from([1, 2, 5, 12]),
     st.sampled_from([*["both"] * 6, "prefill", "decode"]),
     st.sampled_from([*[None] * 6, 0, 1, 3]),
-)
+    st.sampled_from(["", "", "", "salt"]),
+    st.sampled_from([*[""] * 8, "tokens", "salt"]),
+).map(lambda drawn: Arrival(*drawn))
 DICE = st.integers(0, 3)
 """For rules that are to act at times only: at 0."""
 MOSTLY = st.sampled_from([True, True, True, False])
@@ -60,7 +84,10 @@ class BothEndsMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = World(NUM_PREFILL, NUM_SHARED)
         self.requests: dict[str, Generate] = {}
-        self.groups: dict[str, GenerateGroup] = {}
+        self.groups: dict[tuple[str, str], GenerateGroup] = {}
+        """By leg and request id."""
+        self.differing: set[str] = set()
+        """Requests that are not the same on both nodes."""
         self.undelivered: list[tuple[str, str]] = []
         """Legs of requests that have not reached their node: (leg, request id)."""
         self.taken: dict[str, dict[str, SimFront]] = {leg: {} for leg in LEGS}
@@ -70,66 +97,54 @@ class BothEndsMachine(RuleBasedStateMachine):
     def meet(self) -> None:
         """The nodes have served before, so that few steps are spent on registrations."""
         for node in range(NUM_PREFILL):
-            self.request(node, HisparseFlag.TRUE)
+            self.request(Arrival(node, HisparseFlag.TRUE))
         self.work(6, [])
 
     # --- clients ------------------------------------------------------------------------------------------
 
     @rule(arrivals=st.lists(ARRIVALS, min_size=1, max_size=3))
-    def arrive(self, arrivals: list[tuple[int, HisparseFlag, int, int, int, str, int | None]]) -> None:
+    def arrive(self, arrivals: list[Arrival]) -> None:
         for arrival in arrivals:
-            self.request(*arrival)
+            self.request(arrival)
 
-    def request(
-        self,
-        node: int,
-        flag: HisparseFlag,
-        family: int = 0,
-        num_tokens: int = 9,
-        max_new_tokens: int = 2,
-        arrival: str = "both",
-        reused: int | None = None,
-        prompt: tuple[int, ...] = (),
-    ) -> None:
-        """``arrival``: the legs that reach their node now; ``reused``: how many rooms ago this one was used.
-
-        ``family``: of prompts that begin alike, where no ``prompt`` is given.
-        """
-        number = len(self.requests)
-        room = number if reused is None else max(0, number - 1 - reused)
-        prompt = prompt or tuple((family + position // 6 * family) % 8 for position in range(num_tokens))
-        address = self.world.addresses[node]
+    def request(self, arrival: Arrival) -> None:
+        number, family, salt = len(self.requests), arrival.family, arrival.salt
+        room = number if arrival.reused is None else max(0, number - 1 - arrival.reused)
+        prompt = arrival.prompt or tuple(
+            (family + position // 6 * family) % 8 for position in range(arrival.num_tokens)
+        )
+        address = self.world.addresses[arrival.node]
         request = Generate(
             f"request-{number}",
             room,
             len(prompt),
-            SamplingParams(max_new_tokens, temperature=0.0, ignore_eos=True),
+            SamplingParams(arrival.max_new_tokens, temperature=0.0, ignore_eos=True),
             address.host,
             address.port,
-            flag,
+            arrival.flag,
         )
         self.requests[request.request_id] = request
-        self.groups[request.request_id] = self.world.generate(request, prompt)
+        group = self.world.generate(request, prompt, salt)
+        self.groups |= {(leg, request.request_id): group for leg in LEGS}
+        if arrival.differs:
+            self.differing.add(request.request_id)
+            other = (*prompt[:-1], 9) if arrival.differs == "tokens" else prompt
+            other_salt = f"not {salt}" if arrival.differs == "salt" else salt
+            self.groups["prefill", request.request_id] = self.world.group_of(request, other, other_salt)
         for leg in LEGS:
-            if arrival in (leg, "both"):
+            if arrival.legs in (leg, "both"):
                 self.deliver_leg(leg, request)
             else:
                 self.undelivered.append((leg, request.request_id))
 
     @precondition(lambda self: self.world.decode.front.tokens)
     @rule(arrival=ARRIVALS, back=st.integers(0, 3), num_new=st.integers(1, 6))
-    def go_on(
-        self,
-        arrival: tuple[int, HisparseFlag, int, int, int, str, int | None],
-        back: int,
-        num_new: int,
-    ) -> None:
+    def go_on(self, arrival: Arrival, back: int, num_new: int) -> None:
         """With what a client has got so far, and some tokens more."""
-        node, flag, family, _, max_new_tokens, legs, reused = arrival
         tokens = self.world.decode.front.tokens
         before = list(tokens)[-1 - back % len(tokens)]
-        prompt = (*self.world.prompts[before], *tokens[before], *[family] * num_new)[:26]
-        self.request(node, flag, family, 0, max_new_tokens, legs, reused, prompt)
+        prompt = (*self.world.prompts[before], *tokens[before], *[arrival.family] * num_new)[:26]
+        self.request(arrival._replace(prompt=prompt))
 
     def deliver_leg(self, leg: str, request: Generate) -> None:
         front = self.world.decode.front
@@ -138,7 +153,7 @@ class BothEndsMachine(RuleBasedStateMachine):
             if node is None:
                 return
             front = node.front
-        front.inbox.append(self.groups[request.request_id])
+        front.inbox.append(self.groups[leg, request.request_id])
         self.taken[leg][request.request_id] = front
 
     def prefill_of(self, request: Generate) -> PrefillNode | None:
@@ -199,7 +214,7 @@ class BothEndsMachine(RuleBasedStateMachine):
         for back in range(min(num_aborted, len(self.requests))):
             self.abort(back, LEGS)
         for number in range(num_aborted):
-            self.request(number % NUM_PREFILL, list(HisparseFlag)[number % 3], number % 3)
+            self.request(Arrival(number % NUM_PREFILL, list(HisparseFlag)[number % 3], number % 3))
         self.work(num_turns, [])
 
     # --- nodes --------------------------------------------------------------------------------------------
@@ -412,6 +427,8 @@ class BothEndsMachine(RuleBasedStateMachine):
                 )
         for request_id, front in self.taken["decode"].items():
             tokens = front.tokens.get(request_id, [])
+            if request_id in self.differing and num_uses[self.requests[request_id].room] == 1:
+                assert not tokens, f"{request_id} is served with another prompt's KV"
             num_asked = self.requests[request_id].sampling.max_new_tokens
             assert tokens == [FIRST_TOKEN, *[NEXT_TOKEN] * (num_asked - 1)][: len(tokens)]
             if front.num_ends[request_id] and request_id not in front.errors:

@@ -33,6 +33,7 @@ from service.engine_messages import (
 )
 from service.engine_sockets import FrontSocket
 from service.http_errors import ApiError, QueueFull
+from tests.identities import ANY
 from tests.property.fuzzing import peak_bytes
 from tests.unit.api import scripted_engine
 from tests.unit.api.scripted_engine import deliver, ready, say
@@ -56,7 +57,8 @@ def group_of(num_samples: int, num_prompt_tokens: int, name: str = "r") -> Gener
     return GenerateGroup(
         tuple(
             Generate(f"{name}-{i}", i, num_prompt_tokens, GREEDY, "127.0.0.1", 1) for i in range(num_samples)
-        )
+        ),
+        ANY,
     )
 
 

@@ -24,6 +24,7 @@ from api.text_codec import TextCodec
 from protocol.decoding import MAX_NESTING
 from service.engine_messages import WantedScores, pack_token_ids, unpack_token_ids
 from service.http_errors import ApiError
+from service.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH
 from tests.unit.api.tiny_tokenizer import BOS, make_tokenizer
 from vocabulary import HisparseFlag, pack_logit_bias
@@ -308,20 +309,59 @@ def test_the_flag_at_the_top_level(endpoint: Endpoint, value: object, flag: Hisp
     assert parse(endpoint, hisparse=value).hisparse is flag
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "carrier"),
-    [
-        (Endpoint.CHAT, "metadata"),
-        (Endpoint.MESSAGES, "metadata"),
-        (Endpoint.RESPONSES, "metadata"),
-        (Endpoint.GENERATE, "custom_labels"),
-    ],
-)
+CARRIERS = [
+    (Endpoint.CHAT, "metadata"),
+    (Endpoint.MESSAGES, "metadata"),
+    (Endpoint.RESPONSES, "metadata"),
+    (Endpoint.GENERATE, "custom_labels"),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "carrier"), CARRIERS)
 @pytest.mark.parametrize("value", [True, "true", False, "false", "auto"])
 def test_the_flag_where_public_routers_leave_it(endpoint: Endpoint, carrier: str, value: object) -> None:
     request = parse(endpoint, **{carrier: {"hisparse": value}})
     assert request.hisparse is HisparseFlag(str(value).lower())
     assert parse(endpoint, hisparse="auto", **{carrier: {"hisparse": value}}).hisparse is HisparseFlag.AUTO
+
+
+# --- isolation -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_both_isolation_fields_count_everywhere(endpoint: Endpoint) -> None:
+    """Together: neither stands for the other."""
+    said: list[dict[str, str | None]] = [
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"extra_key": "a"},
+        {"cache_salt": "a", "extra_key": "b"},
+        {"cache_salt": "ab"},
+    ]
+    roots = [parse(endpoint, **fields).roots for fields in said]
+    assert roots == [(root_of(**fields),) for fields in said]
+    assert len(set(roots)) == len(said)
+    assert parse(endpoint, cache_salt=None, extra_key=None).roots == (NO_ISOLATION,)
+    assert parse(endpoint, cache_salt=["a"]).roots == (root_of("a"),)
+
+
+def test_isolation_fields_may_be_lists_of_one_a_prompt() -> None:
+    request = completion(prompt=["x", "y"], n=2, cache_salt="s", extra_key=["a", None])
+    assert request.roots == (root_of("s", "a"), root_of("s"))
+    samples = plan(request)
+    assert [group.identity for group in grouped(samples, with_prompts=False)] == [
+        PromptIdentity.of(root, sample.prompt)
+        for root, sample in zip(request.roots, (samples[0], samples[2]), strict=True)
+    ]
+    assert generate(text=["x", "y"], extra_key=["a", "b"]).roots == (root_of(None, "a"), root_of(None, "b"))
+
+
+@pytest.mark.parametrize(("endpoint", "carrier"), CARRIERS)
+def test_isolation_fields_where_public_routers_leave_them(endpoint: Endpoint, carrier: str) -> None:
+    labels = {carrier: {"cache_salt": "a", "extra_key": "b"}}
+    assert parse(endpoint, **labels).roots == (root_of("a", "b"),)
+    assert parse(endpoint, cache_salt="c", **labels).roots == (root_of("c", "b"),)
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)
@@ -339,6 +379,11 @@ EVERYWHERE = [
     ({"hisparse": 1}, "hisparse", "1 must be"),
     ({"speculative": "no"}, "speculative", '"no" must be true or false'),
     ({"stream": "yes"}, "stream", '"yes" must be true or false'),
+    ({"cache_salt": ""}, "cache_salt", "must not be empty"),
+    ({"cache_salt": "x" * 1025}, "cache_salt", "must have at most 1024"),
+    ({"extra_key": 7}, "extra_key", "7 must be a string"),
+    ({"extra_key": {"a": 1}}, "extra_key", "must be a string"),
+    ({"extra_key": ["a", "b"]}, "extra_key", "one string a prompt, 1"),
     ({"bootstrap_room": -1}, "bootstrap_room", "-1 must be at least 0"),
     ({"bootstrap_room": 2**63}, "bootstrap_room", "9223372036854775808 must be at most 9223372036854775807"),
     ({"bootstrap_room": "7"}, "bootstrap_room", "must be an integer"),

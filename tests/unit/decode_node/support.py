@@ -60,7 +60,9 @@ from service.engine_messages import (
     pack_token_ids,
 )
 from service.engine_sockets import EngineSocket
+from service.prompt_keys import NO_ISOLATION, PageKey
 from service.settings import DecodeSettings
+from tests.identities import identity_of
 from tests.unit.kept_engines import kept_engine, kept_engines
 from transfer.aux_record import AuxLayout
 from transfer.extents import extents_to_slots
@@ -387,6 +389,7 @@ class EngineHarness:
         is_speculative: bool = True,
         room: int | None = None,
         port: int | None = None,
+        root: PageKey = NO_ISOLATION,
         **sampling: Any,
     ) -> Answer:
         """Send one request on both legs."""
@@ -410,6 +413,7 @@ class EngineHarness:
                         is_speculative=is_speculative,
                     ),
                 ),
+                identity_of(prompt, root),
                 pack_token_ids(prompt),
             )
         )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode_node.held_prefixes import OTHER_MODE, HeldPrefixes, Match, PageKey, PromptKeys
+from decode_node.held_prefixes import OTHER_MODE, HeldPrefixes, Match, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import slots_tensor
 from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
@@ -20,6 +20,8 @@ from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission, Exchange, StepPlan
 from protocol.messages import Room
 from service.engine_messages import FlushCache, pack_token_ids
+from service.prompt_keys import NO_ISOLATION, PageKey, root_of
+from tests.identities import identity_of
 from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
@@ -39,19 +41,19 @@ PAGE = 4
 PEER = PeerAddress("prefill", 8998)
 
 
-def keys_of(prompt: Prompt, page_size: int = PAGE, identity: bytes = b"model") -> PromptKeys:
-    return PromptKeys.of(identity, pack_token_ids(prompt), page_size)
+def keys_of(prompt: Prompt, page_size: int = PAGE, root: PageKey = NO_ISOLATION) -> PromptKeys:
+    return PromptKeys.of(root, pack_token_ids(prompt), page_size)
 
 
 # --- keys ----------------------------------------------------------------------------------------------
 
 
-def test_a_key_is_of_all_tokens_before_it_and_of_what_makes_their_kv() -> None:
+def test_a_key_is_of_all_tokens_before_it_and_of_the_isolation_key() -> None:
     one, other = keys_of((1, 2, 3, 4, 5, 6, 7, 8, 9)), keys_of((9, 2, 3, 4, 5, 6, 7, 8))
     assert (len(one.keys), one.num_tokens) == (2, 9)
     assert set(one.keys).isdisjoint(other.keys), "equal pages behind different ones are other KV"
     assert one.keys == keys_of((1, 2, 3, 4, 5, 6, 7, 8)).keys
-    assert set(one.keys).isdisjoint(keys_of((1, 2, 3, 4, 5, 6, 7, 8), identity=b"another model").keys)
+    assert set(one.keys).isdisjoint(keys_of((1, 2, 3, 4, 5, 6, 7, 8), root=root_of("salt")).keys)
 
 
 def test_output_goes_on_where_the_prompt_ended() -> None:
@@ -509,7 +511,7 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
     answer = ask(node, double, prompt, 60, flag)
     memory = node.engine.hot_buffers.memory
     num_held = (85 + 59) // 16 * 16
-    keys = PromptKeys.of(node.engine._prefix_identity, pack_token_ids((*prompt, *answer.token_ids)), 16).keys
+    keys = PromptKeys.of(NO_ISOLATION, pack_token_ids((*prompt, *answer.token_ids)), 16).keys
     mode = Mode.HISPARSE if flag is HisparseFlag.TRUE else Mode.DENSE
     match = node.engine.requests.held.find(keys, mode)
     assert match is not None
@@ -521,6 +523,27 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
     )
     assert kv[:, slots_tensor(prefix.extents(kind))].equal(alone.kv[:, :num_held])
     assert memory.index[:, slots_tensor(prefix.extents(PoolKind.INDEX))].equal(alone.index[:, :num_held])
+
+
+@pytest.mark.I5
+def test_a_prefix_is_held_for_requests_with_its_isolation_key_only(
+    node: EngineHarness, double: PrefillDouble
+) -> None:
+    """Of either mode. The Bootstrap has the digest of the tokens and the key."""
+    prompt = random_prompt(12, 85)
+
+    def num_held(root: PageKey, flag: HisparseFlag) -> int:
+        answer = ask(node, double, prompt, 2, flag, root=root)
+        bootstrap = double.bootstraps[-1]
+        assert bootstrap.prompt_digest == identity_of(prompt, root).digest
+        assert answer.last is not None
+        assert answer.last.stats is not None
+        return answer.last.stats.num_held_tokens
+
+    roots = [NO_ISOLATION, root_of("a"), root_of(None, "a")]
+    assert [num_held(root, HisparseFlag.TRUE) for root in roots] == [0, 0, 0]
+    assert [num_held(root, HisparseFlag.TRUE) for root in roots] == [80, 80, 80]
+    assert [num_held(root, HisparseFlag.FALSE) for root in [root_of("b"), *roots]] == [0, 80, 80, 80]
 
 
 @pytest.mark.I5

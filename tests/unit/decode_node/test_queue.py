@@ -19,6 +19,7 @@ from decode_node.request_life import RequestLife
 from decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits
 from service.engine_messages import Generate
 from service.settings import HisparsePolicy
+from tests.identities import DIGEST
 from vocabulary import HisparseFlag, Mode, SamplingParams
 
 NUM_WAITING = 3000
@@ -92,7 +93,7 @@ class Node:
         peer = PEERS[number % len(PEERS)]
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
         message = Generate(f"id-{number}", number, 20, sampling, *peer.node, HisparseFlag.TRUE)
-        self.lifecycle.generate(message, now)
+        self.lifecycle.generate(message, DIGEST, now)
 
     def turn(self, now: float) -> None:
         self.lifecycle.expire(now)

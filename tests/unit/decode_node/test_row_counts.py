@@ -24,6 +24,7 @@ from decode_node.runner import make_runner
 from decode_node.scheduler import Exchange, StepPlan
 from protocol.messages import Room
 from service.engine_messages import Generate, GenerateGroup
+from tests.identities import ANY
 from tests.unit.decode_node.penalties_support import penalized_tokens
 from tests.unit.decode_node.speculation_support import (
     MAX_DRAFTS,
@@ -253,7 +254,7 @@ def test_repetition_penalty_without_the_prompt_is_an_error_and_no_other_text(
     lacking = Answer()
     node.answers["lacking"] = lacking
     params = SamplingParams(max_new_tokens=4, repetition_penalty=1.5)
-    node.send(GenerateGroup((Generate("lacking", 77, 65, params, "127.0.0.1", double.port),)))
+    node.send(GenerateGroup((Generate("lacking", 77, 65, params, "127.0.0.1", double.port),), ANY))
     node.turn_until(lambda: lacking.is_over, double)
     assert lacking.failure is not None
     assert "repetition_penalty needs the prompt, which did not come" in lacking.failure.error

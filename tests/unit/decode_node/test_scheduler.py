@@ -16,6 +16,7 @@ from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
 from decode_node.sizing import DEFAULT_BUFFER
 from protocol.messages import Room
 from service.engine_messages import pack_token_ids
+from service.prompt_keys import NO_ISOLATION
 from service.settings import DecodeSettings
 from vocabulary import HisparseFlag, Mode, SamplingParams
 
@@ -61,7 +62,7 @@ class Node:
         )
         if family is not None:
             tokens = pack_token_ids([family] * num_prompt_tokens)
-            request.prompt_keys = PromptKeys.of(b"model", tokens, self.limits.page_size)
+            request.prompt_keys = PromptKeys.of(NO_ISOLATION, tokens, self.limits.page_size)
         assert refusal(self.limits, request) == ""
         self.rooms.open(request)
         self.rooms.queue(request, 9.0)

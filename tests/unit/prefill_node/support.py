@@ -62,7 +62,9 @@ from service.engine_messages import (
 )
 from service.engine_sockets import EngineSocket
 from service.phases import PREFILL_PHASES
+from service.prompt_keys import PromptIdentity
 from service.settings import PrefillSettings
+from tests.identities import ANY, DIGEST
 from tests.unit.kept_engines import kept_engine, kept_engines
 from transfer.aux_record import AuxLayout, AuxRecord
 from transfer.extents import expand_pages, extents_to_slots
@@ -191,9 +193,15 @@ class EngineThread:
     def send(self, message: ToEngine) -> None:
         self._front.send(engine_messages.encoder.encode(message))
 
-    def generate(self, room: int, tokens: Sequence[int], sampling: SamplingParams = GREEDY) -> str:
+    def generate(
+        self,
+        room: int,
+        tokens: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        identity: PromptIdentity = ANY,
+    ) -> str:
         sample = Generate(f"request-{room}", room, len(tokens), sampling, "127.0.0.1", 1)
-        self.send(GenerateGroup((sample,), pack_token_ids(tokens)))
+        self.send(GenerateGroup((sample,), identity, pack_token_ids(tokens)))
         return f"request-{room}"
 
     def expect(self, kind: type[T], which: Callable[[T], bool] = lambda _: True) -> T:
@@ -299,6 +307,7 @@ class ControlPeer:
         aux_slot: int = 0,
         hisparse: bool = True,
         num_held_tokens: int = 0,
+        digest: bytes = DIGEST,
     ) -> Bootstrap:
         """Sends and returns the Bootstrap; landing zones start at slot 0 unless given."""
         whole = (Extent(0, num_tokens),)
@@ -308,6 +317,7 @@ class ControlPeer:
             kv or whole,
             index or whole,
             aux_slot,
+            digest,
             hisparse=hisparse,
             num_held_tokens=num_held_tokens,
         )

@@ -15,6 +15,7 @@ from prefill_node.room_life import RequestLimits, RoomLife
 from prefill_node.scheduler import StepLimits
 from protocol.messages import AbortRoom, Bootstrap, Extent, RegionKind, Room
 from service.engine_messages import Generate, GenerateGroup, pack_token_ids
+from tests.identities import ANY, DIGEST
 from transfer.plan import SLICE_BYTES, RegionView
 from transfer.send_queue import Completion, Outcome, SendQueue
 from vocabulary import SamplingParams
@@ -106,9 +107,9 @@ class Node:
         tokens = (*[family or room] * (num_tokens - 1), room)
         whole = (Extent(0, num_tokens),)
         request = Generate(f"r{room}", room, num_tokens, SamplingParams(1), "host", 1)
-        self.life.accept(GenerateGroup((request,), pack_token_ids(tokens)), 0.0)
+        self.life.accept(GenerateGroup((request,), ANY, pack_token_ids(tokens)), 0.0)
         self.life.bootstrap(
-            self.peers[peer], Bootstrap(room, num_tokens, whole, whole, 0, hisparse=True), 0.0
+            self.peers[peer], Bootstrap(room, num_tokens, whole, whole, 0, DIGEST, hisparse=True), 0.0
         )
 
     def compute(self, room: int) -> None:

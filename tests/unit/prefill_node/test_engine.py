@@ -23,6 +23,8 @@ from service.engine_messages import (
     RequestFailed,
     pack_token_ids,
 )
+from service.prompt_keys import root_of
+from tests.identities import ANY, identity_of
 from tests.unit.prefill_node.support import (
     GREEDY,
     TIMEOUT_SECS,
@@ -158,6 +160,27 @@ def test_what_the_decode_node_holds_is_computed_and_not_sent(
         landed = (peer.kv_host if hisparse else peer.kv_device).any(dim=-1).any(dim=0)
         assert landed.nonzero().flatten().tolist() == list(range(100, 100 + rest))
         assert peer.index.any(dim=-1).any(dim=0).sum() == rest
+
+
+@pytest.mark.I5
+def test_a_prefix_is_cached_for_requests_with_its_isolation_key_only(
+    engine: EngineThread, peer: DecodePeer
+) -> None:
+    tokens = prompt(14, 100)
+
+    def num_cached(*isolation_key: str) -> int:
+        identity = identity_of(tokens, root_of(*isolation_key))
+        room = next(_rooms)
+        bootstrap = peer.bootstrap(room, len(tokens), digest=identity.digest)
+        engine.generate(room, tokens, identity=identity)
+        engine.expect(PrefillFinished)
+        done = peer.expect(RoomDone)
+        peer.assert_holds(bootstrap)
+        return done.num_cached_tokens
+
+    keys: list[tuple[str, ...]] = [(), ("a",), ("b",), ("a", "b"), ("ab",)]
+    assert [num_cached(*key) for key in keys] == [0] * len(keys)
+    assert [num_cached(*key) for key in keys] == [96] * len(keys)
 
 
 @pytest.mark.I5
@@ -467,7 +490,7 @@ def test_a_prompt_may_fill_the_context(
 def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: int) -> None:
     engine.generate(room, [5, 6, 7])
     another = Generate("another", room, 3, GREEDY, "127.0.0.1", 1)
-    engine.send(GenerateGroup((another,), pack_token_ids((5, 6, 7))))
+    engine.send(GenerateGroup((another,), ANY, pack_token_ids((5, 6, 7))))
     failed = engine.expect(RequestFailed)
     assert (failed.request_id, failed.status) == ("another", 400)
     assert "in use" in failed.error
@@ -484,7 +507,7 @@ def test_the_rooms_of_a_group_share_one_prompt(engine: EngineThread, peer: Decod
     rooms = [next(_rooms) for _ in range(3)]
     tokens = prompt(3, 40)
     samples = tuple(Generate(f"request-{room}", room, 40, GREEDY, "127.0.0.1", 1) for room in rooms)
-    engine.send(GenerateGroup(samples, pack_token_ids(tokens)))
+    engine.send(GenerateGroup(samples, ANY, pack_token_ids(tokens)))
     table = engine.engine._life.rooms
     wait_for(lambda: all(table.get(Room(room)) is not None for room in rooms), "the rooms to open")
     first, *others = (table.live(Room(room)) for room in rooms)

@@ -30,7 +30,9 @@ from protocol.messages import (
     RoomQuiet,
     encoder,
 )
-from service.engine_messages import PrefillFinished, RequestFailed, Shutdown
+from service.engine_messages import PrefillFinished, RequestFailed, Shutdown, pack_token_ids
+from service.prompt_keys import PromptIdentity, page_keys, root_of
+from tests.identities import DIGEST, identity_of
 from tests.unit.prefill_node.support import (
     ControlPeer,
     DecodePeer,
@@ -228,7 +230,7 @@ def test_before_register_everything_is_refused(engine: EngineThread, peer: Decod
     before = engine.num_dropped("unregistered")
     room = next(_rooms)
     messages = (
-        Bootstrap(room, 1, (Extent(0, 1),), (Extent(0, 1),), 0, hisparse=True),
+        Bootstrap(room, 1, (Extent(0, 1),), (Extent(0, 1),), 0, DIGEST, hisparse=True),
         AbortRoom(room, ""),
         Heartbeat(1),
     )
@@ -244,7 +246,7 @@ def test_before_register_everything_is_refused(engine: EngineThread, peer: Decod
 def test_malformed_messages_are_dropped_and_counted(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register()
     before = engine.num_dropped("malformed")
-    valid = encoder.encode(Bootstrap(1, 1, (Extent(0, 1),), (Extent(0, 1),), 0, hisparse=True))
+    valid = encoder.encode(Bootstrap(1, 1, (Extent(0, 1),), (Extent(0, 1),), 0, DIGEST, hisparse=True))
     for frame in (
         b"",
         b"\xc1",
@@ -370,14 +372,43 @@ def test_a_region_that_was_not_registered_is_refused(engine: EngineThread, peer:
     assert "has not registered a region kv_device" in peer.expect(RoomFailed).error
 
 
-def test_another_prompt_length_is_refused_with_both(engine: EngineThread, peer: DecodePeer) -> None:
+@pytest.mark.I5
+@pytest.mark.parametrize("bootstrap_first", [True, False])
+@pytest.mark.parametrize(
+    ("num_tokens", "identity"),
+    [
+        (21, identity_of(range(60, 81))),
+        (20, identity_of((*range(60, 79), 99))),
+        (20, identity_of(range(60, 80), root_of("salt"))),
+    ],
+    ids=["longer", "another token", "another salt"],
+)
+def test_another_prompt_is_refused_with_both_digests(
+    engine: EngineThread,
+    peer: DecodePeer,
+    num_tokens: int,
+    identity: PromptIdentity,
+    bootstrap_first: bool,
+) -> None:
+    """Nothing of it is computed, sent or cached."""
     peer.register()
-    room = next(_rooms)
-    peer.bootstrap(room, 21)
-    engine.generate(room, range(5, 25))
+    room, ours = next(_rooms), identity_of(range(60, 80))
+    if bootstrap_first:
+        peer.bootstrap(room, num_tokens, digest=identity.digest)
+        peer.heartbeat()
+    engine.generate(room, range(60, 80), identity=ours)
+    if not bootstrap_first:
+        wait_for(lambda: engine.engine._life.rooms.get(Room(room)) is not None, "the request")
+        peer.bootstrap(room, num_tokens, digest=identity.digest)
     for failed in (peer.expect(RoomFailed), engine.expect(RequestFailed)):
         assert failed.status == 400
-        assert "21 prompt tokens on the decode node, 20 on the prefill node" in failed.error
+        assert f"{num_tokens} tokens of digest {identity.digest.hex()} on the decode node" in failed.error
+        assert f"20 tokens of digest {ours.digest.hex()} on the prefill node" in failed.error
+        assert "cache_salt" in failed.error
+    assert room not in engine.computed
+    assert room not in engine.submitted
+    keys = page_keys(ours.root, pack_token_ids(range(60, 80)), engine.settings.page_size)
+    assert engine.engine._life.cache.match(keys).num_pages == 0
 
 
 # --- peers that come and go -----------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from service.engine_messages import (
     pack_token_ids,
     score_dtype,
 )
+from tests.identities import ANY
 from tests.unit.prefill_node.support import (
     GREEDY,
     TIMEOUT_SECS,
@@ -109,7 +110,7 @@ def ask(
         scores=scores,
         is_prefill_only=is_alone,
     )
-    engine.send(GenerateGroup((generate,), pack_token_ids(tokens)))
+    engine.send(GenerateGroup((generate,), ANY, pack_token_ids(tokens)))
     return generate
 
 

@@ -19,6 +19,7 @@ from prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegi
 from prefill_node.registrations import Peer
 from prefill_node.rooms import RoomRecord, RoomState
 from protocol.messages import Bootstrap, Extent, RegionKind, Room
+from tests.identities import DIGEST
 from transfer.extents import expand_pages, extents_to_slots
 from transfer.plan import Descriptors, RegionView, RunPlan, join_descriptors
 from transfer.sender import Completion, Ready, WriteBatch
@@ -107,7 +108,7 @@ class World:
         num_tokens = sum(extent.length for extent in extents)
         record = RoomRecord(room, RoomState.COMPUTING, 0.0, page_ids=page_ids, aux_slot_src=0)
         record.peer = Peer("node", "host:1", b"", PAGE_SIZE, regions, 0.0)
-        record.bootstrap = Bootstrap(room, num_tokens, extents, extents[::-1], 0, hisparse=True)
+        record.bootstrap = Bootstrap(room, num_tokens, extents, extents[::-1], 0, DIGEST, hisparse=True)
         return record
 
     def write(self, pushes: Sequence[ChunkPush], layer: int, ready: Ready | None = None) -> None:

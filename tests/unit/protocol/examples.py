@@ -37,6 +37,7 @@ BOOTSTRAP = Bootstrap(
     kv_extents=(Extent(7, 100), Extent(300, 30)),
     index_extents=(Extent(64, 192),),
     aux_slot=5,
+    prompt_digest=bytes(range(16)),
     hisparse=True,
     attempt=1,
     num_held_tokens=64,
@@ -64,7 +65,13 @@ TO_PREFILL = [
         "92d92168697370617273652d70642d6c616e652d" + "3066" * 8 + "c420" + bytes(range(32)).hex(),
     ),
     (Heartbeat(9), "920209"),
-    (BOOTSTRAP, "9903cf7fffffffffffffffccc29292076492cd012c1e919240ccc0050140c3"),
+    (
+        BOOTSTRAP,
+        "9a03cf7fffffffffffffffccc29292076492cd012c1e919240ccc005"
+        + "c410"
+        + bytes(range(16)).hex()
+        + "0140c3",
+    ),
     (AbortRoom(3, "gone"), "930403a4676f6e65"),
 ]
 TO_DECODE = [

@@ -21,6 +21,7 @@ from service import engine_messages
 from service.engine_messages import Abort, EngineStats, Generate, GenerateGroup, RequestFailed
 from service.engine_sockets import Crossing, EngineSocket, FrontGone, FrontSocket
 from service.ports import free_port
+from tests.identities import ANY, DIGEST
 from tests.port_scan import VISITS, visit
 from tests.waiting import wait_until
 from vocabulary import SamplingParams
@@ -145,7 +146,7 @@ def test_a_message_that_the_peer_would_not_take_is_not_sent(
     server = make_server()
     client = make_client(server)
     extents = tuple(Extent(2**40 + number, 2**40) for number in range(messages.MAX_EXTENTS))
-    assert not client.send(Bootstrap(1, 1, extents, extents, 0))
+    assert not client.send(Bootstrap(1, 1, extents, extents, 0, DIGEST))
     assert client.dropped["oversized"] == 1
     client.send(Heartbeat(2))
     assert receive_one(server)[1] == Heartbeat(2), "the connection is as it was"
@@ -379,7 +380,7 @@ class _Endless:
 
 
 _BIG = Bootstrap(
-    1, 1, tuple(Extent(2**40 + i, 2**40) for i in range(50_000)), (Extent(0, 1),), 0, hisparse=True
+    1, 1, tuple(Extent(2**40 + i, 2**40) for i in range(50_000)), (Extent(0, 1),), 0, DIGEST, hisparse=True
 )
 _SAMPLES = tuple(Generate(f"r{i}", i, 3, SamplingParams(1), "127.0.0.1", 1) for i in range(100))
 
@@ -414,8 +415,8 @@ def test_a_client_takes_in_a_burst_between_two_turns(
     ("message", "most"),
     [
         (Abort("r"), 256),
-        (GenerateGroup(_SAMPLES[:1], b"\0" * (1 << 20)), 4),
-        (GenerateGroup(_SAMPLES), 3),
+        (GenerateGroup(_SAMPLES[:1], ANY, b"\0" * (1 << 20)), 4),
+        (GenerateGroup(_SAMPLES, ANY), 3),
     ],
     ids=["messages", "bytes", "samples"],
 )

@@ -762,6 +762,18 @@ async def test_cache_aware_keeps_a_conversation_at_its_nodes() -> None:
             assert [len(node.requests) for node in nodes] == [4, 4]
 
 
+async def test_cache_aware_keeps_prompts_with_different_isolation_keys_apart() -> None:
+    """A prompt with a key is nothing that the node of those without is known to have."""
+    async with cluster([delivers] * 2, [says(b"{}")] * 2, policy="cache_aware") as pair:
+        said: list[dict[str, object]] = [{}, {"cache_salt": "a"}, {"extra_key": None}, {"cache_salt": "a"}]
+        for fields in said:
+            body = {"prompt": "the same beginning " * 100, "model": "tiny", **fields}
+            assert (await pair.client.post("/v1/completions", json=body)).status_code == 200
+        for nodes in (pair.prefill, pair.decode):
+            salts = [[json.loads(body).get("cache_salt") for _, _, body in node.requests] for node in nodes]
+            assert sorted(salts, key=str) == [["a", "a"], [None, None]]
+
+
 def _pool(policy: Any, num_decode: int, num_prefill: int = 1) -> NodePool:
     prefill = [Node.from_url(NodeKind.PREFILL, f"http://p:{i}") for i in range(1, num_prefill + 1)]
     decode = [Node.from_url(NodeKind.DECODE, f"http://d:{i}") for i in range(1, num_decode + 1)]

@@ -27,6 +27,7 @@ from service.engine_messages import (
 from service.engine_sockets import EngineSocket, FrontSocket
 from service.http_errors import QueueFull
 from service.in_flight import InFlight, NodeCounts
+from tests.identities import ANY
 from vocabulary import SamplingParams
 
 WAIT_SECS = 60.0
@@ -50,7 +51,7 @@ def fronts_of_one_node(
 
 def prompt(name: str, num_tokens: int, room: int = 0) -> list[GenerateGroup]:
     sampling = SamplingParams(1, temperature=0.0)
-    return [GenerateGroup((Generate(name, room, num_tokens, sampling, "127.0.0.1", 1),))]
+    return [GenerateGroup((Generate(name, room, num_tokens, sampling, "127.0.0.1", 1),), ANY)]
 
 
 def send_all(link: EngineLink) -> None:

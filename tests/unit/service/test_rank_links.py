@@ -30,6 +30,8 @@ from service.engine_messages import (
 )
 from service.http_errors import QueueFull
 from service.prefixes import BLOCK_BYTES
+from service.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
+from tests.identities import ANY
 from vocabulary import FinishReason, SamplingParams
 
 GREEDY = SamplingParams(1, temperature=0.0)
@@ -45,7 +47,7 @@ def make_link(choose_rank: RankChoice, num_ranks: int = 3, limits: QueueLimits |
 
 def group_of(rooms: range, num_prompt_tokens: int = 7) -> GenerateGroup:
     samples = (Generate(f"r{room}", room, num_prompt_tokens, GREEDY, "127.0.0.1", 1) for room in rooms)
-    return GenerateGroup(tuple(samples), b"prompt")
+    return GenerateGroup(tuple(samples), ANY, b"prompt")
 
 
 def sent(link: EngineLink) -> list[list[ToEngine]]:
@@ -118,6 +120,19 @@ def test_a_request_goes_to_the_rank_that_had_its_beginning_unless_others_have_mu
         sent(link)
         assert rank_of(5, talk, 50, later) == 2, "which had it last"
         assert rank_of(6, b"short", 10, later) == 1, "of equals the one that was given least"
+
+
+def test_a_prompt_with_another_isolation_key_is_nothing_that_a_rank_had() -> None:
+    link = make_link(ByPrefix())
+    talk = bytes(BLOCK_BYTES) * 3
+    ranks = []
+    for number, root in enumerate([NO_ISOLATION, root_of("a"), NO_ISOLATION, root_of("a")]):
+        group = group_of(range(number, number + 1))
+        group = msgspec.structs.replace(group, prompt=talk, identity=PromptIdentity.of(root, talk))
+        with link.open([group]):
+            ranks += [rank for rank, messages in enumerate(sent(link)) if messages]
+        sent(link)
+    assert ranks == [0, 1, 0, 1]
 
 
 def test_a_prompt_counts_for_each_rank_that_holds_it_until_all_is_said() -> None:

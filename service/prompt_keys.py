@@ -1,0 +1,62 @@
+"""Hashes of prompts: the one place that says which tokens of two prompts may share KV.
+
+A chain of keys begins at a root; each key is a hash of the one before and of the block that it is of. So
+equal keys mean equal tokens from the beginning, behind the same root. The root is of the request's isolation
+key: prompts with different ones have no key in common, and so nothing that is found by keys is shared between
+them. The digest of a whole prompt, by which two nodes see that they have the same one, begins there, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+import msgspec
+
+KEY_BYTES: Final = 16
+TOKEN_BYTES: Final = 4
+
+PageKey = bytes
+"""Of one whole page: equal keys mean equal tokens up to its end, and the same isolation key."""
+
+
+class PromptIdentity(msgspec.Struct, frozen=True):
+    """What two nodes must agree on about a prompt, and where the chain of its page keys begins."""
+
+    root: PageKey
+    digest: bytes
+    """Of all tokens, behind the root."""
+
+    @classmethod
+    def of(cls, root: PageKey, prompt: bytes) -> PromptIdentity:
+        """``prompt``: as of ``pack_token_ids``."""
+        return cls(root, _key(root, prompt))
+
+
+def root_of(cache_salt: str | None = None, extra_key: str | None = None) -> PageKey:
+    """Of the isolation key of a request, which is both fields together; without one, everybody's."""
+    fields = msgspec.msgpack.encode((cache_salt, extra_key))
+    return hashlib.blake2b(fields, digest_size=KEY_BYTES, person=b"isolation key").digest()
+
+
+NO_ISOLATION: Final = root_of()
+
+
+def chain(last: PageKey, content: bytes | memoryview, block_bytes: int) -> list[PageKey]:
+    """The keys of ``content``'s whole blocks, which come behind what ``last`` is the key of."""
+    view, keys = memoryview(content), []
+    for start in range(0, len(view) - block_bytes + 1, block_bytes):
+        last = _key(last, view[start : start + block_bytes])
+        keys.append(last)
+    return keys
+
+
+def page_keys(root: PageKey, prompt: bytes, page_size: int) -> list[PageKey]:
+    """Of a packed prompt's whole pages; a partial last page has none."""
+    return chain(root, prompt, page_size * TOKEN_BYTES)
+
+
+def _key(last: PageKey, block: bytes | memoryview) -> PageKey:
+    hashed = hashlib.blake2b(last, digest_size=KEY_BYTES)
+    hashed.update(block)
+    return hashed.digest()
