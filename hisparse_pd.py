@@ -8,6 +8,7 @@ so ``--help`` answers at once.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import secrets
 import sys
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from doctor.settings import DoctorSettings
-from service.ports import free_port
+from service.ports import free_port, is_taken
 from service.settings import DecodeSettings, Port, PrefillSettings, RouterSettings, Secs
 from service.settings_sources import (
     SettingsError,
@@ -35,6 +36,8 @@ from service.settings_sources import (
     with_underscores,
 )
 
+log = logging.getLogger(__name__)
+
 USAGE_ERROR = 2
 
 S = TypeVar("S", PrefillSettings, DecodeSettings, RouterSettings)
@@ -45,8 +48,12 @@ class PairSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prefill_port: Port = Field(30000, description="port of the prefill node; 0: any free one")
-    decode_port: Port = Field(30001, description="port of the decode node; 0: any free one")
+    prefill_port: Port = Field(
+        30000, description="port of the prefill node; 0: any free one, as for a default that is taken"
+    )
+    decode_port: Port = Field(
+        30001, description="port of the decode node; 0: any free one, as for a default that is taken"
+    )
     startup_timeout_secs: Secs = Field(
         300.0,
         description="wait for services that do not get further, in seconds; loading that does has no limit",
@@ -147,14 +154,19 @@ def pair_settings(
         options[name] = _shared(name, given)
     prefill = validate(PrefillSettings, merged["prefill"], f"{config} [prefill]", options["prefill"])
     decode = validate(DecodeSettings, merged["decode"], f"{config} [decode]", options["decode"])
-    prefill = _with_ports(prefill, "port", "bootstrap_port")
-    decode = _with_ports(decode, "port")
+    chosen = set(from_file) | set(given)
+    prefill = _with_ports(
+        prefill,
+        port="prefill_port" in chosen or "port" in sections["prefill"],
+        bootstrap_port="bootstrap_port" in chosen or "bootstrap_port" in sections["prefill"],
+    )
+    decode = _with_ports(decode, port="decode_port" in chosen or "port" in sections["decode"])
     merged["router"]["prefill"] = [(_node_url(prefill), prefill.bootstrap_port)]
     merged["router"]["decode"] = [_node_url(decode)]
     if node_keys := decode.api_key_file or prefill.api_key_file:
         merged["router"].setdefault("node_api_key_file", node_keys)
     router = validate(RouterSettings, merged["router"], f"{config} [router]", options["router"])
-    return pair, prefill, decode, _with_ports(router, "port")
+    return pair, prefill, decode, _with_ports(router, port=True)
 
 
 def _pair_fields() -> dict[str, FieldInfo]:
@@ -304,6 +316,12 @@ def _run_pair(
     from service.process import setup_logging
 
     setup_logging(router.log_level, "pair")
+    log.info(
+        "prefill node at %s with bootstrap port %d, decode node at %s",
+        _node_url(prefill),
+        prefill.bootstrap_port,
+        _node_url(decode),
+    )
     services: dict[str, PrefillSettings | DecodeSettings | RouterSettings] = {
         "prefill": prefill,
         "decode": decode,
@@ -344,9 +362,17 @@ def _keygen(path: Path, *, for_api: bool) -> int:
     return 0
 
 
-def _with_ports(settings: S, *names: str) -> S:
-    """With a free port in place of each of these that is 0, which the others of a pair could not know."""
-    return settings.model_copy(update={name: getattr(settings, name) or free_port() for name in names})
+def _with_ports(settings: S, **was_chosen: bool) -> S:
+    """With a free port in place of each of these that is 0, which the others of a pair could not know, and of
+    each that nobody chose and another process has, such as a pair beside this one.
+    """
+    ports = {name: getattr(settings, name) for name in was_chosen}
+    free = {
+        name: free_port()
+        for name, port in ports.items()
+        if port == 0 or (not was_chosen[name] and is_taken(settings.host, port))
+    }
+    return settings.model_copy(update=free)
 
 
 def _node_url(settings: PrefillSettings | DecodeSettings | RouterSettings) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import socket
 
@@ -21,6 +22,16 @@ def free_port() -> int:
             _reserve(port)
             return port
     raise OSError(f"no port from {_FREE_PORTS.start} to {_FREE_PORTS.stop - 1} is free")
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether a server on this machine has the port, so that another cannot listen on it at ``host``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def _reserve(port: int) -> None:

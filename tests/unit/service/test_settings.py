@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+import hisparse_pd
 from doctor.settings import DoctorSettings
 from hisparse_pd import pair_settings
+from service.ports import is_taken
 from service.settings import DecodeSettings, HisparsePolicy, PrefillSettings, RouterSettings
 from service.settings_sources import SettingsError, load_settings, to_options
 from tests.unit.service.support import parsed
@@ -291,7 +294,8 @@ def test_router_options_give_the_same_settings_again(original: RouterSettings) -
 # --- the settings of a pair --------------------------------------------------------------------------------
 
 
-def test_a_pair_shares_keys_and_lets_sections_win(tmp_path: Path) -> None:
+def test_a_pair_shares_keys_and_lets_sections_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hisparse_pd, "is_taken", lambda host, port: False)
     path = file(
         tmp_path,
         """
@@ -332,6 +336,31 @@ def test_port_zero_of_a_pair_becomes_free_ports() -> None:
     assert len(ports) == 4
     assert 0 not in ports
     assert router.prefill == ((f"http://127.0.0.1:{prefill.port}", prefill.bootstrap_port),)
+
+
+def test_a_pair_beside_another_takes_free_ports_where_nobody_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hisparse_pd, "is_taken", lambda host, port: port in (30000, 30001, 8998, 8000))
+    _, prefill, decode, router = pair_settings(MODEL)
+    assert len({prefill.port, prefill.bootstrap_port, decode.port, 30000, 30001, 8998}) == 6
+    assert router.prefill == ((f"http://127.0.0.1:{prefill.port}", prefill.bootstrap_port),)
+    assert router.decode == (f"http://127.0.0.1:{decode.port}",)
+    assert router.port == 8000, "which clients know: the router says that it is taken"
+
+    by_option = {"bootstrap_port": "8998", "prefill_port": "30000", "decode_port": "30001"}
+    by_file = file(tmp_path, "bootstrap_port = 8998\n[prefill]\nport = 30000\n[decode]\nport = 30001")
+    for _, prefill, decode, _ in (pair_settings(MODEL | by_option), pair_settings(MODEL, by_file)):
+        assert (prefill.port, prefill.bootstrap_port, decode.port) == (30000, 8998, 30001)
+
+
+def test_a_port_is_taken_while_a_server_listens_on_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert is_taken("127.0.0.1", port)
+        assert is_taken("0.0.0.0", port)
+    assert not is_taken("127.0.0.1", port)
+    assert not is_taken("192.0.2.1", port), "not this machine's: the node says so"
 
 
 @pytest.mark.parametrize(
