@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,3 +20,16 @@ def on_node(tmp_path: Path) -> Callable[..., None]:
     from tests.unit.api.support import runs_on_node
 
     return runs_on_node(tmp_path)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def servers_end_soon() -> Iterator[None]:
+    """uvicorn looks every 0.1 s whether it is to end, and then waits as long again for connections."""
+    import uvicorn.server
+
+    async def sleep(secs: float) -> None:
+        await asyncio.sleep(secs / 10)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+        yield

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import uvicorn
 from rich.console import Console
 
 import hisparse_pd
@@ -24,6 +23,7 @@ from bench.pair import PairError
 from bench.serving import main, make_parser, make_points, read_counters
 from bench.serving_load import Client, EndpointError, Observer, Point, Record, Workload, run_point, warm_up
 from bench.serving_report import distribution, full_load, notes, plot, print_report, summarize
+from tests.unit.router.cluster import serving as serving_app
 
 pytestmark = pytest.mark.anyio
 
@@ -80,39 +80,11 @@ class Endpoint:
             await self.changed.wait_for(lambda: len(self.bodies) >= num_requests)
 
 
-class _Server(uvicorn.Server):
-    """Leaves the test process's signal handlers alone, and stops at once instead of at the next tick."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.stop = asyncio.Event()
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)
-        await self.stop.wait()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @asynccontextmanager
 async def running(endpoint: Endpoint) -> AsyncIterator[str]:
     """The URL, with /v1, of the served endpoint."""
-    sock = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(endpoint, log_config=None, access_log=False, lifespan="off")
-    config.timeout_graceful_shutdown = 1
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[sock]))
-    try:
-        async with asyncio.timeout(WAIT_SECS):
-            while not server.started:
-                await asyncio.sleep(0.005)
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
-    finally:
-        server.stop.set()
-        await asyncio.wait_for(task, WAIT_SECS)
-        sock.close()
+    async with serving_app(endpoint) as url:
+        yield f"{url}/v1"
 
 
 @contextmanager
