@@ -38,6 +38,8 @@ READY := $(VENV)/.ready
 # LiteLLM cannot live beside the others. Nothing of the project is in these, its settings of pytest aside.
 CLIENTS := .venv-clients
 CLIENTS_LITELLM := .venv-clients-litellm
+# What npm has, where there is Node; without, its tests are skipped.
+NPM_CLIENTS := $(shell command -v node >/dev/null 2>&1 && command -v npm >/dev/null 2>&1 && echo .npm-clients/.ready)
 CLIENT_TESTS = python -m pytest -m clients --confcutdir tests/clients -p pytest_timeout -o filterwarnings= $(TEST_ARGS)
 # A network of its own, where this machine allows that. Elsewhere the tests' proxies, which lead nowhere, have to do.
 LOOPBACK_ONLY = $(shell unshare -rn ip link set lo up 2>/dev/null && \
@@ -95,7 +97,7 @@ test-rdma: $(READY) | rdma-packages ## the pair over RDMA verbs, in two machines
 	$(BIN)/python -m pytest -m rdma tests/rdma $(TEST_ARGS)
 
 test-clients: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
-test-clients: $(READY) $(CLIENTS)/.ready $(CLIENTS_LITELLM)/.ready ## the clients that people use, against a pair; without network
+test-clients: $(READY) $(CLIENTS)/.ready $(CLIENTS_LITELLM)/.ready $(NPM_CLIENTS) ## the clients that people use, against a pair; without network
 	@failed=0; \
 	$(LOOPBACK_ONLY) $(CLIENTS)/bin/$(CLIENT_TESTS) --ignore tests/clients/test_litellm.py tests/clients || failed=1; \
 	$(LOOPBACK_ONLY) $(CLIENTS_LITELLM)/bin/$(CLIENT_TESTS) tests/clients/test_litellm.py || failed=1; \
@@ -139,7 +141,7 @@ bench-hit-rates: $(READY) ## hit rates by hot-buffer capacity while the retrieva
 	$(BIN)/python bench/hit_rates.py bench/out/trace_$(notdir $(MODEL))_task_*.npz
 
 clean: ## remove .venv, the tiny model, caches and results
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS_LITELLM) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/out *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS_LITELLM) .npm-clients .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/out *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What is in $$missing is installed when we are root on Debian or Ubuntu. Otherwise the line to run is printed.
@@ -204,6 +206,12 @@ $(CLIENTS)/.ready $(CLIENTS_LITELLM)/.ready: | $(READY)
 	@echo "installing clients into $(@D); the first time takes some minutes"
 	@! grep -q '^guidellm' $< || $(CLIENT_PIP_INSTALL) $(TORCH_PIP_ARGS) "$$(grep '^torch==' constraints-cpu.txt)"
 	@$(CLIENT_PIP_INSTALL) -r $<
+	@touch $@
+
+.npm-clients/.ready: tests/clients/package.json
+	@echo "installing clients into $(@D)"
+	@mkdir -p $(@D) && cp $< $(@D)/
+	@npm install --prefix $(@D) --no-audit --no-fund --no-package-lock --ignore-scripts --loglevel error
 	@touch $@
 
 # The one of the model's own top-k is written beside it.

@@ -1,4 +1,4 @@
-"""Two pairs, started by the project's command line; the clients live in a virtual environment of their own.
+"""Two pairs, started by the project's command line; the clients live in environments of their own.
 
 Nothing of the project is imported here or in the tests: its packages are not installed beside the clients.
 """
@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,12 +63,22 @@ class Served:
 
 @contextmanager
 def _serving(model_path: Path, log_path: Path, *options: str) -> Iterator[Served]:
-    """A pair on free ports. Raises RuntimeError with its log where it does not start."""
+    """A pair on free ports."""
     ports = [word for name in ("", "prefill-", "decode-", "bootstrap-") for word in (f"--{name}port", "0")]
-    command = [PROJECT_PYTHON, "-m", "hisparse_pd", "pair", "--model-path", str(model_path), *ports]
+    command = ["hisparse_pd", "pair", "--model-path", str(model_path), *ports, "--num-threads", "1", *options]
+    with running(command, log_path) as (model, url):
+        yield Served(url, model, model_path)
+
+
+@contextmanager
+def running(command: Sequence[str], log_path: Path) -> Iterator[tuple[str, str]]:
+    """A module of the project while it serves: the name of the model, and the router's address.
+
+    Raises RuntimeError with its log where it does not start.
+    """
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [*command, "--num-threads", "1", *options],
+            [PROJECT_PYTHON, "-m", *command],
             cwd=REPO,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
@@ -77,8 +87,7 @@ def _serving(model_path: Path, log_path: Path, *options: str) -> Iterator[Served
             process_group=0,
         )
     try:
-        model, url = _wait_serving(process, log_path)
-        yield Served(url, model, model_path)
+        yield _wait_serving(process, log_path)
     finally:
         process.terminate()
         try:
@@ -89,7 +98,7 @@ def _serving(model_path: Path, log_path: Path, *options: str) -> Iterator[Served
 
 
 def _wait_serving(process: subprocess.Popen[bytes], log_path: Path) -> tuple[str, str]:
-    """The name of the model, and the router's address. A pair that gets no further ends by itself."""
+    """A pair that gets no further ends by itself."""
     while (found := _SERVES.search(log := log_path.read_text(errors="replace"))) is None:
         if process.poll() is not None:
             raise RuntimeError(f"the pair does not serve; its log ends:\n{log[-6000:]}")

@@ -106,7 +106,7 @@ async def serving(
     **options: Any,
 ) -> AsyncIterator[Node]:
     settings: NodeSettings = (PrefillSettings if role == "prefill" else DecodeSettings)(
-        model_path=tmp_path / "model", served_model_name="tiny", **options
+        model_path=tmp_path / "model", **{"served_model_name": "tiny", **options}
     )
     metrics = FrontMetrics()
     endpoints = [f"ipc://{tmp_path}/engine.ipc"]

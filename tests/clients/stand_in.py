@@ -1,0 +1,113 @@
+"""The service with a stand-in for the model: real router and fronts, and a script in the engines' place.
+
+Run by the project's interpreter, beside the clients. ``--says``: a file with a list in JSON, the answers of
+a conversation in their order: each a text, or a tool's name and its arguments, to be written as GLM's calls
+are. To a text is added what the conversation says of the amber falcon, last: a tool's result has to tell it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from api.text_codec import TextCodec
+from router.server import create_app
+from service.engine_messages import FromEngine, Generate, unpack_token_ids
+from service.listening import Listener
+from service.settings import RouterSettings
+from tests.unit.api import scripted_engine, support
+from tests.unit.api.scripted_engine import ScriptedEngine, deliver, stops_after
+from tests.unit.api.tiny_tokenizer import make_tokenizer
+
+CONTEXT_LENGTH = 1 << 20
+FINDS = re.compile(r"amber falcon is (\w+)")
+TITLE = '{"title": "Badges"}'
+"""What is said where no tools are: the agent asks for a name of the conversation."""
+
+TEMPLATE = (
+    "{% if tools %}[tools]{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}\x01{{ m.role }}\x02{{ m.reasoning_content }}{{ m.content }}"
+    "{% for call in m.tool_calls %}<{{ call.function.name }} {{ call.function.arguments | tojson }}>"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}\x01assistant\x02<think>{% endif %}"
+)
+
+
+def answer(says: list[Any], prompt: str) -> str:
+    """What the model would write behind ``prompt``."""
+    if not prompt.startswith("[tools]"):
+        return f"A title.</think>{TITLE}"
+    step = says[min(prompt.count("\x01assistant\x02"), len(says)) - 1]
+    if isinstance(step, str):
+        return f"Now I know.</think>{step} {''.join(FINDS.findall(prompt)[-1:])}."
+    name, arguments = step
+    pairs = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items()
+    )
+    return f"I look.</think>I call.\n<tool_call>{name}\n{pairs}</tool_call>"
+
+
+def script(says: list[Any], prompt_of: Callable[[int], str | None]) -> scripted_engine.Script:
+    """Of the decode node, which is sent no prompt: the prefill node has it, under the same room."""
+
+    def run(generate: Generate) -> Iterable[FromEngine | float]:
+        while (prompt := prompt_of(generate.room)) is None:
+            yield 0.005
+        yield from stops_after(answer(says, prompt))(generate)
+
+    return run
+
+
+async def serve(model: str, says: list[Any], directory: Path) -> None:
+    for name in ("CONTEXT_LENGTH", "POOL_HISPARSE", "POOL_DENSE"):
+        setattr(scripted_engine, name, CONTEXT_LENGTH)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    support.CODEC = TextCodec(tokenizer, len(tokenizer), "glm_moe_dsa", grammar_checks=support.Unchecked())
+    prefill_engine: list[ScriptedEngine] = []
+
+    def prompt_of(room: int) -> str | None:
+        for group in prefill_engine[0].groups:
+            if any(sample.room == room for sample in group.samples):
+                return str(tokenizer.decode(unpack_token_ids(group.prompt).tolist()))
+        return None
+
+    options = {"served_model_name": model}
+    for name in ("prefill", "decode"):
+        (directory / name).mkdir()
+    async with (
+        support.serving(deliver, directory / "prefill", role="prefill", **options) as prefill,
+        support.serving(script(says, prompt_of), directory / "decode", **options) as decode,
+    ):
+        prefill_engine.append(prefill.engine)
+        listener = Listener("127.0.0.1", 0)
+        settings = RouterSettings(
+            prefill=((f"http://127.0.0.1:{prefill.port}", prefill.bootstrap_port),),
+            decode=(f"http://127.0.0.1:{decode.port}",),
+        )
+        server = listener.server(create_app(settings), "on")
+        print(f"hisparse-pd serves {model} at http://127.0.0.1:{listener.port}/v1", flush=True)
+        with contextlib.closing(listener.socket):
+            await server.serve(sockets=[listener.socket])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--says", type=Path, required=True)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    says = json.loads(arguments.says.read_text())
+    with tempfile.TemporaryDirectory() as directory, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(arguments.model, says, Path(directory)))
+
+
+if __name__ == "__main__":
+    main()
