@@ -218,11 +218,12 @@ class GraphRunner:
             for is_split in (False, True)
             if size >= self._min_split_reqs or not is_split
         ]
+        ranks = self._model.ranks
         with torch.cuda.stream(stream):
-            for size, is_split in kinds:
-                self._forward(size, is_split)
-            if self._verifier is not None:
-                self._verifier.warm_up(sizes)
+            if ranks is not None:  # which compile for unlike times, longer than they may wait for each other
+                with ranks.rehearsal():
+                    self._warm_up(kinds, sizes)
+            self._warm_up(kinds, sizes)
         stream.synchronize()
         pool = None
         for size, is_split in kinds:
@@ -242,6 +243,12 @@ class GraphRunner:
             self._min_split_reqs,
             time.monotonic() - started,
         )
+
+    def _warm_up(self, kinds: Sequence[tuple[int, bool]], sizes: Sequence[int]) -> None:
+        for size, is_split in kinds:
+            self._forward(size, is_split)
+        if self._verifier is not None:
+            self._verifier.warm_up(sizes)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 A rank is an engine process with its own GPU, or its share of the CPU. Ranks have the model's routed experts
 in common, so they make their forwards together: every rank calls the same operations in the same order. An
 operation in which a rank is missing fails everywhere when its time is up, or when the connection breaks.
-What comes before, a start, takes some ranks minutes longer than others, so they meet before their first one.
+What comes before, a start, takes some ranks minutes longer than others, so they meet before their first one;
+and forwards that compile kernels, which on a fresh machine takes longer than an operation, are rehearsals.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class RankGroup:
         self.rank, self.size = place.rank, place.size
         self.step_tokens = 0
         """Tokens of each rank in the forward that is made, padding included; 0: as many as are given."""
+        self._is_rehearsal = False
         self._agree_timeout = timedelta(seconds=agree_secs)
         self._forward_secs = forward_secs
         self._start_secs = start_secs
@@ -118,14 +120,31 @@ class RankGroup:
         self._together(lambda: _all_gather(of_all, mine, async_op=True).wait(self._agree_timeout))
         return [tuple(row) for row in of_all.view(self.size, -1).tolist()]
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Forwards within are this rank's alone, with itself in every rank's place; their results are no use.
+
+        At the end all ranks meet, with the patience of a start. Once in a process.
+        """
+        self._is_rehearsal = True
+        try:
+            yield
+        finally:
+            self._is_rehearsal = False
+        self.meet("rehearsed")
+
     def gather(self, x: Tensor) -> Tensor:
         """[size * n, …]: ``x`` [n, …] of every rank, in the order of ranks."""
+        if self._is_rehearsal:
+            return torch.cat([x] * self.size)
         of_all = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         self._in_order(lambda: _all_gather(of_all, x))
         return of_all
 
     def sum_own(self, x: Tensor) -> Tensor:
         """[n, …]: this rank's part of ``x`` [size * n, …], summed over all ranks."""
+        if self._is_rehearsal:
+            return x[: x.shape[0] // self.size].clone()
         own = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         self._in_order(lambda: _reduce_scatter(own, x))
         return own

@@ -18,17 +18,19 @@ import torch
 from torch import Tensor
 
 from grammar.matcher import ALL_ALLOWED
+from kernels.bit_masks import allowed_logits
 from model.attention_kernels import AttentionKernels
 from model.dsa import DsaModel
 from model.paged_kv import PagedKv, PagedRequest
 from model.prompt_scores import ScoredRows, score_rows
 from model.sampling import sample
 from model.token_counts import CountedRows, TokenCounts
+from prefill_node.kv_pool import PageId
 from prefill_node.memory import PrefillMemory
-from prefill_node.rooms import RoomRecord
+from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk
 from protocol.messages import Room
-from service.engine_messages import PromptScores, score_dtype
+from service.engine_messages import Generate, PromptScores, WantedScores, score_dtype
 from transfer.sender import Ready
 from vocabulary import SamplingParams, TokenLogprob
 
@@ -137,6 +139,37 @@ class PromptRunner:
             },
             [] if rows is None else _packed(rows, scored),
         )
+
+    def warm_up(self, most_tokens: int, on_size: Callable[[int], None] = lambda size: None) -> None:
+        """Run forwards of many sizes up to ``most_tokens``: kernels are compiled on their first launch, for
+        tens of seconds on a fresh machine, and requests, decode nodes and other ranks would wait for it.
+
+        To be called before anything is in ``memory``. Other ranks run their own meanwhile. ``on_size`` is
+        called before each forward.
+        """
+        ranks, device, vocab_size = self._model.ranks, self._model.device, self._model.spec.vocab_size
+        powers = [1 << exponent for exponent in range(most_tokens.bit_length())]
+        sizes = {most_tokens, *powers, *(power + 1 for power in powers)}
+        with nullcontext() if ranks is None else ranks.rehearsal():
+            for size in sorted(size for size in sizes if size <= most_tokens):
+                on_size(size)
+                self._model.expect_tokens(size)
+                self.run([(self._warm_up_record(size), Chunk(Room(0), 0, size, admits=True))])
+            allowed_logits(
+                torch.zeros((1, vocab_size), device=device),
+                torch.full((1, -(-vocab_size // 32)), ALL_ALLOWED, dtype=torch.int32, device=device),
+            )
+        self._model.expect_tokens(0)
+
+    def _warm_up_record(self, num_tokens: int) -> RoomRecord:
+        """A prompt of zeros in the first pages, with logprobs of its own tokens and a drawn first one."""
+        sampling = SamplingParams(max_new_tokens=1, seed=0, num_logprobs=1)
+        scores = WantedScores(1, 1) if num_tokens > 1 else None
+        request = Generate("warm-up", 0, num_tokens, sampling, "", 0, scores=scores)
+        record = RoomRecord(Room(0), RoomState.COMPUTING, 0.0, request)
+        record.token_ids = np.zeros(num_tokens, np.int32)
+        record.page_ids = [PageId(page) for page in range(-(-num_tokens // self._page_size))]
+        return record
 
     def _score(self, hidden: Tensor, scored: Sequence[_Scored]) -> ScoredRows:
         """All rows together: the LM head is read once a slice, however short the prompts are."""

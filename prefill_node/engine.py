@@ -60,6 +60,7 @@ from protocol.polling import Poller, Wakeup
 from service import process
 from service.engine_messages import (
     Abort,
+    EngineLoading,
     EngineReady,
     EngineStats,
     FlushCache,
@@ -212,6 +213,18 @@ class PrefillEngine:
             # By then a decode node that has not said a word is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
         )
+        if device.type == "cuda":
+            started = time.monotonic()
+            most_tokens = min(
+                settings.chunked_prefill_size, num_pages * settings.page_size, spec.context_length
+            )
+            self._runner.warm_up(
+                most_tokens,
+                lambda size: front.send(EngineLoading(f"kernels, with forwards of {size} tokens")),
+            )
+            log.info(
+                "forwards of up to %d tokens warmed up in %.1f s", most_tokens, time.monotonic() - started
+            )
         self._lockstep = Lockstep(model.ranks)
         self._is_stopping = self._has_stopped = False
         self._num_steps = 0

@@ -91,6 +91,15 @@ except RankGroupError as error:
     assert f"dtype is 'of {rank}' on rank {rank} and 'of {other}' on rank {other}" in str(error), str(error)
 else:
     raise AssertionError("ranks with other settings")
+rehearsing = filled(group, False)
+rows = torch.full((2, 3), float(rank))
+with group.rehearsal():
+    for number in range(rank):  # other forwards on each rank: nobody waits for anybody
+        group.step_tokens = 40
+        assert rehearsing(*tokens_of(rank, 1)).shape == tokens_of(rank, 1)[0].shape
+    assert torch.equal(group.gather(rows), rows.repeat(size, 1))
+    assert torch.equal(group.sum_own(group.gather(rows)), rows)
+assert torch.equal(group.gather(rows)[::2, 0], torch.arange(float(size)))
 num_equal = 0
 for is_fp8 in (False, True):
     together, alone = filled(group, is_fp8), filled(None, is_fp8)

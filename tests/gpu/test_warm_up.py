@@ -1,0 +1,72 @@
+"""After a prefill node's warm-up no forward compiles anything: nobody waits for a compiler but the start."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("msgspec", reason="msgspec is not installed")
+
+from checkpoints.make_tiny import write_checkpoint
+from model.loader import load_model
+from model.spec import load_spec
+from prefill_node.compute import PromptRunner
+from prefill_node.kv_pool import PageId
+from prefill_node.memory import PrefillMemory
+from prefill_node.rooms import RoomRecord, RoomState
+from prefill_node.scheduler import Chunk
+from protocol.messages import Room
+from service.engine_messages import Generate, WantedScores
+from tests.gpu.support import needs_gpu
+from vocabulary import SamplingParams
+
+pytestmark = needs_gpu
+
+MODULES = ("attention", "bit_masks", "experts", "fp8", "indexer", "kv_format", "rope")
+MOST_TOKENS = 300
+PAGE_SIZE = 16
+
+
+def num_compiled() -> dict[str, int]:
+    """Kernels that Triton holds, by name."""
+    found = {}
+    for name in MODULES:
+        module = importlib.import_module(f"kernels.triton_{name}")
+        for attribute, value in vars(module).items():
+            if hasattr(value, "device_caches"):
+                found[f"{name}.{attribute}"] = sum(len(caches[0]) for caches in value.device_caches.values())
+    return found
+
+
+def part(room: int, start: int, stop: int, num_prompt_tokens: int, pages: range) -> tuple[RoomRecord, Chunk]:
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.7, seed=1, num_logprobs=2)
+    request = Generate(f"r{room}", room, num_prompt_tokens, sampling, "", 0, scores=WantedScores(1, 2))
+    record = RoomRecord(Room(room), RoomState.COMPUTING, 0.0, request)
+    record.token_ids = (np.arange(num_prompt_tokens) % 90 + 32).astype(np.int32)
+    record.page_ids = [PageId(page) for page in pages]
+    return record, Chunk(Room(room), start, stop, admits=start == 0)
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "fp8_e4m3"])
+def test_forwards_behind_the_warm_up_compile_nothing(tmp_path: Path, kv_format: str) -> None:
+    write_checkpoint(tmp_path, "glm", draft_gain=1.0)
+    dtype = "float32" if kv_format == "float32" else "bfloat16"
+    spec = load_spec(tmp_path, num_draft_layers=1, dtype=dtype, kv_cache_dtype=kv_format)
+    model = load_model(tmp_path, spec, "cuda")
+    memory = PrefillMemory(spec, num_slots=128 * PAGE_SIZE, num_aux_slots=1, device="cuda")
+    runner = PromptRunner(model, memory, PAGE_SIZE, chunk_tokens=MOST_TOKENS)
+    started = time.monotonic()
+    runner.warm_up(MOST_TOKENS)
+    warm, cold_secs = num_compiled(), time.monotonic() - started
+    for size in (1, 2, 7, 16, 37, 100, 129, 255, 256, MOST_TOKENS):
+        runner.run([part(1, 0, size, size, range(20))])
+    runner.run(
+        [part(1, 48, 99, 300, range(20)), part(2, 0, 33, 33, range(20, 24)), part(3, 0, 1, 9, range(30, 31))]
+    )
+    runner.run([part(1, 299, 300, 300, range(20))])
+    print(f"{kv_format}: {sum(warm.values())} kernels in {cold_secs:.1f} s")
+    assert num_compiled() == warm
