@@ -25,7 +25,7 @@ REPO = Path(__file__).resolve().parents[2]
 DEVICE = os.environ.get("HISPARSE_PD_TEST_DEVICE", "cpu")
 """Of every node, unless its own options name one; what they are compared with stays on the CPU."""
 START_TIMEOUT_SECS = 90.0 if DEVICE == "cpu" else 240.0
-"""Without progress of a node that loads, or compiles all kernels of its steps on a machine that has none yet."""
+"""Without progress of a node that loads, or compiles all kernels of its steps where there are none yet."""
 PROMPT = "Nodes come and go without a restart of the rest. " * 8
 NODE_OPTIONS = ("--num-threads", "1", "--debug-checks", "--device", DEVICE, "--dtype", "float32")
 _RANK_LABEL = re.compile(r'(?<=[{,])dp_rank="\d+",?')
