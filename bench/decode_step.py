@@ -320,6 +320,7 @@ class Bench:
         index_slots = slots_tensor(holding[PoolKind.INDEX])[:context].to(self.memory.index.device)
         self.memory.index[:, index_slots] = prompt.index
         self.hot_buffers.start(request)
+        self.hot_buffers.fill_at_once(request)
         return request
 
 

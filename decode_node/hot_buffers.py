@@ -6,7 +6,8 @@ hot buffers up, and spills dense requests. ``device_step.py`` is the model's vie
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor
 from decode_node.drafting import max_verifiable
 from decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from decode_node.pools import PoolKind
+from decode_node.prefix_copies import SLICE_BYTES
 from decode_node.request import Request
 from kernels.hot_state import ABSENT, HotBufferState
 from kernels.miss_plan import MissPlan
-from kernels.swap_in import start_dense_row, start_row
+from kernels.swap_in import RowStart, start_dense_row
 from model.spec import ModelSpec
 from vocabulary import Mode
 
@@ -54,7 +56,12 @@ class HotBuffers:
             max_new=max_new,
         )
         self.miss_plan = MissPlan.create(num_rows * max_new, spec.index_topk, self.device)
+        self.slice_bytes = SLICE_BYTES
+        self._filling: dict[int, RowStart] = {}
+        """Rows of which not all is launched yet, in order of arrival."""
         self._warming: dict[int, torch.cuda.Event] = {}
+        """Of rows of which something was launched, the end of the latest."""
+        self._last_slice: torch.cuda.Event | None = None
         self._warm_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """Where rows are filled and warmed up, beside the steps of the others."""
         self._ended_counters = np.zeros(3, np.int64)
@@ -99,23 +106,81 @@ class HotBuffers:
     def start(self, request: Request) -> None:
         """Fill the row of a request that is RUNNING from now on, and warm its hot buffer up.
 
-        On a GPU this goes on beside the steps of other requests: ``is_ready`` says when it is over.
+        A slice in a turn of the engine's loop (``go_on``), so that no step of others waits for more of PCIe
+        than that. On a GPU it runs beside their steps. ``is_ready`` says when all is over.
         """
-        if self._warm_stream is None:
-            self._fill(request)
+        if request.mode is Mode.DENSE:
+            with self._beside_steps(request.req_row, is_first=True):
+                pages, index_pages = (
+                    self._pages(request, kind) for kind in (PoolKind.DEVICE, PoolKind.INDEX)
+                )
+                start_dense_row(self.state, request.req_row, pages=pages, index_pages=index_pages)
             return
-        # After the step that may have used the row's slots for the request before.
-        self._warm_stream.wait_stream(torch.cuda.current_stream(self.device))
+        is_next = not self._filling and self._is_slice_over()
+        self._filling[request.req_row] = self._row_start(request)
+        if is_next:
+            self._launch_slice(request.req_row, self.slice_bytes)
+
+    def go_on(self) -> dict[int, Exception]:
+        """The next slices of rows that are being filled, once those before are over: one, or where many are
+        waited for, an eighth of all that is left. Returns the rows for which that failed.
+
+        Raises torch.AcceleratorError when the device is lost.
+        """
+        failed: dict[int, Exception] = {}
+        if not self._filling or not self._is_slice_over():
+            return failed
+        left = max(self.slice_bytes, sum(each.num_left_bytes or 0 for each in self._filling.values()) // 8)
+        for row in tuple(self._filling):
+            try:
+                while row in self._filling and left > 0:
+                    left -= max(1, self._launch_slice(row, left))
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:
+                failed[row] = error
+        return failed
+
+    def fill_at_once(self, request: Request) -> None:
+        """Launch all that is left to fill its row."""
+        while request.req_row in self._filling:
+            self._launch_slice(request.req_row, None)
+
+    def _is_slice_over(self) -> bool:
+        return self._last_slice is None or bool(self._last_slice.query())  # type: ignore[no-untyped-call]
+
+    def _launch_slice(self, row: int, most_bytes: int | None) -> int:
+        filling = self._filling.pop(row)
+        with self._beside_steps(row, is_first=row not in self._warming):
+            num_bytes = filling.launch_slice(most_bytes)
+        if filling.num_left_bytes is not None:
+            self._filling = {row: filling, **self._filling}  # it stays the first
+        return num_bytes
+
+    @contextmanager
+    def _beside_steps(self, row: int, *, is_first: bool) -> Iterator[None]:
+        """Around what fills a row. ``is_first``: nothing of the row was filled yet."""
+        if self._warm_stream is None:
+            yield
+            return
+        if is_first:  # after the step that may have used the row's slots for the request before
+            self._warm_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._warm_stream):
             try:
-                self._fill(request)
+                yield
             finally:  # what was launched before an error still reads the request's slots
                 filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 filled.record()
-                self._warming[request.req_row] = filled
+                self._warming[row] = self._last_slice = filled
+
+    def stop_filling(self, request: Request) -> None:
+        """Launch no more for it; ``is_ready`` says when nothing of it is filled any more."""
+        self._filling.pop(request.req_row, None)
 
     def is_ready(self, request: Request) -> bool:
         """Whether a RUNNING request can be in the next step."""
+        if request.req_row in self._filling:
+            return False
         filled = self._warming.get(request.req_row)
         if filled is None:
             return True
@@ -124,23 +189,17 @@ class HotBuffers:
         del self._warming[request.req_row]
         return True
 
-    def _fill(self, request: Request) -> None:
-        row = request.req_row
-        index_pages = self._pages(request, PoolKind.INDEX)
-        if request.mode is Mode.DENSE:
-            pages = self._pages(request, PoolKind.DEVICE)
-            start_dense_row(self.state, row, pages=pages, index_pages=index_pages)
-            return
+    def _row_start(self, request: Request) -> RowStart:
         hints, request.hot_positions = request.hot_positions, None
         if hints is None:  # the most recent ones, in every group
             hints = [np.arange(request.num_kv_tokens, dtype=np.int32)[: -request.hot_capacity : -1]]
-        start_row(
+        return RowStart(
             self.state,
-            row,
+            request.req_row,
             hot_slots=slots_tensor(request.owned[PoolKind.DEVICE])[: request.hot_capacity],
             host_pages=self._pages(request, PoolKind.HOST),
             lookup_pages=self._pages(request, PoolKind.LOOKUP),
-            index_pages=index_pages,
+            index_pages=self._pages(request, PoolKind.INDEX),
             num_tokens=request.num_kv_tokens,
             hints=hints,
             layers_of_group=self.spec.layers_of_group,
@@ -166,6 +225,7 @@ class HotBuffers:
 
     def retract(self, request: Request) -> None:
         """Bring everything to the host before the device slots are given up; remember what was hot."""
+        self.fill_at_once(request)
         self._wait_until_filled(request.req_row)
         if request.mode is Mode.DENSE:
             holding = request.owned
@@ -181,6 +241,7 @@ class HotBuffers:
         They are those that the last step that was read found: to read them here would be to wait for others.
         """
         row = request.req_row
+        self.stop_filling(request)
         self._wait_until_filled(row)  # which reads host slots that are about to be given up
         hits, misses, evictions = request.row_counters
         request.hits += hits

@@ -419,6 +419,15 @@ class RequestLife:
     def _fill_row(self, request: Request, now: float) -> None:
         self._on_device(self.hot_buffers.start, request, "started", now)
 
+    def fill_rows(self, now: float) -> None:
+        """A slice of what rows are filled with."""
+        if not (failed := self.hot_buffers.go_on()):
+            return
+        for request in self.requests.select(RequestState.RUNNING):
+            if (error := failed.get(request.req_row)) is not None:
+                log.error("room %d cannot be started", request.room, exc_info=error)
+                self.fail(request, 500, f"the request cannot be started: {error}", Landing.QUIET, now)
+
     def _on_device(
         self, action: Callable[[Request], None], request: Request, participle: str, now: float
     ) -> bool:
@@ -513,6 +522,7 @@ class RequestLife:
         """The one way out of every state: of steps, of the tables, of the books."""
         self.copies.drop(request)
         if request.state is RequestState.RUNNING:
+            self.hot_buffers.stop_filling(request)
             # The step that it is in may not use slots of others (I1), nor may what fills its row.
             if request.num_in_flight or not self.hot_buffers.is_ready(request):
                 self.requests.start_ending(request, is_sound=is_sound)

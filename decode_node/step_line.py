@@ -57,6 +57,7 @@ class StepLine:
 
         Raises torch.AcceleratorError when the device is lost, and anything when other ranks are in the step.
         """
+        self._lifecycle.fill_rows(time.monotonic())
         batch = self._next_batch()
         step = self._lockstep.agree(
             len(batch),

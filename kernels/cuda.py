@@ -238,15 +238,13 @@ def start_row(
     lookup_pages: Tensor,
     index_pages: Tensor,
     warm_up: WarmUp,
-    layers_of_group: Sequence[Sequence[int]],
+    layers: Sequence[tuple[int, int, int]],
     pools: Pools,
 ) -> None:
-    """See ``kernels.swap_in.start_row``: one copy of all that the host knows, and one launch."""
-    layers = [
-        (layer, group, int(layer == of_group[0]))
-        for group, of_group in enumerate(layers_of_group)
-        for layer in of_group
-    ]
+    """See ``kernels.swap_in.start_row``: one copy of all that the host knows, and one launch.
+
+    ``layers``: those whose items are copied, with the group of each, and whether its tables are entered.
+    """
     pages = (host_pages, lookup_pages, index_pages)
     parts = (hot_slots, *pages, np.array(layers), warm_up.num_warm, warm_up.positions)
     host_staged = torch.empty(

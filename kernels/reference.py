@@ -206,17 +206,19 @@ def age_classes(stamps: Table, now: int) -> Ints:
     return classes
 
 
-def place(state: HotBufferState, group: int, row: int, positions: Ints) -> tuple[Ints, Ints]:
-    """Enter ``positions`` in an empty hot buffer, from hot_index 0 on; returns the (host, device) slots to
-    copy.
-    """
-    rows = np.full_like(positions, row)
-    lookup_slots = lookup_slots_of(state, rows, positions)
+def enter(state: HotBufferState, group: int, row: int, positions: Ints) -> None:
+    """Enter ``positions`` in an empty hot buffer, from hot_index 0 on."""
+    lookup_slots = lookup_slots_of(state, np.full_like(positions, row), positions)
     num_warm = len(positions)
     state.lookup_to_hot[group].numpy()[lookup_slots] = np.arange(num_warm)
     state.hot_to_lookup[group, row].numpy()[:num_warm] = lookup_slots
     state.stamps[group, row].numpy()[:num_warm] = 0
-    return host_slots_of(state, rows, positions), state.hot_slots[row].numpy()[:num_warm].astype(np.int64)
+
+
+def slots_of(state: HotBufferState, row: int, positions: Ints) -> tuple[Ints, Ints]:
+    """Host slots of ``positions``, and device slots where they are from hot_index 0 on."""
+    hot_slots = state.hot_slots[row].numpy()[: len(positions)].astype(np.int64)
+    return host_slots_of(state, np.full_like(positions, row), positions), hot_slots
 
 
 @dataclass(frozen=True)

@@ -224,39 +224,123 @@ def start_row(
     waited for; pages may be added to the row meanwhile. Raises KernelArgumentError before it changes
     anything.
     """
-    pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
-    cpu = torch.device("cpu")
-    given = {"host_pages": host_pages, "lookup_pages": lookup_pages, "index_pages": index_pages}
-    for name, tensor in ({"hot_slots": hot_slots} | given).items():
-        check_tensor(name, tensor, dtypes=INTEGERS, shape=(None,), device=cpu)
-    state.check_hisparse(row, hot_slots, host_pages, lookup_pages)
-    check_range("k_host slots", k_host.shape[1], 0, MAX_LOOKUP_SLOTS + 1)
-    check_page_ids("host_pages", host_pages, k_host.shape[1] // state.page_size)
-    state.check_pages("index_pages", 0, index_pages)
-    most_tokens = min(state.max_context, host_pages.shape[0] * state.page_size)
-    check_range("num_tokens", num_tokens, 0, most_tokens + 1)
-    if len(layers_of_group) != state.num_groups:
-        raise KernelArgumentError(
-            f"layers_of_group: expected {state.num_groups} groups, got {len(layers_of_group)}"
-        )
-    for layers in layers_of_group:
-        check_at_least("layers_of_group: layers of a group", len(layers), 1)
-        for layer in layers:
-            check_range("layers_of_group", layer, 0, k_dev.shape[0])
-    warm_up = reference.plan_warm_up(state.num_groups, hot_slots.shape[0], state.max_new, num_tokens, hints)
-    if (cuda := _cuda_kernels("start_row", state.device)) is not None:
-        cuda.start_row(
-            state, row, hot_slots, host_pages, lookup_pages, index_pages, warm_up, layers_of_group, pools
-        )
-    else:
-        state.assign_row(row, hot_slots, host_pages, lookup_pages)
-        state.set_index_pages(row, 0, index_pages)
-        for group, layers in enumerate(layers_of_group):
-            src_host_slots, dst_device_slots = reference.place(state, group, row, warm_up.of_group(group))
+    row_start = RowStart(
+        state,
+        row,
+        hot_slots=hot_slots,
+        host_pages=host_pages,
+        lookup_pages=lookup_pages,
+        index_pages=index_pages,
+        num_tokens=num_tokens,
+        hints=hints,
+        layers_of_group=layers_of_group,
+        k_host=k_host,
+        k_dev=k_dev,
+        v_host=v_host,
+        v_dev=v_dev,
+    )
+    while row_start.num_left_bytes is not None:
+        row_start.launch_slice(None)
+    return row_start.num_warm
+
+
+class RowStart:
+    """``start_row`` in slices, so that steps of others beside it need not share PCIe with all of it at once.
+
+    Arguments as of ``start_row``, and what it raises. The row may be used when ``num_left_bytes`` is None and
+    the last launch is over.
+    """
+
+    def __init__(
+        self,
+        state: HotBufferState,
+        row: int,
+        *,
+        hot_slots: Tensor,
+        host_pages: Tensor,
+        lookup_pages: Tensor,
+        index_pages: Tensor,
+        num_tokens: int,
+        hints: Sequence[NDArray[np.int32]],
+        layers_of_group: Sequence[Sequence[int]],
+        k_host: Tensor,
+        k_dev: Tensor,
+        v_host: Tensor | None = None,
+        v_dev: Tensor | None = None,
+    ) -> None:
+        pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
+        cpu = torch.device("cpu")
+        given = {"host_pages": host_pages, "lookup_pages": lookup_pages, "index_pages": index_pages}
+        for name, tensor in ({"hot_slots": hot_slots} | given).items():
+            check_tensor(name, tensor, dtypes=INTEGERS, shape=(None,), device=cpu)
+        state.check_hisparse(row, hot_slots, host_pages, lookup_pages)
+        check_range("k_host slots", k_host.shape[1], 0, MAX_LOOKUP_SLOTS + 1)
+        check_page_ids("host_pages", host_pages, k_host.shape[1] // state.page_size)
+        state.check_pages("index_pages", 0, index_pages)
+        most_tokens = min(state.max_context, host_pages.shape[0] * state.page_size)
+        check_range("num_tokens", num_tokens, 0, most_tokens + 1)
+        if len(layers_of_group) != state.num_groups:
+            raise KernelArgumentError(
+                f"layers_of_group: expected {state.num_groups} groups, got {len(layers_of_group)}"
+            )
+        for layers in layers_of_group:
+            check_at_least("layers_of_group: layers of a group", len(layers), 1)
             for layer in layers:
-                reference.copy_items(pools, layer, src_host_slots, dst_device_slots)
-    num_warm: list[int] = warm_up.num_warm.tolist()
-    return num_warm
+                check_range("layers_of_group", layer, 0, k_dev.shape[0])
+        warm_up = reference.plan_warm_up(
+            state.num_groups, hot_slots.shape[0], state.max_new, num_tokens, hints
+        )
+        self._state, self._row, self._pools = state, row, pools
+        self._hot_slots = hot_slots
+        self._pages = host_pages, lookup_pages, index_pages
+        self._warm_up = warm_up
+        self._layers = [
+            (layer, group, int(layer == layers[0]))
+            for group, layers in enumerate(layers_of_group)
+            for layer in layers
+        ]
+        """Those still to be copied: layer, group, and whether the group's tables are entered with it."""
+        self._item_bytes = sum(dev.shape[2] for _, dev in pools)
+        self._is_begun = False
+        self.num_warm: list[int] = warm_up.num_warm.tolist()
+        """How many positions of each group are hot afterwards."""
+
+    @property
+    def num_left_bytes(self) -> int | None:
+        """Of items that are still to be copied; None when all that there is to do was launched."""
+        return sum(map(self._num_bytes, self._layers)) if self._layers else None
+
+    def _num_bytes(self, layer: tuple[int, int, int]) -> int:
+        return self.num_warm[layer[1]] * self._item_bytes
+
+    def launch_slice(self, most_bytes: int | None) -> int:
+        """Copy some layers more, of ``most_bytes`` in all if one has no more, or all; returns the bytes.
+
+        The first slice fills the row's tables of pages and slots, too.
+        """
+        num_layers = num_bytes = 0
+        for entry in self._layers:
+            of_layer = self._num_bytes(entry)
+            if num_layers and most_bytes is not None and num_bytes + of_layer > most_bytes:
+                break
+            num_layers += 1
+            num_bytes += of_layer
+        some, self._layers = self._layers[:num_layers], self._layers[num_layers:]
+        state, row = self._state, self._row
+        if (cuda := _cuda_kernels("start_row", state.device)) is not None:
+            cuda.start_row(state, row, self._hot_slots, *self._pages, self._warm_up, some, self._pools)
+            return num_bytes
+        host_pages, lookup_pages, index_pages = self._pages
+        if not self._is_begun:
+            state.assign_row(row, self._hot_slots, host_pages, lookup_pages)
+            state.set_index_pages(row, 0, index_pages)
+        self._is_begun = True
+        for layer, group, is_first in some:
+            positions = self._warm_up.of_group(group)
+            if is_first:
+                reference.enter(state, group, row, positions)
+            reference.copy_items(self._pools, layer, *reference.slots_of(state, row, positions))
+        return num_bytes
 
 
 def start_dense_row(state: HotBufferState, row: int, *, pages: Tensor, index_pages: Tensor) -> None:

@@ -11,7 +11,7 @@ from decode_node.memory import DecodeMemory
 from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request
 from kernels.hot_state import HotBufferState
-from kernels.swap_in import start_dense_row, start_row
+from kernels.swap_in import RowStart, start_dense_row, start_row
 from protocol.messages import Room
 from tests.gpu.support import DEVICE, assert_same_tables, needs_gpu, no_waiting
 from tests.unit.model.model_specs import make_spec
@@ -72,6 +72,30 @@ def test_a_life_of_a_row_without_a_wait(num_tokens: int, item_bytes: int) -> Non
         both[0].reset_row(1)
         both[0].reset_row(2)
     assert_same_tables(both[0], states()[1])
+
+
+def test_slices_fill_a_row_as_one_call_does_without_a_wait() -> None:
+    host = torch.randint(0, 256, (NUM_GROUPS, NUM_HOST, 656), dtype=torch.uint8).pin_memory()
+    devs = [torch.zeros((NUM_GROUPS, CAPACITY, 656), dtype=torch.uint8, device=of) for of in (DEVICE, "cpu")]
+    pages, both = torch.arange(25), states()
+    starts = [
+        RowStart(
+            state, 1, hot_slots=torch.arange(CAPACITY), host_pages=pages + 3, lookup_pages=pages + 1,
+            index_pages=pages[:3], num_tokens=1500, hints=[np.arange(200, dtype=np.int32)],
+            layers_of_group=[(layer,) for layer in range(NUM_GROUPS)], k_host=host, k_dev=dev,
+        )
+        for state, dev in zip(both, devs, strict=True)
+    ]  # fmt: skip
+    starts[1].launch_slice(None)
+    starts[0].launch_slice(1)  # compiles, and fills the caches of memory
+    num_slices = 1
+    with no_waiting():
+        while starts[0].num_left_bytes is not None:
+            assert starts[0].launch_slice(2_000_000) <= 2_000_000
+            num_slices += 1
+    assert num_slices > NUM_GROUPS // 15
+    assert_same_tables(*both)
+    assert torch.equal(devs[0].cpu(), devs[1])
 
 
 @pytest.mark.parametrize("mode", [Mode.HISPARSE, Mode.DENSE])

@@ -191,9 +191,11 @@ def test_decode_in_any_mode_pages_company_and_retraction(
     flags = data.draw(st.lists(st.sampled_from(HisparseFlag), min_size=len(order), max_size=len(order)))
     turns_between = data.draw(st.integers(0, 3), "turns between arrivals")
     pool_tokens = data.draw(st.sampled_from([512, 4096]), "pool tokens")
+    slice_bytes = data.draw(st.sampled_from([1, 1 << 30]), "of a row that is filled, in a turn")
     limits = {"device_pool_tokens": pool_tokens, "device_buffer_size": 48, "max_running_requests": 7}
     with TemporaryDirectory() as ipc_dir, closing(PrefillDouble(checkpoint, page_size)) as double:
         harness = EngineHarness(checkpoint, Path(ipc_dir), page_size=page_size, **limits)
+        harness.engine.hot_buffers.slice_bytes = slice_bytes
         with closing(harness) as node:
             answers = []
             for prompt, flag in zip(order, flags, strict=True):

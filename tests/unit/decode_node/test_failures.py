@@ -22,6 +22,7 @@ from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.reserve import Reserve
 from decode_node.scheduler import Exchange, StepPlan
 from kernels.hot_state import HotBufferError
+from kernels.swap_in import RowStart
 from protocol.messages import Refused, Room, RoomDone, RoomFailed, RoomQuiet
 from service.engine_messages import Abort, ReleaseQuarantine
 from tests.unit.decode_node.support import (
@@ -553,6 +554,31 @@ def test_a_hint_that_does_not_fit_ends_its_request_only(
     assert answer.failure.status == 500
     assert "cannot be started" in answer.failure.error
     _completes(node, double)
+
+
+@pytest.mark.I7
+def test_a_row_that_cannot_be_filled_to_its_end_ends_its_request_only(
+    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spared = node.generate(double, PROMPT[:100], 40, HisparseFlag.TRUE)
+    node.turn_until(lambda: spared.token_ids, double)
+    launch_slice = RowStart.launch_slice
+    num_slices = 0
+
+    def out_of_memory(start: RowStart, most_bytes: int | None) -> int:
+        nonlocal num_slices
+        num_slices += 1
+        if num_slices > 1:
+            raise torch.OutOfMemoryError("150 MiB wanted")
+        return launch_slice(start, most_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.engine.hot_buffers, "slice_bytes", 1)
+        patch.setattr(RowStart, "launch_slice", out_of_memory)
+        doomed = node.generate(double, PROMPT, 40, HisparseFlag.TRUE)
+        check_one_fails(node, double, doomed, spared, "cannot be started: 150 MiB wanted")
+    assert num_slices == 2
+    node.engine.requests.check_integrity()
 
 
 @pytest.mark.I1

@@ -13,6 +13,7 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind, Pools, SlotCounts
 from decode_node.request import PeerAddress, Request
+from kernels.swap_in import RowStart
 from protocol.messages import Room
 from tests.unit.model.model_specs import make_spec
 from vocabulary import HisparseFlag, Mode, SamplingParams
@@ -90,12 +91,82 @@ def test_what_was_hot_comes_back_in_the_same_order() -> None:
 def test_all_groups_of_a_row_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node()
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(hot_buffers, "start_row", lambda *_, **arguments: calls.append(arguments))
-    node.hot.start(node.request(None))
+    row_start = hot_buffers.RowStart
+
+    def recorded(*args: Any, **arguments: Any) -> RowStart:
+        calls.append(arguments)
+        return row_start(*args, **arguments)
+
+    monkeypatch.setattr(hot_buffers, "RowStart", recorded)
+    request = node.request(None)
+    node.hot.start(request)
+    assert node.hot.is_ready(request)
     (arguments,) = calls
     assert arguments["layers_of_group"] == ((0,), (1, 2), (3,))
     (most_recent,) = arguments["hints"]
     assert most_recent.tolist() == list(range(99, 68, -1))
+
+
+@pytest.mark.I3
+def test_slices_fill_a_row_as_one_call_does() -> None:
+    """A layer's items at a time, of which each slice has at least one; and it is not ready before."""
+    nodes = Node(), Node()
+    hints = [np.arange(group, group + 20, dtype=np.int32) for group in range(NUM_GROUPS)]
+    for node, slice_bytes in zip(nodes, (1, 1 << 20), strict=True):
+        node.hot.slice_bytes = slice_bytes
+    sliced, whole = (node.request(list(hints)) for node in nodes)
+    nodes[0].hot.start(sliced)
+    num_turns = 0
+    while not nodes[0].hot.is_ready(sliced):
+        assert nodes[0].hot.go_on() == {}
+        num_turns += 1
+    assert num_turns == nodes[0].spec.num_layers - 1
+    nodes[1].hot.start(whole)
+    assert nodes[1].hot.is_ready(whole)
+    one, other = (node.hot.state for node in nodes)
+    for name in ("lookup_to_hot", "hot_to_lookup", "stamps", "hot_slots", "capacity", "host_pages"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert torch.equal(nodes[0].memory.k_dev, nodes[1].memory.k_dev)
+
+
+def test_many_rows_are_filled_in_order_and_the_faster_the_more_there_is_to_do() -> None:
+    node = Node()
+    node.hot.slice_bytes = 1
+    filled: list[int] = []
+
+    class Start:
+        num_left_bytes: int | None = 1600
+
+        def __init__(self, row: int) -> None:
+            self.row = row
+
+        def launch_slice(self, most_bytes: int | None) -> int:
+            assert self.num_left_bytes is not None
+            num_bytes = min(self.num_left_bytes, max(100, (most_bytes or 1600) // 100 * 100))
+            self.num_left_bytes = self.num_left_bytes - num_bytes or None
+            filled.append(self.row)
+            return num_bytes
+
+    node.hot._filling = {row: Start(row) for row in (1, 0)}  # type: ignore[misc]
+    num_turns = 0
+    while node.hot._filling:
+        node.hot.go_on()
+        num_turns += 1
+    assert filled == sorted(filled, reverse=True)
+    assert 8 < num_turns < 32, "with 100 in each turn it would be 32"
+
+
+def test_a_row_that_is_not_filled_to_its_end_is_empty_when_it_is_released() -> None:
+    node = Node()
+    node.hot.slice_bytes = 1
+    request = node.request(None)
+    node.hot.start(request)
+    assert not node.hot.is_ready(request)
+    node.hot.release(request)
+    assert node.hot.is_ready(request)
+    assert node.hot.go_on() == {}
+    assert (node.hot.state.lookup_to_hot == -1).all()
+    assert (node.hot.state.host_pages == -1).all()
 
 
 @pytest.mark.parametrize("mode", [Mode.HISPARSE, Mode.DENSE])

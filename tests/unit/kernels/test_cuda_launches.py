@@ -51,7 +51,7 @@ def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> 
         torch.arange(num_pages) + 1,
         torch.arange(2) + 7,
         plan_warm_up(NUM_GROUPS, capacity, 1, num_tokens, hints),
-        [(group,) for group in range(NUM_GROUPS)],
+        [(group, group, 1) for group in range(NUM_GROUPS)],
         ((pool, pool),),
     )
     return launches, staged
