@@ -17,6 +17,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import httpx
@@ -24,7 +25,7 @@ import msgspec
 
 from api.score_report import join, report_decoder
 from router.body import Endpoint, RequestBody
-from router.errors import NodeFailed, NodeRefused, NodeUnreachable, RouterError
+from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
 from router.node_calls import Answer, NodeCalls, RawHeaders, headers_to_node
 from router.nodes import Alone, Node, NodeKind, NodePool, Pair
 from vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
@@ -40,6 +41,9 @@ DECODE_SAYS_WHY_SECS = 1.0
 MAX_JOINED_BYTES = 64 << 20
 """Of each node's answer: logprobs of the prompt have 40 MB at most."""
 
+MAX_ALL_JOINED_BYTES = 512 << 20
+"""Of all nodes' answers that a process of the router holds, to join them or to send what was joined."""
+
 _CHUNK_BYTES = 256 << 10
 """Of a joined answer."""
 
@@ -48,6 +52,22 @@ _BAD_GATEWAY, _UNAVAILABLE = 502, 503
 _QUEUE_FULL = 429
 _PREFILL_FAILED = frozenset((_BAD_GATEWAY, _UNAVAILABLE, _QUEUE_FULL))
 """Status of a prefill leg that another prefill node may do better: died, cut off, shutting down, full."""
+
+
+@dataclass
+class _JoinedBytes:
+    """Of all answers that a process holds."""
+
+    num_held: int = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises LocalFault when there is no room."""
+        if self.num_held + num_bytes > MAX_ALL_JOINED_BYTES:
+            raise LocalFault(
+                f"the router holds {self.num_held} bytes of answers with logprobs of their prompts, of "
+                f"{MAX_ALL_JOINED_BYTES} that a process of it may; run more routers"
+            )
+        self.num_held += num_bytes
 
 
 class Relay:
@@ -70,6 +90,7 @@ class Relay:
         self._calls = NodeCalls(client)
         self._on_retry = on_retry
         self._max_retries = max_retries
+        self._joined_bytes = _JoinedBytes()
         self._passed_headers = (
             *_PASSED_HEADERS,
             *((b"authorization", b"x-api-key") if passes_authorization else ()),
@@ -99,7 +120,9 @@ class Relay:
                 exchange = _OneLeg(self._calls, self._pool, nodes)
             else:
                 nodes = pair = await self._pool.choose(excluded, body.prompt)
-                exchange = _Exchange(self._calls, self._pool, pair, joins=body.joins_answers)
+                exchange = _Exchange(
+                    self._calls, self._pool, pair, self._joined_bytes if body.joins_answers else None
+                )
             if span is not None:
                 span.set(
                     {"hisparse_pd.room": nodes.room, "hisparse_pd.retries": num_retries, **_names(nodes)}
@@ -163,12 +186,16 @@ class _Exchange:
 
     kinds = (NodeKind.PREFILL, NodeKind.DECODE)
 
-    def __init__(self, calls: NodeCalls, pool: NodePool, pair: Pair, *, joins: bool = False) -> None:
-        """``joins``: the answer is made of both nodes'."""
+    def __init__(
+        self, calls: NodeCalls, pool: NodePool, pair: Pair, joined_bytes: _JoinedBytes | None = None
+    ) -> None:
+        """``joined_bytes``: where the answer is made of both nodes'."""
         self._calls = calls
         self._pool = pool
         self._pair = pair
-        self._joins = joins
+        self._joined_bytes = joined_bytes
+        self._num_held = 0
+        """Bytes of both nodes' answers."""
         self._prefill: asyncio.Task[bytearray] | None = None
         self._decode: asyncio.Task[Answer] | None = None
         self._decode_stack = AsyncExitStack()
@@ -185,10 +212,10 @@ class _Exchange:
             await self._prefill  # raises what ended it; a delivered room goes on
             await asyncio.wait((self._decode,))
         answer = await self._decode
-        return await self._joined(answer, await self._prefill) if self._joins else answer
+        return await self._joined(answer, await self._prefill) if self._joined_bytes is not None else answer
 
     async def _joined(self, answer: Answer, report: bytearray) -> Answer:
-        body = await _whole(self._pair.decode, answer.chunks)
+        body = await self._whole(self._pair.decode, answer.chunks)
         try:
             pieces = join(report_decoder.decode(report), body)
         except (msgspec.MsgspecError, KeyError, IndexError) as error:
@@ -196,6 +223,22 @@ class _Exchange:
         length = (b"content-length", b"%d" % sum(map(len, pieces)))
         headers = [header for header in answer.headers if header[0] != length[0]]
         return Answer(answer.status, [*headers, length], _in_chunks(pieces))
+
+    async def _whole(self, node: Node, chunks: AsyncIterator[bytes]) -> bytearray:
+        """A body that is to be joined. Raises NodeFailed for one that is too long, and LocalFault."""
+        assert self._joined_bytes is not None
+        body = bytearray()
+        async for chunk in chunks:
+            self._joined_bytes.take(len(chunk))
+            self._num_held += len(chunk)
+            body += chunk
+            if len(body) > MAX_JOINED_BYTES:
+                raise NodeFailed(
+                    502,
+                    f"{node.name} answered more than {MAX_JOINED_BYTES} bytes, the most that is joined with "
+                    "logprobs of the prompt; split the request",
+                )
+        return body
 
     @property
     def _names(self) -> str:
@@ -208,6 +251,9 @@ class _Exchange:
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:  # whoever is cancelled here, as when the client leaves now
+            if self._joined_bytes is not None:
+                self._joined_bytes.num_held -= self._num_held
+                self._num_held = 0
             await self._decode_stack.aclose()
 
     async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> bytearray:
@@ -217,7 +263,7 @@ class _Exchange:
         """
         try:
             return await self._deliver(endpoint, content, headers)
-        except NodeUnreachable:
+        except (NodeUnreachable, LocalFault):
             raise
         except RouterError as error:
             if isinstance(error, NodeRefused) and error.node_code == DECODE_NODE_FAILED:
@@ -240,8 +286,8 @@ class _Exchange:
             if not response.is_success:
                 raise await self._calls.refusal(node, response)
             chunks = self._calls.raw_chunks(node, response)
-            if self._joins:
-                return await _whole(node, chunks)
+            if self._joined_bytes is not None:
+                return await self._whole(node, chunks)
             async for _ in chunks:
                 pass  # the room is delivered when the body ends
             return bytearray()
@@ -308,20 +354,6 @@ class _OneLeg:
 
     async def close(self) -> None:
         await self._stack.aclose()
-
-
-async def _whole(node: Node, chunks: AsyncIterator[bytes]) -> bytearray:
-    """A body that is to be joined. Raises NodeFailed for one that is too long."""
-    body = bytearray()
-    async for chunk in chunks:
-        body += chunk
-        if len(body) > MAX_JOINED_BYTES:
-            raise NodeFailed(
-                502,
-                f"{node.name} answered more than {MAX_JOINED_BYTES} bytes, the most that is joined with "
-                "logprobs of the prompt; split the request",
-            )
-    return body
 
 
 async def _in_chunks(pieces: Sequence[bytes | memoryview]) -> AsyncIterator[bytes]:

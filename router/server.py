@@ -188,6 +188,7 @@ class _Router:
             "hisparse-pd-router",
             f"{socket.gethostname()}:{settings.port}",
             metrics.count_spans,
+            follows=False,
         )
         fleet = Fleet(pool, self.client)
         self.information = {

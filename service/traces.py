@@ -10,7 +10,12 @@ if TYPE_CHECKING:
 
 
 def open_tracer(
-    endpoint: str, service_name: str, instance: str, count: Callable[[str, int], None]
+    endpoint: str,
+    service_name: str,
+    instance: str,
+    count: Callable[[str, int], None],
+    *,
+    follows: bool = True,
 ) -> Tracer | None:
     """As of ``Tracer``; None without an ``endpoint``. Raises StartError."""
     if not endpoint:
@@ -18,4 +23,4 @@ def open_tracer(
     # Late: who has no traces does not pay for them, not even with an import.
     from service.tracing import Tracer
 
-    return Tracer(endpoint, service_name, instance, count)
+    return Tracer(endpoint, service_name, instance, count, follows=follows)

@@ -13,14 +13,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import Sampler, SamplingResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from service.process import StartError
@@ -48,10 +52,13 @@ _propagator = TraceContextTextMapPropagator()
 class Tracer:
     """Makes the spans of one process."""
 
-    def __init__(self, endpoint: str, service_name: str, instance: str, count: Count) -> None:
+    def __init__(
+        self, endpoint: str, service_name: str, instance: str, count: Count, *, follows: bool = True
+    ) -> None:
         """``endpoint``: a collector's URL; without a path it is that of ``/v1/traces``.
 
-        ``instance``: which of the services of that name. Raises StartError for variables that cannot be.
+        ``instance``: which of the services of that name. ``follows``: the sampler hears whether the caller
+        records the request, in which clients have no say. Raises StartError for variables that cannot be.
         """
         for name in ("opentelemetry", "urllib3"):  # of clients' headers, of each attempt
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -68,6 +75,8 @@ class Tracer:
         self._provider = TracerProvider(
             resource=given.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
+        if not follows:
+            self._provider.sampler = _OwnSampler(self._provider.sampler)
         self._provider.add_span_processor(self._waiting)
         self._tracer = self._provider.get_tracer("hisparse_pd", VERSION)
 
@@ -146,6 +155,26 @@ def _carrier(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, list[str]]:
         if name.lower() in _CONTEXT_HEADERS:
             carrier.setdefault(name.lower().decode(), []).append(value.decode("latin-1"))
     return carrier if len(carrier.get("traceparent", ())) == 1 else {}
+
+
+class _OwnSampler(Sampler):
+    """Asks another sampler as if the request had no caller, by a trace id that its client did not choose."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._ids = RandomIdGenerator()
+
+    def should_sample(
+        self, parent_context: Context | None, trace_id: int, name: str, *given: Any, **more: Any
+    ) -> SamplingResult:
+        caller = trace.get_current_span(parent_context).get_span_context()
+        if not caller.is_remote:
+            return self._sampler.should_sample(parent_context, trace_id, name, *given, **more)
+        drawn = self._sampler.should_sample(None, self._ids.generate_trace_id(), name, *given, **more)
+        return SamplingResult(drawn.decision, drawn.attributes, caller.trace_state)
+
+    def get_description(self) -> str:
+        return self._sampler.get_description()
 
 
 class _CountingExporter(SpanExporter):

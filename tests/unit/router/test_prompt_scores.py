@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 from starlette.types import Send
 
@@ -148,6 +149,38 @@ async def test_what_is_joined_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
             assert response.status_code == 502
             assert "more than 1000 bytes" in error_of(response)
             assert "split the request" in error_of(response)
+
+
+@pytest.mark.I8
+async def test_what_is_held_to_be_joined_is_bounded_over_all_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = memoryview(b",".join([b'"a"'] * 500))
+    report = Report((0, 0), (PromptLists({}, {"tokens": tokens, "token_logprobs": tokens}, {}),)).packed()
+    monkeypatch.setattr(relay, "MAX_ALL_JOINED_BYTES", len(report) + len(DECODED))
+    goes_on = asyncio.Event()
+
+    async def waits(node: FakeNode, send: Send) -> None:
+        await goes_on.wait()
+        await says(DECODED)(node, send)
+
+    async with cluster(reports(report), waits) as pair:
+
+        async def ask() -> httpx.Response:
+            return await pair.client.post("/v1/completions", json=SCORED)
+
+        asking = {asyncio.create_task(ask()) for _ in range(2)}
+        (early,), (late,) = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        refused = early.result()
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert f"of {len(report) + len(DECODED)} that a process of it may" in error_of(refused)
+        assert "run more routers" in error_of(refused)
+        assert len(pair.prefill[0].requests) == 2, "another pair would have had no more room"
+        goes_on.set()
+        assert (await late).status_code == 200
+        for _ in range(3):  # what was held was given back
+            assert (await ask()).status_code == 200
 
 
 async def test_a_prefill_node_that_fails_with_a_joined_answer_is_replaced() -> None:

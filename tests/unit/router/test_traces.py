@@ -69,6 +69,37 @@ async def test_nodes_get_the_routers_span_for_a_parent(receiver: Receiver) -> No
         assert headers["tracestate"] == "vendor=1"
 
 
+@pytest.mark.parametrize(
+    ("sampler", "flag", "num_spans"),
+    [("parentbased_always_off", "01", 0), ("always_off", "01", 0), ("parentbased_always_on", "00", 1)],
+)
+async def test_what_is_recorded_is_not_for_clients_to_say(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, sampler: str, flag: str, num_spans: int
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    async with cluster(otlp_traces_endpoint=receiver.url) as pair:
+        headers = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-{flag}", "tracestate": "vendor=1"}
+        assert (await pair.client.post(PATH, json={"prompt": "a"}, headers=headers)).status_code == 200
+        passed = [node.requests[0][1] for node in (*pair.prefill, *pair.decode)]
+    for given in passed:
+        assert given["traceparent"].startswith(f"00-{TRACE_ID}-"), "it is the client's trace all the same"
+        assert given["traceparent"].endswith(f"-0{num_spans}"), "the nodes follow the router"
+        assert given["tracestate"] == "vendor=1"
+    assert len(receiver.spans) == num_spans
+
+
+async def test_a_ratio_is_not_of_trace_ids_that_clients_choose(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.000001")
+    chosen = {"traceparent": f"00-{'a' * 16}{'0' * 15}1-{SPAN_ID}-01"}  # a ratio takes the lowest ones
+    async with cluster(otlp_traces_endpoint=receiver.url) as pair:
+        for _ in range(5):
+            assert (await pair.client.post(PATH, json={"prompt": "a"}, headers=chosen)).status_code == 200
+    assert receiver.spans == []
+
+
 async def test_a_retry_is_an_event(receiver: Receiver) -> None:
     full = says(b'{"error": {"message": "full"}}', 429)
     async with cluster(prefill=[full, full], decode=never, otlp_traces_endpoint=receiver.url) as pair:
