@@ -7,6 +7,7 @@ the end compares checksums: a rate of bytes that did not arrive is none.
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -31,11 +32,13 @@ from doctor.channel import (
 )
 from doctor.lane import lane_to
 from protocol.lane import LaneOffer
-from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine
+from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, TransferError
 from transfer.lane import Lane, LaneKind
 from transfer.lane_host import SharedMemory
 from transfer.lane_memory import Gpu
-from transfer.sender import Writer
+from transfer.sender import MAX_ATTEMPTS, Writer
+
+log = logging.getLogger(__name__)
 
 A = TypeVar("A", Offer, Checksum)
 
@@ -223,14 +226,35 @@ def _measure_size(
     offsets = np.arange(num_messages, dtype=np.int64) * size
     src_addrs, dst_addrs = offsets + source.base_addr, offsets + offer.base_addr
     lengths = np.full(num_messages, size, np.int64)
-    writer.write(offer.session, src_addrs, dst_addrs, lengths)  # opens the connections
+    _write(writer, offer.session, src_addrs, dst_addrs, lengths)  # opens the connections
     start_secs = time.perf_counter()
     num_batches, took_secs = 0, 0.0
     while not num_batches or took_secs < secs:
-        writer.write(offer.session, src_addrs, dst_addrs, lengths)
+        _write(writer, offer.session, src_addrs, dst_addrs, lengths)
         num_batches += 1
         took_secs = time.perf_counter() - start_secs
     return Rate(size, num_messages * num_batches, took_secs, over)
+
+
+def _write(
+    writer: Writer,
+    session: str,
+    src_addrs: NDArray[np.int64],
+    dst_addrs: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+) -> None:
+    """Write as a prefill node's sender does: again where the transport failed, for a connection that broke, or
+    did not come up in time, is made anew. Raises TransferError, which says how often it was tried.
+    """
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        try:
+            return writer.write(session, src_addrs, dst_addrs, lengths)
+        except TransferError as error:
+            if not error.may_still_land:
+                raise
+            if attempt == MAX_ATTEMPTS:
+                raise TransferError(f"in {attempt} attempts: {error}", may_still_land=True) from error
+            log.warning("%s; once more", error)
 
 
 def _batch_length(message_bytes: int, buffer_bytes: int) -> int:

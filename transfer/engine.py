@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -163,14 +164,17 @@ class TransferEngine:
                 if stop is not None and (reason := stop()):
                     raise TransferError(f"stopped after {num_bytes[:first].sum()} bytes: {reason}")
                 part = slice(first, first + MAX_BATCH_DESCRIPTORS)
+                started_secs = time.monotonic()
                 code = self._mooncake.batch_transfer_sync_write(
                     name, src[part].tolist(), dst[part].tolist(), num_bytes[part].tolist()
                 )
                 if code != 0:
+                    took_secs = time.monotonic() - started_secs
                     raise TransferError(
                         f"write of {num_bytes.sum()} bytes to session {session} failed with code {code} "
-                        f"after {num_bytes[:first].sum()} bytes; the peer is gone, does not answer, or has "
-                        "not registered the destination",
+                        f"after {num_bytes[:first].sum()} bytes, {took_secs:.1f} s into the next "
+                        f"{num_bytes[part].sum()}; the peer is gone, does not answer, or has not registered "
+                        "the destination",
                         may_still_land=True,
                     )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +31,7 @@ from doctor.channel import (
     Question,
     Refused,
 )
-from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine
+from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, TransferError
 from transfer.lane import Lane, Lanes
 from transfer.lane_host import LaneHost
 
@@ -133,6 +134,36 @@ def test_bytes_that_did_not_arrive_are_noticed(
     monkeypatch.setattr(engines[0], "write", lambda *_: None)
     with pytest.raises(BandwidthError, match="arrived with checksum"):
         measure(client, engines[0], [64], 0.001)
+
+
+def test_a_connection_that_does_not_come_up_at_once_is_tried_again(
+    client: DoctorClient, engines: tuple[TransferEngine, TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a node's sender does; twice in a row is a fault, and what was refused here is not tried again."""
+    write, failures = engines[0].write, [True, False, False, True]
+
+    def failing(*arguments: Any) -> None:
+        if failures and failures.pop(0):
+            raise TransferError("code -1", may_still_land=True)
+        write(*arguments)
+
+    monkeypatch.setattr(engines[0], "write", failing)
+    rates, _ = measure(client, engines[0], [64, 1152], 1e-6)
+    assert [rate.message_bytes for rate in rates] == [64, 1152]
+    assert not failures
+    failures += [True, True]
+    with pytest.raises(TransferError, match="in 2 attempts: code -1"):
+        measure(client, engines[0], [64], 1e-6)
+    attempts: list[object] = []
+
+    def refusing(*arguments: Any) -> None:
+        attempts.append(arguments)
+        raise TransferError("not in registered memory")
+
+    monkeypatch.setattr(engines[0], "write", refusing)
+    with pytest.raises(TransferError, match=r"^not in registered memory$"):
+        measure(client, engines[0], [64], 1e-6)
+    assert len(attempts) == 1
 
 
 def test_the_source_is_unregistered_whatever_happens(
