@@ -100,7 +100,7 @@ def decode(kind: Any, text: bytes | Raw, name: str = "") -> Any:
     """``text`` as an object of a declared class, or of a union of tagged ones.
 
     ``name``: the path to it, which errors begin with; "" for the body itself. Raises ApiError 400. A field
-    takes at most MAX_FIELD_BYTES of JSON, strings and ``Raw`` aside.
+    takes at most MAX_FIELD_BYTES of JSON, or MAX_FIELD_VALUES values, strings and ``Raw`` aside.
     """
     try:
         small, large = text, None

@@ -138,14 +138,14 @@ def test_claude_code_goes_on_without_an_image(files: Path, saying: Says) -> None
 
 
 def test_codex(files: Path, saying: Says) -> None:
-    """Tools of a namespace, one that a server would run, and a helper that it starts."""
+    """Its tools have namespaces, and one would be run by a server. It starts a helper, which asks as well."""
     says = (
         ["exec_command", {"cmd": "cat first.txt"}],
         "The badge is",
-        ["multi_agent_v1.spawn_agent", {"message": "Read a file."}],
         ["exec_command", {"cmd": "cat second.txt"}],
         "The locker is",
-        "As I said,",
+        ["multi_agent_v1.spawn_agent", {"message": "Read a file."}],
+        "As I said,",  # also when it is asked again, as it is once its helper is ready
     )
     with saying(*says) as url:
         assert codex(files, url, "Which badge?") == "The badge is 58213."

@@ -166,6 +166,7 @@ TURNS = [
     },
 ]
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+LARGE_IMAGE = {"type": "image", "source": {"type": "base64", "data": "A" * (2 << 20)}}
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
 
 
@@ -259,6 +260,10 @@ SHOWN_TURNS = '[user]ab[assistant]Tc<t1 weather {"city": "x"}>[toolt1]sun[toolt2
             "[tools]weather[user]hi[assistant]",
         ),
         ({"tools": [TOOL | {"defer_loading": True}]}, "[tools]weather[user]hi[assistant]"),
+        (
+            {"messages": [*THOUGHTS[:4], result(*[LARGE_IMAGE] * 2), *THOUGHTS[5:]]},
+            shown_thoughts("T", "UV").replace("]d", "][image][image]"),
+        ),
     ],
 )
 def test_the_prompt(on_node: OnNode, codec: RecordingCodec, options: dict[str, Any], prompt: str) -> None:
