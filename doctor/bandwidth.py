@@ -243,7 +243,7 @@ def _write(
     dst_addrs: NDArray[np.int64],
     lengths: NDArray[np.int64],
 ) -> None:
-    """Write as a prefill node's sender does: again where the transport failed, for a connection that broke, or
+    """Write as a prefill node does: again where the transport failed, for a connection that broke, or that
     did not come up in time, is made anew. Raises TransferError, which says how often it was tried.
     """
     for attempt in range(1, MAX_ATTEMPTS + 1):
