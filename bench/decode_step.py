@@ -48,10 +48,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from bench.facts import OUT, run_facts
+from bench.report import picture, table, when, write_json
 from bench.step_memory import MemoryByPart, planned_pools, planned_weights, show
 from decode_node.drafting import full_buffer
 from decode_node.hot_buffers import HotBuffers
@@ -412,28 +412,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    facts = report["facts"]
-    table = Table(
-        title=f"{report['model']}, {report['kv_format']} items, {report['context']} tokens, hot buffer "
-        f"{report['buffer']}; {report['device']}, commit {facts['commit'][:12]}; ms a step"
-    )
     kinds = [*KINDS, "the rest"]
-    names = (
-        "mode",
-        "batch",
-        "drafts",
-        "grammar",
-        "step",
-        "tokens",
-        "tok/s",
-        "hit rate",
-        "misses",
-        "MB a step",
-    )
-    for name in (*names, *kinds, "share", "GB/s"):
-        table.add_column(name, justify="right")
-    for row in report["rows"]:
-        table.add_row(
+    numbers = ("batch", "drafts", "grammar", "step", "tokens", "tok/s", "hit rate", "misses", "MB a step")
+    rows = [
+        [
             row["mode"],
             str(row["batch"]),
             str(row["num_drafts"]),
@@ -447,8 +429,14 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             *(f"{row['gpu_ms'].get(kind, 0):.3f}" for kind in kinds),
             "" if row["swap_in_share"] is None else f"{row['swap_in_share']:.0%}",
             "" if row["swap_in_gb_s"] is None else f"{row['swap_in_gb_s']:.1f}",
-        )
-    console.print(table)
+        ]
+        for row in report["rows"]
+    ]
+    title = (
+        f"{report['model']}, {report['kv_format']} items, {report['context']} tokens, hot buffer "
+        f"{report['buffer']}; {report['device']}, commit {report['facts']['commit'][:12]}; ms a step"
+    )
+    console.print(table(title, ("mode", *numbers, *kinds, "share", "GB/s"), rows))
     console.print(f"prefill: {report['prefill_tokens_a_second']:,.0f} tokens a second")
     if report["memory_gb"]:
         first = ", ".join(f"{part} {gb:.2f}" for part, gb in report["memory_gb"].items())
@@ -465,32 +453,23 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """A bar a row: what its kernels take by kind; a mark at the whole step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = [row for row in report["rows"] if row["gpu_ms"]]
     names = [f"{row['mode']}\n{row['batch']}, {row['num_drafts']}" for row in rows]
-    figure, axis = pyplot.subplots(figsize=(1.5 + len(rows), 4.5))
-    bottoms = [0.0] * len(rows)
-    for kind in (*KINDS, "the rest"):
-        heights = [row["gpu_ms"].get(kind, 0.0) for row in rows]
-        axis.bar(names, heights, bottom=bottoms, label=kind, width=0.7)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axis.plot(names, [row["step_ms"] for row in rows], "k_", markersize=18, label="step by the clock")
-    axis.set(ylabel="ms", xlabel="mode; requests in the batch, drafts")
-    axis.legend(fontsize=8)
-    axis.grid(axis="y", alpha=0.3)
-    axis.set_title(
-        f"{report['model']}, {report['num_layers']} layers, {report['kv_format']} items, "
-        f"{report['context']} tokens\n"
-        f"{report['device']}, {report['facts']['date'][:10]}, commit {report['facts']['commit'][:12]}",
-        fontsize=9,
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
+    with picture(path, figsize=(1.5 + len(rows), 4.5)) as (_, axis):
+        bottoms = [0.0] * len(rows)
+        for kind in (*KINDS, "the rest"):
+            heights = [row["gpu_ms"].get(kind, 0.0) for row in rows]
+            axis.bar(names, heights, bottom=bottoms, label=kind, width=0.7)
+            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        axis.plot(names, [row["step_ms"] for row in rows], "k_", markersize=18, label="step by the clock")
+        axis.set(ylabel="ms", xlabel="mode; requests in the batch, drafts")
+        axis.legend(fontsize=8)
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_title(
+            f"{report['model']}, {report['num_layers']} layers, {report['kv_format']} items, "
+            f"{report['context']} tokens\n{report['device']}, {when(report['facts'])}",
+            fontsize=9,
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -606,8 +585,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
 
 def write_report(report: dict[str, Any], console: Console, out: Path) -> None:
     print_report(report, console)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(out.with_suffix(".json"), report)
     plot(report, out.with_suffix(".png"))
 
 

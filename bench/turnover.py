@@ -14,7 +14,6 @@ Turns are those of the engine's loop: with an end in them, with a join, those ri
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import defaultdict
@@ -26,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from bench.decode_step import PAGE_SIZE, Prefilled, prefill, synchronize
 from bench.facts import OUT, run_facts
+from bench.report import make_console, write_json
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import LiveRequests
 from decode_node.memory import DecodeMemory
@@ -157,7 +156,7 @@ class Node:
         sampling = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True)
         flag = HisparseFlag.TRUE if self.mode is Mode.HISPARSE else HisparseFlag.FALSE
         message = Generate(request_id, self._num_arrived, self.context, sampling, *PEER.node, flag)
-        self.lifecycle.generate(message, time.monotonic())
+        self.lifecycle.generate(message, bytes(16), time.monotonic())
         return request_id
 
     def turn(self) -> bool:
@@ -283,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = load_model(arguments.model_path, spec, arguments.device)
     settings = [make_settings(arguments, spec, Mode(mode)) for mode in arguments.modes]
     prompt = prefill(spec, model, settings[0], arguments.chunk, arguments.context)
-    console = Console(width=160)
+    console = make_console()
     report: dict[str, Any] = {
         "facts": run_facts(),
         "model": arguments.model_path.name,
@@ -307,8 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"{mode} {arguments.running}, {row['turnover']}: ms between tokens {itl}")
             for kind, of in row["turns_ms"].items():
                 console.print(f"    {kind}: {of['num']} turns, {of['median']:.3f} ms, max {of['max']:.3f}")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(arguments.out.with_suffix(".json"), report)
     return 0
 
 
