@@ -23,6 +23,7 @@ from api.faults import is_raw, object_fault, path_of, structures_of
 from api.raw_json import MAX_FIELD_BYTES, check_size, decode_item, first_chars, not_json
 from protocol.decoding import NestedTooDeeply, check_nesting
 from service.http_errors import ApiError, InvalidField
+from service.off_loop import taking_interpreter
 
 T = TypeVar("T")
 Schema = dict[str, object]
@@ -107,7 +108,8 @@ def decode(kind: Any, text: bytes | Raw, name: str = "") -> Any:
         if len(memoryview(text)) > MAX_FIELD_BYTES:
             small, large = _without_raw(kind, text, name)
         try:
-            value = _decoder(kind).decode(small)
+            with taking_interpreter(len(memoryview(small))):
+                value = _decoder(kind).decode(small)
         except msgspec.ValidationError as error:
             raise _explained(kind, text, name, error) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -121,12 +123,14 @@ def decode(kind: Any, text: bytes | Raw, name: str = "") -> Any:
 def decode_body(kind: type[T], body: bytes) -> T:
     """Raises ApiError 400 unless ``body`` is a JSON object in UTF-8, of bounded nesting, and as declared."""
     try:
-        body.decode()
+        with taking_interpreter(len(body)):
+            body.decode()
     except UnicodeDecodeError as error:
         message = f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
         raise ApiError(400, message, code="invalid_utf8") from error
     try:
-        check_nesting(body)
+        with taking_interpreter(len(body)):
+            check_nesting(body)
     except NestedTooDeeply as error:
         raise not_json("", error) from error
     return decode(kind, body)
@@ -152,7 +156,8 @@ def _fields_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 def _given(kind: Any, text: bytes | Raw) -> dict[str, Raw]:
     """The fields that are neither absent nor null."""
-    fields = msgspec.structs.asdict(_fields_decoder(kind).decode(text))
+    with taking_interpreter(len(memoryview(text))):
+        fields = msgspec.structs.asdict(_fields_decoder(kind).decode(text))
     return {name: value for name, value in fields.items() if value is not None and not _is_null(value)}
 
 

@@ -30,6 +30,7 @@ from api.raw_json import check_size, decode_item, first_chars, split
 from protocol.decoding import NestedTooDeeply, decode_json
 from service.engine_messages import pack_token_ids
 from service.http_errors import ApiError, InvalidField
+from service.off_loop import taking_interpreter
 
 _DESCRIBING_ROLES = ("system", "developer")
 
@@ -389,10 +390,14 @@ def _tool_call(name: str, call: Call) -> dict[str, object]:
 
 def written_arguments(name: str, text: str | None) -> dict[str, object] | str:
     """Of an earlier call: a JSON object or, where the model failed to write one, the text that it wrote."""
+    text = text or "{}"
     try:
-        arguments = decode_json(text or "{}")
+        with taking_interpreter(len(text)):
+            arguments: dict[str, object] | str = decode_json(text)
+            if not isinstance(arguments, dict):
+                arguments = text  # and all the rest is let go here
     except NestedTooDeeply as error:
         raise InvalidField(name, text, f"is not usable: {error}") from error
     except msgspec.DecodeError:
-        return text or ""
-    return arguments if isinstance(arguments, dict) else text or ""
+        return text
+    return arguments

@@ -10,6 +10,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from protocol.decoding import decode_json
 from service.http_errors import ApiError, InvalidField
+from service.off_loop import taking_interpreter
 
 MAX_FIELD_BYTES = 2 << 20
 """Of a field's JSON, strings and split lists aside: 0.2 s of decoding at the very worst."""
@@ -70,7 +71,8 @@ def split_list(value: Raw, max_items: int) -> list[Raw] | None:
     if len(memoryview(value)) <= _SHORT_BYTES:
         items = _list_decoder.decode(value)
     else:
-        entries = _entries_decoder(max_items + 1).decode(value)
+        with taking_interpreter(len(memoryview(value))):
+            entries = _entries_decoder(max_items + 1).decode(value)
         items = [item for item in msgspec.structs.astuple(entries) if item is not UNSET]
     return None if len(items) > max_items else items
 
@@ -86,7 +88,8 @@ def decode_item(name: str, value: Raw) -> Any:
     """The value. Raises ApiError for what is no JSON, or too much of it; a string may have any length."""
     check_size(name, value)
     try:
-        return _decoder.decode(value)
+        with taking_interpreter(len(memoryview(value))):
+            return _decoder.decode(value)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise not_json(name, error) from error
 

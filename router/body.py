@@ -17,6 +17,7 @@ from api.raw_json import first_chars, split_list
 from protocol.decoding import TypedDecoder
 from router.errors import RouterError
 from router.rooms import draw_room
+from service.off_loop import taking_interpreter
 
 MAX_PROMPTS = 4096
 """Prompts in one request at most: each adds about 60 bytes of bootstrap fields to the body."""
@@ -84,9 +85,12 @@ class RequestBody:
     def parse(cls, content: bytes, endpoint: Endpoint) -> RequestBody:
         """Raises RouterError 400 for anything that is not a JSON object in UTF-8."""
         try:
-            content.decode()
-            _check_others(content)
-            fields = _OBJECT_DECODER.decode(content)
+            with taking_interpreter(len(content)):
+                content.decode()
+            with taking_interpreter(len(content)):
+                _check_others(content)
+            with taking_interpreter(len(content)):
+                fields = _OBJECT_DECODER.decode(content)
         except UnicodeDecodeError as error:
             raise RouterError(
                 400, f"the body is not valid UTF-8: {error.reason} at byte {error.start}"

@@ -7,8 +7,11 @@ Python runs one thread at a time: a piece is either short, or a call that lets t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -19,7 +22,22 @@ _NUM_THREADS = 2
 _INLINE_BODY_BYTES = 1 << 16
 """Up to this size, a body is parsed at once: in a millisecond."""
 
-_executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="off-loop")
+_MAX_REST_SECS = 0.25
+
+
+class _Thread(threading.local):
+    is_beside_loop = False
+
+
+_thread = _Thread()
+_interpreter = threading.Lock()
+
+
+def _begin_thread() -> None:
+    _thread.is_beside_loop = True
+
+
+_executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="off-loop", initializer=_begin_thread)
 
 
 async def off_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -36,3 +54,21 @@ async def parsed(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.
     if len(body) <= _INLINE_BODY_BYTES:
         return parse(*args, **kwargs)
     return await off_loop(parse, *args, **kwargs)
+
+
+@contextmanager
+def taking_interpreter(num_bytes: int) -> Iterator[None]:
+    """Round a call over so many bytes, large or small, in which no other thread runs.
+
+    The loop needs the interpreter some ten times to answer a request, and each time may wait until a call is
+    over. So large ones are made one at a time, and their thread rests for as long as each took.
+    """
+    if num_bytes <= _INLINE_BODY_BYTES or not _thread.is_beside_loop:
+        yield
+        return
+    with _interpreter:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            time.sleep(min(time.monotonic() - began, _MAX_REST_SECS))
