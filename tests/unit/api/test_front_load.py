@@ -421,6 +421,9 @@ def test_a_backlog_on_the_link_lets_others_have_their_turns(direction: str) -> N
             self.num_left -= direction == "send"
             return True
 
+        def take_loss(self) -> bool:
+            return False
+
         def is_ready(self, *, to_send: bool) -> bool:
             return to_send or (direction == "receive" and self.num_left > 0)
 
