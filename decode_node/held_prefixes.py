@@ -14,6 +14,11 @@ What nobody uses is as good as free: ``make_room`` gives it up, the least recent
 ends, before anybody who needs slots is told that there are none. So nobody is admitted later, or otherwise,
 for what is held.
 
+A run is cut where somebody uses a part of it, and neighbours are one run again when nothing tells them apart:
+none but the second is behind the first, and both were used last, and are used, by the same requests. So a
+conversation that grew by a page a turn is one run. Where answers were left behind at many places of one
+sequence, those left the longest ago are given up, so that it has MAX_RUNS runs at most.
+
 A page is found by its key, a hash of all tokens up to its end and of the isolation key of who sent them
 (``service/prompt_keys.py``).
 Pure bookkeeping, as in ``pools.py``.
@@ -24,7 +29,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from decode_node.pools import Holding, PoolKind, Pools, SlotCounts
@@ -36,6 +41,10 @@ from vocabulary import Mode
 
 KV_POOL: Final = {Mode.HISPARSE: PoolKind.HOST, Mode.DENSE: PoolKind.DEVICE}
 """Where the KV of a request is, and of the prefix that it leaves."""
+MAX_RUNS: Final = 64
+"""Of one sequence: each costs every turn of it some microseconds, in which nobody else is served."""
+MAX_SIDES: Final = 4
+"""Runs behind one that are given up at once for that."""
 OTHER_MODE: Final = {Mode.HISPARSE: Mode.DENSE, Mode.DENSE: Mode.HISPARSE}
 
 
@@ -78,6 +87,10 @@ class HeldPrefix:
     """Requests that have its pages among theirs."""
     num_copies: int = 0
     """Requests of the other mode that have yet to copy it."""
+    last_used: int = 0
+    """When it was added or let go of last, by the count of such events."""
+    children: set[HeldPrefix] = field(default_factory=set)
+    """Those whose parent it is."""
 
     def chain(self) -> Iterator[HeldPrefix]:
         """It and all before it, the last one first."""
@@ -127,6 +140,8 @@ class HeldPrefixes:
         """Pages without users."""
         self._num_idle = dict.fromkeys(Mode, 0)
         """Pages that nobody copies either."""
+        self._num_events = 0
+        """Of what is added, and let go of."""
         self.num_evicted_tokens = 0
         """That were given up for somebody who needed the slots, since the start."""
 
@@ -169,12 +184,44 @@ class HeldPrefixes:
 
     def let_go(self, prefix: HeldPrefix, *, copy: bool = False) -> None:
         """One request fewer uses ``prefix``, or copies it."""
+        self._num_events += 1
         for part in prefix.chain():
             self._count(part, -1)
             part.num_users -= not copy
             part.num_copies -= copy
+            part.last_used = self._num_events
             self._count(part, 1)
+        self._join_chain(prefix)
         self._pools.num_changes += 1
+
+    def make_short(self, keys: Sequence[PageKey], mode: Mode) -> bool:
+        """Whether a run behind what is held of ``keys`` would be one of MAX_RUNS at most.
+
+        For that, runs that were left behind beside it are given up, those used longest ago first.
+        """
+        found = self.find(keys, mode)
+        while found is not None:
+            chain = list(found.prefix.chain())
+            if len(chain) + (found.num_pages < found.prefix.end_page) < MAX_RUNS:
+                return True
+            beside = [
+                sides
+                for before, part in zip(chain[1:], chain, strict=False)
+                if (sides := self._sides_to_give_up(before, part))
+            ]
+            if not beside:
+                return False
+            for side in min(beside, key=lambda sides: max(side.last_used for side in sides)):
+                self._cut(side, 0)
+            found = self.find(keys, mode)
+        return True
+
+    def _sides_to_give_up(self, before: HeldPrefix, part: HeldPrefix) -> list[HeldPrefix]:
+        """All behind ``before`` but ``part``, if without them the two are one and nobody uses them."""
+        if not 1 < len(before.children) <= 1 + MAX_SIDES or _use_of(before) != _use_of(part):
+            return []
+        sides = [child for child in before.children if child is not part]
+        return sides if all(side in self._idle and not side.children for side in sides) else []
 
     def add(self, holding: Holding, keys: Sequence[PageKey], mode: Mode) -> None:
         """Hold ``holding``, which is HELD: KV and indexer keys of the last pages of those with ``keys``.
@@ -194,14 +241,20 @@ class HeldPrefixes:
         if num_new < num_slots:
             self._pools.release(self._pools.split(holding, kinds, num_slots - num_new))
         parent = self._ending_at(keys[:num_found], mode) if num_found else None
+        self._num_events += 1
+        last = parent
         if num_new:
-            prefix = HeldPrefix(mode, parent, len(keys), list(keys[num_found:]), holding)
-            self._enter(prefix)
-            self._count(prefix, 1)
+            last = HeldPrefix(mode, parent, len(keys), list(keys[num_found:]), holding)
+            last.last_used = self._num_events
+            self._enter(last)
+            self._count(last, 1)
         else:
             self._pools.release(holding)
         for part in () if parent is None else parent.chain():
+            part.last_used = self._num_events
             self._touch(part)
+        if last is not None:
+            self._join_chain(last)
 
     def make_room(self, missing: SlotCounts) -> None:
         """Give up as little as makes ``missing`` free, least recently used first, if it is held at all."""
@@ -222,8 +275,8 @@ class HeldPrefixes:
 
     def flush(self) -> None:
         """Give up everything that nobody uses."""
-        for prefix in tuple(self._idle):
-            self._cut(prefix, 0)
+        while self._idle:
+            self._cut(next(iter(self._idle)), 0)
 
     def check_integrity(self, users: Iterable[HeldPrefix], copiers: Iterable[HeldPrefix]) -> None:
         """Raise PoolIntegrityError unless the index and the counts say what is held, and who uses it.
@@ -234,6 +287,7 @@ class HeldPrefixes:
         num_copies = Counter(part for prefix in copiers for part in prefix.chain())
         num_unused, num_idle = dict.fromkeys(Mode, 0), dict.fromkeys(Mode, 0)
         num_entries = dict.fromkeys(Mode, 0)
+        num_children = num_behind = 0
         seen: set[HeldPrefix] = set()
         for prefix in self._idle:
             if prefix.parent in seen:
@@ -251,6 +305,10 @@ class HeldPrefixes:
                 raise PoolIntegrityError(f"{where}: {num_pages} pages from {start_page} to {prefix.end_page}")
             if prefix.parent is not None and prefix.parent not in self._prefixes:
                 raise PoolIntegrityError(f"{where}: what is before it is not held")
+            if any(child.parent is not prefix or child not in self._prefixes for child in prefix.children):
+                raise PoolIntegrityError(f"{where}: what is behind it is not held, or behind another")
+            num_children += len(prefix.children)
+            num_behind += prefix.parent is not None
             if any(self._by_key[prefix.mode].get(key) is not prefix for key in prefix.keys):
                 raise PoolIntegrityError(f"{where}: a page cannot be found")
             if (prefix.num_users, prefix.num_copies) != (num_users[prefix], num_copies[prefix]):
@@ -265,6 +323,8 @@ class HeldPrefixes:
             num_entries[prefix.mode] += num_pages
             num_unused[prefix.mode] += num_pages * is_unused
             num_idle[prefix.mode] += num_pages * is_idle
+        if num_children != num_behind:
+            raise PoolIntegrityError(f"{num_behind} prefixes are behind others, which know {num_children}")
         num_found = {mode: len(by_key) for mode, by_key in self._by_key.items()}
         if (num_entries, num_unused, num_idle) != (num_found, self._num_unused, self._num_idle):
             raise PoolIntegrityError(
@@ -289,14 +349,42 @@ class HeldPrefixes:
             self._pools.split(prefix.holding, prefix.holding.extents, num_first * self._pools.page_size),
             prefix.num_users,
             prefix.num_copies,
+            prefix.last_used,
+            {prefix},
         )
+        if prefix.parent is not None:
+            prefix.parent.children.remove(prefix)
         prefix.parent, prefix.keys = first, prefix.keys[num_first:]
         self._enter(first)
         for part in prefix.chain():
             self._count(part, 1) if part in (prefix, first) else self._touch(part)
         return first
 
+    def _join_chain(self, prefix: HeldPrefix) -> None:
+        """Make runs of the prefixes up to ``prefix`` that nothing tells apart any more."""
+        part: HeldPrefix | None = prefix
+        while part is not None:
+            before = part.parent
+            while before is not None and len(before.children) == 1 and _use_of(before) == _use_of(part):
+                self._join(before, part)
+                before = part.parent
+            part = before
+
+    def _join(self, first: HeldPrefix, second: HeldPrefix) -> None:
+        """``second``, which requests may have as theirs, takes the pages of ``first``, which none has."""
+        self._by_key[first.mode].update(dict.fromkeys(first.keys, second))
+        self._pools.join(first.holding, second.holding)
+        second.keys = first.keys + second.keys
+        second.parent = first.parent
+        if first.parent is not None:
+            first.parent.children.remove(first)
+            first.parent.children.add(second)
+        self._idle.pop(first, None)
+        self._prefixes.remove(first)
+
     def _enter(self, prefix: HeldPrefix) -> None:
+        if prefix.parent is not None:
+            prefix.parent.children.add(prefix)
         self._prefixes.add(prefix)
         self._by_key[prefix.mode].update(dict.fromkeys(prefix.keys, prefix))
 
@@ -334,3 +422,12 @@ class HeldPrefixes:
             del self._idle[prefix]
             self._prefixes.discard(prefix)
             self._pools.release(prefix.holding)
+            if prefix.parent is not None:
+                prefix.parent.children.remove(prefix)
+                for child in tuple(prefix.parent.children)[:1]:
+                    self._join_chain(child)
+
+
+def _use_of(prefix: HeldPrefix) -> tuple[int, int, int]:
+    """Who uses a prefix uses the one before it, so that as many users of both are the same ones."""
+    return prefix.num_users, prefix.num_copies, prefix.last_used

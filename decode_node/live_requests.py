@@ -256,17 +256,21 @@ class LiveRequests:
         """Before its tables are filled: its pages may be others afterwards."""
         if not request.may_share:
             return
-        keys = self._hold(request, request.num_prompt_tokens)
+        num_shared_pages = request.prefix.end_page if request.prefix else 0
+        keys = self._hold(request, request.num_prompt_tokens, num_shared_pages)
         if keys:
             before, request.prefix = request.prefix, self.held.use(keys, request.mode)
             if before is not None:
                 self.held.let_go(before)
             self._note_reserved(request)
 
-    def _hold(self, request: Request, num_tokens: int) -> list[PageKey]:
-        """Hold the whole pages of its first ``num_tokens`` tokens; returns their keys."""
+    def _hold(self, request: Request, num_tokens: int, num_shared_pages: int) -> list[PageKey]:
+        """Hold the whole pages of its first ``num_tokens`` tokens, behind those that it shares, or shared a
+        moment ago; returns their keys."""
         keys = request.kept_keys(num_tokens)
-        num_own = len(keys) - (request.prefix.end_page if request.prefix else 0)
+        num_own = len(keys) - num_shared_pages
+        if num_own > 0 and not self.held.make_short(keys, request.mode):
+            return keys[:num_shared_pages]
         if num_own > 0:
             kinds = (KV_POOL[request.mode], PoolKind.INDEX)
             own = self.pools.split(request.owned, kinds, num_own * self.pools.page_size)
@@ -353,10 +357,12 @@ class LiveRequests:
             num_good_tokens = request.held_prefix_tokens
         else:
             num_good_tokens = request.num_kv_tokens if is_sound else 0
-        self._hold(request, num_good_tokens)
-        prefix, request.prefix = request.prefix, None
-        if prefix is not None:
-            self.held.let_go(prefix)
+        num_shared_pages = 0
+        if request.prefix is not None:  # let go of first: what it leaves is then one with what it shared
+            num_shared_pages = request.prefix.end_page
+            self.held.let_go(request.prefix)
+            request.prefix = None
+        self._hold(request, num_good_tokens, num_shared_pages)
         holding, request.holding = request.owned, None
         if not may_land:
             self.pools.release(holding)

@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from protocol.messages import Extent, Room
 from transfer.allocator import ExtentAllocator, PoolExhausted, PoolIntegrityError
-from transfer.extents import slice_extents, total_length
+from transfer.extents import joined, slice_extents, total_length
 
 
 class PoolKind(StrEnum):
@@ -212,6 +212,15 @@ class Pools:
         split = Holding(holding.room, Stage.HELD, first)
         self._holdings.add(split)
         return split
+
+    def join(self, first: Holding, second: Holding) -> None:
+        """``second`` has the slots of ``first`` before its own from now on, and ``first`` is no more."""
+        self._check_known(first)
+        self._check_known(second)
+        self._holdings.remove(first)
+        for kind, extents in first.extents.items():
+            seam = joined((*extents[-1:], *second[kind][:1]))
+            second.extents[kind] = (*extents[:-1], *seam, *second[kind][1:])
 
     def trim(self, holding: Holding, num_slots: int) -> None:
         """Free what ``holding`` has beyond its first ``num_slots`` slots of each pool."""

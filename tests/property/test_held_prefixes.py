@@ -8,12 +8,14 @@ Any number of requests share what is held, from the time when it has landed.
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from decode_node import held_prefixes
 from decode_node.held_prefixes import KV_POOL, OTHER_MODE, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.pools import PoolKind, Pools, SlotCounts
@@ -30,6 +32,7 @@ pytestmark = pytest.mark.I2
 PAGE_SIZE = 4
 TOTALS = SlotCounts(host=60, device=48, index=84, lookup=100, aux=6, req_row=6)
 QUARANTINE_SECS = 3.0
+MAX_RUNS = 3
 
 Said = tuple[str, tuple[int, ...]]
 """A salt, and tokens behind it."""
@@ -38,6 +41,8 @@ Said = tuple[str, tuple[int, ...]]
 class HeldMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
+        self.few_runs = patch.object(held_prefixes, "MAX_RUNS", MAX_RUNS)
+        self.few_runs.start()
         self.rooms = LiveRequests(Pools(TOTALS, PAGE_SIZE), QUARANTINE_SECS)
         self.content: dict[tuple[PoolKind, int], Any] = {}
         self.prompts: dict[Request, tuple[int, ...]] = {}
@@ -231,7 +236,15 @@ class HeldMachine(RuleBasedStateMachine):
         for request, zone in self.landing_zones.items():
             assert held.isdisjoint(zone), f"room {request.room} may write to what is held"
 
+    @invariant()
+    def no_sequence_has_many_runs(self) -> None:
+        """Beyond the bound only those who use a part of one cut it."""
+        num_users = len(self.of(RequestState.LANDING, RequestState.RUNNING))
+        for prefix in self.rooms.held._prefixes:
+            assert len(list(prefix.chain())) <= MAX_RUNS + num_users
+
     def teardown(self) -> None:
+        self.few_runs.stop()
         for request in self.rooms.all():
             self.rooms.end(request, Landing.QUIET, self.now, is_sound=True)
         self.pass_time(2 * QUARANTINE_SECS, True)

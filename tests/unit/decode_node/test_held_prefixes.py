@@ -116,6 +116,73 @@ def test_any_number_use_a_prefix_as_far_as_it_is_the_same(mode: Mode) -> None:
     assert pools.free + prefixes.idle == pools.totals
 
 
+@pytest.mark.I2
+@pytest.mark.I8
+@pytest.mark.parametrize("mode", list(Mode))
+def test_neighbours_are_one_run_unless_something_tells_them_apart(mode: Mode) -> None:
+    pools, prefixes = held(mode=mode)
+    keys = keys_of(tuple(range(8 * PAGE))).keys
+    for num_pages in range(1, 9):  # a page a turn
+        hold(pools, prefixes, keys[:num_pages], mode, num_pages - 1)
+        assert len(prefixes) == 1
+        prefixes.check_integrity([], [])
+    slots = extents_to_slots(prefixes.use(keys, mode).extents(PoolKind.INDEX)).tolist()
+    assert len(set(slots)) == 8 * PAGE
+    part = prefixes.use(keys[:3], mode)
+    assert len(prefixes) == 2, "one uses the first part alone"
+    whole = prefixes.use(keys, mode)
+    assert extents_to_slots(part.extents(PoolKind.INDEX)).tolist() == slots[: 3 * PAGE]
+    prefixes.let_go(part)
+    assert len(prefixes) == 2, "the first part was used later"
+    for _ in range(2):
+        prefixes.let_go(whole)
+    assert len(prefixes) == 1
+    prefixes.check_integrity([], [])
+    assert extents_to_slots(prefixes.use(keys, mode).extents(PoolKind.INDEX)).tolist() == slots
+    prefixes.let_go(whole)
+    hold(pools, prefixes, (*keys[:5], *keys_of((7,) * 6 * PAGE).keys[5:]), mode, 5)
+    assert len(prefixes) == 3, "two are behind the first part"
+    prefixes.flush()
+    prefixes.check_integrity([], [])
+    assert (len(prefixes), pools.free) == (0, pools.totals)
+
+
+@pytest.mark.I2
+@pytest.mark.I8
+def test_what_was_left_beside_a_long_sequence_is_given_up_when_it_has_too_many_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("decode_node.held_prefixes.MAX_RUNS", 4)
+    pools, prefixes = held()
+    keys = keys_of(tuple(range(9 * PAGE))).keys
+    sides = [
+        (*keys[:number], *keys_of((number,) * 10 * PAGE).keys[number : number + 1]) for number in range(9)
+    ]
+    for number in range(1, 7):  # an answer is left behind at the end of each page
+        assert prefixes.make_short(keys[:number], Mode.HISPARSE)
+        hold(pools, prefixes, keys[:number], Mode.HISPARSE, number - 1)
+        hold(pools, prefixes, sides[number], Mode.HISPARSE, number)
+        match = prefixes.find(keys[:number], Mode.HISPARSE)
+        assert match is not None
+        assert match.num_pages == number
+        assert len(list(match.prefix.chain())) <= 4
+        prefixes.check_integrity([], [])
+    left = [number for number in range(1, 7) if num_of(prefixes, sides[number]) == number + 1]
+    assert left == [4, 5, 6], "those left the longest ago are gone"
+    users = [prefixes.use(sides[number], Mode.HISPARSE) for number in (4, 5, 6)]
+    hold(pools, prefixes, keys[:7], Mode.HISPARSE, 6)
+    assert not prefixes.make_short(keys, Mode.HISPARSE), "somebody uses what is beside it"
+    assert [num_of(prefixes, sides[number]) for number in (4, 5, 6)] == [5, 6, 7]
+    for user in users:
+        prefixes.let_go(user)
+    prefixes.check_integrity([], [])
+
+
+def num_of(prefixes: HeldPrefixes, keys: tuple[PageKey, ...]) -> int:
+    match = prefixes.find(keys, Mode.HISPARSE)
+    return match.num_pages if match else 0
+
+
 def kv_slots(mode: Mode, num_slots: int) -> SlotCounts:
     if mode is Mode.HISPARSE:
         return SlotCounts(host=num_slots, index=num_slots)
