@@ -23,9 +23,7 @@ import torch
 from api.sampling_defaults import SamplingDefaults
 from grammar.compiler import Compiler
 from grammar.token_trie import TokenTrie
-from kernels.device_memory import (
-    DeviceMemory,
-)
+from kernels.device_memory import DeviceMemory, DeviceMemoryError
 from kernels.peer_memory import GpuWriter
 from model.dsa import DsaModel
 from model.sampling import finish_reason
@@ -218,10 +216,16 @@ class PrefillEngine:
             most_tokens = min(
                 settings.chunked_prefill_size, num_pages * settings.page_size, spec.context_length
             )
-            self._runner.warm_up(
-                most_tokens,
-                lambda size: front.send(EngineLoading(f"kernels, with forwards of {size} tokens")),
-            )
+            try:
+                self._runner.warm_up(
+                    most_tokens,
+                    lambda size: front.send(EngineLoading(f"kernels, with forwards of {size} tokens")),
+                )
+            except torch.OutOfMemoryError as error:
+                raise DeviceMemoryError(
+                    f"forwards of up to {most_tokens} tokens do not fit beside the KV pool on {device}; "
+                    f"lower --chunked-prefill-size or --kv-pool-tokens ({error})"
+                ) from error
             log.info(
                 "forwards of up to %d tokens warmed up in %.1f s", most_tokens, time.monotonic() - started
             )
