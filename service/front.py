@@ -23,7 +23,14 @@ from service.engine_link import EngineLink, LinkState
 from service.fronts import SHUTTING_DOWN, Fronts
 from service.listening import Listener
 from service.meeting import meeting_address
-from service.process import StartError, die_with_parent, setup_logging
+from service.process import (
+    BRIEF_SPIN,
+    StartError,
+    chooses_its_waiting,
+    die_with_parent,
+    environment_of_children,
+    setup_logging,
+)
 from service.settings import NodeSettings
 from service.workers import exits, join
 from vocabulary import RankPlace
@@ -83,8 +90,10 @@ class EngineProcesses:
 
     def start(self) -> None:
         """From the main thread: the kernel ends the children when the thread that started them ends."""
-        for process in self._processes:
-            process.start()
+        is_cpu = self._settings.device == "cpu"
+        with environment_of_children(BRIEF_SPIN if is_cpu and not chooses_its_waiting() else {}):
+            for process in self._processes:
+                process.start()
 
     def remove_directory(self) -> None:
         """Once nobody connects any more, so that a kill leaves nothing behind. May be called again."""

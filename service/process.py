@@ -11,8 +11,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+BRIEF_SPIN = {"GOMP_SPINCOUNT": "1000"}
+"""For engines on a CPU, of which several may share its cores. Between two parallel regions each thread of
+GNU's OpenMP, which torch comes with, spins for some 10 ms, and takes a core from those that have work."""
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 _PR_SET_PDEATHSIG = 1
 _LOG_FORMAT = "%(asctime)s %(levelname)-7s {name} %(name)s: %(message)s"
@@ -37,6 +42,26 @@ def setup_logging(level: str, name: str) -> None:
     logging.basicConfig(level=level.upper(), format=log_format, stream=sys.stderr, force=True)
     for chatty in ("httpx", "httpcore", "urllib3", "filelock"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def chooses_its_waiting() -> bool:
+    """Whether the environment says already how OpenMP's threads wait."""
+    return any(name in os.environ for name in _WAITING)
+
+
+@contextmanager
+def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
+    """Around starts of processes that are to have ``variables`` before they import anything."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def die_with_parent() -> None:

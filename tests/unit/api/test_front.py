@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import multiprocessing.connection
 import os
 import signal
 import socket
@@ -1107,6 +1108,43 @@ def test_nobody_else_reaches_the_socket_of_an_engine(tmp_path: Path) -> None:
     assert directory.stat().st_mode & 0o777 == 0o700
     process.stop(graceful=False)
     assert not directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "operators", "expected"),
+    [
+        ("cpu", {}, "1000"),
+        ("cpu", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("cpu", {"OMP_WAIT_POLICY": "active"}, None),
+        ("cuda", {}, None),
+    ],
+)
+def test_engines_on_a_cpu_spin_briefly_unless_the_operator_says_how_they_wait(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    operators: dict[str, str],
+    expected: str | None,
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in operators.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    settings = DecodeSettings(model_path=tmp_path, device=device)
+    processes = front_module.EngineProcesses(_tell_spin_count, settings, "engine")
+    try:
+        processes.start()
+        assert dict(os.environ) == before, "other processes are none of its business"
+        (exited,) = processes.sentinels
+        assert multiprocessing.connection.wait([exited], timeout=60)
+        assert json.loads((tmp_path / "spin_count").read_text()) == expected
+    finally:
+        processes.stop(graceful=False)
+
+
+def _tell_spin_count(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
+    (settings.model_path / "spin_count").write_text(json.dumps(os.environ.get("GOMP_SPINCOUNT")))
 
 
 def _never(settings: DecodeSettings, endpoints: Sequence[str], place: RankPlace) -> None:
