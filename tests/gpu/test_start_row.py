@@ -99,8 +99,8 @@ def test_slices_fill_a_row_as_one_call_does_without_a_wait() -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.HISPARSE, Mode.DENSE])
-def test_admission_does_not_wait_for_steps_in_flight(mode: Mode) -> None:
-    """While a kernel of another stream's keeps the GPU busy, a request is admitted and grows."""
+def test_admission_and_end_do_not_wait_for_steps_in_flight(mode: Mode) -> None:
+    """While a kernel of another stream keeps the GPU busy, a request is admitted and grows; another ends."""
     spec = make_spec(num_layers=3, index_group_of_layer=(0, 1, 1), context_length=2000, index_topk=64)
     pools = Pools(SlotCounts(host=4096, device=4096, index=4096, lookup=8192, aux=2, req_row=4), 64)
     memory = DecodeMemory(spec, pools.totals, 64, torch.device(DEVICE))
@@ -131,4 +131,11 @@ def test_admission_does_not_wait_for_steps_in_flight(mode: Mode) -> None:
     assert not busy.query(), "the host waited for the stream"
     torch.cuda.synchronize()
     assert hot.is_ready(requests[1])
+    torch.cuda._sleep(2_000_000_000)
+    busy = torch.cuda.current_stream().record_event()
+    with no_waiting():
+        assert hot.is_ready(requests[0])
+        hot.release(requests[0])
+    assert not busy.query(), "the host waited for the stream"
+    torch.cuda.synchronize()
     memory.close()
