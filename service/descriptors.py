@@ -10,8 +10,12 @@ MAX_DESCRIPTORS = 1 << 20
 MAX_CONNECTIONS = 8192
 """Of a server, however many descriptors there are: a silent one takes 6 kB of memory."""
 
-MAX_ACCEPTED_AT_ONCE = 64
-"""Connections that an event loop takes from the kernel before a server hears of the first of them."""
+MAX_ACCEPTED_AT_ONCE = 32
+"""Connections that an event loop takes from the kernel in one turn."""
+
+_TURNS_TO_CLOSE = 4
+"""Of an event loop from taking a connection to having closed the one whose place it takes: accepted, made, heard of
+by the server, closed. In each of them more are taken."""
 
 OF_ROUTER = 3
 """Descriptors of a request in the router: the client's connection and a leg to each node."""
@@ -49,5 +53,5 @@ def max_connections(descriptors: int, num_each: int = 1, num_servers: int = 1) -
 
     ``descriptors``: the process's limit. ``num_each``: what a connection takes with a request in flight.
     """
-    for_clients = descriptors - _OWN - num_servers * MAX_ACCEPTED_AT_ONCE
+    for_clients = descriptors - _OWN - num_servers * MAX_ACCEPTED_AT_ONCE * _TURNS_TO_CLOSE
     return max(1, min(MAX_CONNECTIONS, for_clients // (num_each * num_servers)))
