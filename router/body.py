@@ -26,7 +26,8 @@ MAX_OTHER_BYTES = 1 << 20
 """Of all fields but those of the prompt and ``tools``: a body that is nothing but fields would take the loop
 seconds to take apart."""
 
-_OBJECT_DECODER: TypedDecoder[dict[str, Raw]] = TypedDecoder.json(dict[str, Raw])
+_OBJECT_DECODER = msgspec.json.Decoder(dict[str, Raw])
+"""Of a body whose nesting is known to be bounded."""
 
 
 class Endpoint(StrEnum):
@@ -52,7 +53,7 @@ _ISOLATION_FIELDS = ("cache_salt", "extra_key")
 """By which nodes keep prompts apart that begin alike."""
 
 _LARGE_FIELDS = {*itertools.chain(*_PROMPT_FIELDS.values()), "tools"}
-_large_decoder = msgspec.json.Decoder(
+_large_decoder: TypedDecoder[msgspec.Struct] = TypedDecoder.json(
     msgspec.defstruct("LargeFields", [(name, Raw, Raw()) for name in sorted(_LARGE_FIELDS)])
 )
 
