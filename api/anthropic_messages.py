@@ -38,6 +38,7 @@ from api.prompts import (
     template_arguments,
     tool_items,
     unseen,
+    within_values,
     without_hosted,
 )
 from api.raw_json import decode_item
@@ -52,7 +53,7 @@ def parse_messages(body: Turns) -> ChatPrompt:
     if body.system is not None:
         messages.append({"role": "system", "content": _text_of(body.system)})
     items = message_items("messages", body.messages)
-    decoded = [decode(AnthropicMessage, item, name) for name, item in items]
+    decoded = list(within_values(decode(AnthropicMessage, item, name) for name, item in items))
     num_answered = max((i for i, item in enumerate(decoded) if isinstance(item, AssistantMessage)), default=0)
     first_thinking = _first_thinking(decoded, body.context_management)
     for index, ((name, _), item) in enumerate(zip(items, decoded, strict=True)):

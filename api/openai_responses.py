@@ -39,6 +39,7 @@ from api.prompts import (
     refuse_hosted_alone,
     template_arguments,
     unseen,
+    within_values,
     written_arguments,
 )
 from api.raw_json import decode_item, first_chars
@@ -69,7 +70,7 @@ def parse_responses(body: ResponsesBody) -> tuple[ChatPrompt, dict[str, object]]
         messages.append({"role": "system", "content": body.instructions})
     tools = ResponseTools()
     tools.add("tools", body.tools)
-    messages += _input(body.input, tools)
+    messages += within_values(_input(body.input, tools))
     refuse_hosted_alone(tools.left_out, are_alone=not tools.functions)
     may_call = may_call_tools(body.tool_choice)
     arguments = template_arguments(body)

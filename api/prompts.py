@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -117,11 +117,31 @@ _CHARS_A_VALUE = 16
 """That could be encoded in the time in which a template writes a value without its text."""
 
 
+T = TypeVar("T")
+
+
+def within_values(messages: Iterable[T]) -> Iterator[T]:
+    """``messages`` as they come. Raises ApiError 400 at the first one with which they have too many values,
+    so that the others are not even read."""
+    num_values = 0
+    for message in messages:
+        num_values += _num_values_and_chars(message)[0]
+        _check_values(num_values)
+        yield message
+
+
 def _num_chars(*values: object) -> int:
     """Raises ApiError 400 for more than MAX_VALUES."""
+    num_values, num_chars = _num_values_and_chars(*values)
+    _check_values(num_values)
+    return num_chars + _CHARS_A_VALUE * num_values
+
+
+def _num_values_and_chars(*values: object) -> tuple[int, int]:
+    """Of more than MAX_VALUES, no more are counted."""
     num_chars = num_values = 0
     open_values = list(values)
-    while open_values:
+    while open_values and num_values <= MAX_VALUES:
         value = open_values.pop()
         num_values += 1
         if isinstance(value, str):
@@ -131,14 +151,19 @@ def _num_chars(*values: object) -> int:
             open_values += value.values()
         elif isinstance(value, list | tuple):
             open_values += value
-        if num_values + len(open_values) > MAX_VALUES:
-            raise ApiError(
-                400,
-                f"messages, tools: have more than {MAX_VALUES} JSON values with the arguments of calls, the "
-                "most for a request: shorten the history",
-                param="messages",
-            )
-    return num_chars + _CHARS_A_VALUE * num_values
+        elif isinstance(value, msgspec.Struct):
+            open_values += msgspec.structs.astuple(value)
+    return num_values, num_chars
+
+
+def _check_values(num_values: int) -> None:
+    if num_values > MAX_VALUES:
+        raise ApiError(
+            400,
+            f"messages, tools: have more than {MAX_VALUES} JSON values with the arguments of calls, the "
+            "most for a request: shorten the history",
+            param="messages",
+        )
 
 
 Prompt = str | bytes | ChatPrompt
@@ -251,9 +276,8 @@ def _no_token_id(name: str, piece: bytes, first_index: int) -> ApiError:
 def parse_chat_prompt(body: Conversation, *, is_to_be_answered: bool = True) -> ChatPrompt:
     """``is_to_be_answered``: it ends where an answer begins."""
     may_call = may_call_tools(body.tool_choice)
-    messages = tuple(
-        _chat_message(name, item, may_call) for name, item in message_items("messages", body.messages)
-    )
+    items = message_items("messages", body.messages)
+    messages = tuple(within_values(_chat_message(name, item, may_call) for name, item in items))
     arguments = template_arguments(body)
     if body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
@@ -391,11 +415,11 @@ def _tool_call(name: str, call: Call) -> dict[str, object]:
 def written_arguments(name: str, text: str | None) -> dict[str, object] | str:
     """Of an earlier call: a JSON object or, where the model failed to write one, the text that it wrote."""
     text = text or "{}"
+    if not text.lstrip(" \t\r\n").startswith("{"):
+        return text
     try:
         with taking_interpreter(len(text)):
-            arguments: dict[str, object] | str = decode_json(text)
-            if not isinstance(arguments, dict):
-                arguments = text  # and all the rest is let go here
+            arguments: dict[str, object] = decode_json(text)
     except NestedTooDeeply as error:
         raise InvalidField(name, text, f"is not usable: {error}") from error
     except msgspec.DecodeError:

@@ -367,17 +367,40 @@ def test_a_chat_is_written_beside_the_loop_by_all_that_the_template_gets(
     assert beside == [CODEC._encode]
 
 
+def calling(path: str, num_calls: int) -> dict[str, Any]:
+    """A conversation of so many calls, each with a quarter of the values that one may have, and some."""
+    arguments = {"list": [0] * (MAX_VALUES // 4)}
+    text = json.dumps(arguments)
+    user = {"role": "user", "content": "a"}
+    match path:
+        case Endpoint.CHAT:
+            call = {"type": "function", "function": {"name": "f", "arguments": text}}
+            return {"messages": [{"role": "assistant", "tool_calls": [call]}] * num_calls + [user]}
+        case Endpoint.RESPONSES:
+            item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}
+            return {"input": [item, {"role": "user", "content": "a"}] * num_calls}
+        case _:
+            block = {"type": "tool_use", "id": "c", "name": "f", "input": arguments}
+            messages = [{"role": "assistant", "content": [block]}, user] * num_calls
+            return {"messages": messages, "max_tokens": 1}
+
+
 @pytest.mark.I8
-def test_the_values_of_a_conversation_are_few_enough_to_be_let_go_at_once() -> None:
-    arguments = json.dumps({"list": [0] * (MAX_VALUES // 4)})
-    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    messages = [{"role": "assistant", "tool_calls": [call]}] * 4
-    body = {"messages": [*messages, {"role": "user", "content": "a"}], **ROOM}
+@pytest.mark.parametrize("path", [Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES])
+def test_the_values_of_a_conversation_are_few_enough_to_be_let_go_at_once(
+    path: Endpoint,
+) -> None:
+    """What comes behind the call with which they are too many is not even read."""
+    parse_request(path, json.dumps(calling(path, 3) | ROOM).encode(), "tiny")
+    body = calling(path, 4)
+    if path is Endpoint.RESPONSES:
+        deep = "{" + '"a":{' * 300 + "}" * 301
+        body["input"] += [{"type": "function_call", "call_id": "c", "name": "f", "arguments": deep}]
+    else:
+        body["messages"] += [{"role": "nobody"}]
     with pytest.raises(ApiError, match=f"more than {MAX_VALUES} JSON values") as caught:
-        parse_request(Endpoint.CHAT, json.dumps(body).encode(), "tiny")
+        parse_request(path, json.dumps(body | ROOM).encode(), "tiny")
     assert caught.value.status == 400
-    body["messages"] = body["messages"][2:]
-    parse_request(Endpoint.CHAT, json.dumps(body).encode(), "tiny")
 
 
 @pytest.mark.I7
