@@ -167,6 +167,13 @@ class SimHotBuffers:
     def start(self, request: Request) -> None:
         self.check(request)
 
+    def go_on(self) -> dict[int, Exception]:
+        """Rows are filled when they start."""
+        return {}
+
+    def stop_filling(self, request: Request) -> None:
+        pass
+
     def grow(self, request: Request) -> None:
         pass
 
