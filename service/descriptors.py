@@ -14,8 +14,8 @@ MAX_ACCEPTED_AT_ONCE = 32
 """Connections that an event loop takes from the kernel in one turn."""
 
 _TURNS_TO_CLOSE = 4
-"""Of an event loop from taking a connection to having closed the one whose place it takes: accepted, made, heard of
-by the server, closed. In each of them more are taken."""
+"""Of an event loop from taking a connection to having closed the one whose place it takes: accepted, made,
+heard of by the server, closed. In each of them more are taken."""
 
 OF_ROUTER = 3
 """Descriptors of a request in the router: the client's connection and a leg to each node."""
