@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,6 +22,9 @@ _NUM_THREADS = 2
 
 _INLINE_BODY_BYTES = 1 << 16
 """Up to this size, a body is parsed at once: in a millisecond."""
+
+_MAX_PARSING_SECS = 0.02
+"""For the bodies that are parsed at once in one turn of the loop."""
 
 _MAX_REST_SECS = 0.25
 
@@ -50,10 +54,42 @@ async def off_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 
 
 async def parsed(body: bytes, parse: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What ``parse`` makes of ``body``, which is among its arguments: in a thread when it is large."""
-    if len(body) <= _INLINE_BODY_BYTES:
+    """What ``parse`` makes of ``body``, which is among its arguments.
+
+    A large body is parsed in a thread, a small one at once, or in a later turn of the loop when others have
+    had this one.
+    """
+    if len(body) > _INLINE_BODY_BYTES:
+        return await off_loop(parse, *args, **kwargs)
+    turn = _turns.setdefault(asyncio.get_running_loop(), _Turn())
+    while turn.parsing_secs >= _MAX_PARSING_SECS:
+        await asyncio.sleep(0)
+    with turn.parsing():
         return parse(*args, **kwargs)
-    return await off_loop(parse, *args, **kwargs)
+
+
+class _Turn:
+    """What the present turn of an event loop has spent on bodies, of which hundreds may come at once."""
+
+    def __init__(self) -> None:
+        self.parsing_secs = 0.0
+
+    @contextmanager
+    def parsing(self) -> Iterator[None]:
+        if not self.parsing_secs:
+            # The next turn begins with it: whoever waits for that turn began to wait later.
+            asyncio.get_running_loop().call_soon(self._end)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.parsing_secs += time.monotonic() - began
+
+    def _end(self) -> None:
+        self.parsing_secs = 0.0
+
+
+_turns = WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn]()
 
 
 @contextmanager

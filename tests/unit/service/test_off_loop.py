@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.off_loop import off_loop, taking_interpreter
+from service.off_loop import off_loop, parsed, taking_interpreter
 
 pytestmark = [pytest.mark.I7, pytest.mark.I8]
 
@@ -75,3 +75,28 @@ def test_a_thread_rests_as_long_as_its_call_took(monkeypatch: pytest.MonkeyPatch
 
     asyncio.run(off_loop(two_calls))
     assert rests == [0.125, 0.25]
+
+
+def test_small_bodies_that_come_together_share_several_turns_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes 4 ms of the 20 that a turn has for them; they are parsed in the order in which they came."""
+    clock, turn, parsed_in = [0.0], 0, list[tuple[int, int]]()
+    monkeypatch.setattr("service.off_loop.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def parse(number: int) -> None:
+        clock[0] += 0.004
+        parsed_in.append((number, turn))
+
+    async def main() -> None:
+        nonlocal turn
+        bodies = asyncio.gather(*(parsed(b"{}", parse, number) for number in range(23)))
+        while not bodies.done():
+            await asyncio.sleep(0)
+            turn += 1
+        await bodies
+
+    asyncio.run(main())
+    assert [number for number, _ in parsed_in] == list(range(23))
+    turns = [turn for _, turn in parsed_in]
+    assert {turns.count(turn) for turn in turns} == {5, 3}
