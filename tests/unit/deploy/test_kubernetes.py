@@ -180,9 +180,35 @@ def test_the_router_knows_every_node_with_its_key_and_both_kinds_run_the_same_mo
         assert {urlsplit(url).netloc for url in urls} == hosts
     assert {port for _, port in router.prefill} == {prefill.bootstrap_port}
     assert files[str(router.node_api_key_file)] == node_files[str(decode.api_key_file)]
+    assert router.node_api_key_file.name == decode.api_key_file.name != router.api_key_file.name
     for name, service in services.items():
         labels = workloads(objects)[name]["template"]["metadata"]["labels"]
         assert service["selector"].items() <= labels.items()
+
+
+def test_budgets_policies_and_monitors_select_the_pods_that_they_are_for(objects: list[Object]) -> None:
+    labels = {role: spec["template"]["metadata"]["labels"] for role, spec in workloads(objects).items()}
+
+    def selected(selector: Object) -> set[str]:
+        plain, expressions = selector.get("matchLabels", {}), selector.get("matchExpressions", [])
+        assert plain or expressions, "an empty selector takes in everything"
+        assert all(item["operator"] == "In" for item in expressions)
+        return {
+            role
+            for role, of_pod in labels.items()
+            if plain.items() <= of_pod.items()
+            and all(of_pod.get(item["key"]) in item["values"] for item in expressions)
+        }
+
+    for item in objects:
+        spec = item.get("spec", {})
+        if item["kind"] == "PodDisruptionBudget":
+            assert selected(spec["selector"]) == {item["metadata"]["name"]}
+        elif item["kind"] == "NetworkPolicy":
+            assert selected(spec["podSelector"]) == {"prefill", "decode"}
+        elif item["kind"] == "PodMonitor":
+            assert selected(spec["selector"]) == set(labels)
+    assert {"PodDisruptionBudget", "NetworkPolicy"} <= {item["kind"] for item in objects}
 
 
 def test_all_machines_of_a_node_are_started_alike(objects: list[Object]) -> None:
