@@ -63,7 +63,9 @@ def test_messages(client: httpx.Client, chat: dict[str, Any]) -> None:
     assert [name for name, _ in events[:2]] == ["message_start", "content_block_start"]
     assert events[-1] == ("message_stop", {"type": "message_stop"})
     assert "".join(e["delta"]["text"] for name, e in events if name == "content_block_delta") == text
-    refused = client.post("/v1/messages", json={**body, "thinking": {"type": "enabled", "budget_tokens": 9}})
+    refused = client.post(
+        "/v1/messages", json={**body, "mcp_servers": [{"type": "url", "url": "http://a", "name": "a"}]}
+    )
     assert (refused.status_code, refused.json()["type"]) == (400, "error")
 
 

@@ -182,7 +182,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             self.writable[admission.request.room] = remote_slots(admission.request)
         assert [admission.request for admission in plan.admissions] == waiting[: len(plan.admissions)]
         self._check_nothing_is_lost(before)
-        if not waiting:
+        if not (waiting or ending or plan.exchanges):  # what these give up is seen by the next plan
             self._check_hot_buffers_are_large()
         self._run_step(admitted=bool(plan.admissions))
         for request, is_sound in ending:  # the step that was in flight is read
@@ -367,11 +367,12 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             return claim._replace(prefix=prefix)
 
         running = self.rooms.select(RequestState.RUNNING)
-        returning = [*(e.holding for e in self.returning()), *(r.owned for r in self.rooms.ending)]
+        ends = [(request, claim(request)._replace(ways=((0, 0, 0, 0),))) for request in self.rooms.ending]
+        returning = [entry.holding for entry in self.returning()]
         free = self.rooms.available + self.rooms.pools.held_by(returning)
         shared = [request.prefix for request in self.landing() if request.prefix]
         pinned = {part: len(part.keys) for prefix in shared for part in prefix.chain()}
-        reserve = Reserve(free, [(request, claim(request)) for request in running], pinned, PAGE_SIZE)
+        reserve = Reserve(free, [(request, claim(request)) for request in running] + ends, pinned, PAGE_SIZE)
         for request in self.landing():
             reserve.keep_landing(claim(request))
         assert reserve.is_safe
