@@ -348,9 +348,11 @@ def test_a_step_whose_draws_fail_ends_its_batch_and_no_more(
         raise GrammarError("no memory, say")
 
     finish(node, [ask(node, double, PROMPTS[1])], double)  # its grammar need not be compiled again
+    neighbour = node.generate(double, PLAIN, 200)
+    node.turn_until(lambda: neighbour.token_ids, double)
     with monkeypatch.context() as patch:
         patch.setattr(decode_node.graph_runner, "masks_of", broken)
-        answer, neighbour = ask(node, double, PROMPTS[1]), node.generate(double, PLAIN, 200)
+        answer = ask(node, double, PROMPTS[1])
         node.turn_until(lambda: answer.is_over and neighbour.is_over, double)
     for failed in (answer, neighbour):
         assert failed.failure is not None
