@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from api.raw_json import first_chars, split_list
-from protocol.decoding import TypedDecoder
+from protocol.decoding import TypedDecoder, check_nesting
 from router.errors import RouterError
 from router.rooms import draw_room
 from service.off_loop import taking_interpreter
@@ -53,7 +53,7 @@ _ISOLATION_FIELDS = ("cache_salt", "extra_key")
 """By which nodes keep prompts apart that begin alike."""
 
 _LARGE_FIELDS = {*itertools.chain(*_PROMPT_FIELDS.values()), "tools"}
-_large_decoder: TypedDecoder[msgspec.Struct] = TypedDecoder.json(
+_LARGE_DECODER = msgspec.json.Decoder(
     msgspec.defstruct("LargeFields", [(name, Raw, Raw()) for name in sorted(_LARGE_FIELDS)])
 )
 
@@ -89,7 +89,10 @@ class RequestBody:
             with taking_interpreter(len(content)):
                 content.decode()
             with taking_interpreter(len(content)):
-                _check_others(content)
+                check_nesting(content)
+            if len(content) > MAX_OTHER_BYTES:
+                with taking_interpreter(len(content)):
+                    _check_others(content)
             with taking_interpreter(len(content)):
                 fields = _OBJECT_DECODER.decode(content)
         except UnicodeDecodeError as error:
@@ -137,7 +140,7 @@ class RequestBody:
 
 def _check_others(content: bytes) -> None:
     """Raises RouterError 400 where they are too large, and what msgspec raises."""
-    large = msgspec.structs.astuple(_large_decoder.decode(content))
+    large = msgspec.structs.astuple(_LARGE_DECODER.decode(content))
     num_bytes = len(content) - sum(len(memoryview(value)) for value in large)
     if num_bytes > MAX_OTHER_BYTES:
         raise RouterError(
