@@ -36,7 +36,6 @@ from decode_node.metrics import Metrics
 from decode_node.next_plan import NextPlan
 from decode_node.pools import Pools, round_up
 from decode_node.prefill_peers import PrefillPeers, RoomMessage
-from decode_node.prefix_copies import PrefixCopies
 from decode_node.request import PeerAddress
 from decode_node.request_life import RequestLife
 from decode_node.runner import make_runner
@@ -116,7 +115,6 @@ class Node:
             page_size=PAGE_SIZE,
             max_new=settings.speculative_num_steps + 1,
         )
-        self.copies = PrefixCopies(self.memory)
         self.peers = Peers(spec, self.memory, prompt)
         self.token_times: dict[str, list[float]] = defaultdict(list)
         self.lifecycle = RequestLife(
@@ -125,7 +123,6 @@ class Node:
             room_timeout_secs=1e9,
             requests=self.requests,
             hot_buffers=self.hot_buffers,
-            copies=self.copies,
             peers=cast(PrefillPeers, self.peers),
             metrics=Metrics(),
             send=self._note,

@@ -7,10 +7,10 @@ those that run use now is not free when they have ended: whoever counts on that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from decode_node.held_prefixes import OTHER_MODE, HeldPrefix, HeldPrefixes, Match, kv_and_index_slots
+from decode_node.held_prefixes import HeldPrefix, HeldPrefixes, Match, kv_and_index_slots
 from decode_node.pools import SlotCounts
 from decode_node.request import Request
 from vocabulary import Mode
@@ -20,14 +20,8 @@ class Beginning(NamedTuple):
     """What is held of one prompt."""
 
     match: Match
-    is_copied: bool
-    """It is of the other mode."""
     taken: SlotCounts
     """What of it nobody uses so far."""
-
-    @property
-    def num_shared_pages(self) -> int:
-        return 0 if self.is_copied else self.match.num_pages
 
 
 class Beginnings:
@@ -42,32 +36,18 @@ class Beginnings:
             for part in request.prefix.chain() if request.prefix else ():
                 self.pinned[part] = len(part.keys)
 
-    def of(self, request: Request, mode: Mode) -> Iterator[Beginning | None]:
-        """The best first: of the other mode, if it is worth the copy, then of ``mode``, or none.
-
-        That is when it is twice as long, because copies take time as well.
-        """
-        own = other = None
-        if self._held is not None:
-            own, other = (self._held.find(request.usable_keys, each) for each in (mode, OTHER_MODE[mode]))
-        if other is not None and 2 * (own.num_pages if own else 0) <= other.num_pages:
-            yield Beginning(other, True, self._unused(other))
-        yield Beginning(own, False, self._unused(own)) if own else None
+    def of(self, request: Request, mode: Mode) -> Beginning | None:
+        """What is held of its prompt in ``mode``."""
+        match = self._held.find(request.usable_keys, mode) if self._held is not None else None
+        return Beginning(match, self._unused(match)) if match else None
 
     def are_counted_on(self, one: Beginning) -> bool:
         """Whether some of it would be free when those that run have ended, and is not if it is shared."""
-        return not one.is_copied and any(
-            part.num_users and num > self.pinned.get(part, 0) for part, num in one.match.parts()
-        )
+        return any(part.num_users and num > self.pinned.get(part, 0) for part, num in one.match.parts())
 
     def pinned_with(self, one: Beginning) -> dict[HeldPrefix, int]:
-        """With ``one`` shared, or copied, which takes nothing that somebody uses."""
-        more = {
-            part: max(num, self.pinned.get(part, 0))
-            for part, num in one.match.parts()
-            if not (one.is_copied and part.num_users)
-        }
-        return self.pinned | more
+        """With ``one`` shared."""
+        return self.pinned | {part: max(num, self.pinned.get(part, 0)) for part, num in one.match.parts()}
 
     def take(self, one: Beginning) -> None:
         self.pinned = self.pinned_with(one)

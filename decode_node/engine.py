@@ -27,7 +27,6 @@ from decode_node.metrics import Metrics
 from decode_node.next_plan import NextPlan
 from decode_node.pools import Pools
 from decode_node.prefill_peers import PrefillPeers
-from decode_node.prefix_copies import PrefixCopies
 from decode_node.request import PeerAddress, RequestState
 from decode_node.request_life import RequestLife
 from decode_node.runner import make_runner
@@ -144,7 +143,6 @@ class DecodeEngine:
             page_size=settings.page_size,
             max_new=settings.speculative_num_steps + 1,
         )
-        self.copies = PrefixCopies(self._memory)
         geometry = spec.geometry(settings.page_size, str(SamplingDefaults.of(settings)))
         allowed = PeerList.parse(settings.allowed_peers)
         with guarded_listeners(settings.reachable_host, allowed):
@@ -175,7 +173,6 @@ class DecodeEngine:
             room_timeout_secs=settings.room_timeout_secs,
             requests=self.requests,
             hot_buffers=self.hot_buffers,
-            copies=self.copies,
             peers=self.peers,
             metrics=self._metrics,
             send=front.send,
@@ -232,7 +229,6 @@ class DecodeEngine:
         has_work = (
             self.steps.has_launched
             or self._lockstep.is_due
-            or self.copies.is_busy
             or bool(self.requests.ending)
             or any(
                 request.has_slots_for_next and not request.waits_for_grammar
@@ -248,7 +244,6 @@ class DecodeEngine:
         self._receive(now)
         self._follow_grammars(now)
         self._plan(now)
-        self.lifecycle.copy_prefixes(now)
         if not self.steps.take(is_stopping=self._is_stopping):
             self._has_stopped = True
             return

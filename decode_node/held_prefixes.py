@@ -3,13 +3,13 @@
 A tree of runs of whole pages, each behind its ``parent``: KV, in the host pool or, of dense requests, the
 device pool, and indexer keys. A request that begins like what is held uses the pages as they are: nothing is
 copied or sent, and its own slots are those behind them. So may any number of requests, of the same mode, at
-once. One of the other mode copies the pages to its own (``prefix_copies.py``).
+once. For a request of the other mode nothing is held.
 
 What is in the tree is never written again, by nobody: pages come in when all of their bytes are there and no
 remote write can land in them (``LiveRequests`` sees to that), the prompt's while the request still runs, the
 others at its end.
 
-Every prefix counts the requests that use it, and those that copy it; each of them uses all before it, too.
+Every prefix counts the requests that use it; each of them uses all before it, too.
 What nobody uses is as good as free: ``make_room`` gives it up, the least recently used first and from the
 ends, before anybody who needs slots is told that there are none. So nobody is admitted later, or otherwise,
 for what is held.
@@ -45,7 +45,6 @@ MAX_RUNS: Final = 64
 """Of one sequence: each costs every turn of it some microseconds, in which nobody else is served."""
 MAX_SIDES: Final = 4
 """Runs behind one that are given up at once for that."""
-OTHER_MODE: Final = {Mode.HISPARSE: Mode.DENSE, Mode.DENSE: Mode.HISPARSE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,6 @@ class HeldPrefix:
     holding: Holding
     num_users: int = 0
     """Requests that have its pages among theirs."""
-    num_copies: int = 0
-    """Requests of the other mode that have yet to copy it."""
     last_used: int = 0
     """When it was added or let go of last, by the count of such events."""
     children: set[HeldPrefix] = field(default_factory=set)
@@ -135,11 +132,9 @@ class HeldPrefixes:
         """The prefix that has a page. Whatever is before that is held, too."""
         self._prefixes: set[HeldPrefix] = set()
         self._idle: OrderedDict[HeldPrefix, None] = OrderedDict()
-        """Those that nobody uses or copies, least recently used first, so none before what is behind it."""
+        """Those that nobody uses, least recently used first, so none before what is behind it."""
         self._num_unused = dict.fromkeys(Mode, 0)
         """Pages without users."""
-        self._num_idle = dict.fromkeys(Mode, 0)
-        """Pages that nobody copies either."""
         self._num_events = 0
         """Of what is added, and let go of."""
         self.num_evicted_tokens = 0
@@ -155,13 +150,8 @@ class HeldPrefixes:
 
     @property
     def unused(self) -> SlotCounts:
-        """What no request has among its pages; some may still copy it."""
+        """What no request has among its pages: ``make_room`` can give it up."""
         return kv_and_index_slots(self._num_unused, self._pools.page_size)
-
-    @property
-    def idle(self) -> SlotCounts:
-        """What ``make_room`` can give up."""
-        return kv_and_index_slots(self._num_idle, self._pools.page_size)
 
     def find(self, keys: Sequence[PageKey], mode: Mode) -> Match | None:
         """The longest beginning of ``keys`` that is held in ``mode``."""
@@ -169,26 +159,24 @@ class HeldPrefixes:
         num_pages = bisect_left(keys, True, key=lambda key: key not in by_key)
         return Match(by_key[keys[num_pages - 1]], num_pages) if num_pages else None
 
-    def use(self, keys: Sequence[PageKey], mode: Mode, *, copy: bool = False) -> HeldPrefix:
+    def use(self, keys: Sequence[PageKey], mode: Mode) -> HeldPrefix:
         """For one more request the prefix that ends with the last of ``keys``, which are all held.
 
-        It stays until the request lets go of it. ``copy``: the request is of the other mode.
+        It stays until the request lets go of it.
         """
         prefix = self._ending_at(keys, mode)
         for part in prefix.chain():
             self._count(part, -1)
-            part.num_users += not copy
-            part.num_copies += copy
+            part.num_users += 1
             self._count(part, 1)
         return prefix
 
-    def let_go(self, prefix: HeldPrefix, *, copy: bool = False) -> None:
-        """One request fewer uses ``prefix``, or copies it."""
+    def let_go(self, prefix: HeldPrefix) -> None:
+        """One request fewer uses ``prefix``."""
         self._num_events += 1
         for part in prefix.chain():
             self._count(part, -1)
-            part.num_users -= not copy
-            part.num_copies -= copy
+            part.num_users -= 1
             part.last_used = self._num_events
             self._count(part, 1)
         self._join_chain(prefix)
@@ -278,15 +266,13 @@ class HeldPrefixes:
         while self._idle:
             self._cut(next(iter(self._idle)), 0)
 
-    def check_integrity(self, users: Iterable[HeldPrefix], copiers: Iterable[HeldPrefix]) -> None:
+    def check_integrity(self, users: Iterable[HeldPrefix]) -> None:
         """Raise PoolIntegrityError unless the index and the counts say what is held, and who uses it.
 
-        ``users``: what each request has that uses one, likewise ``copiers``.
+        ``users``: what each request has that uses one.
         """
         num_users = Counter(part for prefix in users for part in prefix.chain())
-        num_copies = Counter(part for prefix in copiers for part in prefix.chain())
-        num_unused, num_idle = dict.fromkeys(Mode, 0), dict.fromkeys(Mode, 0)
-        num_entries = dict.fromkeys(Mode, 0)
+        num_unused, num_entries = dict.fromkeys(Mode, 0), dict.fromkeys(Mode, 0)
         num_children = num_behind = 0
         seen: set[HeldPrefix] = set()
         for prefix in self._idle:
@@ -311,27 +297,23 @@ class HeldPrefixes:
             num_behind += prefix.parent is not None
             if any(self._by_key[prefix.mode].get(key) is not prefix for key in prefix.keys):
                 raise PoolIntegrityError(f"{where}: a page cannot be found")
-            if (prefix.num_users, prefix.num_copies) != (num_users[prefix], num_copies[prefix]):
+            if prefix.num_users != num_users[prefix]:
                 raise PoolIntegrityError(
-                    f"{where}: {prefix.num_users} users and {prefix.num_copies} copies counted, "
-                    f"{num_users[prefix]} and {num_copies[prefix]} known"
+                    f"{where}: {prefix.num_users} users counted, {num_users[prefix]} known"
                 )
             is_unused = not prefix.num_users
-            is_idle = is_unused and not prefix.num_copies
-            if is_idle is not (prefix in self._idle):
-                raise PoolIntegrityError(f"{where}: idle {is_idle}, listed {prefix in self._idle}")
+            if is_unused is not (prefix in self._idle):
+                raise PoolIntegrityError(f"{where}: unused {is_unused}, listed {prefix in self._idle}")
             num_entries[prefix.mode] += num_pages
             num_unused[prefix.mode] += num_pages * is_unused
-            num_idle[prefix.mode] += num_pages * is_idle
         if num_children != num_behind:
             raise PoolIntegrityError(f"{num_behind} prefixes are behind others, which know {num_children}")
         num_found = {mode: len(by_key) for mode, by_key in self._by_key.items()}
-        if (num_entries, num_unused, num_idle) != (num_found, self._num_unused, self._num_idle):
+        if (num_entries, num_unused) != (num_found, self._num_unused):
             raise PoolIntegrityError(
-                f"held pages {num_entries}, unused {num_unused}, idle {num_idle}, "
-                f"counted as {num_found}, {self._num_unused}, {self._num_idle}"
+                f"held pages {num_entries}, unused {num_unused}, counted as {num_found}, {self._num_unused}"
             )
-        if strays := (num_users.keys() | num_copies.keys()) - self._prefixes:
+        if strays := num_users.keys() - self._prefixes:
             raise PoolIntegrityError(f"{len(strays)} prefixes are used and not held")
 
     def _ending_at(self, keys: Sequence[PageKey], mode: Mode) -> HeldPrefix:
@@ -348,7 +330,6 @@ class HeldPrefixes:
             prefix.keys[:num_first],
             self._pools.split(prefix.holding, prefix.holding.extents, num_first * self._pools.page_size),
             prefix.num_users,
-            prefix.num_copies,
             prefix.last_used,
             {prefix},
         )
@@ -394,9 +375,6 @@ class HeldPrefixes:
         if prefix.num_users:
             return
         self._num_unused[prefix.mode] += num_pages
-        if prefix.num_copies:
-            return
-        self._num_idle[prefix.mode] += num_pages
         if sign > 0:
             self._idle[prefix] = None
         else:
@@ -413,7 +391,6 @@ class HeldPrefixes:
             del self._by_key[prefix.mode][key]
         num_gone = len(prefix.keys) - num_pages
         self._num_unused[prefix.mode] -= num_gone
-        self._num_idle[prefix.mode] -= num_gone
         prefix.end_page -= num_gone
         del prefix.keys[num_pages:]
         if num_pages:
@@ -428,6 +405,6 @@ class HeldPrefixes:
                     self._join_chain(child)
 
 
-def _use_of(prefix: HeldPrefix) -> tuple[int, int, int]:
+def _use_of(prefix: HeldPrefix) -> tuple[int, int]:
     """Who uses a prefix uses the one before it, so that as many users of both are the same ones."""
-    return prefix.num_users, prefix.num_copies, prefix.last_used
+    return prefix.num_users, prefix.last_used

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
-from decode_node.held_prefixes import KV_POOL, OTHER_MODE, HeldPrefixes
+from decode_node.held_prefixes import KV_POOL, HeldPrefixes
 from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
@@ -56,8 +56,6 @@ class LiveRequests:
     def __init__(self, pools: Pools, quarantine_secs: float) -> None:
         self.pools = pools
         self.held = HeldPrefixes(pools)
-        self.copying: dict[Room, Request] = {}
-        """Those with a ``source``."""
         self.quarantine = Quarantine(quarantine_secs, pools.release)
         self.num_queued: Counter[HisparseFlag] = Counter()
         """Requests that own nothing yet, by what they ask for."""
@@ -136,13 +134,8 @@ class LiveRequests:
 
     @property
     def available(self) -> SlotCounts:
-        """What can be given to requests: free slots, and held ones that nobody uses, copied from or not."""
+        """What can be given to requests: free slots, and held ones that nobody uses."""
         return self.pools.free + self.held.unused
-
-    @property
-    def available_now(self) -> SlotCounts:
-        """The same while nothing is copied to its end."""
-        return self.pools.free + self.held.idle
 
     # --- the moves --------------------------------------------------------------------------------
 
@@ -197,10 +190,8 @@ class LiveRequests:
 
     def use_held(self, admission: Admission) -> None:
         """Keep what of the prompt is held for the request, before anything of the plan makes room."""
-        request, keys = admission.request, admission.request.usable_keys[: admission.num_held_pages]
-        if admission.copies_held:
-            request.source = self.held.use(keys, OTHER_MODE[admission.mode], copy=True)
-        elif keys:
+        request, keys = admission.request, admission.request.usable_keys[: admission.num_shared_pages]
+        if keys:
             request.prefix = self.held.use(keys, admission.mode)
         request.held_prefix_tokens = len(keys) * self.pools.page_size
 
@@ -209,8 +200,6 @@ class LiveRequests:
         request = admission.request
         self.held.make_room(self.pools.rounded(admission.need))
         holding = self.pools.reserve(request.room, admission.need)
-        if request.source is not None:
-            self.copying[request.room] = request
         self._leave(request)
         self.num_queued[request.flag] -= 1
         request.move(RequestState.LANDING)
@@ -223,15 +212,6 @@ class LiveRequests:
         self._set_deadline(request, deadline)
         request.admitted_seq = self._num_admitted
         self._num_admitted += 1
-
-    def copied(self, request: Request) -> None:
-        """The request has its held prefix in its own slots."""
-        source, request.source = request.source, None
-        if source is not None:
-            del self.copying[request.room]
-            self.held.let_go(source, copy=True)
-            if request.state is RequestState.RUNNING:
-                self._share_prompt(request)
 
     def start(self, request: Request, lands_until: float = 0.0) -> None:
         """LANDING → RUNNING: all bytes are here, the aux record is read.
@@ -335,8 +315,8 @@ class LiveRequests:
         still write to goes to quarantine; everything else is free at once. So does what a repeated batch of a
         delivered room may still write to.
 
-        What is good and quiet is held: of a RUNNING or ENDING request that is ``is_sound`` all whole pages,
-        otherwise what it copied from a held prefix. What it shares stays where it is.
+        What is good and quiet is held: all whole pages of a RUNNING or ENDING request that is ``is_sound``.
+        What it shares stays where it is.
         """
         was_landing = request.state is RequestState.LANDING
         if request.state is RequestState.ENDING:
@@ -350,13 +330,7 @@ class LiveRequests:
             self.num_queued[request.flag] -= 1
             return
         may_land = landing is not Landing.QUIET if was_landing else request.lands_until > now
-        if request.source is not None:
-            num_good_tokens = 0
-            self.copied(request)
-        elif was_landing or may_land:
-            num_good_tokens = request.held_prefix_tokens
-        else:
-            num_good_tokens = request.num_kv_tokens if is_sound else 0
+        num_good_tokens = request.num_kv_tokens if is_sound and not (was_landing or may_land) else 0
         num_shared_pages = 0
         if request.prefix is not None:  # let go of first: what it leaves is then one with what it shared
             num_shared_pages = request.prefix.end_page
@@ -469,8 +443,7 @@ class LiveRequests:
         admitted = [request for requests in self._admitted.values() for request in requests.values()]
         admitted += self.ending
         self.held.check_integrity(
-            users=[request.prefix for request in admitted if request.prefix is not None],
-            copiers=[request.source for request in admitted if request.source is not None],
+            users=[request.prefix for request in admitted if request.prefix is not None]
         )
 
 

@@ -111,8 +111,6 @@ class Request:
     """Of the prompt, in whole pages: their KV and indexer keys were here already, so nothing lands there."""
     prefix: HeldPrefix | None = None
     """The first of its pages, shared with whoever begins alike; its own are behind them."""
-    source: HeldPrefix | None = None
-    """A held prefix of the other mode, until it is copied to the first of its own pages."""
     held_tokens: SlotCounts = field(default_factory=SlotCounts)
     """What it owns of the pools of tokens."""
     reserved_tokens: int = 0
@@ -262,7 +260,7 @@ class Request:
         So they may when all is there and nothing can land once more, unless it may have to leave its pages.
         """
         keeps_pages = self.mode is Mode.HISPARSE or self.reserved_tokens >= self.life_tokens
-        return keeps_pages and not self.lands_until and self.source is None
+        return keeps_pages and not self.lands_until
 
     @property
     def usable_keys(self) -> tuple[PageKey, ...]:

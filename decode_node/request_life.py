@@ -21,7 +21,7 @@ from decode_node.held_prefixes import KV_POOL, PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import DuplicateRoom, Landing, LiveRequests
 from decode_node.metrics import Metrics
-from decode_node.pools import PoolKind, SlotCounts
+from decode_node.pools import PoolKind
 from decode_node.prefill_peers import (
     InstanceGone,
     PeerEvent,
@@ -33,10 +33,9 @@ from decode_node.prefill_peers import (
     RoomMessage,
     WriterGone,
 )
-from decode_node.prefix_copies import PrefixCopies
 from decode_node.quarantine import Quarantined
 from decode_node.request import Request, RequestState
-from decode_node.scheduler import Admission, Exchange, Growth, Limits, StepPlan, refusal
+from decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
 from grammar.matcher import GrammarError
 from model.sampling import finish_reason
 from protocol.messages import (
@@ -75,7 +74,6 @@ class RequestLife:
     room_timeout_secs: float
     requests: LiveRequests
     hot_buffers: HotBuffers
-    copies: PrefixCopies
     peers: PrefillPeers
     metrics: Metrics
     send: Callable[[FromEngine], None]
@@ -277,7 +275,7 @@ class RequestLife:
         request.phases.end(now)
         self.requests.start(request, self.requests.quarantine.free_at(now) if message.batch_failed else 0.0)
         self.emit(request, [record.first_token], [record.logprob], now)
-        if request.state is RequestState.RUNNING and request.source is None:
+        if request.state is RequestState.RUNNING:
             self._fill_row(request, now)
 
     # --- deadlines --------------------------------------------------------------------------------
@@ -349,28 +347,17 @@ class RequestLife:
         for exchange in plan.exchanges:
             self._exchange(exchange, now)
         for growth in plan.growths:
-            self._grow(growth, now)
+            self.requests.grow(growth.request, growth.need)
+            self.hot_buffers.grow(growth.request)
         for admission in plan.admissions:
             self._admit(admission, now)
-
-    def _grow(self, growth: Growth, now: float) -> None:
-        request = growth.request
-        self._make_available(growth.need, now)
-        # It may have been copied to its end for that, and have ended because its row could not be filled.
-        if request.state is RequestState.RUNNING:
-            self.requests.grow(request, growth.need)
-            if request.source is None:
-                self.hot_buffers.grow(request)
 
     def _admit(self, admission: Admission, now: float) -> None:
         request = admission.request
         instance_id = self.peers.instance_id(request.peer)
-        self._make_available(admission.need, now)
         self.requests.admit(admission, instance_id, now + self.room_timeout_secs)
         request.phases.end(now)
         self.metrics.add("requests_total", mode=admission.mode)
-        if request.source is not None:
-            self.copies.start(request)
         if not self.peers.send(request.peer, _bootstrap(request)):
             error = f"prefill node {request.peer} takes no messages; try again"
             self.fail(request, 503, error, Landing.QUIET, now, PREFILL_NODE_FAILED)
@@ -378,42 +365,13 @@ class RequestLife:
     def _exchange(self, exchange: Exchange, now: float) -> None:
         """Other device slots for a running request that is in no step."""
         request = exchange.request
-        if request.state is not RequestState.RUNNING:
-            return  # an exchange before this one copied it to its end, and its row could not be filled
         if request.num_in_flight:
             raise RuntimeError(f"room {request.room}: it is in a step, which uses its device slots")
         num_before = request.num_retractions
-        if request.source is not None:
-            self._copy_to_the_end(request, now)
-            if request.state is not RequestState.RUNNING:
-                return  # its row could not be filled
-        self._make_available(exchange.need + SlotCounts(device=exchange.hot_capacity), now)
         self.requests.grow(request, exchange.need)
         if self._on_device(self.hot_buffers.retract, request, "retracted", now):
             self.requests.exchange(exchange)
             self.metrics.add("retractions_total", request.num_retractions - num_before)
-            self._fill_row(request, now)
-
-    def copy_prefixes(self, now: float) -> None:
-        """A slice of the held prefixes that requests copy."""
-        if (request := self.copies.turn()) is not None:
-            self._copied(request, now)
-
-    def _make_available(self, need: SlotCounts, now: float) -> None:
-        """What is copied can be given up in a moment: who needs the slots does not wait for turns."""
-        rounded = self.requests.pools.rounded(need)
-        for request in tuple(self.requests.copying.values()):
-            if rounded.fits_in(self.requests.available_now):
-                return
-            self._copy_to_the_end(request, now)
-
-    def _copy_to_the_end(self, request: Request, now: float) -> None:
-        self.copies.finish(request)
-        self._copied(request, now)
-
-    def _copied(self, request: Request, now: float) -> None:
-        self.requests.copied(request)
-        if request.state is RequestState.RUNNING:
             self._fill_row(request, now)
 
     def _fill_row(self, request: Request, now: float) -> None:
@@ -520,7 +478,6 @@ class RequestLife:
 
     def _end(self, request: Request, landing: Landing, now: float, *, is_sound: bool = False) -> None:
         """The one way out of every state: of steps, of the tables, of the books."""
-        self.copies.drop(request)
         if request.state is RequestState.RUNNING:
             self.hot_buffers.stop_filling(request)
             # The step that it is in may not use slots of others (I1), nor may what fills its row.

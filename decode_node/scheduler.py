@@ -110,14 +110,8 @@ class Admission:
     mode: Mode
     need: SlotCounts
     hot_capacity: int
-    num_held_pages: int = 0
-    """Of its prompt: nothing is to land in these."""
-    copies_held: bool = False
-    """They are of the other mode, and to be copied to the first of ``need``."""
-
-    @property
-    def num_shared_pages(self) -> int:
-        return 0 if self.copies_held else self.num_held_pages
+    num_shared_pages: int = 0
+    """Held ones of its prompt: nothing is to land in these."""
 
 
 @dataclass(frozen=True)
@@ -348,29 +342,29 @@ class _Planner:
     def _place_hisparse(self, request: Request) -> Admission | None:
         num_tokens = request.num_prompt_tokens + self.limits.growth_tokens
         min_capacity = self.limits.min_capacity(request)
-        for held in self.beginnings.of(request, Mode.HISPARSE):
-            elsewhere = self._need(request, Mode.HISPARSE, num_tokens, held)
-            if not self._may_land(request, Mode.HISPARSE, elsewhere, held):
-                continue
-            if not self._hot_capacity(request):
-                self._shrink_hot_buffers(self.limits.in_pages(min_capacity))
-            for capacity in (self._hot_capacity(request), min_capacity):
-                need = elsewhere + SlotCounts(device=self.limits.in_pages(capacity))
-                if capacity and (reserve := self._may_land(request, Mode.HISPARSE, need, held)):
-                    return self._land(Admission(request, Mode.HISPARSE, need, capacity), held, reserve)
+        held = self.beginnings.of(request, Mode.HISPARSE)
+        elsewhere = self._need(request, Mode.HISPARSE, num_tokens, held)
+        if not self._may_land(request, Mode.HISPARSE, elsewhere, held):
+            return None
+        if not self._hot_capacity(request):
+            self._shrink_hot_buffers(self.limits.in_pages(min_capacity))
+        for capacity in (self._hot_capacity(request), min_capacity):
+            need = elsewhere + SlotCounts(device=self.limits.in_pages(capacity))
+            if capacity and (reserve := self._may_land(request, Mode.HISPARSE, need, held)):
+                return self._land(Admission(request, Mode.HISPARSE, need, capacity), held, reserve)
         return None
 
     def _place_dense(self, request: Request, lengths: Iterable[int]) -> Admission | None:
         """With pages for the first of ``lengths``, in tokens, that can be had."""
+        held = self.beginnings.of(request, Mode.DENSE)
         for num_tokens in lengths:
-            for held in self.beginnings.of(request, Mode.DENSE):
-                need = self._need(request, Mode.DENSE, num_tokens, held)
-                if reserve := self._may_land(request, Mode.DENSE, need, held):
-                    return self._land(Admission(request, Mode.DENSE, need, 0), held, reserve)
+            need = self._need(request, Mode.DENSE, num_tokens, held)
+            if reserve := self._may_land(request, Mode.DENSE, need, held):
+                return self._land(Admission(request, Mode.DENSE, need, 0), held, reserve)
         return None
 
     def _need(self, request: Request, mode: Mode, num_tokens: int, held: Beginning | None) -> SlotCounts:
-        num_shared_pages = held.num_shared_pages if held else 0
+        num_shared_pages = held.match.num_pages if held else 0
         kv = self.limits.kv_slots(mode, min(num_tokens, request.life_tokens), num_shared_pages)
         return kv + SlotCounts(aux=1, req_row=1)
 
@@ -392,7 +386,7 @@ class _Planner:
         """With what it takes, of what is held too, for what it owns: nobody counts on either."""
         if held is None:
             return self.limits.claim(request, mode, need)
-        claim = self.limits.claim(request, mode, need, held.num_shared_pages)
+        claim = self.limits.claim(request, mode, need, held.match.num_pages)
         return claim._replace(held=slots_of(need + held.taken))
 
     def _land(self, admission: Admission, held: Beginning | None, reserve: Reserve) -> Admission:
@@ -407,11 +401,11 @@ class _Planner:
             return admission
         self.available -= held.taken
         self.beginnings.take(held)
-        return replace(admission, num_held_pages=held.match.num_pages, copies_held=held.is_copied)
+        return replace(admission, num_shared_pages=held.match.num_pages)
 
     def _is_comfortable(self, request: Request) -> bool:
         """Whether the device pool keeps its margin when this request gets all pages of its whole life."""
-        held = next(self.beginnings.of(request, Mode.DENSE))
+        held = self.beginnings.of(request, Mode.DENSE)
         need = self._need(request, Mode.DENSE, request.life_tokens, held)
         left = self._spare_device() - need.device - (held.taken.device if held else 0)
         return left >= self._device_margin

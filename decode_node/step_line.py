@@ -111,7 +111,6 @@ class StepLine:
                 for request in self._requests.select(RequestState.RUNNING)
                 if request.has_next_step
                 and request.has_slots_for_next
-                and request.source is None
                 and not request.waits_for_grammar
                 and self._hot_buffers.is_ready(request)
             ),

@@ -19,10 +19,9 @@ from typing import Any
 from unittest.mock import patch
 
 from decode_node.engine import DecodeEngine
-from decode_node.held_prefixes import KV_POOL
 from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind, Stage
-from decode_node.request import PeerAddress, RequestState
+from decode_node.request import PeerAddress
 from prefill_node.engine import PrefillEngine
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from protocol.messages import PROTOCOL_VERSION, RegionKind, Room
@@ -101,18 +100,11 @@ class DecodeNode:
     clients: list[SimClient] = field(default_factory=list)
 
     def owners(self, kind: PoolKind) -> dict[int, tuple[Room, Stage]]:
-        """Slots that a request copies a held prefix to are HELD, too: they are not for its room to write."""
-        requests = self.engine.requests
-        owners = {
+        return {
             slot: (holding.room, holding.stage)
-            for holding in requests.pools._holdings
+            for holding in self.engine.requests.pools._holdings
             for slot in extents_to_slots(holding[kind]).tolist()
         }
-        for request in requests.select(RequestState.LANDING, RequestState.RUNNING):
-            if kind in (KV_POOL[request.mode], PoolKind.INDEX):
-                for slot in extents_to_slots(request.extents(kind))[: request.held_prefix_tokens].tolist():
-                    owners[slot] = request.room, Stage.HELD
-        return owners
 
 
 @dataclass
@@ -254,7 +246,6 @@ class World:
         front = SimFront()
         self._lookups = Lookups()
         engine = DecodeEngine(DECODE, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
-        engine.copies.slice_bytes = SPEC.item_bytes  # so that copies of held prefixes take many turns
         return DecodeNode(engine, front, engine.peers.session, self._lookups, engine._memory)
 
     def restart_decode(self) -> None:

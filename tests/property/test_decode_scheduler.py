@@ -168,16 +168,11 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             assert exchange.request.mode is Mode.HISPARSE or exchange.request.may_leave_pages
             is_larger = 0 < exchange.request.hot_capacity < exchange.hot_capacity
             assert not (is_larger and waiting), "a hot buffer grows while somebody waits"
-            self.make_available(exchange.need + SlotCounts(device=exchange.hot_capacity))
-            if exchange.request.source is not None:
-                self.rooms.copied(exchange.request)
             self.rooms.grow(exchange.request, exchange.need)
             self.rooms.exchange(exchange)
         for growth in plan.growths:
-            self.make_available(growth.need)
             self.rooms.grow(growth.request, growth.need)
         for admission in plan.admissions:
-            self.make_available(admission.need)
             self.rooms.admit(admission, f"run of {admission.request.peer}", float("inf"))
             self.writable[admission.request.room] = remote_slots(admission.request)
         assert [admission.request for admission in plan.admissions] == waiting[: len(plan.admissions)]
@@ -193,18 +188,6 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         stuck = self.rooms.stuck(self.now)
         usable = replace(self.limits, totals=self.limits.totals - stuck)
         return stuck != SlotCounts() and bool(refusal(usable, request))
-
-    def make_available(self, need: SlotCounts) -> None:
-        """As the engine does: what is copied now is over at once for who needs the slots."""
-        for request in tuple(self.rooms.copying.values()):
-            if self.rooms.pools.rounded(need).fits_in(self.rooms.available_now):
-                return
-            self.rooms.copied(request)
-
-    @precondition(lambda self: self.rooms.copying)
-    @rule(data=st.data())
-    def copy(self, data: st.DataObject) -> None:
-        self.rooms.copied(data.draw(st.sampled_from(list(self.rooms.copying.values()))))
 
     def _check_nothing_is_lost(self, before: dict[Room, tuple[Mode, dict[PoolKind, list[int]]]]) -> None:
         for request in self.rooms.select(RequestState.RUNNING):
@@ -228,12 +211,10 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
         paused = [r for r in running if not r.has_slots_for_next]
         assert not (paused and admitted), "somebody is admitted to slots that another waits for"
-        is_for_a_while = (
-            self.returning() or self.rooms.ending or any(r.lands_until or r.source for r in running)
-        )
+        is_for_a_while = self.returning() or self.rooms.ending or any(r.lands_until for r in running)
         assert not paused or len(paused) < len(running) or is_for_a_while, "nobody comes nearer to its end"
         for request in running:
-            if request in paused or request.source is not None:
+            if request in paused:
                 continue
             self._check_can_run(request)
             self._run(request)
@@ -264,8 +245,6 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             self.step()
             for request in self.landing():
                 self._start(request)
-            for request in tuple(self.rooms.copying.values()):
-                self.rooms.copied(request)
 
     def _check_can_run(self, request: Request) -> None:
         num_slots = {kind: len(extents_to_slots(request.extents(kind))) for kind in PoolKind}
@@ -337,7 +316,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
 
     def end(self, request: Request, known: Landing, *, is_sound: bool = False) -> None:
         was_landing = request.state is RequestState.LANDING
-        if request.state is RequestState.RUNNING and request.source is None and self.num_arrived % 3:
+        if request.state is RequestState.RUNNING and self.num_arrived % 3:
             self.rooms.start_ending(request, is_sound=is_sound)  # it is in a step in flight
             return
         self.rooms.end(request, known, self.now, is_sound=is_sound)
@@ -400,7 +379,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
             if len(self.rooms):
                 self.steps_and_deliveries(10)
         assert not self.rooms.all(), "somebody starves"
-        assert self.rooms.available_now == self.rooms.pools.totals
+        assert self.rooms.available == self.rooms.pools.totals
         self.rooms.held.flush()
         assert self.rooms.pools.free == self.rooms.pools.totals
 

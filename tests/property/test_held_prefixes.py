@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from decode_node import held_prefixes
-from decode_node.held_prefixes import KV_POOL, OTHER_MODE, PromptKeys
+from decode_node.held_prefixes import KV_POOL, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.pools import PoolKind, Pools, SlotCounts
 from decode_node.request import PeerAddress, Request, RequestState
@@ -99,24 +99,22 @@ class HeldMachine(RuleBasedStateMachine):
             arrived_at=self.now,
             prompt_keys=PromptKeys.of(root_of(salt), pack_token_ids(prompt), PAGE_SIZE),
         )
-        own, other = (self.rooms.held.find(request.usable_keys, each) for each in (mode, OTHER_MODE[mode]))
-        copies = other is not None and other.num_pages >= 2 * (own.num_pages if own else 0)
-        found = other if copies else own
+        found = self.rooms.held.find(request.usable_keys, mode)
         num_pages = found.num_pages if found else 0
         num_slots = len(prompt) + extra
-        num_own = num_slots - (0 if copies else num_pages * PAGE_SIZE)
+        num_own = num_slots - num_pages * PAGE_SIZE
         kv = SlotCounts(device=num_own)
         if mode is Mode.HISPARSE:
             kv = SlotCounts(host=num_own, device=8, lookup=num_slots)
         need = self.rooms.pools.rounded(kv + SlotCounts(index=num_own, aux=1, req_row=1))
         unused = num_pages * PAGE_SIZE  # at most
-        if not (need + SlotCounts(unused, unused, 2 * unused)).fits_in(self.rooms.available_now):
+        if not (need + SlotCounts(unused, unused, 2 * unused)).fits_in(self.rooms.available):
             return
         self.prompts[request], self.salts[request] = prompt, salt
         self.rooms.open(request)
         self.rooms.queue(request, float("inf"))
         hot_capacity = 8 if mode is Mode.HISPARSE else 0
-        admission = Admission(request, mode, need, hot_capacity, num_pages, copies)
+        admission = Admission(request, mode, need, hot_capacity, num_pages)
         self.rooms.use_held(admission)
         self.rooms.admit(admission, "run", float("inf"))
         num_held = request.held_prefix_tokens
@@ -127,25 +125,10 @@ class HeldMachine(RuleBasedStateMachine):
             for slot in self.slots(slice_extents(request.extents(kind), num_held, len(prompt)))
         ]
         for kind in (KV_POOL[mode], PoolKind.INDEX):
-            if request.source is None:
-                self.check(request, request.extents(kind), kind, 0, num_held)
-        if request.source is not None:
-            for kind in (KV_POOL[OTHER_MODE[mode]], PoolKind.INDEX):
-                self.check(request, request.source.extents(kind), kind, 0, num_held)
+            self.check(request, request.extents(kind), kind, 0, num_held)
 
     def of(self, *states: RequestState) -> list[Request]:
         return self.rooms.select(*states)
-
-    @precondition(lambda self: self.rooms.copying)
-    @rule(data=st.data())
-    def copy(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(list(self.rooms.copying.values())))
-        assert request.source is not None
-        num_held = request.held_prefix_tokens
-        for kind in (KV_POOL[OTHER_MODE[request.mode]], PoolKind.INDEX):
-            self.check(request, request.source.extents(kind), kind, 0, num_held)
-        self.write(request, (KV_POOL[request.mode], PoolKind.INDEX), 0, num_held)
-        self.rooms.copied(request)
 
     @precondition(lambda self: self.of(RequestState.LANDING))
     @rule(data=st.data(), may_land_again=st.sampled_from([False, False, True]))
@@ -164,12 +147,12 @@ class HeldMachine(RuleBasedStateMachine):
     def step(self, data: st.DataObject, num_steps: int) -> None:
         request = data.draw(st.sampled_from(self.of(RequestState.RUNNING)))
         for _ in range(num_steps):
-            if request.source is not None or not request.has_next_step:
+            if not request.has_next_step:
                 return
             if not request.has_slots_for_next:
                 kv = SlotCounts(host=4, lookup=4)
                 need = (kv if request.mode is Mode.HISPARSE else SlotCounts(device=4)) + SlotCounts(index=4)
-                if not need.fits_in(self.rooms.available_now):
+                if not need.fits_in(self.rooms.available):
                     return
                 self.rooms.grow(request, need)
             kinds = (KV_POOL[request.mode], PoolKind.INDEX)
@@ -180,7 +163,7 @@ class HeldMachine(RuleBasedStateMachine):
     @rule(data=st.data(), landing=st.sampled_from(Landing), is_sound=st.sampled_from([True, True, False]))
     def end(self, data: st.DataObject, landing: Landing, is_sound: bool) -> None:
         request = data.draw(st.sampled_from(self.of(RequestState.LANDING, RequestState.RUNNING)))
-        if request.state is RequestState.RUNNING and request.source is None:
+        if request.state is RequestState.RUNNING:
             for kind in (KV_POOL[request.mode], PoolKind.INDEX):
                 self.check(request, request.extents(kind), kind, 0, request.num_kv_tokens)
         self.said.append(self.tokens(request))
@@ -211,7 +194,7 @@ class HeldMachine(RuleBasedStateMachine):
     def flush(self, dice: int) -> None:
         if dice == 0:
             self.rooms.held.flush()
-            assert self.rooms.held.idle == SlotCounts()
+            assert self.rooms.held.unused == SlotCounts()
 
     @invariant()
     def is_whole(self) -> None:
@@ -249,7 +232,7 @@ class HeldMachine(RuleBasedStateMachine):
             self.rooms.end(request, Landing.QUIET, self.now, is_sound=True)
         self.pass_time(2 * QUARANTINE_SECS, True)
         self.pass_time(2 * QUARANTINE_SECS, True)
-        assert self.rooms.available_now == self.rooms.pools.totals
+        assert self.rooms.available == self.rooms.pools.totals
         self.rooms.held.flush()
         assert self.rooms.pools.free == self.rooms.pools.totals
 

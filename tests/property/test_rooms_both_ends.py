@@ -624,42 +624,6 @@ def write_slowly(world: World) -> PrefillNode:
     return world.prefill[address]
 
 
-@pytest.mark.I5
-@pytest.mark.parametrize(
-    "flags", [(HisparseFlag.TRUE, HisparseFlag.FALSE), (HisparseFlag.FALSE, HisparseFlag.TRUE)]
-)
-def test_a_turn_in_the_other_mode_steps_once_its_prefix_is_copied(flags: tuple[HisparseFlag, ...]) -> None:
-    """All that is new has landed long before: a token of each layer is copied in a turn."""
-    world = World(1)
-    try:
-        (address,) = world.addresses
-        front, requests = world.decode.front, world.decode.engine.requests
-        written = itertools.repeat(WriteFate.WRITTEN)
-        prompt = tuple(range(7)) * 2
-        for number, flag in enumerate(flags):
-            request = Generate(
-                f"turn-{number}", number, len(prompt), SamplingParams(3), address.host, address.port, flag
-            )
-            group = world.generate(request, prompt)
-            for inbox in (front.inbox, world.prefill[address].front.inbox):
-                inbox.append(group)
-            while request.request_id not in front.tokens:
-                world.work(written)
-            if number:
-                assert list(requests.copying) == [Room(1)]
-                assert requests.copying[Room(1)].held_prefix_tokens == 16
-            while requests.copying:
-                assert front.tokens[request.request_id] == [FIRST_TOKEN]
-                world.work(written)
-            while not front.num_ends[request.request_id]:
-                world.work(written)
-            assert front.tokens[request.request_id] == [FIRST_TOKEN, NEXT_TOKEN, NEXT_TOKEN]
-            prompt = (*prompt, *front.tokens[request.request_id], 1)
-        assert not front.errors
-    finally:
-        world.close()
-
-
 TestBothEnds = pytest.mark.timeout(0 if _ASKED else 600)(BothEndsMachine.TestCase)
 TestBothEnds.settings = settings(
     derandomize=_ASKED is None,

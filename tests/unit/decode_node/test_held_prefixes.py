@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import pairwise
@@ -10,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from decode_node.held_prefixes import OTHER_MODE, HeldPrefixes, Match, PromptKeys
+from decode_node.held_prefixes import HeldPrefixes, Match, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import slots_tensor
 from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
 from decode_node.request import PeerAddress, Request, RequestState
-from decode_node.scheduler import Admission, Exchange, StepPlan
+from decode_node.scheduler import Admission
 from protocol.messages import Room
 from service.engine_messages import FlushCache, pack_token_ids
 from service.prompt_keys import NO_ISOLATION, PageKey, root_of
@@ -108,12 +106,12 @@ def test_any_number_use_a_prefix_as_far_as_it_is_the_same(mode: Mode) -> None:
     assert longer.extents(PoolKind.INDEX)[: len(users[0].extents(PoolKind.INDEX))] == users[0].extents(
         PoolKind.INDEX
     )
-    prefixes.check_integrity([*users, longer], [])
-    assert prefixes.unused == prefixes.idle == kv_slots(mode, 12)
+    prefixes.check_integrity([*users, longer])
+    assert prefixes.unused == kv_slots(mode, 12)
     for prefix in (*users, longer):
         prefixes.let_go(prefix)
-    prefixes.check_integrity([], [])
-    assert pools.free + prefixes.idle == pools.totals
+    prefixes.check_integrity([])
+    assert pools.free + prefixes.unused == pools.totals
 
 
 @pytest.mark.I2
@@ -125,7 +123,7 @@ def test_neighbours_are_one_run_unless_something_tells_them_apart(mode: Mode) ->
     for num_pages in range(1, 9):  # a page a turn
         hold(pools, prefixes, keys[:num_pages], mode, num_pages - 1)
         assert len(prefixes) == 1
-        prefixes.check_integrity([], [])
+        prefixes.check_integrity([])
     slots = extents_to_slots(prefixes.use(keys, mode).extents(PoolKind.INDEX)).tolist()
     assert len(set(slots)) == 8 * PAGE
     part = prefixes.use(keys[:3], mode)
@@ -137,13 +135,13 @@ def test_neighbours_are_one_run_unless_something_tells_them_apart(mode: Mode) ->
     for _ in range(2):
         prefixes.let_go(whole)
     assert len(prefixes) == 1
-    prefixes.check_integrity([], [])
+    prefixes.check_integrity([])
     assert extents_to_slots(prefixes.use(keys, mode).extents(PoolKind.INDEX)).tolist() == slots
     prefixes.let_go(whole)
     hold(pools, prefixes, (*keys[:5], *keys_of((7,) * 6 * PAGE).keys[5:]), mode, 5)
     assert len(prefixes) == 3, "two are behind the first part"
     prefixes.flush()
-    prefixes.check_integrity([], [])
+    prefixes.check_integrity([])
     assert (len(prefixes), pools.free) == (0, pools.totals)
 
 
@@ -166,7 +164,7 @@ def test_what_was_left_beside_a_long_sequence_is_given_up_when_it_has_too_many_r
         assert match is not None
         assert match.num_pages == number
         assert len(list(match.prefix.chain())) <= 4
-        prefixes.check_integrity([], [])
+        prefixes.check_integrity([])
     left = [number for number in range(1, 7) if num_of(prefixes, sides[number]) == number + 1]
     assert left == [4, 5, 6], "those left the longest ago are gone"
     users = [prefixes.use(sides[number], Mode.HISPARSE) for number in (4, 5, 6)]
@@ -175,7 +173,7 @@ def test_what_was_left_beside_a_long_sequence_is_given_up_when_it_has_too_many_r
     assert [num_of(prefixes, sides[number]) for number in (4, 5, 6)] == [5, 6, 7]
     for user in users:
         prefixes.let_go(user)
-    prefixes.check_integrity([], [])
+    prefixes.check_integrity([])
 
 
 def num_of(prefixes: HeldPrefixes, keys: tuple[PageKey, ...]) -> int:
@@ -212,7 +210,7 @@ def test_what_is_held_already_is_not_held_twice() -> None:
     hold(pools, prefixes, keys_of((1,) * 16).keys, Mode.HISPARSE, num_before=3)
     hold(pools, prefixes, longer[:4], Mode.HISPARSE, num_before=1)
     assert (prefixes.num_tokens, pools.totals.host - pools.free.host) == (24, 24)
-    prefixes.check_integrity([], [])
+    prefixes.check_integrity([])
     holding = pools.reserve(Room(2), SlotCounts(host=4, index=4))
     pools.move(holding, Stage.HELD)
     with pytest.raises(PoolIntegrityError, match="what is before its pages is not held"):
@@ -227,7 +225,7 @@ def test_the_least_recently_used_go_first_and_from_their_ends() -> None:
     prefixes.make_room(pools.free + SlotCounts(host=3 * PAGE))
     assert [num_held(prefixes, (room,) * 12) for room in (1, 2)] == [0, 2]
     assert (prefixes.num_evicted_tokens, len(prefixes)) == (16, 1)
-    prefixes.check_integrity([], [])
+    prefixes.check_integrity([])
     prefixes.flush()
     assert (pools.free, prefixes.num_evicted_tokens) == (pools.totals, 16)
 
@@ -238,31 +236,17 @@ def test_what_is_used_is_not_given_up_and_its_start_is_given_up_last() -> None:
     long, other = keys_of((1,) * 20).keys, keys_of((1,) * 12 + (2,) * 4).keys
     for keys in (long, other):
         hold(pools, prefixes, keys, Mode.HISPARSE, num_before=3)
-        prefixes.check_integrity([], [])
+        prefixes.check_integrity([])
     used = prefixes.use(other, Mode.HISPARSE)
     prefixes.make_room(SlotCounts(host=1000))
     assert num_held(prefixes, (1,) * 20) == 3
-    assert (prefixes.num_tokens, prefixes.idle) == (16, SlotCounts())
+    assert (prefixes.num_tokens, prefixes.unused) == (16, SlotCounts())
     prefixes.flush()
     assert prefixes.num_tokens == 16
     prefixes.let_go(used)
-    prefixes.check_integrity([], [])
+    prefixes.check_integrity([])
     prefixes.make_room(pools.free + SlotCounts(host=PAGE + 1))
     assert num_held(prefixes, (1,) * 20) == 2, "from its end"
-
-
-@pytest.mark.I2
-def test_what_is_copied_is_kept_and_counts_as_unused() -> None:
-    pools, prefixes = held(1)
-    source = prefixes.use(keys_of((1,) * 8).keys, Mode.HISPARSE, copy=True)
-    assert (prefixes.unused.host, prefixes.idle.host) == (12, 4)
-    prefixes.make_room(SlotCounts(host=1000))
-    assert num_held(prefixes, (1,) * 12) == 2
-    prefixes.check_integrity([], [source])
-    with pytest.raises(PoolIntegrityError, match="0 users and 1 copies counted, 1 and 0 known"):
-        prefixes.check_integrity([source], [])
-    prefixes.let_go(source, copy=True)
-    assert pools.free + prefixes.idle == pools.totals
 
 
 def test_nothing_is_given_up_for_slots_that_it_does_not_have() -> None:
@@ -272,7 +256,7 @@ def test_nothing_is_given_up_for_slots_that_it_does_not_have() -> None:
     assert prefixes.num_tokens == 12
     hold(pools, prefixes, keys_of((2,) * 8).keys, Mode.DENSE)
     prefixes.make_room(pools.free + SlotCounts(device=1))
-    assert prefixes.idle == SlotCounts(host=12, device=4, index=16)
+    assert prefixes.unused == SlotCounts(host=12, device=4, index=16)
 
 
 @pytest.mark.I2
@@ -312,11 +296,9 @@ class Books:
         self._num_rooms += 1
         request = make_request(self._num_rooms, prompt)
         num_slots = num_slots or len(prompt) + 4
-        own, other = (self.rooms.held.find(request.usable_keys, each) for each in (mode, OTHER_MODE[mode]))
-        found = own or other
-        copies = own is None and other is not None
+        found = self.rooms.held.find(request.usable_keys, mode)
         num_pages = found.num_pages if found else 0
-        num_own = num_slots - (0 if copies else num_pages * PAGE)
+        num_own = num_slots - num_pages * PAGE
         kv = SlotCounts(device=num_own)
         if mode is Mode.HISPARSE:
             kv = SlotCounts(host=num_own, device=8, lookup=num_slots)
@@ -324,7 +306,7 @@ class Books:
         self.rooms.queue(request, 9.0)
         need = kv + SlotCounts(index=num_own, aux=1, req_row=1)
         hot_capacity = 8 if mode is Mode.HISPARSE else 0
-        admission = Admission(request, mode, need, hot_capacity, num_pages, copies)
+        admission = Admission(request, mode, need, hot_capacity, num_pages)
         self.rooms.use_held(admission)
         self.rooms.admit(admission, "run", 9.0)
         self.rooms.check_integrity()
@@ -382,25 +364,6 @@ def test_of_a_room_that_did_not_land_only_what_was_held_before_is_held(mode: Mod
 
 @pytest.mark.I2
 @pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("is_copied", [True, False])
-def test_what_is_copied_is_held_in_both_modes_and_what_is_not_is_nobodys(mode: Mode, is_copied: bool) -> None:
-    books = Books()
-    books.end(books.run(books.land(PROMPT, mode), 3))
-    request = books.land((*PROMPT, 77, 77, 1), OTHER_MODE[mode])
-    assert (request.held_prefix_tokens, request.owned.num_slots(PoolKind.INDEX)) == (12, 20)
-    assert request.source is not None
-    assert books.rooms.available_now + kv_slots(mode, 12) == books.rooms.available
-    if is_copied:
-        books.rooms.copied(request)
-        books.rooms.check_integrity()
-        assert books.rooms.available == books.rooms.available_now
-    books.end(request)
-    assert books.rooms.held.num_tokens == 12 + 12 * is_copied
-    assert books.rooms.available_now == books.rooms.pools.totals
-
-
-@pytest.mark.I2
-@pytest.mark.parametrize("mode", list(Mode))
 def test_those_that_begin_alike_hold_the_beginning_once(mode: Mode) -> None:
     """While they run, and when they have ended with different continuations."""
     books = Books()
@@ -417,7 +380,7 @@ def test_those_that_begin_alike_hold_the_beginning_once(mode: Mode) -> None:
     assert requests[1].extents(PoolKind.INDEX)
     books.end(requests[1])
     assert books.rooms.held.num_tokens == 8 + 4 + 4
-    assert books.rooms.available_now == books.rooms.pools.totals
+    assert books.rooms.available == books.rooms.pools.totals
 
 
 @pytest.mark.I1
@@ -475,7 +438,7 @@ def test_what_a_failed_step_left_is_not_held() -> None:
     assert books.rooms.held.num_tokens == 8
     books.end(books.run(books.land((5, *PROMPT), Mode.DENSE, 12), 2), is_sound=False)
     assert books.rooms.held.num_tokens == 8
-    assert books.rooms.available_now == books.rooms.pools.totals
+    assert books.rooms.available == books.rooms.pools.totals
 
 
 @pytest.mark.I2
@@ -596,7 +559,7 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
 def test_a_prefix_is_held_for_requests_with_its_isolation_key_only(
     node: EngineHarness, double: PrefillDouble
 ) -> None:
-    """Of either mode. The Bootstrap has the digest of the tokens and the key."""
+    """And its mode. The Bootstrap has the digest of the tokens and the key."""
     prompt = random_prompt(12, 85)
 
     def num_held(root: PageKey, flag: HisparseFlag) -> int:
@@ -610,7 +573,9 @@ def test_a_prefix_is_held_for_requests_with_its_isolation_key_only(
     roots = [NO_ISOLATION, root_of("a"), root_of(None, "a")]
     assert [num_held(root, HisparseFlag.TRUE) for root in roots] == [0, 0, 0]
     assert [num_held(root, HisparseFlag.TRUE) for root in roots] == [80, 80, 80]
-    assert [num_held(root, HisparseFlag.FALSE) for root in [root_of("b"), *roots]] == [0, 80, 80, 80]
+    assert [num_held(root, HisparseFlag.FALSE) for root in [*roots, root_of("b"), *roots]] == [0] * 4 + [
+        80
+    ] * 3
 
 
 @pytest.mark.I5
@@ -641,103 +606,15 @@ def test_a_conversation_goes_on_behind_what_is_held(
 
 @pytest.mark.I5
 @pytest.mark.parametrize("first", [HisparseFlag.TRUE, HisparseFlag.FALSE])
-def test_a_conversation_may_change_its_mode(
-    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch, first: HisparseFlag
+def test_a_turn_in_the_other_mode_finds_nothing_held(
+    node: EngineHarness, double: PrefillDouble, first: HisparseFlag
 ) -> None:
-    """The KV is copied from pool to pool in slices of some tokens, while others get theirs."""
-    monkeypatch.setattr(node.engine.copies, "slice_bytes", 5 * node.engine._spec.item_bytes)
-    prompt, other = random_prompt(6, 70), random_prompt(7, 30)
-    turns: list[tuple[Prompt, list[int], HisparseFlag]] = []
+    prompt = random_prompt(6, 70)
     second = HisparseFlag.FALSE if first is HisparseFlag.TRUE else HisparseFlag.TRUE
-    for flag in (first, second):
-        beside = node.generate(double, other, 60, HisparseFlag.TRUE)
-        node.turn_until(lambda beside=beside: beside.token_ids, double)
-        answer = node.generate(double, prompt, 20, flag)
-        node.turn_until(lambda answer=answer: answer.token_ids, double)
-        if turns:
-            assert node.engine.copies.is_busy, "the first token does not wait for the copy"
-        num_before = len(beside.token_ids)
-        node.turn_until(lambda answer=answer: answer.is_over, double)
-        assert len(beside.token_ids) > num_before + 30 * bool(turns), "others step meanwhile"
-        node.turn_until(lambda beside=beside: beside.is_over, double)
-        turns.append((prompt, answer.token_ids, flag))
-        prompt = (*prompt, *answer.token_ids, *random_prompt(40, 10))
-    held = [bootstrap.num_held_tokens for bootstrap in double.bootstraps[1::2]]
-    assert held == [0, *((len(before) + 19) // 16 * 16 for before, _, _ in turns[:-1])]
-    for before, token_ids, flag in turns:
-        flush(node, double)
-        assert ask(node, double, before, 20, flag).token_ids == token_ids
-
-
-@pytest.mark.I1
-def test_a_client_that_leaves_while_its_prefix_is_copied(
-    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node.engine.copies, "slice_bytes", node.engine._spec.item_bytes)
-    prompt = random_prompt(8, 70)
-    ask(node, double, prompt, 2, HisparseFlag.TRUE)
-    answer = node.generate(double, (*prompt, 1), 20, HisparseFlag.FALSE)
-    node.turn_until(lambda: node.engine.copies.is_busy, double)
-    node.leave(answer)
-    requests = node.engine.requests
-    node.turn_until(lambda: not requests and not len(requests.quarantine), double)
-    assert not node.engine.copies.is_busy
-    assert requests.held.num_tokens == 64, "what it copied from"
-    assert requests.available_now == requests.pools.totals
-
-
-def test_who_needs_the_slots_of_a_source_does_not_wait_for_turns(
-    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node.engine.copies, "slice_bytes", node.engine._spec.item_bytes)
-    prompt = random_prompt(9, 330)
-    ask(node, double, prompt, 2, HisparseFlag.TRUE)
-    copying = node.generate(double, (*prompt, 1), 20, HisparseFlag.FALSE)
-    node.turn_until(lambda: node.engine.copies.is_busy, double)
-    assert node.engine.requests.pools.free.host < 900
-    large = node.generate(double, random_prompt(10, 900), 20, HisparseFlag.TRUE)
-    node.turn_until(lambda: len(double.bootstraps) == 3, double)
-    assert not node.engine.copies.is_busy
-    node.turn_until(lambda: copying.is_over and large.is_over, double)
-    assert copying.failure is None
-    assert large.failure is None
-
-
-@pytest.mark.I7
-def test_a_copy_that_is_finished_for_an_exchange_may_end_who_is_next_in_the_plan(
-    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requests, hot_buffers = node.engine.requests, node.engine.hot_buffers
-    monkeypatch.setattr(node.engine.copies, "slice_bytes", node.engine._spec.item_bytes)
-    prompt = random_prompt(11, 330)
-    ask(node, double, prompt, 2, HisparseFlag.TRUE)
-    spared = node.generate(double, random_prompt(12, 100), 40, HisparseFlag.TRUE)
-    node.turn_until(lambda: spared.token_ids, double)
-    doomed = node.generate(double, (*prompt, 1), 20, HisparseFlag.FALSE)
-    node.turn_until(lambda: doomed.token_ids and node.engine.copies.is_busy, double)
-    running = {request.num_prompt_tokens: request for request in requests.select(RequestState.RUNNING)}
-    assert running[331].source is not None
-    wanted = requests.available_now.host + 16
-    plan = StepPlan(
-        exchanges=(
-            Exchange(running[100], 48, SlotCounts(host=wanted, lookup=wanted)),
-            Exchange(running[331], 48, SlotCounts(host=352, lookup=352)),
-        )
-    )
-
-    def out_of_memory(request: Request) -> None:
-        if request is running[331]:
-            raise torch.OutOfMemoryError("150 MiB wanted")
-        start(request)
-
-    start = hot_buffers.start
-    monkeypatch.setattr(hot_buffers, "start", out_of_memory)
-    node.engine.lifecycle.carry_out(plan, time.monotonic())
-    requests.check_integrity()
-    node.turn_until(lambda: doomed.is_over and spared.is_over, double)
-    assert doomed.failure is not None
-    assert "cannot be started: 150 MiB wanted" in doomed.failure.error
-    assert spared.failure is None
+    prompt = (*prompt, *ask(node, double, prompt, 20, first).token_ids, *random_prompt(40, 10))
+    answers = [ask(node, double, prompt, 20, flag).token_ids for flag in (second, first, second)]
+    assert [bootstrap.num_held_tokens for bootstrap in double.bootstraps] == [0, 0, 80, 96]
+    assert answers[0] == answers[1] == answers[2]
 
 
 @pytest.mark.I5

@@ -13,7 +13,6 @@ from decode_node.metrics import Metrics
 from decode_node.next_plan import NextPlan
 from decode_node.pools import Pools, SlotCounts
 from decode_node.prefill_peers import PrefillPeers
-from decode_node.prefix_copies import PrefixCopies
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.request_life import RequestLife
 from decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits
@@ -64,11 +63,6 @@ class FakePeers:
         return "run"
 
 
-class NoCopies:
-    def drop(self, request: Request) -> None:
-        pass
-
-
 class Node:
     """The parts of a turn that look at requests, without the model."""
 
@@ -83,7 +77,6 @@ class Node:
             room_timeout_secs=300.0,
             requests=self.rooms,
             hot_buffers=cast(HotBuffers, None),
-            copies=cast(PrefixCopies, NoCopies()),
             peers=cast(PrefillPeers, self.peers),
             metrics=Metrics(),
             send=self.sent.append,

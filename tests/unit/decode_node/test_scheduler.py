@@ -433,7 +433,7 @@ def test_those_who_share_a_prompt_need_what_is_behind_it() -> None:
     sharers = [node.arrive(TRUE, 200, family=1) for _ in range(2)]
     plan = node.step()
     assert [admission.request for admission in plan.admissions] == sharers
-    assert {(a.need.host, a.need.index, a.need.lookup, a.num_held_pages) for a in plan.admissions} == {
+    assert {(a.need.host, a.need.index, a.need.lookup, a.num_shared_pages) for a in plan.admissions} == {
         (16, 16, 208, 12)
     }
     assert node.rooms.pools.free.host == node.rooms.available.host == 400 - 192 - 3 * 16
@@ -478,19 +478,16 @@ def test_nobody_shares_what_another_needs_to_be_free(family: int, is_admitted: b
     assert (admission.request, admission.need.host) == (newcomer, 32)
 
 
-def test_a_copy_takes_nothing_from_those_who_use_what_it_copies() -> None:
-    """Who shares the same in the same plan does."""
+def test_what_a_plan_has_shared_nobody_counts_on() -> None:
     node = Node()
     node.arrive(TRUE, 200, family=1)
     node.step()
     beginnings = Beginnings(node.rooms.held, [], 16)
     newcomer = node.arrive(AUTO, 200, family=1)
-    copied, nothing = beginnings.of(newcomer, Mode.DENSE)
-    assert copied is not None
-    assert (copied.is_copied, copied.num_shared_pages, copied.taken, nothing) == (True, 0, SlotCounts(), None)
-    beginnings.take(copied)
-    (shared,) = beginnings.of(newcomer, Mode.HISPARSE)
+    assert beginnings.of(newcomer, Mode.DENSE) is None
+    shared = beginnings.of(newcomer, Mode.HISPARSE)
     assert shared is not None
+    assert (shared.match.num_pages, shared.taken) == (12, SlotCounts())
     assert beginnings.are_counted_on(shared)
     beginnings.take(shared)
     assert not beginnings.are_counted_on(shared)
