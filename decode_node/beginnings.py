@@ -53,8 +53,7 @@ class Beginnings:
         self.pinned = self.pinned_with(one)
 
     def _unused(self, match: Match) -> SlotCounts:
-        num_pages = dict.fromkeys(Mode, 0)
-        for part, num in match.parts():
-            if not part.num_users:
-                num_pages[part.mode] += max(0, num - self.pinned.get(part, 0))
-        return kv_and_index_slots(num_pages, self._page_size)
+        num_pages = sum(
+            max(0, num - self.pinned.get(part, 0)) for part, num in match.parts() if not part.num_users
+        )
+        return kv_and_index_slots(match.prefix.mode, num_pages * self._page_size)

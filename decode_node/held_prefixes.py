@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -117,10 +117,11 @@ class Match(NamedTuple):
             end_page = start_page
 
 
-def kv_and_index_slots(num_pages: Mapping[Mode, int], page_size: int) -> SlotCounts:
-    """What so many pages of each mode take."""
-    num_host, num_device = (page_size * num_pages[mode] for mode in (Mode.HISPARSE, Mode.DENSE))
-    return SlotCounts(host=num_host, device=num_device, index=num_host + num_device)
+def kv_and_index_slots(mode: Mode, num_tokens: int) -> SlotCounts:
+    """What the KV of so many tokens takes in ``mode``, the lookup slots of their request left out."""
+    if mode is Mode.DENSE:
+        return SlotCounts(device=num_tokens, index=num_tokens)
+    return SlotCounts(host=num_tokens, index=num_tokens)
 
 
 class HeldPrefixes:
@@ -151,7 +152,12 @@ class HeldPrefixes:
     @property
     def unused(self) -> SlotCounts:
         """What no request has among its pages: ``make_room`` can give it up."""
-        return kv_and_index_slots(self._num_unused, self._pools.page_size)
+        page_size = self._pools.page_size
+        dense, hisparse = (
+            kv_and_index_slots(mode, self._num_unused[mode] * page_size)
+            for mode in (Mode.DENSE, Mode.HISPARSE)
+        )
+        return dense + hisparse
 
     def find(self, keys: Sequence[PageKey], mode: Mode) -> Match | None:
         """The longest beginning of ``keys`` that is held in ``mode``."""

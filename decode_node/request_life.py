@@ -238,9 +238,7 @@ class RequestLife:
         self, entry: Quarantined, message: RoomDone | RoomFailed | RoomQuiet, now: float
     ) -> None:
         match message:
-            case RoomDone():
-                self.requests.quarantine.quiet(entry.room, message.batch_failed, now)
-            case RoomQuiet():
+            case RoomDone() | RoomQuiet():
                 self.requests.quarantine.quiet(entry.room, message.batch_failed, now)
             case RoomFailed():
                 if message.batch_failed:
@@ -391,8 +389,8 @@ class RequestLife:
     ) -> bool:
         """Do to a running request's memory and tables what its move needs. False when it failed and ended.
 
-        A hint that does not fit, or no memory, is
-        one request's affair; the others find those slots free, as their plan wants them.
+        A hint that does not fit, or no memory, is one request's affair; the others find those slots free, as
+        their plan wants them.
         """
         try:
             action(request)

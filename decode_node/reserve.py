@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from decode_node.held_prefixes import HeldPrefix
+from decode_node.held_prefixes import HeldPrefix, kv_and_index_slots
 from decode_node.pools import SlotCounts, round_up
 from decode_node.request import Request
 from vocabulary import Mode
@@ -126,8 +126,8 @@ class Reserve:
             pending = left
 
     def _unpinned(self, part: HeldPrefix) -> _Slots:
-        num_slots = (len(part.keys) - self._pinned.get(part, 0)) * self._page_size
-        return (num_slots, 0, num_slots, 0) if part.mode is Mode.HISPARSE else (0, num_slots, num_slots, 0)
+        num_pages = len(part.keys) - self._pinned.get(part, 0)
+        return slots_of(kv_and_index_slots(part.mode, num_pages * self._page_size))
 
     def _can_end(self, claim: Claim) -> bool:
         ways = claim.ways

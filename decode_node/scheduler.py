@@ -4,9 +4,8 @@
 
 - A request is admitted with the slots of its prompt and ``growth_tokens`` more, and gets as many again each
   time before the step that needs them, in all pools alike. Of a prompt whose beginning is held it needs those
-  behind that. A grant, to whomever, leaves everybody a way to
-  their end (``reserve.py``). Who cannot be granted more sits steps out: nothing that was computed is given
-  up.
+  behind that. A grant, to whomever, leaves everybody a way to their end (``reserve.py``). Who cannot be
+  granted more sits steps out: nothing that was computed is given up.
 - Growth comes before admission, and nobody is admitted while somebody sits out.
 - Admission is in order of arrival and strict: when the first in the queue does not fit, nobody overtakes it.
   Whoever runs ends within its max_new_tokens, so the first in the queue always gets its turn. Slots of an
@@ -33,7 +32,7 @@ from typing import assert_never
 
 from decode_node.beginnings import Beginning, Beginnings
 from decode_node.drafting import smallest_buffer
-from decode_node.held_prefixes import HeldPrefix, HeldPrefixes
+from decode_node.held_prefixes import HeldPrefix, HeldPrefixes, kv_and_index_slots
 from decode_node.pools import SlotCounts, round_up
 from decode_node.request import Request
 from decode_node.reserve import Claim, Place, Reserve, claim_of, slots_of
@@ -93,9 +92,8 @@ class Limits:
         """What KV of ``num_tokens`` takes behind pages that are shared, in whole pages."""
         in_pages = self.in_pages(num_tokens)
         own = in_pages - num_shared_pages * self.page_size
-        if mode is Mode.DENSE:
-            return SlotCounts(device=own, index=own)
-        return SlotCounts(host=own, index=own, lookup=in_pages)
+        lookup = in_pages if mode is Mode.HISPARSE else 0
+        return kv_and_index_slots(mode, own) + SlotCounts(lookup=lookup)
 
     def claim(self, request: Request, mode: Mode, held: SlotCounts, num_shared_pages: int = 0) -> Claim:
         min_capacity = self.min_capacity(request)
