@@ -239,7 +239,7 @@ class DecodeEngine:
         self._wakeup.clear()
         now = time.monotonic()
         if (pause_secs := now - self._last_turn_at - MAX_TURN_SECS) > 0:
-            self.requests.postpone(pause_secs)
+            self.requests.quarantine.postpone(pause_secs)
         self._last_turn_at = now
         self._receive(now)
         self._follow_grammars(now)

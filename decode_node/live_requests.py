@@ -141,8 +141,7 @@ class LiveRequests:
 
     def open(self, request: Request) -> None:
         """Take a new request in. Raises DuplicateRoom; the request that has the room stands."""
-        may_land = any(each.room == request.room and each.lands_until for each in self.ending)
-        if request.room in self._by_room or request.room in self.quarantine or may_land:
+        if request.room in self._by_room or request.room in self.quarantine:
             where = "quarantined after a failed transfer" if request.room in self.quarantine else "in use"
             raise DuplicateRoom(f"bootstrap_room {request.room} is {where} on this node; send another room")
         if request.request_id in self._by_request_id:
@@ -213,11 +212,8 @@ class LiveRequests:
         request.admitted_seq = self._num_admitted
         self._num_admitted += 1
 
-    def start(self, request: Request, lands_until: float = 0.0) -> None:
+    def start(self, request: Request) -> None:
         """LANDING → RUNNING: all bytes are here, the aux record is read.
-
-        ``lands_until``: when a batch was repeated, how long its bytes may land once more. They are the same,
-        so the request may use them; its slots serve nobody else before.
 
         The whole pages of its prompt are held from now on, if nothing is to happen to them any more. Where
         others left the same, the request uses those, and its own are free.
@@ -226,9 +222,7 @@ class LiveRequests:
         request.move(RequestState.RUNNING)
         self._admitted[RequestState.RUNNING][request.room] = request
         request.deadline = float("inf")
-        request.lands_until = lands_until
-        if not lands_until:
-            self.pools.give_up(request.owned, [PoolKind.AUX])
+        self.pools.give_up(request.owned, [PoolKind.AUX])
         self.pools.move(request.owned, Stage.RUNNING)
         self._share_prompt(request)
 
@@ -256,21 +250,6 @@ class LiveRequests:
             own = self.pools.split(request.owned, kinds, num_own * self.pools.page_size)
             self.held.add(own, keys, request.mode)
         return keys
-
-    def postpone(self, secs: float) -> None:
-        """This node stood still for ``secs``, in which nothing could land."""
-        self.quarantine.postpone(secs)
-        for request in (*self._admitted[RequestState.RUNNING].values(), *self.ending):
-            if request.lands_until:
-                request.lands_until += secs
-
-    def expire(self, now: float) -> None:
-        """Free what nothing can land in any more."""
-        self.quarantine.expire(now)
-        for request in self._admitted[RequestState.RUNNING].values():
-            if 0 < request.lands_until <= now:
-                request.lands_until = 0.0
-                self.pools.give_up(request.owned, [PoolKind.AUX])
 
     def grow(self, request: Request, need: SlotCounts) -> None:
         """More slots for a running request. Raises PoolExhausted."""
@@ -312,8 +291,7 @@ class LiveRequests:
         """Any state → ENDED: the one release path.
 
         ``landing`` matters for a LANDING request only: unless the room is quiet, what the prefill node may
-        still write to goes to quarantine; everything else is free at once. So does what a repeated batch of a
-        delivered room may still write to.
+        still write to goes to quarantine; everything else is free at once.
 
         What is good and quiet is held: all whole pages of a RUNNING or ENDING request that is ``is_sound``.
         What it shares stays where it is.
@@ -329,8 +307,8 @@ class LiveRequests:
         if request.holding is None:
             self.num_queued[request.flag] -= 1
             return
-        may_land = landing is not Landing.QUIET if was_landing else request.lands_until > now
-        num_good_tokens = request.num_kv_tokens if is_sound and not (was_landing or may_land) else 0
+        may_land = was_landing and landing is not Landing.QUIET
+        num_good_tokens = request.num_kv_tokens if is_sound and not was_landing else 0
         num_shared_pages = 0
         if request.prefix is not None:  # let go of first: what it leaves is then one with what it shared
             num_shared_pages = request.prefix.end_page
@@ -347,9 +325,6 @@ class LiveRequests:
             request.room, holding, request.peer, request.instance_id, batch_failed=False, since=now
         )
         self.quarantine.add(entry)
-        if not was_landing:
-            entry.batch_failed, entry.free_at = True, request.lands_until
-            return
         entry.batch_failed = landing in (Landing.QUIET_AFTER_FAILURE, Landing.IN_FLIGHT_AFTER_FAILURE)
         if landing is Landing.QUIET_AFTER_FAILURE:
             self.quarantine.quiet(request.room, True, now)

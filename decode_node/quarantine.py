@@ -12,8 +12,6 @@ that run of the prefill node is gone, or an operator   after ``quarantine_secs``
 says so
 that run wrote through shared memory alone, and the    at once: nothing of it is in a transport
 kernel says that its process has let go of it
-the room was delivered, a batch of it was repeated     ``quarantine_secs`` after the delivery, for the same
-                                                       reason; a request that runs for longer is not here
 nothing                                                never; ``quarantined_tokens`` shows them
 =====================================================  ================================================
 
@@ -72,10 +70,6 @@ class Quarantine:
     def get(self, room: Room) -> Quarantined | None:
         return self._entries.get(room)
 
-    def free_at(self, now: float) -> float:
-        """When nothing lands any more of what failed until ``now``."""
-        return now + self._quarantine_secs
-
     def stuck(self, now: float) -> list[Quarantined]:
         """Rooms that are unresolved for longer than any live prefill node takes to say that one is quiet."""
         latest = now - self._quarantine_secs
@@ -105,7 +99,7 @@ class Quarantine:
             return
         entry.batch_failed |= batch_failed
         if entry.batch_failed:
-            entry.free_at = min(entry.free_at, self.free_at(now))
+            entry.free_at = min(entry.free_at, now + self._quarantine_secs)
         else:
             entry.free_at = now
         self.expire(now)
@@ -114,7 +108,7 @@ class Quarantine:
         """The run ``instance_id`` of a prefill node has ended: it starts no further write."""
         for entry in self._entries.values():
             if entry.instance_id == instance_id:
-                entry.free_at = min(entry.free_at, self.free_at(now))
+                entry.free_at = min(entry.free_at, now + self._quarantine_secs)
 
     def writer_gone(self, instance_id: str) -> None:
         """The run ``instance_id`` wrote through shared memory alone, and has let go of it: nothing lands."""

@@ -38,11 +38,11 @@ class RequestState(StrEnum):
     index pages, an aux slot and a req_row; hisparse: lookup slots, and the device slots of its hot buffer to
     be. Of a held prefix it uses, and does not own, the pages before those."""
     RUNNING = "running"
-    """In the batch. Owns the same but the aux slot, unless something may still land (``lands_until``), and
-    what it has grown by. It sits steps out while it has no slot for its next token."""
+    """In the batch. Owns the same but the aux slot, and what it has grown by. It sits steps out while it
+    has no slot for its next token."""
     ENDING = "ending"
     """Has ended for its client, and owns the same as long as a step in flight, or what fills its row, uses
-    any of it. Its room and its id are free for others, unless something may still land."""
+    any of it. Its room and its id are free for others."""
     ENDED = "ended"
     """Owns nothing: its slots are free, or quarantined when a remote write may still land in them."""
 
@@ -123,8 +123,6 @@ class Request:
     """The run of the prefill node that got the Bootstrap."""
 
     # From RUNNING on.
-    lands_until: float = 0.0
-    """Delivered after a batch was repeated: until then its bytes may land once more. 0: nothing lands."""
     output_token_ids: list[int] = field(default_factory=list)
     unsent_token_ids: list[int] = field(default_factory=list)
     unsent_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -249,18 +247,18 @@ class Request:
     def may_leave_pages(self) -> bool:
         """Whether it may go on as hisparse, its device pages for others.
 
-        Not while bytes may land in them, and not when it shares some, which others would go on to use.
+        Not when it shares some, which others would go on to use.
         """
-        return self.mode is Mode.DENSE and not self.lands_until and self.prefix is None
+        return self.mode is Mode.DENSE and self.prefix is None
 
     @property
     def may_share(self) -> bool:
         """Whether others may use the pages of its prompt while it runs.
 
-        So they may when all is there and nothing can land once more, unless it may have to leave its pages.
+        So they may when all is there, unless it may have to leave its pages.
         """
         keeps_pages = self.mode is Mode.HISPARSE or self.reserved_tokens >= self.life_tokens
-        return keeps_pages and not self.lands_until
+        return keeps_pages
 
     @property
     def usable_keys(self) -> tuple[PageKey, ...]:

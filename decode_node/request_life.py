@@ -238,7 +238,9 @@ class RequestLife:
         self, entry: Quarantined, message: RoomDone | RoomFailed | RoomQuiet, now: float
     ) -> None:
         match message:
-            case RoomDone() | RoomQuiet():
+            case RoomDone():
+                self.requests.quarantine.quiet(entry.room, batch_failed=False, now=now)
+            case RoomQuiet():
                 self.requests.quarantine.quiet(entry.room, message.batch_failed, now)
             case RoomFailed():
                 if message.batch_failed:
@@ -258,8 +260,7 @@ class RequestLife:
         except AuxMismatch as error:
             self.metrics.add("kv_transfer_failures_total")
             unusable = f"the transfer from {request.peer} is unusable: {error}"
-            landing = Landing.QUIET_AFTER_FAILURE if message.batch_failed else Landing.QUIET
-            self.fail(request, 500, unusable, landing, now)
+            self.fail(request, 500, unusable, Landing.QUIET, now)
             return
         self.metrics.add("prompt_tokens_total", request.num_prompt_tokens)
         self.metrics.add("cached_tokens_total", message.num_cached_tokens)
@@ -271,7 +272,7 @@ class RequestLife:
         request.hot_positions = None if record.hint is None else list(record.hint)
         request.prefill_times = message.times
         request.phases.end(now)
-        self.requests.start(request, self.requests.quarantine.free_at(now) if message.batch_failed else 0.0)
+        self.requests.start(request)
         self.emit(request, [record.first_token], [record.logprob], now)
         if request.state is RequestState.RUNNING:
             self._fill_row(request, now)
@@ -303,7 +304,7 @@ class RequestLife:
     def expire(self, now: float) -> None:
         """End what has taken too long, and free what was used or quarantined for long enough."""
         self.release_ended(now)
-        self.requests.expire(now)
+        self.requests.quarantine.expire(now)
         self._report_stuck(now)
         for request in self.requests.expired(now):
             secs, code = self.room_timeout_secs, ""

@@ -249,8 +249,7 @@ class _Planner:
         mode, held = self._holds.get(request, (request.mode, request.held_tokens))
         num_shared_pages = request.prefix.end_page if request.prefix else 0
         own, ways, _ = self.limits.claim(request, mode, held, num_shared_pages)
-        # Who may not leave its pages for a while should not have to wait for that.
-        return Claim(own, ways[:1] if request.lands_until else ways, request.prefix)
+        return Claim(own, ways, request.prefix)
 
     def _grown(self, place: Place, reserve: Reserve) -> Claim:
         """Give a request more slots, or others. What it claims of everybody else stays the same."""

@@ -36,7 +36,7 @@ from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, TransferError
 from transfer.lane import Lane, LaneKind
 from transfer.lane_host import SharedMemory
 from transfer.lane_memory import Gpu
-from transfer.sender import MAX_ATTEMPTS, Writer
+from transfer.sender import Writer
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ A = TypeVar("A", Offer, Checksum)
 BUFFER_BYTES = 64 << 20
 """What is offered. The largest message and the longest batch fit in it."""
 
+MAX_ATTEMPTS = 2
 _POLL_SECS = 0.2
 _SEED = 20261121
 
@@ -243,8 +244,8 @@ def _write(
     dst_addrs: NDArray[np.int64],
     lengths: NDArray[np.int64],
 ) -> None:
-    """Write as a prefill node does: again where the transport failed, for a connection that broke, or that
-    did not come up in time, is made anew. Raises TransferError, which says how often it was tried.
+    """Write, and again where the transport failed: a connection that broke, or that did not come up in time,
+    is made anew. Raises TransferError, which says how often it was tried.
     """
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:

@@ -88,10 +88,6 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_SECS = 0.05
 PROBE_AFTER_HEARTBEATS = 1.25
 """Silence of a decode node, in heartbeat intervals, after which its transport is asked if it is alive."""
-MAX_TURN_SECS = 5.0
-"""Of a turn that took longer, the rest counts for no quarantine: the process may have been stopped.
-
-More than most forwards take."""
 STATS_INTERVAL_SECS = 0.25
 CLOSE_TIMEOUT_SECS = 5.0
 
@@ -206,7 +202,6 @@ class PrefillEngine:
             use_prefix_cache=not settings.disable_prefix_cache,
             tell_front=self._front.send,
             tell_peer=self._tell_peer,
-            quarantine_secs=settings.quarantine_secs,
             room_timeout_secs=settings.room_timeout_secs,
             # By then a decode node that has not said a word is lost anyway.
             grace_secs=settings.heartbeat_timeout_secs,
@@ -233,7 +228,6 @@ class PrefillEngine:
         self._is_stopping = self._has_stopped = False
         self._num_steps = 0
         self._last_stats_secs = 0.0
-        self._last_turn_secs = float("inf")
 
     def run(self) -> None:
         """Turn the loop until Shutdown comes or the front is gone."""
@@ -291,9 +285,6 @@ class PrefillEngine:
 
     def _receive(self) -> None:
         now_secs = time.monotonic()
-        if (pause_secs := now_secs - self._last_turn_secs - MAX_TURN_SECS) > 0:
-            self._life.quarantine.postpone(pause_secs)
-        self._last_turn_secs = now_secs
         self._wakeup.clear()
         self._life.fail_overdue(self._sender.overdue(), self._settings.transfer_timeout_secs, now_secs)
         for completion in self._sender.poll():
@@ -402,7 +393,6 @@ class PrefillEngine:
             self._life.fail_rooms_of(peer, error, now_secs)
             self._lanes.release(peer.session)
         self._life.fail_unpaired(now_secs)
-        self._life.release_sources(now_secs)
 
     # --- plan, forward, commit -----------------------------------------------------------------------
 
@@ -502,7 +492,6 @@ class PrefillEngine:
             'pool_total_tokens{pool="kv"}': float(num_total_tokens),
             "cache_hit_rate": counters.get("cached_tokens_total", 0.0) / num_prompt_tokens,
             "num_registered_peers": float(len(self._peers)),
-            "quarantined_tokens": float(life.num_quarantined_pages * self._limits.page_size),
             self._transfer.transport.info_metric: 1.0,
             **{lane.info_metric: 1.0 for lane in lanes},
         }

@@ -2,8 +2,9 @@
 
 Every message and event about a room ends here as a method; each is safe in every state of the room. There
 is one way out for a room that does not make it (``fail``) and one release of what it holds (``_release``).
-What a room holds is the source of its writes: nothing is released while one of them is in the transport, nor,
-after a delivery with a repeated batch, before the first attempt of that batch cannot read it any more.
+What a room owns is the source of its writes: nothing is released while one of them is in the transport. A
+room fails with the first of its writes that fails. What the transport may still read then goes to the landing
+zone of that room, which the decode node keeps from everybody else for as long.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from grammar.compiler import MAX_WAIT_SECS, Compiler
-from prefill_node.kept_sources import KeptSources
 from prefill_node.kv_pool import IntegrityError, PagePool
 from prefill_node.prefix_cache import PrefixCache
 from prefill_node.push import ChunkPush, Pusher, landing_of
@@ -69,7 +69,6 @@ _COUNTERS = (
     "kv_transfer_bytes_total",
     "kv_transfer_seconds_total",
     "kv_transfer_failures_total",
-    "kv_transfer_retries_total",
     "aborted_requests_total",
     "failed_requests_total",
 )
@@ -99,14 +98,12 @@ class RoomLife:
         use_prefix_cache: bool,
         tell_front: Callable[[FromEngine], None],
         tell_peer: Callable[[Peer, ToDecode], None],
-        quarantine_secs: float = 60.0,
         room_timeout_secs: float = 300.0,
         grace_secs: float = 10.0,
     ) -> None:
         """``room_timeout_secs``: how long a decode node waits for anything about a room; this node waits for
         ``grace_secs`` more, so that the decode node's error is what clients get."""
         self.rooms = RoomTable()
-        self.quarantine = KeptSources(quarantine_secs)
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(_COUNTERS, 0.0))
         """Monotone totals, by metric name."""
         self.dropped: Counter[str] = Counter()
@@ -346,11 +343,6 @@ class RoomLife:
         return self.pool.num_free + self.cache.num_evictable
 
     @property
-    def num_quarantined_pages(self) -> int:
-        """Pages that delivered rooms keep, those of the prefix cache left out."""
-        return sum(len(source.page_ids) for source in self.quarantine)
-
-    @property
     def num_free_aux_slots(self) -> int:
         return len(self._free_aux_slots)
 
@@ -431,7 +423,6 @@ class RoomLife:
         record.batch_failed |= completion.may_still_land
         self.counters["kv_transfer_bytes_total"] += completion.num_bytes
         self.counters["kv_transfer_seconds_total"] += completion.secs
-        self.counters["kv_transfer_retries_total"] += completion.num_retries
         if record.is_draining:
             if record.num_writes_pending == 0:
                 self._drained(record, now_secs)
@@ -452,7 +443,6 @@ class RoomLife:
             record.num_bytes_sent,
             record.num_cached_tokens,
             record.transfer_secs,
-            record.batch_failed,
             PrefillTimes(*map(record.phases.secs, ("queue", "prefill", "transfer"))),
         )
         record.delivery = Delivery(peer.node_id, bootstrap.attempt, done)
@@ -471,25 +461,8 @@ class RoomLife:
                     record.phases.take(),
                 )
             )
-        if record.batch_failed:
-            self._keep_source(record, now_secs)
         self._release(record)
         self.rooms.end(record, RoomState.DONE, now_secs)
-
-    def _keep_source(self, record: RoomRecord, now_secs: float) -> None:
-        """A delivered room's request is being served where parts of a failed batch may still arrive."""
-        self.pool.hold(record.owned_page_ids)
-        self.quarantine.add(record.room, record.owned_page_ids, record.lease, record.aux_slot_src, now_secs)
-        record.owned_page_ids, record.lease, record.aux_slot_src = [], None, None
-
-    def release_sources(self, now_secs: float) -> None:
-        """Give back what has been kept for long enough."""
-        for source in self.quarantine.take_free(now_secs):
-            if source.lease is not None:
-                self.cache.release(source.lease)
-            self.pool.let_go(source.page_ids)
-            if source.aux_slot is not None:
-                self._free_aux_slots.append(source.aux_slot)
 
     # --- ends that are no delivery -------------------------------------------------------------------
 
@@ -631,10 +604,8 @@ class RoomLife:
         in_flight = [
             page for record in self.rooms.in_state(RoomState.DRAINING) for page in record.owned_page_ids
         ]
-        in_flight += [page for source in self.quarantine for page in source.page_ids]
         self.pool.check_integrity(owned=owned, cached=self.cache.page_ids(), in_flight=in_flight)
         held = [record.aux_slot_src for record in self.rooms if record.aux_slot_src is not None]
-        held += [source.aux_slot for source in self.quarantine if source.aux_slot is not None]
         if sorted(held + self._free_aux_slots) != list(range(self._num_aux_slots)):
             raise IntegrityError(
                 f"aux slots: {sorted(held)} held + {sorted(self._free_aux_slots)} free are not the "

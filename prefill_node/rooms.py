@@ -113,7 +113,7 @@ class RoomRecord:
     transfer_secs: float = 0.0
     """Time that the transport spent on its batches."""
     batch_failed: bool = False
-    """A batch ended in an error after which bytes may still land."""
+    """The batch that it failed by ended in an error after which bytes may still land."""
     end_status: int = 400
     """The HTTP status, and below the error, that answer messages about the room once it has ended."""
     end_error: str = "this room was served before; choose a new one"

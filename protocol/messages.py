@@ -33,7 +33,7 @@ from msgspec.msgpack import Encoder
 from protocol.decoding import TypedDecoder
 from protocol.lane import LaneOffer
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 DIGEST_BYTES = 16
 """Of a prompt's token ids and isolation key."""
@@ -238,8 +238,6 @@ class PrefillTimes(Struct, frozen=True, array_like=True):
 class RoomDone(Struct, frozen=True, array_like=True, tag=4):
     """All bytes of the room, the aux record included, are in the decode node's memory.
 
-    ``batch_failed``: a transfer batch of it failed before it was repeated with success, so the same bytes may
-    come to the same places once more: none of these may serve others before the transport's own timeouts.
     ``transfer_secs``: what the transport spent on it, most of it while the prompt was computed.
     ``times``: None from a node that does not say.
     """
@@ -248,7 +246,6 @@ class RoomDone(Struct, frozen=True, array_like=True, tag=4):
     num_bytes: Count
     num_cached_tokens: Count
     transfer_secs: Secs
-    batch_failed: bool = False
     times: PrefillTimes | None = None
 
 

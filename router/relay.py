@@ -137,7 +137,11 @@ class Relay:
                     self._pool.mark_unhealthy(node, trouble)
                     excluded.add(node)
                 if (blamed := exchange.blamed.get(error)) is not None:
-                    excluded.add(blamed)  # for this request; its health check judges the node
+                    # For this request; its health check judges the node. A write that failed may have been
+                    # the connection alone: where there is no other node, the same one tries again.
+                    others = excluded | {blamed}
+                    if error.status != _BAD_GATEWAY or self._pool.has(exchange.kinds, others):
+                        excluded = others
                 elif not isinstance(error, NodeUnreachable):
                     raise
                 if num_retries == self._max_retries or not self._pool.has(exchange.kinds, excluded):

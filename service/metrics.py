@@ -51,7 +51,6 @@ _HELP = {
     "kv_transfer_bytes_total": "KV bytes moved",
     "kv_transfer_seconds_total": "seconds in KV transfers",
     "kv_transfer_failures_total": "KV transfers that failed",
-    "kv_transfer_retries_total": "writes that failed once and were written again",
     "transfer_info": "1; the labels say what the KV transport runs on, and why",
     "lane_info": "1; the labels say what KV takes between this node and a registered peer, and why",
     "swap_in_hits_total": "selected entries found in the hot buffer",

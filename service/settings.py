@@ -203,12 +203,7 @@ class NodeSettings(_Settings):
         "waits for the heartbeat limit longer",
     )
     transfer_timeout_secs: Secs = Field(
-        60.0, description="one write of up to 32 MiB at most, repeated or not, from its start, in seconds"
-    )
-    quarantine_secs: Secs = Field(
-        60.0,
-        description="wait before slots or pages of a failed write are reused, in seconds; above Mooncake's "
-        "30",
+        60.0, description="one write of up to 32 MiB at most, from its start, in seconds"
     )
     heartbeat_interval_secs: Secs = Field(
         5.0, description="between heartbeats of a decode node, the same on all nodes, in seconds"
@@ -447,6 +442,11 @@ class DecodeSettings(NodeSettings):
     host_pool_tokens: Tokens = Field(262144, description="token slots in the registered host pool")
     device_pool_tokens: TokensOrFree = Field(
         65536, description="token slots in the device pool; 0: as many as free GPU memory holds"
+    )
+    quarantine_secs: Secs = Field(
+        60.0,
+        description="wait before slots or pages of a failed write are reused, in seconds; above "
+        "Mooncake's 30",
     )
     index_pool_tokens: int = Field(
         0, ge=0, description="token slots in the indexer-key pool; 0: host pool plus device pool"

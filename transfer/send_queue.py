@@ -58,8 +58,7 @@ class WriteBatch:
 class Completion:
     """The end of one batch. ``may_still_land``: see TransferError; False for a batch that never started.
 
-    A batch that went well after a retry is ``ok`` and may still land: its first attempt. ``num_bytes`` is 0
-    unless ``ok``; ``secs`` is the time in the transport, of all slices and attempts.
+    ``num_bytes`` is 0 unless ``ok``; ``secs`` is the time in the transport, of all slices.
     """
 
     room: Room
@@ -69,7 +68,6 @@ class Completion:
     num_bytes: int
     secs: float
     may_still_land: bool = False
-    num_retries: int = 0
 
 
 @dataclass
@@ -79,7 +77,6 @@ class Outcome:
     error: str = ""
     secs: float = 0.0
     may_still_land: bool = False
-    num_retries: int = 0
 
 
 @dataclass(eq=False)
@@ -230,7 +227,6 @@ class SendQueue:
         total = progress.total
         total.secs += outcome.secs
         total.may_still_land |= outcome.may_still_land
-        total.num_retries += outcome.num_retries
         if outcome.error:
             self._fail(progress, room, outcome.error)
             return
@@ -368,7 +364,6 @@ class SendQueue:
                 0 if error else batch.num_bytes,
                 total.secs,
                 total.may_still_land,
-                total.num_retries,
             )
         )
         if self._on_completion is not None:

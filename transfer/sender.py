@@ -1,8 +1,7 @@
 """Owns the threads that write to peers: one a session, because a write to a stopped peer blocks for 30 s.
 
 The engine loop submits batches and polls for completions; it never waits here. What is written when is the
-``SendQueue``'s, which the threads take slices from. A slice that fails in the transport is written once
-more, whole, before its deadline: it may have been the connection.
+``SendQueue``'s, which the threads take slices from.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from numpy.typing import ArrayLike
@@ -23,9 +23,6 @@ from transfer.send_queue import Ready as Ready
 from transfer.send_queue import WriteBatch as WriteBatch
 
 log = logging.getLogger(__name__)
-
-MAX_ATTEMPTS = 2
-"""Of a slice. A connection that broke is made anew by the second; a peer that is gone is not brought back."""
 
 IDLE_THREAD_SECS = 60.0
 """A peer's thread without work ends after this long; the next batch starts a new one."""
@@ -139,7 +136,9 @@ class Sender:
                     taken.ready.synchronize()
                     started = time.monotonic()
                     taken.start(started)
-                self._write(session, taken, outcome)
+                self._engine.write(session, *taken.writes, stop=partial(self._why_stop, taken))
+            except TransferError as failure:
+                outcome.error, outcome.may_still_land = str(failure), failure.may_still_land
             except Exception as failure:  # a bad batch must not take the thread, and so the peer, with it
                 log.exception("room %d: a write to session %s raised", taken.batch.room, session)
                 outcome.error, outcome.may_still_land = f"{type(failure).__name__}: {failure}", True
@@ -147,28 +146,8 @@ class Sender:
             with self._lock:
                 self._queue.finish(taken, outcome)
 
-    def _write(self, session: str, taken: Slice, outcome: Outcome) -> None:
-        """Write a slice, again if need be; what comes of it goes to ``outcome``."""
-
-        def stop() -> str:
-            return self._queue.why_stop(taken, time.monotonic())
-
-        while True:
-            try:
-                self._engine.write(session, *taken.writes, stop=stop)
-            except TransferError as failure:
-                outcome.may_still_land |= failure.may_still_land
-                again = f"in {outcome.num_retries + 1} attempts: " if outcome.num_retries else ""
-                outcome.error = f"{again}{failure}"
-                # What the transport did not even take would not be taken again.
-                if not failure.may_still_land or outcome.num_retries + 1 == MAX_ATTEMPTS or stop():
-                    return
-                batch = taken.batch
-                log.warning("room %d: writing a slice of %s once more: %s", batch.room, batch.tag, failure)
-                outcome.num_retries += 1
-            else:
-                outcome.error = ""
-                return
+    def _why_stop(self, taken: Slice) -> str:
+        return self._queue.why_stop(taken, time.monotonic())
 
     def _next_slice(self, session: str) -> Slice | None:
         """Wait for the session's next slice, which is in flight then; None when the thread is to end."""

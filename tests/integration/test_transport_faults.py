@@ -55,7 +55,7 @@ def test_right_tokens_or_a_clear_error(
     # Pools that are so small that freed slots are soon given out again.
     quarantine = ["--quarantine-secs", "2"]
     options = ["--host-pool-tokens", "1200", "--device-pool-tokens", "1024", *quarantine]
-    prefill = prefill_service(checkpoint, tmp_path, "prefill", [*quarantine, "--same-host-lane", "off"])
+    prefill = prefill_service(checkpoint, tmp_path, "prefill", ["--same-host-lane", "off"])
     decode = decode_service(checkpoint, tmp_path, "decode", [*options, "--device-buffer-size", "128"])
     router = router_service([prefill], [decode], tmp_path)
     faults = tmp_path / "faults"

@@ -68,12 +68,12 @@ _SHARED: dict[str, Any] = {
     "model_path": Path("none"),
     "page_size": PAGE_SIZE,
     "heartbeat_interval_secs": 2.5,
-    "quarantine_secs": QUARANTINE_SECS,
     "room_timeout_secs": ROOM_TIMEOUT_SECS,
     "debug_checks": True,
 }
 DECODE = DecodeSettings(
     **_SHARED,
+    quarantine_secs=QUARANTINE_SECS,
     device_buffer_size=8,
     growth_tokens=3,
     host_pool_tokens=90,
@@ -190,7 +190,6 @@ class World:
             "decode_node.step_line": {"time": clock},
             "prefill_node.engine": {
                 "time": clock,
-                "MAX_TURN_SECS": float("inf"),
                 "Poller": NoPoller,
                 "PromptRunner": lambda model, memory, *_: SimPromptRunner(
                     memory, lambda: self.forward_fails_at, self.salts
@@ -310,18 +309,13 @@ class World:
         """Of a write that fails, descriptors that have not landed may land late, but not in shared memory."""
         pieces = node.sender.pieces(room)
         is_shared = node.lanes.is_shared
-        if is_shared and fate is WriteFate.REPEATED:
-            fate = WriteFate.WRITTEN
         if pieces[0].session != self.decode.session and fate is not WriteFate.FAILED_MIDWAY:
             fate = WriteFate.FAILED  # that decode node is dead
         match fate:
-            case WriteFate.WRITTEN | WriteFate.REPEATED:
+            case WriteFate.WRITTEN:
                 for piece in pieces:
                     self.land(piece)
-                was_repeated = fate is WriteFate.REPEATED
-                if was_repeated:
-                    self._leave_in_transport([replace(piece, was_repeated=True) for piece in pieces])
-                node.sender.finish(room, ok=True, was_repeated=was_repeated)
+                node.sender.finish(room, ok=True)
             case WriteFate.SLOW:
                 self.land(pieces[0])
             case WriteFate.FAILED | WriteFate.FAILED_MIDWAY:
@@ -347,10 +341,7 @@ class World:
         self.now += secs
 
     def land(self, piece: Piece) -> None:
-        """Raises SafetyViolation unless the slots under the bytes are held for the room of the write.
-
-        Those of a room that runs may get the same bytes again, if their batch was repeated.
-        """
+        """Raises SafetyViolation unless the slots under the bytes are held for the room of the write."""
         if piece.session != self.decode.session:
             return
         for region in self.decode.engine.peers.regions:
@@ -367,10 +358,7 @@ class World:
         owners = self.decode.owners(_POOL_OF_REGION[region.kind])
         for slot in range(first, first + len(piece.content) // item_bytes):
             room, stage = owners.get(slot, (None, "free"))
-            is_for_it = stage in (Stage.LANDING, Stage.QUARANTINED) or (
-                piece.was_repeated and stage is not Stage.HELD
-            )
-            if room != piece.room or not is_for_it:
+            if room != piece.room or stage not in (Stage.LANDING, Stage.QUARANTINED):
                 raise SafetyViolation(
                     f"bytes of room {piece.room} landed in {region.kind} slot {slot}, which is "
                     f"{'free' if room is None else f'{stage} and of room {room}'}"

@@ -32,15 +32,13 @@ class WriteFate(Enum):
     """A part lands, and no answer comes yet."""
     FAILED = auto()
     FAILED_MIDWAY = auto()
-    REPEATED = auto()
-    """Fails, is written once more, and that goes well."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """The bytes of one descriptor. ``src_addr``: read only when they land; None: ``content`` was read before.
 
-    ``sender``: whose they are. ``was_repeated``: the same bytes have landed before these may.
+    ``sender``: whose they are.
     """
 
     sender: SimSender
@@ -49,7 +47,6 @@ class Piece:
     src_addr: int | None
     dst_addr: int
     content: bytes
-    was_repeated: bool = False
     lands_until: float = float("inf")
 
     def read(self) -> bytes:
@@ -234,15 +231,15 @@ class SimSender:
     def sessions_in_flight(self) -> set[str]:
         return {session for session, taken in self._by_session.items() if taken is not None}
 
-    def finish(self, room: Room, *, ok: bool, was_repeated: bool = False, lands_late: bool = True) -> None:
+    def finish(self, room: Room, *, ok: bool, lands_late: bool = True) -> None:
         taken = self.in_flight[room]
         (session,) = (session for session, other in self._by_session.items() if other is taken)
         self._by_session[session] = None
         if not ok:
             self._over.add(room)
         error = "" if ok else "the transport failed"
-        may_still_land = lands_late and (not ok or was_repeated)
-        self._queue.finish(taken, Outcome(error, 0.0, may_still_land, int(was_repeated)))
+        may_still_land = lands_late and not ok
+        self._queue.finish(taken, Outcome(error, 0.0, may_still_land))
 
 
 def _read(writes: Descriptors) -> list[tuple[int, bytes]]:

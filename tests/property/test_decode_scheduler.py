@@ -112,7 +112,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
     ) -> None:
         """``family``: of its prompt, the tokens of one are all alike; None: nothing is held for it."""
         self.num_arrived += 1
-        over = [each.room for each in self.rooms.ending if not each.lands_until]
+        over = [each.room for each in self.rooms.ending]
         room = next((room for room in over if self.rooms.get(room) is None), Room(self.num_arrived))
         request = Request(
             request_id=str(self.num_arrived),
@@ -211,7 +211,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
         paused = [r for r in running if not r.has_slots_for_next]
         assert not (paused and admitted), "somebody is admitted to slots that another waits for"
-        is_for_a_while = self.returning() or self.rooms.ending or any(r.lands_until for r in running)
+        is_for_a_while = self.returning() or self.rooms.ending
         assert not paused or len(paused) < len(running) or is_for_a_while, "nobody comes nearer to its end"
         for request in running:
             if request in paused:
@@ -263,17 +263,13 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         return self.rooms.select(RequestState.LANDING)
 
     @precondition(lambda self: self.landing())
-    @rule(data=st.data(), is_repeated=st.booleans())
-    def deliver(self, data: st.DataObject, is_repeated: bool) -> None:
-        self._start(data.draw(st.sampled_from(self.landing())), is_repeated)
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        self._start(data.draw(st.sampled_from(self.landing())))
 
-    def _start(self, request: Request, is_repeated: bool = False) -> None:
-        """``is_repeated``: a batch of it was, so that the bytes of its first attempt may come later."""
-        if is_repeated:
-            self.rooms.start(request, self.rooms.quarantine.free_at(self.now))
-        else:
-            self.rooms.start(request)
-        self.over(request.room, is_repeated)
+    def _start(self, request: Request) -> None:
+        self.rooms.start(request)
+        self.over(request.room, batch_failed=False)
         request.output_token_ids.append(0)
         self._end_if_last(request)
 
@@ -310,7 +306,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         for room, until in tuple(self.lands_until.items()):
             if until <= self.now:
                 del self.lands_until[room], self.writable[room]
-        self.rooms.expire(self.now)
+        self.rooms.quarantine.expire(self.now)
 
     # --- both -------------------------------------------------------------------------------------
 

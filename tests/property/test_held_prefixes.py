@@ -131,15 +131,14 @@ class HeldMachine(RuleBasedStateMachine):
         return self.rooms.select(*states)
 
     @precondition(lambda self: self.of(RequestState.LANDING))
-    @rule(data=st.data(), may_land_again=st.sampled_from([False, False, True]))
-    def land(self, data: st.DataObject, may_land_again: bool) -> None:
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.of(RequestState.LANDING)))
         kinds = (KV_POOL[request.mode], PoolKind.INDEX)
         self.write(request, kinds, request.held_prefix_tokens, request.num_prompt_tokens)
-        if not may_land_again:
-            del self.landing_zones[request]
+        del self.landing_zones[request]
         self.note(self.salts[request], self.prompts[request])
-        self.rooms.start(request, self.now + QUARANTINE_SECS if may_land_again else 0.0)
+        self.rooms.start(request)
         request.output_token_ids.append(7)
 
     @precondition(lambda self: self.of(RequestState.RUNNING))
@@ -185,10 +184,7 @@ class HeldMachine(RuleBasedStateMachine):
         if is_quiet:
             for entry in self.rooms.quarantine:
                 self.rooms.quarantine.quiet(entry.room, False, self.now)
-        self.rooms.expire(self.now)
-        for request in self.of(RequestState.RUNNING):
-            if not request.lands_until:
-                self.landing_zones.pop(request, None)
+        self.rooms.quarantine.expire(self.now)
 
     @rule(dice=st.integers(0, 5))
     def flush(self, dice: int) -> None:

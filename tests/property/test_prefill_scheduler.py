@@ -2,9 +2,8 @@
 
 The machine stands in for the world: fronts and decode nodes that come, change their minds and vanish, and a
 transport that delays, reorders between rooms and fails. After each event every pool must be whole, and no
-page that the transport may still read may be free or belong to another room: also not what a batch that was
-repeated with success read at its first attempt, for as long as the transport may take. Layers leave while the
-forward goes on, so the transport acts between them, too, and none may leave before it is written.
+page that the transport reads may be free or belong to another room. Layers leave while the forward goes on,
+so the transport acts between them, too, and none may leave before it is written.
 """
 
 from __future__ import annotations
@@ -240,7 +239,6 @@ class StubSender:
     completions: list[Completion] = field(default_factory=list)
     unwritten: set[int] = field(default_factory=set)
     """Addresses of items that the forward has still to write."""
-    repeated: dict[Room, list[WriteBatch]] = field(default_factory=dict)
 
     def submit(self, session: str, batch: WriteBatch) -> None:
         assert session
@@ -277,16 +275,11 @@ class StubSender:
             del self.waiting[room]
         self.in_flight[room] = batch
 
-    def finish(self, room: Room, *, ok: bool, is_repeated: bool = False) -> None:
+    def finish(self, room: Room, *, ok: bool) -> None:
         batch = self.in_flight.pop(room)
-        if is_repeated:
-            self.repeated.setdefault(room, []).append(batch)
         num_bytes = batch.num_bytes if ok else 0
         error = "" if ok else "peer gone"
-        may_still_land = is_repeated or not ok
-        self.completions.append(
-            Completion(room, batch.tag, ok, error, num_bytes, 0.0, may_still_land, int(is_repeated))
-        )
+        self.completions.append(Completion(room, batch.tag, ok, error, num_bytes, 0.0, not ok))
         if not ok:
             self.refused.add(room)
             self.cancel(room)
@@ -295,7 +288,6 @@ class StubSender:
 NUM_PAGES = 12
 NUM_SLOTS = NUM_PAGES * PAGE_SIZE
 NUM_AUX_SLOTS = 3
-QUARANTINE_SECS = 60.0
 ROOM_TIMEOUT_SECS, GRACE_SECS = 300.0, 10.0
 NUM_LAYERS = 3
 SOURCE = SourceRegions(
@@ -336,7 +328,6 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.failed_batches: set[Room] = set()
         self.now = 0.0
         self.num_chunks: Counter[Room] = Counter()
-        self.late_reads: list[tuple[float, set[int]]] = []
         """Until when, and which source addresses, first attempts of delivered rooms may still read."""
         self.pusher = Pusher(self.sender, SOURCE, PAGE_SIZE, 60.0, layers_per_batch=1, min_batch_bytes=0)
         self.life = RoomLife(
@@ -349,7 +340,6 @@ class LifecycleMachine(RuleBasedStateMachine):
             use_prefix_cache=True,
             tell_front=self.on_front,
             tell_peer=self.on_peer,
-            quarantine_secs=QUARANTINE_SECS,
             room_timeout_secs=ROOM_TIMEOUT_SECS,
             grace_secs=GRACE_SECS,
         )
@@ -376,10 +366,7 @@ class LifecycleMachine(RuleBasedStateMachine):
                 assert message.room not in self.sender.in_flight
                 room = Room(message.room)
                 self.told_done.add(room)
-                assert message.batch_failed == (room in self.failed_batches)
-                for batch in self.sender.repeated.get(room, ()):
-                    addresses = set(whole(batch).src_addrs.tolist())
-                    self.late_reads.append((self.now + QUARANTINE_SECS, addresses))
+                assert room not in self.failed_batches
             case RoomFailed(quiet=True) | RoomQuiet():
                 room = Room(message.room)
                 assert room not in self.sender.in_flight, f"room {room} called quiet with a write in flight"
@@ -437,7 +424,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule(
         fails_at=st.sampled_from([None] * 12 + [0, 1, 2, 3]),
         acts=st.lists(
-            st.sampled_from(["none", "none", "start", "write", "fail", "repeat"]),
+            st.sampled_from(["none", "none", "start", "write", "fail"]),
             min_size=NUM_LAYERS + 1,
             max_size=NUM_LAYERS + 1,
         ),
@@ -451,11 +438,11 @@ class LifecycleMachine(RuleBasedStateMachine):
         """What the transport does while nobody looks: its completions stay with the sender."""
         if act != "none":
             self.start_writes()
-        if act in ("write", "fail", "repeat"):
+        if act in ("write", "fail"):
             for room in sorted(self.sender.in_flight):
                 if act != "write":
                     self.failed_batches.add(room)
-                self.sender.finish(room, ok=act != "fail", is_repeated=act == "repeat")
+                self.sender.finish(room, ok=act != "fail")
 
     def turn(self, fails_at: int | None = None, acts: Sequence[str] = ("none",) * NUM_LAYERS) -> bool:
         life = self.life
@@ -472,8 +459,6 @@ class LifecycleMachine(RuleBasedStateMachine):
             assert record.num_computed_tokens == chunk.start
             assert chunk.start < record.num_prompt_tokens, "the last prompt token must be computed"
         pushes = [life.start_chunk(record, chunk.stop) for record, chunk in batch]
-        to_write = self.items(pushes, 0)
-        assert not any(to_write & addresses for _, addresses in self.late_reads), "read while it is written"
         self.num_chunks.update(record.room for record, _ in batch)
         for layer, act in enumerate(acts[:fails_at]):
             self.sender.unwritten = self.items(pushes, layer + 1)
@@ -516,12 +501,12 @@ class LifecycleMachine(RuleBasedStateMachine):
             self.sender.start(room)
 
     @precondition(lambda self: self.sender.in_flight)
-    @rule(data=st.data(), ok=st.booleans(), is_repeated=st.booleans())
-    def finish_write(self, data: st.DataObject, ok: bool, is_repeated: bool) -> None:
+    @rule(data=st.data(), ok=st.booleans())
+    def finish_write(self, data: st.DataObject, ok: bool) -> None:
         room = data.draw(st.sampled_from(sorted(self.sender.in_flight)))
-        if not ok or is_repeated:
+        if not ok:
             self.failed_batches.add(room)
-        self.sender.finish(room, ok=ok, is_repeated=is_repeated)
+        self.sender.finish(room, ok=ok)
         self.poll()
 
     @rule()
@@ -561,17 +546,9 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule(secs=st.integers(0, 200))
     def pass_time(self, secs: int) -> None:
         self.now += secs
-        self.release_sources()
         self.life.fail_unpaired(self.now)
         for record in self.life.rooms.in_state(RoomState.WAITING_BOOTSTRAP, RoomState.WAITING_REQUEST):
             assert self.now - record.since_secs <= ROOM_TIMEOUT_SECS + GRACE_SECS
-
-    def release_sources(self) -> int:
-        """The transport reads nothing late any more. Returns how many rooms kept their source until then."""
-        self.late_reads = [(until, read) for until, read in self.late_reads if until > self.now]
-        num_kept = len(self.life.quarantine)
-        self.life.release_sources(self.now)
-        return num_kept - len(self.life.quarantine)
 
     @rule()
     def flush(self) -> None:
@@ -613,30 +590,14 @@ class LifecycleMachine(RuleBasedStateMachine):
             for page_id in record.page_ids:
                 assert self.pool._states[page_id] != PageState.FREE
 
-    @invariant()
-    def what_may_be_read_late_belongs_to_nobody_else(self) -> None:
-        pages: set[int] = set()
-        for address in set().union(*(addresses for _, addresses in self.late_reads)):
-            if address >= SOURCE.aux.base_addr:
-                aux_slot = (address - SOURCE.aux.base_addr) // 64
-                assert aux_slot not in self.life._free_aux_slots
-                assert all(record.aux_slot_src != aux_slot for record in self.life.rooms)
-                continue
-            region = SOURCE.index if address >= SOURCE.index.base_addr else SOURCE.kv
-            pages.add((address - region.base_addr) % region.layer_bytes // ITEM_BYTES // PAGE_SIZE)
-        for page in pages:
-            state = self.pool._states[page]
-            assert state in (PageState.IN_FLIGHT, PageState.CACHED), "it is free, or a room's own"
-
     def all_waiting(self) -> list[tuple[Room, Any]]:
         return [(room, batch) for room, batches in self.sender.waiting.items() for batch in batches]
 
     def teardown(self) -> None:
         """Whatever happened, once the world calms down everything ends and every page is back."""
         for _ in range(500):
-            self.now += QUARANTINE_SECS
-            worked = bool(self.release_sources())
-            worked |= self.turn()
+            self.now += 60.0
+            worked = self.turn()
             for room in sorted(set(self.sender.waiting) - set(self.sender.in_flight)):
                 self.sender.start(room)
             for room in sorted(self.sender.in_flight):
@@ -647,7 +608,6 @@ class LifecycleMachine(RuleBasedStateMachine):
             if not worked:
                 break
         self.now += 1000.0
-        self.release_sources()
         self.life.fail_unpaired(self.now)
         assert len(self.life.rooms) == 0
         assert not self.promised_quiet

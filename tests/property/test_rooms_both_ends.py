@@ -395,7 +395,6 @@ class BothEndsMachine(RuleBasedStateMachine):
         for node in world.prefill.values():
             life = node.engine._life
             left += [f"prefill: room {record.room} is {record.state}" for record in life.rooms]
-            left += [f"prefill: {source} is quarantined" for source in life.quarantine]
         return left + [f"bytes of room {piece.room} are in the transport" for piece in world.late]
 
     def check_counted(self, leg: str, front: SimFront, counters: Mapping[str, float]) -> None:

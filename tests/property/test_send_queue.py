@@ -161,20 +161,20 @@ class SendQueueMachine(RuleBasedStateMachine):
             room.is_over |= waits and room.deadline < self.now
 
     @precondition(lambda self: self.in_flight)
-    @rule(data=st.data(), error=st.sampled_from(["", "", "", "broken"]), was_repeated=st.booleans())
-    def finish(self, data: st.DataObject, error: str, was_repeated: bool) -> None:
-        self.end_write(data.draw(st.sampled_from(sorted(self.in_flight))), error, was_repeated)
+    @rule(data=st.data(), error=st.sampled_from(["", "", "", "broken"]))
+    def finish(self, data: st.DataObject, error: str) -> None:
+        self.end_write(data.draw(st.sampled_from(sorted(self.in_flight))), error)
 
-    def end_write(self, session: str, error: str, was_repeated: bool) -> None:
+    def end_write(self, session: str, error: str) -> None:
         taken = self.in_flight.pop(session)
         room = self.rooms[taken.batch.room]
         batch = next(batch for batch in room.batches if batch.batch is taken.batch)
-        batch.may_still_land |= was_repeated or bool(error)
+        batch.may_still_land |= bool(error)
         if error:
             room.is_over = True
         else:
             batch.unwritten.popleft()
-        self.queue.finish(taken, Outcome(error, 1.0, was_repeated or bool(error), int(was_repeated)))
+        self.queue.finish(taken, Outcome(error, 1.0, bool(error)))
         room.num_before = {} if room.unwritten else None
 
     @rule(number=st.integers(0, 5))
@@ -260,7 +260,7 @@ class SendQueueMachine(RuleBasedStateMachine):
             if not self.in_flight:
                 break
             for session in sorted(self.in_flight):
-                self.end_write(session, "", was_repeated=False)
+                self.end_write(session, "")
         self.take()
         assert self.rooms == {}
         assert self.queue._rooms == self.queue._peers == {}

@@ -65,9 +65,10 @@ NUM_SAMPLES = 360
 NODE_OPTIONS = [
     *("--dp-size", str(NUM_RANKS)),
     *("--heartbeat-interval-secs", "3", "--room-timeout-secs", "30"),
-    *("--transfer-timeout-secs", "10", "--quarantine-secs", "5"),
+    *("--transfer-timeout-secs", "10"),
 ]
 DECODE_OPTIONS = [
+    *("--quarantine-secs", "5"),
     # Long hisparse requests may have two drafts verified, short and dense ones three.
     *(
         "--speculative-num-steps",

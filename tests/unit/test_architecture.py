@@ -61,7 +61,7 @@ PURE = (
     ),
     *("decode_node/live_requests.py", "decode_node/quarantine.py", "decode_node/request.py"),
     *("decode_node/liveness.py", "prefill_node/scheduler.py", "prefill_node/rooms.py"),
-    *("prefill_node/kv_pool.py", "prefill_node/prefix_cache.py", "prefill_node/kept_sources.py"),
+    *("prefill_node/kv_pool.py", "prefill_node/prefix_cache.py"),
     *("transfer/allocator.py", "transfer/plan.py", "transfer/send_queue.py"),
 )
 """Schedulers, pools and plans: no tensors, no sockets, no HTTP."""

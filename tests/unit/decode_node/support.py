@@ -165,7 +165,6 @@ class PrefillDouble:
         self.first_tokens: dict[int, int] = {}
         """By room, in place of the likeliest."""
         self.num_cached_tokens = 0
-        self.batch_failed = False
         """What it says of the batches that it delivers with."""
         self.num_registrations = 0
         self._layout = AuxLayout(checkpoint.spec.num_index_groups, checkpoint.spec.index_topk)
@@ -296,7 +295,7 @@ class PrefillDouble:
 
     def deliver(self, bootstrap: Bootstrap) -> None:
         self.write(bootstrap)
-        done = RoomDone(bootstrap.room, 1000, self.num_cached_tokens, 0.001, self.batch_failed, TIMES)
+        done = RoomDone(bootstrap.room, 1000, self.num_cached_tokens, 0.001, TIMES)
         self.say(done)
 
     def _write_pool(

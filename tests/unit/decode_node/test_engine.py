@@ -5,7 +5,6 @@ Real model, real Mooncake over TCP, real control sockets; only the prefill node'
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -267,34 +266,6 @@ def test_a_growing_dense_request_is_spilled_and_goes_on_as_hisparse(
         assert [kept.num_retractions, spilled.num_retractions] == [0, 1]
         assert spilled.mode is Mode.HISPARSE
         assert spilled.hits > 0
-
-
-@pytest.mark.I1
-def test_a_growing_dense_request_waits_where_a_repeated_batch_may_land(
-    checkpoint: Checkpoint,
-    expected: dict[Prompt, list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It cannot be retracted, for its pages may be written once more; and what it computed stays right."""
-    prompt = PROMPTS[LENGTHS.index(200)]
-    with _room_for_almost_two(checkpoint, tmp_path, 432) as (double, node):
-        rooms = node.engine.requests
-        monkeypatch.setattr(rooms.quarantine, "_quarantine_secs", 1e6)
-        double.batch_failed = True
-        answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.FALSE) for _ in range(2)]
-        node.turn_until(lambda: answers[0].is_over, double)
-        (waiting,) = rooms.select(RequestState.RUNNING)
-        node.turn_until(lambda: not waiting.has_slots_for_next, double)
-        num_tokens = len(waiting.output_token_ids)
-        for _ in range(5):
-            node.turn(double)
-        assert len(waiting.output_token_ids) == num_tokens < NUM_NEW
-        assert len(rooms.quarantine) == 1, "the pages of the first are not given to the second"
-        rooms.expire(time.monotonic() + 1e7)
-        _finish(node, answers, double)
-        assert [answer.token_ids for answer in answers] == [expected[prompt]] * 2
-        assert _stats(answers[1]).num_retractions == 0, "the pages of the first are free by now"
 
 
 @pytest.mark.I4

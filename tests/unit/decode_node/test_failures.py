@@ -152,35 +152,6 @@ def test_slots_that_nobody_acknowledges_do_not_hold_up_the_queue(
     assert large.failure is None
 
 
-@pytest.mark.I1
-@pytest.mark.parametrize("flag", [HisparseFlag.TRUE, HisparseFlag.FALSE])
-def test_slots_of_a_delivery_with_a_repeated_batch_wait_when_it_ends_early(
-    node: EngineHarness, double: PrefillDouble, monkeypatch: pytest.MonkeyPatch, flag: HisparseFlag
-) -> None:
-    """The request is served at once; its bytes may come again, and then nobody else must be there."""
-    quarantine = node.engine.requests.quarantine
-    monkeypatch.setattr(quarantine, "_quarantine_secs", 1e6)
-    double.delivers = False
-    answer = node.generate(double, PROMPT, 4, flag)
-    node.turn_until(lambda: double.bootstraps, double)
-    double.write(double.bootstraps[0])
-    double.say(RoomDone(double.bootstraps[0].room, 1000, 0, 0.001, batch_failed=True))
-    node.turn_until(lambda: answer.is_over, double)
-    assert answer.failure is None
-    assert len(answer.token_ids) == 4
-    quarantined = node.engine.requests.pools.used(Stage.QUARANTINED)
-    assert quarantined.aux == 1
-    assert (quarantined.host > 0, quarantined.device > 0) == (
-        flag is HisparseFlag.TRUE,
-        flag is HisparseFlag.FALSE,
-    )
-    double.write(double.bootstraps[0])  # the late attempt harms nobody
-    (entry,) = quarantine
-    assert not entry.is_unresolved
-    quarantine.expire(entry.free_at)
-    assert len(quarantine) == 0
-
-
 def test_a_delivery_that_crosses_the_abort_makes_the_room_quiet(
     node: EngineHarness, double: PrefillDouble
 ) -> None:

@@ -312,8 +312,8 @@ class Books:
         self.rooms.check_integrity()
         return request
 
-    def run(self, request: Request, num_output_tokens: int = 1, lands_until: float = 0.0) -> Request:
-        self.rooms.start(request, lands_until)
+    def run(self, request: Request, num_output_tokens: int = 1) -> Request:
+        self.rooms.start(request)
         request.output_token_ids += [77] * num_output_tokens
         return request
 
@@ -408,12 +408,10 @@ def test_a_prompt_is_shared_as_soon_as_it_has_landed() -> None:
 
 
 @pytest.mark.I1
-@pytest.mark.parametrize("mode", list(Mode))
-def test_a_prompt_is_not_shared_while_it_may_land_again_or_leave_its_pages(mode: Mode) -> None:
+def test_a_prompt_is_not_shared_while_its_request_may_leave_its_pages() -> None:
     books = Books()
-    repeated = books.run(books.land(PROMPT, mode), lands_until=3.0)
     short = books.run(books.land(PROMPT, Mode.DENSE, 12))
-    assert repeated.prefix is short.prefix is None
+    assert short.prefix is None
     assert books.rooms.held.num_tokens == 0
     assert short.may_leave_pages
     books.rooms.grow(short, SlotCounts(device=4, index=4))
@@ -421,14 +419,6 @@ def test_a_prompt_is_not_shared_while_it_may_land_again_or_leave_its_pages(mode:
     whole = books.run(books.land((*PROMPT, 3), Mode.DENSE, 16))
     assert whole.prefix is not None
     assert not whole.may_leave_pages
-
-
-@pytest.mark.I1
-def test_what_may_land_once_more_is_not_held() -> None:
-    books = Books()
-    books.end(books.run(books.land(PROMPT, Mode.HISPARSE), lands_until=3.0))
-    assert books.rooms.held.num_tokens == 0
-    assert books.rooms.pools.used(Stage.QUARANTINED).host == 16
 
 
 def test_what_a_failed_step_left_is_not_held() -> None:

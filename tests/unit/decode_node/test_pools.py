@@ -128,25 +128,6 @@ def test_what_has_landed_is_freed_at_once() -> None:
     rooms.open(make_request(1))  # The room may be used again.
 
 
-@pytest.mark.I1
-@pytest.mark.parametrize("mode", list(Mode))
-def test_after_a_repeated_batch_a_delivered_landing_zone_serves_nobody_else_for_a_while(mode: Mode) -> None:
-    rooms = LiveRequests(Pools(TOTALS, 16), quarantine_secs=5.0)
-    request = landed(rooms, 1, mode)
-    rooms.start(request, lands_until=rooms.quarantine.free_at(10.0))
-    assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED), "the aux slot is part of it"
-    assert not request.may_leave_pages
-    rooms.end(request, Landing.QUIET, now=14.0)
-    kv = SlotCounts(host=16) if mode is Mode.HISPARSE else SlotCounts(device=32)
-    used = rooms.pools.totals - rooms.pools.free
-    assert used == rooms.pools.used(Stage.QUARANTINED) == kv + SlotCounts(index=16, aux=1)
-    rooms.check_integrity()
-    rooms.expire(14.9)
-    assert rooms.pools.free != rooms.pools.totals
-    rooms.expire(15.0)
-    assert rooms.pools.free == rooms.pools.totals
-
-
 def test_a_dense_request_leaves_its_pages_for_a_hot_buffer() -> None:
     rooms = LiveRequests(Pools(TOTALS, 16), quarantine_secs=5.0)
     request = landed(rooms, 1, Mode.DENSE)
@@ -158,20 +139,6 @@ def test_a_dense_request_leaves_its_pages_for_a_hot_buffer() -> None:
     rooms.grow(request, SlotCounts(host=16, index=16, lookup=16))
     assert (request.reserved_tokens, request.held_tokens.index) == (32, 32)
     rooms.check_integrity()
-
-
-@pytest.mark.I1
-def test_a_request_that_outlives_a_repeated_batch_is_as_any_other() -> None:
-    rooms = LiveRequests(Pools(TOTALS, 16), quarantine_secs=5.0)
-    request = landed(rooms, 1, Mode.DENSE)
-    rooms.start(request, lands_until=5.0)
-    rooms.expire(4.9)
-    assert not request.may_leave_pages
-    rooms.expire(5.0)
-    assert request.may_leave_pages
-    assert rooms.pools.used(Stage.RUNNING) == rooms.pools.rounded(NEED) - SlotCounts(aux=1)
-    rooms.end(request, Landing.QUIET, now=5.0)
-    assert rooms.pools.free == rooms.pools.totals
 
 
 def test_a_room_belongs_to_the_first_that_comes() -> None:
@@ -224,17 +191,11 @@ def test_a_pause_of_this_node_counts_for_no_quarantine() -> None:
     rooms.open(request)
     rooms.queue(request, 9.0)
     rooms.admit(Admission(request, Mode.HISPARSE, SlotCounts(host=4, aux=1), 0), "first", 9.0)
-    rooms.start(request, lands_until=60.0)
-    rooms.postpone(100.0)
-    rooms.expire(159.0)
-    assert pools.free.aux == 1, "delivered after a repeated batch"
-    rooms.end(request, Landing.QUIET, 159.0)
-    rooms.expire(159.5)
+    rooms.end(request, Landing.QUIET_AFTER_FAILURE, 0.0)
+    rooms.quarantine.postpone(100.0)
+    rooms.quarantine.expire(159.0)
     assert pools.free.host == 16
-    rooms.postpone(100.0)
-    rooms.expire(259.0)
-    assert pools.free.host == 16
-    rooms.expire(260.0)
+    rooms.quarantine.expire(160.0)
     assert pools.free == pools.totals
 
 

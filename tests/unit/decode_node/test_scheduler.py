@@ -396,22 +396,6 @@ def test_a_dense_request_without_a_page_goes_on_as_hisparse() -> None:
     assert late.state is RequestState.RUNNING
 
 
-@pytest.mark.I1
-def test_where_a_repeated_batch_may_land_pages_are_not_given_up_and_who_must_grow_waits() -> None:
-    node = Node(replace(STEP_BY_STEP, totals=replace(LIMITS.totals, device=96)))
-    node.arrive(FALSE, 47, max_new_tokens=2)
-    grower = node.arrive(FALSE, 30, max_new_tokens=60)
-    node.step()
-    grower.lands_until = 5.0
-    node.run(grower, 18)
-    assert node.step() == StepPlan()
-    assert not grower.has_slots_for_next
-    node.rooms.expire(5.0)
-    (exchange,) = node.step().exchanges
-    assert exchange.request is grower
-    assert grower.has_slots_for_next
-
-
 def test_a_page_for_everybody_who_will_grow_is_kept_from_those_behind_it() -> None:
     node = Node(STEP_BY_STEP)
     node.arrive(FALSE, 64)

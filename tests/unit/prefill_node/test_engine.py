@@ -37,7 +37,6 @@ from tests.unit.prefill_node.support import (
     reference,
     wait_for,
 )
-from transfer.errors import TransferError
 from vocabulary import SamplingParams, pack_logit_bias
 
 _rooms = iter(range(1000, 1_000_000))
@@ -402,49 +401,6 @@ def test_a_failed_batch_is_reported_as_such(engine: EngineThread, peer: DecodePe
     late = peer.expect(RoomFailed)
     assert (late.room, late.quiet, late.batch_failed) == (room, True, True), "the failed batch is forgotten"
     deliver(engine, peer, next(_rooms), prompt(12, 40))
-
-
-@pytest.mark.I1
-@pytest.mark.parametrize("failing", ["keys and values", "aux record"])
-def test_after_a_repeated_batch_the_source_stands_for_a_while(
-    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    """What the first attempt left in the transport reads the pages and the aux slot once more."""
-    num_writes = itertools.count()
-    write = engine.engine._transfer.write
-
-    def flaky(session: str, src_addrs: Any, *args: Any, **options: Any) -> None:
-        write(session, src_addrs, *args, **options)
-        if (len(src_addrs) == 1) == (failing == "aux record") and next(num_writes) == 0:
-            raise TransferError("the connection was reset", may_still_land=True)
-
-    monkeypatch.setattr(engine.engine._transfer, "write", flaky)
-    monkeypatch.setattr(engine.engine._life.quarantine, "quarantine_secs", 1e6)
-    before = engine.next_stats().counters
-    done = deliver(engine, peer, room, prompt(14, 40))
-    assert done.batch_failed
-    after = engine.next_stats()
-    assert after.counters["kv_transfer_retries_total"] == before["kv_transfer_retries_total"] + 1
-    assert after.counters["kv_transfer_failures_total"] == before["kv_transfer_failures_total"]
-    assert after.gauges["quarantined_tokens"] == 16
-    assert engine.count(PageState.IN_FLIGHT) == 1
-    assert engine.engine._life.num_free_aux_slots == 7
-    engine.send(FlushCache())
-    second = deliver(engine, peer, next(_rooms), prompt(14, 40))
-    assert second.num_cached_tokens == 32, "pages that may still be read were evicted"
-    assert not second.batch_failed
-    (kept,) = engine.engine._life.quarantine
-
-    def has_paused() -> bool:
-        engine.engine._last_turn_secs -= 100.0
-        (source,) = engine.engine._life.quarantine
-        return source.free_at_secs > kept.free_at_secs + 90.0
-
-    wait_for(has_paused, "a pause of this node to be left out")
-    engine.engine._life.quarantine._sources[0] = replace(kept, free_at_secs=-1e9)
-    wait_for(lambda: engine.next_stats().gauges["quarantined_tokens"] == 0, "the source to be free")
-    engine.send(FlushCache())
-    assert not deliver(engine, peer, next(_rooms), prompt(14, 40)).num_cached_tokens
 
 
 @pytest.mark.parametrize(

@@ -79,16 +79,10 @@ def test_a_lane_names_a_socket_of_ours_and_no_path(socket: str) -> None:
         messages.to_prefill_decoder.decode(msgspec.msgpack.encode(fields))
 
 
-def test_a_delivery_that_does_not_tell_of_failed_batches_decodes() -> None:
-    """Golden bytes of before there was the field."""
-    decoded = messages.to_decode_decoder.decode(bytes.fromhex("950403cd100040cb3fe0000000000000"))
-    assert decoded == RoomDone(3, 4096, 64, 0.5, batch_failed=False)
-
-
 def test_a_delivery_that_does_not_tell_of_its_times_decodes() -> None:
     """Golden bytes of before there was the field."""
-    decoded = messages.to_decode_decoder.decode(bytes.fromhex("960403cd100040cb3fe0000000000000c3"))
-    assert decoded == RoomDone(3, 4096, 64, 0.5, batch_failed=True, times=None)
+    decoded = messages.to_decode_decoder.decode(bytes.fromhex("950403cd100040cb3fe0000000000000"))
+    assert decoded == RoomDone(3, 4096, 64, 0.5, times=None)
 
 
 def test_bootstrap_with_a_further_field_decodes() -> None:

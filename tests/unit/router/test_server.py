@@ -473,6 +473,19 @@ async def test_a_request_goes_on_with_another_prefill_node(fails: Behaviour) -> 
         assert f'router_node_healthy{{kind="prefill",node="{broken.url}"}} 1.0' in metrics, "blacklisted"
 
 
+async def test_a_write_that_failed_is_tried_again_where_there_is_no_other_prefill_node() -> None:
+    async def fails_once(node: FakeNode, send: Send) -> None:
+        await (says(BROKEN_TRANSFER, 502) if len(node.requests) == 1 else delivers)(node, send)
+
+    async def waits_or_answers(node: FakeNode, send: Send) -> None:
+        await (never if len(node.requests) == 1 else says(b"{}"))(node, send)
+
+    async with cluster(prefill=fails_once, decode=waits_or_answers) as pair:
+        response = await pair.client.post("/generate", json={"text": "a"})
+        assert (response.status_code, response.content) == (200, b"{}")
+        assert len(pair.prefill[0].requests) == 2
+
+
 async def test_a_decode_node_that_lost_the_prefill_node_gets_another_one() -> None:
     async def lost_at_first(node: FakeNode, send: Send) -> None:
         await (says(BROKEN_TRANSFER, 502) if len(node.requests) == 1 else says(b"{}"))(node, send)

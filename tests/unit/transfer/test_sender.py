@@ -21,25 +21,22 @@ from protocol.messages import Room
 from tests.unit.transfer.peer import peer_process
 from transfer.engine import TransferEngine, TransferError
 from transfer.plan import SLICE_BYTES, Descriptors
-from transfer.sender import MAX_ATTEMPTS, Completion, Sender, WriteBatch
+from transfer.sender import Completion, Sender, WriteBatch
 
 PEER, OTHER_PEER = "10.0.0.1:1", "10.0.0.2:2"
 PATIENCE_SECS = 60.0
 
 
 class ScriptedWriter:
-    """Records writes by their first source address; ``stuck`` sessions hold back, ``bad`` addresses fail.
-
-    ``flaky``: addresses that fail the first time, and with ``refused`` without anything being sent.
+    """Records writes by their first source address; ``stuck`` sessions hold back, ``bad`` addresses fail,
+    those that are ``refused`` as well without anything being sent.
     """
 
     def __init__(self) -> None:
         self.written: list[tuple[str, int]] = []
         self.bad: set[int] = set()
-        self.flaky: set[int] = set()
         self.refused: set[int] = set()
         self.num_attempts: Counter[int] = Counter()
-        self.after_failure: Callable[[], object] = lambda: None
         self.stuck: dict[str, threading.Event] = {}
         self.started = threading.Semaphore(0)
 
@@ -57,8 +54,7 @@ class ScriptedWriter:
         self.started.release()
         if gate is not None:
             assert gate.wait(PATIENCE_SECS)
-        if addr in self.bad or (addr in self.flaky and self.num_attempts[addr] == 1):
-            self.after_failure()
+        if addr in self.bad:
             raise TransferError(f"cannot write {addr}", may_still_land=addr not in self.refused)
         if stop is not None and (reason := stop()):
             raise TransferError(f"stopped: {reason}")
@@ -102,13 +98,6 @@ def long_batch(room: int, *addrs: int) -> WriteBatch:
     return WriteBatch(Room(room), f"tag {addrs[0]}", slices, len(addrs) * SLICE_BYTES)
 
 
-def let_time_pass(sender: Sender, room: int) -> None:
-    """Past the deadline of what the room has in flight."""
-    in_flight = sender._queue._rooms[Room(room)].slice
-    assert in_flight is not None
-    in_flight.deadline = time.monotonic() - 1.0
-
-
 def collect(sender: Sender, num_completions: int) -> list[Completion]:
     completions: list[Completion] = []
     give_up = time.monotonic() + PATIENCE_SECS
@@ -141,16 +130,6 @@ def test_rooms_of_a_peer_take_turns(sender: Sender, writer: ScriptedWriter) -> N
     gate.set()
     assert [completion.tag for completion in collect(sender, 4)] == ["tag 10", "tag 11", "tag 1", "tag 4"]
     assert [addr for _, addr in writer.written] == [1, 10, 11, 2, 3, 4]
-
-
-@pytest.mark.I1
-def test_a_slice_is_written_again_and_not_the_batch(sender: Sender, writer: ScriptedWriter) -> None:
-    writer.flaky.add(2)
-    sender.submit(PEER, long_batch(1, 1, 2, 3))
-    (completion,) = collect(sender, 1)
-    assert (completion.ok, completion.num_bytes) == (True, 3 * SLICE_BYTES)
-    assert (completion.num_retries, completion.may_still_land) == (1, True)
-    assert writer.num_attempts == {1: 1, 2: 2, 3: 1}
 
 
 @pytest.mark.I8
@@ -190,8 +169,13 @@ def test_a_stuck_peer_does_not_delay_another(sender: Sender, writer: ScriptedWri
 
 
 @pytest.mark.I1
-def test_after_a_failed_batch_nothing_of_the_room_is_sent(sender: Sender, writer: ScriptedWriter) -> None:
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_after_a_failed_batch_nothing_of_the_room_is_sent(
+    sender: Sender, writer: ScriptedWriter, is_refused: bool
+) -> None:
+    """Nor is the batch written again: what failed may have landed in part, unless it was refused."""
     writer.bad.add(2)
+    writer.refused |= {2} if is_refused else set()
     gate = writer.block(PEER)
     for addr in (1, 2, 3):
         sender.submit(PEER, batch(1, addr))
@@ -202,66 +186,12 @@ def test_after_a_failed_batch_nothing_of_the_room_is_sent(sender: Sender, writer
     assert completions["tag 1"].ok
     assert completions["tag 9"].ok
     failed, behind = completions["tag 2"], completions["tag 3"]
-    assert (failed.ok, failed.error, failed.may_still_land) == (False, "in 2 attempts: cannot write 2", True)
-    assert (failed.num_retries, writer.num_attempts[2]) == (1, 2)
+    assert (failed.ok, failed.error, failed.may_still_land) == (False, "cannot write 2", not is_refused)
+    assert writer.num_attempts[2] == 1
     assert not behind.ok
-    assert "an earlier batch of the room failed: in 2 attempts: cannot write 2" in behind.error
+    assert "an earlier batch of the room failed: cannot write 2" in behind.error
     assert not behind.may_still_land
     assert (failed.num_bytes, behind.num_bytes) == (0, 0)
-
-
-@pytest.mark.I1
-def test_a_batch_that_fails_once_is_written_again_before_those_behind_it(
-    sender: Sender, writer: ScriptedWriter
-) -> None:
-    writer.flaky.add(2)
-    gate = writer.block(PEER)
-    for addr in (1, 2, 3):
-        sender.submit(PEER, batch(1, addr))
-    gate.set()
-    first, again, behind = collect(sender, 3)
-    assert writer.written == [(PEER, 1), (PEER, 2), (PEER, 3)]
-    assert (first.may_still_land, first.num_retries) == (False, 0)
-    assert (again.ok, again.error, again.num_bytes, again.num_retries) == (True, "", 100, 1)
-    assert again.may_still_land, "bytes of the first attempt are forgotten"
-    assert (behind.ok, behind.may_still_land, behind.num_retries) == (True, False, 0)
-
-
-@pytest.mark.I1
-@pytest.mark.parametrize("why", ["refused", "cancelled", "late"])
-def test_what_cannot_get_better_is_not_written_again(
-    sender: Sender, writer: ScriptedWriter, why: str
-) -> None:
-    """The transport refuses it, nobody wants it any more, its time is up."""
-    writer.flaky.add(1)
-    match why:
-        case "refused":
-            writer.refused.add(1)
-        case "cancelled":
-            writer.after_failure = lambda: sender.cancel(Room(1))
-        case "late":
-            writer.after_failure = lambda: let_time_pass(sender, 1)
-    sender.submit(PEER, batch(1, 1))
-    (failed,) = collect(sender, 1)
-    assert (failed.ok, failed.error, failed.num_retries) == (False, "cannot write 1", 0)
-    assert failed.may_still_land == (why != "refused")
-    assert (writer.num_attempts[1], writer.written) == (1, [])
-
-
-@pytest.mark.I1
-def test_a_retry_that_is_called_off_may_still_land(sender: Sender, writer: ScriptedWriter) -> None:
-    """Its own attempt ended between two parts, but the first one had failed."""
-    writer.flaky.add(1)
-    gate = threading.Event()
-    writer.after_failure = lambda: writer.stuck.update({PEER: gate})
-    sender.submit(PEER, batch(1, 1))
-    writer.wait_for_start()
-    writer.wait_for_start()
-    assert sender.cancel(Room(1))
-    gate.set()
-    (failed,) = collect(sender, 1)
-    assert (failed.ok, failed.may_still_land, failed.num_retries) == (False, True, 1)
-    assert "the room was cancelled" in failed.error
 
 
 def test_a_batch_submitted_before_the_failure_was_seen_is_not_sent(
@@ -269,8 +199,7 @@ def test_a_batch_submitted_before_the_failure_was_seen_is_not_sent(
 ) -> None:
     writer.bad.add(1)
     sender.submit(PEER, batch(1, 1))
-    for _ in range(MAX_ATTEMPTS):
-        writer.wait_for_start()
+    writer.wait_for_start()
     while sender.num_pending(Room(1)):
         time.sleep(0.001)
     sender.submit(PEER, batch(1, 2))
@@ -322,7 +251,9 @@ def test_an_overdue_batch_is_reported_once_and_still_completes(
     sender.submit(PEER, batch(1, 2))
     writer.wait_for_start()
     assert sender.overdue() == []
-    let_time_pass(sender, 1)
+    in_flight = sender._queue._rooms[Room(1)].slice
+    assert in_flight is not None
+    in_flight.deadline = time.monotonic() - 1.0
     assert sender.overdue() == [1]
     assert sender.overdue() == []
     assert collect(sender, 1)[0].tag == "tag 2"
