@@ -168,7 +168,6 @@ class _Worker:
             front.link.require_serving(),
             holds_output=front.holds_output,
             default_max_tokens=settings.default_max_tokens,
-            max_request_tokens=settings.max_request_tokens,
         )
         samples = await plan_samples(request, front.codec, limits, front.link.front)
         timeline.checked(request, samples, settings.model_name)

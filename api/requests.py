@@ -49,7 +49,6 @@ class Limits:
     """What an engine can hold, in tokens. ``holds_output`` is false for a prefill node: prompts only.
 
     ``default_max_tokens``: of an answer for which nobody names a number; 0: all that there is room for.
-    ``max_request_tokens``: of a whole HTTP request; 0: as many as any one prompt with all its samples has.
     """
 
     context_length: int
@@ -57,25 +56,21 @@ class Limits:
     max_total_tokens_dense: int
     holds_output: bool
     default_max_tokens: int = 0
-    max_request_tokens: int = 0
 
     @classmethod
-    def of(
-        cls, ready: EngineReady, *, holds_output: bool, default_max_tokens: int, max_request_tokens: int = 0
-    ) -> Limits:
+    def of(cls, ready: EngineReady, *, holds_output: bool, default_max_tokens: int) -> Limits:
         return cls(
             ready.context_length,
             ready.max_total_tokens_hisparse,
             ready.max_total_tokens_dense,
             holds_output,
             default_max_tokens,
-            max_request_tokens,
         )
 
     @property
     def request_tokens(self) -> int:
         """Prompt tokens times samples of one HTTP request at most: a prompt alone may always have all."""
-        return self.max_request_tokens or MAX_SAMPLES_PER_PROMPT * self.context_length
+        return MAX_SAMPLES_PER_PROMPT * self.context_length
 
     def pool_tokens(self, hisparse: HisparseFlag | None) -> int:
         """Longest prompt plus output that the pools can ever hold for a request with this flag."""
@@ -221,7 +216,7 @@ def _check_request_tokens(field: str, num_tokens: int, limits: Limits) -> None:
         raise ApiError(
             400,
             f"{field}: prompt tokens times samples are at least {num_tokens}; one request may have "
-            f"{limits.request_tokens} (max_request_tokens): lower n or split it",
+            f"{limits.request_tokens}: lower n or split it",
             param=field,
         )
 

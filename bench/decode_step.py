@@ -59,7 +59,7 @@ from decode_node.memory import DecodeMemory, slots_tensor
 from decode_node.pools import PoolKind, Pools, SlotCounts, round_up
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.runner import make_runner
-from decode_node.sizing import DecodeSettingsError
+from decode_node.sizing import LOOKUPS_PER_HOST_TOKEN, DecodeSettingsError
 from decode_node.steps import Runner
 from grammar.token_trie import Grammar, TokenTrie
 from kernels.device_memory import use_device
@@ -167,6 +167,14 @@ def penalties(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+class _Settings(DecodeSettings):
+    """Those of a decode node that captures the graph of one batch, the measured one."""
+
+    @property
+    def graph_batches(self) -> list[int]:
+        return [] if self.cuda_graph_max_bs == 0 else [self.max_running_requests]
+
+
 class Bench:
     """Pools for ``batch`` requests that all have the prompt, and the steps over them."""
 
@@ -207,7 +215,7 @@ class Bench:
                 host=max(PAGE_SIZE, round_up(need.host, PAGE_SIZE) * batch),
                 device=round_up(need.device, PAGE_SIZE) * batch,
                 index=round_up(life, PAGE_SIZE) * batch,
-                lookup=max(PAGE_SIZE, round_up(need.lookup, PAGE_SIZE) * batch),
+                lookup=LOOKUPS_PER_HOST_TOKEN * max(PAGE_SIZE, round_up(need.host, PAGE_SIZE) * batch),
                 aux=1,
                 req_row=batch,
             ),
@@ -390,19 +398,43 @@ def by_kind(bench: Bench, num_steps: int) -> tuple[dict[str, float], list[tuple[
 
 
 def make_settings(arguments: argparse.Namespace, batch: int, num_drafts: int = 0) -> DecodeSettings:
-    return DecodeSettings(
-        model_path=arguments.model_path,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        kv_cache_dtype=arguments.kv_cache_dtype,
-        indexer_cache_dtype=arguments.indexer_cache_dtype,
-        attention_backend=arguments.attention_backend,
-        device_buffer_size=arguments.buffer,
+    return _Settings(
+        **shared_settings(arguments),
         max_running_requests=batch,
-        **({"cuda_graph_max_bs": 0} if arguments.no_graphs else {"cuda_graph_bs": (batch,)}),
-        micro_batch_min_bs=arguments.micro_batch_min_bs,
-        page_size=PAGE_SIZE,
+        cuda_graph_max_bs=0 if arguments.no_graphs else None,
         speculative_num_steps=num_drafts,
+    )
+
+
+def shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the options of ``add_shared_options`` say of a decode node."""
+    names = ("model_path", "device", "dtype", "kv_cache_dtype", "indexer_cache_dtype", "attention_backend")
+    own = {name: getattr(arguments, name) for name in (*names, "micro_batch_min_bs")}
+    return own | {"device_buffer_size": arguments.buffer, "page_size": PAGE_SIZE}
+
+
+def add_shared_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--modes", nargs="+", choices=("dense", "hisparse"), default=["dense", "hisparse"])
+    parser.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill forward")
+    parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
+    parser.add_argument("--micro-batch-min-bs", type=int, default=64, help="as the decode node's; 0: never")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--indexer-cache-dtype", default="auto")
+    parser.add_argument("--attention-backend", default="auto")
+
+
+def load_shared_spec(arguments: argparse.Namespace, num_drafts: int) -> ModelSpec:
+    return load_spec(
+        arguments.model_path,
+        arguments.dtype,
+        arguments.kv_cache_dtype,
+        device=arguments.device,
+        indexer_cache_dtype=arguments.indexer_cache_dtype,
+        num_draft_layers=int(num_drafts > 0),
     )
 
 
@@ -474,27 +506,17 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model-path", type=Path, required=True)
+    add_shared_options(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--modes", nargs="+", choices=("dense", "hisparse"), default=["dense", "hisparse"])
     parser.add_argument("--max-dense", type=int, default=16, help="largest batch that is measured dense")
-    parser.add_argument("--context", type=int, default=32768)
-    parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill forward")
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
     parser.add_argument(
         "--speculative-num-steps", type=int, nargs="+", default=[0], choices=range(MAX_DRAFTS + 1)
     )
     parser.add_argument("--penalties", action="store_true", help="of every request")
     parser.add_argument("--grammar", action="store_true", help="each line once more, under a grammar")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dp-size", type=int, default=1, help="ranks, on as many devices from --device on")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--indexer-cache-dtype", default="auto")
-    parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--micro-batch-min-bs", type=int, default=64, help="as the decode node's; 0: never")
     parser.add_argument("--kernels", action="store_true", help="name the kernels that take longest")
     parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON and PNG, without suffix")
     arguments = parser.parse_args(argv)
@@ -522,14 +544,7 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
         .device
     )
     use_device(arguments.device)
-    spec = load_spec(
-        arguments.model_path,
-        arguments.dtype,
-        arguments.kv_cache_dtype,
-        device=arguments.device,
-        indexer_cache_dtype=arguments.indexer_cache_dtype,
-        num_draft_layers=int(max(arguments.speculative_num_steps) > 0),
-    )
+    spec = load_shared_spec(arguments, max(arguments.speculative_num_steps))
     ranks = None
     if place.size > 1:
         ranks = RankGroup(place, torch.device(arguments.device), agree_secs=300.0, forward_secs=300.0)

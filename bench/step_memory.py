@@ -56,7 +56,6 @@ def planned_pools(settings: DecodeSettings, spec: ModelSpec, totals: SlotCounts)
         "host_pool_tokens": totals.host,
         "device_pool_tokens": totals.device,
         "index_pool_tokens": totals.index,
-        "lookup_pool_tokens": totals.lookup,
     }
     demand = device_demand(settings.model_copy(update=sizes), spec)
     fixed = dict(demand.fixed)

@@ -26,7 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-from bench.decode_step import PAGE_SIZE, Prefilled, prefill, synchronize
+from bench.decode_step import (
+    PAGE_SIZE,
+    Prefilled,
+    add_shared_options,
+    load_shared_spec,
+    prefill,
+    shared_settings,
+    synchronize,
+)
 from bench.facts import OUT, run_facts
 from bench.report import make_console, write_json
 from decode_node.hot_buffers import HotBuffers
@@ -44,7 +52,7 @@ from decode_node.step_line import StepLine
 from kernels.device_memory import use_device
 from model.dsa import DsaModel
 from model.loader import load_model
-from model.spec import ModelSpec, load_spec
+from model.spec import ModelSpec
 from protocol.messages import Bootstrap, RoomDone
 from service.engine_messages import FromEngine, Generate, Tokens
 from service.lockstep import Lockstep
@@ -250,34 +258,18 @@ def _part(node: Node, name: str, staying: Sequence[str], num_turns: int, life: i
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model-path", type=Path, required=True)
+    add_shared_options(parser)
+    parser.set_defaults(modes=["hisparse"])
     parser.add_argument("--running", type=int, default=64, help="requests that run at a time")
-    parser.add_argument("--modes", nargs="+", choices=("dense", "hisparse"), default=["hisparse"])
-    parser.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
-    parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill forward")
     parser.add_argument("--every", type=int, default=8, help="steps between two ends")
     parser.add_argument("--turns", type=int, default=400, help="of each part")
-    parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
     parser.add_argument("--speculative-num-steps", type=int, default=0)
-    parser.add_argument("--micro-batch-min-bs", type=int, default=64, help="as the decode node's; 0: never")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--indexer-cache-dtype", default="auto")
-    parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--out", type=Path, default=OUT / "turnover", help="JSON, without suffix")
     arguments = parser.parse_args(argv)
     use_device(arguments.device)
-    spec = load_spec(
-        arguments.model_path,
-        arguments.dtype,
-        arguments.kv_cache_dtype,
-        device=arguments.device,
-        indexer_cache_dtype=arguments.indexer_cache_dtype,
-        num_draft_layers=int(arguments.speculative_num_steps > 0),
-    )
+    spec = load_shared_spec(arguments, arguments.speculative_num_steps)
     model = load_model(arguments.model_path, spec, arguments.device)
-    settings = [make_settings(arguments, spec, Mode(mode)) for mode in arguments.modes]
+    settings = [make_settings(arguments, Mode(mode)) for mode in arguments.modes]
     prompt = prefill(spec, model, settings[0], arguments.chunk, arguments.context)
     console = make_console()
     report: dict[str, Any] = {
@@ -307,23 +299,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_settings(arguments: argparse.Namespace, spec: ModelSpec, mode: Mode) -> DecodeSettings:
+def make_settings(arguments: argparse.Namespace, mode: Mode) -> DecodeSettings:
     """With pools for one request more than run."""
     num_new = 1 + arguments.speculative_num_steps
     life = round_up(arguments.context + 8 * arguments.turns * num_new + num_new, PAGE_SIZE)
     num_tokens = (arguments.running + 1) * life
     device_each = life if mode is Mode.DENSE else round_up(arguments.buffer, PAGE_SIZE)
     return DecodeSettings(
-        model_path=arguments.model_path,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        kv_cache_dtype=arguments.kv_cache_dtype,
-        indexer_cache_dtype=arguments.indexer_cache_dtype,
-        attention_backend=arguments.attention_backend,
-        device_buffer_size=arguments.buffer,
+        **shared_settings(arguments),
         max_running_requests=arguments.running + 1,
-        micro_batch_min_bs=arguments.micro_batch_min_bs,
-        page_size=PAGE_SIZE,
         host_pool_tokens=num_tokens if mode is Mode.HISPARSE else PAGE_SIZE,
         device_pool_tokens=(arguments.running + 1) * device_each,
         index_pool_tokens=num_tokens,

@@ -17,7 +17,7 @@
   for it. A landing zone of a repeated batch cannot be given up for a while.
 - While the first in the queue lacks nothing but device slots for a hot buffer, hot buffers larger than they
   have to be shrink to their minimum, latest admitted first. They get their full size back when nobody waits
-  and ``auto_dense_margin`` of the device pool stays free, so that they do not shrink again at once.
+  and ``AUTO_DENSE_MARGIN`` of the device pool stays free, so that they do not shrink again at once.
 - Where steps verify drafts, slots for these come with the others when they are there. A request that has a
   slot for its newest token waits for no more.
 - A page for every request that will grow is kept out of admissions, so that nobody sits out because of
@@ -43,17 +43,19 @@ MAX_LOOKED_AT = 256
 
 _NONE = SlotCounts()
 
+AUTO_DENSE_MARGIN = 0.25
+"""Share of the device pool that stays free for hot buffers when ``auto`` picks dense."""
+
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes that planning goes by, in tokens; ``auto_dense_margin`` is a share of the device pool."""
+    """The sizes that planning goes by, in tokens."""
 
     totals: SlotCounts
     page_size: int
     max_context: int
     index_topk: int
     device_buffer_size: int
-    auto_dense_margin: float
     growth_tokens: int
     """Slots that a request gets beyond those that it needs, at its admission and whenever it grows."""
     max_drafts: int = 0
@@ -409,7 +411,7 @@ class _Planner:
 
     @property
     def _device_margin(self) -> float:
-        return self.limits.auto_dense_margin * self.limits.totals.device
+        return AUTO_DENSE_MARGIN * self.limits.totals.device
 
     def _hot_capacity(self, request: Request) -> int:
         """Entries that the device slots at hand allow; 0 when they are fewer than the request needs."""

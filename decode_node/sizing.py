@@ -25,8 +25,12 @@ AUX_SLOTS_PER_ROW = 4
 node vanish with as many rooms as can be in a batch, less one, before somebody has to say that it is gone."""
 
 LOOKUPS_PER_HOST_TOKEN = 2
-"""Lookup slots for each host slot when no other number is given: requests that share host pages look each up
-for themselves, so what all of them have together may be twice the host pool."""
+"""Lookup slots for each host slot: requests that share host pages look each up for themselves, so what all of
+them have together may be twice the host pool."""
+
+GROWTH_PAGES = 16
+"""Pages that a request gets beyond its prompt at its admission, and again whenever it has used them: 1,024
+tokens of the default page size."""
 
 BASE_RESERVE_BYTES = 1 << 30
 """For activations: workspaces of libraries, buffers of the layers, the memory of CUDA graphs."""
@@ -62,12 +66,7 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
     index_tokens = settings.index_pool_tokens or round_up(
         settings.host_pool_tokens + device_pool_tokens, page_size
     )
-    lookup_tokens = settings.lookup_pool_tokens or LOOKUPS_PER_HOST_TOKEN * settings.host_pool_tokens
-    if lookup_tokens < settings.host_pool_tokens:
-        raise DecodeSettingsError(
-            f"lookup_pool_tokens {lookup_tokens}: less than host_pool_tokens {settings.host_pool_tokens}, "
-            "each of which a request looks up; give at least as many, or 0 for twice as many"
-        )
+    lookup_tokens = LOOKUPS_PER_HOST_TOKEN * settings.host_pool_tokens
     return Limits(
         totals=SlotCounts(
             host=settings.host_pool_tokens // page_size * page_size,
@@ -81,8 +80,7 @@ def make_limits(settings: DecodeSettings, spec: ModelSpec, device_pool_tokens: i
         max_context=spec.context_length,
         index_topk=spec.index_topk,
         device_buffer_size=buffer,
-        auto_dense_margin=settings.auto_dense_margin,
-        growth_tokens=settings.growth_tokens,
+        growth_tokens=GROWTH_PAGES * page_size,
         max_drafts=num_drafts,
     )
 

@@ -90,6 +90,8 @@ PROBE_AFTER_HEARTBEATS = 1.25
 """Silence of a decode node, in heartbeat intervals, after which its transport is asked if it is alive."""
 STATS_INTERVAL_SECS = 0.25
 CLOSE_TIMEOUT_SECS = 5.0
+SHORT_SHARE = 4
+"""A longer prompt leaves a quarter of a step at most to prompts behind it that end in the step with them."""
 
 AUX_SLOTS_PER_REQUEST = 2
 """Aux slots for each running request: rooms that send or drain keep theirs while others compute."""
@@ -132,7 +134,7 @@ class PrefillEngine:
         num_aux_slots = _num_aux_slots(settings)
         self._limits = StepLimits(
             chunk_tokens=settings.chunked_prefill_size,
-            short_tokens=settings.short_prompt_tokens,
+            short_tokens=settings.chunked_prefill_size // SHORT_SHARE,
             max_requests=settings.max_running_requests,
             page_size=settings.page_size,
             num_pages=num_pages,

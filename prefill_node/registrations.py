@@ -134,8 +134,8 @@ class Registrations:
                 if theirs > ours:
                     return (
                         f"{name}: the decode node drafts with {theirs} MTP layer, this prefill node computes "
-                        f"{ours}; start it with --draft-layer auto, or the decode node with "
-                        "--speculative-num-steps 0"
+                        f"{ours}; run one checkpoint on both, or the decode node "
+                        "with --speculative-num-steps 0"
                     )
             elif theirs != ours and name != "page_size":
                 return (

@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 SampleEvent = Tokens | PromptScores | PrefillFinished | RequestFailed
 _LAST = (PrefillFinished, RequestFailed)
 
+MAX_QUEUED_TOKENS = 64 << 20
+"""Prompt tokens of what runs and waits; a prefill node holds 8 bytes of each."""
+
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
@@ -59,7 +62,7 @@ class QueueLimits:
     @classmethod
     def of(cls, settings: NodeSettings) -> QueueLimits:
         max_running = settings.dp_size * settings.max_running_requests
-        return cls(max_running + settings.max_queued_requests, settings.max_queued_tokens)
+        return cls(max_running + settings.max_queued_requests, MAX_QUEUED_TOKENS)
 
 
 class _InFlight(NamedTuple):
@@ -334,7 +337,7 @@ class EngineLink:
         if num_held_tokens + num_prompt_tokens > self.limits.max_prompt_tokens:
             raise QueueFull(
                 f"prompts of {num_held_tokens} tokens run or wait here, and {num_prompt_tokens} more "
-                f"would exceed {self.limits.max_prompt_tokens} (max_queued_tokens); try again later"
+                f"would exceed {self.limits.max_prompt_tokens}; try again later"
             )
 
     def require_serving(self) -> EngineReady:

@@ -25,7 +25,6 @@ RouterPolicy = Literal["round_robin", "least_loaded", "cache_aware"]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
 CollectorUrl = Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
-GraphBatch = Annotated[int, Field(ge=1, le=65536)]
 Secs = Annotated[float, Field(gt=0, le=86400)]
 DrainSecs = Annotated[float, Field(ge=0, le=86400)]
 TransferProtocol = Literal["tcp", "rdma", "auto"]
@@ -227,17 +226,6 @@ class NodeSettings(_Settings):
         description="requests, each sample for one, that wait beside --max-running-requests; more are "
         "answered 429",
     )
-    max_queued_tokens: Tokens = Field(
-        64 << 20,
-        description="prompt tokens, once on a rank for all samples of a prompt, of what runs and waits; more "
-        "are answered 429, for a prefill node holds 8 bytes of each",
-    )
-    max_request_tokens: int = Field(
-        0,
-        ge=0,
-        description="prompt tokens times samples of one HTTP request at most, the same on all nodes; 0: 128 "
-        "prompts of the whole context",
-    )
     num_threads: int = Field(0, ge=0, description="torch CPU threads of the engine; 0: torch's own choice")
     debug_checks: bool = Field(False, description="check the integrity of all pools after every step")
     otlp_traces_endpoint: CollectorUrl = Field("", description=TRACES, title="URL")
@@ -366,12 +354,6 @@ class PrefillSettings(NodeSettings):
         0, description="port of the control socket, the next ranks have the next ones; 0: any free one"
     )
     chunked_prefill_size: Tokens = Field(2048, description="tokens computed in one step at most")
-    short_prefill_size: int | None = Field(
-        None,
-        ge=0,
-        description="tokens of a step that a longer prompt leaves at most to prompts behind it that end in "
-        "the step with them; default: a quarter of --chunked-prefill-size; 0: strictly in order of arrival",
-    )
     push_layers: int = Field(
         1,
         ge=0,
@@ -383,15 +365,10 @@ class PrefillSettings(NodeSettings):
         description="token slots in the KV pool, prefix cache included; 0: as many as free GPU memory holds",
     )
     disable_prefix_cache: bool = Field(False, description="compute every prompt in full")
-    draft_layer: Literal["auto", "off"] = Field(
-        "auto",
-        description="auto: compute the model's MTP layer, if it has one, for decode nodes that draft; off: "
-        "those are refused",
-    )
 
     @property
     def num_draft_layers(self) -> int | None:
-        return 0 if self.draft_layer == "off" else None
+        return None
 
     def of_rank(self, rank: int) -> Self:
         settings = super().of_rank(rank)
@@ -412,11 +389,6 @@ class PrefillSettings(NodeSettings):
             if self.control_port <= getattr(self, name) <= last:
                 raise ValueError(f"{what}, and {name} {getattr(self, name)} is among them; choose another")
         return self
-
-    @property
-    def short_prompt_tokens(self) -> int:
-        """``short_prefill_size``, or its default."""
-        return self.chunked_prefill_size // 4 if self.short_prefill_size is None else self.short_prefill_size
 
     @model_validator(mode="after")
     def _pool_holds_a_page(self) -> Self:
@@ -451,20 +423,6 @@ class DecodeSettings(NodeSettings):
     index_pool_tokens: int = Field(
         0, ge=0, description="token slots in the indexer-key pool; 0: host pool plus device pool"
     )
-    lookup_pool_tokens: int = Field(
-        0,
-        ge=0,
-        description="tokens of hisparse requests that can be looked up in hot buffers, those that requests "
-        "share counted for each; 0: twice the host pool",
-    )
-    growth_tokens: Tokens = Field(
-        1024,
-        description="token slots that a request gets beyond its prompt at admission, and again whenever it "
-        "has used them",
-    )
-    auto_dense_margin: float = Field(
-        0.25, ge=0, le=1, description="share of the device pool that auto keeps free when it picks dense"
-    )
     disable_held_prefixes: bool = Field(
         False,
         description="keep no KV of requests that have ended; otherwise a request that begins like one "
@@ -483,12 +441,6 @@ class DecodeSettings(NodeSettings):
         le=65536,
         description="largest batch that a captured CUDA graph runs; default: --max-running-requests; "
         "0: no graphs",
-    )
-    cuda_graph_bs: tuple[GraphBatch, ...] = Field(
-        (),
-        description="batch sizes to capture CUDA graphs of, where fewer make the start quicker; a batch runs "
-        "in the graph of the next larger one, or without; default: 1, 2, 4, then every 8, 16 and 32",
-        title="INT",
     )
     micro_batch_min_bs: int = Field(
         64,
@@ -523,16 +475,6 @@ class DecodeSettings(NodeSettings):
             )
         return self
 
-    @model_validator(mode="after")
-    def _graphs_are_of_batches(self) -> Self:
-        if self.cuda_graph_bs and self.cuda_graph_max_bs is not None:
-            raise ValueError("cuda_graph_bs and cuda_graph_max_bs exclude each other; give one of them")
-        if self.cuda_graph_bs and (largest := max(self.cuda_graph_bs)) > self.max_running_requests:
-            raise ValueError(
-                f"cuda_graph_bs {largest} must be at most max_running_requests {self.max_running_requests}"
-            )
-        return self
-
     @property
     def graph_batches(self) -> list[int]:
         """Batch sizes that CUDA graphs are captured of, smallest first; none: no graphs."""
@@ -540,7 +482,7 @@ class DecodeSettings(NodeSettings):
         if self.cuda_graph_max_bs is not None:
             most = min(self.cuda_graph_max_bs, most)
         ours = {1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, most + 1, 32), most}
-        return sorted(set(self.cuda_graph_bs) or {size for size in ours if 0 < size <= most})
+        return sorted(size for size in ours if 0 < size <= most)
 
 
 class RouterSettings(_Settings):

@@ -34,7 +34,7 @@ def oracle(tiny_checkpoint: Callable[[str], Path]) -> Iterator[Oracle]:
     [
         pytest.param(
             ("--attention-backend", "triton"),
-            ("--attention-backend", "triton", "--cuda-graph-bs", "1", "3", "--micro-batch-min-bs", "2"),
+            ("--attention-backend", "triton", "--cuda-graph-max-bs", "3", "--micro-batch-min-bs", "2"),
             id="graphs-of-some-sizes",
         ),
         pytest.param(
@@ -43,7 +43,7 @@ def oracle(tiny_checkpoint: Callable[[str], Path]) -> Iterator[Oracle]:
             id="no-graphs",
         ),
         pytest.param(
-            ("--page-size", "16", "--short-prefill-size", "0"),
+            ("--page-size", "16"),
             ("--page-size", "16", "--cuda-graph-max-bs", "5", "--max-running-requests", "6"),
             id="small-pages",
         ),

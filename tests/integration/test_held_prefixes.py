@@ -38,7 +38,7 @@ def test_turns_have_one_answer_whether_they_are_held_or_given_up(
             tmp_path,
             prefill_options=["--page-size", "24", "--chunked-prefill-size", "230"],
             decode_options=[
-                *("--page-size", "16", "--device-buffer-size", "80", "--growth-tokens", "16"),
+                *("--page-size", "16", "--device-buffer-size", "80"),
                 *("--host-pool-tokens", "2048", "--device-pool-tokens", "1024"),
             ],
         ) as pair,
@@ -96,7 +96,7 @@ def test_many_at_once_share_a_prompt_that_one_of_them_sent(
             tmp_path,
             prefill_options=["--page-size", "16"],
             decode_options=[
-                *("--page-size", "16", "--device-buffer-size", "80", "--growth-tokens", "16"),
+                *("--page-size", "16", "--device-buffer-size", "80"),
                 *("--host-pool-tokens", "4096", "--device-pool-tokens", "4096"),
             ],
         ) as pair,

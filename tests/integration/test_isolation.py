@@ -38,16 +38,16 @@ Checkpoint = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def cramped(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A pair with half the page size of ``pair`` and a small device pool."""
-    common = ["--page-size", "32", "--served-model-name", "tiny"]
+    """A pair with smaller pages than ``pair`` and a small device pool."""
+    common = ["--page-size", "8", "--served-model-name", "tiny"]
     with deployment(
         tiny_checkpoint("v32"),
         tmp_path_factory.mktemp("cramped"),
         prefill_options=common,
-        # Three dense requests of 11 pages each grow side by side in 25 pages, until one has to leave its own.
+        # Three dense requests of 44 pages each grow side by side in 100, until one has to leave its own.
         decode_options=[
             *common,
-            *("--device-pool-tokens", "800", "--device-buffer-size", "96", "--growth-tokens", "32"),
+            *("--device-pool-tokens", "800", "--device-buffer-size", "96"),
         ],
     ) as started:
         yield started

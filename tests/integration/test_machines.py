@@ -192,12 +192,12 @@ def test_machines_with_other_settings_do_not_start(
     tied_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     first, second = machines(decode_service, tied_checkpoint("v32"), tmp_path, *DECODE)
-    second.arguments += ["--growth-tokens", "77"]
+    second.arguments += ["--max-running-requests", "77"]
     try:
         first.start()
         second.start()
         assert (ended(first), ended(second)) == (1, 1)
-        assert "growth_tokens is 77 on rank 1 and 1024 on rank 0; start" in second.log_tail(20000)
+        assert "max_running_requests is 77 on rank 1 and 64 on rank 0; start" in second.log_tail(20000)
     finally:
         first.kill()
         second.kill()

@@ -108,7 +108,7 @@ def subject(
             decode_options=[
                 *common,
                 *("--device-buffer-size", str(HOT_BUFFER), "--host-pool-tokens", "65536"),
-                *("--device-pool-tokens", "24576", "--auto-dense-margin", "0.5"),
+                *("--device-pool-tokens", "16384"),
                 *("--micro-batch-min-bs", "4"),
             ],
         ) as pair,

@@ -38,7 +38,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         prefill_options=["--kv-pool-tokens", "65536", "--chunked-prefill-size", "1024"],
         decode_options=[
             *("--device-buffer-size", str(INDEX_TOPK + 1), "--host-pool-tokens", "65536"),
-            *("--device-pool-tokens", "16384", "--auto-dense-margin", "0.3"),
+            *("--device-pool-tokens", "16384"),
         ],
     ) as running_pair:
         yield running_pair

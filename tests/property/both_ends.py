@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from decode_node import sizing
 from decode_node.engine import DecodeEngine
 from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind, Stage
@@ -75,7 +76,6 @@ DECODE = DecodeSettings(
     **_SHARED,
     quarantine_secs=QUARANTINE_SECS,
     device_buffer_size=8,
-    growth_tokens=3,
     host_pool_tokens=90,
     device_pool_tokens=48,
     max_running_requests=4,
@@ -244,7 +244,8 @@ class World:
     def _start_decode(self) -> DecodeNode:
         front = SimFront()
         self._lookups = Lookups()
-        engine = DecodeEngine(DECODE, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
+        with patch.object(sizing, "GROWTH_PAGES", 1):
+            engine = DecodeEngine(DECODE, SPEC, NO_MODEL, front, TCP)  # type: ignore[arg-type]
         return DecodeNode(engine, front, engine.peers.session, self._lookups, engine._memory)
 
     def restart_decode(self) -> None:

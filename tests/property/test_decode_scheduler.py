@@ -23,7 +23,7 @@ from decode_node.pools import PoolKind, Pools, SlotCounts
 from decode_node.quarantine import Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.reserve import Claim, Reserve
-from decode_node.scheduler import Limits, StepPlan, refusal
+from decode_node.scheduler import AUTO_DENSE_MARGIN, Limits, StepPlan, refusal
 from protocol.messages import Extent, Room
 from service.engine_messages import pack_token_ids
 from service.prompt_keys import NO_ISOLATION
@@ -42,7 +42,6 @@ LIMITS = Limits(
     max_context=64,
     index_topk=INDEX_TOPK,
     device_buffer_size=16,
-    auto_dense_margin=0.25,
     growth_tokens=6,
 )
 PEERS = [PeerAddress("prefill", 1), PeerAddress("prefill", 2)]
@@ -201,7 +200,7 @@ class DecodeNodeMachine(RuleBasedStateMachine):
         running = [r for r in self.rooms.select(RequestState.RUNNING) if r.has_next_step]
         if any(r.mode is Mode.DENSE or not r.has_slots_for_next for r in (*running, *self.landing())):
             return
-        spare = self.rooms.available.device - self.limits.auto_dense_margin * TOTALS.device
+        spare = self.rooms.available.device - AUTO_DENSE_MARGIN * TOTALS.device
         for request in running:
             if request.hot_capacity < request.next_seq_len:
                 gain = self.limits.in_pages(self.limits.max_capacity(request)) - request.num_device_slots

@@ -33,7 +33,7 @@ prefill = [["http://a:1", 8998], "http://b:2"]
 decode = ["http://c:3"]
 hisparse = "auto"
 allowed-peers = ["10.0.0.0/24", "::1"]
-auto_dense_margin = 0.25
+mem_fraction_static = 0.25
 debug_checks = true
 """
 YAML = b"""
@@ -43,7 +43,7 @@ prefill: [[http://a:1, 8998], http://b:2]
 decode: [http://c:3]
 hisparse: auto
 allowed_peers: [10.0.0.0/24, "::1"]
-auto_dense_margin: 0.25
+mem_fraction_static: 0.25
 debug_checks: true
 """
 PAIR = b"""
@@ -101,7 +101,7 @@ def test_a_hostile_value_gives_settings_or_a_settings_error(
     directory: Path, suffix: str, value: bytes
 ) -> None:
     mark = b" = " if suffix == ".toml" else b": "
-    for name in (b"page_size", b"served_model_name", b"model_path", b"allowed_peers", b"auto_dense_margin"):
+    for name in (b"page_size", b"served_model_name", b"model_path", b"allowed_peers", b"mem_fraction_static"):
         load(DecodeSettings, directory / f"value{suffix}", name + mark + value + b"\n")
 
 

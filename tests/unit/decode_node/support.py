@@ -15,12 +15,14 @@ from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
 import torch
 import zmq
 
+from decode_node import sizing
 from decode_node.engine import DecodeEngine
 from model.dsa import DsaModel
 from model.loader import load_model
@@ -341,7 +343,14 @@ class Answer:
 class EngineHarness:
     """A decode engine whose loop the test turns, and the front's end of its ipc channel."""
 
-    def __init__(self, checkpoint: Checkpoint, ipc_dir: Path, **settings: Any) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        ipc_dir: Path,
+        *,
+        growth_pages: int = sizing.GROWTH_PAGES,
+        **settings: Any,
+    ) -> None:
         path = ipc_dir / "engine.ipc"
         self._front = zmq.Context.instance().socket(zmq.PAIR)
         self._front.setsockopt(zmq.SNDHWM, 0)  # a flood is sent before the engine, in the same thread, reads
@@ -362,7 +371,7 @@ class EngineHarness:
                 **settings,
             },
         )
-        with kept_engines("decode_node.engine"):
+        with kept_engines("decode_node.engine"), patch.object(sizing, "GROWTH_PAGES", growth_pages):
             self.engine = DecodeEngine(
                 self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP
             )

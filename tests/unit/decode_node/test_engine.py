@@ -230,7 +230,7 @@ def _room_for_almost_two(
     with (
         closing(PrefillDouble(checkpoint, page_size=4)) as double,
         harness(
-            checkpoint, tmp_path, page_size=4, device_pool_tokens=device_pool_tokens, growth_tokens=4
+            checkpoint, tmp_path, page_size=4, device_pool_tokens=device_pool_tokens, growth_pages=1
         ) as node,
     ):
         yield double, node
@@ -316,7 +316,7 @@ def test_tokens_are_those_of_the_oracle_when_slots_come_one_by_one(
     prompts = PROMPTS[-4:]
     with (
         closing(PrefillDouble(checkpoint, page_size=4)) as double,
-        harness(checkpoint, tmp_path, page_size=4, growth_tokens=1, host_pool_tokens=1000) as node,
+        harness(checkpoint, tmp_path, page_size=4, growth_pages=1, host_pool_tokens=1000) as node,
     ):
         flags = [HisparseFlag.TRUE, HisparseFlag.TRUE, HisparseFlag.FALSE, HisparseFlag.TRUE]
         answers = [
@@ -357,7 +357,7 @@ def test_a_request_that_sits_out_is_counted_and_goes_on_where_it_was(
     prompt = PROMPTS[LENGTHS.index(200)]
     with (
         closing(PrefillDouble(checkpoint, page_size=4)) as double,
-        harness(checkpoint, tmp_path, page_size=4, growth_tokens=4, host_pool_tokens=430) as node,
+        harness(checkpoint, tmp_path, page_size=4, growth_pages=1, host_pool_tokens=430) as node,
     ):
         answers = [node.generate(double, prompt, NUM_NEW, HisparseFlag.TRUE) for _ in range(2)]
 

@@ -756,7 +756,7 @@ def test_whoever_cannot_be_admitted_is_looked_at_again_when_something_has_change
             super().__init__(*args)
 
     monkeypatch.setattr(decode_node.scheduler, "Reserve", CountedReserve)
-    harness = EngineHarness(checkpoint, tmp_path, host_pool_tokens=256, growth_tokens=64)
+    harness = EngineHarness(checkpoint, tmp_path, host_pool_tokens=256, growth_pages=1)
     with closing(harness) as node, closing(PrefillDouble(checkpoint)) as double:
         first = node.generate(double, PROMPT[:40], 120, HisparseFlag.TRUE)
         node.turn_until(lambda: first.token_ids, double)

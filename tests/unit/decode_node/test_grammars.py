@@ -431,7 +431,7 @@ def test_a_spilled_request_goes_on_in_its_grammar(
             tmp_path,
             make_graph_runner,
             page_size=4,
-            growth_tokens=4,
+            growth_pages=1,
             device_pool_tokens=420,
             speculative_num_steps=0,
             device_buffer_size=128,

@@ -29,7 +29,6 @@ LIMITS = Limits(
     max_context=300,
     index_topk=20,
     device_buffer_size=64,
-    auto_dense_margin=0.25,
     growth_tokens=16,
 )
 PEERS = [PeerAddress("prefill", port) for port in (1, 2, 3)]

@@ -234,7 +234,7 @@ def test_where_pages_and_slots_run_out(
                 tmp_path,
                 make,
                 page_size=4,
-                growth_tokens=1,
+                growth_pages=1,
                 host_pool_tokens=1000,
                 device_pool_tokens=320,
                 max_running_requests=4,

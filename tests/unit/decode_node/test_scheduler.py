@@ -13,7 +13,7 @@ from decode_node.pools import Holding, Pools, SlotCounts, Stage
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.reserve import Claim, Reserve
 from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
-from decode_node.sizing import DEFAULT_BUFFER
+from decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
 from protocol.messages import Room
 from service.engine_messages import pack_token_ids
 from service.prompt_keys import NO_ISOLATION
@@ -26,7 +26,6 @@ LIMITS = Limits(
     max_context=300,
     index_topk=20,
     device_buffer_size=64,
-    auto_dense_margin=0.25,
     growth_tokens=1000,
 )
 """Everything that a request may need is there or reserved at its admission."""
@@ -317,8 +316,7 @@ def test_chats_without_max_tokens_share_a_node_of_the_default_size() -> None:
             max_context=context,
             index_topk=2048,
             device_buffer_size=DEFAULT_BUFFER,
-            auto_dense_margin=0.25,
-            growth_tokens=options["growth_tokens"].default,
+            growth_tokens=GROWTH_PAGES * page_size,
         )
     )
     chats = [node.arrive(TRUE, 4096, max_new_tokens=context - 4095) for _ in range(64)]

@@ -200,13 +200,6 @@ def test_the_index_pool_covers_host_and_device_tokens() -> None:
 def test_there_are_lookup_slots_for_every_host_slot_and_for_shared_ones() -> None:
     spec = make_spec()
     assert make_limits(decode(host_pool_tokens=1000), spec, 640).totals.lookup == 1984
-    assert (
-        make_limits(decode(lookup_pool_tokens=9000, host_pool_tokens=1000), spec, 640).totals.lookup == 8960
-    )
-    with pytest.raises(
-        DecodeSettingsError, match="lookup_pool_tokens 999: less than host_pool_tokens 1000, "
-    ):
-        make_limits(decode(lookup_pool_tokens=999, host_pool_tokens=1000), spec, 640)
 
 
 def test_what_does_not_fit_is_named_with_bytes_and_options() -> None:

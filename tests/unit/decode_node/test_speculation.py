@@ -388,7 +388,7 @@ def test_slots_that_come_one_by_one_and_pages_that_go(
                 tmp_path,
                 make,
                 page_size=4,
-                growth_tokens=1,
+                growth_pages=1,
                 host_pool_tokens=1300,
                 device_pool_tokens=1000,
                 max_running_requests=10,

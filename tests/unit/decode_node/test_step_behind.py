@@ -63,7 +63,7 @@ def double(checkpoint: Checkpoint) -> Iterator[PrefillDouble]:
 @pytest.fixture(scope="module")
 def node(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHarness]:
     ipc_dir = tmp_path_factory.mktemp("node")
-    with closing(harness(checkpoint, ipc_dir, make_graph_runner, page_size=4, growth_tokens=1)) as node:
+    with closing(harness(checkpoint, ipc_dir, make_graph_runner, page_size=4, growth_pages=1)) as node:
         yield node
 
 
@@ -324,7 +324,7 @@ def test_where_slots_run_out_a_step_is_read_first(
                 tmp_path,
                 make_graph_runner,
                 page_size=4,
-                growth_tokens=1,
+                growth_pages=1,
                 host_pool_tokens=sum(4 + len(prompt) // 4 * 4 for prompt in prompts) + 24,
             )
         ) as small,

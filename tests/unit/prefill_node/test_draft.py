@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +156,10 @@ def test_prompts_of_one_forward_get_their_own_next_tokens(
         assert peer.aux_record(landings[number]).first_token == alone.first_token
 
 
-def test_a_node_without_the_layer_refuses_one_that_drafts(path: Path, tmp_path: Path, room: int) -> None:
-    with engine_thread(path, tmp_path / "front", draft_layer="off") as engine:
+def test_a_node_without_the_layer_refuses_one_that_drafts(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path, room: int
+) -> None:
+    with engine_thread(tiny_checkpoint("v32"), tmp_path / "front") as engine:
         assert engine.engine._geometry.num_draft_layers == 0
         with decode_peer(engine) as peer:
             wants: Geometry = msgspec.structs.replace(peer.geometry, num_draft_layers=1)
@@ -165,7 +167,7 @@ def test_a_node_without_the_layer_refuses_one_that_drafts(path: Path, tmp_path: 
             refused = peer.expect(Refused)
             assert refused.permanent
             assert "num_draft_layers: the decode node drafts with 1 MTP layer" in refused.error
-            assert "--draft-layer auto" in refused.error
+            assert "one checkpoint on both" in refused.error
             assert "--speculative-num-steps 0" in refused.error
             peer.register()
             deliver(engine, peer, room, prompt(4, 50))

@@ -178,16 +178,6 @@ def test_graphs_hold_every_batch_unless_told(most: int) -> None:
     assert load_settings(DecodeSettings, {**options, "cuda_graph_max_bs": "1000"}).graph_batches == sizes
     assert load_settings(DecodeSettings, {**options, "cuda_graph_max_bs": "2"}).graph_batches == sizes[:2]
     assert load_settings(DecodeSettings, {**options, "cuda_graph_max_bs": "0"}).graph_batches == []
-    assert load_settings(DecodeSettings, {**options, "cuda_graph_bs": [most, "1"]}).graph_batches == sorted(
-        {1, most}
-    )
-
-
-def test_graphs_that_no_batch_could_use_are_refused() -> None:
-    with pytest.raises(SettingsError, match="cuda_graph_bs 65 must be at most max_running_requests 64"):
-        load_settings(DecodeSettings, {**MODEL, "cuda_graph_bs": ["65", "2"]})
-    with pytest.raises(SettingsError, match="cuda_graph_bs and cuda_graph_max_bs exclude each other"):
-        load_settings(DecodeSettings, {**MODEL, "cuda_graph_bs": ["2"], "cuda_graph_max_bs": "2"})
 
 
 def test_up_to_seven_drafts_in_pages_that_hold_a_step_s_positions() -> None:
@@ -265,9 +255,7 @@ _PATHS = st.sampled_from([Path("/m"), Path("a b"), Path("-odd")])
         debug_checks=st.booleans(),
         control_key_file=st.none() | _PATHS,
         served_model_name=st.text("ab =é", max_size=5),
-        auto_dense_margin=st.floats(0, 1),
         dtype=st.sampled_from(["auto", "bfloat16"]),
-        cuda_graph_bs=st.lists(st.integers(1, 64), max_size=3).map(tuple),
         mem_fraction_static=st.floats(0, 1, exclude_min=True, exclude_max=True),
     )
 )
