@@ -205,6 +205,13 @@ class PrefillPeers:
         peer = self._peers.get(address)
         return peer is not None and peer.phase is PeerPhase.READY and not peer.liveness.is_suspect(now)
 
+    def is_opening(self, address: PeerAddress, now: float) -> bool:
+        """Whether the peer is alive and about to register this node, whose memory it opens meanwhile."""
+        peer = self._peers.get(address)
+        if peer is None or peer.phase is not PeerPhase.REGISTERING:
+            return False
+        return now - peer.liveness.heard_at < REGISTER_TIMEOUT_SECS
+
     def instance_id(self, address: PeerAddress) -> str:
         """Of a peer that may be entrusted with a room; so ``page_size``."""
         return self._peers[address].instance_id
@@ -263,8 +270,7 @@ class PrefillPeers:
         self._ended += [(instance_id, now) for instance_id in lane_host.take_ended()]
         while self._ended and now - self._ended[0][1] >= LAST_WORDS_SECS:
             instance_id, _ = self._ended.popleft()
-            if not lane_host.is_held_by(instance_id):  # it may have come back
-                self._writer_gone(instance_id, events)
+            self._writer_gone(instance_id, events)
 
     def _writer_gone(self, instance_id: str, events: list[PeerEvent]) -> None:
         """It has died, or has lost patience with this node: whatever it was given is lost."""

@@ -310,6 +310,10 @@ class RequestLife:
             secs, code = self.room_timeout_secs, ""
             match request.state:
                 case RequestState.CONNECTING:
+                    latest = min(now + self.contact_timeout_secs, request.arrived_at + secs)
+                    if latest > now and self.peers.is_opening(request.peer, now):
+                        self.requests.readdress(request, request.peer, latest)
+                        continue
                     status, error = 503, f"no contact with prefill node {request.peer}: "
                     error += self.peers.last_error(request.peer)
                     code = PREFILL_NODE_FAILED

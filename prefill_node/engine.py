@@ -77,7 +77,7 @@ from service.lockstep import Lockstep
 from service.settings import PrefillSettings
 from transfer.aux_record import MAX_LOGPROBS
 from transfer.engine import TransferEngine
-from transfer.lane import Lanes
+from transfer.lane import Lane, Lanes
 from transfer.listeners import guarded_listeners
 from transfer.sender import Sender
 from transfer.transport import Transport, choose_transport
@@ -292,8 +292,9 @@ class PrefillEngine:
         for completion in self._sender.poll():
             self._life.completed(completion, now_secs)
         for session in self._lanes.take_decided():
-            if (peer := self._peers.of_session(session)) is not None:
-                self._answer(peer)
+            peer, lane = self._peers.of_session(session), self._lanes.lane(session)
+            if peer is not None and lane is not None:
+                self._answer(peer, lane)
         for identity, message in self._control.receive():
             self._on_control(identity, message, now_secs)
         for request in self._front.receive():
@@ -349,23 +350,15 @@ class PrefillEngine:
         for old in replaced:
             self._probes.forget(old.session)
             self._life.fail_rooms_of(old, "restarted", now_secs)
-            if old.session != peer.session:
-                self._lanes.release(old.session)
         if peer is not before:
             log.info("registered decode node %s, session %s", peer.node_id, peer.session)
         regions = [(region.base_addr, region.num_bytes) for region in message.regions]
-        if self._lanes.register(peer.session, message.lane, regions) is not None:
-            self._answer(peer)
+        if (lane := self._lanes.register(peer.session, message.lane, regions)) is not None:
+            self._answer(peer, lane)
+        else:  # a sign of life, for which the decode node waits on
+            self._control.send(identity, HeartbeatAck(0, self._instance_id))
 
-    def _answer(self, peer: Peer) -> None:
-        """Once the lane to a registered peer is decided."""
-        lane = self._lanes.lane(peer.session)
-        if lane is None:
-            return
-        if lane.is_refused:
-            error = f"the memory that this run wrote to cannot be opened again: {lane.reason}"
-            self._control.send(peer.identity, Refused(error[:MAX_ERROR_CHARS], permanent=False))
-            return
+    def _answer(self, peer: Peer, lane: Lane) -> None:
         self._control.send(
             peer.identity,
             Registered(PROTOCOL_VERSION, self._instance_id, self._geometry, lane.kind, lane.reason),
@@ -393,7 +386,6 @@ class PrefillEngine:
             error = f"was silent for more than {settings.heartbeat_timeout_secs:g} s"
             log.warning("lost decode node %s: it %s", peer.node_id, error)
             self._life.fail_rooms_of(peer, error, now_secs)
-            self._lanes.release(peer.session)
         self._life.fail_unpaired(now_secs)
 
     # --- plan, forward, commit -----------------------------------------------------------------------

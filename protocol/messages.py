@@ -141,7 +141,8 @@ class Region(Struct, frozen=True, array_like=True):
 
 
 class Register(Struct, frozen=True, array_like=True, tag=1):
-    """First message of a decode node; again after each reconnect. Answered by Registered or Refused."""
+    """First message of a decode node; again after each reconnect, and each second until it is answered by
+    Registered or Refused. Until the lane is chosen the answer is a HeartbeatAck, for which nobody beat."""
 
     protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
     node_id: Name

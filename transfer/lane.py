@@ -5,18 +5,17 @@ is mapped here. A write is a copy by this process then, over when the call retur
 come later. Where the KV is on a GPU, that copies: to main memory, which is registered with CUDA here as well,
 and to the decode node's GPU. Otherwise the lane is the transport's, tcp or rdma.
 
-Where a CPU writes, a pair that began on shared memory stays there. If a write over the network could follow
-one over shared memory, the decode node could not tell from the end of this process that nothing lands any
-more. So a decode node that was lost and comes back is opened anew, or refused. Memory that is not shared is
-written over the network beside the lane, and a GPU's writes may outlive their process: such pairs (their
-``is_sole`` is False) wait out the quarantine, and may take the network, as they do until CUDA has registered
-the memory. So does a pair whose decode node did not hear it at first: it is on the network until a later try.
+The choice holds for as long as both processes live. So where a CPU writes, and all memory is shared
+(``is_sole``), nothing is ever sent over the network, and the decode node knows from the end of this process
+that nothing lands any more. Memory that is not shared is written over the network beside the lane, and a
+GPU's writes may outlive their process: the slots of such pairs wait out the quarantine.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
@@ -27,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from protocol.lane import LaneOffer
 from transfer.errors import TransferError
 from transfer.extents import SlotArray, as_write
-from transfer.lane_memory import Gpu, Landing, LaneBusyError, LaneError, Mapping
+from transfer.lane_memory import Copying, Gpu, LaneError, Mapping
 from transfer.plan import SLICE_BYTES, cut_long
 from transfer.sender import Writer
 
@@ -40,8 +39,9 @@ GPU_SLICE_BYTES: Final = 256 << 20
 """A room's turn on a lane that a GPU writes to, instead of ``SLICE_BYTES``: 5 ms, against 0.2 ms in which
 nothing is copied between two."""
 
-RETRY_SECS = 5.0
-"""Between two tries to open memory of a decode node that does not hear."""
+OPEN_SECS = 60.0
+"""For a decode node's memory to be opened: CUDA registers 90 GB of 4 KiB pages in that time, and some seven
+times as much of huge ones."""
 
 CLOSE_SECS = 5.0
 """For letting go of a decode node's memory at the end; the kernel does it otherwise."""
@@ -51,11 +51,10 @@ LaneKind = Literal["shm", "tcp", "rdma"]
 
 @dataclass(frozen=True)
 class Lane:
-    """What a pair is on, and why. ``is_refused``: on none; the lane that it was on cannot be opened again."""
+    """What a pair is on, and why."""
 
     kind: LaneKind
     reason: str
-    is_refused: bool = False
 
 
 class Network(Writer, Protocol):
@@ -66,19 +65,13 @@ class Network(Writer, Protocol):
 
 @dataclass(eq=False)
 class _Pair:
-    """``lane``: None while it is being decided. ``mapping``: of shm only, until the peer is released."""
+    """``lane``: None while it is being chosen. ``mapping``: of shm only."""
 
     offer: LaneOffer | None
-    regions: tuple[tuple[int, int], ...]
+    began_at: float
     lane: Lane | None = None
     mapping: Mapping | None = None
     is_sole: bool = False
-    was_on_network: bool = False
-    """It has been, with the memory not open: what was sent then may still land, so it is not ``is_sole``."""
-    is_opening: bool = False
-    was_released: bool = False
-    has_ended: bool = False
-    """The decode node's process has; it does not come back."""
 
 
 @dataclass
@@ -99,25 +92,30 @@ class Lanes:
     on_decided: Callable[[], None] = lambda: None
     gpu: Gpu | None = None
     _pairs: dict[str, _Pair] = field(default_factory=dict, init=False)
+    """By session. Pairs on shared memory are forgotten when their decode node has ended."""
     _decided: list[str] = field(default_factory=list, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _is_closed: threading.Event = field(default_factory=threading.Event, init=False)
 
     def register(
         self, session: str, offer: LaneOffer | None, regions: Sequence[tuple[int, int]]
     ) -> Lane | None:
-        """A decode node has registered ``regions``, ``(base_addr, num_bytes)`` each. None: the lane is being
-        opened, and ``take_decided`` will name the session."""
+        """A decode node has registered ``regions``, ``(base_addr, num_bytes)`` each; its process is known by
+        its offer. None: its memory is being opened, and ``take_decided`` will name the session. Where that
+        takes too long, a repeated registration gets the network.
+        """
         with self._lock:
             pair = self._pairs.get(session)
-            if pair is None or (pair.offer, pair.regions) != (offer, tuple(regions)):  # another process
+            is_new = pair is None or pair.offer != offer
+            if pair is None or is_new:
                 if pair is not None and pair.mapping is not None:
                     pair.mapping.close()
-                pair = self._pairs[session] = _Pair(offer, tuple(regions))
-                self._begin(session, pair)
-            elif pair.was_released or (pair.lane is not None and pair.lane.is_refused):
-                pair.was_released, pair.lane = False, None
-                self._begin(session, pair)
+                pair = self._pairs[session] = _Pair(offer, time.monotonic())
+            if pair.lane is None and (reason := self._why_network(pair)):
+                self._decide(session, pair, Lane(self.protocol, reason))
+            elif is_new and offer is not None:
+                # In a thread of its own: the decode node may be stopped, and CUDA takes its time.
+                args, name = (session, pair, offer, tuple(regions)), f"lane to {session}"
+                threading.Thread(target=self._open, args=args, name=name, daemon=True).start()
             return pair.lane
 
     def lane(self, session: str) -> Lane | None:
@@ -141,29 +139,13 @@ class Lanes:
             decided, self._decided = self._decided, []
             return decided
 
-    def release(self, session: str) -> None:
-        """The decode node is lost and nothing further starts for it. Its memory stays until the write in
-        progress is over."""
-        with self._lock:
-            pair = self._pairs.get(session)
-            if pair is None:
-                return
-            if pair.mapping is not None:
-                pair.mapping.close()
-                pair.mapping, pair.was_released = None, True
-            # Of others it has to be remembered what was decided.
-            if pair.has_ended or pair.offer is None or self.why_off:
-                del self._pairs[session]
-
     def close(self) -> None:
         """Let go of all memory, waiting a bounded time for that. Nothing may be written any more."""
         with self._lock:
-            self.why_off = "this node is shutting down"
-            self._is_closed.set()
-            sessions = list(self._pairs)
             mappings = [pair.mapping for pair in self._pairs.values() if pair.mapping is not None]
-        for session in sessions:
-            self.release(session)
+            self._pairs.clear()
+        for mapping in mappings:
+            mapping.close()
         for mapping in mappings:
             mapping.wait_until_unmapped(CLOSE_SECS)
 
@@ -179,13 +161,14 @@ class Lanes:
         after an error."""
         with self._lock:
             pair = self._pairs.get(session)
-        if pair is None or not (pair.is_sole or pair.mapping is not None):
+        if pair is None or pair.lane is None:
+            reason = "it has ended, or was never registered; nothing was written"
+            raise TransferError(f"session {session} has no lane: {reason}")
+        if (mapping := pair.mapping) is None:
             self.network.write(session, src_addrs, dst_addrs, lengths, stop)
             return
         src, dst, num_bytes = as_write(src_addrs, dst_addrs, lengths)
         self.network.check_sources(src, num_bytes)
-        if (mapping := pair.mapping) is None:
-            raise TransferError(f"this node has let go of the memory of session {session}")
         with mapping.writing():
             windows = mapping.windows_of(dst, num_bytes)
             elsewhere = windows < 0
@@ -200,78 +183,53 @@ class Lanes:
         if is_split:
             self.network.write(session, src[elsewhere], dst[elsewhere], num_bytes[elsewhere], stop)
 
-    # --- opening ---------------------------------------------------------------------------------------
+    # --- choosing --------------------------------------------------------------------------------------
 
-    def _begin(self, session: str, pair: _Pair) -> None:
-        """With the lock held."""
+    def _why_network(self, pair: _Pair) -> str:
+        """Empty: the decode node's memory may be opened yet."""
         if self.why_off or pair.offer is None:
-            reason = self.why_off or "the decode node offers no shared memory"
-            pair.lane = Lane(self.protocol, reason)
-            self._say(session, pair.lane)
-            return
-        if self.gpu is not None:
-            pair.lane = Lane(self.protocol, "until the decode node's memory is registered with CUDA")
-        if not pair.is_opening:
-            pair.is_opening = True
-            name = f"lane to {session}"
-            threading.Thread(target=self._open, args=(session, pair), name=name, daemon=True).start()
+            return self.why_off or "the decode node offers no shared memory"
+        if time.monotonic() - pair.began_at <= OPEN_SECS:
+            return ""
+        remedy = "; `hisparse-pd doctor` says what pages shared memory has" if self.gpu is not None else ""
+        return f"the decode node's memory was not open within {OPEN_SECS:g} s{remedy}"
 
-    def _open(self, session: str, pair: _Pair) -> None:
-        """In a thread of its own: the decode node may be stopped."""
-        while not self._try_to_open(session, pair):
-            self._is_closed.wait(RETRY_SECS)
-
-    def _try_to_open(self, session: str, pair: _Pair) -> bool:
-        """False: the decode node does not hear, and the pair is on the network for now."""
-        assert pair.offer is not None
-        mapping: Mapping | None = None
-        is_busy = False
-        try:
-            mapping = Mapping(pair.offer, self.instance_id, self.directory, self.gpu)
-            lane = Lane("shm", "both see the same memory")
-        except Exception as error:
-            if not isinstance(error, LaneError):
-                log.exception("the lane to session %s", session)
-            # Once a pair wrote over shared memory alone, the network is no way out: see above.
-            reason = str(error) if isinstance(error, LaneError) else f"{type(error).__name__}: {error}"
-            is_busy = isinstance(error, LaneBusyError) and not pair.is_sole
-            if is_busy:
-                reason += f"; it is tried again every {RETRY_SECS:g} s"
-            lane = Lane("shm" if pair.is_sole else self.protocol, reason, is_refused=pair.is_sole)
-        with self._lock:
-            is_news = pair.lane != lane
-            pair.is_opening = is_busy
-            if self._pairs.get(session) is not pair or self.why_off:  # another process came in its place
-                if mapping is not None:
-                    mapping.close()
-                return True
-            if mapping is not None:
-                covers_all = mapping.covers(pair.regions)
-                pair.mapping = mapping
-                pair.is_sole = covers_all and self.gpu is None and not pair.was_on_network
-                if pair.is_sole:
-                    mapping.promise_sole()
-                if not covers_all:
-                    lane = Lane("shm", f"both see the same memory; the rest of it over {self.protocol}")
-            elif not pair.is_sole:
-                pair.was_on_network = True
-            pair.lane = lane
-            if is_news:
-                self._decided.append(session)
-        if is_news:
-            self._say(session, lane)
-            self.on_decided()
-        if is_busy:
-            return False
-        if mapping is not None:
-            mapping.wait_for_end()
-            with self._lock:
-                pair.has_ended = pair.mapping is mapping
-            mapping.close()  # of a node that has ended the memory is still there while it is mapped here
-        return True
-
-    def _say(self, session: str, lane: Lane) -> None:
+    def _decide(self, session: str, pair: _Pair, lane: Lane) -> None:
+        """With the lock held."""
+        pair.lane = lane
         log.info("decode node at %s: lane %s (%s)", session, lane.kind, lane.reason)
+
+    def _open(self, session: str, pair: _Pair, offer: LaneOffer, regions: Sequence[tuple[int, int]]) -> None:
+        """Open the decode node's memory, and let go of it when that node has ended."""
+        mapping: Mapping | None = None
+        covers_all = False
+        try:
+            mapping = Mapping(offer, self.instance_id, self.directory, self.gpu)
+            covers_all = mapping.covers(regions)
+            rest = "" if covers_all else f"; the rest of it over {self.protocol}"
+            lane = Lane("shm", f"both see the same memory{rest}")
+        except LaneError as error:
+            lane = Lane(self.protocol, str(error))
+        except Exception as error:
+            log.exception("the lane to session %s", session)
+            lane = Lane(self.protocol, f"{type(error).__name__}: {error}")
+        with self._lock:
+            is_late = self._pairs.get(session) is not pair or pair.lane is not None
+            if not is_late:
+                pair.mapping, pair.is_sole = mapping, covers_all and self.gpu is None
+                if mapping is not None and pair.is_sole:
+                    mapping.promise_sole()
+                self._decide(session, pair, lane)
+                self._decided.append(session)
+        if not is_late:
+            self.on_decided()
+        if mapping is not None:
+            if not is_late:
+                mapping.wait_for_end()
+                with self._lock:
+                    if self._pairs.get(session) is pair:
+                        del self._pairs[session]
+            mapping.close()  # of a node that has ended the memory is still there while it is mapped here
 
 
 def _copy_in_parts(
@@ -284,7 +242,7 @@ def _copy_in_parts(
 ) -> None:
     """Copy what is in a window. While a GPU copies one part, the next is made up."""
     num_copied = 0
-    in_flight: Landing | None = None
+    in_flight: Copying | None = None
     try:
         for window in np.flatnonzero(np.bincount(windows + 1)[1:]).tolist():
             for part in _parts(windows == window, src, dst, num_bytes):

@@ -23,7 +23,6 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,8 +110,6 @@ class LaneHost:
         self._wakeup = wakeup
         self.offer = LaneOffer(SOCKET_PREFIX + secrets.token_hex(8), secrets.token_bytes(TOKEN_BYTES))
         self._lock = threading.Lock()
-        self._num_open: Counter[str] = Counter()
-        """Connections with which runs hold the memory, by instance id."""
         self._ended: list[str] = []
         self._connections: set[_Connection] = set()
         self._denied: dict[int, _Denied] = {}
@@ -126,16 +123,11 @@ class LaneHost:
         self._thread.start()
 
     def take_ended(self) -> list[str]:
-        """Instance ids of runs that let go of the memory since the last call: none of their writes can land,
-        unless they hold it again. Only of those that said that they write in no other way. Never waits."""
+        """Instance ids of runs that let go of the memory since the last call: none of their writes can land.
+        Only of those that said that they write in no other way. Never waits."""
         with self._lock:
             ended, self._ended = self._ended, []
             return ended
-
-    def is_held_by(self, instance_id: str) -> bool:
-        """Whether the run has the memory open, so that it may write."""
-        with self._lock:
-            return instance_id in self._num_open
 
     def close(self) -> None:
         """Take no further connections, and close those that there are."""
@@ -213,8 +205,6 @@ class LaneHost:
             self._deny(connection.sock, connection.user, reason)
             return
         connection.instance_id = hello.instance_id
-        with self._lock:  # before the answer: whoever has it may write
-            self._num_open[hello.instance_id] += 1
         descriptors = [memory.fd for memory in self._memory if memory.fd is not None]
         windows = tuple(
             Window(
@@ -259,13 +249,10 @@ class LaneHost:
         if not connection.instance_id:
             return
         log.info("run %s of a prefill node let this node's memory go", connection.instance_id)
-        with self._lock:
-            self._num_open[connection.instance_id] -= 1
-            if not self._num_open[connection.instance_id]:
-                del self._num_open[connection.instance_id]
-            if connection.is_sole:
+        others = (other.instance_id for other in self._connections)
+        if connection.is_sole and connection.instance_id not in others:
+            with self._lock:
                 self._ended.append(connection.instance_id)
-        if connection.is_sole:
             self._wakeup()
 
     def _leave(self) -> None:

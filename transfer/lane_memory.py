@@ -44,7 +44,7 @@ from transfer.plan import cut_long
 
 log = logging.getLogger(__name__)
 
-OPEN_SECS = 2.0
+ANSWER_SECS = 10.0
 """For the decode node's answer, which a thread of it gives within milliseconds."""
 RUN_BYTES = 128 << 10
 """A range from this length on is for a GPU's copy engine: a call costs 3 us, in which it moves as much."""
@@ -56,11 +56,7 @@ class LaneError(Exception):
     """Why memory of a decode node cannot be had."""
 
 
-class LaneBusyError(LaneError):
-    """It cannot be had now: too many others ask for it, or the decode node stands still."""
-
-
-class Landing(Protocol):
+class Copying(Protocol):
     """Bytes on their way."""
 
     def wait(self) -> None:
@@ -81,7 +77,7 @@ class Gpu(Protocol):
 
     def close(self, addr: int) -> None: ...
 
-    def start_copy(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> Landing: ...
+    def start_copy(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> Copying: ...
 
 
 class Mapping:
@@ -182,27 +178,27 @@ class Mapping:
             if is_last:
                 self._unmap()
 
-    def start_copy(self, window: int, src: SlotArray, dst: SlotArray, num_bytes: SlotArray) -> Landing | None:
+    def start_copy(self, window: int, src: SlotArray, dst: SlotArray, num_bytes: SlotArray) -> Copying | None:
         """Copy to destinations in ``window``; within ``writing``. None: all of it has landed."""
         dst = dst + (self._here[window] - self._starts[window])
         by_gpu = np.zeros(src.size, np.bool_) if self._gpu is None else self._gpu.owns(src)
-        landing = None
+        copying = None
         if self._gpu is not None and by_gpu.any():
             is_run = by_gpu & (num_bytes >= RUN_BYTES)
             is_short = by_gpu & ~is_run
             pieces = cut_long(src[is_short], dst[is_short], num_bytes[is_short], PIECE_BYTES)
             try:
-                landing = _OfGpu(self._gpu.start_copy((src[is_run], dst[is_run], num_bytes[is_run]), pieces))
+                copying = _OfGpu(self._gpu.start_copy((src[is_run], dst[is_run], num_bytes[is_run]), pieces))
             except Exception as error:
                 raise _failed(error) from error
         by_cpu = ~by_gpu
         if by_cpu.any():
             if self._is_on_gpu[window]:
-                if landing is not None:
-                    landing.wait()
+                if copying is not None:
+                    copying.wait()
                 raise TransferError("what is in main memory here is not written to the decode node's GPU")
             copy_ranges(src[by_cpu], dst[by_cpu], num_bytes[by_cpu])
-        return landing
+        return copying
 
     def close(self) -> None:
         """Let go of the memory, once no write is in progress. Returns at once; may be called again."""
@@ -242,11 +238,11 @@ class Mapping:
 
 @dataclass(frozen=True)
 class _OfGpu:
-    landing: Landing
+    copying: Copying
 
     def wait(self) -> None:
         try:
-            self.landing.wait()
+            self.copying.wait()
         except Exception as error:
             raise _failed(error) from error
 
@@ -264,16 +260,16 @@ def _connect(name: str, directory: str) -> socket.socket:
     places = [str(Path(directory) / name)] if directory else []
     for address in (*places, f"\0{name}"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", *_seconds(OPEN_SECS)))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", *_seconds(ANSWER_SECS)))
         try:
             sock.connect(address)
-            sock.settimeout(OPEN_SECS)
+            sock.settimeout(ANSWER_SECS)
             return sock
         except OSError as error:
             sock.close()
             if error.errno == errno.EAGAIN:
-                raise LaneBusyError(
-                    f"the decode node's socket {name} has had no room for {OPEN_SECS:g} s: too many "
+                raise LaneError(
+                    f"the decode node's socket {name} has had no room for {ANSWER_SECS:g} s: too many "
                     "processes of this machine connect to it"
                 ) from error
             if error.errno not in (errno.ENOENT, errno.ECONNREFUSED):
@@ -301,7 +297,7 @@ def _introduce(sock: socket.socket, hello: LaneHello) -> tuple[tuple[Window, ...
         except ConnectionResetError:  # said once, of a hello that nobody read; what was sent comes behind it
             packet, descriptors, _, _ = socket.recv_fds(sock, MAX_LANE_MESSAGE_BYTES, MAX_WINDOWS)
     except TimeoutError as error:
-        raise LaneBusyError(f"the decode node's socket gave no answer within {OPEN_SECS:g} s") from error
+        raise LaneError(f"the decode node's socket gave no answer within {ANSWER_SECS:g} s") from error
     except OSError as error:
         raise LaneError(f"the decode node's socket gave no answer: {error}") from error
     try:

@@ -274,7 +274,6 @@ class World:
         engine._expire()
         engine._step()
         engine._life.check_integrity()
-        node.lanes.let_go(node.sender.sessions_in_flight)
         node.sender.start()
 
     def turn_decode(self, *, answers_lookups: bool = True) -> None:
@@ -327,7 +326,6 @@ class World:
                     self._leave_in_transport(pieces[num_landed:])
                 node.sender.finish(room, ok=False, lands_late=not is_shared)
         node.sender.start()
-        node.lanes.let_go(node.sender.sessions_in_flight)
 
     def _leave_in_transport(self, pieces: Sequence[Piece]) -> None:
         self.late += [replace(piece, lands_until=self.now + LATE_SECS) for piece in pieces]

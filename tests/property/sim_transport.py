@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import secrets
-from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -79,45 +78,34 @@ class SimTransfer:
 
 
 class SimLaneHost:
-    """In place of a ``LaneHost``: prefill nodes hold its memory, and it is told when they let it go."""
+    """In place of a ``LaneHost``: is told when a prefill node lets its memory go."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        self._num_open: Counter[str] = Counter()
         self._ended: list[str] = []
         self.offer = LaneOffer(f"{SOCKET_PREFIX}{id(self):016x}", secrets.token_bytes(32))
 
-    def open(self, instance_id: str) -> None:
-        self._num_open[instance_id] += 1
-
     def let_go(self, instance_id: str) -> None:
-        self._num_open[instance_id] -= 1
-        if not self._num_open[instance_id]:
-            self._ended.append(instance_id)
+        self._ended.append(instance_id)
 
     def take_ended(self) -> list[str]:
         ended, self._ended = self._ended, []
         return ended
 
-    def is_held_by(self, instance_id: str) -> bool:
-        return self._num_open[instance_id] > 0
-
 
 class SimLanes:
-    """In place of ``Lanes``: holds a decode node's memory from the registration to the release, and longer
-    while a write to it is in flight. ``host``: of the present decode node; None: over the network."""
+    """In place of ``Lanes``: holds a decode node's memory until its own end. ``host``: of the present decode
+    node; None: over the network."""
 
     def __init__(self, instance_id: str, host: Callable[[], SimLaneHost] | None) -> None:
         self.is_shared = host is not None
         self._instance_id = instance_id
         self._host = host
         self._held: dict[str, SimLaneHost] = {}
-        self._closing: list[tuple[str, SimLaneHost]] = []
 
     def register(self, session: str, offer: LaneOffer | None, regions: object) -> Lane:
         # A registration may be of a decode node that is dead by now.
-        if self._host is not None and session not in self._held and self._host().offer == offer:
+        if self._host is not None and self._host().offer == offer:
             self._held[session] = self._host()
-            self._held[session].open(self._instance_id)
         return self.lane(session)
 
     def lane(self, session: str) -> Lane:
@@ -129,22 +117,11 @@ class SimLanes:
     def take_decided(self) -> list[str]:
         return []
 
-    def release(self, session: str) -> None:
-        if (host := self._held.pop(session, None)) is not None:
-            self._closing.append((session, host))
-
-    def let_go(self, writing_to: Container[str]) -> None:
-        """Of what was released and is not written to."""
-        for session, host in self._closing:
-            if session not in writing_to:
-                host.let_go(self._instance_id)
-        self._closing = [(session, host) for session, host in self._closing if session in writing_to]
-
     def die(self) -> None:
         """The kernel lets go of everything."""
-        for session in tuple(self._held):
-            self.release(session)
-        self.let_go(())
+        for host in self._held.values():
+            host.let_go(self._instance_id)
+        self._held.clear()
 
 
 class SimSender:
@@ -226,10 +203,6 @@ class SimSender:
                 )
             pieces.append(Piece(self, room, session, src_addr, dst_addr, content))
         return pieces
-
-    @property
-    def sessions_in_flight(self) -> set[str]:
-        return {session for session, taken in self._by_session.items() if taken is not None}
 
     def finish(self, room: Room, *, ok: bool, lands_late: bool = True) -> None:
         taken = self.in_flight[room]

@@ -161,7 +161,8 @@ class PrefillDouble:
         self.answers_heartbeats = True
         self.is_hung = False
         """The bootstrap endpoint does not say that the engine is alive."""
-        self.refusal: Refused | None = None
+        self.refusal: Refused | HeartbeatAck | None = None
+        """What it answers to a registration, instead of Registered."""
         self.curve = False
         """What the bootstrap endpoint says of the control channel."""
         self.first_tokens: dict[int, int] = {}
@@ -238,10 +239,10 @@ class PrefillDouble:
     def _handle(self, identity: bytes, message: ToPrefill) -> None:
         match message:
             case Register():
+                self.num_registrations += 1
                 if self.refusal is not None:
                     self.control.send(identity, self.refusal)
                     return
-                self.num_registrations += 1
                 self._transfer.renew(message.session)
                 self._registered[identity] = message
                 self.control.send(identity, Registered(PROTOCOL_VERSION, self.instance_id, self.geometry))

@@ -23,7 +23,7 @@ from decode_node.reserve import Reserve
 from decode_node.scheduler import Exchange, StepPlan
 from kernels.hot_state import HotBufferError
 from kernels.swap_in import RowStart
-from protocol.messages import Refused, Room, RoomDone, RoomFailed, RoomQuiet
+from protocol.messages import HeartbeatAck, Refused, Room, RoomDone, RoomFailed, RoomQuiet
 from service.engine_messages import Abort, ReleaseQuarantine
 from tests.unit.decode_node.support import (
     Answer,
@@ -364,6 +364,17 @@ def test_a_peer_that_is_not_there_fails_in_time(node: EngineHarness, double: Pre
     assert answer.failure is not None
     assert (answer.failure.status, answer.failure.code) == (503, PREFILL_NODE_FAILED)
     assert double.name in answer.failure.error
+
+
+@pytest.mark.I7
+def test_a_peer_that_opens_the_memory_yet_is_waited_for(node: EngineHarness, double: PrefillDouble) -> None:
+    node.engine.lifecycle.contact_timeout_secs = 1.0
+    double.refusal, before = HeartbeatAck(0, double.instance_id), double.num_registrations
+    answer = node.generate(double, PROMPT, 8)
+    node.turn_until(lambda: double.num_registrations == before + 3 or answer.is_over, double)
+    double.refusal = None
+    node.turn_until(lambda: answer.is_over, double)
+    assert answer.failure is None
 
 
 @pytest.mark.parametrize("status", [400, 502])

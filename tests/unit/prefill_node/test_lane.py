@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from protocol.messages import RoomFailed
+from protocol.messages import HeartbeatAck, Registered, RoomFailed
 from service.engine_messages import PeerLane
 from tests.unit.prefill_node.support import (
     EngineThread,
@@ -18,6 +19,7 @@ from tests.unit.prefill_node.support import (
     wait_for,
 )
 from transfer.errors import TransferError
+from transfer.lane_memory import Mapping
 
 SAME = "both see the same memory"
 
@@ -80,22 +82,39 @@ def test_a_node_that_has_lost_its_lane_fails_its_rooms_and_no_others(engine: Eng
         ending.bootstrap(4, 20)
         engine.generate(4, prompt(4, 20))
         failed = ending.expect(RoomFailed)
-        assert "let go of" in failed.error
+        assert "has ended" in failed.error
         assert failed.quiet or not failed.batch_failed
         deliver(engine, staying, 5, prompt(5, 30))
 
 
 @pytest.mark.I1
-def test_the_memory_of_a_silent_node_is_let_go_of(tiny: Path, tmp_path: Path) -> None:
+def test_a_silent_node_that_comes_back_has_the_lane_that_it_had(tiny: Path, tmp_path: Path) -> None:
     with (
         engine_thread(tiny, tmp_path / "front", heartbeat_interval_secs=0.1) as engine,
         decode_peer(engine) as peer,
     ):
-        peer.register(lane=peer.lane_host.offer)
-        ended: list[str] = []
-        wait_for(lambda: ended.extend(peer.lane_host.take_ended()) or bool(ended), "the lane to end")
-        assert ended == [engine.ready.instance_id]
+        lanes = engine.engine._lanes
+        peer.client.send(peer.registration(lane=peer.lane_host.offer))
+        wait_for(lambda: lanes.lane(peer.transfer.session) is not None, "the lane to be open")
+        wait_for(lambda: len(engine.engine._peers) == 0, "the node to be lost")
         assert peer.register(lane=peer.lane_host.offer).lane == "shm"
+        assert len(peer.lane_host._connections) == 1
+        assert peer.lane_host.take_ended() == []
+
+
+def test_a_node_hears_that_its_memory_is_being_opened(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is registered once it is open."""
+    with decode_peer(engine, "slow") as peer:
+        may_open = threading.Event()
+        make = Mapping
+        monkeypatch.setattr("transfer.lane.Mapping", lambda *args: may_open.wait(60) and make(*args))
+        for _ in range(2):
+            peer.client.send(peer.registration(lane=peer.lane_host.offer))
+            assert peer.expect(HeartbeatAck) == HeartbeatAck(0, engine.ready.instance_id)
+        may_open.set()
+        assert peer.expect(Registered).lane == "shm"
 
 
 def test_a_node_with_the_lane_off_says_so(tiny: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import transfer.lane
 import transfer.lane_memory
 from kernels.host_memory import allocate_host
-from protocol.lane import SOCKET_PREFIX, LaneHello, LaneOffer, LaneWelcome, Window, encoder
+from protocol.lane import SOCKET_PREFIX, LaneOffer, LaneWelcome, Window, encoder
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Pair, pair_of
 from tests.unit.transfer.lane_writer import lane_writer
 from tests.waiting import wait_until
@@ -30,7 +30,7 @@ from transfer.errors import TransferError, TransferSetupError
 from transfer.extents import SlotArray
 from transfer.lane import Lane
 from transfer.lane_copy import SHORT_BYTES, copy_ranges
-from transfer.lane_host import MAX_CONNECTIONS, LaneHost, SharedMemory, remove_stale
+from transfer.lane_host import LaneHost, SharedMemory, remove_stale
 from transfer.lane_memory import LaneError, Mapping
 from transfer.plan import LayerWrites, RegionView, SlicedWrites, plan_writes
 from transfer.sender import Sender, WriteBatch
@@ -203,7 +203,7 @@ def answering(name: str, packet: bytes | None, descriptors: list[int]) -> Iterat
 
 @pytest.mark.I7
 def test_a_wrong_answer_is_refused_and_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer.lane_memory, "OPEN_SECS", 0.2)
+    monkeypatch.setattr(transfer.lane_memory, "ANSWER_SECS", 0.2)
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, 4096)
     pool = allocate_host(4096, pinned=False, shared=True)
@@ -256,38 +256,21 @@ def test_a_flood_of_another_user_is_one_line_of_the_log(
 
 
 @pytest.mark.I1
-@pytest.mark.I7
-def test_a_pair_that_was_not_heard_is_on_the_network_until_it_is(
+def test_a_pair_is_on_the_network_for_good_where_the_memory_was_not_open_in_time(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And never says that it writes in no other way, for what it sent over the network may still land."""
-    monkeypatch.setattr(transfer.lane_memory, "OPEN_SECS", 0.05)
-    monkeypatch.setattr(transfer.lane, "RETRY_SECS", 0.02)
-    name = f"\0{pair.host.offer.socket}"
-    with contextlib.ExitStack() as callers:
-        with pair.host._lock:  # so that the host stands still at the first one's hello
-            for _ in range(2 * MAX_CONNECTIONS):
-                caller = callers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                caller.setblocking(False)
-                try:
-                    caller.connect(name)
-                    caller.send(encoder.encode(LaneHello(pair.host.offer.token, "another run")))
-                except BlockingIOError:
-                    break
-            lane = pair.register()
-            assert lane.kind == "tcp"
-            assert "too many processes of this machine connect to it; it is tried again" in lane.reason
-            assert pair.lanes.take_decided() == [SESSION]
-            pair.write([0], [0], [10])
-            callers.close()
-        wait_until(lambda: pair.lanes.lane(SESSION) == Lane("shm", "both see the same memory"), "shm")
-        wait_until(lambda: pair.lanes.take_decided() == [SESSION], "the peer is told")
+    """What it sent over the network may still land when this process has ended."""
+    with pair.host_stands_still():
+        assert pair.lanes.register(SESSION, pair.host.offer, pair.regions) is None
+        monkeypatch.setattr(transfer.lane, "OPEN_SECS", 0.0)
+        lane = pair.lanes.register(SESSION, pair.host.offer, pair.regions)
+        assert lane == Lane("tcp", "the decode node's memory was not open within 0 s")
+    wait_until(lambda: not pair.is_opening, "the memory was opened, and let go of")
+    wait_until(lambda: not pair.host._connections, "the connection ends")
+    assert pair.register() == lane
+    assert pair.lanes.take_decided() == pair.host.take_ended() == []
     pair.write([0], [0], [10])
     assert pair.network.sent == [(SESSION, [pair.regions[0][0]])]
-    assert np.array_equal(pair.memory[0][:10], pair.network.source[:10])
-    pair.lanes.release(SESSION)
-    wait_until(lambda: not pair.host.is_held_by("run"), "the memory is let go of")
-    assert pair.host.take_ended() == []
 
 
 @pytest.fixture
@@ -353,7 +336,7 @@ def test_a_killed_writer_is_gone_and_a_stopped_one_is_not(pair: Pair) -> None:
         wait_until(lambda: pair.memory[0].any(), "the first write")
         writer.pause()
         assert pair.host.take_ended() == []
-        wait_until(lambda: pair.host._num_open["child"] == 1, "the host has counted it")
+        assert [connection.instance_id for connection in pair.host._connections] == ["child"]
         pair.memory[0][:] = 0
         writer.resume()
         wait_until(lambda: pair.memory[0].any(), "a write after the pause")
@@ -371,7 +354,7 @@ def test_a_killed_writer_is_gone_and_a_stopped_one_is_not(pair: Pair) -> None:
 def test_a_run_that_may_write_otherwise_is_never_reported_gone() -> None:
     with pair_of(covers_all=False) as pair:
         pair.register()
-        pair.lanes.release(SESSION)
+        pair.lanes.close()
         wait_until(lambda: not pair.host._connections, "the connection ends")
         assert pair.host.take_ended() == []
 
@@ -381,6 +364,8 @@ def test_memory_is_let_go_of_when_the_write_in_progress_is_over(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.register()
+    mapping = pair.lanes._pairs[SESSION].mapping
+    assert mapping is not None
     is_copying, may_go_on = threading.Event(), threading.Event()
 
     def copy(src: SlotArray, dst: SlotArray, lengths: SlotArray) -> None:
@@ -392,64 +377,58 @@ def test_memory_is_let_go_of_when_the_write_in_progress_is_over(
     thread = threading.Thread(target=pair.write, args=([0], [0], [100]))
     thread.start()
     assert is_copying.wait(WAIT_SECS)
-    pair.lanes.release(SESSION)
-    with pytest.raises(TransferError, match="let go"):
+    pair.host.close()
+    wait_until(lambda: pair.lanes.lane(SESSION) is None, "the end of the decode node is noticed")
+    with pytest.raises(TransferError, match="has ended"):
         pair.write([0], [200], [10])
-    assert pair.host._num_open["run"] == 1
+    assert not any(mapped.closed for mapped in mapping._maps)
     may_go_on.set()
     thread.join(WAIT_SECS)
     assert np.array_equal(pair.memory[0][:100], pair.network.source[:100])
-    wait_until(lambda: pair.host.take_ended() == ["run"], "the connection ends")
+    wait_until(lambda: all(mapped.closed for mapped in mapping._maps), "it is unmapped")
     assert pair.network.sent == []
 
 
 @pytest.mark.I1
-def test_a_pair_that_was_on_shared_memory_is_never_on_the_network(pair: Pair) -> None:
+def test_a_pair_keeps_its_lane_until_the_decode_node_has_ended(pair: Pair) -> None:
     """Else the end of its process would not say that nothing lands any more."""
     pair.register()
-    pair.lanes.release(SESSION)
-    with pytest.raises(TransferError, match="let go"):
-        pair.write([0], [0], [10])
-    assert pair.register().kind == "shm"  # the same process came back
-    pair.write([0], [0], [10])
-    pair.lanes.release(SESSION)
-    pair.host.close()
-    assert pair.lanes.register(SESSION, pair.host.offer, pair.regions) is None
-    wait_until(lambda: pair.lanes.lane(SESSION) is not None, "it is decided")
-    lane = pair.lanes.lane(SESSION)
-    assert lane is not None
-    assert lane.is_refused
-    with pytest.raises(TransferError, match="let go"):
-        pair.write([0], [0], [10])
-    assert pair.network.sent == []
-    assert pair.register(None).kind == "tcp"  # another process, by its offer
-
-
-def test_memory_of_a_decode_node_that_has_ended_is_given_back(pair: Pair) -> None:
-    """It would be missing when the node starts again."""
-    pair.register()
+    (connection,) = pair.host._connections
+    assert pair.register().kind == "shm"
+    assert pair.host._connections == {connection}
     mapping = pair.lanes._pairs[SESSION].mapping
     assert mapping is not None
     pair.host.close()
-    wait_until(lambda: all(mapped.closed for mapped in mapping._maps), "it is unmapped")
-    with pytest.raises(TransferError, match="let go"):
+    wait_until(lambda: all(mapped.closed for mapped in mapping._maps), "its memory is given back")
+    with pytest.raises(TransferError, match="has ended"):
         pair.write([0], [0], [10])
-    pair.lanes.release(SESSION)
     assert pair.lanes._pairs == {}, "of a node that is gone nothing is kept"
+    assert pair.register(None).kind == "tcp"  # another process, by its offer
+    assert pair.network.sent == []
 
 
+@pytest.mark.I1
+def test_another_process_at_the_same_session_has_a_lane_of_its_own(pair: Pair) -> None:
+    pair.register()
+    assert pair.register(None).kind == "tcp"
+    wait_until(lambda: pair.host.take_ended() == ["run"], "the memory is let go of")
+
+
+@pytest.mark.I1
 def test_two_connections_of_a_run_are_over_when_both_are(pair: Pair) -> None:
     first, second = (Mapping(pair.host.offer, "twice", "") for _ in range(2))
     for mapping in (first, second):
         mapping.promise_sole()
-        mapping.close()
-        wait_until(lambda: pair.host.take_ended() == ["twice"], "the connection ends")
-        assert pair.host.is_held_by("twice") == (mapping is first)
+    first.close()
+    wait_until(lambda: len(pair.host._connections) == 1, "the connection ends")
+    assert pair.host.take_ended() == []
+    second.close()
+    wait_until(lambda: pair.host.take_ended() == ["twice"], "the other ends")
 
 
 @pytest.mark.I1
 def test_memory_that_was_opened_and_not_written_to_says_nothing_when_it_is_let_go_of(pair: Pair) -> None:
     """Its pair may be on the network: it could not be mapped, say."""
     Mapping(pair.host.offer, "failed", "").close()
-    wait_until(lambda: not pair.host._connections and not pair.host.is_held_by("failed"), "it ends")
+    wait_until(lambda: not pair.host._connections, "it ends")
     assert pair.host.take_ended() == []

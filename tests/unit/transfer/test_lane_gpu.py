@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -22,7 +22,7 @@ from transfer.lane_host import SharedMemory
 from transfer.lane_memory import PIECE_BYTES, RUN_BYTES
 
 
-class FakeLanding:
+class FakeCopying:
     """Copies when it is waited for."""
 
     def __init__(self, gpu: FakeGpu, *parts: Sequence[SlotArray]) -> None:
@@ -32,7 +32,7 @@ class FakeLanding:
     def wait(self) -> None:
         if self._gpu.error is not None:
             raise self._gpu.error
-        self._gpu.num_landed += 1
+        self._gpu.num_copied += 1
         for src, dst, lengths in self._parts:
             copy_ranges(src, dst, lengths)
 
@@ -48,7 +48,7 @@ class FakeGpu:
         self.opened = np.zeros(9000, np.uint8)
         """What a handle opens."""
         self.num_runs = self.num_pieces = 0
-        self.num_started = self.num_landed = 0
+        self.num_started = self.num_copied = 0
         self._first, self._stop = network.addr, network.addr + network.source.nbytes // 2
 
     def owns(self, addrs: SlotArray) -> NDArray[np.bool_]:
@@ -74,12 +74,12 @@ class FakeGpu:
         assert addr == self.opened.ctypes.data
         self.calls.append("close")
 
-    def start_copy(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> FakeLanding:
+    def start_copy(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> FakeCopying:
         self.num_runs, self.num_pieces = runs[0].size, pieces[0].size
         self.num_started += 1
         assert (runs[2] >= RUN_BYTES).all()
         assert (pieces[2] <= PIECE_BYTES).all()
-        return FakeLanding(self, runs, pieces)
+        return FakeCopying(self, runs, pieces)
 
 
 @contextmanager
@@ -94,14 +94,9 @@ def pair_with_gpu(handle: bytes = b"handle") -> Iterator[tuple[Pair, FakeGpu]]:
         yield pair, gpu
 
 
-def lane_is(pair: Pair, kind: str) -> Callable[[], bool]:
-    return lambda: (lane := pair.lanes.lane(SESSION)) is not None and lane.kind == kind
-
-
 def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
     with pair_with_gpu() as (pair, gpu):
-        pair.register()
-        wait_until(lane_is(pair, "shm"), "the lane is open")
+        assert pair.register().kind == "shm"
         assert pair.lanes.take_decided() == [SESSION]
         lengths = [RUN_BYTES + 1, 3 * PIECE_BYTES, 100]
         src = [0, RUN_BYTES + 1, 50]  # the second goes on where the first ends, but not where it lands
@@ -122,7 +117,7 @@ def test_a_gpu_writes_to_main_memory_and_to_the_other_gpu() -> None:
         with pytest.raises(TransferError, match="not written to the decode node's GPU"):
             pair.lanes.write(SESSION, [pair.network.addr + pair.network.source.nbytes - 9], [1 << 50], [9])
         assert pair.network.sent == []
-        pair.lanes.release(SESSION)
+        pair.lanes.close()
         expected_calls = [f"register {POOL_BYTES[0]}", "open", "close", "unregister"]
         wait_until(lambda: gpu.calls == expected_calls, "CUDA has let go of the memory before it is unmapped")
 
@@ -135,12 +130,11 @@ def test_one_part_is_made_up_while_another_is_copied_and_none_is_left_behind(
     monkeypatch.setattr(transfer.lane, "PART_BYTES", 1000)
     monkeypatch.setattr(transfer.lane, "PART_RANGES", 3)
     with pair_with_gpu() as (pair, gpu):
-        pair.register()
-        wait_until(lane_is(pair, "shm"), "the lane is open")
+        assert pair.register().kind == "shm"
         num_in_flight = []
 
         def stop() -> str:
-            num_in_flight.append(gpu.num_started - gpu.num_landed)
+            num_in_flight.append(gpu.num_started - gpu.num_copied)
             return "cancelled" if len(num_in_flight) - 1 == stops_after else ""
 
         src, lengths = [0, 10, 20, 30, 3000], [10, 10, 10, 5, 4000]  # 3 ranges, 35 bytes and the rest by 1000
@@ -155,39 +149,49 @@ def test_one_part_is_made_up_while_another_is_copied_and_none_is_left_behind(
                 pair.lanes.write(SESSION, sources, [base + start for start in src], lengths, stop)
             assert not caught.value.may_still_land
         assert max(num_in_flight) == 1
-        assert gpu.num_started == gpu.num_landed == len(num_in_flight) - (stops_after is not None)
+        assert gpu.num_started == gpu.num_copied == len(num_in_flight) - (stops_after is not None)
 
 
 @pytest.mark.I1
 def test_a_gpus_writes_are_not_over_when_its_process_is() -> None:
     with pair_with_gpu() as (pair, _):
-        pair.register()
-        wait_until(lane_is(pair, "shm"), "the lane is open")
-        pair.lanes.release(SESSION)
+        assert pair.register().kind == "shm"
+        pair.lanes.close()
         wait_until(lambda: not pair.host._connections, "the connection ends")
         assert pair.host.take_ended() == []
 
 
-def test_a_pair_is_on_the_network_until_cuda_has_registered_the_memory() -> None:
+def test_a_pair_waits_until_cuda_has_registered_the_memory() -> None:
     with pair_with_gpu() as (pair, gpu):
         gpu.may_register.clear()
-        assert pair.register() == Lane("tcp", "until the decode node's memory is registered with CUDA")
-        pair.write([0], [0], [10])
-        assert len(pair.network.sent) == 1
+        for _ in range(2):
+            assert pair.lanes.register(SESSION, pair.host.offer, pair.regions) is None
+        with pytest.raises(TransferError, match="has no lane"):
+            pair.write([0], [0], [10])
         gpu.may_register.set()
-        wait_until(lane_is(pair, "shm"), "the lane is open")
+        wait_until(lambda: pair.lanes.take_decided() == [SESSION], "the lane is open")
         pair.write([0], [0], [10])
-        assert len(pair.network.sent) == 1
+        assert pair.network.sent == []
         assert np.array_equal(pair.memory[0][:10], pair.network.source[:10])
+
+
+def test_memory_that_cuda_registered_too_late_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair_with_gpu() as (pair, gpu):
+        gpu.may_register.clear()
+        assert pair.lanes.register(SESSION, pair.host.offer, pair.regions) is None
+        monkeypatch.setattr(transfer.lane, "OPEN_SECS", 0.0)
+        lane = pair.register()
+        assert lane.kind == "tcp"
+        assert "not open within 0 s; `hisparse-pd doctor`" in lane.reason
+        gpu.may_register.set()
+        wait_until(lambda: gpu.calls[-1:] == ["unregister"], "the memory is let go of")
+        assert pair.lanes.lane(SESSION) == lane
 
 
 def test_memory_that_cuda_does_not_take_is_left_to_the_network() -> None:
     with pair_with_gpu() as (pair, gpu):
         gpu.error = RuntimeError("cudaErrorMemoryAllocation")
-        pair.register()
-        wait_until(pair.lanes.take_decided, "it is decided")
-        lane = pair.lanes.lane(SESSION)
-        assert lane is not None
+        lane = pair.register()
         assert lane.kind == "tcp"
         assert (
             "CUDA cannot register 300001 bytes of the decode node: cudaErrorMemoryAllocation" in lane.reason
@@ -199,9 +203,7 @@ def test_memory_that_cuda_does_not_take_is_left_to_the_network() -> None:
 
 def test_a_gpu_that_cannot_be_opened_is_written_to_over_the_network() -> None:
     with pair_with_gpu(b"of a GPU that is not visible") as (pair, _):
-        pair.register()
-        wait_until(lane_is(pair, "shm"), "the lane is open")
-        assert pair.lanes.lane(SESSION) == Lane("shm", "both see the same memory; the rest of it over tcp")
+        assert pair.register() == Lane("shm", "both see the same memory; the rest of it over tcp")
         pair.lanes.write(SESSION, [pair.network.addr], [1 << 50], [9])
         assert pair.network.sent == [(SESSION, [1 << 50])]
 
@@ -209,8 +211,7 @@ def test_a_gpu_that_cannot_be_opened_is_written_to_over_the_network() -> None:
 @pytest.mark.I1
 def test_what_a_gpu_failed_to_write_may_still_land() -> None:
     with pair_with_gpu() as (pair, gpu):
-        pair.register()
-        wait_until(lane_is(pair, "shm"), "the lane is open")
+        assert pair.register().kind == "shm"
         gpu.error = RuntimeError("cudaErrorLaunchFailure")
         with pytest.raises(TransferError, match="RuntimeError: cudaErrorLaunchFailure") as caught:
             pair.write([0], [0], [10])
