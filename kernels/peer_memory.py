@@ -85,7 +85,7 @@ class GpuWriter:
         with torch.cuda.device(self._device):
             cupy_module().cuda.runtime.ipcCloseMemHandle(addr)
 
-    def start_copy(self, runs: Sequence[Addresses], pieces: Sequence[Addresses]) -> Landing:
+    def start_copy(self, runs: Sequence[Addresses], pieces: Sequence[Addresses]) -> GpuCopy:
         """Copy long ranges and short ones, sources, destinations and lengths in bytes of each: int64 [n].
 
         Returns when the GPU has been told, or before that waits for the last copy of this thread but one.
@@ -93,16 +93,16 @@ class GpuWriter:
         """
         with torch.cuda.device(self._device):
             channel = self._channel()
-            landing = channel.next_landing()
+            copying = channel.next_copy()
             with torch.cuda.stream(channel.stream):
                 for src, dst, length in zip(*(column.tolist() for column in runs), strict=True):
                     cupy_module().cuda.runtime.memcpyAsync(
                         dst, src, length, _MEMCPY_DEFAULT, channel.stream.cuda_stream
                     )
                 if pieces[0].size:
-                    channel.launch(pieces, landing)
-                landing.over.record(channel.stream)
-        return landing
+                    channel.launch(pieces, copying)
+                copying.over.record(channel.stream)
+        return copying
 
     def _channel(self) -> _Channel:
         if not hasattr(self._of_thread, "channel"):
@@ -121,7 +121,7 @@ class _Handle:
         return 0, self._pointer
 
 
-class Landing:
+class GpuCopy:
     """A copy that the GPU has been told of, and where the addresses are that its kernel reads."""
 
     def __init__(self, device: torch.device) -> None:
@@ -150,22 +150,22 @@ class _Channel:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._cupy_stream = cupy_module().cuda.Stream.from_external(_Handle(self.stream.cuda_stream))
-        self._landings = deque([Landing(device), Landing(device)])
+        self._copies = deque([GpuCopy(device), GpuCopy(device)])
 
-    def next_landing(self) -> Landing:
-        self._landings.rotate()
-        self._landings[0].wait()
-        return self._landings[0]
+    def next_copy(self) -> GpuCopy:
+        self._copies.rotate()
+        self._copies[0].wait()
+        return self._copies[0]
 
-    def launch(self, pieces: Sequence[Addresses], landing: Landing) -> None:
+    def launch(self, pieces: Sequence[Addresses], copying: GpuCopy) -> None:
         columns = np.stack(pieces)
-        landing.stage(columns)
+        copying.stage(columns)
         kernel = _kernel(word_bytes(columns))
         with self._cupy_stream:
             kernel(
                 (NUM_BLOCKS,),
                 (NUM_THREADS,),
-                (np.uint64(landing.addresses.data_ptr()), np.int32(columns.shape[1])),
+                (np.uint64(copying.addresses.data_ptr()), np.int32(columns.shape[1])),
             )
 
 
