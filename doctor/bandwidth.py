@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, assert_never
+from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,10 @@ from protocol.lane import LaneOffer
 from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, TransferError
 from transfer.lane import Lane, LaneKind
 from transfer.lane_host import SharedMemory
-from transfer.lane_memory import Gpu
 from transfer.sender import Writer
+
+if TYPE_CHECKING:
+    from kernels.peer_memory import GpuWriter
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ class Buffer:
             return ()
         return (SharedMemory(self.base_addr, self.num_bytes, self._pool.shared_fd),)
 
-    def gpu_writer(self) -> Gpu | None:
+    def gpu_writer(self) -> GpuWriter | None:
         """What copies from it on a GPU; None: a CPU does."""
         if isinstance(self._memory, np.ndarray):
             return None

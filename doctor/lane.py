@@ -10,6 +10,7 @@ import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,11 @@ from transfer.engine import TransferEngine
 from transfer.errors import TransferSetupError
 from transfer.lane import Lane, Lanes
 from transfer.lane_host import LaneHost, SharedMemory
-from transfer.lane_memory import Gpu, LaneError, Mapping
+from transfer.lane_memory import LaneError, Mapping
 from transfer.machine import Machine, read_text
+
+if TYPE_CHECKING:
+    from kernels.peer_memory import GpuWriter
 
 OPEN_SECS = 30.0
 """For the other doctor's memory to be opened and registered with CUDA, whose first use takes seconds."""
@@ -82,7 +86,7 @@ def lane_to(
     region: tuple[int, int],
     engine: TransferEngine,
     directory: str,
-    gpu: Gpu | None,
+    gpu: GpuWriter | None,
 ) -> Iterator[tuple[Lanes, Lane]]:
     """The lane to another doctor, whose memory is ``region``: address and bytes. ``Lane.kind`` is shm, or
     that of the network with the reason."""

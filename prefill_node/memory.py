@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,16 +15,11 @@ from torch import Tensor
 from model.spec import ModelSpec
 from prefill_node.push import SourceRegions
 from transfer.aux_record import AuxLayout
+from transfer.engine import TransferEngine
 from transfer.plan import RegionView
 from vocabulary import TokenLogprob
 
 log = logging.getLogger(__name__)
-
-
-class Registrar(Protocol):
-    """What registering needs of a ``transfer.engine.TransferEngine``."""
-
-    def register(self, memory: Tensor) -> int: ...
 
 
 class PrefillMemory:
@@ -52,10 +46,10 @@ class PrefillMemory:
             self.aux.nbytes / (1 << 30),
         )
 
-    def register(self, registrar: Registrar) -> None:
-        """Let the transport read all of it. Raises the registrar's error."""
+    def register(self, engine: TransferEngine) -> None:
+        """Let the transport read all of it. Raises TransferError."""
         for tensor in (self.kv, self.index, self.aux):
-            registrar.register(tensor)
+            engine.register(tensor)
 
     @property
     def regions(self) -> SourceRegions:

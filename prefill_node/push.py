@@ -22,16 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from prefill_node.registrations import Peer, kv_region_of
 from prefill_node.rooms import RoomRecord
-from protocol.messages import Bootstrap, RegionKind, Room
+from protocol.messages import Bootstrap, RegionKind
 from transfer.extents import expand_pages, extents_to_slots, slice_extents
 from transfer.plan import SLICE_BYTES, LayerWrites, RegionView, SlicedWrites, plan_writes
-from transfer.sender import Completion, Ready, WriteBatch
+from transfer.sender import Ready, Sender, WriteBatch
 
 MIN_BATCH_BYTES = 256 << 10
 """A batch costs the forward's thread 30 us and the sender's more, in which TCP moves about as many bytes."""
@@ -42,22 +41,6 @@ MAX_PENDING_BATCHES = 2
 MAX_PENDING_SHARE = 4
 """Long prompts wait for a node that has more than one in so many of the pool's bytes pending. They keep its
 link busy all the same: a quarter of a pool of 40 GB takes a second at 10 GB/s."""
-
-
-class BatchSender(Protocol):
-    """What the node needs of a ``transfer.sender.Sender``."""
-
-    def submit(self, session: str, batch: WriteBatch) -> None: ...
-
-    def num_pending(self, room: Room) -> int: ...
-
-    def num_bytes_pending(self, session: str) -> int: ...
-
-    def cancel(self, room: Room) -> bool: ...
-
-    def poll(self) -> list[Completion]: ...
-
-    def overdue(self) -> list[Room]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +90,7 @@ class Pusher:
 
     def __init__(
         self,
-        sender: BatchSender,
+        sender: Sender,
         source: SourceRegions,
         page_size: int,
         transfer_timeout_secs: float,

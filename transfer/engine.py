@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import time
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -74,9 +73,8 @@ class TransferEngine:
         self._lock = threading.Lock()
         self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # a session's writers
         self._names: dict[str, str] = {}  # what Mooncake is told of the sessions that were written to
-        self._starts: list[int] = []  # sorted addresses of the registered memory
-        self._end_at: dict[int, int] = {}
-        self._owner_at: dict[int, HasMemory | None] = {}  # keeps registered tensors alive
+        self._registered: dict[int, tuple[int, HasMemory | None]] = {}
+        """Where registered memory ends, by where it begins, and its tensor, which this keeps alive."""
         with _environment(_mooncake_settings(transport, host)):
             self._mooncake = _new_mooncake_engine()
             code = self._mooncake.initialize(
@@ -100,40 +98,30 @@ class TransferEngine:
         """
         addr, num_bytes, owner = _resolve(memory, num_bytes)
         with self._lock:
-            after = bisect_left(self._starts, addr + num_bytes)
-            if after and self._end_at[self._starts[after - 1]] > addr:
-                start = self._starts[after - 1]
-                raise TransferError(
-                    f"memory [{addr:#x}, {addr + num_bytes:#x}) overlaps the registered "
-                    f"[{start:#x}, {self._end_at[start]:#x}); unregister that first"
-                )
+            for start, (end, _) in self._registered.items():
+                if start < addr + num_bytes and addr < end:
+                    raise TransferError(
+                        f"memory [{addr:#x}, {addr + num_bytes:#x}) overlaps the registered "
+                        f"[{start:#x}, {end:#x}); unregister that first"
+                    )
             code = self._mooncake.register_memory(addr, num_bytes)
             if code != 0:
                 raise TransferError(
                     f"Mooncake cannot register {num_bytes} bytes at {addr:#x}: code {code}; "
                     "for RDMA raise the locked-memory limit (ulimit -l)"
                 )
-            insort(self._starts, addr)
-            self._end_at[addr] = addr + num_bytes
-            self._owner_at[addr] = owner
+            self._registered[addr] = addr + num_bytes, owner
         return addr
 
     def unregister(self, addr: int) -> None:
         """Undo ``register``, by the address it returned. Raises TransferError for any other."""
         with self._lock:
-            if addr not in self._end_at:
+            if addr not in self._registered:
                 raise TransferError(f"memory at {addr:#x} is not registered")
             code = self._mooncake.unregister_memory(addr)
-            self._starts.remove(addr)
-            del self._end_at[addr], self._owner_at[addr]
+            del self._registered[addr]
         if code != 0:
             raise TransferError(f"Mooncake cannot unregister the memory at {addr:#x}: code {code}")
-
-    def is_registered(self, addr: int, num_bytes: int) -> bool:
-        """Whether ``[addr, addr + num_bytes)`` lies in one registered piece of memory."""
-        with self._lock:
-            before = bisect_right(self._starts, addr) - 1
-            return before >= 0 and addr + num_bytes <= self._end_at[self._starts[before]]
 
     def write(
         self,
@@ -181,8 +169,8 @@ class TransferEngine:
     def check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None:
         """Raises TransferError unless all of ``[src[i], src[i] + num_bytes[i])`` is registered here."""
         with self._lock:
-            starts = np.array(self._starts, np.int64)
-            ends = np.array([self._end_at[start] for start in self._starts], np.int64)
+            pieces = sorted((start, end) for start, (end, _) in self._registered.items())
+        starts, ends = np.array(pieces, np.int64).reshape(-1, 2).T
         bad = ranges_around(starts, ends, src, num_bytes) < 0
         if bad.any():
             worst = int(np.argmax(bad))
@@ -211,11 +199,9 @@ class TransferEngine:
     def close(self) -> None:
         """Unregister everything and leave the network. No write may be in progress; the engine is used up."""
         with self._lock:
-            for addr in self._starts:
+            for addr in self._registered:
                 self._mooncake.unregister_memory(addr)
-            self._starts.clear()
-            self._end_at.clear()
-            self._owner_at.clear()
+            self._registered.clear()
             self._mooncake = None
 
     def _check_session(self, host: str) -> None:

@@ -18,17 +18,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from protocol.lane import LaneOffer
+from transfer.engine import TransferEngine
 from transfer.errors import TransferError
 from transfer.extents import SlotArray, as_write
-from transfer.lane_memory import Copying, Gpu, LaneError, Mapping
+from transfer.lane_memory import Copying, LaneError, Mapping
 from transfer.plan import SLICE_BYTES, cut_long
-from transfer.sender import Writer
+
+if TYPE_CHECKING:
+    from kernels.peer_memory import GpuWriter
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +60,6 @@ class Lane:
     reason: str
 
 
-class Network(Writer, Protocol):
-    """What lanes need of a ``TransferEngine``."""
-
-    def check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None: ...
-
-
 @dataclass(eq=False)
 class _Pair:
     """``lane``: None while it is being chosen. ``mapping``: of shm only."""
@@ -84,13 +81,13 @@ class Lanes:
     from any thread when ``take_decided`` has something.
     """
 
-    network: Network
+    network: TransferEngine
     protocol: Literal["tcp", "rdma"]
     instance_id: str
     why_off: str = ""
     directory: str = ""
     on_decided: Callable[[], None] = lambda: None
-    gpu: Gpu | None = None
+    gpu: GpuWriter | None = None
     _pairs: dict[str, _Pair] = field(default_factory=dict, init=False)
     """By session. Pairs on shared memory are forgotten when their decode node has ended."""
     _decided: list[str] = field(default_factory=list, init=False)

@@ -20,11 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from protocol.lane import (
     MAX_LANE_MESSAGE_BYTES,
@@ -42,6 +41,9 @@ from transfer.extents import SlotArray, ranges_around
 from transfer.lane_copy import copy_ranges
 from transfer.plan import cut_long
 
+if TYPE_CHECKING:
+    from kernels.peer_memory import GpuCopy, GpuWriter
+
 log = logging.getLogger(__name__)
 
 ANSWER_SECS = 10.0
@@ -56,37 +58,15 @@ class LaneError(Exception):
     """Why memory of a decode node cannot be had."""
 
 
-class Copying(Protocol):
-    """Bytes on their way."""
-
-    def wait(self) -> None:
-        """Until all have landed, without the interpreter lock. Raises what went wrong; then some may land
-        later."""
-
-
-class Gpu(Protocol):
-    """What lanes need of a ``kernels.peer_memory.GpuWriter``, where the methods are explained."""
-
-    def owns(self, addrs: SlotArray) -> NDArray[np.bool_]: ...
-
-    def register(self, addr: int, num_bytes: int) -> None: ...
-
-    def unregister(self, addr: int) -> None: ...
-
-    def open(self, handle: bytes) -> int: ...
-
-    def close(self, addr: int) -> None: ...
-
-    def start_copy(self, runs: Sequence[SlotArray], pieces: Sequence[SlotArray]) -> Copying: ...
-
-
 class Mapping:
     """Memory of a decode node, mapped into this process, and registered with its ``gpu``. Raises LaneError.
 
     Stands until it is closed and the last write is over; the decode node sees the connection end then.
     """
 
-    def __init__(self, offer: LaneOffer, instance_id: str, directory: str, gpu: Gpu | None = None) -> None:
+    def __init__(
+        self, offer: LaneOffer, instance_id: str, directory: str, gpu: GpuWriter | None = None
+    ) -> None:
         self._lock = threading.Lock()
         self._num_writes = 0
         self._is_closing = False
@@ -188,7 +168,7 @@ class Mapping:
             is_short = by_gpu & ~is_run
             pieces = cut_long(src[is_short], dst[is_short], num_bytes[is_short], PIECE_BYTES)
             try:
-                copying = _OfGpu(self._gpu.start_copy((src[is_run], dst[is_run], num_bytes[is_run]), pieces))
+                copying = Copying(self._gpu.start_copy((src[is_run], dst[is_run], num_bytes[is_run]), pieces))
             except Exception as error:
                 raise _failed(error) from error
         by_cpu = ~by_gpu
@@ -237,12 +217,15 @@ class Mapping:
 
 
 @dataclass(frozen=True)
-class _OfGpu:
-    copying: Copying
+class Copying:
+    """Bytes that a GPU was told to copy."""
+
+    by_gpu: GpuCopy
 
     def wait(self) -> None:
+        """Until all have landed, without the interpreter lock. Raises TransferError: some may come later."""
         try:
-            self.copying.wait()
+            self.by_gpu.wait()
         except Exception as error:
             raise _failed(error) from error
 

@@ -265,11 +265,6 @@ class SendQueue:
                 overdue.append(room_id)
         return overdue
 
-    def in_flight(self, room: Room) -> bool:
-        """Whether a write of ``room`` is in progress: its source and destination must stay untouched."""
-        queue = self._rooms.get(room)
-        return queue is not None and queue.writing is not None
-
     def num_pending(self, room: Room) -> int:
         """Batches of ``room`` that wait or are in flight."""
         queue = self._rooms.get(room)

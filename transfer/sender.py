@@ -86,11 +86,6 @@ class Sender:
         with self._lock:
             return self._queue.overdue(time.monotonic())
 
-    def in_flight(self, room: Room) -> bool:
-        """Whether a write of ``room`` is in progress: its source and destination must stay untouched."""
-        with self._lock:
-            return self._queue.in_flight(room)
-
     def num_pending(self, room: Room) -> int:
         """Batches of ``room`` that wait or are in flight."""
         with self._lock:

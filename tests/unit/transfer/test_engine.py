@@ -143,9 +143,6 @@ def test_a_source_across_two_registered_pieces_is_refused(engine: TransferEngine
     memory = torch.zeros(128, dtype=torch.uint8)
     low, high = engine.register(memory.data_ptr(), 64), engine.register(memory.data_ptr() + 64, 64)
     try:
-        assert engine.is_registered(low, 64)
-        assert engine.is_registered(high, 64)
-        assert not engine.is_registered(low, 65)
         with pytest.raises(TransferError, match="not in registered memory"):
             engine.write(peer.session, [low], [peer.base_addr], [128])
     finally:
@@ -256,8 +253,6 @@ def test_columns_of_different_length_are_refused(engine: TransferEngine, peer: P
 
 def test_registration_is_checked(engine: TransferEngine, source: torch.Tensor) -> None:
     addr = source.data_ptr()
-    assert engine.is_registered(addr, source.nbytes)
-    assert not engine.is_registered(addr - 1, 1)
     for overlapping in (addr, addr + 100, addr - 1):
         with pytest.raises(TransferError, match="overlaps the registered"):
             engine.register(overlapping, 2)
