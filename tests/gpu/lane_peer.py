@@ -7,11 +7,8 @@ ends at the end of its input.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 import torch
@@ -19,21 +16,16 @@ import torch
 from kernels.host_memory import allocate_host
 from kernels.peer_memory import ipc_handle
 from protocol.lane import LaneOffer
+from tests.other_process import OtherProcess
 from transfer.lane_host import LaneHost, SharedMemory
 
 
-class LanePeer:
+class LanePeer(OtherProcess):
     """The other process, as a test sees it."""
 
     def __init__(self, num_bytes: int, device: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.lane_peer", str(num_bytes), device],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        offer, host_addr, gpu_addr = self.process.stdout.readline().split()
+        super().__init__("tests.gpu.lane_peer", num_bytes, device)
+        offer, host_addr, gpu_addr = self.read_line().split()
         self.offer = msgspec.json.decode(offer, type=LaneOffer)
         self.num_bytes, self.host_addr, self.gpu_addr = num_bytes, int(host_addr), int(gpu_addr)
 
@@ -42,24 +34,7 @@ class LanePeer:
         return [(self.host_addr, self.num_bytes), (self.gpu_addr, self.num_bytes)]
 
     def crc(self, where: str) -> int:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{where}\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=60)
-
-
-@contextmanager
-def lane_peer(num_bytes: int, device: str) -> Iterator[LanePeer]:
-    peer = LanePeer(num_bytes, device)
-    try:
-        yield peer
-    finally:
-        peer.close()
+        return int(self.ask(where))
 
 
 def main() -> None:

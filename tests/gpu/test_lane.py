@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from kernels.peer_memory import GpuWriter, word_bytes
-from tests.gpu.lane_peer import LanePeer, lane_peer
+from tests.gpu.lane_peer import LanePeer
 from tests.gpu.support import needs_gpu
 from transfer.extents import SlotArray
 from transfer.lane import Lane, Lanes
@@ -66,7 +66,7 @@ class Writer:
 @pytest.fixture(scope="module")
 def writer() -> Iterator[Writer]:
     device = "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
-    with lane_peer(NUM_BYTES, device) as peer:
+    with LanePeer(NUM_BYTES, device) as peer:
         made = Writer(peer)
         yield made
         made.lanes.close()
@@ -131,7 +131,7 @@ def test_the_widest_word_that_fits_is_taken(bits: int, width: int) -> None:
 
 
 def test_the_peers_death_lets_its_memory_go() -> None:
-    with lane_peer(64 << 20, "cuda:0") as peer:
+    with LanePeer(64 << 20, "cuda:0") as peer:
         lanes = Lanes(
             NoNetwork(),
             "tcp",

@@ -9,8 +9,8 @@ import ctypes
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -423,24 +423,14 @@ class DecodePeer(ControlPeer):
         self.transfer.close()
 
 
-@contextmanager
-def engine_thread(path: Path, ipc_path: Path, **overrides: Any) -> Iterator[EngineThread]:
-    engine = EngineThread(path, ipc_path, **overrides)
-    try:
-        yield engine
-    finally:
-        engine.close()
+def engine_thread(path: Path, ipc_path: Path, **overrides: Any) -> closing[EngineThread]:
+    return closing(EngineThread(path, ipc_path, **overrides))
 
 
-@contextmanager
 def decode_peer(
     engine: EngineThread, node_id: str = "decode-0", page_size: int = 16, *, takes_drafts: bool = True
-) -> Iterator[DecodePeer]:
-    peer = DecodePeer(engine, node_id, page_size, takes_drafts=takes_drafts)
-    try:
-        yield peer
-    finally:
-        peer.close()
+) -> closing[DecodePeer]:
+    return closing(DecodePeer(engine, node_id, page_size, takes_drafts=takes_drafts))
 
 
 def prompt(seed: int, num_tokens: int) -> list[int]:

@@ -45,9 +45,6 @@ class QueuedSender:
     def poll(self) -> list[Completion]:
         return self.queue.take_completions(0.0)
 
-    def overdue(self) -> list[Room]:
-        return []
-
     def write(self, session: str) -> None:
         """All there is for a peer."""
         while (taken := self.queue.next(session, 0.0)) is not None:

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from prefill_node import push as push_module
 from prefill_node.compute import layer_hook
 from prefill_node.kv_pool import PageState
-from prefill_node.rooms import RoomRecord
-from protocol.messages import AbortRoom, Extent, RoomDone, RoomFailed, RoomQuiet
-from service.engine_messages import FlushCache, PrefillFinished, RequestFailed
+from protocol.messages import AbortRoom, Extent, RoomFailed, RoomQuiet
+from service.engine_messages import FlushCache, RequestFailed
 from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
     DecodePeer,
@@ -39,11 +37,11 @@ def tiny(tiny_checkpoint: Callable[[str], Path]) -> Path:
     return tiny_checkpoint("glm")  # layers and index layers differ
 
 
-@pytest.fixture(scope="module", params=[0, 1, 3])
+@pytest.fixture(scope="module", params=[0, 1])
 def served(
     request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineThread]:
-    """Engines that send whole chunks, single layers, and three layers in a batch, of which there are four."""
+    """Engines that send whole chunks, and single layers, of which there are four."""
     ipc_path = tmp_path_factory.mktemp("prefill") / "front"
     with engine_thread(tiny, ipc_path, push_layers=request.param) as engine:
         engine.engine._life._pusher._min_batch_bytes = 0
@@ -117,45 +115,11 @@ def test_layers_leave_while_the_next_ones_compute(engine: EngineThread, peer: De
     num_submitted: list[int] = []
     engine.after_layer = lambda layer: num_submitted.append(len(engine.submitted.get(room, ())))
     deliver(engine, peer, room, prompt(2, 40))
-    match engine.settings.push_layers:
-        case 0:
-            assert num_submitted == [0, 0, 0, 0]
-        case 1:
-            assert num_submitted[0] == 1
-            assert num_submitted[3] > num_submitted[0], "the last layer waits for the end of the forward"
-        case 3:
-            assert num_submitted == [0, 0, 1, 2]
-
-
-def test_prompts_of_one_forward_leave_side_by_side(
-    engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    life = engine.engine._life
-    waiting = life.waiting
-
-    def both_or_none() -> list[RoomRecord]:
-        queued = waiting()
-        return queued if len(queued) == 2 else []
-
-    monkeypatch.setattr(life, "waiting", both_or_none)
-    first, second = next(_rooms), next(_rooms)
-    bootstraps = [
-        peer.bootstrap(first, 20, kv=(Extent(100, 20),), index=(Extent(112, 32),), aux_slot=1),
-        peer.bootstrap(
-            second, 25, kv=(Extent(300, 9), Extent(200, 16)), index=(Extent(512, 32),), aux_slot=2
-        ),
-    ]
-    num_sending: list[int] = []
-    engine.after_layer = lambda layer: num_sending.append(len({first, second} & set(engine.submitted)))
-    engine.generate(first, prompt(4, 20))
-    engine.generate(second, prompt(5, 25))
-    assert {peer.expect(RoomDone).room for _ in range(2)} == {first, second}
-    for bootstrap in bootstraps:
-        engine.expect(PrefillFinished)
-        assert engine.computed[bootstrap.room] == [(0, bootstrap.num_prompt_tokens)]
-        assert covered(engine.submitted[bootstrap.room]) == {(0, bootstrap.num_prompt_tokens): [0, 1, 2, 3]}
-        peer.assert_holds(bootstrap)
-    assert num_sending == {0: [0, 0, 0, 0], 1: [2, 2, 2, 2], 3: [0, 0, 2, 2]}[engine.settings.push_layers]
+    if engine.settings.push_layers == 0:
+        assert num_submitted == [0, 0, 0, 0]
+    else:
+        assert num_submitted[0] == 1
+        assert num_submitted[3] > num_submitted[0], "the last layer waits for the end of the forward"
 
 
 def test_a_cached_prefix_leaves_whole_and_the_rest_by_layers(engine: EngineThread, peer: DecodePeer) -> None:
@@ -166,21 +130,6 @@ def test_a_cached_prefix_leaves_whole_and_the_rest_by_layers(engine: EngineThrea
     assert done.num_cached_tokens == 64
     assert engine.submitted[second][0].batch.tag == "positions [0, 64) of layers [0, 4)"
     assert covered(engine.submitted[second]) == {(0, 64): [0, 1, 2, 3], (64, 70): [0, 1, 2, 3]}
-
-
-def test_a_chunk_is_planned_once(
-    engine: EngineThread, peer: DecodePeer, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned: list[int] = []
-    plan_writes = push_module.plan_writes
-
-    def counted(src_slots: Any, dst_slots: Any) -> Any:
-        planned.append(len(src_slots))
-        return plan_writes(src_slots, dst_slots)
-
-    monkeypatch.setattr(push_module, "plan_writes", counted)
-    deliver(engine, peer, room, prompt(7, 100))
-    assert planned == [48, 48, 48, 48, 4, 4, 1], "KV and indexer keys of three chunks, and the aux record"
 
 
 def test_on_a_gpu_every_layer_leaves_with_an_event_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from protocol.messages import Bootstrap, Extent, RegionKind, Room
 from tests.identities import DIGEST
 from transfer.extents import expand_pages, extents_to_slots
 from transfer.plan import Descriptors, RegionView, RunPlan, join_descriptors
-from transfer.sender import Completion, Ready, WriteBatch
+from transfer.sender import Ready, WriteBatch
 
 PAGE_SIZE = 4
 NUM_SLOTS = 64
@@ -54,15 +54,6 @@ class CopyingSender:
     def num_bytes_pending(self, session: str) -> int:
         return self.num_waiting_bytes
 
-    def cancel(self, room: Room) -> bool:
-        raise AssertionError("nothing is cancelled here")
-
-    def poll(self) -> list[Completion]:
-        return []
-
-    def overdue(self) -> list[Room]:
-        return []
-
     @property
     def tags(self) -> list[str]:
         return [batch.tag for batch in self.batches]
@@ -86,9 +77,9 @@ class World:
 
     layers_per_batch: int = 1
     min_batch_bytes: int = 0
-    sender: CopyingSender = field(default_factory=CopyingSender)
 
     def __post_init__(self) -> None:
+        self.sender = CopyingSender()
         self.kv, self.index = poisoned(NUM_LAYERS, ITEM_BYTES), poisoned(NUM_INDEX_LAYERS, INDEX_BYTES)
         self.kv_dst, self.index_dst = np.zeros_like(self.kv), np.zeros_like(self.index)
         self.aux = np.full((1, 1, 8), 7, np.uint8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -102,10 +102,5 @@ class Pair:
             pool.close()
 
 
-@contextmanager
-def pair_of(directory: str = "", *, covers_all: bool = True, why_off: str = "") -> Iterator[Pair]:
-    pair = Pair(directory, covers_all=covers_all, why_off=why_off)
-    try:
-        yield pair
-    finally:
-        pair.close()
+def pair_of(directory: str = "", *, covers_all: bool = True, why_off: str = "") -> closing[Pair]:
+    return closing(Pair(directory, covers_all=covers_all, why_off=why_off))

@@ -7,63 +7,24 @@ hex, and ends at the end of its input.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 
+from tests.other_process import OtherProcess
 from transfer.engine import TransferEngine, quiet_mooncake_logs
 
 
-class Peer:
+class Peer(OtherProcess):
     """The other process, as a test sees it."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.transfer.peer", str(num_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.session, addr = self.process.stdout.readline().split()
+        super().__init__("tests.unit.transfer.peer", num_bytes)
+        self.session, addr = self.read_line().split()
         self.base_addr = int(addr)
 
     def read(self, start: int, stop: int) -> bytes:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{start} {stop}\n")
-        self.process.stdin.flush()
-        return bytes.fromhex(self.process.stdout.readline())
-
-    def pause(self) -> None:
-        """Returns when all its threads have stopped, which a signal that was sent does not say."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(60)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=60)
-
-
-@contextmanager
-def peer_process(num_bytes: int) -> Iterator[Peer]:
-    peer = Peer(num_bytes)
-    try:
-        yield peer
-    finally:
-        peer.close()
+        return bytes.fromhex(self.ask(f"{start} {stop}"))
 
 
 def main() -> None:

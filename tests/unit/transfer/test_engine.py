@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.transfer.peer import Peer, peer_process
+from tests.unit.transfer.peer import Peer
 from transfer import engine as engine_module
 from transfer.engine import (
     MAX_BATCH_DESCRIPTORS,
@@ -32,7 +32,7 @@ SOURCE_BYTES = 10 << 20
 
 @pytest.fixture(scope="module")
 def peer() -> Iterator[Peer]:
-    with peer_process(PEER_BYTES) as started:
+    with Peer(PEER_BYTES) as started:
         yield started
 
 
@@ -164,10 +164,11 @@ def test_a_destination_outside_the_peers_memory_fails_and_the_session_lives(
 
 
 def test_a_peer_that_is_gone_fails_the_write_at_once(engine: TransferEngine, source: torch.Tensor) -> None:
-    with peer_process(1 << 20) as gone:
+    with Peer(1 << 20) as gone:
         engine.write(gone.session, [source.data_ptr()], [gone.base_addr], [64])
         assert engine.is_reachable(gone.session)
         gone.kill()
+        gone.process.wait(60)
         with pytest.raises(TransferError, match="the peer is gone"):
             engine.write(gone.session, [source.data_ptr()], [gone.base_addr], [64])
         assert not engine.is_reachable(gone.session)
@@ -209,7 +210,7 @@ def test_another_process_behind_a_session_is_written_to_once_it_is_renewed(
     engine: TransferEngine, peer: Peer, source: torch.Tensor
 ) -> None:
     """Its memory and its data port are others than those of the process before it."""
-    with peer_process(1 << 20) as first, closing(Forwarder(first.session)) as forwarder:
+    with Peer(1 << 20) as first, closing(Forwarder(first.session)) as forwarder:
         engine.write(forwarder.session, [source.data_ptr()], [first.base_addr], [64])
         assert first.read(0, 64) == source[:64].numpy().tobytes()
         for second in (peer, first):
@@ -222,7 +223,7 @@ def test_another_process_behind_a_session_is_written_to_once_it_is_renewed(
 def test_a_session_that_was_never_written_to_can_be_renewed(
     engine: TransferEngine, source: torch.Tensor
 ) -> None:
-    with peer_process(1 << 20) as fresh:
+    with Peer(1 << 20) as fresh:
         engine.renew(fresh.session)
         engine.write(fresh.session, [source.data_ptr()], [fresh.base_addr], [64])
         assert fresh.read(0, 64) == source[:64].numpy().tobytes()

@@ -24,7 +24,7 @@ import transfer.lane_memory
 from kernels.host_memory import allocate_host
 from protocol.lane import SOCKET_PREFIX, LaneOffer, LaneWelcome, Window, encoder
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Pair, pair_of
-from tests.unit.transfer.lane_writer import lane_writer
+from tests.unit.transfer.lane_writer import LaneWriter
 from tests.waiting import wait_until
 from transfer.errors import TransferError, TransferSetupError
 from transfer.extents import SlotArray
@@ -313,7 +313,7 @@ def test_sockets_of_nodes_that_were_killed_are_removed_and_no_others(directory: 
 def test_a_process_of_other_namespaces_writes_through_a_directory(directory: Path) -> None:
     """As another container does, whose network and IPC are its own."""
     with pair_of(str(directory)) as pair:
-        with lane_writer(pair.host.offer, str(directory), ("unshare", "--net", "--ipc")):
+        with LaneWriter(pair.host.offer, str(directory), ("unshare", "--net", "--ipc")):
             wait_until(lambda: pair.memory[0].any(), "the first write")
         wait_until(lambda: pair.host.take_ended() == ["child"], "the kernel closes its connection")
 
@@ -332,7 +332,7 @@ def test_a_directory_that_is_not_there_ends_the_start_with_its_name(directory: P
 @pytest.mark.I1
 def test_a_killed_writer_is_gone_and_a_stopped_one_is_not(pair: Pair) -> None:
     """Its process writes all the time. What has landed when it is gone stays as it is."""
-    with lane_writer(pair.host.offer) as writer:
+    with LaneWriter(pair.host.offer) as writer:
         wait_until(lambda: pair.memory[0].any(), "the first write")
         writer.pause()
         assert pair.host.take_ended() == []

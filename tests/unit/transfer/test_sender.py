@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from protocol.messages import Room
-from tests.unit.transfer.peer import peer_process
+from tests.unit.transfer.peer import Peer
 from transfer.engine import TransferEngine, TransferError
 from transfer.plan import Descriptors
 from transfer.sender import Completion, Sender, WriteBatch
@@ -313,7 +313,7 @@ def test_a_stopped_peer_fails_alone_and_is_served_again(engine: TransferEngine) 
                 WriteBatch(Room(room), number, [copy(src_addr + start, base_addr + start)], 1000),
             )
 
-    with peer_process(1 << 16) as stopped, peer_process(1 << 16) as healthy:
+    with Peer(1 << 16) as stopped, Peer(1 << 16) as healthy:
         submit(stopped.session, stopped.base_addr, 1)
         assert collect(sender, 1)[0].ok
         stopped.pause()
