@@ -45,7 +45,6 @@ CLIENT_TESTS = python -m pytest -m clients --confcutdir tests/clients -p pytest_
 LOOPBACK_ONLY = $(shell unshare -rn ip link set lo up 2>/dev/null && \
     echo "unshare -rn sh -c 'ip link set lo up && exec \"\$$@\"' sh")
 
-TRACE := bench/out/trace_$(notdir $(MODEL))_2048.npz
 ACCELERATOR := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 CLIENT_PIP_INSTALL = $(@D)/bin/python -m pip install --disable-pip-version-check --quiet
@@ -67,7 +66,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup system-libraries rdma-packages compose-packages demo test test-full test-gpu test-compose test-rdma test-clients fuzz rooms soak serve lint format bench bench-accuracy bench-serve bench-swap-in bench-hit-rates clean
+.PHONY: help setup system-libraries rdma-packages compose-packages demo test test-full test-gpu test-compose test-rdma test-clients fuzz rooms soak serve lint format bench bench-accuracy bench-serve bench-swap-in clean
 
 help:
 	@sed -n 's/^#   //p; s/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
@@ -124,21 +123,14 @@ format: $(READY) ## sort imports and format
 bench: $(READY) ## measure the transfer; results go to bench/out
 	$(BIN)/python bench/transfer.py
 
-bench-swap-in: $(READY) $(TRACE) ## measure the CUDA swap-in kernel; needs a GPU
-	$(BIN)/python bench/swap_in.py --fresh both --trace $(TRACE:2048.npz=*.npz)
-
-bench-swap-in-drafts: $(READY) ## measure it with several new positions a request; needs a GPU
-	$(BIN)/python bench/swap_in_drafts.py
+bench-swap-in: $(READY) ## measure the CUDA swap-in kernel; needs a GPU
+	$(BIN)/python -m bench.kernels swap-in
 
 bench-accuracy: $(READY) ## exact match of long-context answers, all modes beside transformers; an hour on 2 cores
 	$(BIN)/python bench/accuracy.py --model-path $(MODEL)
 
 bench-serve: $(READY) $(MODEL)/config.json ## throughput and latencies of a pair under load, dense beside hisparse
 	$(BIN)/hisparse-pd bench serve --start-pair $(MODEL) --hisparse false true $(BENCH_ARGS)
-
-bench-hit-rates: $(READY) ## hit rates by hot-buffer capacity while the retrieval model answers, beside LRU; on the CPU
-	$(BIN)/python bench/record_trace.py --model-path $(MODEL) --task
-	$(BIN)/python bench/hit_rates.py bench/out/trace_$(notdir $(MODEL))_task_*.npz
 
 clean: ## remove .venv, the tiny model, caches and results
 	rm -rf $(VENV) $(CLIENTS) $(CLIENTS_LITELLM) .npm-clients .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/out *.egg-info
@@ -214,6 +206,3 @@ $(CLIENTS)/.ready $(CLIENTS_LITELLM)/.ready: | $(READY)
 	@npm install --prefix $(@D) --no-audit --no-fund --no-package-lock --ignore-scripts --loglevel error
 	@touch $@
 
-# The one of the model's own top-k is written beside it.
-$(TRACE): bench/record_trace.py bench/traces.py $(MODEL)/config.json | $(READY)
-	$(BIN)/python bench/record_trace.py --model-path $(MODEL)

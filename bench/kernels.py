@@ -4,6 +4,7 @@
     python -m bench.kernels indexer [--batch 1 8 64 128] [--context 4096 32768 131072]
     python -m bench.kernels experts [--tokens 1 8 32 128 512 4096] [--weights fp8 bfloat16]
     python -m bench.kernels linear [--tokens 1 16 64 128 512 4096]
+    python -m bench.kernels swap-in [--batch 1 8 32 64 128] [--item 1152 656] [--miss 0 2 10 30 100] [--new 1]
 
 Calls with other inputs each, so that no call finds its own in the L2 cache, are captured in one CUDA graph
 that is replayed between two events: us = time / calls, the median of the replays.
@@ -12,7 +13,8 @@ attention: sparse attention of each backend, slots scattered over a pool of a mi
 products. indexer: logits and top-k, one decode query a request at the end of its context, keys in scattered
 pages. The floor is one reading of the keys at the highest rate seen in this run, of a copy of 1 GiB or of a
 sum over it. experts: routed experts, tokens choose at random; TB/s of the chosen experts' weights. linear:
-linear layers in bfloat16 and in fp8, whose time has the rounding of the activations in it.
+linear layers in bfloat16 and in fp8, whose time has the rounding of the activations in it. swap-in:
+``bench/swap_in.py`` says how.
 
 Writes bench/out/kernels_NAME.json.
 """
@@ -32,6 +34,7 @@ from torch.nn.functional import linear
 from bench.facts import OUT, run_facts
 from bench.gpu_timing import graph_us, timed_us
 from bench.report import make_console, shown, table_of, write_json
+from bench.swap_in import add_options, swap_ins
 from kernels.attention import BACKEND_NAMES, TORCH, AttentionBackendError
 from kernels.attention_backends import choose_backend
 from kernels.block_fp8 import DTYPE as FP8
@@ -248,6 +251,9 @@ def main() -> None:
     own = names.add_parser("linear")
     own.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64, 128, 512, 4096])
     own.set_defaults(measure=linear_layers)
+    own = names.add_parser("swap-in")
+    add_options(own)
+    own.set_defaults(measure=swap_ins)
     for own in names.choices.values():
         own.add_argument("--out", type=Path, help="default: bench/out/kernels_NAME.json")
     options = parser.parse_args()

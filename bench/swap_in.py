@@ -1,98 +1,138 @@
-"""Swap-in on one GPU: time per call in every cell of a table, beside the peer's, and the hit rates of traces.
+"""Swap-in on one GPU: us a call by batch, item, share of misses and new positions of a request.
 
-The first table, for each reading of the workload's rule (``bench/swap_in_workload.py``): every request's rows
-lie together in an 8 GiB pinned pool; 30 steps from an empty buffer. The first 3 steps run
-alone, the other 27 are captured in one CUDA graph that is replayed once between two events: us per call =
-time / 27. It is captured before the first 3 run, and nothing is allocated or freed from then on: when memory
-comes or goes (torch frees what it can when a capture begins) the GPU forgets its translations of host
-addresses, which the first 3 have loaded. With ``--repeat N`` a cell is built and measured N times: the first
-is its figure, the others show the spread. Single calls are timed by events too, each behind a wait that hides
-the launch from the clock.
+Every request's rows lie together in an 8 GiB pinned pool, and its hot buffer is empty at first. Calls of the
+first tokens run alone; the others are captured in one CUDA graph that is replayed once between two events: us
+per call = time / calls. It is captured before the first ones run, and nothing is allocated or freed from then
+on: when memory comes or goes (torch frees what it can when a capture begins) the GPU forgets its translations
+of host addresses, which the first calls have loaded. With ``--repeat N`` a cell is built and measured N
+times; what returned slots hold is compared with the pool each time. Single calls are timed by events too,
+each behind a wait that hides the launch from the clock.
 
-The second table, for the synthetic trace and each recorded one (``bench/record_trace.py``): hit rate by
-capacity beside exact LRU's, and the time of one layer's call. ``bench/hit_rates.py`` counts without a GPU.
-
-    python bench/swap_in.py [--fresh both] [--trace FILE ...] [--batch 1 8 ...] [--item 1152] [--miss 0 2 ...]
-
-Writes bench/out/swap_in.json and, by ``bench/swap_in_report.py``, its pictures.
+With ``--new 1 2 3 4`` a step runs so many positions of a request, each number over the same tokens'
+selections. All drafts count as accepted, so each number misses the same positions in all, and one column says
+what a token costs. ``max_new`` 1 is the code without drafts; the others are compiled for the largest number.
+The hot buffer is then as large as four positions need, for all.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from bench.facts import OUT, run_facts, spread
+from bench.facts import spread
 from bench.gpu_timing import timed_us
-from bench.report import write_json
-from bench.swap_in_report import judge, plot, print_report
-from bench.swap_in_workload import (
-    CAPACITY,
-    CONTEXT,
-    FRESH,
-    MISS_PERCENTS,
-    NUM_STEPS,
-    NUM_WARM_STEPS,
-    Cell,
-    selections,
-)
-from bench.traces import Trace, hit_rates, load_trace, synthetic_trace
-from kernels.hot_state import HITS, MISSES
+from kernels.hot_state import HITS, MISSES, HotBufferState
+from kernels.swap_in import swap_in
 
+TOP_K = 2048
+CAPACITY = 4096
+CONTEXT = 32768
+PAGE_SIZE = 64
 POOL_BYTES = 8 << 30
-TRACE_ITEM_BYTES = 1152
+NUM_TOKENS, NUM_WARM_TOKENS = 30, 3
+"""Of a request that gets one a step; the warm ones run before the clock and the counters start."""
+MOST_NEW = 4
+NUM_DRAFTED_TOKENS, NUM_WARM_DRAFTED_TOKENS = 120, 12
+"""Where steps bring several; multiples of 1, 2, 3 and 4."""
+DRAFTS_CAPACITY = MOST_NEW * TOP_K + PAGE_SIZE
+"""Serves the union of any four selections and their new positions."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--fresh", choices=(*FRESH, "both"), default=FRESH[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128])
-    parser.add_argument("--item", type=int, nargs="+", default=[1152, 656])
-    parser.add_argument("--miss", type=int, nargs="+", default=list(MISS_PERCENTS), choices=MISS_PERCENTS)
+    parser.add_argument("--item", type=int, nargs="+", default=[1152, 656], help="bytes")
+    parser.add_argument("--miss", type=int, nargs="+", default=[0, 2, 10, 30, 100], help="%% of a selection")
+    parser.add_argument("--new", type=int, nargs="+", default=[1], choices=range(1, MOST_NEW + 1))
+    parser.add_argument("--union", type=float, default=1.9, help="of four drafted selections, over one's")
     parser.add_argument("--repeat", type=int, default=1, help="times that a cell is built and measured")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--trace", type=Path, nargs="*", default=[], help="recorded traces, beside the synthetic"
-    )
-    parser.add_argument("--no-traces", action="store_true", help="leave out the second table")
-    arguments = parser.parse_args()
-    traces = [synthetic_trace(arguments.seed), *map(load_trace, arguments.trace)]
+
+
+def swap_ins(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     pool = pinned_pool()
-    report: dict[str, Any] = {
-        "facts": run_facts(),
-        "gpu": torch.cuda.get_device_name(),
-        "num_repeats": arguments.repeat,
-        "copy_peak_gb_s": copy_peak(pool),
-        "tables": [
-            {
-                "fresh": fresh,
-                "cells": [
-                    measure_cell(pool, item, batch, miss, arguments.seed, fresh, arguments.repeat)
-                    for item in arguments.item
-                    for batch in arguments.batch
-                    for miss in arguments.miss
-                ],
-            }
-            for fresh in (FRESH if arguments.fresh == "both" else (arguments.fresh,))
-        ],
-        "traces": []
-        if arguments.no_traces
-        else [measure_trace(pool, trace, capacity) for trace in traces for capacity in trace.capacities],
-    }
-    judge(report)
-    write_json(OUT / "swap_in.json", report)
-    print_report(report)
-    plot(report, OUT / "swap_in")
+    peak = copy_peak(pool)
+    most_new = max(options.new)
+    kinds = [(1, 1), *((most_new, num_new) for num_new in options.new if most_new > 1)]
+    for item_bytes in options.item:
+        num_slots = POOL_BYTES // item_bytes
+        host = pool[: num_slots * item_bytes].view(1, num_slots, item_bytes)
+        for batch in options.batch:
+            for miss_percent in options.miss:
+                if most_new > 1:
+                    tokens = selections(NUM_DRAFTED_TOKENS, batch, miss_percent, options.seed, options.union)
+                else:
+                    tokens = selections(NUM_TOKENS, batch, miss_percent, options.seed)
+                for max_new, num_new in kinds:
+                    cell = {"item_bytes": item_bytes, "batch": batch, "miss_percent": miss_percent}
+                    cell |= {"max_new": max_new, "num_new": num_new}
+                    cell |= measure(host, tokens, max_new, num_new, options.repeat)
+                    yield cell | {"copy_gb_s": peak, "of_copy": f"{cell['gb_s'] / peak['median']:.0%}"}
 
 
-# --- the clock --------------------------------------------------------------------------------------------
+# --- what is selected ----------------------------------------------------------------------------------
+
+
+def selections(
+    num_tokens: int, batch: int, miss_percent: int, seed: int, union_of_four: float | None = None
+) -> Tensor:
+    """int32 [num_tokens, batch, TOP_K]: what the tokens of a request select one after the other, shuffled.
+
+    Each replaces ``miss x TOP_K`` of its positions by ones that were never selected before, in random order
+    (once the context is used up, by those selected longest ago). With ``union_of_four``, the distinct
+    positions that four neighbours select over TOP_K, it replaces a third of what that is above 1, the rest of
+    them by positions that left three tokens earlier, which are hot in a buffer of any size that holds the
+    union of five; the first three have none that left, and miss all. Raises ValueError when there is more to
+    miss than that.
+    """
+    random = np.random.default_rng(seed)
+    num_missed = round(TOP_K * miss_percent / 100)
+    num_replaced = num_missed if union_of_four is None else round(TOP_K * (union_of_four - 1) / 3)
+    if num_missed > num_replaced:
+        raise ValueError(
+            f"{miss_percent}% misses: a token replaces {num_replaced} of {TOP_K} positions at a union of "
+            f"{union_of_four}; give fewer misses or a larger union"
+        )
+    steps = np.empty((num_tokens, batch, TOP_K), dtype=np.int32)
+    for req in range(batch):
+        order = random.permutation(CONTEXT - PAGE_SIZE).astype(np.int32)  # no new position among them
+        current = order[:TOP_K].copy()
+        used = TOP_K
+        left: list[np.ndarray] = []
+        steps[0, req] = current
+        for step in range(1, num_tokens):
+            replaced = random.choice(TOP_K, num_replaced, replace=False)
+            left.append(current[replaced])
+            back = left[-4][: num_replaced - num_missed] if len(left) > 3 else order[:0]
+            num_fresh = num_replaced - len(back)
+            current[replaced] = np.concatenate((back, order[(used + np.arange(num_fresh)) % len(order)]))
+            used += num_fresh
+            random.shuffle(current)
+            steps[step, req] = current
+    return torch.from_numpy(steps)
+
+
+def calls_of(tokens: Tensor, num_new: int) -> Tensor:
+    """``tokens`` [num_tokens, batch, top_k] as calls: [num_tokens / num_new, batch * num_new, top_k]."""
+    num_tokens, batch, top_k = tokens.shape
+    by_call = tokens.view(num_tokens // num_new, num_new, batch, top_k).transpose(1, 2)
+    return by_call.reshape(num_tokens // num_new, batch * num_new, top_k)
+
+
+# --- what it runs on -------------------------------------------------------------------------------------
+
+
+def pinned_pool() -> Tensor:
+    """POOL_BYTES of noise in pinned memory: made once, seen by every cell."""
+    pool = torch.empty(POOL_BYTES, dtype=torch.uint8, pin_memory=True)
+    chunk = torch.randint(0, 256, (1 << 26,), dtype=torch.uint8)
+    for start in range(0, POOL_BYTES, len(chunk)):
+        pool[start : start + len(chunk)] = chunk.roll(start // len(chunk))
+    return pool
 
 
 def copy_peak(pool: Tensor) -> dict[str, Any]:
@@ -107,105 +147,102 @@ def copy_peak(pool: Tensor) -> dict[str, Any]:
     return spread(rates[1:])
 
 
-# --- first table ------------------------------------------------------------------------------------------
+class Cell:
+    """Requests whose hot buffers are empty, over one host pool: tables, device pool and common arguments.
+
+    ``host``: uint8 [1, num_slots, item_bytes]. The rows of a request lie together, and those of the next one
+    behind them. Raises ValueError when they do not fit.
+    """
+
+    def __init__(
+        self, host: Tensor, batch: int, context: int, capacity: int, device: str, max_new: int = 1
+    ) -> None:
+        _, num_slots, item_bytes = host.shape
+        self.host = host
+        # Zeroed, so that recycled memory cannot hold the bytes that a call should have brought.
+        self.dev = torch.zeros((1, batch * capacity, item_bytes), dtype=torch.uint8, device=device)
+        pages_each = -(-context // PAGE_SIZE)
+        self.host_slots_each = pages_each * PAGE_SIZE
+        if batch * self.host_slots_each > num_slots:
+            raise ValueError(f"{batch} requests of {context} tokens do not fit in {num_slots} host slots")
+        self.state = HotBufferState.create(
+            1, batch, context, capacity, PAGE_SIZE, batch * self.host_slots_each, device, max_new
+        )
+        hot_slots = torch.arange(batch * capacity).view(batch, capacity)
+        host_pages = torch.arange(batch * pages_each).view(batch, pages_each)
+        for row in range(batch):
+            self.state.assign_row(row, hot_slots[row], host_pages[row], host_pages[row])
+        self.rows = torch.arange(batch, dtype=torch.int32, device=device)
+        self.num_real = torch.full((1,), batch, dtype=torch.int32, device=device)
+        self.batch = batch
+
+    def prepare(self, selected: Tensor, seq_lens: Tensor, out: Tensor) -> None:
+        """A call in which every request is padding: makes what a captured call cannot make."""
+        self.num_real.zero_()
+        self.call(selected, seq_lens, out)
+        self.num_real.fill_(self.batch)
+
+    def call(self, selected: Tensor, seq_lens: Tensor, out: Tensor) -> None:
+        """One swap-in of ``selected``, int32 [batch * num_new, top_k], into ``out``."""
+        swap_in(
+            selected, seq_lens, self.rows, self.num_real, self.state,
+            group=0, layer=0, k_host=self.host, k_dev=self.dev, out=out,
+            num_new=selected.shape[0] // self.batch,
+        )  # fmt: skip
+
+    def verify(self, selected: Tensor, out: Tensor) -> None:
+        """Raises RuntimeError unless every returned slot holds its token's bytes.
+
+        Not for selections with the newest position, whose bytes a model would have written.
+        """
+        num_new = selected.shape[0] // self.batch
+        for i in range(selected.shape[0]):
+            row = i // num_new
+            slots = selected[i].cpu().long() + row * self.host_slots_each
+            if not torch.equal(self.dev[0, out[i].long()].cpu(), self.host[0, slots]):
+                raise RuntimeError(f"row {row}: a returned slot holds other bytes")
+
+    def counted(self) -> list[int]:
+        """Hits, misses and evictions of all rows so far."""
+        counters: list[int] = self.state.counters.sum(0).tolist()
+        return counters
 
 
-def pinned_pool() -> Tensor:
-    """POOL_BYTES of noise in pinned memory: made once, seen by every cell."""
-    pool = torch.empty(POOL_BYTES, dtype=torch.uint8, pin_memory=True)
-    chunk = torch.randint(0, 256, (1 << 26,), dtype=torch.uint8)
-    for start in range(0, POOL_BYTES, len(chunk)):
-        pool[start : start + len(chunk)] = chunk.roll(start // len(chunk))
-    return pool
-
-
-def host_pool(pool: Tensor, num_layers: int, item_bytes: int) -> Tensor:
-    """``pool`` as uint8 [num_layers, num_slots, item_bytes], with as many slots as it has room for."""
-    num_slots = POOL_BYTES // num_layers // item_bytes
-    return pool[: num_layers * num_slots * item_bytes].view(num_layers, num_slots, item_bytes)
-
-
-def measure_cell(
-    pool: Tensor, item_bytes: int, batch: int, miss_percent: int, seed: int, fresh: str, num_repeats: int
-) -> dict[str, Any]:
-    num_calls = NUM_STEPS - NUM_WARM_STEPS
-    steps = selections(batch, miss_percent, seed, fresh).cuda()
+def measure(host: Tensor, tokens: Tensor, max_new: int, num_new: int, num_repeats: int) -> dict[str, Any]:
+    """``tokens``: int32 [num_tokens, batch, TOP_K] on the CPU."""
+    num_tokens, batch, _ = tokens.shape
+    has_drafts = num_tokens == NUM_DRAFTED_TOKENS
+    capacity = DRAFTS_CAPACITY if has_drafts else CAPACITY
+    num_warm = (NUM_WARM_DRAFTED_TOKENS if has_drafts else NUM_WARM_TOKENS) // num_new
+    calls = calls_of(tokens, num_new).cuda()
+    num_timed = len(calls) - num_warm
     seq_lens = torch.full((batch,), CONTEXT, dtype=torch.int32, device="cuda")
-    out = torch.empty_like(steps)
-
-    def new_cell() -> Cell:
-        return Cell(host_pool(pool, 1, item_bytes), batch, CONTEXT, CAPACITY, "cuda")
-
+    out = torch.empty_like(calls[0])
     graph_us = []
     for _ in range(num_repeats):
-        cell = new_cell()
-        cell.prepare(steps[0], seq_lens, out[0])
+        cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new)
+        cell.prepare(calls[0], seq_lens, out)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for step in range(NUM_WARM_STEPS, NUM_STEPS):
-                cell.call(steps[step], seq_lens, out[step])
-        for step in range(NUM_WARM_STEPS):
-            cell.call(steps[step], seq_lens, out[step])
+            for call in calls[num_warm:]:
+                cell.call(call, seq_lens, out)
+        for call in calls[:num_warm]:
+            cell.call(call, seq_lens, out)
         cell.state.counters.zero_()
-        graph_us.append(timed_us(graph.replay) / num_calls)
-        hits, misses, evictions = cell.counted()
-        cell.verify(steps[-1], out[-1])
+        graph_us.append(timed_us(graph.replay) / num_timed)
+        counted = cell.counted()
+        cell.verify(calls[-1], out)
         del graph, cell
-
-    cell = new_cell()
-    single_us = [
-        timed_us(lambda step=step: cell.call(steps[step], seq_lens, out[step])) for step in range(NUM_STEPS)
-    ]
+    cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new)
+    single_us = [timed_us(lambda call=call: cell.call(call, seq_lens, out)) for call in calls]
+    repeats = spread(graph_us)
+    us, misses = repeats["median"], counted[MISSES]
     return {
-        "item_bytes": item_bytes,
-        "batch": batch,
-        "miss_percent": miss_percent,
-        "us": graph_us[0],
-        "repeats_us": spread(graph_us),
-        "gb_s": misses / num_calls * item_bytes / graph_us[0] / 1e3,
-        "single_us": spread(single_us[NUM_WARM_STEPS:]),
-        "hits": hits,
-        "misses": misses,
-        "evictions": evictions,
-    }
-
-
-# --- second table -----------------------------------------------------------------------------------------
-
-
-def measure_trace(pool: Tensor, trace: Trace, capacity: int) -> dict[str, Any]:
-    """One request, a table of its own for each index layer; times are of one layer's call."""
-    selected, seq_lens = torch.from_numpy(trace.selected).cuda(), torch.from_numpy(trace.seq_lens).cuda()
-    out = torch.empty_like(selected)
-    host = host_pool(pool, trace.num_layers, TRACE_ITEM_BYTES)
-    calls = [(step, layer) for step in range(trace.num_steps) for layer in range(trace.num_layers)]
-    num_warm_calls = NUM_WARM_STEPS * trace.num_layers
-
-    def call(cell: Cell, step: int, layer: int) -> None:
-        one = slice(layer, layer + 1)
-        cell.call(selected[step, one], seq_lens[step : step + 1], out[step, one], layer)
-
-    cell = Cell(host, 1, trace.context, capacity, "cuda")
-    cell.prepare(selected[0, :1], seq_lens[:1], out[0, :1])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for step, layer in calls[num_warm_calls:]:
-            call(cell, step, layer)
-    for step, layer in calls[:num_warm_calls]:
-        call(cell, step, layer)
-    cell.state.counters.zero_()
-    us = timed_us(graph.replay) / (len(calls) - num_warm_calls)
-    hits, misses = (cell.counted()[column] for column in (HITS, MISSES))
-    del graph
-
-    cell = Cell(host, 1, trace.context, capacity, "cuda")
-    single_us = [timed_us(lambda where=where: call(cell, *where)) for where in calls]
-    return {
-        **hit_rates(trace, capacity, hits / (hits + misses)),
         "us": us,
-        "single_us": spread(single_us[num_warm_calls:]),
+        "repeats_us": repeats,
+        "single_us": spread(single_us[num_warm:]),
+        "us_a_token": us / num_new,
+        "union": (counted[HITS] + misses) / num_timed / batch / TOP_K,
+        "misses_a_token": misses / num_timed / num_new / batch,
+        "gb_s": misses / num_timed * host.shape[2] / us / 1e3,
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.facts import spread
+from bench.facts import run_facts, spread
 from bench.report import shown, table_of, write_json
 
 
@@ -34,3 +34,14 @@ def test_cells_are_a_table_and_a_line_each_of_the_json(
     write_json(path, {"gpu": "some GPU", "cells": cells})
     assert json.loads(path.read_text()) == {"gpu": "some GPU", "cells": cells}
     assert path.read_text().count('\n{"item_bytes": 656') == 30
+
+
+def test_the_commit_comes_from_the_environment_where_there_is_no_git(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert run_facts()["commit"] != "sent"
+    monkeypatch.setenv("SOURCE_COMMIT", "sent")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert (run_facts()["commit"], run_facts()["uncommitted_changes"]) == ("sent", None)
+    monkeypatch.delenv("SOURCE_COMMIT")
+    assert run_facts()["commit"] == "none"
