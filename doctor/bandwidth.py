@@ -46,6 +46,8 @@ A = TypeVar("A", Offer, Checksum)
 
 BUFFER_BYTES = 64 << 20
 """What is offered. The largest message and the longest batch fit in it."""
+MESSAGE_BYTES = (1152, 4096, 65536, 1 << 20, 4 << 20)
+"""Sizes that are measured; the first is a token's item in bf16."""
 
 MAX_ATTEMPTS = 2
 _POLL_SECS = 0.2

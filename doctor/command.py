@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from doctor.bandwidth import BUFFER_BYTES, BandwidthError, Buffer, Rate, measure, serve
+from doctor.bandwidth import BUFFER_BYTES, MESSAGE_BYTES, BandwidthError, Buffer, Rate, measure, serve
 from doctor.channel import DoctorChannelError, DoctorClient, DoctorServer
 from doctor.checks import (
     Check,
@@ -48,6 +48,9 @@ from transfer.machine import Machine, show_bytes
 from transfer.topology import wanted_devices
 from transfer.transport import Transport, choose_transport, select_devices
 
+SERVE_SECS = 3600.0
+MEASURE_SECS = 1.0
+"""Of one message size."""
 _STYLES = {Status.OK: "green", Status.INFO: "dim", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
@@ -137,7 +140,7 @@ def check_peer(settings: DoctorSettings, transport: Transport) -> tuple[Check, l
                 engine = TransferEngine(settings.reachable_host, transport)
             try:
                 rates, lane = measure(
-                    *(client, engine, settings.message_bytes, settings.measure_secs),
+                    *(client, engine, MESSAGE_BYTES, MEASURE_SECS),
                     *(settings.device, settings.same_host_dir),
                 )
             finally:
@@ -159,7 +162,7 @@ def run_server(settings: DoctorSettings, *, as_json: bool) -> int:
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    deadline_secs = time.monotonic() + settings.serve_secs
+    deadline_secs = time.monotonic() + SERVE_SECS
     try:
         transport = choose_transport(
             settings.transfer_protocol,
@@ -203,7 +206,7 @@ def _announce(settings: DoctorSettings, port: int, engine: TransferEngine, *, as
         return
     print(
         f"serving {show_bytes(BUFFER_BYTES)} on {settings.device} over {engine.transport.protocol} for "
-        f"{settings.serve_secs:g} s; measure from another machine, one at a time, with\n"
+        f"{SERVE_SECS:g} s; measure from another machine, one at a time, with\n"
         f"    hisparse-pd doctor --transfer-protocol {engine.transport.protocol} "
         f"--advertise-host ITS_ADDRESS --peer {settings.reachable_host}:{port}",
         flush=True,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from service.settings import Device, Networks, Port, Secs, TransferProtocol
-
-MAX_MESSAGE_BYTES = 64 << 20
-
-MessageBytes = Annotated[int, Field(ge=1, le=MAX_MESSAGE_BYTES)]
 
 
 class DoctorSettings(BaseModel):
@@ -43,21 +39,12 @@ class DoctorSettings(BaseModel):
 
     serve: bool = Field(False, description="check nothing, but let the doctor of another machine write here")
     port: Port = Field(8997, description="port of --serve; 0: any free one")
-    serve_secs: Secs = Field(600.0, description="how long --serve stays, in seconds")
     allowed_peers: Networks = Field(
         (),
         description="addresses and networks that may write here; repeatable; default: any",
         title="NETWORK",
     )
     peer: str = Field("", description="HOST:PORT of a doctor that serves: measure how fast it is written to")
-    message_bytes: tuple[MessageBytes, ...] = Field(
-        (1152, 4096, 65536, 1 << 20, 4 << 20),
-        min_length=1,
-        max_length=16,
-        title="BYTES",
-        description="message sizes to measure, in bytes",
-    )
-    measure_secs: Secs = Field(1.0, description="measuring one message size, in seconds")
     peer_timeout_secs: Secs = Field(10.0, description="wait for an answer of --peer at most, in seconds")
 
     @model_validator(mode="after")

@@ -502,9 +502,6 @@ def test_a_peer_may_have_an_ipv6_address() -> None:
     "values",
     [
         {"peer": "a:1", "serve": True},
-        {"message_bytes": ()},
-        {"message_bytes": (0,)},
-        {"message_bytes": ((64 << 20) + 1,)},
         {"host_pool_gib": -1},
         {"no_such": 1},
     ],
