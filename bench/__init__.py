@@ -1,1 +1,1 @@
-"""Benchmarks, apart from the tests: each prints a table and writes JSON and a PNG to ``bench/out``."""
+"""Benchmarks, apart from the tests: each prints a table and writes JSON to ``bench/out``."""

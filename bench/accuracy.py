@@ -1,7 +1,7 @@
 """Exact match of long-context retrieval: through the pair in all modes beside transformers, or anywhere.
 
     python bench/accuracy.py                                  # the retrieval model, 400 held-out prompts
-    python bench/accuracy.py --dtype bfloat16 --keep          # the pair in bfloat16; keep results in docs
+    python bench/accuracy.py --dtype bfloat16                 # the pair in bfloat16
     python bench/accuracy.py --speculative-num-steps 0 1 2 3  # one pair after the other, by drafts a step
     python bench/accuracy.py --no-oracle --speculative-num-steps 0 3  # tokens beside those without drafts
     python bench/accuracy.py --device cuda --kv-cache-dtype fp8_e4m3 --oracle-from bench/out/accuracy.json
@@ -39,7 +39,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.accuracy_report import Response, keep, plot, print_report, summary
+from bench.accuracy_report import Response, print_report, summary
 from bench.drafts import drafts_of
 from bench.facts import OUT, run_facts
 from bench.pair import PairError, running_pair
@@ -378,8 +378,7 @@ def main() -> int:
     parser.add_argument(
         "--prompts", type=int, nargs="+", help=f"of all lengths, or of each; default {PROMPTS}"
     )
-    parser.add_argument("--out", type=Path, default=OUT / "accuracy", help="JSON and PNG, without suffix")
-    parser.add_argument("--keep", action="store_true", help="write to docs/results too")
+    parser.add_argument("--out", type=Path, default=OUT / "accuracy", help="JSON, without suffix")
     own = parser.add_argument_group("the pair")
     own.add_argument("--model-path", type=Path, default=RETRIEVAL_MODEL, help="a retrieval checkpoint")
     own.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the pair")
@@ -428,10 +427,7 @@ def main() -> int:
     print_report(report, console)
     answers = [asdict(response) for response in measured["responses"]]
     write_json(arguments.out.with_suffix(".json"), {**report, "responses": answers})
-    plot(report, arguments.out.with_suffix(".png"))
-    console.print(f"wrote {arguments.out}.json and .png")
-    if arguments.keep:
-        console.print("kept", *keep(report))
+    console.print(f"wrote {arguments.out}.json")
     for problem in found:
         console.print(f"[red]{problem}", markup=True, highlight=False)
     return int(bool(found))

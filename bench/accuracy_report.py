@@ -1,18 +1,16 @@
-"""What ``bench.accuracy`` measured: counts by system, length and depth, as tables, a picture and a file."""
+"""What ``bench.accuracy`` measured: counts by system, length and depth, as tables."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from bench.drafts import tokens_per_step
-from bench.facts import RESULTS
-from bench.report import picture, table, when, write_json
+from bench.report import table
 from bench.retrieval import NUM_DEPTHS
 
 
@@ -137,42 +135,3 @@ def _share(counts: Sequence[int] | None) -> str:
     if counts is None or not counts[1]:
         return ""
     return f"{counts[0] / counts[1]:.1%} {counts[0]}/{counts[1]}"
-
-
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Exact match by length and by depth, a line for each system."""
-    with picture(path, 1, 2, figsize=(11, 4), sharey=True) as (figure, (by_length, by_depth)):
-        styles = ("o-", "s--", "^-.", "d:", "v--", "x-")
-        for number, (system, entry) in enumerate(report["systems"].items()):
-            word = styles[number % len(styles)]
-            style = {"marker": word[0], "linestyle": word[1:]}
-            lengths = [(int(length), c[0] / c[1]) for length, c in entry["lengths"].items() if c[1]]
-            by_length.plot(*zip(*lengths, strict=True), label=system, **style)
-            depths = [(at, c[0] / c[1]) for at, c in enumerate(entry["depths"]) if c[1]]
-            if depths:
-                by_depth.plot(*zip(*depths, strict=True), **style)
-        by_length.set(xscale="log", xlabel="prompt, tokens", ylabel="exact match", ylim=(-0.03, 1.03))
-        ticks = sorted({int(x) for entry in report["systems"].values() for x in entry["lengths"] if x != "0"})
-        by_length.set_xticks(ticks, [str(tick) for tick in ticks])
-        by_length.minorticks_off()
-        by_depth.set_xlabel("where in the prompt the answer stands")
-        by_depth.set_xticks(range(NUM_DEPTHS), [_fifth(at) for at in range(NUM_DEPTHS)])
-        for axis in (by_length, by_depth):
-            axis.grid(alpha=0.3)
-        by_length.legend(fontsize=8, loc="center left")
-        figure.suptitle(
-            f"{report['model']}, {report['num_prompts']} held-out prompts, {report.get('dtype', '')}\n"
-            f"{when(report['facts'])}",
-            fontsize=10,
-        )
-
-
-def keep(report: dict[str, Any], directory: Path = RESULTS) -> list[Path]:
-    """Write accuracy-DTYPE-DATE.json, without the answers, and its picture."""
-    names = (report.get("dtype", "endpoint"), report.get("kv_cache_dtype", ""), report.get("device", ""))
-    name = "-".join(word for word in names if word not in ("", "auto", "cpu"))
-    stem = directory / f"accuracy-{name}-{report['facts']['date'][:10]}"
-    paths = [stem.with_suffix(".json"), stem.with_suffix(".png")]
-    write_json(paths[0], report)
-    plot(report, paths[1])
-    return paths

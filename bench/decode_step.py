@@ -51,7 +51,7 @@ from rich.console import Console
 from torch import Tensor
 
 from bench.facts import OUT, run_facts
-from bench.report import picture, table, when, write_json
+from bench.report import table, write_json
 from bench.step_memory import MemoryByPart, planned_pools, planned_weights, show
 from decode_node.drafting import full_buffer
 from decode_node.hot_buffers import HotBuffers
@@ -483,27 +483,6 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         )
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """A bar a row: what its kernels take by kind; a mark at the whole step."""
-    rows = [row for row in report["rows"] if row["gpu_ms"]]
-    names = [f"{row['mode']}\n{row['batch']}, {row['num_drafts']}" for row in rows]
-    with picture(path, figsize=(1.5 + len(rows), 4.5)) as (_, axis):
-        bottoms = [0.0] * len(rows)
-        for kind in (*KINDS, "the rest"):
-            heights = [row["gpu_ms"].get(kind, 0.0) for row in rows]
-            axis.bar(names, heights, bottom=bottoms, label=kind, width=0.7)
-            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-        axis.plot(names, [row["step_ms"] for row in rows], "k_", markersize=18, label="step by the clock")
-        axis.set(ylabel="ms", xlabel="mode; requests in the batch, drafts")
-        axis.legend(fontsize=8)
-        axis.grid(axis="y", alpha=0.3)
-        axis.set_title(
-            f"{report['model']}, {report['num_layers']} layers, {report['kv_format']} items, "
-            f"{report['context']} tokens\n{report['device']}, {when(report['facts'])}",
-            fontsize=9,
-        )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_shared_options(parser)
@@ -518,7 +497,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dp-size", type=int, default=1, help="ranks, on as many devices from --device on")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="name the kernels that take longest")
-    parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON and PNG, without suffix")
+    parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON, without suffix")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
         places = [
@@ -601,7 +580,6 @@ def run(arguments: argparse.Namespace, place: RankPlace) -> None:
 def write_report(report: dict[str, Any], console: Console, out: Path) -> None:
     print_report(report, console)
     write_json(out.with_suffix(".json"), report)
-    plot(report, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "bench" / "out"
-RESULTS = ROOT / "docs" / "results"
-"""What is kept of some runs."""
 
 
 def run_facts() -> dict[str, Any]:

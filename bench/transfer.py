@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from bench.facts import OUT, run_facts, spread
 from bench.report import make_console, write_json
-from bench.transfer_report import draw, print_report
+from bench.transfer_report import print_report
 from kernels.host_memory import allocate_host
 from protocol.lane import LaneOffer
 from protocol.messages import MAX_EXTENTS, Room
@@ -404,7 +404,7 @@ def timed(run: Callable[[], Any]) -> float:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m bench.transfer", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes; the numbers mean nothing")
-    parser.add_argument("--out", type=Path, default=OUT, help="directory of transfer.json and transfer.png")
+    parser.add_argument("--out", type=Path, default=OUT, help="directory of transfer.json")
     parser.add_argument("--peer", type=int, metavar="NUM_BYTES", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     quiet_mooncake_logs()
@@ -423,8 +423,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     console = make_console()
     print_report(console, report)
     write_json(options.out / "transfer.json", report)
-    draw(report, options.out / "transfer.png")
-    console.print(f"{report['total_secs']:.0f} s; wrote transfer.json and transfer.png to {options.out}")
+    console.print(f"{report['total_secs']:.0f} s; wrote transfer.json to {options.out}")
     return report
 
 

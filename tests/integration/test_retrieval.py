@@ -88,7 +88,6 @@ def test_the_benchmark_measures_an_openai_endpoint(pair: Deployment, tmp_path: P
         right, asked, _, num_prompts = system["lengths"]["512"]
         assert right == asked > 3
         assert system["modes"] == {mode: num_prompts}
-    assert out.with_suffix(".png").stat().st_size > 1000
 
 
 def test_a_question_in_a_chat_of_ones_own_is_answered(pair: Deployment) -> None:
