@@ -31,8 +31,8 @@ from transfer.rdma import (
     missing_device_fault,
     no_device_fault,
     read_devices,
+    wanted_devices,
 )
-from transfer.topology import wanted_devices
 from transfer.transport import (
     AskedProtocol,
     Transport,

@@ -45,7 +45,7 @@ from transfer.engine import TransferEngine, TransferError, quiet_mooncake_logs
 from transfer.lane_host import LaneHost
 from transfer.listeners import guarded_listeners
 from transfer.machine import Machine, show_bytes
-from transfer.topology import wanted_devices
+from transfer.rdma import wanted_devices
 from transfer.transport import Transport, choose_transport, select_devices
 
 SERVE_SECS = 3600.0

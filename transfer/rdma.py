@@ -3,6 +3,11 @@
 The checks follow what Mooncake does with a device. It opens one port (``MC_IB_PORT``, else 1), takes a GID of
 RoCE v2 or InfiniBand, an IPv4 one first (or the one at ``MC_GID_INDEX``, whatever it is), and leaves out a
 device with which that fails; when no device is left, it runs on TCP without a word.
+
+An operator's topology (``MC_CUSTOM_TOPO_JSON``) is a file that says which devices serve which memory:
+``{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}``, the preferred ones and the others. Mooncake opens the devices of that
+file, whatever else it is told; one that it cannot read it passes over, and one that it cannot parse leaves it
+without devices.
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from enum import IntEnum
 from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from pathlib import Path
 
+import msgspec
+
 from transfer.machine import Fault, Machine, read_text, verbs_library_fault
 
 IpAddress = IPv4Address | IPv6Address
@@ -22,6 +29,9 @@ _ACTIVE = "4: ACTIVE"
 _ETHERNET = "Ethernet"
 _LINK_LAYERS = ("InfiniBand", _ETHERNET)
 _ROCE_V2 = "RoCE v2"
+_TOPOLOGY_VARIABLE = "MC_CUSTOM_TOPO_JSON"
+_Topology = dict[str, tuple[list[str], list[str]]]
+"""Location of memory -> the devices that it prefers, its other devices."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,33 @@ def read_devices(machine: Machine) -> tuple[RdmaDevice, ...]:
 def device_names(ib_device: str) -> tuple[str, ...]:
     """The names in an ``ib_device`` setting, in order, each once."""
     return tuple(dict.fromkeys(name for name in map(str.strip, ib_device.split(",")) if name))
+
+
+def wanted_devices(ib_device: str, machine: Machine) -> tuple[tuple[str, ...], Fault | None]:
+    """The devices that are named, by ``ib_device`` or by the operator's topology, in order; none: any.
+
+    The fault says why the topology cannot be used; the names are those of ``ib_device`` then.
+    """
+    named = device_names(ib_device)
+    path = machine.environ.get(_TOPOLOGY_VARIABLE)
+    if path is None:
+        return named, None
+    where = f"{_TOPOLOGY_VARIABLE}={path}"
+    try:
+        topology = msgspec.json.decode(Path(path).read_bytes(), type=_Topology)
+    except (OSError, msgspec.DecodeError) as error:
+        remedy = 'correct it, in the form {"cpu:0": [["mlx5_0"], ["mlx5_1"]]}, or unset it'
+        return named, Fault(f"{where} is no topology ({error})", remedy)
+    in_file = tuple(dict.fromkeys(name for lists in topology.values() for names in lists for name in names))
+    if not in_file:
+        return named, Fault(f"{where} names no device", "correct it, or unset it")
+    if named and set(named) != set(in_file):
+        return named, Fault(
+            f"{where} names {', '.join(in_file)}, which Mooncake would use instead of --ib-device "
+            f"{','.join(named)}",
+            "name the same devices in both, or leave one of them out",
+        )
+    return in_file, None
 
 
 def port_number(environ: Mapping[str, str]) -> int:

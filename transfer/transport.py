@@ -25,8 +25,8 @@ from transfer.rdma import (
     missing_device_fault,
     no_device_fault,
     read_devices,
+    wanted_devices,
 )
-from transfer.topology import wanted_devices
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def choose_transport(
     """The transport for a node at ``host`` that registers ``num_host_bytes`` of main memory.
 
     ``ib_device``: names separated by commas, of which each must be usable; empty: those of the operator's
-    topology (``transfer.topology``), or all that are usable.
+    topology (``wanted_devices``), or all that are usable.
     ``uses_gpu``: GPU memory is registered as well. Raises TransferSetupError when ``asked`` is rdma and
     something is missing for it.
     """

@@ -21,6 +21,7 @@ from tests.unit.transfer.fake_machine import (
 )
 from transfer.errors import TransferSetupError
 from transfer.machine import Machine
+from transfer.rdma import wanted_devices
 from transfer.transport import (
     TCP,
     AskedProtocol,
@@ -177,6 +178,58 @@ def test_auto_leaves_out_a_device_that_may_not_reach_the_peer(tmp_path: Path) ->
     machine = FakeMachine(tmp_path, LINK_LOCAL, SECOND).machine
     assert choose(machine, "auto").devices == ("mlx5_1",)
     assert choose(machine, "rdma").devices == ("mlx5_0", "mlx5_1")
+
+
+# --- a topology of the operator's own ---------------------------------------------------------------------
+
+BOTH = '{"cpu:0": [["mlx5_1"], ["mlx5_0"]], "cuda:0": [["mlx5_1"], []]}'
+
+
+def machine_with(tmp_path: Path, topology: str) -> Machine:
+    path = tmp_path / "topology.json"
+    path.write_text(topology)
+    return FakeMachine(tmp_path, ROCE, SECOND, environ={"MC_CUSTOM_TOPO_JSON": str(path)}).machine
+
+
+def test_its_devices_are_used_as_if_they_were_named(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path, BOTH)
+    assert wanted_devices("", machine) == (("mlx5_1", "mlx5_0"), None)
+    assert choose(machine, "rdma", "mlx5_0,mlx5_1").devices == ("mlx5_1", "mlx5_0")
+    assert choose(machine, "rdma").devices == ("mlx5_1", "mlx5_0")
+
+
+@pytest.mark.parametrize("asked", ["rdma", "auto"])
+def test_a_device_that_it_leaves_out_is_not_used(tmp_path: Path, asked: AskedProtocol) -> None:
+    machine = machine_with(tmp_path, '{"cpu:0": [["mlx5_1"], []]}')
+    assert choose(machine, asked).devices == ("mlx5_1",)
+
+
+@pytest.mark.parametrize(
+    ("topology", "ib_device", "words"),
+    [
+        (BOTH, "mlx5_0", ["mlx5_1, mlx5_0", "instead of --ib-device mlx5_0"]),
+        ('{"cpu:0": [["mlx5_7"], []]}', "", ["mlx5_7 is not in", "mlx5_0, mlx5_1"]),
+        ('{"cpu:0": [["mlx5_0"]]}', "", ["is no topology", "unset it"]),
+        ('{"cpu:0"', "", ["is no topology"]),
+        ('{"cpu:0": [[], []]}', "mlx5_0", ["names no device"]),
+    ],
+)
+def test_one_that_cannot_be_is_refused(
+    tmp_path: Path, topology: str, ib_device: str, words: list[str]
+) -> None:
+    machine = machine_with(tmp_path, topology)
+    with pytest.raises(TransferSetupError) as error:
+        choose(machine, "rdma", ib_device)
+    for word in words:
+        assert word in str(error.value)
+    assert choose(machine, "auto", ib_device).protocol == "tcp"
+    assert choose(machine, "tcp", ib_device).protocol == "tcp"
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path, ROCE, environ={"MC_CUSTOM_TOPO_JSON": "/nowhere"}).machine
+    with pytest.raises(TransferSetupError, match=r"MC_CUSTOM_TOPO_JSON=/nowhere is no topology.*No such"):
+        choose(machine, "rdma")
 
 
 # --- tcp --------------------------------------------------------------------------------------------------
