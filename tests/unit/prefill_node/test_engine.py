@@ -286,38 +286,35 @@ def test_logprobs_travel_in_the_aux_record(engine: EngineThread, peer: DecodePee
 # --- ends that are no delivery --------------------------------------------------------------------------
 
 
-class Gate:
-    """Holds the engine before a forward until the test opens it."""
+def hold_until_there_is_a_message(engine: EngineThread, chunk_start: int, inbox: Any) -> threading.Event:
+    """Hold the engine before a forward until ``inbox``, a socket of its, has a message. Set: it is held."""
+    is_held = threading.Event()
 
-    def __init__(self, engine: EngineThread, chunk_start: int) -> None:
-        self.reached = threading.Event()
-        self.opened = threading.Event()
-        self._chunk_start = chunk_start
-        engine.before_run = self._wait
+    def wait(batch: Sequence[Any]) -> None:
+        if any(chunk.start == chunk_start for _, chunk in batch):
+            is_held.set()
+            assert inbox.poll(TIMEOUT_SECS * 1000)
 
-    def _wait(self, batch: Sequence[Any]) -> None:
-        if any(chunk.start == self._chunk_start for _, chunk in batch):
-            self.reached.set()
-            assert self.opened.wait(TIMEOUT_SECS)
+    engine.before_run = wait
+    return is_held
 
 
 @pytest.mark.I7
 def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, room: int) -> None:
-    gate = Gate(engine, chunk_start=48)
+    is_held = hold_until_there_is_a_message(engine, 48, engine.engine._control.socket)
     counters = engine.engine._life.counters
     before = dict(counters)
     peer.bootstrap(room, 200)
     request_id = engine.generate(room, prompt(8, 200))
-    assert gate.reached.wait(TIMEOUT_SECS)
+    assert is_held.wait(TIMEOUT_SECS)
     peer.client.send(AbortRoom(room, "client gone"))
-    gate.opened.set()
     assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
     failed = engine.expect(RequestFailed)
     assert (failed.request_id, failed.status) == (request_id, 503)
     assert "client gone" in failed.error
     assert counters["aborted_requests_total"] == before["aborted_requests_total"] + 1
     assert counters["failed_requests_total"] == before["failed_requests_total"], "counted as both"
-    assert len(engine.computed[room]) < 5, "the room was computed to its end"
+    assert engine.computed[room] == [(0, 48), (48, 96)], "computed on after the abort"
     peer.assert_nothing_more()
     peer.bootstrap(room, 200)
     late = peer.expect(RoomFailed)
@@ -325,12 +322,11 @@ def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, r
 
 
 def test_the_front_aborts_midway(engine: EngineThread, peer: DecodePeer, room: int) -> None:
-    gate = Gate(engine, chunk_start=48)
+    is_held = hold_until_there_is_a_message(engine, 48, engine.engine._front.fronts[0].socket)
     peer.bootstrap(room, 200)
     request_id = engine.generate(room, prompt(9, 200))
-    assert gate.reached.wait(TIMEOUT_SECS)
+    assert is_held.wait(TIMEOUT_SECS)
     engine.send(Abort(request_id))
-    gate.opened.set()
     failed = peer.expect(RoomFailed)
     assert (failed.room, failed.status) == (room, 499)
     if not failed.quiet:
