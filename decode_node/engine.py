@@ -76,7 +76,7 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_SECS = 0.05
 MAX_TURN_SECS = 1.0
-"""Of a turn that took longer, the rest counts for no quarantine: the process may have been stopped."""
+"""A longer turn may have been a stop of the process: quarantines do not count what it took beyond this."""
 STATS_INTERVAL_SECS = 0.4
 IDLE_CHECK_INTERVAL_SECS = 5.0
 

@@ -76,7 +76,7 @@ def num_host_bytes(spec: ModelSpec, *, num_slots: int, num_aux_slots: int, devic
 
 
 def _shapes(spec: ModelSpec, num_slots: int, num_aux_slots: int) -> tuple[tuple[int, ...], ...]:
-    """Of the KV pool, the index pool and the aux staging."""
+    """The shapes of the KV pool, the index pool and the aux staging."""
     aux_slot_bytes = AuxLayout(spec.num_index_groups, spec.index_topk).slot_bytes
     return (
         (spec.num_kv_layers, num_slots, spec.item_bytes),

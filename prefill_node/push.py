@@ -74,9 +74,9 @@ class ChunkPush:
     kv: LayerWrites
     index: LayerWrites
     layer_bytes: int
-    """Of KV in one layer."""
+    """Bytes of KV in one layer."""
     num_layers: int
-    """That the decode node takes: all but the draft layer when it does not draft."""
+    """Layers that the decode node takes: all but the draft layer when it does not draft."""
     num_layers_written: int = 0
     num_layers_submitted: int = 0
 

@@ -79,7 +79,7 @@ class _Connection:
     user: int
     deadline: float
     instance_id: str = ""
-    """Of the run of a prefill node that holds the memory; empty before its hello."""
+    """Names the run of a prefill node that holds the memory; empty before its hello."""
     is_sole: bool = False
     """It has said that it writes in no other way."""
 
@@ -113,7 +113,7 @@ class LaneHost:
         self._ended: list[str] = []
         self._connections: set[_Connection] = set()
         self._denied: dict[int, _Denied] = {}
-        """By user."""
+        """Callers that were denied, by user."""
         self._listener, self._path = _listen(self.offer.socket, directory)
         self._closed, self._close = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -123,8 +123,8 @@ class LaneHost:
         self._thread.start()
 
     def take_ended(self) -> list[str]:
-        """Instance ids of runs that let go of the memory since the last call: none of their writes can land.
-        Only of those that said that they write in no other way. Never waits."""
+        """Instance ids of runs that let go of the memory since the last call, and had said that they write in
+        no other way: none of their writes can land."""
         with self._lock:
             ended, self._ended = self._ended, []
             return ended

@@ -192,7 +192,7 @@ class Mapping:
         self._is_unmapped.wait(timeout_secs)
 
     def promise_sole(self) -> None:
-        """To write to the decode node through this memory alone, with a CPU."""
+        """Promise to write to the decode node through this memory alone, with a CPU."""
         with contextlib.suppress(OSError):  # it has ended by now
             self._connection.send(encoder.encode(LaneSole()))
 
@@ -236,7 +236,7 @@ def _failed(error: Exception) -> TransferError:
 
 
 def _connect(name: str, directory: str) -> socket.socket:
-    """To the socket of a decode node. Raises LaneError.
+    """Connect to the socket of a decode node. Raises LaneError.
 
     Where others wait to be heard, it waits in their line: the kernel has one for callers that block.
     """
@@ -265,7 +265,7 @@ def _connect(name: str, directory: str) -> socket.socket:
 
 
 def _seconds(secs: float) -> tuple[int, int]:
-    """As struct timeval has them."""
+    """The seconds and microseconds of struct timeval."""
     whole = int(secs)
     return whole, round((secs - whole) * 1e6)
 
@@ -295,7 +295,7 @@ def _introduce(sock: socket.socket, hello: LaneHello) -> tuple[tuple[Window, ...
 
 
 def _checked(windows: tuple[Window, ...], descriptors: Sequence[int]) -> tuple[Window, ...]:
-    """By address. Raises LaneError unless each is of a file that is long enough and stays so."""
+    """The windows by address. Raises LaneError unless each is of a file that is long enough and stays so."""
     windows = tuple(sorted(windows, key=lambda window: window.base_addr))
     for window, after in zip(windows, (*windows[1:], None), strict=True):
         end = window.base_addr + window.num_bytes

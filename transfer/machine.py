@@ -116,7 +116,7 @@ def may_lock_anything(machine: Machine) -> bool:
 
 
 def gpu_direct(machine: Machine) -> str:
-    """By what means a network card reaches GPU memory: nvidia_peermem, dma-buf, or empty for none."""
+    """What lets a network card reach GPU memory: nvidia_peermem, dma-buf, or empty for nothing."""
     if (machine.sys / "module" / "nvidia_peermem").is_dir():
         return "nvidia_peermem"
     return "dma-buf" if machine.has_dma_buf() else ""
@@ -133,7 +133,7 @@ def gpu_direct_fault(machine: Machine) -> Fault | None:
 
 
 def show_bytes(num_bytes: float) -> str:
-    """For people: ``1.5 GiB``."""
+    """A size for people: ``1.5 GiB``."""
     if num_bytes < 1024:
         return f"{num_bytes:.0f} bytes"
     for unit in ("KiB", "MiB", "GiB"):

@@ -19,17 +19,12 @@ from numpy.typing import ArrayLike
 from transfer.extents import SlotArray, as_slots
 
 MAX_DESCRIPTOR_BYTES: Final = 4 << 20
-"""Longer byte ranges are cut: Mooncake spreads descriptors, not bytes, over its connections to a peer.
-
-Smaller pieces cost more where cores are busy: of the rate at 4 MiB, 512 KiB gets 0.87 on a loaded machine.
-"""
+"""Longer byte ranges are cut: Mooncake spreads descriptors, not bytes, over its connections to a peer. Pieces
+of 512 KiB get 0.87 of the rate on a machine whose cores are busy."""
 
 SLICE_BYTES: Final = 32 << 20
-"""What one slice costs at most, and so what a room writes in a turn: see ``transfer.send_queue``.
-
-The other rooms of the peer wait for it: 67 ms at 0.5 GB/s. Smaller ones cost a fast link more: a slice ends
-with a wait for its last byte.
-"""
+"""What one slice costs at most, and so what a room writes in a turn (``send_queue.py``). The other rooms wait
+for it, 67 ms at 0.5 GB/s. Smaller ones cost a fast link more: a slice ends with a wait for its last byte."""
 
 DESCRIPTOR_COST_BYTES: Final = 16 << 10
 """A shorter byte range costs as much as this one: TCP takes 35 us for any, in which it moves as many."""
@@ -193,7 +188,7 @@ class SlicedWrites:
 
 
 def cost(writes: Descriptors) -> int:
-    """Of a slice, in bytes that the transport could have moved in its time."""
+    """The cost of a slice, in bytes that the transport could have moved in its time."""
     return int(np.maximum(writes.lengths, DESCRIPTOR_COST_BYTES).sum())
 
 

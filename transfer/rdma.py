@@ -188,7 +188,7 @@ def device_fault(device: RdmaDevice, machine: Machine) -> Fault | None:
 
 
 def missing_device_fault(name: str, devices: Collection[RdmaDevice], machine: Machine) -> Fault:
-    """For a name in --ib-device that no device has."""
+    """The fault of a name in --ib-device that no device has."""
     present = ", ".join(device.name for device in devices) or "none"
     return Fault(f"{name} is not in {machine.infiniband}, which has: {present}", "correct --ib-device")
 

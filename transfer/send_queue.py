@@ -3,14 +3,13 @@
 The caller has the clock, the transport and a lock around all of this. It takes a slice, writes it, and says
 what came of it; each session has at most one slice in flight.
 
-Batches of one room go out in the order of submission. The rooms of one peer take turns, and a turn is worth
-``SLICE_BYTES`` at most, in as many batches as that is: so a room that joins the line waits for that much of
-every other room, however long those are. A long batch is cut into slices only as its turns come. A room
-whose source bytes are not there yet keeps its place in the line, and those behind it go first.
+Batches of a room go out in the order of submission. The rooms of a peer take turns of ``SLICE_BYTES`` at
+most, in as many batches as that is: a room that joins the line waits for that much of every other, however
+long they are. A long batch is cut into slices as its turns come. A room whose source bytes are not there yet
+keeps its place in the line, and those behind it go first.
 
-Every submitted batch has exactly one completion, whether it was written, failed, or never started. Once a
-slice of a room has failed for good, nothing behind it starts: what lands last (the aux record) never lands
-without what came before.
+Every batch has exactly one completion, whether it was written, failed, or never started. Once a slice of a
+room has failed, nothing behind it starts: the aux record never lands without what came before.
 """
 
 from __future__ import annotations
@@ -38,11 +37,10 @@ class Ready(Protocol):
 class WriteBatch:
     """Byte ranges of one room. ``tag`` is the caller's and comes back in the completion.
 
-    ``slices``: iterated in the session's thread, one at a time; ``num_bytes``: of all of them. The source
-    bytes must stand until the completion.
-    ``deadline``: the room's own, on ``time.monotonic()``'s clock, in seconds: nothing starts after it. Not
-    before that of the room's batch before. ``timeout_secs``: a slice at most, from the start of its writing.
-    ``ready``: waited for before the source is read; None: the bytes are there.
+    ``slices`` are iterated in the session's thread, ``num_bytes`` is their sum, and the source bytes must
+    stand until the completion. Nothing starts after ``deadline``, the room's own by ``time.monotonic()``. A
+    slice has ``timeout_secs`` from the start of its writing. ``ready`` is waited for before the source is
+    read.
     """
 
     room: Room
@@ -56,10 +54,8 @@ class WriteBatch:
 
 @dataclass(frozen=True)
 class Completion:
-    """The end of one batch. ``may_still_land``: see TransferError; False for a batch that never started.
-
-    ``num_bytes`` is 0 unless ``ok``; ``secs`` is the time in the transport, of all slices.
-    """
+    """The end of one batch. ``may_still_land``: see TransferError. ``num_bytes`` is 0 unless ``ok``; ``secs``
+    is the time of all slices in the transport."""
 
     room: Room
     tag: Any
@@ -126,7 +122,7 @@ class _RoomQueue:
     """The first may be written in part."""
     writing: _Progress | None = None
     slice: Slice | None = None
-    """Of ``writing``, in flight."""
+    """The slice of ``writing`` that is in flight."""
     credit: int = 0
     """What is left of its turn."""
     refusal: str = ""
@@ -164,11 +160,8 @@ class SendQueue:
         self._completions: list[Completion] = []
 
     def submit(self, session: str, batch: WriteBatch) -> None:
-        """Queue ``batch`` for the peer at ``session``.
-
-        One that follows a failed or cancelled batch of its room, before the completion of that was taken,
-        completes as failed. Raises ValueError when the room still has batches for another session.
-        """
+        """Queue ``batch`` for the peer at ``session``; it fails behind a failed or cancelled one of its room.
+        Raises ValueError when the room still has batches for another session."""
         room = self._rooms.get(batch.room)
         if room is None:
             room = self._rooms[batch.room] = _RoomQueue(session)
@@ -252,11 +245,8 @@ class SendQueue:
         return completions
 
     def overdue(self, now: float) -> list[Room]:
-        """Rooms with a slice in flight past its deadline, each such slice once.
-
-        What is in flight cannot be taken back: its completion comes when the transport returns. What is
-        behind it does not start any more.
-        """
+        """Rooms with a slice in flight past its deadline, each such slice once. Nothing behind it starts any
+        more; its own completion comes when the transport returns."""
         overdue = []
         for room_id, room in self._rooms.items():
             if room.slice is not None and room.slice.deadline < now and not room.overdue_reported:
@@ -295,7 +285,7 @@ class SendQueue:
                 self._refuse(room, "the room's time was up before the peer was free")
 
     def _first_ready(self, peer: _Peer) -> Room:
-        """Of the line; its first when none is."""
+        """The first of the line whose bytes are there; where there is none, the first."""
         for room_id in peer.line:
             if self._rooms[room_id].waiting[0].is_ready():
                 return room_id

@@ -42,11 +42,8 @@ class Writer(Protocol):
 
 
 class Sender:
-    """Writes batches to any number of peers, for one engine loop.
-
-    ``wakeup`` is called, from any thread, when ``poll`` has something: the loop can wait for that together
-    with its sockets (``protocol.channels.Wakeup.set``).
-    """
+    """Writes batches to any number of peers, for one engine loop. ``wakeup`` is called, from any thread, when
+    ``poll`` has something."""
 
     def __init__(
         self,
@@ -64,10 +61,7 @@ class Sender:
         self._closed = False
 
     def submit(self, session: str, batch: WriteBatch) -> None:
-        """Queue ``batch`` for the peer at ``session``; returns at once. See ``SendQueue.submit``.
-
-        Raises ValueError also when the sender is closed.
-        """
+        """``SendQueue.submit``; returns at once. Raises ValueError also when the sender is closed."""
         with self._lock:
             if self._closed:
                 raise ValueError(f"room {batch.room}: the sender is closed")
@@ -97,18 +91,14 @@ class Sender:
             return self._queue.num_bytes_pending(session)
 
     def cancel(self, room: Room) -> bool:
-        """Fail what has not started of ``room``; returns whether a slice is still in flight.
-
-        A long one ends early, between two calls of the transport.
-        """
+        """Fail what has not started of ``room``; returns whether a slice is still in flight. That ends early,
+        between two calls of the transport."""
         with self._lock:
             return self._queue.cancel(room)
 
     def close(self, timeout_secs: float) -> bool:
-        """Fail what has not started and wait for the threads; False when one still writes after the timeout.
-
-        Completions can be polled afterwards. A thread that is left behind ends when the transport returns.
-        """
+        """Fail what has not started and wait for the threads; False when one still writes after the timeout:
+        it ends when the transport returns. Completions can be polled afterwards."""
         deadline = time.monotonic() + timeout_secs
         with self._lock:
             self._closed = True
