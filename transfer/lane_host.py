@@ -84,14 +84,6 @@ class _Connection:
     """It has said that it writes in no other way."""
 
 
-@dataclass
-class _Denied:
-    """Callers of one user."""
-
-    silent_until: float
-    num_unsaid: int = 0
-
-
 class LaneHost:
     """``memory``: what is offered.
 
@@ -112,8 +104,8 @@ class LaneHost:
         self._lock = threading.Lock()
         self._ended: list[str] = []
         self._connections: set[_Connection] = set()
-        self._denied: dict[int, _Denied] = {}
-        """Callers that were denied, by user."""
+        self._denied_at: dict[int, float] = {}
+        """When the log last had a line about callers of a user that were denied."""
         self._listener, self._path = _listen(self.offer.socket, directory)
         self._closed, self._close = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -225,15 +217,11 @@ class LaneHost:
 
     def _deny(self, sock: socket.socket, user: int, reason: str) -> None:
         now = time.monotonic()
-        if len(self._denied) > _MAX_USERS:
-            self._denied.clear()
-        denied = self._denied.setdefault(user, _Denied(now))
-        if now >= denied.silent_until:
-            more = f"; {denied.num_unsaid} more of this user were, too" if denied.num_unsaid else ""
-            log.warning("denied a process of user %d the lane: %s%s", user, reason, more)
-            self._denied[user] = _Denied(now + LOG_SECS)
-        else:
-            denied.num_unsaid += 1
+        if len(self._denied_at) > _MAX_USERS:
+            self._denied_at.clear()
+        if now - self._denied_at.get(user, -LOG_SECS) >= LOG_SECS:
+            log.warning("denied processes of user %d the lane: %s", user, reason)
+            self._denied_at[user] = now
         with contextlib.suppress(OSError):
             sock.send(encoder.encode(LaneDenied(reason[:1024])))
         sock.close()

@@ -251,7 +251,7 @@ def test_a_flood_of_another_user_is_one_line_of_the_log(
                 stranger.settimeout(WAIT_SECS)
                 stranger.connect(f"\0{pair.host.offer.socket}")
                 assert b"run both as one" in stranger.recv(4096)
-    assert caplog.text.count(f"denied a process of user {user} the lane") == 1
+    assert caplog.text.count(f"denied processes of user {user} the lane") == 1
     assert pair.register().kind == "shm"
 
 
