@@ -6,6 +6,7 @@ The decode node is real where it meets the prefill node: control client, Mooncak
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import threading
 import time
@@ -431,6 +432,14 @@ def decode_peer(
     engine: EngineThread, node_id: str = "decode-0", page_size: int = 16, *, takes_drafts: bool = True
 ) -> closing[DecodePeer]:
     return closing(DecodePeer(engine, node_id, page_size, takes_drafts=takes_drafts))
+
+
+_rooms = itertools.count(1000)
+
+
+def next_room() -> int:
+    """A room that no other test of this process has."""
+    return next(_rooms)
 
 
 def prompt(seed: int, num_tokens: int) -> list[int]:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from checkpoints.make_tiny import write_checkpoint
-from prefill_node.kv_pool import PageState
 from protocol.messages import Extent, Geometry, Refused, RegionKind, RoomDone
 from service.engine_messages import FlushCache, PrefillFinished
 from tests.unit.prefill_node.support import (
@@ -23,10 +22,7 @@ from tests.unit.prefill_node.support import (
     deliver,
     engine_thread,
     prompt,
-    wait_for,
 )
-
-_rooms = iter(range(5000, 1_000_000))
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +44,6 @@ def served(
         yield engine
 
 
-@pytest.fixture
-def engine(served: EngineThread) -> Iterator[EngineThread]:
-    served.send(FlushCache())
-    served.forget()
-    yield served
-    wait_for(lambda: len(served.engine._life.rooms) == 0, "the rooms to end")
-    assert served.count(PageState.OWNED) == served.count(PageState.IN_FLIGHT) == 0
-
-
 @pytest.fixture(scope="module")
 def nodes(served: EngineThread) -> Iterator[dict[bool, DecodePeer]]:
     """A decode node that takes the draft layer, and one that does not."""
@@ -67,11 +54,6 @@ def nodes(served: EngineThread) -> Iterator[dict[bool, DecodePeer]]:
         for node in (drafts, plain):
             node.register()
         yield {True: drafts, False: plain}
-
-
-@pytest.fixture
-def room() -> int:
-    return next(_rooms)
 
 
 def landed(peer: DecodePeer, num_tokens: int, first_slot: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,59 +29,13 @@ from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
     DecodePeer,
     EngineThread,
-    decode_peer,
     deliver,
-    engine_thread,
+    next_room,
     prompt,
     reference,
     wait_for,
 )
 from vocabulary import SamplingParams, pack_logit_bias
-
-_rooms = iter(range(1000, 1_000_000))
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    return tiny_checkpoint("glm")  # its shared-index layer makes index layers and layers differ
-
-
-@pytest.fixture(scope="module")
-def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineThread]:
-    with engine_thread(tiny, tmp_path_factory.mktemp("prefill") / "front") as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(served: EngineThread) -> Iterator[EngineThread]:
-    """The module's engine with an empty cache; after the test it must serve on and be whole."""
-    served.send(FlushCache())
-    served.forget()
-    yield served
-    served.before_run = lambda batch: None
-    wait_for(lambda: len(served.engine._life.rooms) == 0, "the rooms to end")
-    assert served.count(PageState.OWNED) == served.count(PageState.IN_FLIGHT) == 0
-    assert served.engine._life.num_free_aux_slots == 8
-
-
-@pytest.fixture(scope="module")
-def node(served: EngineThread) -> Iterator[DecodePeer]:
-    with decode_peer(served) as node:
-        yield node
-
-
-@pytest.fixture
-def peer(engine: EngineThread, node: DecodePeer) -> DecodePeer:
-    """The module's decode node, registered and blank."""
-    node.register()
-    node.forget()
-    return node
-
-
-@pytest.fixture
-def room() -> int:
-    return next(_rooms)
-
 
 # --- delivery -------------------------------------------------------------------------------------------
 
@@ -149,7 +102,7 @@ def test_what_the_decode_node_holds_is_computed_and_not_sent(
     }
     spec = engine.spec
     per_token = spec.num_layers * spec.item_bytes + spec.num_index_layers * spec.index_item_bytes
-    for each, num_cached in ((room, 0), (next(_rooms), 96)):
+    for each, num_cached in ((room, 0), (next_room(), 96)):
         peer.forget()
         done = deliver(engine, peer, each, tokens, **landing)
         assert (done.num_bytes, done.num_cached_tokens) == (
@@ -169,7 +122,7 @@ def test_a_prefix_is_cached_for_requests_with_its_isolation_key_only(
 
     def num_cached(*isolation_key: str) -> int:
         identity = identity_of(tokens, root_of(*isolation_key))
-        room = next(_rooms)
+        room = next_room()
         bootstrap = peer.bootstrap(room, len(tokens), digest=identity.digest)
         engine.generate(room, tokens, identity=identity)
         engine.expect(PrefillFinished)
@@ -185,7 +138,7 @@ def test_a_prefix_is_cached_for_requests_with_its_isolation_key_only(
 @pytest.mark.I5
 def test_a_cached_prefix_is_sent_but_not_computed_again(engine: EngineThread, peer: DecodePeer) -> None:
     tokens = prompt(4, 100)
-    first, second, longer, exact = (next(_rooms) for _ in range(4))
+    first, second, longer, exact = (next_room() for _ in range(4))
     deliver(engine, peer, first, tokens)
     done = deliver(engine, peer, second, tokens, kv=(Extent(500, 100),))
     assert done.num_cached_tokens == 96
@@ -202,7 +155,7 @@ def test_a_cached_prefix_is_sent_but_not_computed_again(engine: EngineThread, pe
 
 def test_equal_prompts_at_once_are_computed_once(engine: EngineThread, peer: DecodePeer) -> None:
     tokens = prompt(6, 40)
-    rooms = [next(_rooms) for _ in range(3)]
+    rooms = [next_room() for _ in range(3)]
     is_complete = threading.Event()
     engine.before_run = lambda batch: None if is_complete.wait(TIMEOUT_SECS) else pytest.fail("not released")
     for number, room in enumerate(rooms):
@@ -219,7 +172,7 @@ def test_many_prompts_share_forwards_and_a_pool_that_holds_few(
     engine: EngineThread, peer: DecodePeer
 ) -> None:
     sizes = [30, 200, 17, 300, 5, 120, 250, 64]  # 1024 tokens of pages do not hold them all
-    rooms = [next(_rooms) for _ in sizes]
+    rooms = [next_room() for _ in sizes]
     bootstraps = {}
     for number, (room, size) in enumerate(zip(rooms, sizes, strict=True)):
         bootstraps[room] = peer.bootstrap(
@@ -253,7 +206,7 @@ def test_first_tokens_are_drawn_with_penalties_and_biases_beside_plain_ones(
         {"logit_bias": pack_logit_bias([(5, 100.0)])},
         {"repetition_penalty": 0.01},
     ]
-    rooms = [next(_rooms) for _ in prompts]
+    rooms = [next_room() for _ in prompts]
     bootstraps = [
         peer.bootstrap(room, 11, kv=(Extent(11 * number, 11),), aux_slot=number)
         for number, room in enumerate(rooms)
@@ -338,7 +291,7 @@ def test_the_front_aborts_midway(engine: EngineThread, peer: DecodePeer, room: i
 @pytest.mark.I7
 def test_a_forward_that_fails_ends_its_batch_only(engine: EngineThread, peer: DecodePeer) -> None:
     tokens = prompt(10, 20)
-    doomed, spared = next(_rooms), next(_rooms)
+    doomed, spared = next_room(), next_room()
 
     def out_of_memory(batch: Sequence[Any]) -> None:
         if any(record.room == doomed for record, _ in batch):
@@ -396,7 +349,7 @@ def test_a_failed_batch_is_reported_as_such(engine: EngineThread, peer: DecodePe
     peer.bootstrap(room, 40)
     late = peer.expect(RoomFailed)
     assert (late.room, late.quiet, late.batch_failed) == (room, True, True), "the failed batch is forgotten"
-    deliver(engine, peer, next(_rooms), prompt(12, 40))
+    deliver(engine, peer, next_room(), prompt(12, 40))
 
 
 @pytest.mark.parametrize(
@@ -435,7 +388,7 @@ def test_a_prompt_may_fill_the_context(
     limits = replace(engine.engine._life._request_limits, context_length=40)
     monkeypatch.setattr(engine.engine._life, "_request_limits", limits)
     deliver(engine, peer, room, prompt(13, 40))
-    engine.generate(next(_rooms), prompt(13, 41))
+    engine.generate(next_room(), prompt(13, 41))
     assert "context of 40" in engine.expect(RequestFailed).error
 
 
@@ -456,7 +409,7 @@ def test_a_room_can_be_used_once(engine: EngineThread, peer: DecodePeer, room: i
 @pytest.mark.I7
 @pytest.mark.I8
 def test_the_rooms_of_a_group_share_one_prompt(engine: EngineThread, peer: DecodePeer) -> None:
-    rooms = [next(_rooms) for _ in range(3)]
+    rooms = [next_room() for _ in range(3)]
     tokens = prompt(3, 40)
     samples = tuple(Generate(f"request-{room}", room, 40, GREEDY, "127.0.0.1", 1) for room in rooms)
     engine.send(GenerateGroup(samples, ANY, pack_token_ids(tokens)))

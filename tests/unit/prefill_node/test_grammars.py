@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 
@@ -18,29 +17,11 @@ from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
     DecodePeer,
     EngineThread,
-    decode_peer,
-    engine_thread,
+    next_room,
     prompt,
     reference,
 )
 from vocabulary import SamplingParams
-
-_rooms = iter(range(1000, 1_000_000))
-
-
-@pytest.fixture(scope="module")
-def engine(
-    tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineThread]:
-    with engine_thread(tiny_checkpoint("glm"), tmp_path_factory.mktemp("prefill") / "front") as engine:
-        yield engine
-
-
-@pytest.fixture
-def peer(engine: EngineThread) -> Iterator[DecodePeer]:
-    with decode_peer(engine) as peer:
-        peer.register()
-        yield peer
 
 
 def compiled_by_hand(
@@ -56,7 +37,7 @@ def compiled_by_hand(
 
 def test_the_first_token_is_one_that_its_grammar_begins_with(engine: EngineThread, peer: DecodePeer) -> None:
     """Beside a prompt without one, which has the token of the largest logit as ever."""
-    rooms = [next(_rooms) for _ in range(3)]
+    rooms = [next_room() for _ in range(3)]
     tokens = prompt(8, 30)
     bootstraps = [peer.bootstrap(room, 30, aux_slot=slot) for slot, room in enumerate(rooms)]
     first = ["[XYZ]", "[0-9]+", ""]
@@ -79,7 +60,7 @@ def test_a_grammar_that_is_compiled_holds_up_its_own_room_alone(
     engine: EngineThread, peer: DecodePeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, ask = compiled_by_hand(engine, monkeypatch)
-    waiting, other, broken = (next(_rooms) for _ in range(3))
+    waiting, other, broken = (next_room() for _ in range(3))
     for slot, room in enumerate((waiting, other, broken)):
         peer.bootstrap(room, 20, aux_slot=slot)
     tokens = prompt(9, 20)
@@ -101,7 +82,7 @@ def test_rooms_that_wait_hold_few_compiled_grammars(
     """None before they could be admitted, and then so many: whoever is behind waits for one of these."""
     slow, ask = compiled_by_hand(engine, monkeypatch)
     monkeypatch.setattr("prefill_node.room_life.MAX_WAITING_GRAMMARS", 1)
-    first, second, plain, unpaired = (next(_rooms) for _ in range(4))
+    first, second, plain, unpaired = (next_room() for _ in range(4))
     tokens = prompt(9, 20)
     for room, grammar in [(unpaired, "U"), (first, "Q"), (second, "R"), (plain, "")]:
         if room != unpaired:
@@ -121,7 +102,7 @@ def test_a_room_does_not_wait_for_its_grammar_for_ever(
 ) -> None:
     compiled_by_hand(engine, monkeypatch)
     monkeypatch.setattr("prefill_node.room_life.MAX_WAIT_SECS", 0.0)
-    room = next(_rooms)
+    room = next_room()
     peer.bootstrap(room, 20)
     engine.generate(room, prompt(9, 20), SamplingParams(4, grammar='start: "Q"'))
     assert peer.expect(RoomFailed).room == room
@@ -144,7 +125,7 @@ def test_a_grammar_that_comes_to_nothing_while_a_step_is_planned_is_in_no_batch(
         return candidates()
 
     monkeypatch.setattr(life, "candidates", late_candidates)
-    ungrammatical, other = next(_rooms), next(_rooms)
+    ungrammatical, other = next_room(), next_room()
     for slot, room in enumerate((ungrammatical, other)):
         peer.bootstrap(room, 20, aux_slot=slot)
     engine.generate(ungrammatical, prompt(9, 20), SamplingParams(4, grammar='start: "Q"'))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,17 +21,6 @@ from transfer.errors import TransferError
 from transfer.lane_memory import Mapping
 
 SAME = "both see the same memory"
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    return tiny_checkpoint("v32")
-
-
-@pytest.fixture(scope="module")
-def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineThread]:
-    with engine_thread(tiny, tmp_path_factory.mktemp("lane") / "front") as engine:
-        yield engine
 
 
 @pytest.fixture

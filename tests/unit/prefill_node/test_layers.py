@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,20 @@ import torch
 from prefill_node.compute import layer_hook
 from prefill_node.kv_pool import PageState
 from protocol.messages import AbortRoom, Extent, RoomFailed, RoomQuiet
-from service.engine_messages import FlushCache, RequestFailed
+from service.engine_messages import RequestFailed
 from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
     DecodePeer,
     EngineThread,
     Submission,
-    decode_peer,
     deliver,
     engine_thread,
+    next_room,
     prompt,
-    wait_for,
 )
 from transfer.send_queue import Outcome, Slice
 
-_rooms = iter(range(1000, 1_000_000))
 AUX = "aux record"
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    return tiny_checkpoint("glm")  # layers and index layers differ
 
 
 @pytest.fixture(scope="module", params=[0, 1])
@@ -46,38 +39,6 @@ def served(
     with engine_thread(tiny, ipc_path, push_layers=request.param) as engine:
         engine.engine._life._pusher._min_batch_bytes = 0
         yield engine
-
-
-@pytest.fixture
-def engine(served: EngineThread) -> Iterator[EngineThread]:
-    """The module's engine with an empty cache; after the test it must serve on and be whole."""
-    served.send(FlushCache())
-    served.forget()
-    yield served
-    served.before_run = lambda batch: None
-    served.after_layer = lambda layer: None
-    wait_for(lambda: len(served.engine._life.rooms) == 0, "the rooms to end")
-    assert served.count(PageState.OWNED) == served.count(PageState.IN_FLIGHT) == 0
-    assert served.engine._life.num_free_aux_slots == 8
-
-
-@pytest.fixture(scope="module")
-def node(served: EngineThread) -> Iterator[DecodePeer]:
-    with decode_peer(served) as node:
-        yield node
-
-
-@pytest.fixture
-def peer(engine: EngineThread, node: DecodePeer) -> DecodePeer:
-    """The module's decode node, registered and blank."""
-    node.register()
-    node.forget()
-    return node
-
-
-@pytest.fixture
-def room() -> int:
-    return next(_rooms)
 
 
 def covered(submissions: Sequence[Submission]) -> dict[tuple[int, int], list[int]]:
@@ -124,7 +85,7 @@ def test_layers_leave_while_the_next_ones_compute(engine: EngineThread, peer: De
 
 def test_a_cached_prefix_leaves_whole_and_the_rest_by_layers(engine: EngineThread, peer: DecodePeer) -> None:
     tokens = prompt(6, 70)
-    first, second = next(_rooms), next(_rooms)
+    first, second = next_room(), next_room()
     deliver(engine, peer, first, tokens)
     done = deliver(engine, peer, second, tokens, kv=(Extent(400, 70),))
     assert done.num_cached_tokens == 64
@@ -195,7 +156,7 @@ def test_a_forward_that_raises_midway_keeps_its_pages_until_its_layers_are_back(
         assert transport.num_started == 1, "a batch of a failed room was started"
     transport.release.set()
     engine.after_layer = lambda layer: None
-    done = deliver(engine, peer, next(_rooms), prompt(8, 40))
+    done = deliver(engine, peer, next_room(), prompt(8, 40))
     assert done.num_cached_tokens == 0, "pages of a failed forward must not be cached"
 
 
@@ -259,4 +220,4 @@ def test_a_batch_that_fails_midway_stops_the_layers_behind_it(
     assert "sending positions [0, 40) of layers [0, " in error
     assert transport.num_started == 1, "a batch was started behind the failed one"
     peer.register()
-    deliver(engine, peer, next(_rooms), prompt(10, 40))
+    deliver(engine, peer, next_room(), prompt(10, 40))

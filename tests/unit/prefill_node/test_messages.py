@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -37,30 +37,11 @@ from tests.unit.prefill_node.support import (
     ControlPeer,
     DecodePeer,
     EngineThread,
-    decode_peer,
     engine_thread,
+    next_room,
     wait_for,
 )
 from vocabulary import DECODE_NODE_FAILED
-
-_rooms = iter(range(1000, 1_000_000))
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    return tiny_checkpoint("v32")
-
-
-@pytest.fixture(scope="module")
-def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineThread]:
-    with engine_thread(tiny, tmp_path_factory.mktemp("prefill") / "front") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def node(engine: EngineThread) -> Iterator[DecodePeer]:
-    with decode_peer(engine) as node:
-        yield node
 
 
 @pytest.fixture
@@ -71,7 +52,7 @@ def peer(engine: EngineThread, node: DecodePeer) -> Iterator[DecodePeer]:
     engine.forget()
     yield node
     node.register()
-    room = next(_rooms)
+    room = next_room()
     node.bootstrap(room, 5)
     engine.generate(room, [5, 6, 7, 8, 9])
     assert node.expect(RoomDone, lambda done: done.room == room)
@@ -211,7 +192,7 @@ def test_regions_must_be_whole(engine: EngineThread, peer: DecodePeer) -> None:
 
 def test_a_page_size_of_its_own_is_legal_when_hisparse(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register(geometry=msgspec.structs.replace(peer.geometry, page_size=64))
-    sparse, dense = next(_rooms), next(_rooms)
+    sparse, dense = next_room(), next_room()
     bootstrap = peer.bootstrap(sparse, 20)
     engine.generate(sparse, range(5, 25))
     peer.expect(RoomDone)
@@ -228,7 +209,7 @@ def test_a_page_size_of_its_own_is_legal_when_hisparse(engine: EngineThread, pee
 
 def test_before_register_everything_is_refused(engine: EngineThread, peer: DecodePeer) -> None:
     before = engine.num_dropped("unregistered")
-    room = next(_rooms)
+    room = next_room()
     messages = (
         Bootstrap(room, 1, (Extent(0, 1),), (Extent(0, 1),), 0, DIGEST, hisparse=True),
         AbortRoom(room, ""),
@@ -267,7 +248,7 @@ def test_malformed_messages_are_dropped_and_counted(engine: EngineThread, peer: 
 def test_a_second_bootstrap_is_dropped_and_the_first_stands(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register()
     before = engine.num_dropped("duplicate")
-    room = next(_rooms)
+    room = next_room()
     first = peer.bootstrap(room, 20)
     peer.bootstrap(room, 20, kv=(Extent(500, 20),), aux_slot=3)
     peer.assert_nothing_more()
@@ -281,7 +262,7 @@ def test_a_second_bootstrap_is_dropped_and_the_first_stands(engine: EngineThread
 def test_a_bootstrap_of_a_served_room_is_answered(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register()
     before = engine.num_dropped("late")
-    room = next(_rooms)
+    room = next_room()
     peer.bootstrap(room, 20)
     engine.generate(room, range(5, 25))
     peer.expect(RoomDone)
@@ -296,7 +277,7 @@ def test_a_bootstrap_of_a_served_room_is_answered(engine: EngineThread, peer: De
 def test_an_abort_of_an_unknown_room_is_answered_quiet(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register()
     before = engine.num_dropped("unknown_room")
-    room = next(_rooms)
+    room = next_room()
     peer.client.send(AbortRoom(room, "never heard of it"))
     assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
     assert engine.num_dropped("unknown_room") == before + 1
@@ -306,7 +287,7 @@ def test_a_room_that_the_decode_node_gave_up_is_not_this_nodes_failure(
     engine: EngineThread, peer: DecodePeer
 ) -> None:
     peer.register()
-    room = next(_rooms)
+    room = next_room()
     request_id = engine.generate(room, range(5, 25))
     wait_for(lambda: len(engine.engine._life.rooms) == 1, "the request's own way to the engine")
     peer.client.send(AbortRoom(room, "no room in the pools"))
@@ -318,7 +299,7 @@ def test_a_room_that_the_decode_node_gave_up_is_not_this_nodes_failure(
 @pytest.mark.I7
 def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register()
-    room = next(_rooms)
+    room = next_room()
     peer.bootstrap(room, 20)
     peer.heartbeat()
     with closing(ControlPeer(engine)) as other:
@@ -355,7 +336,7 @@ def test_a_landing_zone_outside_the_regions_is_refused(
     engine: EngineThread, peer: DecodePeer, landing: dict[str, Any], error: str
 ) -> None:
     peer.register()
-    room = next(_rooms)
+    room = next_room()
     peer.bootstrap(room, 20, **landing)
     failed = peer.expect(RoomFailed)
     assert (failed.room, failed.status, failed.quiet, failed.batch_failed) == (room, 400, True, False)
@@ -368,7 +349,7 @@ def test_a_landing_zone_outside_the_regions_is_refused(
 
 def test_a_region_that_was_not_registered_is_refused(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register(regions=tuple(region for region in peer.regions if region.kind is not RegionKind.KV_DEVICE))
-    peer.bootstrap(next(_rooms), 20, hisparse=False)
+    peer.bootstrap(next_room(), 20, hisparse=False)
     assert "has not registered a region kv_device" in peer.expect(RoomFailed).error
 
 
@@ -392,7 +373,7 @@ def test_another_prompt_is_refused_with_both_digests(
 ) -> None:
     """Nothing of it is computed, sent or cached."""
     peer.register()
-    room, ours = next(_rooms), identity_of(range(60, 80))
+    room, ours = next_room(), identity_of(range(60, 80))
     if bootstrap_first:
         peer.bootstrap(room, num_tokens, digest=identity.digest)
         peer.heartbeat()
@@ -416,7 +397,7 @@ def test_another_prompt_is_refused_with_both_digests(
 
 def test_a_reconnected_peer_keeps_its_rooms(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register()
-    room = next(_rooms)
+    room = next_room()
     bootstrap = peer.bootstrap(room, 20)
     peer.heartbeat()
     peer.reconnect()
@@ -428,7 +409,7 @@ def test_a_reconnected_peer_keeps_its_rooms(engine: EngineThread, peer: DecodePe
 
 def test_a_restarted_peer_loses_its_rooms(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register()
-    room = next(_rooms)
+    room = next_room()
     peer.bootstrap(room, 20)
     peer.heartbeat()
     peer.reconnect()
@@ -450,7 +431,7 @@ def test_rooms_without_their_other_half_and_silent_peers_end(
     ):
         other.client.send(peer.registration())
         other.expect(Registered)
-        half, other_half = next(_rooms), next(_rooms)
+        half, other_half = next_room(), next_room()
         request_id = impatient.generate(half, range(5, 25))
         other.bootstrap(other_half, 20)
         other.heartbeat()
@@ -493,7 +474,7 @@ def test_a_decode_node_that_is_busy_keeps_its_rooms(tiny: Path, tmp_path: Path, 
             return answers.is_set()
 
         impatient.engine._probes._is_reachable = is_reachable
-        room = next(_rooms)
+        room = next_room()
         other.bootstrap(room, 20)
         wait_for(lambda: len(asked) >= 10, "as much silence as would end it twice")
         assert set(asked) == {peer.transfer.session}
@@ -509,7 +490,7 @@ def test_a_decode_node_that_is_busy_keeps_its_rooms(tiny: Path, tmp_path: Path, 
 @pytest.mark.I7
 def test_a_session_with_other_memory_is_another_process(engine: EngineThread, peer: DecodePeer) -> None:
     peer.register()
-    room = next(_rooms)
+    room = next_room()
     peer.bootstrap(room, 20)
     with closing(ControlPeer(engine)) as successor:
         kept = tuple(region for region in peer.regions if region.kind is not RegionKind.KV_DEVICE)
@@ -523,7 +504,7 @@ def test_a_session_with_other_memory_is_another_process(engine: EngineThread, pe
 
 def test_a_shutdown_tells_everyone(tiny: Path, tmp_path: Path, peer: DecodePeer) -> None:
     with engine_thread(tiny, tmp_path / "front") as stopping:
-        stopping.generate(next(_rooms), range(5, 25))
+        stopping.generate(next_room(), range(5, 25))
         stopping.send(Shutdown())
         failed = stopping.expect(RequestFailed)
         assert failed.status == 503

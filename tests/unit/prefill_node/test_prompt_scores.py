@@ -38,8 +38,8 @@ from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
     DecodePeer,
     EngineThread,
-    decode_peer,
     engine_thread,
+    next_room,
     prompt,
     wait_for,
 )
@@ -48,8 +48,6 @@ from vocabulary import FinishReason, SamplingParams
 NOTHING = SamplingParams(max_new_tokens=0, temperature=0.0)
 ONE = SamplingParams(max_new_tokens=1, temperature=0.0, num_logprobs=2)
 CHUNK, PAGE_SIZE = 48, 16
-
-_rooms = iter(range(1000, 1_000_000))
 
 
 @pytest.fixture(scope="module", params=["plain", "drafting"])
@@ -71,25 +69,6 @@ def served(
         yield engine
 
 
-@pytest.fixture
-def engine(served: EngineThread) -> Iterator[EngineThread]:
-    """With an empty cache; after the test it must serve on and be whole."""
-    served.send(FlushCache())
-    served.forget()
-    yield served
-    served.before_run = lambda batch: None
-    wait_for(lambda: len(served.engine._life.rooms) == 0, "the rooms to end")
-    assert served.count(PageState.OWNED) == served.count(PageState.IN_FLIGHT) == 0
-    assert served.engine._life.num_free_aux_slots == 8
-
-
-@pytest.fixture
-def peer(engine: EngineThread) -> Iterator[DecodePeer]:
-    with decode_peer(engine) as peer:
-        peer.register()
-        yield peer
-
-
 def ask(
     engine: EngineThread,
     tokens: Sequence[int],
@@ -99,7 +78,7 @@ def ask(
     room: int | None = None,
     is_alone: bool = True,
 ) -> Generate:
-    room = next(_rooms) if room is None else room
+    room = next_room() if room is None else room
     generate = Generate(
         f"request-{room}",
         room,
@@ -258,7 +237,7 @@ def test_scores_beside_a_delivery(engine: EngineThread, peer: DecodePeer) -> Non
     """The decode node gets what it gets without them; held and cached tokens are computed all the same."""
     tokens, wanted = prompt(8, 100), WantedScores(1, 1)
     receive(engine, ask(engine, tokens, None))
-    room = next(_rooms)
+    room = next_room()
     bootstrap = peer.bootstrap(room, len(tokens), num_held_tokens=0)
     generate = ask(engine, tokens, wanted, GREEDY, room=room, is_alone=False)
     scored = receive(engine, generate)
@@ -282,7 +261,7 @@ def test_a_room_without_a_decode_node_sends_nothing_and_keeps_its_pages_in_the_c
 
 
 def test_no_decode_node_may_take_part_in_such_a_room(engine: EngineThread, peer: DecodePeer) -> None:
-    early, late = next(_rooms), next(_rooms)
+    early, late = next_room(), next_room()
     peer.bootstrap(early, 20)
     peer.heartbeat()
     ask(engine, prompt(1, 20), None, room=early)

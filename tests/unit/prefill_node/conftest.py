@@ -1,0 +1,62 @@
+"""An engine, a decode node and a room, which the files of this folder share or replace in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from prefill_node.kv_pool import PageState
+from service.engine_messages import FlushCache
+from tests.unit.prefill_node.support import (
+    DecodePeer,
+    EngineThread,
+    decode_peer,
+    engine_thread,
+    next_room,
+    wait_for,
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    return tiny_checkpoint("glm")  # its shared-index layer makes index layers and layers differ
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineThread]:
+    with engine_thread(tiny, tmp_path_factory.mktemp("prefill") / "front") as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(served: EngineThread) -> Iterator[EngineThread]:
+    """The module's engine with an empty cache; after the test it must serve on and be whole."""
+    served.send(FlushCache())
+    served.forget()
+    yield served
+    served.before_run = lambda batch: None
+    served.after_layer = lambda layer: None
+    wait_for(lambda: len(served.engine._life.rooms) == 0, "the rooms to end")
+    assert served.count(PageState.OWNED) == served.count(PageState.IN_FLIGHT) == 0
+    assert served.engine._life.num_free_aux_slots == 8
+
+
+@pytest.fixture(scope="module")
+def node(served: EngineThread) -> Iterator[DecodePeer]:
+    with decode_peer(served) as node:
+        yield node
+
+
+@pytest.fixture
+def peer(engine: EngineThread, node: DecodePeer) -> DecodePeer:
+    """The module's decode node, registered and blank."""
+    node.register()
+    node.forget()
+    return node
+
+
+@pytest.fixture
+def room() -> int:
+    return next_room()
