@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -58,7 +57,8 @@ def quiet_mooncake_logs() -> None:
 
 
 class TransferEngine:
-    """One Mooncake engine. Any thread may call it; writes to one session take turns.
+    """One Mooncake engine. Any thread may call it, but two must not write to one session at once: they
+    would overflow the queue of Mooncake. A ``Sender`` has one thread for each session.
 
     ``host``: the address that peers reach this engine at, no wildcard. ``transport``: what
     ``choose_transport`` returned. Raises TransferSetupError.
@@ -71,7 +71,6 @@ class TransferEngine:
             raise TransferSetupError(str(fault))
         self.transport = transport
         self._lock = threading.Lock()
-        self._turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # a session's writers
         self._names: dict[str, str] = {}  # what Mooncake is told of the sessions that were written to
         self._registered: dict[int, tuple[int, HasMemory | None]] = {}
         """Where registered memory ends, by where it begins, and its tensor, which this keeps alive."""
@@ -145,26 +144,25 @@ class TransferEngine:
             return
         self.check_sources(src, num_bytes)
         src, dst, num_bytes = cut_long(src, dst, num_bytes, MAX_DESCRIPTOR_BYTES)
-        with self._turn(session):
-            with self._lock:
-                name = self._names.setdefault(session, session)
-            for first in range(0, src.size, MAX_BATCH_DESCRIPTORS):
-                if stop is not None and (reason := stop()):
-                    raise TransferError(f"stopped after {num_bytes[:first].sum()} bytes: {reason}")
-                part = slice(first, first + MAX_BATCH_DESCRIPTORS)
-                started_secs = time.monotonic()
-                code = self._mooncake.batch_transfer_sync_write(
-                    name, src[part].tolist(), dst[part].tolist(), num_bytes[part].tolist()
+        with self._lock:
+            name = self._names.setdefault(session, session)
+        for first in range(0, src.size, MAX_BATCH_DESCRIPTORS):
+            if stop is not None and (reason := stop()):
+                raise TransferError(f"stopped after {num_bytes[:first].sum()} bytes: {reason}")
+            part = slice(first, first + MAX_BATCH_DESCRIPTORS)
+            started_secs = time.monotonic()
+            code = self._mooncake.batch_transfer_sync_write(
+                name, src[part].tolist(), dst[part].tolist(), num_bytes[part].tolist()
+            )
+            if code != 0:
+                took_secs = time.monotonic() - started_secs
+                raise TransferError(
+                    f"write of {num_bytes.sum()} bytes to session {session} failed with code {code} "
+                    f"after {num_bytes[:first].sum()} bytes, {took_secs:.1f} s into the next "
+                    f"{num_bytes[part].sum()}; the peer is gone, does not answer, or has not registered "
+                    "the destination",
+                    may_still_land=True,
                 )
-                if code != 0:
-                    took_secs = time.monotonic() - started_secs
-                    raise TransferError(
-                        f"write of {num_bytes.sum()} bytes to session {session} failed with code {code} "
-                        f"after {num_bytes[:first].sum()} bytes, {took_secs:.1f} s into the next "
-                        f"{num_bytes[part].sum()}; the peer is gone, does not answer, or has not registered "
-                        "the destination",
-                        may_still_land=True,
-                    )
 
     def check_sources(self, src: SlotArray, num_bytes: SlotArray) -> None:
         """Raises TransferError unless all of ``[src[i], src[i] + num_bytes[i])`` is registered here."""
@@ -214,13 +212,6 @@ class TransferEngine:
                 f"Mooncake does not answer at {self.session}, the session that peers are told; "
                 "set advertise_host to an address at which this machine accepts connections"
             )
-
-    def _turn(self, session: str) -> threading.Lock:
-        with self._lock:
-            turn = self._turns.get(session)
-            if turn is None:
-                turn = self._turns[session] = threading.Lock()
-            return turn
 
 
 def _resolve(memory: HasMemory | int, num_bytes: int | None) -> tuple[int, int, HasMemory | None]:

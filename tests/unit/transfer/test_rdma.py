@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.unit.transfer.fake_machine import (
     FakeMachine,
     ipv4_gid,
 )
-from transfer.machine import gpu_direct, list_verbs_devices, memlock_fault, show_bytes, verbs_library_fault
+from transfer.machine import gpu_direct, list_verbs_devices, memlock_fault, show_bytes
 from transfer.rdma import GidGrade, chosen_gid_index, device_fault, device_names, port_number, read_devices
 
 ADDRESS = ip_address("192.0.2.7")
@@ -82,7 +83,7 @@ def test_a_device_without_fault(tmp_path: Path, device: FakeDevice) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "environ", "words"),
+    ("device", "changes", "words"),
     [
         (replace(ROCE, state="1: DOWN"), {}, ["mlx5_0 port 1", "'1: DOWN'", "'4: ACTIVE'", "cable"]),
         (replace(INFINIBAND, state="2: INIT"), {}, ["'2: INIT'", "subnet manager"]),
@@ -91,15 +92,17 @@ def test_a_device_without_fault(tmp_path: Path, device: FakeDevice) -> None:
         (replace(ROCE, gids=[(ZERO_GID, "")]), {}, ["no GID", "zero", "address"]),
         (replace(INFINIBAND, gids=[(ZERO_GID, V1)]), {}, ["no GID", "zero"]),
         (replace(ROCE, gids=[(LINK_LOCAL_GID, V1)]), {}, ["RoCE v1 only", "RoCE v2", "MC_GID_INDEX=0"]),
-        (ROCE, {"MC_GID_INDEX": "9"}, ["no GID at index 9", "0, 1, 2, 3", "MC_GID_INDEX"]),
+        (ROCE, {"environ": {"MC_GID_INDEX": "9"}}, ["no GID at index 9", "0, 1, 2, 3", "MC_GID_INDEX"]),
         (replace(ROCE, uverbs=""), {}, ["no verbs device", "ib_uverbs"]),
         (replace(ROCE, has_node=False), {}, ["dev/infiniband/uverbs0 is not there", "--device"]),
+        (ROCE, {"verbs_devices": lambda: ("mlx4_0",)}, ["ibverbs-providers"]),
+        (ROCE, {"verbs_devices": no_library}, ["libibverbs1", "cannot open shared object file"]),
     ],
 )
 def test_a_device_that_cannot_be_used(
-    tmp_path: Path, device: FakeDevice, environ: dict[str, str], words: list[str]
+    tmp_path: Path, device: FakeDevice, changes: dict[str, Any], words: list[str]
 ) -> None:
-    machine = FakeMachine(tmp_path, device, environ=environ).machine
+    machine = FakeMachine(tmp_path, device, **changes).machine
     (read,) = read_devices(machine)
     fault = str(device_fault(read, machine))
     for word in words:
@@ -128,21 +131,6 @@ def test_a_node_in_dev_that_is_not_open_to_this_user(tmp_path: Path, monkeypatch
     (device,) = read_devices(machine)
     monkeypatch.setattr("transfer.rdma.os.access", lambda path, mode: False)
     assert "cannot be read and written by this user" in str(device_fault(device, machine))
-
-
-def test_a_device_without_a_driver_in_libibverbs(tmp_path: Path) -> None:
-    machine = FakeMachine(tmp_path, ROCE, verbs_devices=lambda: ("mlx4_0",)).machine
-    (device,) = read_devices(machine)
-    assert "ibverbs-providers" in str(device_fault(device, machine))
-
-
-def test_a_machine_without_libibverbs(tmp_path: Path) -> None:
-    machine = FakeMachine(tmp_path, ROCE, verbs_devices=no_library).machine
-    (device,) = read_devices(machine)
-    assert "libibverbs1" in str(device_fault(device, machine))
-    fault = verbs_library_fault(machine)
-    assert fault is not None
-    assert "cannot open shared object file" in fault.what
 
 
 def test_the_real_library_answers() -> None:
