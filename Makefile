@@ -15,7 +15,7 @@
 #   TORCH_PIP_ARGS=  further arguments of the `pip install` of torch, such as the index with its CPU build
 
 PYTHON ?= python3
-MODEL ?= checkpoints/retrieval
+MODEL ?= tools/checkpoints/retrieval
 SERVE_ARGS ?=
 BENCH_ARGS ?=
 TEST_PROCESSES ?= 3
@@ -29,7 +29,7 @@ ROOM_EXAMPLES ?= 10000
 TORCH_PIP_ARGS ?=
 
 # The retrieval model has a draft layer; another model may have none. SERVE_ARGS come later, and so prevail.
-DRAFT_ARGS := $(if $(filter checkpoints/retrieval,$(MODEL)),--speculative-num-steps 3)
+DRAFT_ARGS := $(if $(filter tools/checkpoints/retrieval,$(MODEL)),--speculative-num-steps 3)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -74,7 +74,7 @@ help:
 setup: $(READY) ## set up .venv and the system libraries, and nothing else
 
 demo: $(READY) $(MODEL)/config.json ## start a pair and a router, send real requests, stop
-	@$(BIN)/python bench/demo.py --model-path $(MODEL)
+	@$(BIN)/python -m tools.bench.demo --model-path $(MODEL)
 
 serve: $(READY) $(MODEL)/config.json ## start a pair and a router, and stay
 	@$(BIN)/hisparse-pd pair --model-path $(MODEL) $(DRAFT_ARGS) $(SERVE_ARGS)
@@ -120,20 +120,20 @@ format: $(READY) ## sort imports and format
 	$(BIN)/ruff check --select I --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## measure the transfer; results go to bench/out
-	$(BIN)/python bench/transfer.py
+bench: $(READY) ## measure the transfer; results go to out
+	$(BIN)/python -m tools.bench.transfer
 
 bench-swap-in: $(READY) ## measure the CUDA swap-in kernel; needs a GPU
-	$(BIN)/python -m bench.kernels swap-in
+	$(BIN)/python -m tools.bench.kernels swap-in
 
 bench-accuracy: $(READY) ## exact match of long-context answers, all modes beside transformers; an hour on 2 cores
-	$(BIN)/python bench/accuracy.py --model-path $(MODEL)
+	$(BIN)/python -m tools.bench.accuracy --model-path $(MODEL)
 
 bench-serve: $(READY) $(MODEL)/config.json ## throughput and latencies of a pair under load, dense beside hisparse
 	$(BIN)/hisparse-pd bench serve --start-pair $(MODEL) --hisparse false true $(BENCH_ARGS)
 
 clean: ## remove .venv, the tiny model, caches and results
-	rm -rf $(VENV) $(CLIENTS) $(CLIENTS_LITELLM) .npm-clients .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/out *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS_LITELLM) .npm-clients .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis out *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What is in $$missing is installed when we are root on Debian or Ubuntu. Otherwise the line to run is printed.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from decode_node.held_prefixes import HeldPrefix, HeldPrefixes, Match, kv_and_index_slots
 from decode_node.pools import SlotCounts
 from decode_node.request import Request
-from vocabulary import Mode
+from hisparse_pd.vocabulary import Mode
 
 
 class Beginning(NamedTuple):

@@ -21,13 +21,13 @@ from torch import Tensor
 from decode_node.hot_buffers import HotBuffers
 from decode_node.pools import PoolKind
 from decode_node.request import Request
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.dsa import DsaModel
 from kernels.hot_state import ABSENT
 from kernels.indexer import gather_pages, index_topk
 from kernels.miss_plan import MissPlan
 from kernels.paged_indexer import paged_index_topk
 from kernels.swap_in import backup_newest, newest_slots, plan_misses, replay_misses, swap_in
-from model.attention_kernels import AttentionKernels
-from model.dsa import DsaModel
 
 
 @dataclass
@@ -146,7 +146,7 @@ class DeviceStep:
         self._device_slots: Tensor | None = None
 
     def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
-        """See ``model.dsa.KvAccess``; so below."""
+        """See ``hisparse_pd.model.dsa.KvAccess``; so below."""
         self._kernels.kv_format.store(self._memory.k_dev[layer], self._new_slots, kv)
         if index_keys is not None:
             group = self._spec.index_group_of_layer[layer]

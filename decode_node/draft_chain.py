@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode_node.device_step import DeviceStep
-from model.dsa import DsaModel, KvAccess
+from hisparse_pd.model.dsa import DsaModel, KvAccess
 
 
 class SharedSelection:
@@ -29,7 +29,7 @@ class SharedSelection:
         """int32 [num_reqs, index_topk]: not positions but their device slots."""
 
     def write(self, layer: int, kv: Tensor, index_keys: Tensor | None) -> None:
-        """See ``model.dsa.KvAccess``; so below."""
+        """See ``hisparse_pd.model.dsa.KvAccess``; so below."""
 
     def select(self, group: int, q_index: Tensor, weights: Tensor) -> Tensor:
         return self.selected

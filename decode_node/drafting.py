@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from decode_node.request import Request
-from vocabulary import Mode
+from hisparse_pd.vocabulary import Mode
 
 NO_DRAFT = -1
 """In place of a draft: equal to no token that is drawn."""

@@ -18,7 +18,6 @@ from typing import assert_never
 import numpy as np
 import torch
 
-from api.sampling_defaults import SamplingDefaults
 from decode_node.held_prefixes import PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import Landing, LiveRequests
@@ -40,18 +39,9 @@ from decode_node.sizing import (
 )
 from decode_node.step_line import StepLine
 from decode_node.step_masks import GrammarLate, ask_for_grammar, follow
-from grammar.compiler import Compiler
-from grammar.matcher import GrammarError
-from grammar.token_trie import TokenTrie
-from kernels.device_memory import (
-    DeviceMemory,
-)
-from model.dsa import DsaModel
-from model.spec import ModelSpec
-from protocol.access import PeerList
-from protocol.channels import load_control_keys
-from protocol.polling import Poller, Wakeup
-from service.engine_messages import (
+from hisparse_pd.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.engine.lockstep import Lockstep
+from hisparse_pd.engine.messages import (
     Abort,
     EngineLoading,
     EngineReady,
@@ -61,16 +51,24 @@ from service.engine_messages import (
     Shutdown,
     unpack_token_ids,
 )
-from service.engine_process import run_engine_process
-from service.engine_sockets import EngineSocket
-from service.lockstep import Lockstep
-from service.process import parent_is_alive
-from service.settings import DecodeSettings
+from hisparse_pd.engine.sockets import EngineSocket
+from hisparse_pd.engine.start import run_engine_process
+from hisparse_pd.grammar.compiler import Compiler
+from hisparse_pd.grammar.matcher import GrammarError
+from hisparse_pd.grammar.token_trie import TokenTrie
+from hisparse_pd.memory.device import DeviceMemory
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.process import parent_is_alive
+from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.vocabulary import RankPlace
+from protocol.access import PeerList
+from protocol.channels import load_control_keys
+from protocol.polling import Poller, Wakeup
 from transfer.engine import TransferEngine
 from transfer.lane_host import LaneHost
 from transfer.listeners import guarded_listeners
 from transfer.transport import Transport, choose_transport
-from vocabulary import RankPlace
 
 log = logging.getLogger(__name__)
 

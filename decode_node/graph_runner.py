@@ -42,12 +42,12 @@ from decode_node.steps import (
     take_drafts,
 )
 from decode_node.verifying import Verified, Verifier
-from model.attention_kernels import AttentionKernels
-from model.dsa import DsaModel
-from model.sampling import Sampled, enqueue_sample
-from model.token_counts import CountedRows
-from service.lockstep import NodeStep
-from vocabulary import Mode, TokenLogprob
+from hisparse_pd.engine.lockstep import NodeStep
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.sampling import Sampled, enqueue_sample
+from hisparse_pd.model.token_counts import CountedRows
+from hisparse_pd.vocabulary import Mode, TokenLogprob
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from decode_node.drafting import max_verifiable
 from decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
 from decode_node.pools import PoolKind
 from decode_node.request import Request
+from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.vocabulary import Mode
 from kernels.hot_state import ABSENT, HotBufferState
 from kernels.miss_plan import MissPlan
 from kernels.swap_in import RowStart, start_dense_row
-from model.spec import ModelSpec
-from vocabulary import Mode
 
 SLICE_BYTES: Final = 32 << 20
 """Of a row that is filled, in a turn of the engine's loop: 0.7 ms of PCIe beside a step."""

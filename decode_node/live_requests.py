@@ -19,10 +19,10 @@ from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission, Exchange
+from hisparse_pd.engine.messages import QuarantinedRun
+from hisparse_pd.engine.prompt_keys import PageKey
+from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import Room
-from service.engine_messages import QuarantinedRun
-from service.prompt_keys import PageKey
-from vocabulary import HisparseFlag, Mode
 
 _REMOTELY_WRITTEN = {
     Mode.HISPARSE: frozenset({PoolKind.HOST, PoolKind.INDEX, PoolKind.AUX}),

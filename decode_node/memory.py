@@ -30,16 +30,16 @@ import torch
 from torch import Tensor
 
 from decode_node.pools import SlotCounts
-from kernels.host_memory import HostMemoryError, HostPool, Pinning, allocate_host
-from kernels.peer_memory import ipc_handle
-from model.spec import ModelSpec
+from hisparse_pd.memory.free import memory_fault
+from hisparse_pd.memory.host import HostMemoryError, HostPool, Pinning, allocate_host
+from hisparse_pd.memory.machine import Machine
+from hisparse_pd.memory.peer import ipc_handle
+from hisparse_pd.model.spec import ModelSpec
 from protocol.messages import Extent, Region, RegionKind, Room
-from service.free_memory import memory_fault
 from transfer.aux_record import AuxLayout, AuxRecord
 from transfer.engine import TransferEngine
 from transfer.extents import extents_to_slots, slice_extents
 from transfer.lane_host import SharedMemory
-from transfer.machine import Machine
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from decode_node.live_requests import LiveRequests
 from decode_node.pools import PoolKind, Stage
 from decode_node.request import RequestState
+from hisparse_pd.engine.messages import EngineStats, PeerLane
+from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import DROP_REASONS
-from service.engine_messages import EngineStats, PeerLane
-from vocabulary import HisparseFlag, Mode
 
 _TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from decode_node.device_step import DeviceStep, MicroBatchOrder
 from decode_node.hot_buffers import HotBuffers
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.dsa import DsaModel
 from kernels.miss_plan import MissPlan
-from model.attention_kernels import AttentionKernels
-from model.dsa import DsaModel
 
 NUM_MICRO_BATCHES = 2
 COPY_BLOCKS = 12

@@ -20,6 +20,7 @@ from typing import TypeAlias, assert_never
 from decode_node.discovery import LOOKUP_RETRY_SECS, Discovery, LookUps
 from decode_node.liveness import Liveness
 from decode_node.request import PeerAddress
+from hisparse_pd.engine.messages import PeerLane
 from protocol.access import PeerList
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from protocol.channels import ControlAddressError, ControlClient, ControlKeys
@@ -39,7 +40,6 @@ from protocol.messages import (
     ToPrefill,
 )
 from protocol.polling import Poller, Wakeup
-from service.engine_messages import PeerLane
 from transfer.lane_host import LaneHost
 
 log = logging.getLogger(__name__)

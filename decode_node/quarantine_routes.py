@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api.app import json_response
-from service.engine_link import EngineLink
-from service.engine_messages import QuarantinedRun
-from service.http_errors import ApiError
+from hisparse_pd.api.app import json_response
+from hisparse_pd.engine.messages import QuarantinedRun
+from hisparse_pd.http.engine_link import EngineLink
+from hisparse_pd.http.http_errors import ApiError
 
 
 def quarantine_routes(link: EngineLink) -> list[Route]:

@@ -36,8 +36,11 @@ from decode_node.prefill_peers import (
 from decode_node.quarantine import Quarantined
 from decode_node.request import Request, RequestState
 from decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
-from grammar.matcher import GrammarError
-from model.sampling import finish_reason
+from hisparse_pd.engine.messages import FromEngine, Generate, RequestFailed, Tokens
+from hisparse_pd.grammar.matcher import GrammarError
+from hisparse_pd.model.sampling import finish_reason
+from hisparse_pd.settings import HisparsePolicy
+from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode, TokenLogprob
 from protocol.messages import (
     MAX_TEXT_CHARS,
     AbortRoom,
@@ -47,11 +50,8 @@ from protocol.messages import (
     RoomFailed,
     RoomQuiet,
 )
-from service.engine_messages import FromEngine, Generate, RequestFailed, Tokens
-from service.settings import HisparsePolicy
 from transfer.aux_record import AuxMismatch
 from transfer.extents import slice_extents
-from vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode, TokenLogprob
 
 log = logging.getLogger(__name__)
 

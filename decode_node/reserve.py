@@ -26,7 +26,7 @@ from typing import NamedTuple
 from decode_node.held_prefixes import HeldPrefix, kv_and_index_slots
 from decode_node.pools import SlotCounts, round_up
 from decode_node.request import Request
-from vocabulary import Mode
+from hisparse_pd.vocabulary import Mode
 
 _ANY = 1 << 60
 """More slots than there are."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode_node.request import Request
-from model.token_counts import CountedRows, TokenCounts, to_device
+from hisparse_pd.model.token_counts import CountedRows, TokenCounts, to_device
 
 
 class RowCounts:
@@ -56,7 +56,7 @@ class RowCounts:
             self._table.add(rows_dev, in_flight[rows_dev])
 
     def of(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]] = ()) -> CountedRows | None:
-        """For ``model.sampling``: of each row of logits the request, and the drafts before its position.
+        """Of each row of logits the request, and the drafts before its position, for ``model.sampling``.
 
         None when nobody is counted.
         """

@@ -25,13 +25,13 @@ from decode_node.steps import (
     step_result,
     take_drafts,
 )
+from hisparse_pd.engine.lockstep import NodeStep
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.sampling import sample
+from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.vocabulary import TokenLogprob
 from kernels.kv_format import FP8_E4M3
-from model.attention_kernels import AttentionKernels
-from model.dsa import DsaModel
-from model.sampling import sample
-from service.lockstep import NodeStep
-from service.settings import DecodeSettings
-from vocabulary import TokenLogprob
 
 
 class HostRunner:

@@ -36,7 +36,7 @@ from decode_node.held_prefixes import HeldPrefix, HeldPrefixes, kv_and_index_slo
 from decode_node.pools import SlotCounts, round_up
 from decode_node.request import Request
 from decode_node.reserve import Claim, Place, Reserve, claim_of, slots_of
-from vocabulary import HisparseFlag, Mode
+from hisparse_pd.vocabulary import HisparseFlag, Mode
 
 MAX_LOOKED_AT = 256
 """Of the queue, in one step: only stuck slots let a request be passed over."""

@@ -9,20 +9,20 @@ from typing import assert_never
 
 from starlette.applications import Starlette
 
-from api.answering import streamed, whole_body
-from api.app import Front, Work, create_app
-from api.frame import Answer
-from api.node import run_front
-from api.output import Delta, SampleOutput
-from api.requests import grouped
-from api.schemas import ApiRequest
-from api.timing import Timeline
 from decode_node.quarantine_routes import quarantine_routes
-from service.engine_link import ByPrefix, SampleGroup
-from service.engine_messages import PrefillFinished, PromptScores, RequestFailed, Tokens
-from service.http_errors import ApiError, RequestFailedError
-from service.settings import DecodeSettings
-from vocabulary import FinishReason, RankPlace
+from hisparse_pd.api.answering import streamed, whole_body
+from hisparse_pd.api.app import Front, Work, create_app
+from hisparse_pd.api.frame import Answer
+from hisparse_pd.api.node import run_front
+from hisparse_pd.api.output import Delta, SampleOutput
+from hisparse_pd.api.requests import grouped
+from hisparse_pd.api.schemas import ApiRequest
+from hisparse_pd.api.timing import Timeline
+from hisparse_pd.engine.messages import PrefillFinished, PromptScores, RequestFailed, Tokens
+from hisparse_pd.http.engine_link import ByPrefix, SampleGroup
+from hisparse_pd.http.http_errors import ApiError, RequestFailedError
+from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.vocabulary import FinishReason, RankPlace
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
 from decode_node.micro_batches import NUM_MICRO_BATCHES
 from decode_node.pools import SlotCounts, round_up
 from decode_node.scheduler import Limits
-from kernels.device_memory import DeviceMemory, PoolDemand
+from hisparse_pd.memory.device import DeviceMemory, PoolDemand
+from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.model.token_counts import TokenCounts
+from hisparse_pd.settings import DecodeSettings
 from kernels.gpu_sizes import check_swap_in_sizes
-from model.spec import ModelSpec
-from model.token_counts import TokenCounts
-from service.settings import DecodeSettings
 
 DEFAULT_BUFFER = 4096
 """Entries of a hot buffer when no number is given, unless drafts need more: the published hit rates are of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decode_node.drafting import NO_DRAFT
 from decode_node.request import Request
-from model.rank_group import RankGroup
+from hisparse_pd.model.rank_group import RankGroup
 
 FROM_DEVICE = -1
 """In place of a newest token or a length: what the row's last step, which nobody has read, made of it."""

@@ -19,7 +19,7 @@ from decode_node.request import Request, RequestState
 from decode_node.request_life import RequestLife
 from decode_node.step_masks import has_grammar
 from decode_node.steps import Launched, Runner, is_plain_greedy
-from service.lockstep import Lockstep, NodeStep
+from hisparse_pd.engine.lockstep import Lockstep, NodeStep
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from decode_node.request import Request, RequestState
-from grammar.compiler import MAX_WAIT_SECS, Compiler
-from grammar.matcher import ALL_ALLOWED, fill_masks
+from hisparse_pd.grammar.compiler import MAX_WAIT_SECS, Compiler
+from hisparse_pd.grammar.matcher import ALL_ALLOWED, fill_masks
 
 
 class GrammarLate(Exception):

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from decode_node.hot_buffers import HotBuffers
 from decode_node.request import Request
+from hisparse_pd.engine.lockstep import NodeStep
+from hisparse_pd.vocabulary import TokenLogprob
 from kernels.hot_state import HotBufferError
-from service.lockstep import NodeStep
-from vocabulary import TokenLogprob
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from decode_node.row_counts import RowCounts
 from decode_node.step_buffers import StepBuffers, StepInputs
 from decode_node.step_masks import has_grammar, masks_of
 from decode_node.steps import StepResult, check_drawn, is_plain_greedy, next_index, step_result
-from model.attention_kernels import AttentionKernels
-from model.dsa import DsaModel
-from model.sampling import Sampled, enqueue_sample
-from model.token_counts import CountedRows
-from vocabulary import TokenLogprob
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.sampling import Sampled, enqueue_sample
+from hisparse_pd.model.token_counts import CountedRows
+from hisparse_pd.vocabulary import TokenLogprob
 
 
 class Verifier:

@@ -5,4 +5,4 @@ stays below the versions it accepts, so that it reports the package as unavailab
 here, because that check may import this package.
 """
 
-__version__ = "0.1.0"
+__version__ = "0"

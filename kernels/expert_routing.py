@@ -44,7 +44,7 @@ class ExpertMatrices:
 def rounds(hidden: Tensor, matrices: ExpertMatrices) -> bool:
     """Whether activations are rounded to fp8: bfloat16 ones on a GPU are, where weights are in fp8.
 
-    float32 and a CPU are for exact products (``model.loader.keeps_fp8``).
+    float32 and a CPU are for exact products (``hisparse_pd.model.loader.keeps_fp8``).
     """
     return matrices.scales is not None and hidden.dtype == torch.bfloat16 and hidden.device.type == "cuda"
 

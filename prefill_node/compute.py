@@ -17,22 +17,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from grammar.matcher import ALL_ALLOWED
+from hisparse_pd.engine.messages import Generate, PromptScores, WantedScores, score_dtype
+from hisparse_pd.grammar.matcher import ALL_ALLOWED
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.model.prompt_scores import ScoredRows, score_rows
+from hisparse_pd.model.sampling import sample
+from hisparse_pd.model.token_counts import CountedRows, TokenCounts
+from hisparse_pd.vocabulary import SamplingParams, TokenLogprob
 from kernels.bit_masks import allowed_logits
-from model.attention_kernels import AttentionKernels
-from model.dsa import DsaModel
-from model.paged_kv import PagedKv, PagedRequest
-from model.prompt_scores import ScoredRows, score_rows
-from model.sampling import sample
-from model.token_counts import CountedRows, TokenCounts
 from prefill_node.kv_pool import PageId
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk
 from protocol.messages import Room
-from service.engine_messages import Generate, PromptScores, WantedScores, score_dtype
 from transfer.sender import Ready
-from vocabulary import SamplingParams, TokenLogprob
 
 _SCRATCH_BYTES = 512 << 20
 """Logits of the indexer on a GPU that a forward holds at a time at most."""

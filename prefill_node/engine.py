@@ -20,14 +20,35 @@ from typing import assert_never
 import msgspec
 import torch
 
-from api.sampling_defaults import SamplingDefaults
-from grammar.compiler import Compiler
-from grammar.token_trie import TokenTrie
-from kernels.device_memory import DeviceMemory, DeviceMemoryError
-from kernels.peer_memory import GpuWriter
-from model.dsa import DsaModel
-from model.sampling import finish_reason
-from model.spec import ModelSpec
+from hisparse_pd import process
+from hisparse_pd.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.engine.lockstep import Lockstep
+from hisparse_pd.engine.messages import (
+    Abort,
+    EngineLoading,
+    EngineReady,
+    EngineStats,
+    FlushCache,
+    Generate,
+    GenerateGroup,
+    PeerLane,
+    ReleaseQuarantine,
+    RequestStats,
+    Shutdown,
+    ToEngine,
+    Tokens,
+)
+from hisparse_pd.engine.sockets import EngineSocket
+from hisparse_pd.engine.start import run_engine_process
+from hisparse_pd.grammar.compiler import Compiler
+from hisparse_pd.grammar.token_trie import TokenTrie
+from hisparse_pd.memory.device import DeviceMemory, DeviceMemoryError
+from hisparse_pd.memory.peer import GpuWriter
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.sampling import finish_reason
+from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.settings import PrefillSettings
+from hisparse_pd.vocabulary import FinishReason, RankPlace
 from prefill_node.compute import FirstToken, PromptRunner
 from prefill_node.kv_pool import PagePool
 from prefill_node.memory import PrefillMemory, num_host_bytes
@@ -55,33 +76,12 @@ from protocol.messages import (
     ToPrefill,
 )
 from protocol.polling import Poller, Wakeup
-from service import process
-from service.engine_messages import (
-    Abort,
-    EngineLoading,
-    EngineReady,
-    EngineStats,
-    FlushCache,
-    Generate,
-    GenerateGroup,
-    PeerLane,
-    ReleaseQuarantine,
-    RequestStats,
-    Shutdown,
-    ToEngine,
-    Tokens,
-)
-from service.engine_process import run_engine_process
-from service.engine_sockets import EngineSocket
-from service.lockstep import Lockstep
-from service.settings import PrefillSettings
 from transfer.aux_record import MAX_LOGPROBS
 from transfer.engine import TransferEngine
 from transfer.lane import Lane, Lanes
 from transfer.listeners import guarded_listeners
 from transfer.sender import Sender
 from transfer.transport import Transport, choose_transport
-from vocabulary import FinishReason, RankPlace
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import math
 import torch
 from torch import Tensor
 
-from model.spec import ModelSpec
+from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.vocabulary import TokenLogprob
 from prefill_node.push import SourceRegions
 from transfer.aux_record import AuxLayout
 from transfer.engine import TransferEngine
 from transfer.plan import RegionView
-from vocabulary import TokenLogprob
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from grammar.compiler import MAX_WAIT_SECS, Compiler
+from hisparse_pd.engine.messages import (
+    FromEngine,
+    Generate,
+    GenerateGroup,
+    PrefillFinished,
+    RequestFailed,
+    Tokens,
+    unpack_token_ids,
+)
+from hisparse_pd.engine.prompt_keys import PageKey, page_keys
+from hisparse_pd.grammar.compiler import MAX_WAIT_SECS, Compiler
+from hisparse_pd.vocabulary import DECODE_NODE_FAILED, Mode
 from prefill_node.kv_pool import IntegrityError, PagePool
 from prefill_node.prefix_cache import PrefixCache
 from prefill_node.push import ChunkPush, Pusher, landing_of
@@ -36,18 +47,7 @@ from protocol.messages import (
     RoomQuiet,
     ToDecode,
 )
-from service.engine_messages import (
-    FromEngine,
-    Generate,
-    GenerateGroup,
-    PrefillFinished,
-    RequestFailed,
-    Tokens,
-    unpack_token_ids,
-)
-from service.prompt_keys import PageKey, page_keys
 from transfer.sender import Completion, Ready
-from vocabulary import DECODE_NODE_FAILED, Mode
 
 log = logging.getLogger(__name__)
 

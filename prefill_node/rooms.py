@@ -16,14 +16,14 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
-from grammar.token_trie import Grammar
+from hisparse_pd.engine.messages import Generate
+from hisparse_pd.engine.phases import PREFILL_PHASES, PhaseLog
+from hisparse_pd.engine.prompt_keys import PageKey
+from hisparse_pd.grammar.token_trie import Grammar
 from prefill_node.kv_pool import PageId
 from prefill_node.prefix_cache import Lease
 from prefill_node.registrations import Peer
 from protocol.messages import Bootstrap, Room, RoomDone
-from service.engine_messages import Generate
-from service.phases import PREFILL_PHASES, PhaseLog
-from service.prompt_keys import PageKey
 
 MAX_ENDED_ROOMS = 65_536
 """Ended rooms that are remembered, to answer what comes late. The oldest are forgotten first."""

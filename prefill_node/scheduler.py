@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
+from hisparse_pd.engine.prompt_keys import PageKey
 from prefill_node.prefix_cache import PrefixMatch
 from protocol.messages import Room
-from service.prompt_keys import PageKey
 
 MAX_LOOKED_AT: Final = 128
 """Waiting rooms that are considered for one forward: each costs a look into the prefix cache, and those that

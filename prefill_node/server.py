@@ -18,15 +18,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api.answering import streamed, whole_body
-from api.app import Front, Work, create_app, json_response
-from api.frame import SSE_DONE, Answer, sse
-from api.node import run_front
-from api.output import Delta, SampleOutput
-from api.prompt_scores import Scores, write_report
-from api.requests import grouped
-from api.schemas import ApiRequest, Endpoint
-from api.score_report import REPORT_TYPE, Report, join, sglang_lists
+from hisparse_pd.api.answering import streamed, whole_body
+from hisparse_pd.api.app import Front, Work, create_app, json_response
+from hisparse_pd.api.frame import SSE_DONE, Answer, sse
+from hisparse_pd.api.node import run_front
+from hisparse_pd.api.output import Delta, SampleOutput
+from hisparse_pd.api.prompt_scores import Scores, write_report
+from hisparse_pd.api.requests import grouped
+from hisparse_pd.api.schemas import ApiRequest, Endpoint
+from hisparse_pd.api.score_report import REPORT_TYPE, Report, join, sglang_lists
+from hisparse_pd.engine.messages import EngineReady, PrefillFinished, PromptScores, RequestFailed, Tokens
+from hisparse_pd.http.engine_link import by_room
+from hisparse_pd.http.http_errors import ApiError, NodeUnavailable, RequestFailedError
+from hisparse_pd.settings import PrefillSettings
+from hisparse_pd.vocabulary import RankPlace
 from protocol.access import PeerList
 from protocol.bootstrap import (
     BOOTSTRAP_PATH,
@@ -38,11 +43,6 @@ from protocol.bootstrap import (
     RankInfo,
 )
 from protocol.messages import PROTOCOL_VERSION, Geometry
-from service.engine_link import by_room
-from service.engine_messages import EngineReady, PrefillFinished, PromptScores, RequestFailed, Tokens
-from service.http_errors import ApiError, NodeUnavailable, RequestFailedError
-from service.settings import PrefillSettings
-from vocabulary import RankPlace
 
 log = logging.getLogger(__name__)
 

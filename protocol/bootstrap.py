@@ -23,13 +23,13 @@ import httpx
 import msgspec
 from msgspec import Meta
 
+from hisparse_pd.vocabulary import MAX_RANKS
 from protocol.access import MAX_HOST_CHARS, PeerList, is_host
 from protocol.channels import ControlKeys
 from protocol.decoding import TypedDecoder
 from protocol.messages import PROTOCOL_VERSION, Geometry, Name
 from protocol.names import resolve
 from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
-from vocabulary import MAX_RANKS
 
 BOOTSTRAP_PATH = "/bootstrap"
 LOOKUP_TIMEOUT_SECS = 5.0

@@ -13,11 +13,11 @@ from enum import StrEnum
 import msgspec
 from msgspec import Raw
 
-from api.raw_json import first_chars, split_list
+from hisparse_pd.api.raw_json import first_chars, split_list
+from hisparse_pd.http.off_loop import taking_interpreter
 from protocol.decoding import TypedDecoder, check_nesting
 from router.errors import RouterError
 from router.rooms import draw_room
-from service.off_loop import taking_interpreter
 
 MAX_PROMPTS = 4096
 """Prompts in one request at most: each adds about 60 bytes of bootstrap fields to the body."""

@@ -15,8 +15,8 @@ from typing import Any
 import httpcore
 import httpx
 
-from service.patience import Patience
-from service.settings import RouterSettings
+from hisparse_pd.http.patience import Patience
+from hisparse_pd.settings import RouterSettings
 
 _OPTIONS = tuple[int, int, int] | tuple[int, int, bytes | bytearray] | tuple[int, int, None, int]
 

@@ -20,15 +20,15 @@ from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hisparse_pd.http import metric_sums
+from hisparse_pd.http.channel import Channel, ChannelClosed
+from hisparse_pd.http.workers import Workers
+from hisparse_pd.settings import RouterSettings
 from protocol.decoding import TypedDecoder
 from router.drain import Drain, ShuttingDown
 from router.errors import RouterError
 from router.metrics import NodeCollector, RouterMetrics
 from router.nodes import Alone, Node, NodeKind, NodePool, Pair
-from service import metric_sums
-from service.channel import Channel, ChannelClosed
-from service.settings import RouterSettings
-from service.workers import Workers
 
 # --- from a worker: nodes are numbered in the order of the settings -------------------------------------
 

@@ -11,11 +11,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.models import show_models
+from hisparse_pd.api.models import show_models
+from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.vocabulary import VERSION
 from protocol.decoding import TypedDecoder
 from router.nodes import Node, NodeKind, NodePool
-from service.http_errors import ApiError
-from vocabulary import VERSION
 
 log = logging.getLogger(__name__)
 

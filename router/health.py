@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
+from hisparse_pd.vocabulary import MAX_RANKS
 from protocol.decoding import TypedDecoder
 from router.local_faults import local_fault
 from router.nodes import Node, NodePool
-from vocabulary import MAX_RANKS
 
 log = logging.getLogger(__name__)
 

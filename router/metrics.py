@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hisparse_pd.http import metric_sums
 from router.nodes import Node, NodePool
-from service import metric_sums
 
 CLIENT_GONE = 499
 """Status under which a request is counted whose client left before its answer was complete."""

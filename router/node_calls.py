@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import httpx
 
+from hisparse_pd.http.connections import TAKES_INTERIM
 from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
 from router.local_faults import local_fault
 from router.nodes import Node
-from service.connections import TAKES_INTERIM
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
 
+from hisparse_pd.http.prefixes import LOAD_BOUND, PrefixIndex, block_keys
+from hisparse_pd.settings import RouterPolicy, RouterSettings
 from router.errors import RouterError
 from router.rooms import draw_room
-from service.prefixes import LOAD_BOUND, PrefixIndex, block_keys
-from service.settings import RouterPolicy, RouterSettings
 
 log = logging.getLogger(__name__)
 

@@ -9,18 +9,18 @@ import socket
 
 from starlette.applications import Starlette
 
+from hisparse_pd.http import descriptors
+from hisparse_pd.http.certificates import Certificate
+from hisparse_pd.http.listening import HttpServer, Listener
+from hisparse_pd.http.workers import EXIT_SECS, Workers
+from hisparse_pd.process import StartError, setup_logging
+from hisparse_pd.settings import RouterSettings
 from protocol.access import KeyFileError
 from router.connect import CaFileError
 from router.desk import Desk, Worker
 from router.drain import Drain
 from router.nodes import NodePool, NodeUrlError
 from router.server import create_app, create_worker_app
-from service import descriptors
-from service.certificates import Certificate
-from service.listening import HttpServer, Listener
-from service.process import StartError, setup_logging
-from service.settings import RouterSettings
-from service.workers import EXIT_SECS, Workers
 
 log = logging.getLogger(__name__)
 

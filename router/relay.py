@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING
 import httpx
 import msgspec
 
-from api.score_report import join, report_decoder
+from hisparse_pd.api.score_report import join, report_decoder
+from hisparse_pd.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
 from router.body import Endpoint, RequestBody
 from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
 from router.node_calls import Answer, NodeCalls, RawHeaders, headers_to_node
 from router.nodes import Alone, Node, NodeKind, NodePool, Pair
-from vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
 
 if TYPE_CHECKING:
-    from service.tracing import RequestSpan
+    from hisparse_pd.tracing import RequestSpan
 
 log = logging.getLogger(__name__)
 

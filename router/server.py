@@ -23,9 +23,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from api.keys import ApiKeys, RequireKey, load_api_keys
-from api.models import MODEL_PATH, MODELS_PATH
-from api.openapi import OPENAPI_PATH, openapi_document
+from hisparse_pd.api.keys import ApiKeys, RequireKey, load_api_keys
+from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH
+from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
+from hisparse_pd.http.http_errors import ApiError, ErrorShape
+from hisparse_pd.http.off_loop import parsed
+from hisparse_pd.http.patience import Patience
+from hisparse_pd.http.workers import no_workers
+from hisparse_pd.settings import RouterSettings
+from hisparse_pd.traces import open_tracer
 from router.body import Endpoint, RequestBody
 from router.connect import OwnConnections, tls_context
 from router.desk import Desk, Worker
@@ -40,15 +46,9 @@ from router.nodes import NodeKind, NodePool
 from router.relay import Relay
 from router.request_ids import ANSWERED_HEADERS, RequestIds, request_id
 from router.status import StatusBoard
-from service.http_errors import ApiError, ErrorShape
-from service.off_loop import parsed
-from service.patience import Patience
-from service.settings import RouterSettings
-from service.traces import open_tracer
-from service.workers import no_workers
 
 if TYPE_CHECKING:
-    from service.tracing import RequestSpan
+    from hisparse_pd.tracing import RequestSpan
 
 log = logging.getLogger(__name__)
 

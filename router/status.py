@@ -20,9 +20,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
+from hisparse_pd.http.metrics import PREFIX
 from router.drain import Drain
 from router.nodes import Node, NodeKind, NodePool
-from service.metrics import PREFIX
 
 MAX_AGE_SECS = 1.0
 """How old an answer may be, so that many viewers cost one round."""

@@ -58,7 +58,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The directory of the tiny checkpoint of a variant ("v32" or "glm"), written once a session."""
-    from checkpoints.make_tiny import write_checkpoint
+    from tools.checkpoints.make_tiny import write_checkpoint
 
     return _written_once(tmp_path_factory, "tiny", write_checkpoint)
 
@@ -66,7 +66,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 @pytest.fixture(scope="session")
 def drafting_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The directory of the tiny checkpoint of a variant with an MTP layer, written once a session."""
-    from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
+    from tools.checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 
     def write(path: Path, variant: str) -> None:
         write_checkpoint(path, variant, draft_gain=LIKELY_DRAFTS)

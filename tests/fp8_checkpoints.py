@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoints.make_tiny import write_checkpoint
-from checkpoints.quantize_fp8 import quantize_checkpoint
 from kernels.block_fp8 import dequantize
+from tools.checkpoints.make_tiny import write_checkpoint
+from tools.checkpoints.quantize_fp8 import quantize_checkpoint
 
 
 def write_fp8_checkpoint(directory: Path, variant: str, draft_gain: float | None = None) -> tuple[Path, Path]:

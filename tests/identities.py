@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.engine.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity
 from protocol.messages import DIGEST_BYTES
-from service.engine_messages import pack_token_ids
-from service.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity
 
 DIGEST = bytes(range(DIGEST_BYTES))
 ANY = PromptIdentity(NO_ISOLATION, DIGEST)

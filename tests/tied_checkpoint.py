@@ -1,8 +1,8 @@
 """Checkpoints of random weights and odd sizes, in which equal scores are the rule.
 
-Unlike those of ``checkpoints.make_tiny`` nothing keeps scores apart: the indexer's heads all rectify, so that
-a hundred positions of a query score exactly zero and the boundary of its selection goes through the middle of
-them. Two correct implementations give the same tokens only if both take the lowest positions.
+Unlike those of ``tools.checkpoints.make_tiny`` nothing keeps scores apart: the indexer's heads all rectify,
+so that a hundred positions of a query score exactly zero and the boundary of its selection goes through the
+middle of them. Two correct implementations give the same tokens only if both take the lowest positions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from checkpoints.make_tiny import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
+from tools.checkpoints.make_tiny import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
 
 INDEX_TOPK = 37
 CONTEXT_LENGTH = 2048

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
+from hisparse_pd.memory.machine import Machine
 from protocol.access import WILDCARD_HOSTS
 from transfer.errors import TransferError as TransferError
 from transfer.errors import TransferSetupError as TransferSetupError
 from transfer.extents import SlotArray, as_write, ranges_around
-from transfer.machine import Machine
 from transfer.plan import MAX_DESCRIPTOR_BYTES, cut_long
 from transfer.transport import TCP, Transport, address_fault, environment_fault
 

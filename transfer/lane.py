@@ -31,7 +31,7 @@ from transfer.lane_memory import Copying, LaneError, Mapping
 from transfer.plan import SLICE_BYTES, cut_long
 
 if TYPE_CHECKING:
-    from kernels.peer_memory import GpuWriter
+    from hisparse_pd.memory.peer import GpuWriter
 
 log = logging.getLogger(__name__)
 

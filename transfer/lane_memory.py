@@ -42,7 +42,7 @@ from transfer.lane_copy import copy_ranges
 from transfer.plan import cut_long
 
 if TYPE_CHECKING:
-    from kernels.peer_memory import GpuCopy, GpuWriter
+    from hisparse_pd.memory.peer import GpuCopy, GpuWriter
 
 log = logging.getLogger(__name__)
 

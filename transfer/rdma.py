@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from transfer.machine import Fault, Machine, read_text, verbs_library_fault
+from hisparse_pd.memory.machine import Fault, Machine, read_text, verbs_library_fault
 
 IpAddress = IPv4Address | IPv6Address
 

@@ -15,8 +15,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from hisparse_pd.memory.machine import Fault, Machine, gpu_direct_fault, memlock_fault
 from transfer.errors import TransferSetupError
-from transfer.machine import Fault, Machine, gpu_direct_fault, memlock_fault
 from transfer.rdma import (
     GidGrade,
     IpAddress,

@@ -19,7 +19,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 PROJECT_PYTHON = os.environ.get("PROJECT_PYTHON", str(REPO / ".venv" / "bin" / "python"))
-RETRIEVAL_MODEL = REPO / "checkpoints" / "retrieval"
+RETRIEVAL_MODEL = REPO / "tools" / "checkpoints" / "retrieval"
 STOP_TIMEOUT_SECS = 60.0
 _SERVES = re.compile(r"^hisparse-pd serves (\S+) at (\S+)/v1$", re.MULTILINE)
 
@@ -123,7 +123,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("tiny")
     model_path = directory / "tiny"
     subprocess.run(
-        [PROJECT_PYTHON, "-m", "checkpoints.make_tiny", str(model_path)], cwd=REPO, check=True, timeout=120
+        [PROJECT_PYTHON, "-m", "tools.checkpoints.make_tiny", str(model_path)],
+        cwd=REPO,
+        check=True,
+        timeout=120,
     )
     (model_path / "chat_template.jinja").unlink()
     with _serving(model_path, directory / "pair.log") as served:

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from api.text_codec import TextCodec
+from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.engine.messages import FromEngine, Generate, unpack_token_ids
+from hisparse_pd.http.listening import Listener
+from hisparse_pd.settings import RouterSettings
 from router.server import create_app
-from service.engine_messages import FromEngine, Generate, unpack_token_ids
-from service.listening import Listener
-from service.settings import RouterSettings
 from tests.unit.api import scripted_engine, support
 from tests.unit.api.scripted_engine import ScriptedEngine, deliver, stops_after
 from tests.unit.api.tiny_tokenizer import make_tokenizer

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from service.ports import free_port
+from hisparse_pd.ports import free_port
 from tests.compose.engine import CommandFailed, Engine, run
 from tests.compose.images import BUILD_TIMEOUT_SECS, base_image, collect_wheels
 
@@ -270,7 +270,7 @@ def deployed(engine: Engine, directory: Path, project: str) -> Iterator[Deployme
         ROUTER_PORT=f"127.0.0.1:{deployment.router_port}",
         PROMETHEUS_PORT=f"127.0.0.1:{deployment.prometheus_port}",
         PROMETHEUS_IMAGE=prometheus_image,
-        DEVICE_BUFFER_SIZE=str(2 * _index_topk(tree / "checkpoints/retrieval")),
+        DEVICE_BUFFER_SIZE=str(2 * _index_topk(tree / "tools/checkpoints/retrieval")),
         DECODE_ARGS="--speculative-num-steps 3",  # the dashboard asks for drafts too
         NUM_THREADS="1",
         **UNHURRIED,

@@ -13,8 +13,8 @@ import zlib
 import msgspec
 import torch
 
-from kernels.host_memory import allocate_host
-from kernels.peer_memory import ipc_handle
+from hisparse_pd.memory.host import allocate_host
+from hisparse_pd.memory.peer import ipc_handle
 from protocol.lane import LaneOffer
 from tests.other_process import OtherProcess
 from transfer.lane_host import LaneHost, SharedMemory

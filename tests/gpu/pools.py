@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.host_memory import CudaPinning
+from hisparse_pd.memory.host import CudaPinning
 from tests.gpu.support import DEVICE
 
 POISON = 0xA5

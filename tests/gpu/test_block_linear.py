@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from hisparse_pd.model.block_linear import BlockLinear, JoinedLinears
 from kernels.block_fp8 import BLOCK, dequantize, quantize
 from kernels.block_linear import block_linear, gated_block_linear
 from kernels.fp8_rows import dequantize_rows, quantize_gated, quantize_rows
-from model.block_linear import BlockLinear, JoinedLinears
 from tests.gpu.support import DEVICE, needs_gpu, no_waiting
 
 pytestmark = needs_gpu

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import decode_step
-from checkpoints.make_synthetic import NUM_BYTES, SyntheticShape, write_synthetic
-from model.attention_kernels import AttentionKernels
-from model.loader import load_model
-from model.paged_kv import PagedKv, PagedRequest
-from model.spec import load_spec
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.model.spec import load_spec
 from tests.gpu.support import needs_gpu
+from tools.bench import decode_step
+from tools.checkpoints.make_synthetic import NUM_BYTES, SyntheticShape, write_synthetic
 
 pytestmark = needs_gpu
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hisparse_pd.model.experts import RoutedExperts
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.block_fp8 import quantize
 from kernels.expert_routing import ExpertMatrices, Routing, rounds
 from kernels.experts import run_experts
-from model.experts import RoutedExperts
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = needs_gpu

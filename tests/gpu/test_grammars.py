@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import decode_step
-from checkpoints.make_synthetic import SyntheticShape, write_synthetic
+from hisparse_pd.model.sampling import enqueue_sample, sample
+from hisparse_pd.vocabulary import SamplingParams
 from kernels.bit_masks import allowed_logits
-from model.sampling import enqueue_sample, sample
 from tests.gpu.support import no_waiting
-from vocabulary import SamplingParams
+from tools.bench import decode_step
+from tools.checkpoints.make_synthetic import SyntheticShape, write_synthetic
 
 pytestmark = [
     pytest.mark.gpu,

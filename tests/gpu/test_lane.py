@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import ArrayLike
 
-from kernels.peer_memory import GpuWriter, word_bytes
+from hisparse_pd.memory.peer import GpuWriter, word_bytes
 from tests.gpu.lane_peer import LanePeer
 from tests.gpu.support import needs_gpu
 from transfer.extents import SlotArray

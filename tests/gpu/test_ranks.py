@@ -23,8 +23,8 @@ PROGRAM = """
 import sys
 import torch
 from kernels.block_fp8 import DTYPE as FP8
-from model.experts import RoutedExperts
-from model.rank_group import RankGroup
+from hisparse_pd.model.experts import RoutedExperts
+from hisparse_pd.model.rank_group import RankGroup
 from vocabulary import RankPlace
 
 rank, path = int(sys.argv[1]), sys.argv[2]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from model.sampling import Sampled, enqueue_sample, sample
-from model.token_counts import CountedRows, TokenCounts, to_device
+from hisparse_pd.model.sampling import Sampled, enqueue_sample, sample
+from hisparse_pd.model.token_counts import CountedRows, TokenCounts, to_device
+from hisparse_pd.vocabulary import SamplingParams, pack_logit_bias
 from tests.gpu.support import no_waiting
-from vocabulary import SamplingParams, pack_logit_bias
 
 pytestmark = [
     pytest.mark.I5,

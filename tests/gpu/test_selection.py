@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hisparse_pd.model.expert_router import _topk
 from kernels.selection import ranked_topk
-from model.expert_router import _topk
 from tests.gpu.support import DEVICE, needs_gpu
 
 pytestmark = needs_gpu

@@ -10,12 +10,12 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory
 from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request
+from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from kernels.hot_state import HotBufferState
 from kernels.swap_in import RowStart, start_dense_row, start_row
 from protocol.messages import Room
 from tests.gpu.support import DEVICE, assert_same_tables, needs_gpu, no_waiting
 from tests.unit.model.model_specs import make_spec
-from vocabulary import HisparseFlag, Mode, SamplingParams
 
 pytestmark = needs_gpu
 

@@ -11,18 +11,18 @@ import pytest
 
 pytest.importorskip("msgspec", reason="msgspec is not installed")
 
-from checkpoints.make_tiny import write_checkpoint
-from model.loader import load_model
-from model.spec import load_spec
+from hisparse_pd.engine.messages import Generate, WantedScores
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.spec import load_spec
+from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.compute import PromptRunner
 from prefill_node.kv_pool import PageId
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk
 from protocol.messages import Room
-from service.engine_messages import Generate, WantedScores
 from tests.gpu.support import needs_gpu
-from vocabulary import SamplingParams
+from tools.checkpoints.make_tiny import write_checkpoint
 
 pytestmark = needs_gpu
 

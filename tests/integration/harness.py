@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
+from hisparse_pd.ports import free_port
 from router.supervisor import Health, Patience, probe
-from service.ports import free_port
 from tests.tls_files import TlsFiles
 
 STOP_TIMEOUT_SECS = 20.0

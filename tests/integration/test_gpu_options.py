@@ -10,8 +10,8 @@ import httpx
 import pytest
 import torch
 
-from checkpoints.oracle import Oracle
 from tests.integration.harness import DEVICE, deployment
+from tools.checkpoints.oracle import Oracle
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="HISPARSE_PD_TEST_DEVICE names no GPU")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from checkpoints.oracle import Oracle
 from tests.integration.harness import deployment, pool_usage, wait_until
+from tools.checkpoints.oracle import Oracle
 
 NUM_NEW_TOKENS = 30
 TURN_TOKENS = 10

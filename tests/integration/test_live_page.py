@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.retrieval import RETRIEVAL_MODEL
 from tests.integration.browser import CHROMIUM, Page, open_page
 from tests.integration.harness import Deployment, deployment
+from tools.bench.retrieval import RETRIEVAL_MODEL
 
 pytestmark = [
     pytest.mark.browser,

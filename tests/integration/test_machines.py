@@ -12,9 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from checkpoints.oracle import Oracle
+from hisparse_pd.ports import free_port
 from protocol.channels import ControlKeys
-from service.ports import free_port
 from tests.integration.harness import (
     Deployment,
     Service,
@@ -27,6 +26,7 @@ from tests.integration.harness import (
     wait_until,
 )
 from tests.port_scan import listening, scan
+from tools.checkpoints.oracle import Oracle
 
 LENGTHS = (1, 38, 129, 300)
 NUM_NEW_TOKENS = 10

@@ -22,8 +22,8 @@ from typing import Any
 import httpx
 import pytest
 
-from checkpoints.oracle import Oracle
 from tests.integration.harness import Deployment, deployment
+from tools.checkpoints.oracle import Oracle
 
 NUM_NEW_TOKENS = 48
 TURN_TOKENS = 16

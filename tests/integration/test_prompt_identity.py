@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.engine_messages import pack_token_ids
-from service.prompt_keys import PromptIdentity, root_of
+from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.engine.prompt_keys import PromptIdentity, root_of
 from tests.integration.harness import Deployment, Service, is_idle, pool_usage, wait_until
 
 pytestmark = pytest.mark.I5

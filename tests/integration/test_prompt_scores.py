@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import oracle
-from service.ports import free_port
+from hisparse_pd.ports import free_port
 from tests.integration.harness import Deployment, Service, router_service, running, wait_until
+from tools.checkpoints import oracle
 
 TOLERANCE = 2e-3
 """Between two implementations in float32; a position more or less is off by units."""

@@ -19,7 +19,6 @@ import httpx
 import pytest
 import torch
 
-from checkpoints.oracle import Oracle
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.integration.harness import (
     DEVICE,
@@ -36,6 +35,7 @@ from tests.integration.harness import (
     running,
     wait_until,
 )
+from tools.checkpoints.oracle import Oracle
 
 NUM_NEW_TOKENS = 12
 NUM_CONCURRENT = 12

@@ -14,11 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.accuracy import NUM_CLIENTS, ask_pair
-from bench.accuracy_report import Response
-from bench.facts import ROOT
-from bench.retrieval import RETRIEVAL_MODEL, Retrieval, retrievals
 from tests.integration.harness import Deployment, deployment
+from tools.bench.accuracy import NUM_CLIENTS, ask_pair
+from tools.bench.accuracy_report import Response
+from tools.bench.retrieval import RETRIEVAL_MODEL, Retrieval, retrievals
 
 SAMPLE = {512: 4, 2048: 3}
 FULL = {512: 6, 2048: 4, 8000: 4}
@@ -75,7 +74,7 @@ def test_the_benchmark_measures_an_openai_endpoint(pair: Deployment, tmp_path: P
     arguments = ["--tasks", "retrieval", "--url", f"{pair.url}/v1", "--instruction", "", "--max-tokens", "64"]
     arguments += ["--lengths", "512", "--prompts", "3", "--hisparse", "true", "false", "--out", str(out)]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "accuracy.py"), *arguments],
+        [sys.executable, "-m", "tools.bench.accuracy", *arguments],
         capture_output=True,
         text=True,
         timeout=200,

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from service.ports import free_port
+from hisparse_pd.ports import free_port
 from tests.integration.harness import Deployment, Service, running
 
 PROMPT = "Extents, not one integer a token, say where the bytes of a room are to land. " * 4

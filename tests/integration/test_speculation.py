@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from checkpoints.oracle import greedy_tokens
 from tests.integration.harness import Deployment, deployment
 from tests.unit.decode_node.penalties_support import penalized_tokens
 from tests.unit.decode_node.support import random_prompt
+from tools.checkpoints.oracle import greedy_tokens
 
 NUM_NEW = 32
 PROMPTS = [random_prompt(seed, length) for seed, length in enumerate([1, 31, 64, 100, 240, 300, 420, 700])]

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from checkpoints.oracle import Oracle
 from tests.integration.harness import deployment
+from tools.checkpoints.oracle import Oracle
 
 NUM_NEW_TOKENS = 24
 NUM_CONCURRENT = 12

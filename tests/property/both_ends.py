@@ -23,16 +23,12 @@ from decode_node.engine import DecodeEngine
 from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind, Stage
 from decode_node.request import PeerAddress
+from hisparse_pd.engine.messages import Generate, GenerateGroup, pack_token_ids
+from hisparse_pd.engine.prompt_keys import root_of
+from hisparse_pd.settings import DecodeSettings, PrefillSettings
 from prefill_node.engine import PrefillEngine
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
 from protocol.messages import PROTOCOL_VERSION, RegionKind, Room
-from service.engine_messages import (
-    Generate,
-    GenerateGroup,
-    pack_token_ids,
-)
-from service.prompt_keys import root_of
-from service.settings import DecodeSettings, PrefillSettings
 from tests.identities import identity_of
 from tests.property.sim_network import Lookups, Network, SimClient, SimServer
 from tests.property.sim_nodes import (

@@ -21,12 +21,8 @@ from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind
 from decode_node.request import Request
 from decode_node.steps import StepResult
-from model.spec import ModelSpec
-from prefill_node.compute import Computed, FirstToken, LayerWritten
-from prefill_node.memory import PrefillMemory
-from prefill_node.rooms import RoomRecord
-from prefill_node.scheduler import Chunk
-from service.engine_messages import (
+from hisparse_pd.engine.lockstep import NodeStep
+from hisparse_pd.engine.messages import (
     EngineReady,
     EngineStats,
     FromEngine,
@@ -35,11 +31,15 @@ from service.engine_messages import (
     ToEngine,
     Tokens,
 )
-from service.lockstep import NodeStep
+from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.vocabulary import Mode
+from prefill_node.compute import Computed, FirstToken, LayerWritten
+from prefill_node.memory import PrefillMemory
+from prefill_node.rooms import RoomRecord
+from prefill_node.scheduler import Chunk
 from tests.property.sim_transport import SafetyViolation
 from tests.unit.model.model_specs import make_spec
 from transfer.extents import expand_pages, extents_to_slots
-from vocabulary import Mode
 
 PAGE_SIZE = 4
 TAG_BYTES = 16

@@ -24,11 +24,11 @@ from decode_node.quarantine import Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.reserve import Claim, Reserve
 from decode_node.scheduler import AUTO_DENSE_MARGIN, Limits, StepPlan, refusal
+from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.engine.prompt_keys import NO_ISOLATION
+from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Extent, Room
-from service.engine_messages import pack_token_ids
-from service.prompt_keys import NO_ISOLATION
 from transfer.extents import extents_to_slots, slice_extents
-from vocabulary import HisparseFlag, Mode, SamplingParams
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I4, pytest.mark.I6, pytest.mark.I7]
 

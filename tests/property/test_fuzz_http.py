@@ -15,18 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
-from api.body_parts import MAX_ROOM
-from api.keys import ApiKeys, RequireKey
-from api.requests import Limits, grouped, plan_samples
-from api.schemas import ApiRequest, Endpoint, parse_request
-from api.text_codec import TextCodec
-from api.tokens import TokenPath, answer_about_tokens
+from hisparse_pd.api.body_parts import MAX_ROOM
+from hisparse_pd.api.keys import ApiKeys, RequireKey
+from hisparse_pd.api.requests import Limits, grouped, plan_samples
+from hisparse_pd.api.schemas import ApiRequest, Endpoint, parse_request
+from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.api.tokens import TokenPath, answer_about_tokens
+from hisparse_pd.engine import messages as engine_messages
+from hisparse_pd.engine.messages import unpack_token_ids
+from hisparse_pd.http.http_errors import ApiError
 from router import body as router_body
 from router.body import RequestBody
 from router.errors import NodeRefused, RouterError
-from service import engine_messages
-from service.engine_messages import unpack_token_ids
-from service.http_errors import ApiError
 from tests.property.declared_bodies import make_declared
 from tests.property.fuzzing import (
     BATCH,

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-import hisparse_pd
-from api.keys import MIN_KEY_CHARS, ApiKeys
+from hisparse_pd import cli
+from hisparse_pd.api.keys import MIN_KEY_CHARS, ApiKeys
+from hisparse_pd.settings import DecodeSettings, PrefillSettings, RouterSettings
+from hisparse_pd.settings_sources import SettingsError, load_settings, to_options
 from protocol.access import KeyFileError, PeerList, is_host
 from protocol.channels import ControlKeys
-from service.settings import DecodeSettings, PrefillSettings, RouterSettings
-from service.settings_sources import SettingsError, load_settings, to_options
 from tests.property.fuzzing import BATCH, batch, damage, fuzz, fuzz_batches, outcome, seeds
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def test_a_pairs_file_gives_settings_or_a_settings_error(directory: Path, seed: 
 
     def check(text: bytes) -> None:
         path.write_bytes(text)
-        outcome(lambda: hisparse_pd.pair_settings({}, path), SettingsError)
+        outcome(lambda: cli.pair_settings({}, path), SettingsError)
 
     batch(seed, lambda rng: damage(rng, [PAIR], PARTS), check, count=BATCH // 10)
 
@@ -195,10 +195,10 @@ def test_a_command_line_parses_or_ends_with_status_2(command: str, words: list[s
     status: object = 0
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
-            hisparse_pd._make_parser().parse_known_args([command, *words])
+            cli._make_parser().parse_known_args([command, *words])
         except SystemExit as end:
             status = end.code
-    assert status in (0, hisparse_pd.USAGE_ERROR)
+    assert status in (0, cli.USAGE_ERROR)
 
 
 # --- keys and peers -------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_a_control_key_file_is_a_key_or_refused_without_being_shown(directory: P
 @given(seeds)
 @fuzz_batches
 def test_an_api_key_file_holds_keys_or_is_refused_without_being_shown(directory: Path, seed: int) -> None:
-    path = directory / "api.keys"
+    path = directory / "hisparse_pd.api.keys"
 
     def check(content: bytes) -> None:
         path.write_bytes(content)

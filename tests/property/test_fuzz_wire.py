@@ -13,23 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from api import score_report
-from prefill_node.registrations import Registrations, why_not_landing
-from protocol import bootstrap, lane, messages
-from protocol.access import PeerList
-from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
-from protocol.decoding import TypedDecoder
-from protocol.messages import (
-    PROTOCOL_VERSION,
-    Bootstrap,
-    Extent,
-    PrefillTimes,
-    Region,
-    RegionKind,
-    Register,
-)
-from service import engine_messages
-from service.engine_messages import (
+from hisparse_pd.api import score_report
+from hisparse_pd.engine import messages as engine_messages
+from hisparse_pd.engine.messages import (
     Abort,
     EngineLoading,
     EngineReady,
@@ -48,7 +34,22 @@ from service.engine_messages import (
     WantedScores,
     pack_token_ids,
 )
-from service.phases import Phase
+from hisparse_pd.engine.phases import Phase
+from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
+from prefill_node.registrations import Registrations, why_not_landing
+from protocol import bootstrap, lane, messages
+from protocol.access import PeerList
+from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
+from protocol.decoding import TypedDecoder
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Bootstrap,
+    Extent,
+    PrefillTimes,
+    Region,
+    RegionKind,
+    Register,
+)
 from tests.identities import identity_of
 from tests.property.fuzzing import (
     BATCH,
@@ -65,7 +66,6 @@ from tests.property.fuzzing import (
 )
 from tests.unit.protocol.examples import BOOTSTRAP, GEOMETRY, TO_DECODE, TO_PREFILL
 from transfer.aux_record import AuxLayout, AuxMismatch
-from vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
 
 pytestmark = pytest.mark.I7
 

@@ -21,11 +21,11 @@ from decode_node.live_requests import Landing, LiveRequests
 from decode_node.pools import PoolKind, Pools, SlotCounts
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission
+from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.engine.prompt_keys import PageKey, root_of
+from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Extent, Room
-from service.engine_messages import pack_token_ids
-from service.prompt_keys import PageKey, root_of
 from transfer.extents import extents_to_slots, slice_extents
-from vocabulary import HisparseFlag, Mode, SamplingParams
 
 pytestmark = pytest.mark.I2
 

@@ -20,12 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from checkpoints.oracle import greedy_tokens
-from model.paged_kv import PagedKv, PagedRequest
-from model.sampling import sample
+from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.model.sampling import sample
+from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
 from tests.tied_checkpoint import INDEX_TOPK
 from tests.unit.decode_node.support import Checkpoint, EngineHarness, PrefillDouble, Prompt, load_checkpoint
-from vocabulary import HisparseFlag, SamplingParams, TokenLogprob
+from tools.checkpoints.oracle import greedy_tokens
 
 pytestmark = pytest.mark.I5
 

@@ -18,6 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hisparse_pd.engine.messages import (
+    FromEngine,
+    Generate,
+    GenerateGroup,
+    PrefillFinished,
+    RequestFailed,
+    pack_token_ids,
+)
+from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.kv_pool import PagePool, PageState
 from prefill_node.prefix_cache import PrefixCache, PrefixMatch
 from prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
@@ -36,19 +45,10 @@ from protocol.messages import (
     RoomQuiet,
     ToDecode,
 )
-from service.engine_messages import (
-    FromEngine,
-    Generate,
-    GenerateGroup,
-    PrefillFinished,
-    RequestFailed,
-    pack_token_ids,
-)
 from tests.identities import ANY, DIGEST
 from transfer.extents import expand_pages
 from transfer.plan import Descriptors, RegionView, join_descriptors
 from transfer.sender import Completion, WriteBatch
-from vocabulary import SamplingParams
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I5, pytest.mark.I7, pytest.mark.I8]
 

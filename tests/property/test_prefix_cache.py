@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.engine.prompt_keys import PageKey, page_keys, root_of
 from prefill_node.kv_pool import IntegrityError, PageId, PagePool
 from prefill_node.prefix_cache import Lease, PrefixCache, PrefixMatch
-from service.engine_messages import pack_token_ids
-from service.prompt_keys import PageKey, page_keys, root_of
 
 pytestmark = [pytest.mark.I2, pytest.mark.I5]
 

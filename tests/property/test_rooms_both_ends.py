@@ -25,13 +25,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from decode_node.pools import Stage
 from decode_node.prefill_peers import LAST_WORDS_SECS
+from hisparse_pd.engine.messages import Abort, Generate, GenerateGroup
+from hisparse_pd.vocabulary import HisparseFlag, SamplingParams
 from protocol.messages import Room, RoomDone, to_decode_decoder
-from service.engine_messages import Abort, Generate, GenerateGroup
 from tests.property.both_ends import LATE_SECS, QUARANTINE_SECS, ROOM_TIMEOUT_SECS, PrefillNode, World
 from tests.property.sim_network import SimClient
 from tests.property.sim_nodes import FIRST_TOKEN, NEXT_TOKEN, SimFront
 from tests.property.sim_transport import WriteFate
-from vocabulary import HisparseFlag, SamplingParams
 
 pytestmark = pytest.mark.I7
 

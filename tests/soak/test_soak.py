@@ -35,7 +35,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.ports import free_port
+from hisparse_pd.ports import free_port
 from tests.faults.transport import FaultRates
 from tests.integration.harness import (
     Deployment,
@@ -54,7 +54,7 @@ SECS = float(os.environ.get("SOAK_SECS", "120"))
 NUM_RANKS = int(os.environ.get("SOAK_RANKS", "1"))
 NUM_DRAFTS = int(os.environ.get("SOAK_DRAFTS", "3"))
 NUM_CLIENTS = int(os.environ.get("SOAK_CLIENTS", "24"))
-REPORT = Path(os.environ.get("SOAK_REPORT", "bench/out/soak.json"))
+REPORT = Path(os.environ.get("SOAK_REPORT", "out/soak.json"))
 
 LENGTHS = (1, 2, 63, 64, 65, 100, 128, 200, 333, 600)
 MAX_NEW_TOKENS = 40

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-import hisparse_pd
-from doctor.settings import DoctorSettings
+from hisparse_pd import cli
+from hisparse_pd.doctor.settings import DoctorSettings
+from hisparse_pd.ports import free_port
+from hisparse_pd.settings import DecodeSettings, PrefillSettings, RouterSettings
 from protocol.channels import ControlKeys
 from router import supervisor
 from router.supervisor import Child, Health, Supervisor, probe
-from service.ports import free_port
-from service.settings import DecodeSettings, PrefillSettings, RouterSettings
 from tests.waiting import wait_until
 
 REPO = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
 """
 
 
-def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hisparse_pd", *arguments],
         cwd=REPO,
@@ -55,7 +55,7 @@ def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def exits(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as caught:
-        hisparse_pd.main(arguments)
+        cli.main(arguments)
     captured = capsys.readouterr()
     assert isinstance(caught.value.code, int)
     return caught.value.code, captured.out, captured.err
@@ -120,7 +120,7 @@ def test_usage_errors_exit_with_2_and_say_what_is_allowed(
 
 
 def test_a_bad_node_url_stops_the_router_before_it_serves() -> None:
-    done = cli("router", "--prefill", "localhost:1", "--decode", "http://127.0.0.1:2", "--port", "0")
+    done = run_cli("router", "--prefill", "localhost:1", "--decode", "http://127.0.0.1:2", "--port", "0")
     assert done.returncode == 2
     assert "prefill node 'localhost:1'" in done.stderr
 
@@ -131,7 +131,7 @@ NO_NODES = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1")
 def test_a_taken_port_ends_the_router_with_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = cli("router", *NO_NODES, "--port", str(port))
+        done = run_cli("router", *NO_NODES, "--port", str(port))
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
     assert "Traceback" not in done.stderr
@@ -160,7 +160,7 @@ def test_sigterm_stops_the_router_with_status_0() -> None:
 
 def test_keygen_writes_a_key_that_loads_and_that_only_its_owner_reads(tmp_path: Path) -> None:
     path = tmp_path / "control.key"
-    assert hisparse_pd.main(["keygen", str(path)]) == 0
+    assert cli.main(["keygen", str(path)]) == 0
     assert len(ControlKeys.load(path).secret) == 40
     assert path.stat().st_mode & 0o777 == 0o600
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from api.prompts import Prompt
-from api.text_codec import TextCodec
-from service.engine_messages import unpack_token_ids
+from hisparse_pd.api.prompts import Prompt
+from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.engine.messages import unpack_token_ids
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
 TEMPLATE = (

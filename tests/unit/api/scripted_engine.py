@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.messages import Geometry
-from service.engine_messages import (
+from hisparse_pd.engine.messages import (
     Abort,
     EngineReady,
     EngineStats,
@@ -27,8 +26,9 @@ from service.engine_messages import (
     ToEngine,
     Tokens,
 )
-from service.engine_sockets import EngineSocket
-from vocabulary import FinishReason, Mode, TokenLogprob
+from hisparse_pd.engine.sockets import EngineSocket
+from hisparse_pd.vocabulary import FinishReason, Mode, TokenLogprob
+from protocol.messages import Geometry
 
 CONTEXT_LENGTH = 256
 POOL_HISPARSE = 200

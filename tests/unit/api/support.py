@@ -15,19 +15,19 @@ import httpx
 from starlette.applications import Starlette
 from starlette.types import Message
 
-from api.app import Front
-from api.grammar_checks import GrammarChecks
-from api.keys import load_api_keys
-from api.sampling_defaults import SamplingDefaults
-from api.text_codec import TextCodec
 from decode_node.server import create_decode_app
+from hisparse_pd.api.app import Front
+from hisparse_pd.api.grammar_checks import GrammarChecks
+from hisparse_pd.api.keys import load_api_keys
+from hisparse_pd.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.http.engine_link import EngineLink, LinkState
+from hisparse_pd.http.listening import Listener
+from hisparse_pd.http.metrics import FrontMetrics
+from hisparse_pd.settings import DecodeSettings, NodeSettings, PrefillSettings
+from hisparse_pd.tracing import Tracer
 from prefill_node.server import create_bootstrap_app, create_prefill_app
 from protocol.channels import load_control_keys
-from service.engine_link import EngineLink, LinkState
-from service.listening import Listener
-from service.metrics import FrontMetrics
-from service.settings import DecodeSettings, NodeSettings, PrefillSettings
-from service.tracing import Tracer
 from tests.unit.api.scripted_engine import Script, ScriptedEngine, ready
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api import chat_message
-from api.chat_format import ToolMarkup
-from api.chat_message import MessageParser
-from api.message_parts import Message, Part, PartKind, joined
-from api.tool_markup import MARKUPS, Markup
-from api.tool_schemas import ToolSchemas
+from hisparse_pd.api import chat_message
+from hisparse_pd.api.chat_format import ToolMarkup
+from hisparse_pd.api.chat_message import MessageParser
+from hisparse_pd.api.message_parts import Message, Part, PartKind, joined
+from hisparse_pd.api.tool_markup import MARKUPS, Markup
+from hisparse_pd.api.tool_schemas import ToolSchemas
+from hisparse_pd.vocabulary import FinishReason
 from tests.unit.api.whole_calls import READERS
-from vocabulary import FinishReason
 
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 GLM, DSML, V31 = (MARKUPS[kind] for kind in (ToolMarkup.GLM, ToolMarkup.DSML, ToolMarkup.DEEPSEEK_V31))

@@ -11,9 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-from api.prompts import Prompt
-from api.text_codec import TextCodec
-from service.engine_messages import unpack_token_ids
+from hisparse_pd.api.prompts import Prompt
+from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.engine.messages import unpack_token_ids
 from tests.unit.api import scripted_engine, support
 from tests.unit.api.scripted_engine import stops_after
 from tests.unit.api.support import ROOM, serving

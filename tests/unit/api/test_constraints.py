@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from api.call_rules import CallRule
-from api.constraints import (
+from hisparse_pd.api.call_rules import CallRule
+from hisparse_pd.api.constraints import (
     MAX_CHOICE_CHARS,
     MAX_CHOICES,
     MAX_GBNF_CHARS,
@@ -22,8 +22,8 @@ from api.constraints import (
     Constraint,
     FormatKind,
 )
-from api.schemas import ApiRequest, Endpoint, parse_request
-from service.http_errors import ApiError
+from hisparse_pd.api.schemas import ApiRequest, Endpoint, parse_request
+from hisparse_pd.http.http_errors import ApiError
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "number"}, "a": {"const": 1.0}}}
 TEXT = '{"type":"object","properties":{"b":{"type":"number"},"a":{"const":1.0}}}'

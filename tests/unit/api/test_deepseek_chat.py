@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from api.chat_format import ToolMarkup
-from api.prompts import ChatPrompt, written_arguments
-from api.text_codec import TextCodec
+from hisparse_pd.api.chat_format import ToolMarkup
+from hisparse_pd.api.prompts import ChatPrompt, written_arguments
+from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.engine.messages import unpack_token_ids
+from hisparse_pd.http.http_errors import ApiError
 from protocol.decoding import MAX_NESTING
-from service.engine_messages import unpack_token_ids
-from service.http_errors import ApiError
 from tests.unit.api.tiny_tokenizer import make_tokenizer
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"

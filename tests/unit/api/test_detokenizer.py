@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from api.detokenizer import Detokenizer, StopStrings, TokenBytes, TokenizerUnsupported
+from hisparse_pd.api.detokenizer import Detokenizer, StopStrings, TokenBytes, TokenizerUnsupported
 from tests.unit.api.tiny_tokenizer import BOS, EOS, make_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -25,15 +25,11 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from api import node
-from api.app import Work, create_app
-from api.frame import Answer
 from decode_node.server import create_decode_app
-from protocol.bootstrap import BootstrapInfo, look_up
-from service import front as front_module
-from service import rank_link
-from service.engine_link import EngineLink, SampleGroup, least_loaded
-from service.engine_messages import (
+from hisparse_pd.api import node
+from hisparse_pd.api.app import Work, create_app
+from hisparse_pd.api.frame import Answer
+from hisparse_pd.engine.messages import (
     Abort,
     EngineLoading,
     FlushCache,
@@ -44,10 +40,15 @@ from service.engine_messages import (
     RequestStats,
     Tokens,
 )
-from service.listening import Listener, _SharedSocket
-from service.metrics import FrontMetrics
-from service.settings import DecodeSettings
-from service.workers import Workers
+from hisparse_pd.http import front as front_module
+from hisparse_pd.http import rank_link
+from hisparse_pd.http.engine_link import EngineLink, SampleGroup, least_loaded
+from hisparse_pd.http.listening import Listener, _SharedSocket
+from hisparse_pd.http.metrics import FrontMetrics
+from hisparse_pd.http.workers import Workers
+from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, VERSION, FinishReason, HisparseFlag, Mode, RankPlace
+from protocol.bootstrap import BootstrapInfo, look_up
 from tests.unit.api.scripted_engine import deliver, say, stats
 from tests.unit.api.support import (
     BODY,
@@ -65,7 +66,6 @@ from tests.unit.api.support import (
     until,
 )
 from tests.unit.api.tiny_tokenizer import EOS, write_checkpoint
-from vocabulary import PREFILL_NODE_FAILED, VERSION, FinishReason, HisparseFlag, Mode, RankPlace
 
 # --- decode: OpenAI ----------------------------------------------------------------------------------
 
@@ -928,13 +928,13 @@ def test_metric_families_keep_their_labels_apart() -> None:
 FRONT = """
     import sys
     from pathlib import Path
-    from service.settings import DecodeSettings
+    from hisparse_pd.settings import DecodeSettings
     from tests.unit.api.scripted_engine import run_slow_engine
 
     if __name__ == "__main__":
         from decode_node.server import create_decode_app
-        from api.node import run_front
-        from service.engine_link import least_loaded
+        from hisparse_pd.api.node import run_front
+        from hisparse_pd.http.engine_link import least_loaded
 
         settings = DecodeSettings(
             model_path=Path(sys.argv[1]), port=int(sys.argv[2]), served_model_name="tiny"

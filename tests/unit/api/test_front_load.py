@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 
-from api.prompts import MAX_VALUES
-from api.requests import Limits, plan_samples
-from api.schemas import Endpoint, parse_request
-from api.text_codec import TextCodec
 from decode_node.server import create_decode_app
-from service import engine_messages
-from service.engine_link import EngineLink, LinkState, QueueLimits, SampleGroup
-from service.engine_messages import (
+from hisparse_pd.api.prompts import MAX_VALUES
+from hisparse_pd.api.requests import Limits, plan_samples
+from hisparse_pd.api.schemas import Endpoint, parse_request
+from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.engine import messages as engine_messages
+from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
     GenerateGroup,
@@ -31,8 +30,10 @@ from service.engine_messages import (
     Tokens,
     unpack_token_ids,
 )
-from service.engine_sockets import FrontSocket
-from service.http_errors import ApiError, QueueFull
+from hisparse_pd.engine.sockets import FrontSocket
+from hisparse_pd.http.engine_link import EngineLink, LinkState, QueueLimits, SampleGroup
+from hisparse_pd.http.http_errors import ApiError, QueueFull
+from hisparse_pd.vocabulary import FinishReason, SamplingParams, TokenLogprob
 from tests.identities import ANY
 from tests.property.fuzzing import peak_bytes
 from tests.unit.api import scripted_engine
@@ -48,7 +49,6 @@ from tests.unit.api.support import (
     socketless_front,
     until,
 )
-from vocabulary import FinishReason, SamplingParams, TokenLogprob
 
 GREEDY = SamplingParams(1, temperature=0.0)
 
@@ -103,7 +103,7 @@ def test_a_prompt_goes_to_the_engine_once_or_not_at_all(
             sent.append(engine_messages.encoder.encode(message))
             return super().send(message)
 
-    monkeypatch.setattr("service.rank_link.FrontSocket", Spy)
+    monkeypatch.setattr("hisparse_pd.http.rank_link.FrontSocket", Spy)
     prompt = [i % 251 for i in range(131_072)]
 
     async def main() -> None:
@@ -327,7 +327,7 @@ def test_few_short_prompts_do_not_wait_for_a_thread(monkeypatch: pytest.MonkeyPa
     async def unreachable(*args: object) -> None:
         raise AssertionError("a thread for a short prompt")
 
-    monkeypatch.setattr("api.text_codec.off_loop", unreachable)
+    monkeypatch.setattr("hisparse_pd.api.text_codec.off_loop", unreachable)
     assert asyncio.run(CODEC.encode(["ab", "c"], ["x", "y"], 100)) == (b"a\0\0\0b\0\0\0", b"c\0\0\0")
 
 
@@ -358,7 +358,7 @@ def test_a_chat_is_written_beside_the_loop_by_all_that_the_template_gets(
         beside.append(function)
         return [b""]
 
-    monkeypatch.setattr("api.text_codec.off_loop", recorded)
+    monkeypatch.setattr("hisparse_pd.api.text_codec.off_loop", recorded)
     asyncio.run(CODEC.encode(request.prompts, ["messages"], 10**6))
     assert beside == [CODEC._encode]
 
@@ -409,7 +409,7 @@ def test_long_bodies_are_parsed_beside_the_loop(tmp_path: Path, monkeypatch: pyt
             parsed_in.append(len(args[1]))
         return function(*args)
 
-    monkeypatch.setattr("service.off_loop.off_loop", recorded)
+    monkeypatch.setattr("hisparse_pd.http.off_loop.off_loop", recorded)
 
     async def main() -> None:
         front = socketless_front(tmp_path, connectionless_link(QueueLimits(10, 10)))

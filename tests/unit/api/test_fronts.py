@@ -17,16 +17,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api.node import run_front
 from decode_node.server import _apps
-from service.engine_link import least_loaded
-from service.engine_messages import Generate
-from service.ports import free_port
-from service.settings import DecodeSettings
+from hisparse_pd.api.node import run_front
+from hisparse_pd.engine.messages import Generate
+from hisparse_pd.http.engine_link import least_loaded
+from hisparse_pd.ports import free_port
+from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.vocabulary import RankPlace
 from tests.unit.api.scripted_engine import ScriptedEngine, say, serve_script
 from tests.unit.api.support import BODY, WAIT_SECS
 from tests.unit.api.tiny_tokenizer import write_checkpoint
-from vocabulary import RankPlace
 
 REPO = Path(__file__).parents[3]
 NUM_FRONTS = 2

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from api.constraints import AnswerFormat, Constraint, FormatKind
-from api.grammar_checks import MAX_WAITING, GrammarChecks
-from api.requests import Limits, plan_samples
-from api.sampling_options import SampleOptions
-from api.schemas import Endpoint, parse_request
-from api.text_codec import TextCodec
-from checkpoints.make_tiny import write_checkpoint
-from grammar.checker import Verdict
-from grammar.token_trie import MAX_GRAMMAR_BYTES
-from service.http_errors import ApiError
+from hisparse_pd.api.constraints import AnswerFormat, Constraint, FormatKind
+from hisparse_pd.api.grammar_checks import MAX_WAITING, GrammarChecks
+from hisparse_pd.api.requests import Limits, plan_samples
+from hisparse_pd.api.sampling_options import SampleOptions
+from hisparse_pd.api.schemas import Endpoint, parse_request
+from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.grammar.checker import Verdict
+from hisparse_pd.grammar.token_trie import MAX_GRAMMAR_BYTES
+from hisparse_pd.http.http_errors import ApiError
+from tools.checkpoints.make_tiny import write_checkpoint
 
 pytestmark = pytest.mark.I8
 

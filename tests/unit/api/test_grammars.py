@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.call_rules import CallRule
-from api.chat_format import DSML, V31, ChatFormat, ReasoningStart, ToolMarkup
-from api.chat_message import MessageParser
-from api.constraints import AnswerFormat, Constraint, FormatKind, schema_text
-from api.grammars import write_grammar
-from api.message_parts import Call, joined
-from api.schema_document import MAX_STEPS, Steps
-from api.tool_markup import MARKUPS
-from api.tool_schemas import ToolSchemas
+from hisparse_pd.api.call_rules import CallRule
+from hisparse_pd.api.chat_format import DSML, V31, ChatFormat, ReasoningStart, ToolMarkup
+from hisparse_pd.api.chat_message import MessageParser
+from hisparse_pd.api.constraints import AnswerFormat, Constraint, FormatKind, schema_text
+from hisparse_pd.api.grammars import write_grammar
+from hisparse_pd.api.message_parts import Call, joined
+from hisparse_pd.api.schema_document import MAX_STEPS, Steps
+from hisparse_pd.api.tool_markup import MARKUPS
+from hisparse_pd.api.tool_schemas import ToolSchemas
+from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.vocabulary import FinishReason
 from protocol.decoding import MAX_NESTING
-from service.http_errors import ApiError
 from tests.unit.api.grammar_walks import Walk, admits, error_of, matcher, token_ids, tokenizer
-from vocabulary import FinishReason
 
 SCHEMA = {
     "type": "object",
@@ -525,7 +525,7 @@ def test_tools_of_many_parameters_take_a_fraction_of_the_steps(
     parameters = {"type": "object", "properties": {f"parameter_{i}": described for i in range(700)}}
     assert len(json.dumps(parameters)) > 70_000
     steps = Steps()
-    monkeypatch.setattr("api.grammars.Steps", lambda: steps)
+    monkeypatch.setattr("hisparse_pd.api.grammars.Steps", lambda: steps)
     tools = [tool(parameters, name=f"f{number}") for number in range(4)]
     write_grammar(forced(*(f"f{number}" for number in range(4))), chat_format(markup), tools=tools)
     assert 0 < MAX_STEPS - steps.num_left < MAX_STEPS // 4

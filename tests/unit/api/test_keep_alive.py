@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from api import keep_alive
-from service.engine_messages import FromEngine, Generate, Tokens
+from hisparse_pd.api import keep_alive
+from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
+from hisparse_pd.vocabulary import FinishReason
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, OnNode, decode_events, named_events
-from vocabulary import FinishReason
 
 COMMENT = b": ping\n\n"
 CHAT = {"model": "tiny", "max_tokens": 5, **ROOM, "messages": MESSAGES}

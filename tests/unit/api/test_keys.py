@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from api.keys import MAX_KEYS, ApiKeys, RequireKey, load_api_keys
+from hisparse_pd.api.keys import MAX_KEYS, ApiKeys, RequireKey, load_api_keys
 from protocol.access import KeyFileError
 
 KEY = "correct-horse-battery-staple"
@@ -24,7 +24,7 @@ OTHER = "another-key-of-someone-else"
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    path = tmp_path / "api.keys"
+    path = tmp_path / "hisparse_pd.api.keys"
     path.write_text(f"# the web application\n{KEY}\n\n  {OTHER}  \n")
     return path
 
@@ -57,7 +57,7 @@ def test_without_a_file_there_are_no_keys() -> None:
     ],
 )
 def test_a_bad_file_is_named_and_not_shown(tmp_path: Path, content: bytes | None, words: list[str]) -> None:
-    path = tmp_path / "api.keys"
+    path = tmp_path / "hisparse_pd.api.keys"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(KeyFileError) as caught:
@@ -170,9 +170,9 @@ def test_anything_else_is_answered_401_in_openais_shape(
 def test_what_the_client_wrote_cannot_forge_a_line_of_the_log(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "api.keys")
+    caplog.set_level(logging.INFO, "hisparse_pd.api.keys")
     ask(path, "/work%0aINFO%20forged", {})
-    (record,) = [record for record in caplog.records if record.name == "api.keys"]
+    (record,) = [record for record in caplog.records if record.name == "hisparse_pd.api.keys"]
     assert "\n" not in record.getMessage()
     assert json.dumps("/work\nINFO forged") in record.getMessage()
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from service.engine_messages import Generate, RequestFailed
+from hisparse_pd.engine.messages import Generate, RequestFailed
+from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.api import support
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import Script, deliver, say, stops_after
 from tests.unit.api.support import ROOM, Node, OnNode, named_events
-from vocabulary import HisparseFlag
 
 PATH = "/v1/messages"
 TOOL = {

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import jsonschema
 
-from api.bodies import BODIES
-from api.openapi import openapi_document
-from api.schemas import Endpoint
-from api.tokens import TokenPath
+from hisparse_pd.api.bodies import BODIES
+from hisparse_pd.api.openapi import openapi_document
+from hisparse_pd.api.schemas import Endpoint
+from hisparse_pd.api.tokens import TokenPath
 from tests.unit.api.scripted_engine import say
 from tests.unit.api.support import Node, OnNode
 

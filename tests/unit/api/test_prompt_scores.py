@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from api.prompt_scores import _Offsets
-from api.score_report import PromptLists, Report, join, report_decoder
-from service.engine_messages import (
+from hisparse_pd.api.prompt_scores import _Offsets
+from hisparse_pd.api.score_report import PromptLists, Report, join, report_decoder
+from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
     PrefillFinished,
@@ -22,9 +22,9 @@ from service.engine_messages import (
     Tokens,
     score_dtype,
 )
+from hisparse_pd.vocabulary import FinishReason, TokenLogprob
 from tests.unit.api.scripted_engine import say
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, serving, until
-from vocabulary import FinishReason, TokenLogprob
 
 pytestmark = pytest.mark.anyio
 

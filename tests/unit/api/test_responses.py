@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 
-from api.schemas import Endpoint, parse_request
-from service.engine_messages import Generate, RequestFailed
+from hisparse_pd.api.schemas import Endpoint, parse_request
+from hisparse_pd.engine.messages import Generate, RequestFailed
+from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.api import support
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import deliver, say, stops_after
 from tests.unit.api.support import ROOM, Node, OnNode, named_events
-from vocabulary import HisparseFlag
 
 PATH = "/v1/responses"
 TOOL = {

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from api.sampling_defaults import SamplingDefaults
-from api.schemas import Endpoint, parse_request
+from hisparse_pd.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.api.schemas import Endpoint, parse_request
+from hisparse_pd.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.vocabulary import CheckpointError
 from prefill_node import server as prefill_server
-from service.settings import DecodeSettings, PrefillSettings
 from tests.unit.api.scripted_engine import deliver, say
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, ROOM, Node, serving
 from tests.unit.api.tiny_tokenizer import write_checkpoint
-from vocabulary import CheckpointError
 
 GLM = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "eos_token_id": [1, 2]}
 OURS = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=40, min_p=0.05, repetition_penalty=1.1)
@@ -83,7 +83,7 @@ def test_what_is_no_use_is_refused(tmp_path: Path, content: object, reason: str)
 def test_a_node_does_not_start_with_what_is_no_use(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.node.setup_logging", lambda *args: None)
+    monkeypatch.setattr("hisparse_pd.api.node.setup_logging", lambda *args: None)
     model_path = write(write_checkpoint(tmp_path), {"top_p": 7})
     settings = PrefillSettings(model_path=model_path, port=0, bootstrap_port=0)
     with caplog.at_level(logging.ERROR):

@@ -15,19 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.bodies import BODIES
-from api.openapi import openapi_document
-from api.prompts import ChatPrompt
-from api.requests import Limits, SampleRequest, grouped, plan_samples
-from api.schemas import ApiRequest, Endpoint, derive_room, parse_request
-from api.text_codec import TextCodec
+from hisparse_pd.api.bodies import BODIES
+from hisparse_pd.api.openapi import openapi_document
+from hisparse_pd.api.prompts import ChatPrompt
+from hisparse_pd.api.requests import Limits, SampleRequest, grouped, plan_samples
+from hisparse_pd.api.schemas import ApiRequest, Endpoint, derive_room, parse_request
+from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.engine.messages import WantedScores, pack_token_ids, unpack_token_ids
+from hisparse_pd.engine.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
+from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.vocabulary import HisparseFlag, pack_logit_bias
 from protocol.decoding import MAX_NESTING
-from service.engine_messages import WantedScores, pack_token_ids, unpack_token_ids
-from service.http_errors import ApiError
-from service.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH
 from tests.unit.api.tiny_tokenizer import BOS, make_tokenizer
-from vocabulary import HisparseFlag, pack_logit_bias
 
 MODEL = "tiny"
 ROOM: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9000, "bootstrap_room": 7}

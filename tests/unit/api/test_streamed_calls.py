@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from service.engine_messages import FromEngine, Generate, Tokens
+from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
+from hisparse_pd.vocabulary import FinishReason
 from tests.unit.api import support
 from tests.unit.api.recording_codec import RecordingCodec
 from tests.unit.api.scripted_engine import Script, say, stops_after
 from tests.unit.api.support import MESSAGES, ROOM, Node, OnNode, decode_events, named_events
-from vocabulary import FinishReason
 
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}, "times": {"type": "integer"}}}
 FUNCTION = {"name": "write", "parameters": PARAMETERS}

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from api.text_codec import TextCodec
+from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.vocabulary import CheckpointError
 from tests.unit.api import support
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH, deliver, say
 from tests.unit.api.support import BODY, MESSAGES, NATIVE, Node, OnNode
 from tests.unit.api.tiny_tokenizer import BOS, EOS, make_tokenizer, write_checkpoint
-from vocabulary import CheckpointError
 
 TOKENIZER = make_tokenizer(bos=True)
 BOS_ID, EOS_ID = TOKENIZER.convert_tokens_to_ids([BOS, EOS])
@@ -122,7 +122,7 @@ def test_a_bos_token_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 def test_long_lists_come_in_pieces(on_node: OnNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.tokens._TOKENS_A_PIECE", 32)
+    monkeypatch.setattr("hisparse_pd.api.tokens._TOKENS_A_PIECE", 32)
 
     async def check(node: Node) -> None:
         text = "z" * (CONTEXT_LENGTH - 1)

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import PrefillTimes
-from service import tracing
-from service.engine_messages import (
+from hisparse_pd import tracing
+from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
     PrefillFinished,
@@ -24,13 +23,14 @@ from service.engine_messages import (
     RequestStats,
     Tokens,
 )
-from service.phases import Phase
-from service.process import StartError
-from service.tracing import Tracer
+from hisparse_pd.engine.phases import Phase
+from hisparse_pd.process import StartError
+from hisparse_pd.tracing import Tracer
+from hisparse_pd.vocabulary import FinishReason, Mode
+from protocol.messages import PrefillTimes
 from tests.otlp_receiver import Receiver, Span, receiving
 from tests.unit.api.scripted_engine import Script, say
 from tests.unit.api.support import BODY, WAIT_SECS, Node, serving, until
-from vocabulary import FinishReason, Mode
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
@@ -350,11 +350,11 @@ def test_without_the_option_nothing_of_opentelemetry_is_imported() -> None:
     """In a process that has the modules of fronts, engines, router and command line."""
     code = """
         import sys, threading
-        import hisparse_pd, api.node, decode_node.server, decode_node.engine, prefill_node.server
-        import prefill_node.engine, router.process
+        import hisparse_pd.cli, hisparse_pd.api.node, decode_node.server, decode_node.engine
+        import prefill_node.server, prefill_node.engine, router.process
         from router.server import create_app
-        from service.settings import RouterSettings
-        from service.traces import open_tracer
+        from hisparse_pd.settings import RouterSettings
+        from hisparse_pd.traces import open_tracer
 
         create_app(RouterSettings(prefill=(("http://127.0.0.1:1", 1),), decode=("http://127.0.0.1:2",)))
         assert open_tracer("", "hisparse-pd-decode", "a:1", print) is None

@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from api.chat_format import DSML, V31, ToolMarkup
-from api.tool_schemas import ToolSchemas
+from hisparse_pd.api.chat_format import DSML, V31, ToolMarkup
+from hisparse_pd.api.tool_schemas import ToolSchemas
 
 
 def read_glm(text: str, schemas: ToolSchemas) -> tuple[str, str] | None:

@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from bench.accuracy import CONTROL, ORACLE, chat, failed, generate, judged, pair_runs, problems
-from bench.accuracy_report import Response, print_report, summary
-from bench.retrieval import RETRIEVAL_MODEL, Answer, Task, judge, read_tasks, retrievals
-from checkpoints import oracle
+from tools.bench.accuracy import CONTROL, ORACLE, chat, failed, generate, judged, pair_runs, problems
+from tools.bench.accuracy_report import Response, print_report, summary
+from tools.bench.retrieval import RETRIEVAL_MODEL, Answer, Task, judge, read_tasks, retrievals
+from tools.checkpoints import oracle
 
 TASK = Task(
     (Answer("58213", "amber falcon", 0.1), Answer("4012", "calm otter", 0.9)),

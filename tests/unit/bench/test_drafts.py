@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.demo import Outcome, expect_drafts, make_cases, report
-from bench.drafts import drafts_of, has_draft_layer, tokens_per_step
-from bench.retrieval import RETRIEVAL_MODEL
+from tools.bench.demo import Outcome, expect_drafts, make_cases, report
+from tools.bench.drafts import drafts_of, has_draft_layer, tokens_per_step
+from tools.bench.retrieval import RETRIEVAL_MODEL
 
 
 def test_drafts_are_read_in_openais_words_and_in_sglangs() -> None:

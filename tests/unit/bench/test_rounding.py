@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.rounding import activation_error, head_weight_error, index_key_error
+from tools.bench.rounding import activation_error, head_weight_error, index_key_error
 
 FEW = {"num_positions": 4096, "num_queries": 4, "top_k": 512}
 

@@ -17,12 +17,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import hisparse_pd
-from bench import serving, serving_load
-from bench.pair import PairError
-from bench.serving import main, make_parser, make_points, read_counters
-from bench.serving_load import Client, EndpointError, Observer, Point, Record, Workload, run_point, warm_up
-from bench.serving_report import distribution, full_load, notes, plot, print_report, summarize
+from hisparse_pd import cli
+from hisparse_pd.bench import serving, serving_load
+from hisparse_pd.bench.pair import PairError
+from hisparse_pd.bench.serving import main, make_parser, make_points, read_counters
+from hisparse_pd.bench.serving_load import (
+    Client,
+    EndpointError,
+    Observer,
+    Point,
+    Record,
+    Workload,
+    run_point,
+    warm_up,
+)
+from hisparse_pd.bench.serving_report import distribution, full_load, notes, plot, print_report, summarize
 from tests.unit.router.cluster import serving as serving_app
 
 pytestmark = pytest.mark.anyio
@@ -511,7 +520,7 @@ def test_main_measures_all_series_and_writes_what_it_found(
         arguments += ["--hisparse", "true", "false", "--num-requests", "3", "--input-tokens", "7"]
         arguments += ["--output-tokens", "40", "--warmup", "1", "--out", str(tmp_path / "made" / "run-0.5")]
         monkeypatch.setenv("OPENAI_API_KEY", "a-secret")
-        assert hisparse_pd.main(["bench", "serve", *arguments]) == 1  # for the 503
+        assert cli.main(["bench", "serve", *arguments]) == 1  # for the 503
     assert len(endpoint.bodies) == 4 * (1 + 3)
     assert not endpoint.metrics
     report = json.loads((tmp_path / "made" / "run-0.5.json").read_text())
@@ -602,12 +611,12 @@ def test_wrong_options_exit_with_2(
 
 def test_the_command_line_knows_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        hisparse_pd.main(["bench", "serve", "--help"])
+        cli.main(["bench", "serve", "--help"])
     assert caught.value.code == 0
     assert "--request-rate" in capsys.readouterr().out
     for arguments in (["bench"], ["bench", "serv"], ["bench", "--", "serve"]):
         with pytest.raises(SystemExit) as caught:
-            hisparse_pd.main(arguments)
+            cli.main(arguments)
         assert caught.value.code == 2
         assert "serve" in capsys.readouterr().err or arguments == ["bench"]
 

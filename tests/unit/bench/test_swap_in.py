@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.swap_in import (
+from tools.bench.swap_in import (
     CONTEXT,
     DRAFTS_CAPACITY,
     NUM_DRAFTED_TOKENS,

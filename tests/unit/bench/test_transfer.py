@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.slow
 def test_the_quick_run_reports_every_zone(tmp_path: Path) -> None:
     finished = subprocess.run(
-        [sys.executable, "-m", "bench.transfer", "--quick", "--out", str(tmp_path)],
+        [sys.executable, "-m", "tools.bench.transfer", "--quick", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,

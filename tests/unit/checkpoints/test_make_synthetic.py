@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from checkpoints.make_synthetic import NUM_BYTES, SyntheticShape, main, write_synthetic
-from checkpoints.make_tiny import SPECIAL_TOKENS
-from checkpoints.quantize_fp8 import quantize_checkpoint
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.spec import load_spec
 from kernels.indexer import index_topk
-from model.loader import load_model
-from model.spec import load_spec
+from tools.checkpoints.make_synthetic import NUM_BYTES, SyntheticShape, main, write_synthetic
+from tools.checkpoints.make_tiny import SPECIAL_TOKENS
+from tools.checkpoints.quantize_fp8 import quantize_checkpoint
 
 TOP_K = 64
 CONTEXT = 1024

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.oracle import LowestFirst, load
+from tools.checkpoints.oracle import LowestFirst, load
 
 
 class Penalties:

@@ -15,9 +15,10 @@ from decode_node.graph_runner import GraphRunner
 from decode_node.hot_buffers import HotBuffers
 from decode_node.runner import make_runner
 from decode_node.steps import Runner
-from model.attention_kernels import AttentionKernels
-from model.dsa import DsaModel
-from service.settings import DecodeSettings
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
@@ -26,7 +27,6 @@ from tests.unit.decode_node.support import (
     Prompt,
     random_prompt,
 )
-from vocabulary import HisparseFlag
 
 NUM_NEW = 20
 TOP_K = 64

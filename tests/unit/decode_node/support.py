@@ -24,11 +24,28 @@ import zmq
 
 from decode_node import sizing
 from decode_node.engine import DecodeEngine
-from model.dsa import DsaModel
-from model.loader import load_model
-from model.paged_kv import PagedKv, PagedRequest
-from model.sampling import sample
-from model.spec import ModelSpec, load_spec
+from hisparse_pd.engine import messages as engine_messages
+from hisparse_pd.engine.messages import (
+    Abort,
+    EngineLoading,
+    EngineStats,
+    FromEngine,
+    Generate,
+    GenerateGroup,
+    RequestFailed,
+    ToEngine,
+    Tokens,
+    pack_token_ids,
+)
+from hisparse_pd.engine.prompt_keys import NO_ISOLATION, PageKey
+from hisparse_pd.engine.sockets import EngineSocket
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.model.sampling import sample
+from hisparse_pd.model.spec import ModelSpec, load_spec
+from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
 from protocol.bootstrap import BootstrapInfo
 from protocol.channels import ControlServer
 from protocol.messages import (
@@ -48,28 +65,11 @@ from protocol.messages import (
     ToDecode,
     ToPrefill,
 )
-from service import engine_messages
-from service.engine_messages import (
-    Abort,
-    EngineLoading,
-    EngineStats,
-    FromEngine,
-    Generate,
-    GenerateGroup,
-    RequestFailed,
-    ToEngine,
-    Tokens,
-    pack_token_ids,
-)
-from service.engine_sockets import EngineSocket
-from service.prompt_keys import NO_ISOLATION, PageKey
-from service.settings import DecodeSettings
 from tests.identities import identity_of
 from tests.unit.kept_engines import kept_engine, kept_engines
 from transfer.aux_record import AuxLayout
 from transfer.extents import extents_to_slots
 from transfer.transport import TCP
-from vocabulary import HisparseFlag, SamplingParams, TokenLogprob
 
 Prompt = tuple[int, ...]
 WAIT_SECS = 60.0

@@ -15,12 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints.oracle import greedy_tokens
-from checkpoints.oracle import load as load_oracle
 from decode_node.device_step import DeviceStep, HostStep
 from decode_node.drafting import full_buffer
 from decode_node.request import RequestState
 from decode_node.runner import make_runner
+from hisparse_pd.vocabulary import MAX_DRAFTS, HisparseFlag
 from tests.unit.decode_node.speculation_support import (
     NUM_NEW,
     TOP_K,
@@ -40,7 +39,8 @@ from tests.unit.decode_node.support import (
     random_prompt,
 )
 from tests.unit.model.plain_mtp import PlainMtp
-from vocabulary import MAX_DRAFTS, HisparseFlag
+from tools.checkpoints.oracle import greedy_tokens
+from tools.checkpoints.oracle import load as load_oracle
 
 HOT_BUFFER = full_buffer(MAX_DRAFTS, TOP_K)
 LENGTHS = [1, 65, 300, HOT_BUFFER - 12, HOT_BUFFER, 700]

@@ -8,8 +8,8 @@ import pytest
 
 from decode_node.drafting import max_verifiable, num_accepted
 from decode_node.request import PeerAddress, Request
+from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room
-from vocabulary import HisparseFlag, Mode, SamplingParams
 
 TOP_K, MAX_NEW, MAX_CONTEXT = 64, 4, 1000
 

@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints.oracle import greedy_tokens
 from decode_node.device_step import HostStep
 from decode_node.memory import slots_tensor
 from decode_node.pools import PoolKind
 from decode_node.request import Request, RequestState
 from decode_node.scheduler import Exchange, StepPlan
+from hisparse_pd.engine.messages import RequestStats
+from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode
 from kernels.indexer import index_topk
-from service.engine_messages import RequestStats
 from tests.unit.decode_node.support import (
     TIMES,
     Answer,
@@ -35,7 +35,7 @@ from tests.unit.decode_node.support import (
     load_checkpoint,
     random_prompt,
 )
-from vocabulary import FinishReason, HisparseFlag, Mode
+from tools.checkpoints.oracle import greedy_tokens
 
 NUM_NEW = 20
 HOT_BUFFER = 128

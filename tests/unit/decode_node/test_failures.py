@@ -21,10 +21,11 @@ from decode_node.prefill_peers import PeerLost, RoomMessage
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.reserve import Reserve
 from decode_node.scheduler import Exchange, StepPlan
+from hisparse_pd.engine.messages import Abort, ReleaseQuarantine
+from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode
 from kernels.hot_state import HotBufferError
 from kernels.swap_in import RowStart
 from protocol.messages import HeartbeatAck, Refused, Room, RoomDone, RoomFailed, RoomQuiet
-from service.engine_messages import Abort, ReleaseQuarantine
 from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
@@ -35,7 +36,6 @@ from tests.unit.decode_node.support import (
     random_prompt,
 )
 from transfer.aux_record import AuxRecord
-from vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode
 
 PROMPT = random_prompt(7, 300)
 HOST_TOKENS = 576

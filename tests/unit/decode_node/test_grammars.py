@@ -17,15 +17,15 @@ from torch import Tensor
 import decode_node.graph_runner
 import decode_node.step_masks
 import decode_node.verifying
-from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 from decode_node.request import Request
 from decode_node.runner import make_runner
 from decode_node.step_buffers import StepBuffers
 from decode_node.step_masks import masks_of
 from decode_node.steps import Launched
-from grammar.matcher import ALL_ALLOWED, GrammarError
-from grammar.token_trie import Grammar
-from service.lockstep import NodeStep
+from hisparse_pd.engine.lockstep import NodeStep
+from hisparse_pd.grammar.matcher import ALL_ALLOWED, GrammarError
+from hisparse_pd.grammar.token_trie import Grammar
+from hisparse_pd.vocabulary import FinishReason, HisparseFlag
 from tests.unit.decode_node.speculation_support import (
     drafts,
     finish,
@@ -42,7 +42,7 @@ from tests.unit.decode_node.support import (
     load_checkpoint,
     random_prompt,
 )
-from vocabulary import FinishReason, HisparseFlag
+from tools.checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
 
 PROMPTS = [random_prompt(seed, num_tokens) for seed, num_tokens in enumerate((1, 40, 64, 65, 90))]
 """Around what a layer selects at most."""

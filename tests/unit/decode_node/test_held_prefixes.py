@@ -16,9 +16,10 @@ from decode_node.memory import slots_tensor
 from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission
+from hisparse_pd.engine.messages import FlushCache, pack_token_ids
+from hisparse_pd.engine.prompt_keys import NO_ISOLATION, PageKey, root_of
+from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room
-from service.engine_messages import FlushCache, pack_token_ids
-from service.prompt_keys import NO_ISOLATION, PageKey, root_of
 from tests.identities import identity_of
 from tests.unit.decode_node.support import (
     Answer,
@@ -33,7 +34,6 @@ from tests.unit.decode_node.support import (
 )
 from transfer.allocator import PoolExhausted, PoolIntegrityError
 from transfer.extents import extents_to_slots
-from vocabulary import HisparseFlag, Mode, SamplingParams
 
 PAGE = 4
 PEER = PeerAddress("prefill", 8998)

@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 
 from decode_node.memory import DecodeMemory, check_host_memory, host_runs
 from decode_node.pools import SlotCounts
-from kernels import host_memory
-from kernels.host_memory import PAGE_BYTES, HostMemoryError, allocate_host, num_touch_threads, touch_slices
-from model.spec import ModelSpec
+from hisparse_pd.memory import host as host_memory
+from hisparse_pd.memory.host import (
+    PAGE_BYTES,
+    HostMemoryError,
+    allocate_host,
+    num_touch_threads,
+    touch_slices,
+)
+from hisparse_pd.model.spec import ModelSpec
 from protocol.messages import Extent, RegionKind
 from tests.unit.model.model_specs import make_spec
 from tests.unit.transfer.fake_machine import GIB, FakeMachine

@@ -13,10 +13,10 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind, Pools, SlotCounts
 from decode_node.request import PeerAddress, Request
+from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from kernels.swap_in import RowStart
 from protocol.messages import Room
 from tests.unit.model.model_specs import make_spec
-from vocabulary import HisparseFlag, Mode, SamplingParams
 
 PAGE_SIZE, NUM_GROUPS = 16, 3
 

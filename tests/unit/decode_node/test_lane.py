@@ -10,8 +10,9 @@ import pytest
 
 from decode_node.memory import DecodeMemory
 from decode_node.pools import PoolKind, Stage
+from hisparse_pd.engine.messages import Abort, PeerLane
+from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, HisparseFlag
 from protocol.messages import PROTOCOL_VERSION, Registered
-from service.engine_messages import Abort, PeerLane
 from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
@@ -21,7 +22,6 @@ from tests.unit.decode_node.support import (
     random_prompt,
 )
 from transfer.lane_memory import Mapping
-from vocabulary import PREFILL_NODE_FAILED, HisparseFlag
 
 PROMPT = random_prompt(11, 200)
 

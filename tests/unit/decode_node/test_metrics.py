@@ -9,9 +9,9 @@ from decode_node.metrics import Metrics
 from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request
 from decode_node.scheduler import Admission
+from hisparse_pd.engine.messages import EngineStats
+from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room
-from service.engine_messages import EngineStats
-from vocabulary import HisparseFlag, Mode, SamplingParams
 
 BYTES_PER_MISS = 1152 * 3
 

@@ -15,12 +15,12 @@ from decode_node.live_requests import LiveRequests
 from decode_node.pools import Pools, SlotCounts
 from decode_node.prefill_peers import InstanceGone, PeerEvent, PeerLost, PeerReady, PrefillPeers, RanksChanged
 from decode_node.request import PeerAddress, Request, RequestState
+from hisparse_pd.vocabulary import HisparseFlag, SamplingParams
 from protocol.bootstrap import BootstrapInfo, RankInfo
 from protocol.channels import ControlServer
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Refused, Register, Registered, Room
 from tests.unit.decode_node.peers_support import make_peers
 from tests.unit.protocol.examples import GEOMETRY
-from vocabulary import HisparseFlag, SamplingParams
 
 WAIT_SECS = 60.0
 HOST, PORT = "prefill", 8998

@@ -8,11 +8,11 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from api.app import json_response
 from decode_node.quarantine_routes import quarantine_routes
-from service.engine_link import EngineLink, LinkState
-from service.engine_messages import EngineReady, EngineStats, QuarantinedRun, ReleaseQuarantine
-from service.http_errors import ApiError
+from hisparse_pd.api.app import json_response
+from hisparse_pd.engine.messages import EngineReady, EngineStats, QuarantinedRun, ReleaseQuarantine
+from hisparse_pd.http.engine_link import EngineLink, LinkState
+from hisparse_pd.http.http_errors import ApiError
 
 RUN = QuarantinedRun("10.0.0.1:8998", "run-1", 64, 60, 300.0, 640, 0, 4096, 64)
 

@@ -16,10 +16,10 @@ from decode_node.prefill_peers import PrefillPeers
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.request_life import RequestLife
 from decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits
-from service.engine_messages import Generate
-from service.settings import HisparsePolicy
+from hisparse_pd.engine.messages import Generate
+from hisparse_pd.settings import HisparsePolicy
+from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from tests.identities import DIGEST
-from vocabulary import HisparseFlag, Mode, SamplingParams
 
 NUM_WAITING = 3000
 NUM_RUNNING = 8
@@ -45,6 +45,9 @@ class FakePeers:
 
     def may_entrust(self, peer: PeerAddress, now: float) -> bool:
         return peer not in self.away
+
+    def is_opening(self, peer: PeerAddress, now: float) -> bool:
+        return False
 
     def page_size(self, peer: PeerAddress) -> int:
         return LIMITS.page_size

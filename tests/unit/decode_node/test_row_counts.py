@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
-from checkpoints.oracle import greedy_tokens
 from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.row_counts import RowCounts
 from decode_node.runner import make_runner
 from decode_node.scheduler import Exchange, StepPlan
+from hisparse_pd.engine.messages import Generate, GenerateGroup
+from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, pack_logit_bias
 from protocol.messages import Room
-from service.engine_messages import Generate, GenerateGroup
 from tests.identities import ANY
 from tests.unit.decode_node.penalties_support import penalized_tokens
 from tests.unit.decode_node.speculation_support import (
@@ -47,7 +46,8 @@ from tests.unit.decode_node.support import (
     Prompt,
     load_checkpoint,
 )
-from vocabulary import HisparseFlag, SamplingParams, pack_logit_bias
+from tools.checkpoints.make_tiny import LIKELY_DRAFTS, write_checkpoint
+from tools.checkpoints.oracle import greedy_tokens
 
 pytestmark = pytest.mark.I5
 

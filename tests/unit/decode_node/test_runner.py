@@ -15,16 +15,16 @@ import pytest
 import torch
 
 import decode_node.engine
-from checkpoints.oracle import greedy_tokens
 from decode_node.graph_runner import GraphRunner
 from decode_node.hot_buffers import HotBuffers
 from decode_node.micro_batches import matmuls_without
 from decode_node.request import Request, RequestState
 from decode_node.steps import Launched, Runner, StepResult
-from model.attention_kernels import AttentionKernels
-from model.dsa import DsaModel
-from service.engine_messages import Abort
-from service.settings import DecodeSettings
+from hisparse_pd.engine.messages import Abort
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode
 from tests.unit.decode_node.support import (
     Answer,
     Checkpoint,
@@ -34,7 +34,7 @@ from tests.unit.decode_node.support import (
     load_checkpoint,
     random_prompt,
 )
-from vocabulary import FinishReason, HisparseFlag, Mode
+from tools.checkpoints.oracle import greedy_tokens
 
 NUM_NEW = 20
 HOT_BUFFER = 128

@@ -14,11 +14,11 @@ from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.reserve import Claim, Reserve
 from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
 from decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
+from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.engine.prompt_keys import NO_ISOLATION
+from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room
-from service.engine_messages import pack_token_ids
-from service.prompt_keys import NO_ISOLATION
-from service.settings import DecodeSettings
-from vocabulary import HisparseFlag, Mode, SamplingParams
 
 LIMITS = Limits(
     totals=SlotCounts(host=400, device=160, index=560, lookup=800, aux=16, req_row=8),

@@ -20,16 +20,16 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, num_host_bytes
 from decode_node.pools import SlotCounts
 from decode_node.sizing import DecodeSettingsError, device_demand, make_limits, size_device_pool, table_bytes
-from kernels.device_memory import DeviceMemory, DeviceMemoryError, DeviceMissingError, check_devices
+from hisparse_pd.memory.device import DeviceMemory, DeviceMemoryError, DeviceMissingError, check_devices
+from hisparse_pd.model.spec import ModelSpec, load_spec
+from hisparse_pd.model.token_counts import TokenCounts
+from hisparse_pd.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.vocabulary import CheckpointError
 from kernels.hot_state import HotBufferState
 from kernels.miss_plan import MissPlan
-from model.spec import ModelSpec, load_spec
-from model.token_counts import TokenCounts
 from prefill_node import sizing as prefill_sizing
 from prefill_node.sizing import PrefillSettingsError, size_kv_pool
-from service.settings import DecodeSettings, PrefillSettings
 from tests.unit.model.model_specs import make_spec
-from vocabulary import CheckpointError
 
 GIB = 1 << 30
 GPU = torch.device("meta")

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints.oracle import greedy_tokens
 from decode_node.memory import slots_tensor
 from decode_node.pools import PoolKind
 from decode_node.request import RequestState
 from decode_node.runner import make_runner
 from decode_node.scheduler import Exchange, StepPlan
+from hisparse_pd.vocabulary import HisparseFlag, Mode
 from tests.unit.decode_node.speculation_support import (
     MAX_DRAFTS,
     NUM_NEW,
@@ -41,7 +41,7 @@ from tests.unit.decode_node.support import (
     Prompt,
     load_checkpoint,
 )
-from vocabulary import HisparseFlag, Mode
+from tools.checkpoints.oracle import greedy_tokens
 
 CANARY = 0xCB
 

@@ -15,11 +15,11 @@ import pytest
 
 import decode_node.graph_runner
 import decode_node.verifying
-from checkpoints.oracle import greedy_tokens
 from decode_node.request import Request, RequestState
 from decode_node.runner import make_runner
 from decode_node.steps import Launched, StepResult
-from service.lockstep import NodeStep
+from hisparse_pd.engine.lockstep import NodeStep
+from hisparse_pd.vocabulary import HisparseFlag
 from tests.unit.decode_node.speculation_support import (
     NUM_NEW,
     PROMPTS,
@@ -37,7 +37,7 @@ from tests.unit.decode_node.support import (
     Prompt,
     load_checkpoint,
 )
-from vocabulary import HisparseFlag
+from tools.checkpoints.oracle import greedy_tokens
 
 ALL_PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3)
 """Numbers of drafts, in which each follows each."""

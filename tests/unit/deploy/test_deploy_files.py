@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
-import hisparse_pd
-from service.settings import DecodeSettings, PrefillSettings, RouterSettings
-from service.settings_sources import load_settings
+from hisparse_pd import cli
+from hisparse_pd.settings import DecodeSettings, PrefillSettings, RouterSettings
+from hisparse_pd.settings_sources import load_settings
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 COMPOSE_FILES = sorted(DEPLOY.glob("*.yml"))
@@ -63,9 +63,9 @@ def test_commands_are_understood(name: str) -> None:
         words = shlex.split(definition.get("command", ""))
         if not words or service in ("prometheus", "grafana"):
             continue
-        namespace, unknown = hisparse_pd._make_parser().parse_known_args(words)
+        namespace, unknown = cli._make_parser().parse_known_args(words)
         assert unknown == []
-        given = {key: value for key, value in vars(namespace).items() if key not in hisparse_pd._NO_SETTINGS}
+        given = {key: value for key, value in vars(namespace).items() if key not in cli._NO_SETTINGS}
         settings = load_settings(SETTINGS[namespace.command], given)
         assert settings.exposure is None, "a service of the deployment has all its doors closed"
         num_commands += 1

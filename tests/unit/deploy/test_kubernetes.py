@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-import hisparse_pd
+from hisparse_pd import cli
+from hisparse_pd.settings import DecodeSettings, PrefillSettings, RouterSettings
+from hisparse_pd.settings_sources import load_settings
 from router.live_page import PAGE_PATHS
-from service.settings import DecodeSettings, PrefillSettings, RouterSettings
-from service.settings_sources import load_settings
 
 Object = dict[str, Any]
 
@@ -118,7 +118,7 @@ def settings_of(role: str, objects: list[Object], tmp_path: Path) -> tuple[Any, 
     words = [
         re.sub(r"\$\((\w+)\)", lambda name: environment[name[1]], word) for word in container(spec)["args"]
     ]
-    namespace = hisparse_pd._make_parser().parse_args(words)
+    namespace = cli._make_parser().parse_args(words)
     assert (container(spec)["command"], namespace.command) == (["hisparse-pd"], role)
     given = {
         name: value for name, value in vars(namespace).items() if name not in ("parser", "command", "config")

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import zmq
 
-from doctor import bandwidth
-from doctor.bandwidth import BandwidthError, Buffer, Rate, measure, serve
-from doctor.channel import (
+from hisparse_pd.doctor import bandwidth
+from hisparse_pd.doctor.bandwidth import BandwidthError, Buffer, Rate, measure, serve
+from hisparse_pd.doctor.channel import (
     DOCTOR_VERSION,
     MAX_MESSAGE_BYTES,
     Answer,

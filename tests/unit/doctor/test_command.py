@@ -13,9 +13,9 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from doctor import command as doctor
-from doctor.bandwidth import Rate
-from doctor.checks import (
+from hisparse_pd.doctor import command as doctor
+from hisparse_pd.doctor.bandwidth import Rate
+from hisparse_pd.doctor.checks import (
     Check,
     CudaFacts,
     Status,
@@ -33,12 +33,12 @@ from doctor.checks import (
     cuda_facts,
     mooncake_version,
 )
-from doctor.command import Report, examine, print_report
-from doctor.lane import check_lane, check_shared_pages
-from doctor.settings import DoctorSettings
-from service.free_memory import cgroup_available_bytes
+from hisparse_pd.doctor.command import Report, examine, print_report
+from hisparse_pd.doctor.lane import check_lane, check_shared_pages
+from hisparse_pd.doctor.settings import DoctorSettings
+from hisparse_pd.memory.free import cgroup_available_bytes
+from hisparse_pd.memory.machine import Machine
 from tests.unit.transfer.fake_machine import GIB, INFINIBAND, LINK_LOCAL_GID, ROCE, FakeDevice, FakeMachine
-from transfer.machine import Machine
 from transfer.transport import AskedProtocol, Transport
 
 HOST = "192.0.2.7"

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from grammar.checker import HEADER
-from grammar.compiler import MAX_KEPT, Compiler
-from grammar.matcher import GrammarError
-from grammar.token_trie import MAX_GRAMMAR_BYTES, Grammar, TokenTrie
+from hisparse_pd.grammar.checker import HEADER
+from hisparse_pd.grammar.compiler import MAX_KEPT, Compiler
+from hisparse_pd.grammar.matcher import GrammarError
+from hisparse_pd.grammar.token_trie import MAX_GRAMMAR_BYTES, Grammar, TokenTrie
 from tests.unit.grammar.tries import EOS, VOCAB_SIZE, schema, tokenizer_json, trie
 
 pytestmark = pytest.mark.I8
@@ -30,7 +30,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
     """What the helper of a front says."""
     file = tmp_path_factory.mktemp("checker") / "tokenizer.json"
     file.write_text(tokenizer_json())
-    command = [sys.executable, "-m", "grammar.checker", str(file), str(VOCAB_SIZE), str(EOS)]
+    command = [sys.executable, "-m", "hisparse_pd.grammar.checker", str(file), str(VOCAB_SIZE), str(EOS)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
         stdin, stdout = process.stdin, process.stdout
         assert stdin is not None

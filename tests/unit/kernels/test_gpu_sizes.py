@@ -11,16 +11,16 @@ import torch
 
 from decode_node import engine as decode_engine
 from decode_node.sizing import check_swap_in
+from hisparse_pd.engine import start as engine_process
+from hisparse_pd.memory.device import use_device
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.process import StartError
+from hisparse_pd.settings import DecodeSettings, PrefillSettings
+from hisparse_pd.vocabulary import MAX_DRAFTS, RankPlace
 from kernels.attention import AttentionBackendError
-from kernels.device_memory import use_device
 from kernels.gpu_sizes import KernelSizeError, check_indexer_sizes, check_swap_in_sizes
-from model.attention_kernels import AttentionKernels
 from prefill_node import engine as prefill_engine
-from service import engine_process
-from service.process import StartError
-from service.settings import DecodeSettings, PrefillSettings
 from tests.unit.model.model_specs import make_spec
-from vocabulary import MAX_DRAFTS, RankPlace
 
 INDEXER = {
     "num_heads": 64,

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints.make_tiny import write_checkpoint
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.spec import load_spec
 from kernels import flashmla, inventory
 from kernels.attention import FLASHMLA_KV, TorchAttention
 from kernels.inventory import kernels_in_use
 from kernels.kv_format import FP8_E4M3, KvFormat
-from model.attention_kernels import AttentionKernels
-from model.loader import load_model
-from model.spec import load_spec
+from tools.checkpoints.make_tiny import write_checkpoint
 
 FP8 = KvFormat(FP8_E4M3, 512, 64)
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoints.oracle import LowestFirst
 from kernels.indexer import index_topk
 from kernels.selection import ranked_topk, select_topk
+from tools.checkpoints.oracle import LowestFirst
 
 SCORES = st.sampled_from([0.0, -0.0, 1.0, 2.5, -1.0, -math.inf, 3e38, 1e-40])
 

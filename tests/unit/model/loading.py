@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from model import loader
-from model.experts import RoutedExperts
-from model.spec import ModelSpec
+from hisparse_pd.model import loader
+from hisparse_pd.model.experts import RoutedExperts
+from hisparse_pd.model.spec import ModelSpec
 from tests.unit.model.rank_stand_in import RankStandIn
 
 CPU = torch.device("cpu")

@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints.make_tiny import HIDDEN, INDEX_TOPK, NUM_LAYERS, VOCAB_SIZE, write_checkpoint
-from checkpoints.oracle import load as load_oracle
-from model import loader
-from model.dsa import DsaModel
-from model.loader import load_model
-from model.paged_kv import PagedKv, PagedRequest
-from model.rank_group import RankGroup
-from model.spec import ModelSpec, load_spec
+from hisparse_pd.model import loader
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.model.rank_group import RankGroup
+from hisparse_pd.model.spec import ModelSpec, load_spec
+from hisparse_pd.vocabulary import CheckpointError
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.unit.model.loading import joined, load_ours
 from tests.unit.model.plain_mtp import PlainMtp
-from vocabulary import CheckpointError
+from tools.checkpoints.make_tiny import HIDDEN, INDEX_TOPK, NUM_LAYERS, VOCAB_SIZE, write_checkpoint
+from tools.checkpoints.oracle import load as load_oracle
 
 PAGE_SIZE = 64
 NUM_PAGES = 16

@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints.make_tiny import CONTEXT_LENGTH, EOS_ID, INDEX_TOPK, VOCAB_SIZE, write_checkpoint
-from checkpoints.oracle import greedy_tokens
-from checkpoints.oracle import load as load_oracle
+from hisparse_pd.model import loader
+from hisparse_pd.model.block_linear import BlockLinear
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.model.spec import ModelSpec, load_spec
+from hisparse_pd.vocabulary import CheckpointError
 from kernels.attention import TorchAttention
 from kernels.hadamard import hadamard_matrix
 from kernels.rope import rotate
-from model import loader
-from model.block_linear import BlockLinear
-from model.dsa import DsaModel
-from model.loader import load_model
-from model.paged_kv import PagedKv, PagedRequest
-from model.spec import ModelSpec, load_spec
 from tests.fp8_checkpoints import write_fp8_checkpoint
 from tests.unit.model.rank_stand_in import RankStandIn
-from vocabulary import CheckpointError
+from tools.checkpoints.make_tiny import CONTEXT_LENGTH, EOS_ID, INDEX_TOPK, VOCAB_SIZE, write_checkpoint
+from tools.checkpoints.oracle import greedy_tokens
+from tools.checkpoints.oracle import load as load_oracle
 
 PAGE_SIZE = 64
 NUM_PAGES = 48
@@ -275,7 +275,7 @@ def test_key_norms_head_weights_and_rotary_tables_are_float32_in_a_bfloat16_mode
         tables.append((cos, sin))
         return rotate(x, cos, sin, **options)
 
-    monkeypatch.setattr("model.dsa.rotate", spy)
+    monkeypatch.setattr("hisparse_pd.model.dsa.rotate", spy)
     for ranks in (None, RankStandIn(0, 1)):  # the two ways to read a checkpoint
         tiny_model = load_model(tmp_path, spec, ranks=ranks)
         indexer = tiny_model._layers[2]._attention._indexer

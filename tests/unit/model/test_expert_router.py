@@ -9,7 +9,7 @@ import torch
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32TopkRouter
 
-from model.expert_router import ExpertRouter
+from hisparse_pd.model.expert_router import ExpertRouter
 
 
 def pair(num_experts: int, top_k: int, num_groups: int, num_chosen_groups: int) -> tuple[Any, ExpertRouter]:

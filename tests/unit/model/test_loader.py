@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints.make_tiny import write_checkpoint
+from hisparse_pd.model import loader
+from hisparse_pd.model.block_linear import BlockLinear
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.experts import RoutedExperts
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.spec import ModelSpec, load_spec
+from hisparse_pd.vocabulary import CheckpointError
 from kernels.block_fp8 import BLOCK
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.row_math import fewest_rows
-from model import loader
-from model.block_linear import BlockLinear
-from model.dsa import DsaModel
-from model.experts import RoutedExperts
-from model.loader import load_model
-from model.spec import ModelSpec, load_spec
 from tests.fp8_checkpoints import in_two_files, write_fp8_checkpoint
 from tests.unit.model.loading import CPU, joined, load_ours
 from tests.unit.model.model_specs import make_spec
 from tests.unit.model.rank_stand_in import RankStandIn
-from vocabulary import CheckpointError
+from tools.checkpoints.make_tiny import write_checkpoint
 
 EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
 ATTENTION = "model.layers.1.self_attn.o_proj.weight"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.rank_group import RankGroup, RankGroupError
-from vocabulary import RankPlace
+from hisparse_pd.model.rank_group import RankGroup, RankGroupError
+from hisparse_pd.vocabulary import RankPlace
 
 REPO = Path(__file__).parents[3]
 PROGRAM = """
@@ -23,8 +23,8 @@ import time
 import torch
 from kernels.block_fp8 import DTYPE as FP8
 from kernels.row_math import fix_arithmetic
-from model.experts import RoutedExperts
-from model.rank_group import RankGroup, RankGroupError
+from hisparse_pd.model.experts import RoutedExperts
+from hisparse_pd.model.rank_group import RankGroup, RankGroupError
 from vocabulary import RankPlace
 
 fix_arithmetic()

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.sampling import finish_reason, sample
-from vocabulary import FinishReason, SamplingParams
+from hisparse_pd.model.sampling import finish_reason, sample
+from hisparse_pd.vocabulary import FinishReason, SamplingParams
 
 EOS = (3,)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hisparse_pd.model import weight_reader
+from hisparse_pd.model.weight_reader import Placement, WeightFiles, describe, read_weights
+from hisparse_pd.vocabulary import CheckpointError
 from kernels.block_fp8 import dequantize, quantize
-from model import weight_reader
-from model.weight_reader import Placement, WeightFiles, describe, read_weights
-from vocabulary import CheckpointError
 
 CPU = torch.device("cpu")
 PIECE_BYTES = 4096

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hisparse_pd.engine.messages import FlushCache
 from prefill_node.kv_pool import PageState
-from service.engine_messages import FlushCache
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,

@@ -23,11 +23,28 @@ import pytest
 import torch
 import zmq
 
-from kernels.host_memory import HostPool, allocate_host
-from model.dsa import DsaModel
-from model.loader import load_model
-from model.paged_kv import PagedKv, PagedRequest
-from model.spec import ModelSpec, load_spec
+from hisparse_pd.engine import messages as engine_messages
+from hisparse_pd.engine.messages import (
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    Generate,
+    GenerateGroup,
+    PrefillFinished,
+    Shutdown,
+    ToEngine,
+    pack_token_ids,
+)
+from hisparse_pd.engine.phases import PREFILL_PHASES
+from hisparse_pd.engine.prompt_keys import PromptIdentity
+from hisparse_pd.engine.sockets import EngineSocket
+from hisparse_pd.memory.host import HostPool, allocate_host
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.model.spec import ModelSpec, load_spec
+from hisparse_pd.settings import PrefillSettings
+from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.compute import LayerWritten
 from prefill_node.engine import PrefillEngine
 from prefill_node.kv_pool import PageId, PageState
@@ -49,22 +66,6 @@ from protocol.messages import (
     ToDecode,
 )
 from protocol.polling import Poller
-from service import engine_messages
-from service.engine_messages import (
-    EngineReady,
-    EngineStats,
-    FromEngine,
-    Generate,
-    GenerateGroup,
-    PrefillFinished,
-    Shutdown,
-    ToEngine,
-    pack_token_ids,
-)
-from service.engine_sockets import EngineSocket
-from service.phases import PREFILL_PHASES
-from service.prompt_keys import PromptIdentity
-from service.settings import PrefillSettings
 from tests.identities import ANY, DIGEST
 from tests.unit.kept_engines import kept_engine, kept_engines
 from transfer.aux_record import AuxLayout, AuxRecord
@@ -72,7 +73,6 @@ from transfer.extents import expand_pages, extents_to_slots
 from transfer.lane_host import LaneHost, SharedMemory
 from transfer.sender import Ready, WriteBatch
 from transfer.transport import TCP
-from vocabulary import SamplingParams
 
 T = TypeVar("T")
 TIMEOUT_SECS = 60.0

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from hisparse_pd.engine.messages import Generate, GenerateGroup, pack_token_ids
+from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.kv_pool import PagePool
 from prefill_node.prefix_cache import PrefixCache
 from prefill_node.push import MAX_PENDING_SHARE, Pusher, SourceRegions
@@ -14,11 +16,9 @@ from prefill_node.registrations import Peer
 from prefill_node.room_life import RequestLimits, RoomLife
 from prefill_node.scheduler import StepLimits
 from protocol.messages import AbortRoom, Bootstrap, Extent, RegionKind, Room
-from service.engine_messages import Generate, GenerateGroup, pack_token_ids
 from tests.identities import ANY, DIGEST
 from transfer.plan import SLICE_BYTES, RegionView
 from transfer.send_queue import Completion, Outcome, SendQueue
-from vocabulary import SamplingParams
 
 pytestmark = [pytest.mark.I1, pytest.mark.I8]
 

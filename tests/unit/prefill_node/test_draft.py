@@ -11,9 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from checkpoints.make_tiny import write_checkpoint
+from hisparse_pd.engine.messages import FlushCache, PrefillFinished
 from protocol.messages import Extent, Geometry, Refused, RegionKind, RoomDone
-from service.engine_messages import FlushCache, PrefillFinished
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
@@ -23,6 +22,7 @@ from tests.unit.prefill_node.support import (
     engine_thread,
     prompt,
 )
+from tools.checkpoints.make_tiny import write_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefill_node.kv_pool import PageState
-from protocol.messages import AbortRoom, Extent, Room, RoomDone, RoomFailed, RoomQuiet
-from service.engine_messages import (
+from hisparse_pd.engine.messages import (
     Abort,
     FlushCache,
     Generate,
@@ -22,7 +20,10 @@ from service.engine_messages import (
     RequestFailed,
     pack_token_ids,
 )
-from service.prompt_keys import root_of
+from hisparse_pd.engine.prompt_keys import root_of
+from hisparse_pd.vocabulary import SamplingParams, pack_logit_bias
+from prefill_node.kv_pool import PageState
+from protocol.messages import AbortRoom, Extent, Room, RoomDone, RoomFailed, RoomQuiet
 from tests.identities import ANY, identity_of
 from tests.unit.prefill_node.support import (
     GREEDY,
@@ -35,7 +36,6 @@ from tests.unit.prefill_node.support import (
     reference,
     wait_for,
 )
-from vocabulary import SamplingParams, pack_logit_bias
 
 # --- delivery -------------------------------------------------------------------------------------------
 

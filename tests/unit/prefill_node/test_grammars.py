@@ -8,11 +8,12 @@ from concurrent.futures import Future
 
 import pytest
 
-from grammar.matcher import GrammarError
-from grammar.token_trie import Grammar
+from hisparse_pd.engine.messages import Abort, PrefillFinished, RequestFailed
+from hisparse_pd.grammar.matcher import GrammarError
+from hisparse_pd.grammar.token_trie import Grammar
+from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.scheduler import Waiting
 from protocol.messages import RoomDone, RoomFailed
-from service.engine_messages import Abort, PrefillFinished, RequestFailed
 from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
     DecodePeer,
@@ -21,7 +22,6 @@ from tests.unit.prefill_node.support import (
     prompt,
     reference,
 )
-from vocabulary import SamplingParams
 
 
 def compiled_by_hand(

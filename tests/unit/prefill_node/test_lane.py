@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hisparse_pd.engine.messages import PeerLane
 from protocol.messages import HeartbeatAck, Registered, RoomFailed
-from service.engine_messages import PeerLane
 from tests.unit.prefill_node.support import (
     EngineThread,
     decode_peer,

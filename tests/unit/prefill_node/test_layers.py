@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from hisparse_pd.engine.messages import RequestFailed
 from prefill_node.compute import layer_hook
 from prefill_node.kv_pool import PageState
 from protocol.messages import AbortRoom, Extent, RoomFailed, RoomQuiet
-from service.engine_messages import RequestFailed
 from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
     DecodePeer,

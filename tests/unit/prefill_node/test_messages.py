@@ -11,6 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from hisparse_pd.engine.messages import PrefillFinished, RequestFailed, Shutdown, pack_token_ids
+from hisparse_pd.engine.prompt_keys import PromptIdentity, page_keys, root_of
+from hisparse_pd.vocabulary import DECODE_NODE_FAILED
 from prefill_node.kv_pool import PageState
 from prefill_node.registrations import Registrations
 from protocol.access import PeerList
@@ -30,8 +33,6 @@ from protocol.messages import (
     RoomQuiet,
     encoder,
 )
-from service.engine_messages import PrefillFinished, RequestFailed, Shutdown, pack_token_ids
-from service.prompt_keys import PromptIdentity, page_keys, root_of
 from tests.identities import DIGEST, identity_of
 from tests.unit.prefill_node.support import (
     ControlPeer,
@@ -41,7 +42,6 @@ from tests.unit.prefill_node.support import (
     next_room,
     wait_for,
 )
-from vocabulary import DECODE_NODE_FAILED
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import zmq
 
+from hisparse_pd.engine import messages as engine_messages
+from hisparse_pd.engine.messages import EngineLoading, EngineReady, EngineStats, Shutdown
+from hisparse_pd.settings import PrefillSettings
+from hisparse_pd.vocabulary import RankPlace
 from prefill_node.engine import run_engine
-from service import engine_messages
-from service.engine_messages import EngineLoading, EngineReady, EngineStats, Shutdown
-from service.settings import PrefillSettings
-from vocabulary import RankPlace
 
 START_TIMEOUT_SECS = 60
 

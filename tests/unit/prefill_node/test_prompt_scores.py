@@ -14,12 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints.make_tiny import write_checkpoint
-from model import prompt_scores
-from model.paged_kv import PagedKv, PagedRequest
-from prefill_node.kv_pool import PageState
-from protocol.messages import RoomFailed
-from service.engine_messages import (
+from hisparse_pd.engine.messages import (
     Abort,
     FlushCache,
     Generate,
@@ -32,6 +27,11 @@ from service.engine_messages import (
     pack_token_ids,
     score_dtype,
 )
+from hisparse_pd.model import prompt_scores
+from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.vocabulary import FinishReason, SamplingParams
+from prefill_node.kv_pool import PageState
+from protocol.messages import RoomFailed
 from tests.identities import ANY
 from tests.unit.prefill_node.support import (
     GREEDY,
@@ -43,7 +43,7 @@ from tests.unit.prefill_node.support import (
     prompt,
     wait_for,
 )
-from vocabulary import FinishReason, SamplingParams
+from tools.checkpoints.make_tiny import write_checkpoint
 
 NOTHING = SamplingParams(max_new_tokens=0, temperature=0.0)
 ONE = SamplingParams(max_new_tokens=1, temperature=0.0, num_logprobs=2)

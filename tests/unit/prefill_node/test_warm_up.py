@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints.make_tiny import write_checkpoint
-from model.loader import load_model
-from model.spec import load_spec
+from hisparse_pd.engine.messages import Generate
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.spec import load_spec
+from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.compute import PromptRunner
 from prefill_node.kv_pool import PageId
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk
 from protocol.messages import Room
-from service.engine_messages import Generate
-from vocabulary import SamplingParams
+from tools.checkpoints.make_tiny import write_checkpoint
 
 PAGE_SIZE = 16
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from hisparse_pd import pair_settings
+from hisparse_pd.cli import pair_settings
+from hisparse_pd.settings import DecodeSettings, NodeSettings, PrefillSettings, RouterSettings
+from hisparse_pd.settings_sources import SettingsError, load_settings, to_options
 from protocol.access import MAX_NETWORKS, PeerList, is_host, is_loopback
-from service.settings import DecodeSettings, NodeSettings, PrefillSettings, RouterSettings
-from service.settings_sources import SettingsError, load_settings, to_options
-from tests.unit.service.support import parsed
+from tests.unit.settings_support import parsed
 
 NODES: list[type[NodeSettings]] = [PrefillSettings, DecodeSettings]
 

@@ -10,6 +10,11 @@ import msgspec
 import pytest
 import zmq
 
+from hisparse_pd.engine import messages as engine_messages
+from hisparse_pd.engine.messages import Abort, EngineStats, Generate, GenerateGroup, RequestFailed
+from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone, FrontSocket
+from hisparse_pd.ports import free_port
+from hisparse_pd.vocabulary import SamplingParams
 from protocol import messages
 from protocol.access import PeerList
 from protocol.channels import ControlAddressError, ControlClient, ControlKeyError, ControlKeys, ControlServer
@@ -17,14 +22,9 @@ from protocol.decoding import TypedDecoder
 from protocol.messages import Bootstrap, Extent, Heartbeat, HeartbeatAck, ToDecode, ToPrefill
 from protocol.polling import Poller, Wakeup
 from protocol.zap import FOREIGN_ADDRESS, FOREIGN_KEY
-from service import engine_messages
-from service.engine_messages import Abort, EngineStats, Generate, GenerateGroup, RequestFailed
-from service.engine_sockets import Crossing, EngineSocket, FrontGone, FrontSocket
-from service.ports import free_port
 from tests.identities import ANY, DIGEST
 from tests.port_scan import VISITS, visit
 from tests.waiting import wait_until
-from vocabulary import SamplingParams
 
 WAIT_SECS = 60.0
 

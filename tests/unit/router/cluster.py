@@ -15,10 +15,10 @@ import uvicorn
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from hisparse_pd.settings import RouterSettings
 from router.drain import Drain
 from router.nodes import NodeKind
 from router.server import create_app
-from service.settings import RouterSettings
 
 Behaviour = Callable[["FakeNode", Send], Awaitable[None]]
 WAIT_SECS = 60.0

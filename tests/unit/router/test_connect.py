@@ -11,8 +11,8 @@ import httpcore
 import httpx
 import pytest
 
+from hisparse_pd.settings import RouterSettings
 from router.connect import CaFileError, OwnConnections, tls_context
-from service.settings import RouterSettings
 from tests.tls_files import TlsFiles, make_tls_files, needs_openssl
 
 WAIT_SECS = 60.0

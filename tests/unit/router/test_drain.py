@@ -20,11 +20,11 @@ import httpx
 import pytest
 from starlette.types import Send
 
+from hisparse_pd.engine.messages import Generate
+from hisparse_pd.http.engine_link import EngineLink, LinkState
+from hisparse_pd.ports import free_port
 from router import supervisor
 from router.supervisor import Child, Supervisor
-from service.engine_link import EngineLink, LinkState
-from service.engine_messages import Generate
-from service.ports import free_port
 from tests.unit.api.scripted_engine import say
 from tests.unit.api.support import BODY, Node, OnNode, until
 from tests.unit.api.tiny_tokenizer import write_checkpoint
@@ -191,13 +191,13 @@ def test_only_a_live_engine_is_asked_while_the_node_stops(tmp_path: Path) -> Non
 FRONT = """
     import sys
     from pathlib import Path
-    from service.settings import DecodeSettings
+    from hisparse_pd.settings import DecodeSettings
     from tests.unit.api.scripted_engine import run_slow_engine
 
     if __name__ == "__main__":
         from decode_node.server import create_decode_app
-        from api.node import run_front
-        from service.engine_link import least_loaded
+        from hisparse_pd.api.node import run_front
+        from hisparse_pd.http.engine_link import least_loaded
 
         settings = DecodeSettings(
             model_path=Path(sys.argv[1]),

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
+from hisparse_pd.settings import RouterSettings
 from router.body import Endpoint
 from router.drain import Drain
 from router.metrics import RouterMetrics
@@ -21,7 +22,6 @@ from router.nodes import Node, NodeKind, NodePool, Pair
 from router.relay import _Exchange
 from router.request_ids import RequestIds
 from router.server import _RelayEndpoint
-from service.settings import RouterSettings
 
 pytestmark = pytest.mark.anyio
 

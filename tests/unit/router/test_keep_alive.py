@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from api import keep_alive
+from hisparse_pd.api import keep_alive
+from hisparse_pd.engine.messages import FromEngine, Generate, Tokens
+from hisparse_pd.settings import RouterSettings
+from hisparse_pd.vocabulary import FinishReason
 from router.server import create_app
-from service.engine_messages import FromEngine, Generate, Tokens
-from service.settings import RouterSettings
 from tests.unit.api import support
 from tests.unit.router.cluster import WAIT_SECS, FakeNode, delivers, error_of, serving
-from vocabulary import FinishReason
 
 pytestmark = pytest.mark.anyio
 TIMEOUT_SECS = 0.5

@@ -10,12 +10,12 @@ import httpx
 import pytest
 from starlette.types import Send
 
-from api.score_report import REPORT_TYPE, PromptLists, Report
+from hisparse_pd.api.score_report import REPORT_TYPE, PromptLists, Report
+from hisparse_pd.settings import RouterSettings
 from router import relay
 from router.body import Endpoint, RequestBody
 from router.errors import RouterError
 from router.nodes import NodeKind, NodePool
-from service.settings import RouterSettings
 from tests.unit.router.cluster import CutConnection, FakeNode, answer, cluster, error_of, never, says, start
 
 pytestmark = pytest.mark.anyio

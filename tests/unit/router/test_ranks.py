@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hisparse_pd.settings import RouterPolicy
+from hisparse_pd.vocabulary import MAX_RANKS
 from router.health import HealthWatch
 from router.nodes import Node, NodeKind, NodePool, Pair
 from router.rooms import NUM_ROOMS, draw_room
-from service.settings import RouterPolicy
 from tests.unit.router.cluster import FakeNode, cluster, delivers, says
-from vocabulary import MAX_RANKS
 
 pytestmark = pytest.mark.anyio
 

@@ -17,12 +17,13 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import Send
 
+from hisparse_pd.settings import RouterSettings
+from hisparse_pd.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED, VERSION
 from protocol.access import KeyFileError
 from router.body import MAX_OTHER_BYTES, MAX_PROMPTS, Endpoint, RequestBody
 from router.errors import RouterError
 from router.nodes import Node, NodeKind, NodePool, NodeUrlError
 from router.server import RELAYED, TO_ONE_NODE, create_app
-from service.settings import RouterSettings
 from tests.property.fuzzing import peak_bytes
 from tests.unit.router.cluster import (
     EVENTS,
@@ -43,7 +44,6 @@ from tests.unit.router.cluster import (
     until,
     write,
 )
-from vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED, VERSION
 
 pytestmark = pytest.mark.anyio
 

@@ -17,15 +17,15 @@ from starlette.types import Send
 from decode_node.live_requests import LiveRequests
 from decode_node.metrics import Metrics
 from decode_node.pools import Pools, SlotCounts
+from hisparse_pd.engine.messages import EngineStats
+from hisparse_pd.http.metrics import FrontMetrics
+from hisparse_pd.vocabulary import Mode
 from router import status
 from router.drain import Drain
 from router.live_page import PAGE_PATHS
 from router.nodes import NodeKind
 from router.status import Drafts, MetricsError, NodeLoad, PoolUse, RankLoad, SwapIns, Transfers, parse_load
-from service.engine_messages import EngineStats
-from service.metrics import FrontMetrics
 from tests.unit.router.cluster import Behaviour, FakeNode, cluster, never, says, start, streams, write
-from vocabulary import Mode
 
 pytestmark = pytest.mark.anyio
 
@@ -333,8 +333,8 @@ async def test_a_viewer_that_leaves_does_not_hold_up_the_next(monkeypatch: pytes
 
 async def test_status_needs_the_key_and_the_page_does_not(tmp_path: Path) -> None:
     key = "a-key-of-the-test-0123456789"
-    (tmp_path / "api.keys").write_text(f"{key}\n")
-    async with cluster(decode=streams, api_key_file=tmp_path / "api.keys") as pair:
+    (tmp_path / "hisparse_pd.api.keys").write_text(f"{key}\n")
+    async with cluster(decode=streams, api_key_file=tmp_path / "hisparse_pd.api.keys") as pair:
         for path in PAGE_PATHS:
             assert (await pair.client.get(path)).status_code == 200, path
         assert (await pair.client.get("/status")).status_code == 401

@@ -20,13 +20,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
+from hisparse_pd.http.workers import no_workers
+from hisparse_pd.ports import free_port
+from hisparse_pd.settings import RouterSettings
 from router.desk import Desk, Worker
 from router.drain import Drain
 from router.errors import RouterError
 from router.nodes import NodeKind, NodePool
-from service.ports import free_port
-from service.settings import RouterSettings
-from service.workers import no_workers
 from tests.unit.router.cluster import (
     WAIT_SECS,
     FakeNode,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from training.network import Network
-from training.shape import NetworkShape
+from tools.training.network import Network
+from tools.training.shape import NetworkShape
 
 SMALL = NetworkShape(
     hidden=64, num_layers=3, num_heads=4, q_lora=48, kv_lora=32, dense_dim=64, expert_dim=16, index_topk=32

@@ -10,17 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.loader import load_model
-from model.paged_kv import PagedKv, PagedRequest
-from model.spec import load_spec
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.model.spec import load_spec
 from tests.unit.training.networks import SMALL, small_network
-from training.accept import MOST_DRAFTS, accept_lengths, steps
-from training.checkpoint import DRAFT_FILE, write_checkpoint, write_with_draft
-from training.draft import DraftLayer, chain
-from training.indexing import Selection
-from training.network import Network
-from training.task import Shape, TaskGenerator
-from training.train_draft import DraftTrainer, train
+from tools.training.accept import MOST_DRAFTS, accept_lengths, steps
+from tools.training.checkpoint import DRAFT_FILE, write_checkpoint, write_with_draft
+from tools.training.draft import DraftLayer, chain
+from tools.training.indexing import Selection
+from tools.training.network import Network
+from tools.training.task import Shape, TaskGenerator
+from tools.training.train_draft import DraftTrainer, train
 
 WIDTH = 96
 PAGE_SIZE = 64

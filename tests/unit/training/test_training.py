@@ -9,20 +9,14 @@ import pytest
 import torch
 
 from tests.unit.training.networks import SMALL, small_network
-from training import vocabulary
-from training.checkpoint import (
-    hf_weights,
-    load_hf_weights,
-    load_state,
-    save_state,
-    write_checkpoint,
-)
-from training.evaluate import held_out, score
-from training.indexing import Selection
-from training.network import Network
-from training.optimizer import Muon, orthogonal
-from training.schedule import SHARES, WIDTHS, Schedule, Stage
-from training.task import Batch, Shape, TaskGenerator
+from tools.training import vocabulary
+from tools.training.checkpoint import hf_weights, load_hf_weights, load_state, save_state, write_checkpoint
+from tools.training.evaluate import held_out, score
+from tools.training.indexing import Selection
+from tools.training.network import Network
+from tools.training.optimizer import Muon, orthogonal
+from tools.training.schedule import SHARES, WIDTHS, Schedule, Stage
+from tools.training.task import Batch, Shape, TaskGenerator
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kernels.host_memory import HostPool, allocate_host
+from hisparse_pd.memory.host import HostPool, allocate_host
 from protocol.lane import LaneOffer
 from tests.waiting import wait_until
 from transfer.errors import TransferError

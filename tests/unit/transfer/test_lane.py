@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import transfer.lane
 import transfer.lane_memory
-from kernels.host_memory import allocate_host
+from hisparse_pd.memory.host import allocate_host
 from protocol.lane import SOCKET_PREFIX, LaneOffer, LaneWelcome, Window, encoder
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Pair, pair_of
 from tests.unit.transfer.lane_writer import LaneWriter

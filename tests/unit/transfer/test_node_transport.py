@@ -13,9 +13,9 @@ import torch
 from decode_node import engine as decode_engine
 from decode_node import memory as decode_memory
 from decode_node.pools import SlotCounts
+from hisparse_pd.settings import DecodeSettings, PrefillSettings
 from prefill_node import engine as prefill_engine
 from prefill_node import memory as prefill_memory
-from service.settings import DecodeSettings, PrefillSettings
 from tests.unit.decode_node.support import (
     Checkpoint,
     EngineHarness,

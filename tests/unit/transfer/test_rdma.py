@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hisparse_pd.memory.machine import gpu_direct, list_verbs_devices, memlock_fault, show_bytes
 from tests.unit.transfer.fake_machine import (
     IB_GID,
     INFINIBAND,
@@ -19,7 +20,6 @@ from tests.unit.transfer.fake_machine import (
     FakeMachine,
     ipv4_gid,
 )
-from transfer.machine import gpu_direct, list_verbs_devices, memlock_fault, show_bytes
 from transfer.rdma import GidGrade, chosen_gid_index, device_fault, device_names, port_number, read_devices
 
 ADDRESS = ip_address("192.0.2.7")

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from service.metrics import split_labels
+from hisparse_pd.http.metrics import split_labels
+from hisparse_pd.memory.machine import Machine
 from tests.unit.transfer.fake_machine import (
     INFINIBAND,
     LINK_LOCAL_GID,
@@ -20,7 +21,6 @@ from tests.unit.transfer.fake_machine import (
     ipv4_gid,
 )
 from transfer.errors import TransferSetupError
-from transfer.machine import Machine
 from transfer.rdma import wanted_devices
 from transfer.transport import (
     TCP,

@@ -1,1 +1,0 @@
-"""Benchmarks, apart from the tests: each prints a table and writes JSON to ``bench/out``."""

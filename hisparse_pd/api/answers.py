@@ -1,0 +1,553 @@
+"""Answers to OpenAI's completions and chats and to SGLang's native ``/generate``.
+
+A dialect shows finished samples as one body (``keep`` with each engine message, ``choice`` with each sample's
+last one, then ``whole``) or each engine message as events (``pieces``, then ``last_pieces``). It only
+formats: what happened stands in ``SampleOutput``. A call encodes what one engine message brought, and copies
+the bytes of what came before at most: the logprobs of a long answer would hold the event loop up.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol, assert_never
+
+import msgspec
+from msgspec import Raw
+
+from hisparse_pd.api.app import Work
+from hisparse_pd.api.chat_message import MessageParser
+from hisparse_pd.api.chat_reading import ChatReading, ReasoningTokens, ends_for_calls
+from hisparse_pd.api.detokenizer import TokenBytes
+from hisparse_pd.api.frame import SSE_DONE, sse
+from hisparse_pd.api.message_parts import Part, PartKind, joined
+from hisparse_pd.api.output import Delta, Finish, SampleOutput
+from hisparse_pd.api.schemas import StreamedUsage
+from hisparse_pd.api.tool_markup import Markup
+from hisparse_pd.engine.messages import unpack_token_ids
+from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.vocabulary import TokenLogprob
+
+_MIN_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON has not."""
+
+Json = dict[str, object]
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
+class Dialect(Protocol):
+    """How one endpoint shows the samples of one request."""
+
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        """Take in one delta of a sample that is to be shown whole."""
+
+    def choice(self, output: SampleOutput) -> Raw:
+        """A finished sample in the body of a non-streaming answer."""
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
+        """That body."""
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        """The events for one delta; none when it shows nothing new."""
+
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        """The events after the last delta of all samples."""
+
+    def failed(self, error: ApiError) -> bytes | None:
+        """The event that ends a stream which has begun; None: an error as of its endpoint."""
+
+
+class _Kept:
+    """Logprobs of the samples so far, as lists of JSON by name: encoded once, and smaller than objects."""
+
+    def __init__(self) -> None:
+        self._pieces: defaultdict[int, defaultdict[str, list[bytes]]] = defaultdict(lambda: defaultdict(list))
+        """By sample and name, without brackets."""
+
+    def extend(self, output: SampleOutput, lists: Mapping[str, Sequence[object]]) -> None:
+        pieces = self._pieces[output.index]
+        for name, values in lists.items():
+            pieces[name] += [msgspec.json.encode(values)[1:-1]] if values else []
+
+    def show(self, output: SampleOutput) -> dict[str, object]:
+        pieces = self._pieces[output.index]
+        for name in pieces:
+            pieces[name] = [b",".join(pieces[name])] if pieces[name] else []
+        return {name: Raw(b"[" + b"".join(joined) + b"]") for name, joined in pieces.items()}
+
+
+class _TokenIds:
+    """Of prompts and answers, in vLLM's fields, where they are asked for."""
+
+    def __init__(self, work: Work) -> None:
+        self._prompts = {sample.prompt_index: sample.prompt for sample in work.samples}
+        self._encoded: dict[int, Raw] = {}
+
+    def prompt(self, prompt_index: int) -> Json:
+        if prompt_index not in self._encoded:
+            token_ids = unpack_token_ids(self._prompts[prompt_index]).tolist()
+            self._encoded[prompt_index] = Raw(msgspec.json.encode(token_ids))
+        return {"prompt_token_ids": self._encoded[prompt_index]}
+
+    def all_of(self, output: SampleOutput) -> Json:
+        return {"token_ids": output.token_ids}
+
+    def new_of(self, output: SampleOutput, delta: Delta) -> Json:
+        return {"token_ids": output.token_ids[delta.first_token : delta.last_token]}
+
+
+# --- OpenAI --------------------------------------------------------------------------------------------
+
+
+class _OpenAi(ABC):
+    """What completions and chat share: the envelope, usage and the order of chunks."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes) -> None:
+        self._usage = work.request.usage
+        self._token_bytes = token_bytes
+        self._model_name = model_name
+        self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._kept = _Kept()
+        self._token_ids = _TokenIds(work) if work.request.returns_token_ids else None
+
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        if output.sample.options.num_logprobs is not None:
+            self._kept.extend(output, self._logprobs(output, delta))
+
+    def choice(self, output: SampleOutput) -> Raw:
+        shows_logprobs = output.sample.options.num_logprobs is not None
+        logprobs = self._shown_logprobs(self._kept.show(output)) if shows_logprobs else None
+        return Raw(msgspec.json.encode(self._choice(output, logprobs)))
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
+        return self._envelope(self.whole_object, choices) | {"usage": self._used(outputs)}
+
+    @abstractmethod
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        """As of ``Dialect``."""
+
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        if self._usage is not StreamedUsage.NONE:
+            yield sse(self._envelope(self.chunk_object, []) | {"usage": self._used(outputs)})
+        yield SSE_DONE
+
+    def failed(self, error: ApiError) -> bytes | None:
+        return None
+
+    def _chunk(self, output: SampleOutput, choice: Json, added: Mapping[str, object] = _NOTHING) -> bytes:
+        envelope = self._envelope(self.chunk_object, [choice]) | dict(added)
+        match self._usage:
+            case StreamedUsage.NONE:
+                return sse(envelope)
+            case StreamedUsage.LAST:
+                return sse(envelope | {"usage": None})
+            case StreamedUsage.EVERY:
+                return sse(envelope | {"usage": self._used([output])})
+            case _:
+                assert_never(self._usage)
+
+    def _used(self, outputs: Sequence[SampleOutput]) -> Json:
+        """Their usage."""
+        return usage(outputs)
+
+    def _shows_tokens(self, output: SampleOutput, delta: Delta) -> bool:
+        """Whether the delta has tokens that the client is to see, be there text of them or not."""
+        shows = self._token_ids is not None or output.sample.options.num_logprobs is not None
+        return shows and delta.last_token > delta.first_token
+
+    def _new_logprobs(self, output: SampleOutput, delta: Delta) -> Json | None:
+        if output.sample.options.num_logprobs is None:
+            return None
+        return self._shown_logprobs(self._logprobs(output, delta))
+
+    def _envelope(self, kind: str, choices: Sequence[Json | Raw]) -> Json:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model_name,
+            "choices": choices,
+        }
+
+    @abstractmethod
+    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
+        """A finished sample in a whole answer."""
+
+    @abstractmethod
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
+        """Of the tokens of a delta, by field: lists that those of the next one go on."""
+
+    def _shown_logprobs(self, lists: Mapping[str, object]) -> Json:
+        return dict(lists)
+
+
+class Completions(_OpenAi):
+    """``/v1/completions``."""
+
+    id_prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes) -> None:
+        super().__init__(work, model_name, token_bytes)
+        self._num_chars: dict[int, int] = {}
+        """Of the echo and the tokens shown so far, by sample: with logprobs each of them is shown once, in
+        order."""
+        self._echoed: set[int] = set()
+        """Samples whose stream has begun, with the prompt where it is echoed."""
+
+    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
+        shown = self._show(output, output.sample.echo + output.text, logprobs, output.finish)
+        if self._token_ids is not None:
+            shown |= self._token_ids.prompt(output.sample.prompt_index) | self._token_ids.all_of(output)
+        return shown
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        text = delta.text if output.index in self._echoed else output.sample.echo + delta.text
+        self._echoed.add(output.index)
+        if text or delta.finish or self._shows_tokens(output, delta):
+            choice = self._show(output, text, self._new_logprobs(output, delta), delta.finish)
+            if self._token_ids is not None:
+                choice |= self._token_ids.new_of(output, delta)
+                choice |= self._token_ids.prompt(output.sample.prompt_index) if delta.first_token == 0 else {}
+            yield self._chunk(output, choice)
+
+    def _show(self, output: SampleOutput, text: str, logprobs: Json | None, finish: Finish | None) -> Json:
+        return {
+            "index": output.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish and finish.reason,
+            "matched_stop": finish and finish.matched,
+        }
+
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
+        tokens = [self._token_bytes.text(entry.token_id) for entry in delta.logprobs]
+        num_chars = self._num_chars.get(output.index, len(output.sample.echo))
+        offsets = []
+        for token in tokens:
+            offsets.append(num_chars)
+            num_chars += len(token)
+        self._num_chars[output.index] = num_chars
+        return {
+            "tokens": [*tokens],
+            "token_logprobs": [finite(entry.logprob) for entry in delta.logprobs],
+            "top_logprobs": [self._top(entry) for entry in delta.logprobs],
+            "text_offset": [*offsets],
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        return likeliest_by_text(self._token_bytes, entry.token_id, entry.logprob, entry.top)
+
+
+class Chat(_OpenAi):
+    """``/v1/chat/completions``."""
+
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, work: Work, model_name: str, token_bytes: TokenBytes, markup: Markup | None) -> None:
+        """``markup``: how the model writes tool calls; None where that is not known, and they stay text."""
+        super().__init__(work, model_name, token_bytes)
+        self._reading = ChatReading(work, token_bytes, markup)
+        self._parsers: dict[int, MessageParser] = {}
+        """Of the samples that are streamed."""
+        self._calls: Counter[int] = Counter()
+        """Calls that were shown, by sample."""
+        self._reasoning: dict[int, ReasoningTokens] = {}
+        """By sample."""
+
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        self._count_reasoning(output, delta)
+        super().keep(output, delta)
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        self._count_reasoning(output, delta)
+        parser = self._parsers.get(output.index)
+        if parser is None:
+            parser = self._parsers[output.index] = self._reading.parser()
+        if delta.first_token == 0:
+            role: Json = {"role": "assistant", "content": ""}
+            choice: Json = {"index": output.index, "delta": role, "logprobs": None, "finish_reason": None}
+            yield self._chunk(output, choice, self._prompt_ids() if output.index == 0 else {})
+        finish = delta.finish
+        parts = parser.feed(delta.text, finish.reason if finish is not None else None)
+        shown = [self._shown_part(output.index, part) for part in parts]
+        shown = [part for part in shown if part]
+        if not shown and (finish or self._shows_tokens(output, delta)):
+            shown.append({})
+        for number, part_delta in enumerate(shown, 1):
+            is_first, is_last = number == 1, number == len(shown)
+            choice = {
+                "index": output.index,
+                "delta": part_delta,
+                "logprobs": self._new_logprobs(output, delta) if is_first else None,
+                "finish_reason": _finish_reason(finish, parser) if finish and is_last else None,
+                "matched_stop": finish.matched if finish and is_last else None,
+            }
+            if self._token_ids is not None:
+                choice |= self._token_ids.new_of(output, delta) if is_first else {"token_ids": []}
+            yield self._chunk(output, choice)
+
+    def _shown_part(self, index: int, part: Part) -> Json:
+        """The delta of one part of sample ``index``."""
+        match part.kind:
+            case PartKind.REASONING:
+                return {"reasoning_content": part.text}
+            case PartKind.CONTENT:
+                return {"content": part.text}
+            case PartKind.CALL:
+                self._calls[index] += 1
+                return {"tool_calls": [_shown_call(self._calls[index] - 1, part.text, "")]}
+            case PartKind.ARGUMENTS:
+                call = {"index": self._calls[index] - 1, "function": {"arguments": part.text}}
+                return {"tool_calls": [call]}
+            case PartKind.END_OF_CALL:
+                return {}
+            case _:
+                assert_never(part.kind)
+
+    def _count_reasoning(self, output: SampleOutput, delta: Delta) -> None:
+        if output.index not in self._reasoning:
+            self._reasoning[output.index] = self._reading.reasoning_tokens()
+        self._reasoning[output.index].count(output.token_ids[delta.first_token : delta.last_token])
+
+    def _used(self, outputs: Sequence[SampleOutput]) -> Json:
+        counted = (self._reasoning.get(output.index) for output in outputs)
+        return usage(outputs, sum(reasoning.num_tokens for reasoning in counted if reasoning is not None))
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> Json:
+        return super().whole(outputs, choices) | self._prompt_ids()
+
+    def _prompt_ids(self) -> Json:
+        return {} if self._token_ids is None else self._token_ids.prompt(0)
+
+    def _choice(self, output: SampleOutput, logprobs: Json | None) -> Json:
+        finish = output.finish
+        assert finish is not None
+        parser = self._reading.parser()
+        answer = joined(parser.feed(output.text, finish.reason))
+        message: Json = {"role": "assistant"}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [
+                _shown_call(index, call.name, call.arguments) for index, call in enumerate(answer.calls)
+            ]
+        content = None if answer.calls and not answer.content else answer.content
+        return {
+            "index": output.index,
+            "message": message | {"content": content, "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": _finish_reason(finish, parser),
+            "matched_stop": finish.matched,
+            **({} if self._token_ids is None else self._token_ids.all_of(output)),
+        }
+
+    def _logprobs(self, output: SampleOutput, delta: Delta) -> Mapping[str, list[object]]:
+        return {
+            "content": [
+                self._token(entry.token_id, entry.logprob)
+                | {"top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top]}
+                for entry in delta.logprobs
+            ]
+        }
+
+    def _shown_logprobs(self, lists: Mapping[str, object]) -> Json:
+        return {**lists, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        token = self._token_bytes.of(token_id)
+        return {
+            "token": token.decode(errors="replace"),
+            "logprob": finite(logprob),
+            "bytes": list(token),
+        }
+
+
+def _shown_call(index: int, name: str, arguments: str) -> Json:
+    return {
+        "index": index,  # by which clients join deltas; in a whole message it is one field more
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _finish_reason(finish: Finish, parser: MessageParser) -> str:
+    return "tool_calls" if ends_for_calls(parser, finish) else finish.reason
+
+
+# --- SGLang --------------------------------------------------------------------------------------------
+
+
+class Generate:
+    """``/generate``. Streamed text, ids and logprobs are cumulative, as SGLang's are.
+
+    So an event that the next one repeats is left out: a stream's bytes grow with the square of its length.
+    """
+
+    def __init__(self, work: Work, token_bytes: TokenBytes) -> None:
+        self._work = work
+        self._token_bytes = token_bytes
+        self._is_list = work.request.is_batch or len(work.samples) > 1
+        self._kept = _Kept()
+
+    def keep(self, output: SampleOutput, delta: Delta) -> None:
+        if (num_logprobs := output.sample.options.num_logprobs) is None:
+            return
+        lists = {
+            "output_token_logprobs": [
+                self._token(output, entry.token_id, entry.logprob) for entry in delta.logprobs
+            ]
+        }
+        if num_logprobs:
+            lists["output_top_logprobs"] = [
+                [self._token(output, token_id, logprob) for token_id, logprob in entry.top]
+                for entry in delta.logprobs
+            ]
+        self._kept.extend(output, lists)
+
+    def choice(self, output: SampleOutput) -> Raw:
+        return Raw(msgspec.json.encode(self._show(output)))
+
+    def whole(self, outputs: Sequence[SampleOutput], choices: Sequence[Raw]) -> object:
+        return choices if self._is_list else choices[0]
+
+    def pieces(self, output: SampleOutput, delta: Delta) -> Iterator[bytes]:
+        self.keep(output, delta)
+        if delta.finish or (delta.last_token > delta.first_token and not output.is_behind):
+            yield sse(self._show(output) | ({"index": output.index} if self._is_list else {}))
+
+    def last_pieces(self, outputs: Sequence[SampleOutput]) -> Iterator[bytes]:
+        yield SSE_DONE
+
+    def failed(self, error: ApiError) -> bytes | None:
+        return None
+
+    def _show(self, output: SampleOutput) -> Json:
+        meta: Json = {
+            "id": self._request_id(output),
+            "finish_reason": output.finish and self._finish_reason(output, output.finish),
+            "prompt_tokens": output.num_prompt_tokens,
+            "completion_tokens": len(output.token_ids),
+            "cached_tokens": output.stats.num_cached_tokens if output.stats else 0,
+            "held_tokens": output.stats.num_held_tokens if output.stats else 0,
+            "e2e_latency": time.monotonic() - self._work.arrived_at,
+            "hisparse": hisparse_usage([output]),
+            **_generate_drafts(output),
+        }
+        if output.sample.options.num_logprobs is not None:
+            meta["input_token_logprobs"] = []
+            meta |= self._kept.show(output)
+        return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+
+    def _token(self, output: SampleOutput, token_id: int, logprob: float) -> list[object]:
+        text = self._token_bytes.text(token_id) if output.sample.options.text_in_logprobs else None
+        return [finite(logprob), token_id, text]
+
+    def _request_id(self, output: SampleOutput) -> str:
+        given = self._work.request.request_ids
+        return given[output.sample.prompt_index] if given else output.sample.generate.request_id
+
+    @staticmethod
+    def _finish_reason(output: SampleOutput, finish: Finish) -> Json:
+        shown: Json = {"type": finish.reason}
+        if finish.reason == "length":
+            shown["length"] = len(output.token_ids)
+        if finish.matched is not None:
+            shown["matched"] = finish.matched
+        return shown
+
+
+# --- usage ---------------------------------------------------------------------------------------------
+
+
+def usage(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None = None) -> Json:
+    """OpenAI's usage object. A prompt counts once, however many samples it has.
+
+    ``num_reasoning_tokens``: of all samples together; None where answers have no reasoning.
+    """
+    firsts = list({output.sample.prompt_index: output for output in reversed(outputs)}.values())
+    num_prompt_tokens = sum(output.num_prompt_tokens for output in firsts)
+    num_new_tokens = sum(len(output.token_ids) for output in outputs)
+    stats = [output.stats for output in firsts if output.stats]
+    details = {
+        "cached_tokens": sum(of_prompt.num_cached_tokens for of_prompt in stats),
+        "held_tokens": sum(of_prompt.num_held_tokens for of_prompt in stats),
+    }
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_new_tokens,
+        "total_tokens": num_prompt_tokens + num_new_tokens,
+        "prompt_tokens_details": details,
+        **_completion_details(outputs, num_reasoning_tokens),
+        "hisparse": hisparse_usage(outputs),
+    }
+
+
+def num_drafts(outputs: Sequence[SampleOutput]) -> tuple[int, int]:
+    """Drafts that steps verified for all samples together, and those of them that were accepted."""
+    stats = [output.stats for output in outputs if output.stats is not None]
+    return sum(entry.num_drafted for entry in stats), sum(entry.num_accepted for entry in stats)
+
+
+def _completion_details(outputs: Sequence[SampleOutput], num_reasoning_tokens: int | None) -> Json:
+    """OpenAI's names; of drafts nothing where none was verified."""
+    num_drafted, num_accepted = num_drafts(outputs)
+    details: Json = {}
+    if num_reasoning_tokens is not None:
+        details["reasoning_tokens"] = num_reasoning_tokens
+    if num_drafted:
+        details["accepted_prediction_tokens"] = num_accepted
+        details["rejected_prediction_tokens"] = num_drafted - num_accepted
+    return {"completion_tokens_details": details} if details else {}
+
+
+def _generate_drafts(output: SampleOutput) -> Json:
+    """SGLang's names; nothing where no draft was verified."""
+    num_drafted, num_accepted = num_drafts([output])
+    if not num_drafted:
+        return {}
+    return {"spec_draft_token_num": num_drafted, "spec_accept_token_num": num_accepted}
+
+
+def hisparse_usage(outputs: Sequence[SampleOutput]) -> Json | None:
+    """Mode, and hits and misses of all samples together; None before the engine has told, and where no
+    decode node took part.
+
+    Samples that were served in different modes have the mode "mixed", with ``modes`` for each of them.
+    """
+    stats = [output.stats for output in outputs if output.stats is not None and output.stats.mode is not None]
+    if not stats:
+        return None
+    modes = [entry.mode for entry in stats]
+    shown: Json = {
+        "mode": modes[0] if len(set(modes)) == 1 else "mixed",
+        "hits": sum(entry.hits for entry in stats),
+        "misses": sum(entry.misses for entry in stats),
+    }
+    return shown if len(set(modes)) == 1 else shown | {"modes": modes}
+
+
+def likeliest_by_text(
+    token_bytes: TokenBytes, token_id: int, logprob: float, top: Sequence[tuple[int, float]]
+) -> dict[str, float]:
+    """The likeliest tokens and the one that is there. Of those that look alike the likeliest."""
+    shown: dict[str, float] = {}
+    for top_id, of_top in (*top, (token_id, logprob)):
+        shown.setdefault(token_bytes.text(top_id), finite(of_top))
+    return shown
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)

@@ -1,0 +1,201 @@
+"""The conversation of ``/v1/messages``, Anthropic's, as the one that a chat completion would have.
+
+Blocks become what chat templates know: text, reasoning, calls and results of tools. Texts of one message are
+joined by nothing, as in the other APIs. What a model behind a chat template cannot take is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from msgspec import Raw
+
+from hisparse_pd.api.bodies import Turns
+from hisparse_pd.api.body_parts import (
+    AnthropicMessage,
+    AnthropicTool,
+    AssistantMessage,
+    ContextManagement,
+    DocumentBlock,
+    ImageBlock,
+    KeptThinking,
+    RedactedThinking,
+    ResultBlock,
+    SystemMessage,
+    TextBlock,
+    ThinkingBlock,
+    ToolReference,
+    ToolResult,
+    ToolUse,
+    UserMessage,
+)
+from hisparse_pd.api.declared import decode
+from hisparse_pd.api.omitted_thinking import thinking_of
+from hisparse_pd.api.prompts import (
+    ChatPrompt,
+    message_items,
+    refuse_hosted_alone,
+    template_arguments,
+    tool_items,
+    unseen,
+    within_values,
+    without_hosted,
+)
+from hisparse_pd.api.raw_json import decode_item
+from hisparse_pd.http.http_errors import InvalidField
+
+Message = dict[str, object]
+
+
+def parse_messages(body: Turns) -> ChatPrompt:
+    """Raises ApiError 400."""
+    messages: list[Message] = []
+    if body.system is not None:
+        messages.append({"role": "system", "content": _text_of(body.system)})
+    items = message_items("messages", body.messages)
+    decoded = list(within_values(decode(AnthropicMessage, item, name) for name, item in items))
+    num_answered = max((i for i, item in enumerate(decoded) if isinstance(item, AssistantMessage)), default=0)
+    first_thinking = _first_thinking(decoded, body.context_management)
+    for index, ((name, _), item) in enumerate(zip(items, decoded, strict=True)):
+        messages += _messages_of(
+            name, item, is_answered=index < num_answered, keeps_thinking=index >= first_thinking
+        )
+    last = messages[-1]
+    is_continued = last["role"] == "assistant"
+    if is_continued and "tool_calls" in last:
+        rule = "must not end with a tool_use, but with its tool_result"
+        raise InvalidField("messages", items, rule)
+    may_call = body.tool_choice is None or body.tool_choice.type != "none"
+    described, left_out = without_hosted(tool_items("tools", body.tools))
+    refuse_hosted_alone(left_out, are_alone=not described)
+    tools = tuple(_tool(name, item) for name, item in described)
+    return ChatPrompt(
+        tuple(messages),
+        _template_arguments(body),
+        continue_final_message=is_continued,
+        tools=tools if may_call else (),
+        separate_reasoning=True,
+        add_generation_prompt=not is_continued,
+        left_out=left_out,
+    )
+
+
+def _first_thinking(items: Sequence[AnthropicMessage], asked: ContextManagement | None) -> int:
+    """The index of the first message whose thinking is kept.
+
+    The assistant's last turns keep theirs. A turn ends at a question, which the result of a tool is not.
+    """
+    kept = [_num_turns(edit.keep) for edit in (asked.edits or () if asked is not None else ())]
+    num_turns = min((num for num in kept if num is not None), default=None)
+    if num_turns is None:
+        return 0
+    is_in_turn = False
+    for index in range(len(items) - 1, -1, -1):
+        match items[index]:
+            case AssistantMessage() if not is_in_turn:
+                if num_turns == 0:
+                    return index + 1
+                num_turns, is_in_turn = num_turns - 1, True
+            case UserMessage(content=content) if not any(isinstance(block, ToolResult) for block in content):
+                is_in_turn = False
+    return 0
+
+
+def _num_turns(keep: str | KeptThinking | None) -> int | None:
+    """None: all."""
+    if keep is None:
+        return 1  # what Anthropic's API does
+    if isinstance(keep, str) or keep.type == "all":
+        return None
+    if keep.value is None:
+        raise InvalidField("context_management.edits.keep.value", None, "must be a number of turns")
+    return keep.value
+
+
+def _messages_of(
+    name: str, message: AnthropicMessage, *, is_answered: bool, keeps_thinking: bool
+) -> Iterator[Message]:
+    """Of one message: a result of a tool is a message of its own."""
+    role = _ROLES[type(message)]
+    if isinstance(message.content, str):
+        yield {"role": role, "content": message.content}
+        return
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[Message] = []
+    for index, block in enumerate(message.content):
+        place = f"{name}.content[{index}]"
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                if keeps_thinking:
+                    reasoning.append(block.thinking or thinking_of(block.signature))
+            case RedactedThinking():
+                pass
+            case ImageBlock() | DocumentBlock():
+                unseen(place, _kind(block), is_answered=False)
+            case ToolUse():
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"type": "function", "function": function, "id": block.id})
+            case ToolResult():
+                if texts:
+                    yield {"role": "user", "content": "".join(texts)}
+                    texts = []
+                content = _result(place, block.content or "", is_answered=is_answered)
+                yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+    shown: Message = {"role": role, "content": "".join(texts)}
+    if calls:
+        shown["tool_calls"] = calls
+    if reasoning:
+        shown["reasoning_content"] = "".join(reasoning)
+    if texts or calls or reasoning or not message.content:
+        yield shown
+
+
+_ROLES = {UserMessage: "user", AssistantMessage: "assistant", SystemMessage: "system"}
+
+
+def _text_of(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+def _result(name: str, content: str | list[ResultBlock], *, is_answered: bool) -> str:
+    """Of a tool."""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for index, block in enumerate(content):
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ToolReference():
+                texts.append(f"[{block.tool_name}]")
+            case ImageBlock() | DocumentBlock():
+                texts.append(unseen(f"{name}.content[{index}]", _kind(block), is_answered=is_answered))
+    return "".join(texts)
+
+
+def _kind(block: ImageBlock | DocumentBlock) -> str:
+    return "image" if isinstance(block, ImageBlock) else "document"
+
+
+def _tool(name: str, item: Raw) -> Message:
+    """As the description of a function."""
+    decode(AnthropicTool, item, name)
+    tool = decode_item(name, item)
+    function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}
+    if tool.get("strict"):
+        function["strict"] = True
+    return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
+
+
+def _template_arguments(body: Turns) -> dict[str, object]:
+    """Thinking is switched as templates have it: DeepSeek's by ``thinking``, GLM's by ``enable_thinking``."""
+    arguments = template_arguments(body)
+    if body.output_config is not None and body.output_config.effort is not None:
+        arguments.setdefault("reasoning_effort", body.output_config.effort)
+    if body.thinking is not None:
+        for switch in ("thinking", "enable_thinking"):
+            arguments.setdefault(switch, body.thinking.type != "disabled")
+    return arguments

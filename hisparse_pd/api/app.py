@@ -1,0 +1,339 @@
+"""The HTTP application of a node: the endpoints that both kinds share.
+
+A node gives ``create_app`` one handler, which turns a checked request into an ``Answer``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from hisparse_pd.api.frame import Answer, FramedEndpoint, Reply
+from hisparse_pd.api.keys import ApiKeys, RequireKey
+from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH, show_models
+from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
+from hisparse_pd.api.requests import Limits, SampleRequest, plan_samples
+from hisparse_pd.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.api.schemas import ApiRequest, Endpoint, parse_request
+from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.api.timing import Timeline
+from hisparse_pd.api.tokens import TokenPath, answer_about_tokens
+from hisparse_pd.http.engine_link import EngineLink
+from hisparse_pd.http.http_errors import ApiError, ErrorShape
+from hisparse_pd.http.metrics import CONTENT_TYPE, FrontMetrics
+from hisparse_pd.http.off_loop import parsed
+from hisparse_pd.http.rank_link import RankLink
+from hisparse_pd.settings import NodeSettings
+from hisparse_pd.vocabulary import VERSION
+from protocol.channels import ControlKeys
+
+if TYPE_CHECKING:
+    from hisparse_pd.tracing import Tracer
+
+_PRIVATE_SETTINGS = {
+    *("model_path", "control_key_file", "api_key_file", "allowed_peers"),
+    *("ssl_certfile", "ssl_keyfile", "otlp_traces_endpoint"),
+}
+"""Not in /server_info: a router loads the tokenizer of a model_path that is reported to it."""
+
+LEFT_OUT_HEADER = b"x-hisparse-pd-left-out"
+_MAX_LEFT_OUT_SHOWN = 16
+"""Headers have a bound in every client and proxy."""
+
+_OPEN_PATHS = frozenset(("/health", "/health_generate", "/liveness", "/metrics"))
+"""Answered without an API key: probes and monitoring have none."""
+
+
+@dataclass(frozen=True)
+class Front:
+    """What the handlers of one node work with."""
+
+    role: str
+    settings: NodeSettings
+    codec: TextCodec
+    link: EngineLink
+    metrics: FrontMetrics
+    holds_output: bool
+    api_keys: ApiKeys | None = None
+    """What a request must have one of; None: nothing."""
+    control_keys: ControlKeys | None = None
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    started_at: int = field(default_factory=lambda: int(time.time()))
+    of_all_fronts: Callable[[], Awaitable[bytes]] | None = None
+    """Renders the metrics of the node; None: this is its only front."""
+    tracer: Tracer | None = None
+    """None: there are no traces."""
+
+    def close(self) -> None:
+        """Send the spans that wait, for a known time at most."""
+        if self.tracer is not None:
+            self.tracer.close()
+
+
+@dataclass(frozen=True)
+class Work:
+    """One checked request, about to be handed to the engine."""
+
+    request: ApiRequest
+    samples: tuple[SampleRequest, ...]
+    arrived_at: float
+    """On the monotonic clock, in seconds."""
+    timeline: Timeline
+
+
+Handler = Callable[[Work], Awaitable[Answer]]
+"""Called once a request is checked. It raises ApiError for a failure before the answer has begun; an answer's
+stream reports later ones itself."""
+
+
+def create_app(front: Front, handler: Handler) -> Starlette:
+    """The application with all endpoints of a node."""
+    takers: dict[str, Callable[[bytes, float, Reply], Awaitable[None]]] = {
+        **{endpoint: _Worker(front, endpoint, handler) for endpoint in Endpoint},
+        **{path: partial(_about_tokens, front, path) for path in TokenPath},
+    }
+    max_bytes, count = front.settings.max_body_bytes, front.metrics.count_request
+    routes: list[BaseRoute] = [
+        Route(path, FramedEndpoint(path, max_bytes, respond, count, front.tracer), methods=["POST"])
+        for path, respond in takers.items()
+    ]
+    information: dict[str, Callable[[Front], Response]] = {
+        "/health": _health,
+        "/health_generate": _health,
+        "/liveness": _liveness,
+        "/version": _version,
+        OPENAPI_PATH: _openapi,
+        "/server_info": _server_info,
+        "/get_server_info": _server_info,
+        "/model_info": _model_info,
+        "/get_model_info": _model_info,
+        "/get_load": _load,
+        "/tokenizer_info": _tokenizer_info,
+    }
+    routes += [Route(path, _bound(answer, front), methods=["GET"]) for path, answer in information.items()]
+    routes += [Route(path, partial(_models, front), methods=["GET"]) for path in (MODELS_PATH, MODEL_PATH)]
+    routes.append(Route("/metrics", partial(_metrics, front), methods=["GET"]))
+    routes.append(Route("/flush_cache", _bound(_flush_cache, front), methods=["GET", "POST"]))
+    return Starlette(
+        routes=routes,
+        middleware=_middleware(front),
+        exception_handlers={ApiError: _answer_api_error, HTTPException: _answer_http_error},
+    )
+
+
+def _middleware(front: Front) -> list[Middleware]:
+    if front.api_keys is None:
+        return []
+    return [Middleware(RequireKey, front.api_keys, _OPEN_PATHS, front.metrics.unauthorized.inc)]
+
+
+# --- work --------------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """Takes the requests of one endpoint: checks them, has the handler do them, and says how long it took."""
+
+    def __init__(self, front: Front, endpoint: Endpoint, handler: Handler) -> None:
+        self._front = front
+        self._endpoint = endpoint
+        self._handler = handler
+
+    async def __call__(self, body: bytes, arrived_at: float, reply: Reply) -> None:
+        timeline = Timeline(self._front.metrics, arrived_at, reply.request_headers, reply.span)
+        try:
+            work = await self._check(body, arrived_at, timeline)
+            answer = await self._handler(work)
+            await reply.send_answer(answer, [*timeline.headers, *_left_out(work)])
+        finally:
+            timeline.close()
+        self._front.metrics.e2e_request_latency.observe(time.monotonic() - arrived_at)
+
+    async def _check(self, body: bytes, arrived_at: float, timeline: Timeline) -> Work:
+        front = self._front
+        settings, defaults = front.settings, front.sampling_defaults
+        request = await parsed(body, parse_request, self._endpoint, body, settings.model_name, defaults)
+        front.link.require_place(sum(options.n for options in request.options))
+        limits = Limits.of(
+            front.link.require_serving(),
+            holds_output=front.holds_output,
+            default_max_tokens=settings.default_max_tokens,
+        )
+        samples = await plan_samples(request, front.codec, limits, front.link.front)
+        timeline.checked(request, samples, settings.model_name)
+        return Work(request, samples, arrived_at, timeline)
+
+
+def _left_out(work: Work) -> list[tuple[bytes, bytes]]:
+    """The header that names the tools of which the model was not told."""
+    chat = work.request.chat
+    if chat is None or not chat.left_out:
+        return []
+    named = (f"{tool.place} ({tool.kind})" for tool in chat.left_out[:_MAX_LEFT_OUT_SHOWN])
+    return [(LEFT_OUT_HEADER, ", ".join(named).encode())]
+
+
+async def _about_tokens(front: Front, path: TokenPath, body: bytes, arrived_at: float, reply: Reply) -> None:
+    context_length = front.link.require_serving().context_length
+    model_name = front.settings.model_name
+    await reply.send_answer(await answer_about_tokens(path, body, model_name, front.codec, context_length))
+
+
+# --- information -------------------------------------------------------------------------------------
+
+
+def _bound(answer: Callable[[Front], Response], front: Front) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return answer(front)
+
+    return endpoint
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def _health(front: Front) -> Response:
+    trouble = front.link.trouble()
+    if trouble is None:
+        return json_response({"status": "ok"})
+    body: dict[str, object] = {"status": "unavailable", "reason": trouble}
+    loading = front.link.loading
+    if front.link.is_loading and front.link.stall() is None:
+        progress = msgspec.structs.asdict(loading) if loading is not None else None
+        body = {"status": "loading", "reason": trouble, "loading": progress}
+    return json_response(body, 503)
+
+
+def _liveness(front: Front) -> Response:
+    """Whether a restart is the remedy: 503 once the engine, loading or serving, makes no progress."""
+    stall = front.link.stall()
+    if stall is None:
+        return json_response({"status": "ok"})
+    return json_response({"status": "unavailable", "reason": stall}, 503)
+
+
+def _version(front: Front) -> Response:
+    return json_response({"version": VERSION})
+
+
+def _openapi(front: Front) -> Response:
+    return Response(openapi_document(), media_type="application/json")
+
+
+def _server_info(front: Front) -> Response:
+    ready = front.link.ready
+    info: dict[str, object] = {
+        "version": VERSION,
+        "disaggregation_mode": front.role,
+        "dp_size": front.settings.dp_size,
+        "nnodes": front.settings.nnodes,
+        "served_model_name": front.settings.model_name,
+        "max_running_requests": front.settings.max_running_requests,
+        "status": str(front.link.state),
+        "settings": front.settings.model_dump(mode="json", exclude=_PRIVATE_SETTINGS),
+    }
+    if ready is not None:
+        info["context_length"] = ready.context_length
+        info["max_total_tokens_hisparse"] = ready.max_total_tokens_hisparse
+        info["max_total_tokens_dense"] = ready.max_total_tokens_dense
+        info["transfer_protocol"] = ready.transfer_protocol
+        info["transfer_devices"] = ready.transfer_devices
+        info["transfer_reason"] = ready.transfer_reason
+        info["ranks"] = [_rank_info(rank) for rank in front.link.ranks]
+    ranks = [(rank.rank, rank.stats) for rank in front.link.ranks]
+    info["lanes"] = [
+        {"dp_rank": rank, **msgspec.to_builtins(lane)}
+        for rank, stats in ranks
+        if stats is not None
+        for lane in stats.lanes
+    ]
+    return json_response(info)
+
+
+def _rank_info(rank: RankLink) -> dict[str, object]:
+    assert rank.ready is not None
+    return {
+        "dp_rank": rank.rank,
+        "max_total_tokens_hisparse": rank.ready.max_total_tokens_hisparse,
+        "max_total_tokens_dense": rank.ready.max_total_tokens_dense,
+        "transfer_protocol": rank.ready.transfer_protocol,
+        "transfer_devices": rank.ready.transfer_devices,
+    }
+
+
+def _model_info(front: Front) -> Response:
+    info: dict[str, object] = {
+        "served_model_name": front.settings.model_name,
+        "is_generation": True,
+        "vocab_size": front.codec.vocab_size,
+        "default_sampling_params": asdict(front.sampling_defaults),
+    }
+    if front.link.ready is not None:
+        info["context_length"] = front.link.ready.context_length
+    return json_response(info)
+
+
+def _tokenizer_info(front: Front) -> Response:
+    """vLLM's, for clients that have no tokenizer of their own, as lm-eval's ``tokenizer_backend=remote``."""
+    return json_response(front.codec.description)
+
+
+def _load(front: Front) -> Response:
+    """One entry a rank; routers add up ``num_tokens``."""
+    loads = [
+        {
+            "dp_rank": rank.rank,
+            "num_reqs": stats.num_running + stats.num_waiting if (stats := rank.stats) else 0,
+            "num_waiting_reqs": stats.num_waiting if stats else 0,
+            "num_tokens": stats.num_used_tokens if stats else 0,
+        }
+        for rank in front.link.ranks
+    ]
+    return json_response(loads)
+
+
+async def _models(front: Front, request: Request) -> Response:
+    model: dict[str, object] = {
+        "id": front.settings.model_name,
+        "object": "model",
+        "created": front.started_at,
+        "owned_by": "hisparse-pd",
+    }
+    if front.link.ready is not None:
+        model["max_model_len"] = front.link.ready.context_length
+    return show_models(request, [model])
+
+
+async def _metrics(front: Front, request: Request) -> Response:
+    text = front.metrics.render() if front.of_all_fronts is None else await front.of_all_fronts()
+    return Response(text, headers={"content-type": CONTENT_TYPE})
+
+
+def _flush_cache(front: Front) -> Response:
+    front.link.flush_cache()
+    return json_response({"status": "the prefix cache drops what no request uses"})
+
+
+def _answer_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response(shape=ErrorShape.of_path(request.url.path))
+
+
+def _answer_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods; HTTP/2 with prior knowledge, which routers probe for."""
+    assert isinstance(error, HTTPException)
+    shown = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    if request.scope["http_version"] not in ("1.0", "1.1"):
+        shown = ApiError(400, f"HTTP/{request.scope['http_version']} is not spoken here; use HTTP/1.1")
+    return shown.response(shape=ErrorShape.of_path(request.url.path))

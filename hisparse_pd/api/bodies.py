@@ -1,0 +1,380 @@
+"""The bodies of all endpoints that take one, declared: every field with its type and bounds.
+
+Parsing, its errors and the OpenAPI document come from these declarations. Plain classes are groups of fields;
+those under ``declared`` are whole objects. What depends on several fields, on the number of prompts or on the
+tokenizer is checked by who reads the fields, who also gives them their defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Raw
+
+from hisparse_pd.api.body_parts import (
+    A_SCHEMA,
+    FLAG,
+    HOST,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    MAX_SAMPLES,
+    MAX_TOKEN_ID,
+    MAX_TOKENS,
+    MAX_TOOLS,
+    RESPONSES_TOOLS,
+    AnthropicChoice,
+    AnthropicFormat,
+    Biases,
+    Choices,
+    ContextManagement,
+    Effort,
+    GrammarText,
+    IsolationKeys,
+    JsonSchema,
+    Labels,
+    Minimum,
+    Name,
+    NewTokens,
+    NumLogprobs,
+    NumSamples,
+    OutputConfig,
+    Penalty,
+    Port,
+    Reasoning,
+    RegexText,
+    ResponseFormat,
+    Room,
+    Seed,
+    StopString,
+    StopStrings,
+    StreamOptions,
+    StructuredOutputs,
+    TextBlock,
+    TextOptions,
+    Thinking,
+    TokenIds,
+)
+from hisparse_pd.api.declared import declared, list_of, raw, reference, rule, unsupported
+
+_TEMPLATE_WRITES = "is not supported: the chat template decides; leave the field out"
+
+_TOOL_CHOICE = raw(
+    anyOf=[
+        {"enum": ["none", "auto", "required"]},
+        *map(reference, ("ChatToolChoice", "ChatAllowedChoice", "ToolChoice", "AllowedChoice")),
+    ]
+)
+
+
+# --- groups of fields ------------------------------------------------------------------------------------
+
+
+class Refused:
+    """Known to other servers, and nothing that this one does."""
+
+    allowed_token_ids: Annotated[Raw | None, unsupported([])]
+    audio: Annotated[Raw | None, unsupported()]
+    audio_data: Annotated[Raw | None, unsupported([])]
+    bad_words: Annotated[Raw | None, unsupported([])]
+    chat_template: Annotated[Raw | None, unsupported()]
+    custom_logit_processor: Annotated[Raw | None, unsupported()]
+    documents: Annotated[Raw | None, unsupported([])]
+    function_call: Annotated[Raw | None, unsupported("none", "auto")]
+    functions: Annotated[Raw | None, unsupported([])]
+    image_data: Annotated[Raw | None, unsupported([])]
+    input_embeds: Annotated[Raw | None, unsupported([])]
+    logits_processors: Annotated[Raw | None, unsupported([])]
+    lora_path: Annotated[Raw | None, unsupported([])]
+    modalities: Annotated[Raw | None, unsupported(["text"])]
+    prediction: Annotated[Raw | None, unsupported()]
+    prompt_embeds: Annotated[Raw | None, unsupported([])]
+    return_hidden_states: Annotated[Raw | None, unsupported(False)]
+    return_routed_experts: Annotated[Raw | None, unsupported(False)]
+    return_tokens_as_token_ids: Annotated[Raw | None, unsupported(False)]
+    stop_regex: Annotated[Raw | None, unsupported([], "")]
+    suffix: Annotated[Raw | None, unsupported("")]
+    thinking_token_budget: Annotated[Raw | None, unsupported()]
+    truncate_prompt_tokens: Annotated[Raw | None, unsupported()]
+    use_beam_search: Annotated[Raw | None, unsupported(False)]
+    video_data: Annotated[Raw | None, unsupported([])]
+    web_search_options: Annotated[Raw | None, unsupported()]
+
+
+class Grammars:
+    """What an answer's text shall be, in the words of vLLM and SGLang."""
+
+    structured_outputs: StructuredOutputs | None
+    guided_json: Annotated[JsonSchema | None, A_SCHEMA]
+    guided_regex: RegexText | None
+    guided_choice: Choices | None
+    guided_grammar: GrammarText | None
+    guided_whitespace_pattern: Annotated[Raw | None, unsupported()]
+    json_schema: Annotated[JsonSchema | None, A_SCHEMA]
+    regex: RegexText | None
+    ebnf: GrammarText | None
+    structural_tag: Annotated[Raw | None, unsupported()]
+
+
+class OnlyOpenAI:
+    """What completions and chat completions have, elsewhere."""
+
+    echo: Annotated[Raw | None, unsupported(False)]
+    prompt_logprobs: Annotated[Raw | None, unsupported()]
+    return_token_ids: Annotated[Raw | None, unsupported(False)]
+
+
+class Addressed:
+    """``model`` must be the one that is served, or none."""
+
+    model: Name | None
+
+
+class Served(Addressed):
+    """What every request that generates may say. A router adds the bootstrap fields, one or one a prompt."""
+
+    stream: bool | None
+    speculative: bool | None
+    hisparse: Annotated[bool | Literal["auto"] | None, FLAG]
+    bootstrap_host: Annotated[str | Annotated[list[str], Meta(max_length=MAX_SAMPLES)] | None, HOST]
+    bootstrap_port: Port | Annotated[list[Port | None], Meta(max_length=MAX_SAMPLES)] | None
+    bootstrap_room: Room | Annotated[list[Room], Meta(max_length=MAX_SAMPLES)] | None
+    prefill_only: bool | None
+    joins_answers: bool | None
+    cache_salt: IsolationKeys | None
+    extra_key: IsolationKeys | None
+
+
+class Drawing:
+    """How tokens are drawn, and where an answer ends. What is absent is the checkpoint's, or OpenAI's."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None
+    presence_penalty: Penalty | None
+    frequency_penalty: Penalty | None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None
+    logit_bias: Biases | None
+    ignore_eos: bool | None
+    stop_token_ids: TokenIds | None
+    skip_special_tokens: bool | None
+    no_stop_trim: bool | None
+    include_stop_str_in_output: bool | None
+
+
+class Bounded:
+    min_tokens: Minimum | None
+    seed: Seed | None
+
+
+class OneSample:
+    n: Annotated[Raw | None, unsupported(1)]
+
+
+class OpenAI(Served, Drawing, Bounded, Grammars, Refused):
+    max_tokens: Minimum | None
+    max_completion_tokens: Minimum | None
+    prompt_logprobs: NumLogprobs | None
+    n: NumSamples | None
+    best_of: NumSamples | None
+    stop: StopString | StopStrings | None
+    stream_options: StreamOptions | None
+    response_format: ResponseFormat | None
+    return_token_ids: bool | None
+
+
+class Templated:
+    chat_template_kwargs: dict[str, Any] | None
+
+
+class Conversation(Templated):
+    """A chat in OpenAI's words."""
+
+    messages: Annotated[Raw | None, list_of(MAX_MESSAGES, "ChatMessage")]
+    tools: Annotated[Raw | None, list_of(MAX_TOOLS, "Tool", min_items=0)]
+    tool_choice: Annotated[Raw | None, _TOOL_CHOICE]
+    parallel_tool_calls: bool | None
+    reasoning_effort: Effort | None
+    continue_final_message: bool | None
+    add_generation_prompt: bool | None
+    separate_reasoning: bool | None
+
+
+class Turns(Addressed, Templated, Grammars, OnlyOpenAI, Refused):
+    """A conversation in Anthropic's words."""
+
+    system: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None
+    messages: Annotated[Raw | None, list_of(MAX_MESSAGES, "UserMessage", "AssistantMessage", "SystemMessage")]
+    tools: Annotated[Raw | None, list_of(MAX_TOOLS, "AnthropicTool", "HostedTool", min_items=0)]
+    tool_choice: AnthropicChoice | None
+    thinking: Thinking | None
+    output_config: OutputConfig | None
+    container: Annotated[Raw | None, unsupported()]
+    context_management: ContextManagement | None
+    diagnostics: Annotated[Raw | None, unsupported()]
+    inference_geo: Annotated[Raw | None, unsupported()]
+    mcp_servers: Annotated[Raw | None, unsupported([])]
+    output_format: AnthropicFormat | None
+    speed: Annotated[Raw | None, unsupported("standard")]
+
+
+# --- bodies ----------------------------------------------------------------------------------------------
+
+_TEXT: dict[str, object] = {"type": "string", "minLength": 1}
+_IDS: dict[str, object] = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID},
+    "minItems": 1,
+}
+
+
+def _or_list(schema: dict[str, object]) -> list[dict[str, object]]:
+    return [schema, {"type": "array", "items": schema, "minItems": 1, "maxItems": MAX_PROMPTS}]
+
+
+Included = Annotated[
+    Literal[
+        "reasoning.encrypted_content",
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    ],
+    rule("is not supported"),
+]
+"""What an answer may be asked to have besides. Reasoning is in the open here, which serves the same end; the
+others are parts of items that no answer has."""
+
+_INPUT_ITEMS = (
+    *("InputMessage", "AnswerMessage", "FunctionCall", "FunctionCallOutput", "CustomToolCall"),
+    *("CustomToolCallOutput", "ReasoningItem", "AdditionalTools"),
+)
+
+
+@declared
+class CompletionsBody(OpenAI):
+    """``/v1/completions``, OpenAI's. A list of prompts has as many bootstrap fields of each kind, or one."""
+
+    prompt: Annotated[Raw | None, raw(anyOf=[*_or_list(_TEXT), *_or_list(_IDS)])]
+    logprobs: NumLogprobs | None
+    echo: bool | None
+    add_special_tokens: Annotated[Raw | None, unsupported(True)]
+    tools: Annotated[Raw | None, unsupported([])]
+
+
+@declared
+class ChatBody(OpenAI, Conversation):
+    """``/v1/chat/completions``, OpenAI's."""
+
+    logprobs: bool | None
+    top_logprobs: NumLogprobs | None
+    metadata: Labels | None
+    add_special_tokens: Annotated[Raw | None, unsupported(False, why=_TEMPLATE_WRITES)]
+    echo: Annotated[Raw | None, unsupported(False)]
+
+
+@declared
+class SamplingParams(Drawing, Grammars, Refused):
+    """``sampling_params`` of ``/generate``."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None
+    max_new_tokens: Minimum | None
+    min_new_tokens: Minimum | None
+    sampling_seed: Seed | None
+    n: NumSamples | None
+    stop: StopString | StopStrings | None
+
+
+@declared
+class GenerateBody(Served, Grammars, OnlyOpenAI, Refused):
+    """``/generate``, SGLang's. One of text and input_ids is needed."""
+
+    text: Annotated[Raw | None, raw(anyOf=_or_list(_TEXT))]
+    input_ids: Annotated[Raw | None, raw(anyOf=_or_list(_IDS))]
+    sampling_params: Annotated[Raw | None, raw(anyOf=_or_list(reference("SamplingParams")))]
+    rid: Name | Annotated[list[Name], Meta(max_length=MAX_PROMPTS)] | None
+    return_logprob: bool | None
+    top_logprobs_num: NumLogprobs | None
+    logprob_start_len: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None
+    token_ids_logprob: Annotated[Raw | None, unsupported([])]
+    return_text_in_logprobs: bool | None
+    custom_labels: Labels | None
+    tools: Annotated[Raw | None, unsupported([])]
+
+
+@declared
+class MessagesBody(Served, Turns, Drawing, Bounded, OneSample):
+    """``/v1/messages``, Anthropic's."""
+
+    max_tokens: NewTokens
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None
+    stop_sequences: StopStrings | None
+    metadata: Labels | None
+
+
+@declared
+class CountTokensBody(Turns):
+    """``/v1/messages/count_tokens``, Anthropic's."""
+
+
+@declared
+class ResponsesBody(Served, Templated, Drawing, Bounded, OneSample, Grammars, OnlyOpenAI, Refused):
+    """``/v1/responses``, OpenAI's. Nothing is stored: ``input`` is the whole conversation."""
+
+    input: Annotated[Raw | None, list_of(MAX_MESSAGES, *_INPUT_ITEMS, besides=_TEXT)]
+    instructions: str | None
+    max_output_tokens: NewTokens | None
+    stop: StopString | StopStrings | None
+    tools: Annotated[Raw | None, list_of(MAX_TOOLS, *RESPONSES_TOOLS, min_items=0)]
+    reasoning: Reasoning | None
+    text: TextOptions | None
+    include: Annotated[list[Included], Meta(max_length=MAX_PARTS)] | None
+    metadata: Annotated[Raw | None, raw(**reference("Labels"))]
+    max_tool_calls: int | None
+    user: str | None
+    safety_identifier: str | None
+    background: Annotated[Raw | None, unsupported(False)]
+    background_options: Annotated[Raw | None, unsupported()]
+    context_management: Annotated[Raw | None, unsupported([])]
+    conversation: Annotated[Raw | None, unsupported()]
+    image: Annotated[Raw | None, unsupported()]
+    moderation: Annotated[Raw | None, unsupported()]
+    parallel_tool_calls: bool | None
+    previous_response_id: Annotated[Raw | None, unsupported()]
+    prompt: Annotated[Raw | None, unsupported()]
+    store: Annotated[Raw | None, unsupported(False)]
+    tool_choice: Annotated[Raw | None, _TOOL_CHOICE]
+    top_logprobs: Annotated[Raw | None, unsupported(0)]
+    truncation: Annotated[Raw | None, unsupported("disabled")]
+
+
+@declared
+class TokenizeBody(Addressed, Conversation, Grammars, OnlyOpenAI, Refused):
+    """``/tokenize``, vLLM's. One of prompt and messages is needed."""
+
+    prompt: Annotated[Raw | None, raw(**_TEXT)]
+    add_special_tokens: bool | None
+    return_token_strs: bool | None
+
+
+@declared
+class DetokenizeBody(Addressed):
+    """``/detokenize``, vLLM's."""
+
+    tokens: Annotated[Raw | None, raw(**_IDS)]
+
+
+BODIES: dict[str, type[Any]] = {
+    "/v1/completions": CompletionsBody,
+    "/v1/chat/completions": ChatBody,
+    "/generate": GenerateBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
+    "/v1/responses": ResponsesBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+"""By the paths that take them."""

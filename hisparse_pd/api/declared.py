@@ -1,0 +1,235 @@
+"""JSON objects of requests as declared types: decoded, or refused with what breaks the declaration.
+
+A class under ``declared`` has a field for each annotation. One whose type takes None may be left out, and
+null is the same as absent; any other has to be there. Bounds are msgspec's ``Meta``. Other fields are ignored
+and not decoded: a body of megabytes can be millions of objects, and the decoder lets no other thread run.
+For the same reason large lists are declared as ``Raw`` (``list_of``) and split by who reads them.
+
+msgspec decides whether an object is as declared. The fields of one that is not are looked at one by one, to
+say which field, which value and which bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints, overload
+
+import msgspec
+from msgspec import Meta, Raw, inspect
+
+from hisparse_pd.api.faults import is_raw, object_fault, path_of, structures_of
+from hisparse_pd.api.raw_json import MAX_FIELD_BYTES, check_size, decode_item, first_chars, not_json
+from hisparse_pd.http.http_errors import ApiError, InvalidField
+from hisparse_pd.http.off_loop import taking_interpreter
+from protocol.decoding import NestedTooDeeply, check_nesting
+
+T = TypeVar("T")
+Schema = dict[str, object]
+
+NOT_SUPPORTED = "is not supported by this service; leave the field out"
+
+
+def declared(cls: type[T]) -> type[T]:
+    """``cls`` as a msgspec structure. Its bases may be several, and are plain classes of annotations."""
+    return _structure(cls)
+
+
+def tagged(field: str, value: str) -> Callable[[type[T]], type[T]]:
+    """A declared class that is told from others of a union by ``value`` in ``field``."""
+    return lambda cls: _structure(cls, tag_field=field, tag=value)
+
+
+def _structure(cls: type[T], **options: Any) -> type[T]:
+    hints = get_type_hints(cls, include_extras=True)
+    fields = [(name, _read_as(kind), *([None] if _takes_none(kind) else [])) for name, kind in hints.items()]
+    options |= {"module": cls.__module__, "namespace": {"__doc__": cls.__doc__}, "kw_only": True}
+    return cast("type[T]", msgspec.defstruct(cls.__name__, fields, **options))
+
+
+def _takes_none(kind: Any) -> bool:
+    return NoneType in get_args(kind.__origin__ if get_origin(kind) is Annotated else kind)
+
+
+def _read_as(kind: Any) -> Any:
+    """msgspec has no ``Raw`` in unions: a null that is given for one becomes None after decoding."""
+    if get_origin(kind) is Annotated and kind.__origin__ == Raw | None:
+        return Annotated[Raw, *kind.__metadata__]
+    return kind
+
+
+# --- what annotations say beside bounds ------------------------------------------------------------------
+
+
+def rule(text: str) -> Meta:
+    """What errors say that a value must be, in the place of what its type says."""
+    return Meta(extra={"rule": text})
+
+
+def unsupported(*harmless: object, why: str = NOT_SUPPORTED) -> Meta:
+    """Of a known field, a ``Raw | None`` that may have these values only, which ask for nothing."""
+    schema = {"deprecated": True, "enum": [None, *harmless], "description": "Not supported."}
+    return Meta(extra={"harmless": harmless, "why": why}, extra_json_schema=schema)
+
+
+def raw(**schema: object) -> Meta:
+    """Of a ``Raw | None``, which is not decoded with the object: what the OpenAPI document says of it."""
+    return Meta(extra_json_schema={"anyOf": [schema, {"type": "null"}]})
+
+
+def list_of(max_items: int, *names: str, min_items: int = 1, besides: Schema | None = None) -> Meta:
+    """Of a ``Raw`` field that is a list of these declared objects, or ``besides``. Who reads it splits it."""
+    items: Schema = {"anyOf": [reference(name) for name in names]}
+    schema: Schema = {"type": "array", "items": items, "minItems": min_items, "maxItems": max_items}
+    return raw(**schema) if besides is None else raw(anyOf=[besides, schema])
+
+
+def reference(name: str) -> Schema:
+    """To the schema of a declared class, by its name."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+# --- decoding --------------------------------------------------------------------------------------------
+
+
+@overload
+def decode(kind: type[T], text: bytes | Raw, name: str = "") -> T: ...
+@overload
+def decode(kind: UnionType, text: bytes | Raw, name: str = "") -> Any: ...
+def decode(kind: Any, text: bytes | Raw, name: str = "") -> Any:
+    """``text`` as an object of a declared class, or of a union of tagged ones.
+
+    ``name``: the path to it, which errors begin with; "" for the body itself. Raises ApiError 400. A field
+    takes at most MAX_FIELD_BYTES of JSON, or MAX_FIELD_VALUES values, strings and ``Raw`` aside.
+    """
+    try:
+        small, large = text, None
+        if len(memoryview(text)) > MAX_FIELD_BYTES:
+            small, large = _without_raw(kind, text, name)
+        try:
+            with taking_interpreter(len(memoryview(small))):
+                value = _decoder(kind).decode(small)
+        except msgspec.ValidationError as error:
+            raise _explained(kind, text, name, error) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise not_json(name, error) from error
+    for field, given in (large or {}).items():
+        setattr(value, field, given)
+    _settle(value, name)
+    return value
+
+
+def decode_body(kind: type[T], body: bytes) -> T:
+    """Raises ApiError 400 unless ``body`` is a JSON object in UTF-8, of bounded nesting, and as declared."""
+    try:
+        with taking_interpreter(len(body)):
+            body.decode()
+    except UnicodeDecodeError as error:
+        message = f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
+        raise ApiError(400, message, code="invalid_utf8") from error
+    try:
+        with taking_interpreter(len(body)):
+            check_nesting(body)
+    except NestedTooDeeply as error:
+        raise not_json("", error) from error
+    return decode(kind, body)
+
+
+_decoder = cache(msgspec.json.Decoder)
+
+
+@cache
+def _structures(kind: Any) -> list[inspect.StructType]:
+    """``kind``'s own, or those of the union."""
+    return structures_of(inspect.type_info(kind))
+
+
+@cache
+def _fields_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    """Of the object's declared fields, each as JSON."""
+    names = {field.name for structure in _structures(kind) for field in structure.fields}
+    names |= {structure.tag_field for structure in _structures(kind) if structure.tag_field}
+    fields = [(name, Raw, None) for name in sorted(names)]
+    return msgspec.json.Decoder(msgspec.defstruct("Fields", fields, kw_only=True))
+
+
+def _given(kind: Any, text: bytes | Raw) -> dict[str, Raw]:
+    """The fields that are neither absent nor null."""
+    with taking_interpreter(len(memoryview(text))):
+        fields = msgspec.structs.asdict(_fields_decoder(kind).decode(text))
+    return {name: value for name, value in fields.items() if value is not None and not _is_null(value)}
+
+
+def _is_null(value: Raw) -> bool:
+    return bytes(memoryview(value)[:1]) == b"n"
+
+
+def _without_raw(kind: Any, text: bytes | Raw, name: str) -> tuple[bytes | Raw, dict[str, Raw]]:
+    """``text`` without its ``Raw`` fields, and those. Raises ApiError for another field that is too large."""
+    given = _given(kind, text)
+    raw_fields = {
+        field.name: given.pop(field.name)
+        for structure in _structures(kind)
+        for field in structure.fields
+        if is_raw(field.type) and field.name in given
+    }
+    for field, value in given.items():
+        check_size(path_of(name, field), value)
+    return (msgspec.json.encode(given) if raw_fields else text), raw_fields
+
+
+# --- what is not supported -------------------------------------------------------------------------------
+
+
+def _settle(value: msgspec.Struct, name: str) -> None:
+    """Nulls of ``Raw`` fields become None, in structures within ``value`` too.
+
+    Raises InvalidField for an unsupported field that asks for something.
+    """
+    for field, harmless, why in _to_settle(type(value)):
+        given = getattr(value, field)
+        if isinstance(given, msgspec.Struct):
+            _settle(given, path_of(name, field))
+        elif given is not None and _is_null(given):
+            setattr(value, field, None)
+        elif given is not None and harmless is not None:
+            path = path_of(name, field)
+            if (asked := decode_item(path, given)) not in harmless:
+                raise InvalidField(path, asked, why)
+
+
+@cache
+def _to_settle(structure: type[msgspec.Struct]) -> list[tuple[str, Sequence[object] | None, str]]:
+    """``Raw`` fields, with the only values that an unsupported one may have; structures with such fields."""
+    found: list[tuple[str, Sequence[object] | None, str]] = []
+    (info,) = _structures(structure)
+    for field in info.fields:
+        extra = (field.type.extra or {}) if isinstance(field.type, inspect.Metadata) else {}
+        if is_raw(field.type) or any(_to_settle(inner.cls) for inner in structures_of(field.type)):
+            found.append((field.name, extra.get("harmless"), extra.get("why", "")))
+    return found
+
+
+# --- errors ----------------------------------------------------------------------------------------------
+
+
+def _explained(kind: Any, text: bytes | Raw, name: str, error: msgspec.ValidationError) -> ApiError:
+    """The error for ``text``, which is not as declared. Its fields are decoded one at a time."""
+    if first_chars(text)[0] != b"{":
+        if name:
+            return InvalidField(name, decode_item(name, Raw(bytes(text))), "must be an object")
+        return ApiError(400, f"the body must be a JSON object, not {_kind_of(text)}", code="invalid_json")
+    given = _given(kind, text)
+
+    def value_of(field: str) -> object:
+        return decode_item(path_of(name, field), given[field]) if field in given else None
+
+    fault = object_fault(name, _structures(kind), value_of)
+    return fault or ApiError(400, f"{name or 'the body'}: {error}", param=name or None)
+
+
+def _kind_of(text: bytes | Raw) -> str:
+    """Of a JSON value that is no object."""
+    kinds = {b"n": "null", b"t": "a boolean", b"f": "a boolean", b'"': "a string", b"[": "a list"}
+    return kinds.get(first_chars(text)[0], "a number")

@@ -1,0 +1,212 @@
+"""Starts a node: its engines and further fronts in processes of their own, and the HTTP API in this one.
+
+``run_front`` is all that a node calls. What the API needs and lacks is said before the engine starts to load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+from starlette.types import ASGIApp
+
+from hisparse_pd.api.app import Front
+from hisparse_pd.api.detokenizer import TokenizerUnsupported
+from hisparse_pd.api.keys import load_api_keys
+from hisparse_pd.api.sampling_defaults import SamplingDefaults
+from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.engine.sockets import Crossing
+from hisparse_pd.http.certificates import Certificate
+from hisparse_pd.http.descriptors import raise_limit
+from hisparse_pd.http.engine_link import EngineLink, LinkState, QueueLimits, RankChoice
+from hisparse_pd.http.follower import follow
+from hisparse_pd.http.front import EngineProcesses, EngineTarget, serve
+from hisparse_pd.http.fronts import Fronts, FrontWorker
+from hisparse_pd.http.in_flight import NodeCounts
+from hisparse_pd.http.listening import Listener
+from hisparse_pd.http.metrics import FrontMetrics
+from hisparse_pd.http.workers import Workers
+from hisparse_pd.process import StartError, setup_logging
+from hisparse_pd.settings import NodeSettings
+from hisparse_pd.traces import open_tracer
+from hisparse_pd.vocabulary import CheckpointError
+from protocol.access import KeyFileError
+from protocol.channels import load_control_keys
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=NodeSettings)
+
+_OBJECTS_BETWEEN_COLLECTIONS = 50_000
+"""The decoder of JSON lets nobody else run, and megabytes of lists took it four times as long at 700."""
+
+
+@dataclass(frozen=True)
+class _NodePlan(Generic[S]):
+    """What the fronts of a node are made from; it is handed to those that are spawned."""
+
+    settings: S
+    role: str
+    holds_output: bool
+    choose_rank: RankChoice
+    apps: Callable[[Front], Sequence[ASGIApp]]
+    counts: NodeCounts
+    started_at: int
+
+    def metrics(self) -> FrontMetrics:
+        return FrontMetrics(self.settings.dp_size)
+
+    def link(
+        self,
+        front: int,
+        endpoints: Sequence[str],
+        metrics: FrontMetrics,
+        on_connected: Callable[[], None] = lambda: None,
+    ) -> EngineLink:
+        return EngineLink(
+            endpoints,
+            self.settings.health_timeout_secs,
+            metrics.update,
+            on_connected,
+            self.settings.startup_timeout_secs,
+            QueueLimits.of(self.settings),
+            self.choose_rank,
+            self.counts,
+            front,
+            Crossing.of(self.settings),
+        )
+
+    def front(self, link: EngineLink, metrics: FrontMetrics, render: Callable[[], Awaitable[bytes]]) -> Front:
+        """Raises CheckpointError, KeyFileError, TokenizerUnsupported, StartError, OSError."""
+        codec = TextCodec.load(self.settings.model_path)
+        tracer = open_tracer(
+            self.settings.otlp_traces_endpoint,
+            f"hisparse-pd-{self.role}",
+            f"{self.settings.reachable_host}:{self.settings.port}",
+            metrics.count_spans,
+        )
+        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+        gc.freeze()  # else each full collection looks at all of transformers, 30 ms in which nobody is served
+        return Front(
+            self.role,
+            self.settings,
+            codec,
+            link,
+            metrics,
+            self.holds_output,
+            load_api_keys(self.settings.api_key_file),
+            load_control_keys(self.settings.control_key_file),
+            SamplingDefaults.of(self.settings),
+            self.started_at,
+            render,
+            tracer,
+        )
+
+
+def run_front(
+    settings: S,
+    *,
+    role: str,
+    engine: EngineTarget[S],
+    holds_output: bool,
+    choose_rank: RankChoice,
+    ports: Sequence[int],
+    apps: Callable[[Front], Sequence[ASGIApp]],
+) -> int:
+    """Start the engines and serve ``apps``, one a port, until the node ends. Returns the exit status.
+
+    On another machine of the node than the first only the engines, for its fronts.
+
+    The first port is served by all fronts, with TLS where the settings have a certificate, the others by this
+    one. ``holds_output``: the node's pools hold what is generated as well, not only prompts. ``choose_rank``:
+    says whose a sample is. Further fronts import the functions by name.
+    """
+    raise_limit()
+    if settings.node_rank > 0:
+        return follow(settings, role, engine)
+    setup_logging(settings.log_level, role)
+    try:
+        if not settings.model_path.is_dir():
+            raise CheckpointError(f"model_path {settings.model_path}: no such directory")
+        sampling_defaults = SamplingDefaults.of(settings)
+        load_api_keys(settings.api_key_file)
+        load_control_keys(settings.control_key_file)
+        listeners = [
+            Listener(settings.host, port, None if index else _certificate(settings))
+            for index, port in enumerate(ports)
+        ]
+        engines = EngineProcesses(engine, settings, f"{role}-engine")
+    except (OSError, CheckpointError, KeyFileError, StartError) as error:
+        log.error("%s", error)
+        return 1
+    if settings.exposure is not None:
+        log.warning("%s", settings.exposure)
+    num_fronts = settings.num_fronts
+    listeners[0].share(num_fronts)
+    counts = NodeCounts(settings.dp_size, num_fronts)
+    plan = _NodePlan(settings, role, holds_output, choose_rank, apps, counts, int(time.time()))
+    metrics = plan.metrics()
+    link = plan.link(0, engines.endpoints_of(0), metrics, engines.remove_directory)
+    endpoints = [engines.endpoints_of(front) for front in range(num_fronts)]
+    workers = Workers(num_fronts - 1, _run_worker, f"{role}-front")
+    fronts = Fronts(workers, metrics)
+    for number in (signal.SIGTERM, signal.SIGINT):  # while the tokenizer loads; serve() takes them over
+        signal.signal(number, _exit)
+    try:
+        engines.start()
+        workers.start(plan, endpoints, listeners[0])
+        front = plan.front(link, metrics, fronts.render_metrics)
+        addresses = ", ".join(f"{each.scheme}://{settings.host}:{each.port}" for each in listeners)
+        log.info("serving %s on %s, fronts: %d", settings.model_name, addresses, num_fronts)
+        if defaults := str(sampling_defaults):
+            log.info("requests that do not say are drawn as generation_config.json has it: %s", defaults)
+        with contextlib.closing(front):
+            return asyncio.run(
+                serve(link, engines, fronts, listeners, apps(front), settings.drain_timeout_secs)
+            )
+    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported, StartError) as error:
+        log.error("%s", error)
+        return 1
+    finally:
+        for listener in listeners:
+            listener.socket.close()
+        workers.stop()
+        engines.stop(graceful=link.ready is not None and link.state is not LinkState.GONE)
+
+
+def _certificate(settings: NodeSettings) -> Certificate | None:
+    return Certificate(settings.ssl_certfile, settings.ssl_keyfile) if settings.ssl_certfile else None
+
+
+def _run_worker(
+    number: int,
+    sock: socket.socket,
+    plan: _NodePlan[Any],
+    endpoints: Sequence[Sequence[str]],
+    listener: Listener,
+) -> None:
+    """Front ``number`` of a node; its exit status is 1 when it cannot start."""
+    setup_logging(plan.settings.log_level, f"{plan.role}-front {number}")
+    metrics = plan.metrics()
+    link = plan.link(number, endpoints[number], metrics)
+    worker = FrontWorker(link, metrics, sock)
+    try:
+        with contextlib.closing(plan.front(link, metrics, worker.render_metrics)) as front:
+            app, *_ = plan.apps(front)
+            asyncio.run(worker.serve(listener, app))
+    except (OSError, CheckpointError, KeyFileError, TokenizerUnsupported, StartError) as error:
+        log.error("%s", error)
+        raise SystemExit(1) from None
+
+
+def _exit(number: int, frame: object) -> NoReturn:
+    log.info("%s: not serving yet, nothing to finish", signal.Signals(number).name)
+    raise SystemExit(0)

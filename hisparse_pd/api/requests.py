@@ -1,0 +1,295 @@
+"""From a parsed HTTP request to the engine's: token ids, and lengths that fit.
+
+The last of the front's checks. Nothing has been reserved anywhere when one of them fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hisparse_pd.api.body_parts import MAX_SAMPLES_PER_PROMPT
+from hisparse_pd.api.chat_format import ReasoningStart
+from hisparse_pd.api.constraints import Constraint
+from hisparse_pd.api.grammars import write_grammar
+from hisparse_pd.api.prompts import ChatPrompt, Prompt
+from hisparse_pd.api.sampling_options import SampleOptions
+from hisparse_pd.api.schemas import ApiRequest
+from hisparse_pd.api.text_codec import TextCodec
+from hisparse_pd.engine.messages import (
+    EngineReady,
+    Generate,
+    GenerateGroup,
+    WantedScores,
+    num_packed_tokens,
+    request_prefix,
+    unpack_token_ids,
+)
+from hisparse_pd.engine.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity
+from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.http.off_loop import off_loop
+from hisparse_pd.vocabulary import HisparseFlag
+
+MAX_SCORES = 1 << 19
+"""Logprobs of prompt tokens in one answer: a context of 163,840 tokens with the two likeliest of each.
+
+As JSON they have up to 40 MB."""
+MAX_REQUEST_GRAMMAR_CHARS = 16 << 20
+"""Of the grammars of all samples of an HTTP request: each sample is sent its own."""
+
+_SAMPLES_BETWEEN_YIELDS = 128
+_END_OF_PROMPT_TOKENS = 16
+"""Enough to see THINK or its end, a byte a token, and white space behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine can hold, in tokens. ``holds_output`` is false for a prefill node: prompts only.
+
+    ``default_max_tokens``: of an answer for which nobody names a number; 0: all that there is room for.
+    """
+
+    context_length: int
+    max_total_tokens_hisparse: int
+    max_total_tokens_dense: int
+    holds_output: bool
+    default_max_tokens: int = 0
+
+    @classmethod
+    def of(cls, ready: EngineReady, *, holds_output: bool, default_max_tokens: int) -> Limits:
+        return cls(
+            ready.context_length,
+            ready.max_total_tokens_hisparse,
+            ready.max_total_tokens_dense,
+            holds_output,
+            default_max_tokens,
+        )
+
+    @property
+    def request_tokens(self) -> int:
+        """Prompt tokens times samples of one HTTP request at most: a prompt alone may always have all."""
+        return MAX_SAMPLES_PER_PROMPT * self.context_length
+
+    def pool_tokens(self, hisparse: HisparseFlag | None) -> int:
+        """Longest prompt plus output that the pools can ever hold for a request with this flag."""
+        match hisparse:
+            case HisparseFlag.TRUE:
+                return self.max_total_tokens_hisparse
+            case HisparseFlag.FALSE:
+                return self.max_total_tokens_dense
+            case HisparseFlag.AUTO | None:
+                return max(self.max_total_tokens_hisparse, self.max_total_tokens_dense)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One sample: what the engine gets, and what the front needs to show its output.
+
+    ``prompt``: its token ids as of ``pack_token_ids``; the samples of a prompt share it.
+    """
+
+    generate: Generate
+    prompt: bytes
+    prompt_index: int
+    options: SampleOptions
+    root: PageKey = NO_ISOLATION
+    """Of the prompt's keys."""
+    wanted_scores: WantedScores | None = None
+    """Of the prompt, which its first sample has computed for all."""
+    echo: str = ""
+    """Text of the prompt, which comes before the output's."""
+
+
+async def plan_samples(
+    request: ApiRequest, codec: TextCodec, limits: Limits, front: int = 0
+) -> tuple[SampleRequest, ...]:
+    """The samples of ``request``, prompt-major; ``front``: the number of this one.
+
+    Raises ApiError 400 for a prompt or a grammar that cannot be served.
+    """
+    pool_tokens = limits.pool_tokens(request.hisparse)
+    most_tokens = min(limits.context_length, pool_tokens)
+    prefix = request_prefix(front)
+    names = [
+        f"{request.prompt_field}[{index}]" if request.is_batch else request.prompt_field
+        for index in range(len(request.prompts))
+    ]
+    prompts = await codec.encode(request.prompts, names, most_tokens)
+    samples: list[SampleRequest] = []
+    num_request_tokens = num_scores = 0
+    all_options = await _with_grammars(request, prompts, codec)
+    for prompt_index, (prompt, options) in enumerate(zip(prompts, all_options, strict=True)):
+        name, num_prompt_tokens = names[prompt_index], num_packed_tokens(prompt)
+        _check_token_ids("stop_token_ids", options.stop_token_ids, codec.vocab_size)
+        _check_token_ids("logit_bias", (token_id for token_id, _ in options.logit_bias), codec.vocab_size)
+        max_new_tokens = _max_new_tokens(name, num_prompt_tokens, options, limits, pool_tokens)
+        num_request_tokens += num_prompt_tokens * options.n
+        _check_request_tokens(request.prompt_field, num_request_tokens, limits)
+        wanted = options.wanted_scores()
+        if wanted is not None:
+            _check_start(name, num_prompt_tokens, options)
+            num_scores += max(0, num_prompt_tokens - wanted.first) * (1 + wanted.num_top) * options.n
+            _check_scores(request.prompt_field, num_scores)
+        prompt_text = request.prompts[prompt_index]
+        echo = ""
+        if options.echo:
+            echo = prompt_text if isinstance(prompt_text, str) else await codec.text_of(prompt)
+        for sample_index in range(options.n):
+            meeting = request.rendezvous[len(samples)]
+            generate = Generate(
+                request_id=f"{prefix}-{len(samples)}",
+                room=meeting.room,
+                num_prompt_tokens=num_prompt_tokens,
+                sampling=options.sampling_params(max_new_tokens, sample_index),
+                bootstrap_host=meeting.bootstrap_host,
+                bootstrap_port=meeting.bootstrap_port,
+                hisparse=request.hisparse,
+                is_speculative=request.is_speculative,
+                scores=wanted if sample_index == 0 else None,
+                is_prefill_only=request.is_prefill_only,
+            )
+            root = request.roots[prompt_index]
+            samples.append(SampleRequest(generate, prompt, prompt_index, options, root, wanted, echo))
+            if len(samples) % _SAMPLES_BETWEEN_YIELDS == 0:
+                await asyncio.sleep(0)
+    return tuple(samples)
+
+
+async def _with_grammars(
+    request: ApiRequest, prompts: Sequence[bytes], codec: TextCodec
+) -> Sequence[SampleOptions]:
+    """The options of each prompt with the grammar of its answers. ``prompts``: their token ids."""
+    written: dict[Constraint, str] = {}
+    found: list[SampleOptions] = []
+    num_chars = 0
+    for source, prompt, options in zip(request.prompts, prompts, request.options, strict=True):
+        constraint = options.constraint
+        if constraint is None:
+            found.append(options)
+            continue
+        if constraint not in written:
+            written[constraint] = await _grammar(constraint, source, prompt, codec)
+            if written[constraint]:
+                await codec.check_grammar(written[constraint], constraint.field)
+        num_chars += options.n * len(written[constraint])
+        if num_chars > MAX_REQUEST_GRAMMAR_CHARS:
+            raise ApiError(
+                400,
+                f"n: the grammars of all samples together have {num_chars} characters or more; "
+                f"{MAX_REQUEST_GRAMMAR_CHARS} are the most for a request: split it",
+                param="n",
+            )
+        found.append(replace(options, grammar=written[constraint]))
+    return found
+
+
+async def _grammar(constraint: Constraint, source: Prompt, prompt: bytes, codec: TextCodec) -> str:
+    """Of the answers to one prompt: all prompts of a request that has several are no conversations."""
+    if isinstance(source, ChatPrompt):
+        end = codec.bytes_of(unpack_token_ids(prompt)[-_END_OF_PROMPT_TOKENS:].tolist())
+        reasoning = codec.chat_format.reasoning_start(end, is_continued=source.continue_final_message)
+        tools, separates = source.all_tools, source.separate_reasoning
+    else:
+        reasoning, tools, separates = ReasoningStart.NONE, [], True
+    return await off_loop(
+        write_grammar, constraint, codec.chat_format, reasoning, tools, separates_reasoning=separates
+    )
+
+
+def grouped(samples: Sequence[SampleRequest], *, with_prompts: bool) -> list[GenerateGroup]:
+    """What the engine is sent: one message a prompt, which is in it for an engine that computes or holds it,
+    and for samples whose draws depend on it: of one prompt all do or none."""
+    return [
+        GenerateGroup(
+            tuple(sample.generate for sample in group),
+            PromptIdentity.of(group[0].root, group[0].prompt),
+            group[0].prompt if with_prompts or group[0].generate.sampling.needs_prompt else b"",
+        )
+        for group in (list(of_one) for _, of_one in itertools.groupby(samples, lambda s: s.prompt_index))
+    ]
+
+
+def _check_request_tokens(field: str, num_tokens: int, limits: Limits) -> None:
+    if num_tokens > limits.request_tokens:
+        raise ApiError(
+            400,
+            f"{field}: prompt tokens times samples are at least {num_tokens}; one request may have "
+            f"{limits.request_tokens}: lower n or split it",
+            param=field,
+        )
+
+
+def _check_start(name: str, num_prompt_tokens: int, options: SampleOptions) -> None:
+    if options.logprob_start is not None and options.logprob_start > num_prompt_tokens:
+        raise ApiError(
+            400,
+            f"logprob_start_len: {options.logprob_start} is behind the end of {name}, which has "
+            f"{num_prompt_tokens} tokens",
+            param="logprob_start_len",
+        )
+
+
+def _check_scores(field: str, num_scores: int) -> None:
+    if num_scores > MAX_SCORES:
+        raise ApiError(
+            400,
+            f"{field}: at least {num_scores} logprobs of prompt tokens are asked for, those of the likeliest "
+            f"tokens included; {MAX_SCORES} fit in one answer: split the request, or ask for fewer a token",
+            param=field,
+        )
+
+
+def _max_new_tokens(
+    name: str, num_prompt_tokens: int, options: SampleOptions, limits: Limits, pool_tokens: int
+) -> int:
+    """The asked number when it fits, else an error; without one, the default or what room there is.
+
+    The last new token takes no place: its KV is never computed.
+    """
+    asked = options.max_new_tokens
+    num_new_tokens = asked or 1  # with none, too, the prompt has to fit
+    length = f"{name}: the prompt has {num_prompt_tokens} tokens"
+    if asked == 0:
+        length += ", and none is generated"
+    elif asked is not None:
+        length += f" and {options.max_new_tokens_field} is {asked}: {num_prompt_tokens + asked} together"
+    else:
+        length += ", and at least one more is generated"
+    if num_prompt_tokens + num_new_tokens - 1 > limits.context_length:
+        # In the words by which clients know this error from others.
+        rule = f"this model's maximum context length is {limits.context_length} tokens, and one token more"
+        raise _too_long(name, f"{length}; {rule}")
+    num_held_tokens = num_prompt_tokens + (num_new_tokens - 1) * limits.holds_output
+    if num_held_tokens > pool_tokens:
+        raise _too_long(
+            name,
+            f"{length}; the pools of this node can hold {pool_tokens} of one request, and one token more",
+        )
+    room = limits.context_length + 1 - num_prompt_tokens
+    if limits.holds_output:
+        room = min(room, pool_tokens + 1 - num_prompt_tokens)
+    max_new_tokens = asked
+    if max_new_tokens is None:
+        max_new_tokens = min(options.default_new_tokens or limits.default_max_tokens or room, room)
+    if options.min_new_tokens > max_new_tokens:
+        field = options.min_new_tokens_field
+        raise ApiError(
+            400,
+            f"{field}: {options.min_new_tokens} is above {max_new_tokens}, all that this request can get",
+            param=field,
+        )
+    return max_new_tokens
+
+
+def _too_long(name: str, message: str) -> ApiError:
+    return ApiError(400, message, param=name, code="context_length_exceeded")
+
+
+def _check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise ApiError(
+                400, f"{field}: {token_id} is no token id: the vocabulary has {vocab_size}", param=field
+            )

@@ -1,0 +1,1 @@
+"""``hisparse-pd bench serve``: load on any OpenAI-compatible endpoint."""

@@ -1,0 +1,82 @@
+"""What a benchmark's numbers depend on: commit, machine, versions, date and command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "out"
+
+
+def run_facts() -> dict[str, Any]:
+    """JSON-able; ``mooncake_env`` are the variables that change how Mooncake works.
+
+    The environment variable SOURCE_COMMIT says which commit the files are where git cannot, as on a machine
+    that was sent the files alone; whether they were changed is then not known.
+    """
+    commit = _git("rev-parse", "HEAD")
+    return {
+        "command": " ".join(["python", "-m", f"tools.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": os.environ.get("SOURCE_COMMIT") or commit or "none",
+        "uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
+        "cpu": _cpu_model(),
+        "num_cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": os.getloadavg(),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in ("numpy", "torch") if (version := _version(name))},
+        "mooncake": next((found for name in _MOONCAKE_PACKAGES if (found := _version(name))), "none"),
+        "mooncake_env": {name: value for name, value in os.environ.items() if name.startswith("MC_")},
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median with the smallest, the largest and all values."""
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "values": list(values),
+    }
+
+
+_MOONCAKE_PACKAGES = (
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-non-cuda",
+)
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _git(*arguments: str) -> str:
+    try:
+        answer = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=10
+        )
+    except FileNotFoundError:
+        return ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()

@@ -1,0 +1,290 @@
+"""Measures how fast one machine writes to another through the KV transport, by message size.
+
+Two doctors of one machine measure the lane between its nodes as well. The serving side registers a buffer and
+answers questions; the measuring side writes to it as a prefill node would, in batches of descriptors, and in
+the end compares checksums: a rate of bytes that did not arrive is none.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hisparse_pd.doctor.channel import (
+    DOCTOR_VERSION,
+    Answer,
+    AskChecksum,
+    Checksum,
+    DoctorChannelError,
+    DoctorClient,
+    DoctorServer,
+    Hello,
+    Offer,
+    Question,
+    Refused,
+)
+from hisparse_pd.doctor.lane import lane_to
+from protocol.lane import LaneOffer
+from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, TransferError
+from transfer.lane import Lane, LaneKind
+from transfer.lane_host import SharedMemory
+from transfer.sender import Writer
+
+if TYPE_CHECKING:
+    from hisparse_pd.memory.peer import GpuWriter
+
+log = logging.getLogger(__name__)
+
+A = TypeVar("A", Offer, Checksum)
+
+BUFFER_BYTES = 64 << 20
+"""What is offered. The largest message and the longest batch fit in it."""
+MESSAGE_BYTES = (1152, 4096, 65536, 1 << 20, 4 << 20)
+"""Sizes that are measured; the first is a token's item in bf16."""
+
+MAX_ATTEMPTS = 2
+_POLL_SECS = 0.2
+_SEED = 20261121
+
+
+class BandwidthError(Exception):
+    """The device has no such buffer, the other side refused, or what it received is not what was sent."""
+
+
+class Buffer:
+    """Registered memory on ``device`` (a torch device), zeroed. ``close`` before the engine closes.
+
+    ``shared``: of a memfd, where that can be had, on the CPU. Raises TransferError, BandwidthError.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, num_bytes: int, device: str = "cpu", *, shared: bool = False
+    ) -> None:
+        self.num_bytes = num_bytes
+        self._engine = engine
+        self._memory: Any  # NDArray[np.uint8] | torch.Tensor
+        self._pool: Any = None
+        if device == "cpu" and shared:
+            from hisparse_pd.memory.host import HostMemoryError, allocate_host
+
+            try:
+                self._pool = allocate_host(num_bytes, pinned=False, shared=True, name="the doctor's buffer")
+            except HostMemoryError as error:
+                raise BandwidthError(str(error)) from error
+            self._memory = self._pool.tensor.numpy()
+            self.base_addr = engine.register(self._memory.ctypes.data, num_bytes)
+        elif device == "cpu":  # which needs no torch
+            self._memory = np.zeros(num_bytes, np.uint8)
+            self.base_addr = engine.register(self._memory.ctypes.data, num_bytes)
+        else:
+            try:
+                import torch
+
+                self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            except Exception as error:
+                raise BandwidthError(
+                    f"{num_bytes} bytes on device {device} cannot be had ({type(error).__name__}: {error})"
+                ) from error
+            self.base_addr = engine.register(self._memory)
+
+    @property
+    def shared_memory(self) -> tuple[SharedMemory, ...]:
+        """What processes of this machine can be given of it."""
+        if self._pool is None:
+            return ()
+        return (SharedMemory(self.base_addr, self.num_bytes, self._pool.shared_fd),)
+
+    def gpu_writer(self) -> GpuWriter | None:
+        """What copies from it on a GPU; None: a CPU does."""
+        if isinstance(self._memory, np.ndarray):
+            return None
+        from hisparse_pd.memory.peer import GpuWriter
+
+        return GpuWriter(self._memory.device, (self._memory,))
+
+    def fill(self, content: NDArray[np.uint8]) -> None:
+        """``content``: [num_bytes]."""
+        if isinstance(self._memory, np.ndarray):
+            self._memory[:] = content
+            return
+        import torch
+
+        self._memory.copy_(torch.from_numpy(content))
+        torch.cuda.synchronize(self._memory.device)
+
+    def crc32(self, num_bytes: int) -> int:
+        """Of the first ``num_bytes``."""
+        part = self._memory[:num_bytes]
+        return zlib.crc32((part if isinstance(part, np.ndarray) else part.cpu().numpy()).tobytes())
+
+    def close(self) -> None:
+        self._engine.unregister(self.base_addr)
+        if self._pool is not None:
+            self._pool.close()
+
+
+@dataclass(frozen=True)
+class Rate:
+    """``num_messages`` of ``message_bytes`` each were written in ``secs`` over tcp, rdma or shm."""
+
+    message_bytes: int
+    num_messages: int
+    secs: float
+    over: LaneKind
+
+    @property
+    def bytes_per_sec(self) -> float:
+        return self.message_bytes * self.num_messages / self.secs
+
+    @property
+    def secs_per_message(self) -> float:
+        return self.secs / self.num_messages
+
+
+def serve(
+    server: DoctorServer,
+    engine: TransferEngine,
+    buffer: Buffer,
+    deadline_secs: float,
+    is_stopped: Callable[[], bool],
+    lane: LaneOffer | None = None,
+) -> None:
+    """Offer the buffer to whoever asks, until ``deadline_secs`` of the monotonic clock or ``is_stopped``.
+
+    ``lane``: offers it to processes of this machine.
+    """
+
+    def answer(question: Question) -> Answer:
+        match question:
+            case Hello():
+                why = _why_refused(question, engine.transport.protocol)
+                return (
+                    Refused(why) if why else Offer(engine.session, buffer.base_addr, buffer.num_bytes, lane)
+                )
+            case AskChecksum(num_bytes):
+                if num_bytes > buffer.num_bytes:
+                    return Refused(f"checksum of {num_bytes} bytes: the buffer has {buffer.num_bytes}")
+                return Checksum(buffer.crc32(num_bytes))
+            case _:
+                assert_never(question)
+
+    while not is_stopped() and (left_secs := deadline_secs - time.monotonic()) > 0:
+        server.serve_one(answer, min(_POLL_SECS, left_secs))
+
+
+def measure(
+    client: DoctorClient,
+    engine: TransferEngine,
+    message_bytes: Sequence[int],
+    secs_per_size: float,
+    device: str = "cpu",
+    directory: str = "",
+) -> tuple[list[Rate], Lane]:
+    """Write to the buffer of the doctor behind ``client``, ``secs_per_size`` and one batch at least a size.
+
+    Over the network, and over the lane of one machine when that can be had; the lane says why not. Raises
+    DoctorChannelError, TransferError, BandwidthError.
+    """
+    offer = _ask(client, Hello(DOCTOR_VERSION, engine.transport.protocol), Offer)
+    if offer.num_bytes < max(message_bytes):
+        raise BandwidthError(
+            f"the other doctor offers {offer.num_bytes} bytes, a message of {max(message_bytes)} does not fit"
+        )
+    num_bytes = max(size * _batch_length(size, offer.num_bytes) for size in message_bytes)
+    source = Buffer(engine, num_bytes, device)
+    drawn = np.random.default_rng(_SEED)
+
+    def rates_over(kind: LaneKind, writer: Writer) -> list[Rate]:
+        source.fill(drawn.integers(0, 256, num_bytes, np.uint8))
+        rates = [_measure_size(kind, writer, offer, source, size, secs_per_size) for size in message_bytes]
+        arrived = _ask(client, AskChecksum(num_bytes), Checksum).crc32
+        if arrived != (sent := source.crc32(num_bytes)):
+            raise BandwidthError(
+                f"the first {num_bytes} bytes arrived with checksum {arrived:#010x}, sent was {sent:#010x}; "
+                "does another doctor write to the same one?"
+            )
+        return rates
+
+    try:
+        rates = rates_over(engine.transport.protocol, engine)
+        region = (offer.base_addr, offer.num_bytes)
+        gpu = source.gpu_writer()
+        with lane_to(offer.lane, offer.session, region, engine, directory, gpu) as (lanes, lane):
+            if lane.kind == "shm":
+                rates += rates_over("shm", lanes)
+    finally:
+        source.close()
+    return rates, lane
+
+
+def _measure_size(
+    over: LaneKind, writer: Writer, offer: Offer, source: Buffer, size: int, secs: float
+) -> Rate:
+    num_messages = _batch_length(size, offer.num_bytes)
+    offsets = np.arange(num_messages, dtype=np.int64) * size
+    src_addrs, dst_addrs = offsets + source.base_addr, offsets + offer.base_addr
+    lengths = np.full(num_messages, size, np.int64)
+    _write(writer, offer.session, src_addrs, dst_addrs, lengths)  # opens the connections
+    start_secs = time.perf_counter()
+    num_batches, took_secs = 0, 0.0
+    while not num_batches or took_secs < secs:
+        _write(writer, offer.session, src_addrs, dst_addrs, lengths)
+        num_batches += 1
+        took_secs = time.perf_counter() - start_secs
+    return Rate(size, num_messages * num_batches, took_secs, over)
+
+
+def _write(
+    writer: Writer,
+    session: str,
+    src_addrs: NDArray[np.int64],
+    dst_addrs: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+) -> None:
+    """Write, and again where the transport failed: a connection that broke, or that did not come up in time,
+    is made anew. Raises TransferError, which says how often it was tried.
+    """
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        try:
+            return writer.write(session, src_addrs, dst_addrs, lengths)
+        except TransferError as error:
+            if not error.may_still_land:
+                raise
+            if attempt == MAX_ATTEMPTS:
+                raise TransferError(f"in {attempt} attempts: {error}", may_still_land=True) from error
+            log.warning("%s; once more", error)
+
+
+def _batch_length(message_bytes: int, buffer_bytes: int) -> int:
+    """Messages in one batch: as many as a prefill node sends at once, if the buffer has room for them."""
+    return min(MAX_BATCH_DESCRIPTORS, buffer_bytes // message_bytes)
+
+
+def _why_refused(hello: Hello, transfer_protocol: str) -> str:
+    if hello.version != DOCTOR_VERSION:
+        return (
+            f"version: you speak {hello.version}, this doctor {DOCTOR_VERSION}; run the same release on both"
+        )
+    if hello.transfer_protocol != transfer_protocol:
+        return (
+            f"transfer_protocol: you are on {hello.transfer_protocol!r}, this doctor on "
+            f"{transfer_protocol!r}; start both with the same --transfer-protocol, tcp or rdma"
+        )
+    return ""
+
+
+def _ask(client: DoctorClient, question: Question, expected: type[A]) -> A:
+    match client.ask(question):
+        case Refused(error):
+            raise BandwidthError(f"the other doctor refuses: {error}")
+        case answer if isinstance(answer, expected):
+            return answer
+        case answer:
+            raise DoctorChannelError(f"expected {expected.__name__}, got {type(answer).__name__}")

@@ -1,0 +1,312 @@
+"""Messages between a node's HTTP fronts and its engine processes, over ZMQ sockets.
+
+Both ends are one release of one program, so these carry no version. They are tagged Structs in
+msgpack like the control messages, decoded by one typed decoder a direction.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+from msgspec.msgpack import Encoder
+
+from hisparse_pd.engine.phases import Phase
+from hisparse_pd.engine.prompt_keys import PromptIdentity
+from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
+from protocol.decoding import TypedDecoder
+from protocol.messages import PrefillTimes
+
+# --- front to engine -------------------------------------------------------------------------------
+
+
+class Generate(Struct, frozen=True, omit_defaults=True):
+    """One sample of one prompt. ``room`` is shared with the other node.
+
+    ``request_id`` is the front's own and begins as of ``request_prefix``.
+
+    ``bootstrap_host`` and ``bootstrap_port`` name the prefill node; the prefill node itself ignores them.
+    ``hisparse`` is None when the request did not say.
+    """
+
+    request_id: str
+    room: int
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    bootstrap_host: str
+    bootstrap_port: int
+    hisparse: HisparseFlag | None = None
+    is_speculative: bool = True
+    """False: its steps verify no drafts."""
+    scores: WantedScores | None = None
+    """Of the prompt's own tokens; a decode node ignores it."""
+    is_prefill_only: bool = False
+    """A prefill node answers alone, with one token at most; no decode node hears of the room."""
+
+
+class WantedScores(Struct, frozen=True):
+    """Logprobs of the prompt's tokens from position ``first`` on, at least 1: the first token has none."""
+
+    first: int
+    num_top: int
+    """Of the likeliest tokens, beside that of the token that is there."""
+
+
+class GenerateGroup(Struct, frozen=True, tag="generate"):
+    """All samples of one prompt, which goes with them once."""
+
+    samples: tuple[Generate, ...]
+    identity: PromptIdentity
+    """Of the tokens that this node's front has encoded; the other node's are compared with it."""
+    prompt: bytes = b""
+    """As of ``pack_token_ids``; empty for a decode engine that holds no prefixes, if no draw needs it."""
+
+
+class Abort(Struct, frozen=True, tag="abort"):
+    """The client is gone, or a stop string was met. No answer follows; unknown ids are ignored."""
+
+    request_id: str
+    has_finished: bool = False
+    """A stop string was met: the client has its answer."""
+
+
+class FlushCache(Struct, frozen=True, tag="flush_cache"):
+    """Drop every prefix-cache entry, or held prefix, that no running request uses."""
+
+
+class Shutdown(Struct, frozen=True, tag="shutdown"):
+    """Leave the loop, release everything and exit with status 0, once every front has said so."""
+
+    front: int = 0
+
+
+class ReleaseQuarantine(Struct, frozen=True, tag="release_quarantine"):
+    """An operator vouches that this run of a prefill node is over. Ignored by a prefill node."""
+
+    instance_id: str
+
+
+def request_prefix(front: int) -> str:
+    """How the ids of one HTTP request begin; they name the front, so that whatever is about one finds it."""
+    return f"{front:02x}{secrets.token_hex(8)}"
+
+
+def front_of(request_id: str) -> int:
+    """Raises ValueError for an id that does not begin as ``request_prefix`` has it."""
+    return int(request_id[:2], 16)
+
+
+ToEngine = GenerateGroup | Abort | FlushCache | ReleaseQuarantine | Shutdown
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """A prompt as it is kept and sent: int32, little endian. A list of msgpack has an object for each id."""
+    return np.asarray(token_ids, "<i4").tobytes()
+
+
+def unpack_token_ids(prompt: bytes) -> npt.NDArray[np.int32]:
+    """The ids ``[num_tokens]`` of a packed prompt, without a copy; read-only."""
+    return np.frombuffer(prompt, "<i4")
+
+
+def num_packed_tokens(prompt: bytes) -> int:
+    return len(prompt) // 4
+
+
+# --- engine to front -------------------------------------------------------------------------------
+
+
+class EngineLoading(Struct, frozen=True, tag="loading"):
+    """The engine is not ready yet. Sent twice a second while weights are read, and when a stage begins.
+
+    ``num_done`` of ``num_bytes`` of the stage are done; 0 of 0 in a stage that does not count.
+    """
+
+    stage: str
+    num_done: int = 0
+    num_bytes: int = 0
+
+    def __str__(self) -> str:
+        if not self.num_bytes:
+            return self.stage
+        return f"{self.stage}, {self.num_done / 1e9:.1f} of {self.num_bytes / 1e9:.1f} GB"
+
+
+class EngineReady(Struct, frozen=True, tag="ready"):
+    """The engine serves. The front refuses prompts and lives longer than these bounds.
+
+    ``control_endpoint``, ``instance_id`` and ``geometry`` (msgpack of ``messages.Geometry``) go to the
+    bootstrap endpoint of a prefill node and are empty for a decode node.
+    """
+
+    context_length: int
+    max_total_tokens_hisparse: int
+    """Longest prompt plus output that a hisparse request can ever hold, in tokens."""
+    max_total_tokens_dense: int
+    control_endpoint: str = ""
+    instance_id: str = ""
+    geometry: bytes = b""
+    transfer_protocol: str = ""
+    """What the KV transport runs on, with its RDMA devices, and why."""
+    transfer_devices: tuple[str, ...] = ()
+    transfer_reason: str = ""
+
+
+class Tokens(Struct, frozen=True, tag="tokens", omit_defaults=True):
+    """New tokens of a request, in order; the last message has a ``finish_reason``.
+
+    A prefill engine sends one for a request that is its alone.
+
+    Each carries the ``stats`` so far, because a stop string lets the front end a request at any token.
+    Defaults are left out on the way: it is the one message of each step.
+    ``phases``: those that have ended since the message before. ``prefill``: with the first token, what the
+    prefill node said of its own.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    matched_stop_token: int | None = None
+    stats: RequestStats | None = None
+    phases: tuple[Phase, ...] = ()
+    prefill: PrefillTimes | None = None
+
+
+class RequestStats(Struct, frozen=True):
+    """What happened to one request."""
+
+    mode: Mode | None
+    """None: no decode node served it."""
+    num_cached_tokens: int = 0
+    num_held_tokens: int = 0
+    """Of the prompt, that the decode node held and the prefill node did not send."""
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    transfer_bytes: int = 0
+    transfer_secs: float = 0.0
+    num_retractions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Of the drafts that steps verified for it."""
+
+
+class PromptScores(Struct, frozen=True, tag="prompt_scores"):
+    """Of the positions that one forward computed, in order, before the message that ends the request.
+
+    ``rows``: one of ``score_dtype(num_top)`` a position, beginning with ``WantedScores.first``.
+    """
+
+    request_id: str
+    num_top: int
+    rows: bytes
+
+
+def score_dtype(num_top: int) -> np.dtype[np.void]:
+    """A prompt's token: its logprob, how many tokens are as likely or likelier, itself counted, and the
+    likeliest tokens with theirs. Of equally likely tokens the lowest ids come first."""
+    return np.dtype(
+        [
+            ("logprob", "<f4"),
+            ("rank", "<i4"),
+            ("top_ids", "<i4", (num_top,)),
+            ("top_logprobs", "<f4", (num_top,)),
+        ]
+    )
+
+
+class PrefillFinished(Struct, frozen=True, tag="prefill_finished"):
+    """The prefill node has delivered the room."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    transfer_bytes: int
+    transfer_secs: float
+    num_held_tokens: int = 0
+    num_chunks: int = 0
+    """Forwards that computed a part of it."""
+    mode: Mode | None = None
+    phases: tuple[Phase, ...] = ()
+
+
+class RequestFailed(Struct, frozen=True, tag="request_failed"):
+    """The request ended in an error with this HTTP ``status``; no further message follows.
+
+    ``code``: which node failed, one of those of ``http_errors``; empty when the status says all.
+    ``phases``: those that the front has not heard of; the last one is that in which it failed.
+    """
+
+    request_id: str
+    status: int
+    error: str
+    code: str = ""
+    phases: tuple[Phase, ...] = ()
+
+
+class QuarantinedRun(Struct, frozen=True):
+    """What a decode node keeps from everybody because one run of a prefill node may still write there."""
+
+    prefill_node: str
+    """Its bootstrap endpoint, ``host:port``."""
+    instance_id: str
+    num_rooms: int
+    num_unacknowledged: int
+    """Those of which the run has not said that they are quiet. The others are free after a known time."""
+    longest_secs: float
+    host_slots: int
+    device_slots: int
+    index_slots: int
+    aux_slots: int
+
+
+class PeerLane(Struct, frozen=True):
+    """What a pair of nodes is on: ``lane`` is shm, tcp or rdma."""
+
+    peer: str
+    """A prefill node's bootstrap endpoint, or a decode node's session."""
+    lane: str
+    reason: str
+
+    @property
+    def info_metric(self) -> str:
+        """Name and labels of a gauge that is always 1."""
+        # What would end a label or a line of Prometheus' text is no part of any reason but by accident.
+        reason = self.reason.translate(str.maketrans('"{}\n\\', "'()  "))
+        return f'lane_info{{peer="{self.peer}",lane="{self.lane}",reason="{reason}"}}'
+
+
+class EngineStats(Struct, frozen=True, tag="stats"):
+    """Sent at least twice a second while the engine loop turns; its arrival is what /health looks at.
+
+    ``gauges`` are current values, ``counters`` monotone totals since the engine's start; the names are
+    the metric names without prefix, with labels as ``name{label="value"}``.
+    """
+
+    gauges: dict[str, float]
+    counters: dict[str, float]
+    num_running: int
+    num_waiting: int
+    num_used_tokens: int
+    step: int
+    """Loop iterations that did work; a front whose engine has running requests, more than
+    ``num_without_grammar``, expects it to advance."""
+    trouble: str = ""
+    """Why no request can be admitted until an operator does something; empty while one can."""
+    quarantine: tuple[QuarantinedRun, ...] = ()
+    lanes: tuple[PeerLane, ...] = ()
+    num_without_grammar: int = 0
+    """Of those that run; they wait for their grammars to be compiled, for a known time."""
+
+
+FromEngine = (
+    EngineLoading | EngineReady | Tokens | PromptScores | PrefillFinished | RequestFailed | EngineStats
+)
+
+encoder = Encoder()
+to_engine_decoder: TypedDecoder[ToEngine] = TypedDecoder(ToEngine)
+from_engine_decoder: TypedDecoder[FromEngine] = TypedDecoder(FromEngine)

@@ -1,0 +1,300 @@
+"""The channels between a node's HTTP fronts and its engine processes: both ends of one.
+
+An engine connects to a socket of each front. What is about a request goes to the front that has it, which the
+request's id names; what an engine says of itself goes to all of them.
+
+On one machine these are ZMQ's ipc sockets. An engine on another machine of the node connects by tcp,
+encrypted and authenticated as the control channel between nodes is, and each end notices when the other is
+gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from hisparse_pd.engine import messages as engine_messages
+from hisparse_pd.engine.messages import (
+    EngineLoading,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    GenerateGroup,
+    Shutdown,
+    ToEngine,
+    front_of,
+)
+from hisparse_pd.settings import NodeSettings
+from protocol.access import PeerList
+from protocol.channels import ControlKeys, Guard, load_control_keys, prove_key
+from protocol.polling import BURST_MESSAGES, SEND_HWM, burst
+
+log = logging.getLogger(__name__)
+
+_HWM = 64
+"""Messages that ZMQ keeps a direction and a side; a prompt of a million tokens has 4 MB."""
+
+_RECEIVED_A_TURN = 64
+"""Messages that a front takes in between two turns of its loop: a task of a millisecond or two, with what
+they make others do."""
+
+
+class FrontGone(Exception):
+    """A front on another machine is gone: nobody waits for what this engine computes."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What the channels between two machines of a node need to know."""
+
+    keys: ControlKeys | None
+    allowed: PeerList
+    heartbeat_secs: float
+    timeout_secs: float
+    """Silence of a machine after which the channels to it are lost."""
+
+    @classmethod
+    def of(cls, settings: NodeSettings) -> Crossing | None:
+        """None for a node of one machine. Raises ControlKeyError."""
+        if settings.nnodes == 1:
+            return None
+        return cls(
+            load_control_keys(settings.control_key_file),
+            PeerList.parse(settings.allowed_peers),
+            settings.heartbeat_interval_secs,
+            settings.heartbeat_timeout_secs,
+        )
+
+    def watch(self, sock: zmq.Socket[bytes], events: int = zmq.EVENT_DISCONNECTED) -> zmq.Socket[bytes]:
+        """A socket that tells of ``events`` of ``sock``, among them the loss of a connection.
+
+        ZMQ's own thread asks the other end for signs of life, and answers for this one, however busy it is.
+        """
+        sock.setsockopt(zmq.IPV6, 1)
+        sock.setsockopt(zmq.HEARTBEAT_IVL, round(self.heartbeat_secs * 1000))
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(self.timeout_secs * 1000))
+        return sock.get_monitor_socket(events)
+
+
+class FrontChannel:
+    """The engine's end of the channel to one front.
+
+    What the front is too slow to take waits in ``backlog``, in order: no more than the requests in flight
+    may still bring forth, for the engine's statistics do not wait, newer ones follow.
+    """
+
+    def __init__(self, endpoint: str, crossing: Crossing | None = None) -> None:
+        self.backlog: deque[bytes] = deque()
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.LINGER, 2000)  # the last answers still leave at shutdown
+        self.socket.setsockopt(zmq.SNDHWM, SEND_HWM)
+        self.socket.setsockopt(zmq.RCVHWM, _HWM)
+        self._losses: zmq.Socket[bytes] | None = None
+        if crossing is not None:
+            prove_key(self.socket, crossing.keys)
+            self._losses = crossing.watch(self.socket)
+        self.endpoint = endpoint
+        self.socket.connect(endpoint)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._losses is not None and bool(self._losses.poll(0))
+
+    def send(self, frame: bytes, *, may_be_dropped: bool = False) -> None:
+        """Never waits."""
+        self.flush()
+        if not (self.backlog and may_be_dropped):
+            self.backlog.append(frame)
+            self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self.backlog:
+                self.socket.send(self.backlog[0], zmq.NOBLOCK)
+                self.backlog.popleft()
+        except zmq.Again:
+            return
+
+    def close(self) -> None:
+        self.flush()
+        if self._losses is not None:
+            self.socket.disable_monitor()
+            self._losses.close()
+        self.socket.close()
+
+
+class EngineSocket:
+    """The engine's end of the channels to all of its fronts, in their order."""
+
+    def __init__(self, endpoints: Sequence[str], crossing: Crossing | None = None) -> None:
+        """``endpoints``: ZMQ's, one a front; ``crossing``: when these are on another machine."""
+        self.fronts = [FrontChannel(endpoint, crossing) for endpoint in endpoints]
+        self._leaving: set[int] = set()
+        self._num_turns = 0
+
+    def receive(self) -> Iterator[ToEngine]:
+        """What has arrived, without waiting, at most a burst; a group counts with each of its samples.
+
+        ``Shutdown`` comes once all fronts have said it. Raises FrontGone when nothing has arrived, and
+        nothing will.
+        """
+        self._num_turns += 1  # who is first takes turns: a burst of one front must not be all that is heard
+        first = self._num_turns % len(self.fronts)
+        fronts = self.fronts[first:] + self.fronts[:first]
+        for front in fronts:
+            front.flush()
+        num_samples = 0
+        for (frame,) in burst(*(front.socket for front in fronts)):
+            message = engine_messages.to_engine_decoder.decode(frame)
+            if isinstance(message, Shutdown):
+                self._leaving.add(message.front)
+                if len(self._leaving) < len(self.fronts):
+                    continue
+            yield message
+            num_samples += len(message.samples) if isinstance(message, GenerateGroup) else 1
+            if num_samples >= BURST_MESSAGES:
+                return
+        if num_samples == 0 and (lost := [front.endpoint for front in fronts if front.is_lost]):
+            raise FrontGone(f"the front at {lost[0]} is gone")
+
+    def send(self, message: FromEngine) -> None:
+        """Never waits. Statistics for which there is no room are dropped."""
+        frame = engine_messages.encoder.encode(message)
+        if isinstance(message, EngineLoading | EngineReady | EngineStats):
+            for front in self.fronts:
+                front.send(frame, may_be_dropped=isinstance(message, EngineStats))
+        elif len(self.fronts) == 1:
+            self.fronts[0].send(frame)
+        else:
+            self.fronts[front_of(message.request_id)].send(frame)
+
+    def close(self) -> None:
+        for front in self.fronts:
+            front.close()
+
+
+class _EngineWatch:
+    """Whether the engine that a bound socket talks to is lost, whoever else connects there and leaves.
+
+    ZMQ's monitor reports every connection by its descriptor, those of a port scan as well, which never shake
+    hands. The engine's is the one that its first message came by.
+    """
+
+    def __init__(self, monitor: zmq.Socket[bytes]) -> None:
+        """``monitor``: of what is accepted and disconnected. The owner of the socket closes it."""
+        self.monitor = monitor
+        self._connected: set[int] = set()
+        self._engine: int | None = None
+        self._is_lost = False
+
+    @property
+    def knows_engine(self) -> bool:
+        return self._engine is not None
+
+    def note_engine(self, descriptor: int) -> None:
+        """A message of the engine has come by this connection."""
+        self._follow()
+        self._engine = descriptor
+        self._is_lost = descriptor not in self._connected
+
+    def take_loss(self) -> bool:
+        """Whether the engine has gone since the last call."""
+        self._follow()
+        is_lost, self._is_lost = self._is_lost, False
+        return is_lost
+
+    def _follow(self) -> None:
+        while self.monitor.poll(0):
+            event = parse_monitor_message(self.monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connected.add(event["value"])
+            else:
+                self._connected.discard(event["value"])
+                self._is_lost |= event["value"] == self._engine
+
+
+class FrontSocket:
+    """A front's end of the channel to one engine. Nothing here waits; its loop watches ``fileno``.
+
+    The descriptor becomes readable when something *changes*, and receiving and sending may use that up. So
+    whoever was called because of it goes on until ``is_ready`` is false.
+    """
+
+    def __init__(self, endpoint: str, crossing: Crossing | None = None) -> None:
+        """``crossing``: for an engine on another machine. Raises OSError when it cannot be bound."""
+        self._context = zmq.Context.instance() if crossing is None else zmq.Context()  # a Guard has its own
+        self._guard: Guard | None = None
+        self._watch: _EngineWatch | None = None
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, _HWM)
+        self.socket.setsockopt(zmq.RCVHWM, SEND_HWM)
+        if crossing is not None:
+            self._guard = Guard(self._context, crossing.keys, crossing.allowed, Counter())
+            self._guard.protect(self.socket)
+            events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+            self._watch = _EngineWatch(crossing.watch(self.socket, events))
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(error.errno, f"cannot listen at {endpoint} for engines: {error}") from error
+
+    def fileno(self) -> int:
+        return int(self.socket.getsockopt(zmq.FD))
+
+    @property
+    def loss_fileno(self) -> int | None:
+        """Of another descriptor, by which to ask ``take_loss``; None for an engine on this machine."""
+        return None if self._watch is None else int(self._watch.monitor.getsockopt(zmq.FD))
+
+    def take_loss(self) -> bool:
+        """Whether the engine has gone since the last call."""
+        return self._watch is not None and self._watch.take_loss()
+
+    def receive(self) -> Iterator[FromEngine]:
+        """What has arrived, as much as a turn takes in."""
+        for _ in range(_RECEIVED_A_TURN):
+            try:
+                frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                message = engine_messages.from_engine_decoder.decode(frame.bytes)
+            except msgspec.MsgspecError as error:
+                if self._watch is None:
+                    raise
+                # Where there is no key anybody may have come before the engine, which tries again.
+                log.warning("dropped what no engine says, from %s: %s", frame.get("Peer-Address"), error)
+                continue
+            if self._watch is not None and not self._watch.knows_engine:
+                self._watch.note_engine(int(frame.get(zmq.SRCFD)))
+            yield message
+
+    def send(self, message: ToEngine) -> bool:
+        """False: there is no room for it now."""
+        try:
+            self.socket.send(engine_messages.encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def is_ready(self, *, to_send: bool) -> bool:
+        """Whether something can be received or, if there is something ``to_send``, sent."""
+        events = int(self.socket.getsockopt(zmq.EVENTS))
+        return bool(events & (zmq.POLLIN | (zmq.POLLOUT if to_send else 0)))
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self.socket.disable_monitor()
+            self._watch.monitor.close()
+        self.socket.close()
+        if self._guard is not None:
+            self._context.term()
+            self._guard.join()

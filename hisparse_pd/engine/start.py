@@ -1,0 +1,120 @@
+"""The start of an engine's process, the same on both nodes.
+
+What can be known to fail is tried before the model is loaded, which may take minutes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from hisparse_pd.engine.messages import EngineLoading
+from hisparse_pd.engine.sockets import Crossing, EngineSocket, FrontGone
+from hisparse_pd.memory.device import DeviceMemoryError, DeviceMissingError, check_devices, use_device
+from hisparse_pd.memory.host import HostMemoryError
+from hisparse_pd.model.attention_kernels import AttentionKernels
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.rank_group import RankGroup, RankGroupError
+from hisparse_pd.model.spec import ModelSpec, spec_of
+from hisparse_pd.process import die_with_parent, setup_logging, start_errors
+from hisparse_pd.settings import NodeSettings
+from hisparse_pd.vocabulary import VERSION, CheckpointError, RankPlace
+from kernels.attention import AttentionBackendError
+from kernels.gpu_sizes import KernelSizeError
+from kernels.row_math import fix_arithmetic
+from transfer.engine import TransferSetupError, quiet_mooncake_logs
+from transfer.transport import Transport
+
+log = logging.getLogger(__name__)
+
+START_ERRORS = (
+    AttentionBackendError,
+    CheckpointError,
+    DeviceMemoryError,
+    DeviceMissingError,
+    HostMemoryError,
+    KernelSizeError,
+    RankGroupError,
+    TransferSetupError,
+)
+
+
+class Engine(Protocol):
+    def run(self) -> None:
+        """Serve until the fronts say Shutdown or are gone."""
+
+    def close(self) -> None: ...
+
+
+def run_engine_process(
+    settings: NodeSettings,
+    endpoints: Sequence[str],
+    place: RankPlace,
+    *,
+    role: str,
+    settings_error: type[Exception],
+    choose_transport: Callable[[ModelSpec], Transport],
+    make: Callable[[ModelSpec, DsaModel, EngineSocket, Transport], Engine],
+) -> None:
+    """Load everything, telling the fronts at ``endpoints`` of it, and serve.
+
+    ``settings.device`` is this rank's.
+
+    ``choose_transport`` also checks what else the node needs of this machine. Raises StartError for what
+    ``START_ERRORS`` and ``settings_error`` say.
+    """
+    die_with_parent()
+    rank = f" rank {place.rank}" if place.size > 1 else ""
+    setup_logging(settings.log_level, f"{role}-engine:{settings.port}{rank}")
+    quiet_mooncake_logs()
+    if settings.num_threads > 0:
+        torch.set_num_threads(settings.num_threads)
+    if settings.device == "cpu":
+        fix_arithmetic()
+    front = EngineSocket(endpoints, Crossing.of(settings) if settings.node_rank > 0 else None)
+    ranks: RankGroup | None = None
+    try:
+        with start_errors(*START_ERRORS, settings_error):
+            check_devices((settings.device,))
+            use_device(settings.device)
+            spec = spec_of(settings)
+            AttentionKernels.check(spec, torch.device(settings.device), settings.attention_backend)
+            transport = choose_transport(spec)
+            if place.size > 1:
+                ranks = RankGroup(
+                    place,
+                    torch.device(settings.device),
+                    agree_secs=settings.heartbeat_timeout_secs,
+                    forward_secs=max(settings.health_timeout_secs, settings.heartbeat_timeout_secs),
+                    start_secs=settings.startup_timeout_secs,
+                )
+                ranks.check_same(
+                    {"release": VERSION, "checkpoint": spec.fingerprint, **settings.of_all_machines}
+                )
+            model = load_model(
+                settings.model_path,
+                spec,
+                settings.device,
+                ranks,
+                lambda done, total: front.send(EngineLoading("weights", done, total)),
+            )
+            front.send(EngineLoading("pools and kernels"))
+            if ranks is not None:
+                ranks.meet("loaded")  # what follows runs the model, and so waits for no rank for long
+            engine = make(spec, model, front, transport)
+        try:
+            engine.run()
+        except (RankGroupError, FrontGone) as error:
+            log.error("%s", error)
+            os._exit(1)  # without close(): a step that another rank is missing in may never end
+        finally:
+            engine.close()
+    finally:
+        front.close()
+    if ranks is not None:
+        ranks.leave()

@@ -1,0 +1,236 @@
+"""The life of a node's first process: the engines that it starts, and serving HTTP until a child ends.
+
+An engine, one a rank, runs in a spawned child, as do further fronts; their ipc sockets are in a private
+directory until they are connected. When a child dies, the requests in flight fail and this process ends the
+others and exits with status 1, for a supervisor to start all of them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from starlette.types import ASGIApp
+
+from hisparse_pd.engine.meeting import meeting_address
+from hisparse_pd.http.engine_link import EngineLink, LinkState
+from hisparse_pd.http.fronts import SHUTTING_DOWN, Fronts
+from hisparse_pd.http.listening import Listener
+from hisparse_pd.http.workers import exits, join
+from hisparse_pd.process import (
+    BRIEF_SPIN,
+    StartError,
+    chooses_its_waiting,
+    die_with_parent,
+    environment_of_children,
+    setup_logging,
+)
+from hisparse_pd.settings import NodeSettings
+from hisparse_pd.vocabulary import RankPlace
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=NodeSettings)
+EngineTarget: TypeAlias = Callable[[S, Sequence[str], RankPlace], None]
+
+_ENGINE_EXIT_SECS = 5.0
+_FRONT_DIED = "a front process of the node has died"
+
+
+class EngineProcesses:
+    """The engines of this machine's ranks in child processes, and the directory of their sockets."""
+
+    def __init__(self, target: EngineTarget[S], settings: S, name: str) -> None:
+        """``target(settings, endpoints, place)`` runs an engine; it is imported by name in the child.
+
+        Raises StartError when the node has several machines and the first one is not known.
+        """
+        self._settings = settings
+        self._first_machine = meeting_address(settings)
+        self._directory = Path(tempfile.mkdtemp(prefix="hisparse-pd-"))  # mode 0700
+        size = settings.dp_size
+        names = {rank: name if size == 1 else f"{name} rank {rank}" for rank in settings.ranks_here}
+        self._processes = [
+            multiprocessing.get_context("spawn").Process(
+                target=_run_engine,
+                args=(
+                    target,
+                    settings.of_rank(rank),
+                    tuple(self._endpoint(rank, front) for front in range(settings.num_fronts)),
+                    self._place(rank),
+                    name,
+                ),
+                name=name,
+            )
+            for rank, name in names.items()
+        ]
+
+    def endpoints_of(self, front: int) -> list[str]:
+        """Of one front: that of each rank of the node."""
+        return [self._endpoint(rank, front) for rank in range(self._settings.dp_size)]
+
+    def _endpoint(self, rank: int, front: int) -> str:
+        if rank in self._settings.ranks_of(0):
+            return f"ipc://{self._directory}/engine-{rank}-{front}.ipc"
+        host = f"[{self._first_machine}]" if ":" in self._first_machine else self._first_machine
+        return f"tcp://{host}:{self._settings.meeting[1] + 1 + front * self._settings.dp_size + rank}"
+
+    def _place(self, rank: int) -> RankPlace:
+        size = self._settings.dp_size
+        if not self._first_machine:
+            return RankPlace(rank, size, str(self._directory / "ranks"))
+        return RankPlace(rank, size, meeting_host=self._first_machine, meeting_port=self._settings.meeting[1])
+
+    def start(self) -> None:
+        """From the main thread: the kernel ends the children when the thread that started them ends."""
+        is_cpu = self._settings.device == "cpu"
+        with environment_of_children(BRIEF_SPIN if is_cpu and not chooses_its_waiting() else {}):
+            for process in self._processes:
+                process.start()
+
+    def remove_directory(self) -> None:
+        """Once nobody connects any more, so that a kill leaves nothing behind. May be called again."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    @property
+    def sentinels(self) -> list[int]:
+        """File descriptors each of which becomes readable when an engine has exited."""
+        return [process.sentinel for process in self._processes]
+
+    def exits(self) -> str:
+        """Which engines have exited, and how."""
+        return exits(self._processes)
+
+    def wait(self) -> None:
+        """Until all have ended, or are overdue, when one has or they were told to."""
+        join(self._processes, _ENGINE_EXIT_SECS)
+
+    @property
+    def have_succeeded(self) -> bool:
+        return all(process.exitcode == 0 for process in self._processes)
+
+    def stop(self, *, graceful: bool) -> None:
+        """End the engines. ``graceful``: they were told to shut down, so wait for that."""
+        try:
+            started = [process for process in self._processes if process.pid is not None]
+            if graceful:
+                join(started, _ENGINE_EXIT_SECS)
+            for end in ("terminate", "kill"):
+                for process in (alive := [process for process in started if process.is_alive()]):
+                    log.info("%s still runs: %s", process.name, end)
+                    getattr(process, end)()
+                join(alive, _ENGINE_EXIT_SECS)
+        finally:
+            self.remove_directory()
+
+
+async def serve(
+    link: EngineLink,
+    engines: EngineProcesses,
+    fronts: Fronts,
+    listeners: Sequence[Listener],
+    apps: Sequence[ASGIApp],
+    drain_timeout_secs: float,
+) -> int:
+    """Serve until a signal or a child's death. Returns the exit status: 0 after a signal, else 1.
+
+    After a signal new requests are refused with 503, and those in flight, whichever front has them, have
+    ``drain_timeout_secs`` to finish. A second signal ends the wait. The port of ``listeners[0]`` is served by
+    all fronts.
+    """
+    loop = asyncio.get_running_loop()
+    signals: asyncio.Queue[str] = asyncio.Queue()
+    child_exited = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number.name)
+    workers = fronts.workers
+    for sentinel in (*engines.sentinels, *workers.sentinels):
+        loop.add_reader(sentinel, _note_exit, loop, sentinel, child_exited)
+    await fronts.connect()
+    link.start()
+    servers = [
+        listener.server(app, num_servers=len(listeners))
+        for listener, app in zip(listeners, apps, strict=True)
+    ]
+    running = [
+        asyncio.create_task(server.serve(sockets=[listener.socket]))
+        for server, listener in zip(servers, listeners, strict=True)
+    ]
+    stop = asyncio.create_task(signals.get())
+    died = asyncio.create_task(_any_of(child_exited, link.lost))
+    try:
+        await asyncio.wait([stop, died, *running], return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            log.info("%s: shutting down with %d requests in flight", stop.result(), link.counts.num_samples)
+            link.stop_accepting()
+            fronts.stop_accepting()
+            await _drain(link, drain_timeout_secs, signals, died)
+        status = 0 if stop.done() and not died.done() else 1  # from here on the children exit in any case
+        what_died = ""
+        if died.done():
+            of_engines, of_workers = engines.exits(), workers.exits()
+            log.error("%s", ", ".join(filter(None, (of_engines, of_workers))) or LinkState.GONE)
+            what_died = _FRONT_DIED if of_workers and not of_engines else LinkState.GONE
+            link.engine_died(what_died)
+        else:
+            link.fail_all(503, SHUTTING_DOWN)
+        leaving = asyncio.create_task(fronts.leave(what_died))
+        if not what_died:
+            await link.shut_engines_down()
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(leaving, *running)
+        return status
+    finally:
+        for task in (stop, died, *running):
+            task.cancel()
+        await asyncio.gather(stop, died, *running, return_exceptions=True)
+        await workers.close()
+        link.close()
+
+
+async def _any_of(*events: asyncio.Event) -> None:
+    """Until one is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def _note_exit(loop: asyncio.AbstractEventLoop, sentinel: int, child_exited: asyncio.Event) -> None:
+    loop.remove_reader(sentinel)  # it stays readable
+    child_exited.set()
+
+
+async def _drain(
+    link: EngineLink, timeout_secs: float, signals: asyncio.Queue[str], died: asyncio.Task[None]
+) -> None:
+    """Let requests in flight finish: until there are none, the time is up, or nothing is left to wait for."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_secs
+    while link.counts.num_samples and signals.empty() and not died.done() and loop.time() < deadline:
+        await asyncio.sleep(0.05)
+
+
+def _run_engine(
+    target: EngineTarget[S], settings: S, endpoints: Sequence[str], place: RankPlace, name: str
+) -> None:
+    die_with_parent()
+    setup_logging(settings.log_level, name)
+    try:
+        target(settings, endpoints, place)
+    except StartError as error:
+        log.error("cannot start: %s", error)
+        raise SystemExit(1) from None
+    except Exception:
+        log.exception("the engine failed")
+        raise SystemExit(1) from None

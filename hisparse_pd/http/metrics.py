@@ -1,0 +1,184 @@
+"""What ``/metrics`` of a node shows: the engine's latest numbers and the front's own histograms.
+
+Every name has the prefix ``hisparse_pd:``. The engine names its gauges and counters itself, with labels as in
+``requests_total{mode="dense"}``; they are passed on as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from hisparse_pd.engine.messages import EngineStats
+from hisparse_pd.http import metric_sums
+
+PREFIX = "hisparse_pd:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320)
+_ITL_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.5, 1, 2, 5, 10)
+_PHASE_BUCKETS = (0.001, 0.002, 0.005, *_TTFT_BUCKETS)
+_E2E_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+
+_LABELLED = re.compile(r"([a-zA-Z_][a-zA-Z0-9_]*)(?:\{(.*)\})?")
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="([^"]*)"')
+
+_HELP = {
+    "engine_steps_total": "loop iterations that did work",
+    "num_running_reqs": "requests in the running batch",
+    "running_reqs": "requests in the running batch, by mode",
+    "num_paused_reqs": "running requests that sit steps out until there are slots for their next token",
+    "num_queue_reqs": "requests that wait for admission or prefill",
+    "queue_reqs": "requests that wait for admission, by what they asked for",
+    "num_transfer_queue_reqs": "requests whose KV is under way",
+    "token_usage": "share of the busiest pool in use, 0 to 1",
+    "pool_used_tokens": "token slots in use, those of held prefixes left out",
+    "pool_held_tokens": "token slots of held prefixes, which are given up for whoever needs them",
+    "pool_total_tokens": "token slots of the pool",
+    "quarantined_tokens": "token slots that a remote write may still reach",
+    "stuck_rooms": "quarantined rooms of which their prefill node has said nothing for quarantine_secs",
+    "aux_slots_used": "aux records in use or quarantined",
+    "aux_slots_total": "aux records that there are",
+    "cache_hit_rate": "share of prompt tokens found in the prefix cache",
+    "num_registered_peers": "peers with a live registration",
+    "gen_throughput": "generated tokens a second",
+    "requests_total": "requests admitted",
+    "retractions_total": "requests that gave up their device slots under pressure",
+    "kv_transfer_bytes_total": "KV bytes moved",
+    "kv_transfer_seconds_total": "seconds in KV transfers",
+    "kv_transfer_failures_total": "KV transfers that failed",
+    "transfer_info": "1; the labels say what the KV transport runs on, and why",
+    "lane_info": "1; the labels say what KV takes between this node and a registered peer, and why",
+    "swap_in_hits_total": "selected entries found in the hot buffer",
+    "swap_in_misses_total": "selected entries paged in from the host pool",
+    "swap_in_bytes_total": "KV bytes that misses brought from the host pool",
+    "swap_in_evictions_total": "hot-buffer entries that made room",
+    "prompt_tokens_total": "prompt tokens",
+    "cached_tokens_total": "prompt tokens found in the prefix cache",
+    "held_tokens_total": "prompt tokens whose KV the decode node held, so that it was not sent",
+    "held_hits_total": "delivered requests that began with a held prefix",
+    "held_evicted_tokens_total": "tokens of held prefixes that were given up for whoever needed the slots",
+    "generation_tokens_total": "generated tokens",
+    "verifying_steps_total": "times that a step verified drafts of a request",
+    "drafted_tokens_total": "tokens of the draft layer that steps verified",
+    "accepted_draft_tokens_total": "of them those that became output",
+    "spec_accept_length": "tokens that a request got of a step that verified drafts of it, on average",
+    "control_messages_dropped_total": "control messages dropped, by reason",
+    "aborted_requests_total": "requests aborted by their client, or given up by the decode node",
+    "failed_requests_total": "requests that ended in an error",
+}
+
+
+class FrontMetrics:
+    """A front's own histograms and counters, and what the engines said last, which all fronts hear.
+
+    What comes from the engines of a node of several ranks has the label ``dp_rank``.
+    """
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.registry = CollectorRegistry()
+        self._engine = _EngineCollector(num_ranks)
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "from the request's arrival to its first token", _TTFT_BUCKETS
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "between two tokens of a sample", _ITL_BUCKETS
+        )
+        self.e2e_request_latency = self._histogram(
+            "e2e_request_latency_seconds", "from the request's arrival to the end of its answer", _E2E_BUCKETS
+        )
+        self._phases = Histogram(
+            PREFIX + "request_phase_seconds",
+            "what a request went through on this node, one after the other, by phase",
+            ["phase"],
+            buckets=_PHASE_BUCKETS,
+            registry=self.registry,
+        )
+        self._requests = Counter(
+            PREFIX + "num_requests",
+            "HTTP requests by endpoint and status; 499: the client left",
+            ["endpoint", "status"],
+            registry=self.registry,
+        )
+
+        self.unauthorized = Counter(
+            PREFIX + "unauthorized_requests",
+            "HTTP requests without a valid API key, answered 401",
+            registry=self.registry,
+        )
+        self.bootstrap_refusals = Counter(
+            PREFIX + "bootstrap_refusals",
+            "callers that the bootstrap endpoint turned away, by reason",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._trace_spans = Counter(
+            PREFIX + "trace_spans",
+            "spans of traces; failed: the collector did not take them; dropped: too many waited for it",
+            ["outcome"],
+            registry=self.registry,
+        )
+
+    def phase_secs(self, phase: str) -> Histogram:
+        return self._phases.labels(phase)
+
+    def count_spans(self, outcome: str, num: int) -> None:
+        self._trace_spans.labels(outcome).inc(num)
+
+    def count_request(self, endpoint: str, status: int) -> None:
+        self._requests.labels(endpoint, str(status)).inc()
+
+    def update(self, rank: int, stats: EngineStats) -> None:
+        self._engine.stats[rank] = stats
+
+    def pack(self) -> bytes:
+        """This front's own, for the one that renders those of all."""
+        return metric_sums.pack(self.registry)
+
+    def render(self, others: Sequence[bytes] = ()) -> bytes:
+        """Prometheus text of the node: of this front and ``others``, packed, together."""
+        return metric_sums.render(self._engine, (self.pack(), *others))
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)
+
+
+class _EngineCollector(Collector):
+    """The latest EngineStats of each rank as metric families."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.stats: dict[int, EngineStats] = {}
+        self._num_ranks = num_ranks
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: what there is, the engine says later."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for rank, stats in self.stats.items():
+            of_rank = {"dp_rank": str(rank)} if self._num_ranks > 1 else {}
+            for family_type, values in (
+                (GaugeMetricFamily, stats.gauges),
+                (CounterMetricFamily, {"engine_steps_total": stats.step, **stats.counters}),
+            ):
+                for labelled_name, value in values.items():
+                    name, labels = split_labels(labelled_name)
+                    labels |= of_rank
+                    if name not in families:
+                        text = _HELP.get(name, name.replace("_", " "))
+                        families[name] = family_type(PREFIX + name, text, labels=list(labels))
+                    families[name].add_metric(list(labels.values()), value)
+        yield from families.values()
+
+
+def split_labels(labelled_name: str) -> tuple[str, dict[str, str]]:
+    """``name{label="value"}`` to name and labels. Raises ValueError."""
+    match = _LABELLED.fullmatch(labelled_name)
+    if match is None:
+        raise ValueError(f'metric {labelled_name!r}: expected name or name{{label="value"}}')
+    return match[1], dict(_LABEL.findall(match[2] or ""))

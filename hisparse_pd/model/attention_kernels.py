@@ -1,0 +1,96 @@
+"""What the forwards of one node compute attention with: formats, a backend, the indexer's memory."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.loader import keeps_fp8
+from hisparse_pd.model.spec import ModelSpec
+from kernels.attention import AttentionBackend, TorchAttention
+from kernels.attention_backends import attention_beside, choose_backend
+from kernels.gpu_sizes import check_indexer_sizes
+from kernels.inventory import kernels_in_use
+from kernels.kv_format import IndexKeyFormat, KvFormat
+from kernels.paged_indexer import IndexerScratch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """Chosen once, for all forwards. ``indexer_scratch``: None on the CPU, which needs none."""
+
+    kv_format: KvFormat
+    index_format: IndexKeyFormat
+    attention: AttentionBackend
+    indexer_scratch: IndexerScratch | None = None
+
+    @classmethod
+    def reference(cls, spec: ModelSpec) -> AttentionKernels:
+        """The torch reference, for any device."""
+        return cls(spec.item_format, spec.index_key_format, TorchAttention(spec.item_format))
+
+    @staticmethod
+    def check(spec: ModelSpec, device: torch.device, backend: str) -> None:
+        """Raise what ``choose`` and the first steps would, before the model is loaded: AttentionBackendError,
+        and KernelSizeError for a size that a kernel of the device cannot take.
+        """
+        _choose_attention(spec, device, backend)
+        if device.type == "cuda":
+            check_indexer_sizes(
+                num_heads=spec.index_num_heads,
+                head_dim=spec.index_head_dim,
+                top_k=spec.index_topk,
+                context_length=spec.context_length,
+                key_format=spec.index_format,
+            )
+
+    @classmethod
+    def choose(cls, model: DsaModel, backend: str, *, scratch_tokens: int) -> AttentionKernels:
+        """For the model's device; ``scratch_tokens``: queries that the indexer scores at a time on a GPU.
+
+        Raises AttentionBackendError when ``backend`` cannot work there.
+        """
+        spec, device = model.spec, model.device
+        attention = _choose_attention(spec, device, backend)
+        log.info(
+            "kernels for %s items: %s",
+            spec.kv_format,
+            kernels_in_use(
+                device,
+                attention,
+                has_own_experts=model.has_own_experts,
+                has_fp8_matrices=keeps_fp8(spec, device),
+            ),
+        )
+        scratch = None
+        if device.type == "cuda":
+            scratch = IndexerScratch.create(scratch_tokens, spec.context_length, device)
+        return cls(spec.item_format, spec.index_key_format, attention, scratch)
+
+    def split(self, num_parts: int, taken_sms: int) -> list[AttentionKernels]:
+        """The same for forwards that run beside each other in streams of their own.
+
+        ``taken_sms``: multiprocessors that something else than these forwards holds meanwhile.
+        """
+        if self.indexer_scratch is None:
+            return [self] * num_parts
+        attention = attention_beside(self.attention, taken_sms)
+        return [
+            replace(self, attention=attention, indexer_scratch=scratch)
+            for scratch in self.indexer_scratch.split(num_parts)
+        ]
+
+
+def _choose_attention(spec: ModelSpec, device: torch.device, backend: str) -> AttentionBackend:
+    return choose_backend(
+        backend,
+        device=device,
+        kv_format=spec.item_format,
+        num_heads=spec.num_heads,
+        top_k=spec.index_topk,
+    )

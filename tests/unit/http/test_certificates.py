@@ -1,0 +1,138 @@
+"""https at the services' ports, and certificates that change while they are served."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from hisparse_pd.http.certificates import Certificate
+from hisparse_pd.http.listening import HttpServer, Listener
+from hisparse_pd.settings import DecodeSettings, RouterSettings
+from tests.tls_files import make_tls_files, needs_openssl
+
+pytestmark = needs_openssl
+
+WAIT_SECS = 60.0
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": scope["scheme"].encode()})
+
+
+async def presented(port: int) -> bytes:
+    """The certificate that a new connection is shown."""
+    anybody = ssl.create_default_context()
+    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=anybody)
+    shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    await writer.wait_closed()
+    return shown
+
+
+async def until_presented(port: int, der: bytes) -> None:
+    async with asyncio.timeout(WAIT_SECS):
+        while await presented(port) != der:
+            await asyncio.sleep(0.05)
+
+
+def test_https_with_a_certificate_that_is_exchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = make_tls_files(tmp_path)
+
+    async def check(server: HttpServer, listener: Listener) -> None:
+        url = f"https://127.0.0.1:{listener.port}/"
+        async with httpx.AsyncClient(verify=files.trusting(), trust_env=False) as old:
+            assert (await old.get(url)).text == "https"
+            with pytest.raises(httpx.HTTPError):
+                await old.get(url.replace("https:", "http:"))
+            other = make_tls_files(tmp_path / "other")
+            other.key.replace(files.key)  # which does not fit
+            async with asyncio.timeout(WAIT_SECS):
+                while "stays as it was" not in caplog.text:
+                    await asyncio.sleep(0.05)
+            assert str(files.cert) in caplog.text
+            assert (await presented(listener.port)) == files.der
+            new_der = other.der
+            other.cert.replace(files.cert)
+            await until_presented(listener.port, new_der)
+            assert (await old.get(url)).text == "https"  # on the connection that stood
+        async with httpx.AsyncClient(verify=files.trusting(), trust_env=False) as new:
+            assert (await new.get(url)).text == "https"
+        assert caplog.text.count("stays as it was") == 1
+
+    async def main() -> None:
+        listener = Listener("127.0.0.1", 0, Certificate(files.cert, files.key))
+        assert listener.scheme == "https"
+        server = listener.server(app)
+        serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
+        try:
+            await check(server, listener)
+        finally:
+            server.should_exit = True
+            await serving
+            listener.socket.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.I8
+def test_a_client_that_never_agrees_on_tls_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hisparse_pd.http.handshakes.HANDSHAKE_SECS", 0.1)
+    files = make_tls_files(tmp_path)
+
+    async def main() -> None:
+        secure = Listener("127.0.0.1", 0, Certificate(files.cert, files.key))
+        plain = Listener("127.0.0.1", 0)
+        servers = [secure.server(app), plain.server(app)]
+        listeners = [secure, plain]
+        tasks = [
+            asyncio.create_task(server.serve(sockets=[listener.socket]))
+            for server, listener in zip(servers, listeners, strict=True)
+        ]
+        reader, writer = await asyncio.open_connection("127.0.0.1", secure.port)
+        assert await asyncio.wait_for(reader.read(), WAIT_SECS) == b""
+        writer.close()
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(f"http://127.0.0.1:{plain.port}/")).text == "http"
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*tasks)
+        for listener in listeners:
+            listener.socket.close()
+
+    asyncio.run(main())
+
+
+def test_files_that_cannot_be_served_are_named_before_anything_listens(tmp_path: Path) -> None:
+    files, other = make_tls_files(tmp_path / "a"), make_tls_files(tmp_path / "b", password="secret")
+    missing = tmp_path / "missing.pem"
+    for certificate, said in (
+        (Certificate(missing), f"{missing}: No such file"),
+        (Certificate(files.cert, missing), f"with key {missing}: No such file"),
+        (Certificate(files.cert), str(files.cert)),  # it holds no key
+        (Certificate(files.cert, other.key), "the key is encrypted"),
+    ):
+        with pytest.raises(OSError, match="certificate ") as caught:
+            Listener("127.0.0.1", 0, certificate)
+        assert said in str(caught.value)
+
+
+def test_a_key_and_its_certificate_may_be_in_one_file(tmp_path: Path) -> None:
+    files = make_tls_files(tmp_path)
+    both = tmp_path / "both.pem"
+    both.write_bytes(files.cert.read_bytes() + files.key.read_bytes())
+    Certificate(both).check()
+
+
+def test_a_key_alone_is_refused(tmp_path: Path) -> None:
+    nodes = {"prefill": (("http://p:1", None),), "decode": ("http://d:1",)}
+    with pytest.raises(ValueError, match="a key serves nothing without ssl_certfile"):
+        RouterSettings(ssl_keyfile=Path("k.pem"), **nodes)
+    with pytest.raises(ValueError, match="a key serves nothing without ssl_certfile"):
+        DecodeSettings(model_path=tmp_path, ssl_keyfile=Path("k.pem"))

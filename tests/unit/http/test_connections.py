@@ -1,0 +1,357 @@
+"""Clients that connect and make a server wait: each has a time limit, and together they lock nobody out."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from hisparse_pd.http import connections, descriptors
+from hisparse_pd.http.connections import (
+    BODY_WINDOW_BYTES,
+    BODY_WINDOW_SECS,
+    HEAD_SECS,
+    UNREAD_SECS,
+    Connections,
+)
+from hisparse_pd.http.listening import HttpServer, Listener
+from tests.waiting import until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.I7, pytest.mark.I8]
+
+WAIT_SECS = 60.0
+LIMIT = 6
+GET = b"GET /hello HTTP/1.1\r\nhost: a\r\n\r\n"
+POST = b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000\r\n\r\n"
+
+
+class Client:
+    """A raw connection, from an address of loopback."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def read(self) -> bytes:
+        """All until the other end closes."""
+        try:
+            return await asyncio.wait_for(self._reader.read(), WAIT_SECS)
+        except ConnectionResetError:
+            return b""
+
+    async def read_head(self) -> bytes:
+        return await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), WAIT_SECS)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Served:
+    def __init__(self, server: HttpServer, port: int) -> None:
+        self.server = server
+        self.connections = server.connections
+        self.port = port
+        self.release = asyncio.Event()
+        self.clients: list[Client] = []
+
+    async def connect(self, data: bytes = b"", source: str = "127.0.0.1", **options: int) -> Client:
+        """A new client that has sent ``data``, once the server has heard it; see ``Connections`` for how."""
+        opened = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0), **options)
+        client = Client(*opened)
+        self.clients.append(client)
+        name = opened[1].get_extra_info("sockname")
+        await until(lambda: any(c.client == name for c in self.connections.live))
+        if data:
+            client.send(data)
+            await self.heard()
+        return client
+
+    async def heard(self) -> None:
+        """All that was sent has been read: what comes in later on another connection has."""
+        for _ in range(5):
+            await asyncio.sleep(0.002)
+
+    def pass_time(self, secs: float) -> None:
+        self.connections.now += secs
+        self.connections.sweep(time.monotonic())
+
+    async def get(self, path: str = "/hello") -> httpx.Response:
+        url = f"http://127.0.0.1:{self.port}{path}"
+        async with httpx.AsyncClient(trust_env=False, timeout=WAIT_SECS) as client:
+            return await client.get(url)
+
+
+@asynccontextmanager
+async def serving(limit: int = LIMIT) -> AsyncIterator[Served]:
+    async def hello(request: Request) -> Response:
+        return PlainTextResponse("hello")
+
+    async def echo(request: Request) -> Response:
+        return PlainTextResponse(str(len(await request.body())))
+
+    async def wait(request: Request) -> Response:
+        await served.release.wait()
+        return PlainTextResponse("waited")
+
+    async def pour(request: Request) -> Response:
+        async def chunks() -> AsyncIterator[bytes]:
+            while not served.release.is_set():
+                yield b"x" * (1 << 20)
+                await asyncio.sleep(0)  # to a client that is gone it would not wait
+
+        return StreamingResponse(chunks())
+
+    routes = [Route(f"/{f.__name__}", f, methods=["GET", "POST"]) for f in (hello, echo, wait, pour)]
+    listener = Listener("127.0.0.1", 0)
+    server = listener.server(Starlette(routes=routes))
+    server.connections.limit = limit
+    served = Served(server, listener.port)
+    task = asyncio.create_task(server.serve(sockets=[listener.socket]))
+    try:
+        await until(lambda: server.started)
+        yield served
+    finally:
+        for client in served.clients:
+            client.close()
+        served.release.set()
+        server.should_exit = True
+        await asyncio.wait_for(task, WAIT_SECS)
+        listener.socket.close()
+
+
+# --- time limits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "more", "answer"),
+    [
+        (b"", [], b""),
+        (b"GET /hello HT", [], b"HTTP/1.1 408 "),
+        (b"GET /hello HTTP/1.1\r\n", [b"x: a\r\n", b"y: b\r\n", b"z: c\r\n"], b"HTTP/1.1 408 "),
+        (POST, [], b"HTTP/1.1 408 "),
+        (POST, [b"x", b"x", b"x"], b"HTTP/1.1 408 "),
+    ],
+    ids=["silent", "half a head", "a head in drips", "half a body", "a body in drips"],
+)
+async def test_a_request_that_is_not_sent_is_not_waited_for(
+    first: bytes, more: list[bytes], answer: bytes
+) -> None:
+    async with serving() as served:
+        client = await served.connect(first)
+        for drip in more:
+            served.pass_time(max(HEAD_SECS, BODY_WINDOW_SECS) / 4)
+            client.send(drip)
+            await served.heard()
+        assert len(served.connections.live) == 1
+        served.pass_time(max(HEAD_SECS, BODY_WINDOW_SECS))
+        got = await client.read()
+        assert got.startswith(answer) if answer else got == b""
+        if answer:
+            assert b"must" in got
+        await until(lambda: not served.server.server_state.connections)
+        assert not served.connections.live
+
+
+async def test_a_head_after_an_answer_has_its_time_from_its_first_byte() -> None:
+    async with serving() as served:
+        client = await served.connect(GET)
+        await client.read_head()
+        served.pass_time(2 * HEAD_SECS)
+        assert len(served.connections.live) == 1, "uvicorn's own limit holds between requests"
+        client.send(b"GET /he")
+        await served.heard()
+        served.pass_time(HEAD_SECS / 2)
+        assert len(served.connections.live) == 1
+        served.pass_time(HEAD_SECS)
+        assert b"HTTP/1.1 408 " in await client.read()
+
+
+async def test_a_long_body_and_a_long_answer_have_all_the_time_they_use() -> None:
+    async with serving() as served:
+        body, waits = (
+            await served.connect(POST),
+            await served.connect(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n"),
+        )
+        num_left = 1_000_000
+        while num_left:
+            piece = min(num_left, 4 * BODY_WINDOW_BYTES)
+            body.send(b"x" * piece)
+            num_left -= piece
+            await served.heard()
+            served.pass_time(BODY_WINDOW_SECS)
+        assert b"200 OK" in await body.read_head()
+        served.release.set()
+        assert b"200 OK" in await waits.read_head()
+
+
+async def test_an_answer_that_nobody_reads_ends() -> None:
+    async with serving() as served:
+        reads_nothing = await served.connect(b"GET /pour HTTP/1.1\r\nhost: a\r\n\r\n")
+        (connection,) = served.connections.live
+        await until(lambda: connection.flow.write_paused)
+        served.pass_time(0)
+        num_unread = -1
+        while num_unread != connection.transport.get_write_buffer_size():  # the kernel's buffers fill up
+            num_unread = connection.transport.get_write_buffer_size()
+            await asyncio.sleep(0.05)
+        served.pass_time(0)
+        served.pass_time(UNREAD_SECS / 2)
+        assert served.connections.live
+        served.pass_time(UNREAD_SECS)
+        await until(lambda: not served.server.server_state.connections)
+        reads_nothing.close()
+
+
+def test_what_the_server_stood_still_for_is_nobodys_silence() -> None:
+    held = Connections(LIMIT)
+    held.sweep(1000.0)
+    held.sweep(1001.0)
+    assert held.now == 1.0
+    held.sweep(1061.0)
+    assert held.now == 1.0 + connections._MAX_STEP_SECS
+    assert connections._MAX_STEP_SECS < HEAD_SECS / 2
+
+
+# --- how many there are ------------------------------------------------------------------------------
+
+
+async def test_who_says_nothing_makes_room_for_who_does() -> None:
+    async with serving() as served:
+        strangers = [await served.connect((b"", b"GET / HT", POST)[i % 3]) for i in range(3 * LIMIT)]
+        assert len(served.connections.live) == LIMIT
+        assert (await served.get()).text == "hello"
+        for early in strangers[: 2 * LIMIT]:
+            assert await early.read() == b""
+
+
+async def test_the_silence_of_one_address_costs_no_other() -> None:
+    async with serving() as served:
+        slow = await served.connect(POST)
+        idle = await served.connect(GET)
+        await idle.read_head()
+        for _ in range(3 * LIMIT):
+            await served.connect(source="127.0.0.2")
+        assert len(served.connections.live) == LIMIT
+        slow.send(b"x" * 1_000_000)
+        assert b"200 OK" in await slow.read_head()
+        idle.send(GET)
+        assert b"200 OK" in await idle.read_head()
+
+
+async def test_who_reads_nothing_makes_room_too() -> None:
+    async with serving() as served:
+        for _ in range(LIMIT):
+            await served.connect(b"GET /pour HTTP/1.1\r\nhost: a\r\n\r\n")
+        await until(lambda: all(c.flow.write_paused for c in served.connections.live))
+        assert (await served.get()).text == "hello"
+
+
+async def test_a_request_beside_as_many_as_there_may_be_is_refused_with_the_bound() -> None:
+    async with serving() as served:
+        waits = [await served.connect(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n") for _ in range(LIMIT)]
+        await until(lambda: not served.connections.waits)
+        early = await served.connect()
+        refused = await served.get()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert f"its {LIMIT} connections" in refused.json()["error"]["message"]
+        assert "ulimit -n" in refused.json()["error"]["message"]
+        assert await early.read() == b"", "it was silent when another one came"
+        later = await served.connect()
+        served.release.set()
+        for client in waits:
+            assert b"200 OK" in await client.read_head()
+            client.close()
+        await until(lambda: len(served.connections.live) == 1)
+        later.send(GET)
+        assert b"200 OK" in await later.read_head(), "there is room by the time of its request"
+
+
+SERVER = """
+    import asyncio, resource, sys
+    from hisparse_pd.http.listening import Listener
+
+    async def hello(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"hello"})
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (320, 320))
+    listener = Listener("127.0.0.1", 0)
+    own = [open("/dev/null") for _ in range(110)]
+    print(listener.port, flush=True)
+    asyncio.run(listener.server(hello).serve(sockets=[listener.socket]))
+"""
+
+
+@contextmanager
+def own_process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server with 320 descriptors, of which it uses 110 itself, and its port."""
+    script = tmp_path / "server.py"
+    script.write_text(textwrap.dedent(SERVER))
+    root = str(Path(__file__).parents[3])
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": root},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_more_silent_connections_than_there_are_descriptors_lock_nobody_out(tmp_path: Path) -> None:
+    """They come at once, and no descriptor is missing: without one, a loop accepts nobody for a second."""
+    with own_process(tmp_path) as (server, port), ExitStack() as stack:
+        server.send_signal(signal.SIGSTOP)
+        for number in range(700):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECS))
+            stranger.sendall((b"", b"GET / HTTP/1.1\r\nx: ")[number % 2])
+        server.send_signal(signal.SIGCONT)
+        for _ in range(3):
+            assert httpx.get(f"http://127.0.0.1:{port}/", timeout=WAIT_SECS, trust_env=False).text == "hello"
+        server.kill()
+        assert server.stderr is not None
+        assert "Too many open files" not in server.stderr.read()
+
+
+# --- descriptors -------------------------------------------------------------------------------------
+
+
+def test_connections_leave_descriptors_for_all_else() -> None:
+    for limit in (512, 1024, 4096, 20_000, 1 << 20):
+        for num_each, num_servers in ((1, 1), (1, 2), (3, 1)):
+            most = descriptors.max_connections(limit, num_each, num_servers)
+            assert 1 <= most <= descriptors.MAX_CONNECTIONS
+            accepted = 4 * descriptors.MAX_ACCEPTED_AT_ONCE
+            assert num_servers * (most * num_each + accepted) + 128 <= limit
+    assert descriptors.max_connections(64) == 1
+
+
+def test_the_soft_limit_becomes_the_hard_one() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        assert descriptors.raise_limit() == min(hard, descriptors.MAX_DESCRIPTORS)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (descriptors.limit(), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,37 @@
+"""Ports that are given out for processes still to be started."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from hisparse_pd import ports
+from hisparse_pd.http.listening import Listener
+from hisparse_pd.ports import free_port
+
+
+def test_a_port_is_kept_for_the_server_it_was_given_out_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(("127.0.0.1", port))
+    monkeypatch.setattr(ports, "_FREE_PORTS", range(port, port + 1))
+    with pytest.raises(OSError, match=f"no port from {port} to {port} is free"):
+        free_port()
+    listener = Listener("127.0.0.1", port)
+    listener.socket.close()
+    assert listener.port == port
+
+
+def test_no_outgoing_connection_takes_a_port_that_is_given_out() -> None:
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first_of_connections = int(file.read().split()[0])
+    assert ports._FREE_PORTS.stop <= first_of_connections
+
+
+def test_a_taken_address_is_named() -> None:
+    with (
+        Listener("127.0.0.1", 0).socket as taken,
+        pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{taken.getsockname()[1]}: Address already"),
+    ):
+        Listener("127.0.0.1", taken.getsockname()[1])

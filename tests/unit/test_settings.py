@@ -1,0 +1,369 @@
+"""Settings from files and from the command line: names, precedence, bounds and error messages."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from hisparse_pd import cli
+from hisparse_pd.cli import pair_settings
+from hisparse_pd.doctor.settings import DoctorSettings
+from hisparse_pd.ports import is_taken
+from hisparse_pd.settings import DecodeSettings, HisparsePolicy, PrefillSettings, RouterSettings
+from hisparse_pd.settings_sources import SettingsError, load_settings, to_options
+from tests.unit.settings_support import parsed
+
+MODEL = {"model_path": "/models/tiny"}
+
+
+def file(tmp_path: Path, text: str, suffix: str = ".toml") -> Path:
+    path = tmp_path / f"settings{suffix}"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("model", [PrefillSettings, DecodeSettings, RouterSettings, DoctorSettings])
+def test_every_field_explains_itself(model: type[BaseModel]) -> None:
+    for name, field in model.model_fields.items():
+        assert field.description, name
+        if name.endswith("_secs"):
+            assert "seconds" in field.description, name
+        if name.endswith("_bytes"):
+            assert "bytes" in field.description, name
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".yaml", ".yml"])
+def test_a_file_may_use_dashes_or_underscores(tmp_path: Path, suffix: str) -> None:
+    mark = "=" if suffix == ".toml" else ":"
+    text = f'model-path{mark} "/models/tiny"\npage_size{mark} 32\nhisparse{mark} "always"\n'
+    loaded = load_settings(DecodeSettings, {}, file(tmp_path, text, suffix))
+    assert (loaded.model_path, loaded.page_size) == (Path("/models/tiny"), 32)
+    assert loaded.hisparse is HisparsePolicy.ALWAYS
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    path = file(tmp_path, 'model_path = "/models/tiny"\npage_size = 32\nport = 1\n')
+    loaded = load_settings(PrefillSettings, {"page_size": "16"}, path)
+    assert (loaded.page_size, loaded.port) == (16, 1)
+
+
+def test_an_unknown_key_is_named_with_close_matches_and_all_that_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(PrefillSettings, MODEL, file(tmp_path, "pagesize = 32"))
+    message = str(caught.value)
+    assert "settings.toml" in message
+    assert "'pagesize', did you mean page_size" in message
+    assert "chunked_prefill_size" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("page_size = 0", ["page_size", "0", "greater than or equal to 1"]),
+        ("page_size = true", ["page_size", "INT"]),
+        ("page_size = 64.5", ["page_size", "64.5"]),
+        ("port = 70000", ["port", "70000", "65535"]),
+        ('hisparse = "alwys"', ["hisparse", "'auto', 'always' or 'never'", "did you mean always"]),
+        ('dtype = "float8"', ["dtype", "float32", "bfloat16"]),
+        ("room_timeout_secs = 0", ["room_timeout_secs", "greater than 0"]),
+        ("page_size = 1\npage-size = 2", ["page_size", "twice"]),
+        ("page_size = ", ["settings.toml", "Invalid value"]),
+        ('kv_cache_dtype = ["auto"]', ["kv_cache_dtype"]),
+        ('kv_cache_dtype = "fp8_e5m2"', ["kv_cache_dtype", "did you mean fp8_e4m3"]),
+        ('indexer_cache_dtype = "fp8"', ["indexer_cache_dtype", "'fp8_e4m3'"]),
+        ('attention_backend = "flashmla"', ["attention_backend", "flashmla_kv"]),
+        ("mem_fraction_static = 0", ["mem_fraction_static", "greater than 0"]),
+        ("mem_fraction_static = 1.0", ["mem_fraction_static", "less than 1"]),
+        ("cuda_graph_max_bs = -1", ["cuda_graph_max_bs", "greater than or equal to 0"]),
+        ("device_pool_tokens = 0", ["device_pool_tokens 0", "this node is on cpu", "give a number"]),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_allowed(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(DecodeSettings, MODEL, file(tmp_path, text))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_bad_option_is_named_by_its_flag() -> None:
+    with pytest.raises(SettingsError, match=r"--page-size: 'many'"):
+        load_settings(DecodeSettings, {**MODEL, "page_size": "many"})
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(SettingsError, match="--model-path is required"):
+        load_settings(DecodeSettings, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"control_port": "8995", "dp_size": "4"}, "ports up to 8998, and bootstrap_port 8998 is among them"),
+        ({"control_port": "30000"}, "ports up to 30000, and port 30000 is among them"),
+        ({"control_port": "65530", "dp_size": "8"}, "ports up to 65537, and the last one there is is 65535"),
+    ],
+)
+def test_control_ports_of_all_ranks_are_checked_before_the_model_is_loaded(
+    options: dict[str, str], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings(PrefillSettings, {**MODEL, **options})
+    of_rank = load_settings(PrefillSettings, {**MODEL, "control_port": "8994", "dp_size": "4"}).of_rank(3)
+    assert of_rank.control_port == 8997
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nnodes": "2"}, "dp_size 1 must be a multiple of nnodes 2"),
+        ({"nnodes": "2", "dp_size": "4"}, "nnodes 2 with dist_init_addr '': .* needs both"),
+        ({"dp_size": "4", "dist_init_addr": "10.0.0.1:20000"}, "nnodes 1 with .* single machine neither"),
+        ({"node_rank": "1"}, "node_rank 1 must be below nnodes 1"),
+        *(
+            ({"nnodes": "2", "dp_size": "4", "dist_init_addr": address}, f"dist_init_addr '{shown}': {why}")
+            for address, shown, why in (
+                ("0.0.0.0:20000", r"0\.0\.0\.0:20000", "expected HOST:PORT of a machine"),
+                ("20000", "20000", "expected HOST:PORT of a machine"),
+                ("10.0.0.1", r"10\.0\.0\.1", "expected HOST:PORT of a machine"),
+                ("first:x", "first:x", "the port must be from 1 to 65531"),
+                ("first:65532", "first:65532", "the port must be from 1 to 65531"),
+            )
+        ),
+    ],
+)
+def test_machines_of_a_node_are_checked(options: dict[str, str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings(DecodeSettings, {**MODEL, **options})
+
+
+def test_each_machine_has_its_ranks_and_gpus() -> None:
+    node = {**MODEL, "nnodes": "2", "dp_size": "6", "dist_init_addr": "[fd00::1]:20000", "device": "cuda:1"}
+    first, second = (load_settings(DecodeSettings, {**node, "node_rank": rank}) for rank in ("0", "1"))
+    assert (first.ranks_here, second.ranks_here) == (range(3), range(3, 6))
+    assert first.meeting == ("fd00::1", 20000)
+    assert [second.of_rank(rank).device for rank in second.ranks_here] == ["cuda:1", "cuda:2", "cuda:3"]
+    assert first.of_all_machines == second.of_all_machines
+    assert {"dp_size", "page_size", "max_running_requests"} <= first.of_all_machines.keys()
+
+
+def test_a_rule_over_two_fields_is_reported() -> None:
+    with pytest.raises(SettingsError, match="kv_pool_tokens 10 must be at least page_size 64"):
+        load_settings(PrefillSettings, {**MODEL, "kv_pool_tokens": "10"})
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(PrefillSettings, "kv_pool_tokens"), (DecodeSettings, "device_pool_tokens")]
+)
+def test_a_pool_may_take_what_a_gpu_has_free(model: type[BaseModel], name: str) -> None:
+    for device in ("cuda", "cuda:1"):
+        assert getattr(load_settings(model, {**MODEL, name: "0", "device": device}), name) == 0
+    with pytest.raises(SettingsError, match=f"{name} 0: .* --device cuda only, and this node is on cpu"):
+        load_settings(model, {**MODEL, name: "0"})
+    with pytest.raises(SettingsError, match="'-1': Input should be greater"):
+        load_settings(model, {**MODEL, name: "-1", "device": "cuda"})
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 64, 100, 256, 300])
+def test_graphs_hold_every_batch_unless_told(most: int) -> None:
+    options = {**MODEL, "max_running_requests": most}
+    sizes = load_settings(DecodeSettings, options).graph_batches
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (1, most)
+    assert load_settings(DecodeSettings, {**options, "cuda_graph_max_bs": "1000"}).graph_batches == sizes
+    assert load_settings(DecodeSettings, {**options, "cuda_graph_max_bs": "2"}).graph_batches == sizes[:2]
+    assert load_settings(DecodeSettings, {**options, "cuda_graph_max_bs": "0"}).graph_batches == []
+
+
+def test_up_to_seven_drafts_in_pages_that_hold_a_step_s_positions() -> None:
+    options = {**MODEL, "speculative_num_steps": "7"}
+    assert load_settings(DecodeSettings, {**options, "page_size": "8"}).speculative_num_steps == 7
+    with pytest.raises(
+        SettingsError, match="speculative_num_steps 7 needs a page_size of at least 8, and it"
+    ):
+        load_settings(DecodeSettings, {**options, "page_size": "7"})
+    with pytest.raises(SettingsError, match=r"--speculative-num-steps: '8': .* less than or equal to 7"):
+        load_settings(DecodeSettings, {**MODEL, "speculative_num_steps": "8"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.json", "{}"), ("a.toml", "\xff"), ("a.yaml", "- 1"), ("a.yaml", "a: [")]
+)
+def test_an_unreadable_file_is_an_error(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(SettingsError, match=name):
+        load_settings(DecodeSettings, MODEL, tmp_path / name)
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"gone\.toml"):
+        load_settings(DecodeSettings, MODEL, tmp_path / "gone.toml")
+
+
+@pytest.mark.parametrize("model", [PrefillSettings, DecodeSettings])
+def test_a_node_that_binds_every_address_names_the_one_for_its_peers(model: type[BaseModel]) -> None:
+    for host in ("0.0.0.0", "::", "*", ""):
+        with pytest.raises(SettingsError, match="--advertise-host") as caught:
+            load_settings(model, {**MODEL, "host": host})
+        assert repr(host) in str(caught.value)
+        with pytest.raises(SettingsError, match="--advertise-host"):
+            load_settings(model, {**MODEL, "advertise_host": host, "host": host})
+        assert load_settings(model, {**MODEL, "host": host, "advertise_host": "10.0.0.1"})
+
+
+def test_settings_are_frozen() -> None:
+    loaded = load_settings(PrefillSettings, MODEL)
+    with pytest.raises(ValidationError):
+        loaded.page_size = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "given_prefill",
+    [["http://a:1"], [["http://a:1"]], [["http://a:1", "7"]], [["http://a:1", 7], "http://b:2"]],
+)
+def test_prefill_nodes_may_name_their_bootstrap_port(given_prefill: list[Any]) -> None:
+    loaded = load_settings(RouterSettings, {"prefill": given_prefill, "decode": ["http://c:3"]})
+    port = 7 if "7" in str(given_prefill) else None
+    assert loaded.prefill[0] == ("http://a:1", port)
+    assert len(loaded.prefill) == len(given_prefill)
+
+
+@pytest.mark.parametrize("entry", [["http://a:1", "x"], ["http://a:1", "1", "2"], []])
+def test_a_malformed_prefill_node_is_refused(entry: list[str]) -> None:
+    with pytest.raises(SettingsError, match="--prefill"):
+        load_settings(RouterSettings, {"prefill": [entry], "decode": ["http://c:3"]})
+
+
+# --- options and settings are one ----------------------------------------------------------------------
+
+
+_PATHS = st.sampled_from([Path("/m"), Path("a b"), Path("-odd")])
+
+
+@settings(derandomize=True, max_examples=50)
+@given(
+    st.builds(
+        DecodeSettings,
+        model_path=_PATHS,
+        hisparse=st.sampled_from(HisparsePolicy),
+        page_size=st.integers(1, 65536),
+        debug_checks=st.booleans(),
+        control_key_file=st.none() | _PATHS,
+        served_model_name=st.text("ab =é", max_size=5),
+        dtype=st.sampled_from(["auto", "bfloat16"]),
+        mem_fraction_static=st.floats(0, 1, exclude_min=True, exclude_max=True),
+    )
+)
+def test_decode_options_give_the_same_settings_again(original: DecodeSettings) -> None:
+    assert load_settings(DecodeSettings, parsed("decode", to_options(original))) == original
+
+
+_URLS = st.sampled_from(["http://a:1", "http://[::1]:2"])
+
+
+@settings(derandomize=True, max_examples=50)
+@given(
+    st.builds(
+        RouterSettings,
+        prefill=st.lists(st.tuples(_URLS, st.none() | st.integers(0, 9)), min_size=1, max_size=3).map(tuple),
+        decode=st.lists(_URLS, min_size=1, max_size=3).map(tuple),
+        policy=st.sampled_from(["round_robin", "least_loaded"]),
+    )
+)
+def test_router_options_give_the_same_settings_again(original: RouterSettings) -> None:
+    assert load_settings(RouterSettings, parsed("router", to_options(original))) == original
+
+
+# --- the settings of a pair --------------------------------------------------------------------------------
+
+
+def test_a_pair_shares_keys_and_lets_sections_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "is_taken", lambda host, port: False)
+    path = file(
+        tmp_path,
+        """
+        model_path = "/models/tiny"
+        page-size = 32
+        max_body_bytes = 4096
+        chunked_prefill_size = 128
+        port = 8123
+        [prefill]
+        page_size = 16
+        [decode]
+        device-buffer-size = 192
+        port = 31000
+        [router]
+        policy = "least_loaded"
+        """,
+    )
+    _, prefill, decode, router = pair_settings({"max_running_requests": "3"}, path)
+    assert (prefill.page_size, decode.page_size) == (16, 32)
+    assert (prefill.chunked_prefill_size, decode.device_buffer_size) == (128, 192)
+    assert prefill.max_body_bytes == decode.max_body_bytes == router.max_body_bytes == 4096
+    assert prefill.max_running_requests == decode.max_running_requests == 3
+    assert (prefill.port, decode.port, router.port) == (30000, 31000, 8123)
+    assert router.policy == "least_loaded"
+    assert router.prefill == (("http://127.0.0.1:30000", 8998),)
+    assert router.decode == ("http://127.0.0.1:31000",)
+
+
+def test_the_nodes_of_a_pair_stay_on_loopback() -> None:
+    _, prefill, decode, router = pair_settings({**MODEL, "host": "0.0.0.0"})
+    assert (prefill.host, decode.host, router.host) == ("127.0.0.1", "127.0.0.1", "0.0.0.0")
+
+
+def test_port_zero_of_a_pair_becomes_free_ports() -> None:
+    zero = dict.fromkeys(("port", "prefill_port", "decode_port", "bootstrap_port"), "0")
+    _, prefill, decode, router = pair_settings({**MODEL, **zero})
+    ports = {prefill.port, prefill.bootstrap_port, decode.port, router.port}
+    assert len(ports) == 4
+    assert 0 not in ports
+    assert router.prefill == ((f"http://127.0.0.1:{prefill.port}", prefill.bootstrap_port),)
+
+
+def test_a_pair_beside_another_takes_free_ports_where_nobody_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "is_taken", lambda host, port: port in (30000, 30001, 8998, 8000))
+    _, prefill, decode, router = pair_settings(MODEL)
+    assert len({prefill.port, prefill.bootstrap_port, decode.port, 30000, 30001, 8998}) == 6
+    assert router.prefill == ((f"http://127.0.0.1:{prefill.port}", prefill.bootstrap_port),)
+    assert router.decode == (f"http://127.0.0.1:{decode.port}",)
+    assert router.port == 8000, "which clients know: the router says that it is taken"
+
+    by_option = {"bootstrap_port": "8998", "prefill_port": "30000", "decode_port": "30001"}
+    by_file = file(tmp_path, "bootstrap_port = 8998\n[prefill]\nport = 30000\n[decode]\nport = 30001")
+    for _, prefill, decode, _ in (pair_settings(MODEL | by_option), pair_settings(MODEL, by_file)):
+        assert (prefill.port, prefill.bootstrap_port, decode.port) == (30000, 8998, 30001)
+
+
+def test_a_port_is_taken_while_a_server_listens_on_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert is_taken("127.0.0.1", port)
+        assert is_taken("0.0.0.0", port)
+    assert not is_taken("127.0.0.1", port)
+    assert not is_taken("192.0.2.1", port), "not this machine's: the node says so"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prefil_port = 1", ["'prefil_port'", "did you mean prefill_port"]),
+        ("[prefil]\nport = 1", ["'prefil'", "did you mean prefill"]),
+        ("[decode]\nchunked_prefill_size = 1", ["[decode]", "chunked_prefill_size", "allowed"]),
+        ("[router]\nprefill = []", ["[router]", "prefill"]),
+        ("prefill = 7", ["prefill", "section"]),
+        ("[decode]\npage_size = 0", ["[decode]", "page_size"]),
+    ],
+)
+def test_a_mistake_in_a_pairs_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        pair_settings(MODEL, file(tmp_path, text))
+    for word in words:
+        assert word in str(caught.value)

@@ -1,0 +1,1 @@
+"""In the checkout, not in the wheel: benchmarks of parts, training, making checkpoints."""

@@ -1,0 +1,1 @@
+"""Benchmarks of parts and the demo: each prints a table, and a benchmark writes JSON to ``out``."""

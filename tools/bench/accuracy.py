@@ -1,0 +1,435 @@
+"""Exact match of long-context retrieval: through the pair in all modes beside transformers, or anywhere.
+
+    python -m tools.bench.accuracy                                  # the retrieval model, 400 prompts
+    python -m tools.bench.accuracy --dtype bfloat16                 # the pair in bfloat16
+    python -m tools.bench.accuracy --speculative-num-steps 0 1 2 3  # one pair after the other, by drafts
+    python -m tools.bench.accuracy --no-oracle --speculative-num-steps 0 3  # tokens beside those without
+    python -m tools.bench.accuracy --device cuda --kv-cache-dtype fp8_e4m3 --oracle-from out/accuracy.json
+    python -m tools.bench.accuracy --tasks retrieval --url http://127.0.0.1:8000/v1 --hisparse true false auto
+    python -m tools.bench.accuracy --tasks tasks.jsonl --url https://host/v1 --model NAME
+
+Without ``--tasks``: held-out prompts of each length go to a running pair by HTTP, in modes dense, hisparse
+and auto, and, without drafts, to one with the smallest hot buffer that is legal. Beside them stand
+transformers' own answers (float32), and, over fewer prompts, transformers' with positions selected by lot:
+what the measurement says when selection does not work. The status is 1 when an answer of the pair differs
+from transformers' in a token while both compute in float32, and when a request fails. How many drafts a step
+verifies is the node's choice, up to what it was started with: tokens a step are those of all decode steps.
+
+With ``--tasks``: any OpenAI-compatible endpoint. ``retrieval`` are the same documents, with an instruction
+that a general model understands; a file has its own tasks (format: tools/bench/retrieval.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from decode_node.drafting import full_buffer
+from hisparse_pd.bench.facts import OUT, run_facts
+from hisparse_pd.bench.pair import PairError, running_pair
+from hisparse_pd.bench.report import make_console, write_json
+from hisparse_pd.vocabulary import MAX_DRAFTS
+from tools.bench.accuracy_report import Response, print_report, summary
+from tools.bench.drafts import drafts_of
+from tools.bench.retrieval import LENGTHS, RETRIEVAL_MODEL, Retrieval, Task, judge, read_tasks, retrievals
+from tools.training.evaluate import QUESTIONS
+from tools.training.task import ANSWER_WIDTH
+from tools.training.vocabulary import text_of
+
+PROMPTS = (100, 100, 100, 60, 40)
+"""Of each of ``LENGTHS``."""
+CONTROL_PROMPTS = 8
+"""Of each length, for the control."""
+MAX_NEW_TOKENS = 2 + QUESTIONS * ANSWER_WIDTH + 1
+"""Of the retrieval model: "Answer:", the answers, the end."""
+REQUEST_TIMEOUT_SECS = 600.0
+ORACLE = "transformers"
+CONTROL = "control: selection by lot"
+INSTRUCTION = (
+    "Below are notes and a question about keys that they mention. Answer in the form "
+    "'KEY is NUMBER.' for every key, in the order of the question, and write nothing else."
+)
+
+PAIR_OPTIONS: dict[str, object] = {
+    "--page-size": 64,
+    "--chunked-prefill-size": 1024,
+    "--kv-pool-tokens": 65536,
+    "--host-pool-tokens": 65536,
+    # Room for two or three long dense requests, so that auto has a choice to make.
+    "--device-pool-tokens": 24576,
+    "--num-threads": 1,
+}
+NUM_CLIENTS = 4
+BUFFER_FACTOR = 3
+"""Hot buffer of the ordinary runs, in selections; with drafts it is what they need, if that is more."""
+MODES: tuple[tuple[str, bool | str], ...] = (("dense", False), ("hisparse", True), ("auto", "auto"))
+
+
+def judged(system: str, task: Task, text: str, **more: Any) -> Response:
+    right = tuple(judge(text, task.answers))
+    return Response(system, task.length, right, tuple(a.depth for a in task.answers), text, **more)
+
+
+def failed(system: str, task: Task, error: str) -> Response:
+    return judged(system, task, "", error=error)
+
+
+def built_in_tasks(arguments: argparse.Namespace, instruction: str = "") -> list[Retrieval]:
+    """Raises ValueError where the numbers of prompts do not fit the lengths."""
+    lengths: Sequence[int] = arguments.lengths or LENGTHS
+    counts: Sequence[int] = arguments.prompts or (PROMPTS if not arguments.lengths else PROMPTS[:1])
+    counts = list(counts) * len(lengths) if len(counts) == 1 else counts
+    if len(counts) != len(lengths):
+        raise ValueError(
+            f"{len(counts)} numbers of prompts for {len(lengths)} lengths; give one, or one each"
+        )
+    return [
+        found
+        for length, count in zip(lengths, counts, strict=True)
+        for found in retrievals(length, count, instruction)
+    ]
+
+
+# --- the pair and its oracle ----------------------------------------------------------------------------
+
+
+def measure_pair(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    prompts = built_in_tasks(arguments)
+    lengths = tuple(dict.fromkeys(prompt.task.length for prompt in prompts))
+    model_path: Path = arguments.model_path.resolve()
+    config = json.loads((model_path / "config.json").read_text())
+    top_k = int(config["index_topk"])
+    responses: list[Response] = []
+    with progress(console) as step:
+        if arguments.oracle_from is not None:
+            responses += recorded_oracle(arguments.oracle_from, prompts)
+        elif not arguments.no_oracle:
+            responses += ask_oracle(model_path, prompts, lengths, step)
+        options = {
+            **PAIR_OPTIONS,
+            "--dtype": arguments.dtype,
+            "--kv-cache-dtype": arguments.kv_cache_dtype,
+            "--device": arguments.device,
+            "--attention-backend": arguments.attention_backend,
+        }
+        runs = list(pair_runs(top_k, arguments.speculative_num_steps))
+        for num_drafts, buffer, modes in runs:
+            of_run = {"--device-buffer-size": buffer, "--speculative-num-steps": num_drafts}
+            with running_pair(model_path, {**options, **of_run}, console) as pair:
+                note = f"pair, hot buffers of {buffer}, {num_drafts} drafts"
+                advance = step(note, len(prompts))
+                responses += ask_pair(pair.router_url, prompts, modes, advance, arguments.clients)
+    varied = {
+        "--device-buffer-size": [buffer for _, buffer, _ in runs],
+        "--speculative-num-steps": [num_drafts for num_drafts, _, _ in runs],
+    }
+    return {
+        "model": model_path.name,
+        "index_topk": top_k,
+        "dtype": arguments.dtype,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "device": arguments.device,
+        "num_prompts": len(prompts),
+        "pair_options": {**options, **varied},
+        "responses": responses,
+    }
+
+
+def pair_runs(
+    top_k: int, nums_drafts: Sequence[int]
+) -> Iterator[tuple[int, int, tuple[tuple[str, bool | str], ...]]]:
+    """Drafts, entries of a hot buffer, and modes by name, of each pair to start."""
+    for num_drafts in nums_drafts:
+        drafts = ("", ", 1 draft", f", {num_drafts} drafts")[min(num_drafts, 2)]
+        yield (
+            num_drafts,
+            max(BUFFER_FACTOR * top_k, full_buffer(num_drafts, top_k)),
+            tuple((f"{name}{drafts}", flag) for name, flag in MODES),
+        )
+        if num_drafts == 0:
+            yield 0, top_k + 1, ((f"hisparse, buffer {top_k + 1}", True),)
+
+
+def ask_oracle(
+    model_path: Path,
+    prompts: Sequence[Retrieval],
+    lengths: Sequence[int],
+    step: Callable[[str, int], Callable[[], None]],
+) -> Iterator[Response]:
+    """transformers' answers to all prompts, and to some of each length with selection by lot."""
+    from tools.checkpoints import oracle
+
+    few = [
+        prompt
+        for length in lengths
+        for prompt in [p for p in prompts if p.task.length == length][:CONTROL_PROMPTS]
+    ]
+    model = oracle.load(model_path, attention="sdpa")
+    for system, subset in ((ORACLE, prompts), (CONTROL, few)):
+        if system == CONTROL:
+            oracle.select_at_random(model, seed=0)
+        advance = step(system, len(subset))
+        answers = oracle.generate(model, [prompt.token_ids for prompt in subset], MAX_NEW_TOKENS)
+        for prompt, tokens in zip(subset, answers, strict=True):
+            yield judged(system, prompt.task, text_of(tokens), tokens=tuple(tokens))
+            advance()
+
+
+def recorded_oracle(path: Path, prompts: Sequence[Retrieval]) -> list[Response]:
+    """transformers' answers to ``prompts`` from the JSON of an earlier run over the same checkpoint.
+
+    Raises ValueError when one is not in it.
+    """
+    found: dict[tuple[int, tuple[float | None, ...]], Response] = {}
+    for entry in json.loads(path.read_text())["responses"]:
+        if entry["system"] == ORACLE:
+            values = {name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()}
+            response = Response(**values)
+            found[response.length, response.depths] = response
+    keys = [(p.task.length, tuple(answer.depth for answer in p.task.answers)) for p in prompts]
+    if missing := [length for length, depths in keys if (length, depths) not in found]:
+        raise ValueError(f"{path} has no answer to {len(missing)} prompts, first one of {missing[0]} tokens")
+    return [found[key] for key in keys]
+
+
+def ask_pair(
+    router_url: str,
+    prompts: Sequence[Retrieval],
+    modes: Sequence[tuple[str, bool | str]],
+    advance: Callable[[], None],
+    num_clients: int = NUM_CLIENTS,
+) -> list[Response]:
+    """Answers of the pair, some prompts at a time; a prompt's modes one after the other share its prefix."""
+
+    def ask(prompt: Retrieval) -> list[Response]:
+        found = [generate(client, router_url, prompt, system, flag) for system, flag in modes]
+        advance()
+        return found
+
+    with (
+        httpx.Client(timeout=REQUEST_TIMEOUT_SECS, trust_env=False) as client,
+        ThreadPoolExecutor(num_clients) as threads,
+    ):
+        return [response for answers in threads.map(ask, prompts) for response in answers]
+
+
+def generate(
+    client: httpx.Client, router_url: str, prompt: Retrieval, system: str, flag: bool | str
+) -> Response:
+    """One request to the native endpoint, whose answer has token ids."""
+    body = {
+        "input_ids": list(prompt.token_ids),
+        "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS},
+        "hisparse": flag,
+    }
+    started = time.perf_counter()
+    try:
+        answer = client.post(f"{router_url}/generate", json=body)
+        if answer.is_error:
+            return failed(system, prompt.task, f"HTTP {answer.status_code}: {answer.text[:300]}")
+        found = answer.json()
+        meta = found["meta_info"]
+        served = meta.get("hisparse") or {}
+        num_drafted, num_accepted = drafts_of(meta)
+        return judged(
+            system,
+            prompt.task,
+            found["text"],
+            tokens=tuple(found["output_ids"]),
+            mode=served.get("mode", ""),
+            hits=served.get("hits") or 0,
+            misses=served.get("misses") or 0,
+            num_prompt_tokens=meta.get("prompt_tokens", 0),
+            num_output_tokens=meta.get("completion_tokens", 0),
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
+            secs=time.perf_counter() - started,
+        )
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        return failed(system, prompt.task, f"{type(error).__name__}: {error}")
+
+
+# --- any endpoint ---------------------------------------------------------------------------------------
+
+
+def measure_endpoint(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    if arguments.tasks == "retrieval":
+        tasks = [retrieval.task for retrieval in built_in_tasks(arguments, arguments.instruction)]
+    else:
+        tasks = read_tasks(Path(arguments.tasks))
+    headers = {"authorization": f"Bearer {key}"} if (key := os.environ.get(arguments.api_key_env)) else {}
+    responses: list[Response] = []
+    with (
+        httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_SECS) as client,
+        ThreadPoolExecutor(arguments.concurrency) as threads,
+        progress(console) as step,
+    ):
+        model = arguments.model or first_model(client, arguments.url)
+        for flag in arguments.hisparse or [None]:
+            system = model if flag is None else f"hisparse {flag}"
+            advance = step(system, len(tasks))
+            extra = {} if flag is None else {"hisparse": {"true": True, "false": False}.get(flag, flag)}
+
+            def ask(
+                task: Task,
+                system: str = system,
+                extra: dict[str, Any] = extra,
+                advance: Callable[[], None] = advance,
+            ) -> Response:
+                body = {"model": model, "temperature": 0, "max_tokens": arguments.max_tokens, **extra}
+                response = chat(client, arguments.url, task, system, body)
+                advance()
+                return response
+
+            responses += threads.map(ask, tasks)
+    return {"model": model, "url": arguments.url, "num_prompts": len(tasks), "responses": responses}
+
+
+def first_model(client: httpx.Client, url: str) -> str:
+    """The endpoint's first model. Raises httpx.HTTPError."""
+    answer = client.get(f"{url.rstrip('/')}/models")
+    answer.raise_for_status()
+    return str(answer.json()["data"][0]["id"])
+
+
+def chat(client: httpx.Client, url: str, task: Task, system: str, body: dict[str, Any]) -> Response:
+    """One request for a chat completion."""
+    started = time.perf_counter()
+    try:
+        answer = client.post(f"{url.rstrip('/')}/chat/completions", json={**body, "messages": task.messages})
+        if answer.is_error:
+            return failed(system, task, f"HTTP {answer.status_code}: {answer.text[:300]}")
+        found = answer.json()
+        usage = found.get("usage") or {}
+        served = usage.get("hisparse") or {}
+        num_drafted, num_accepted = drafts_of(usage)
+        return judged(
+            system,
+            task,
+            found["choices"][0]["message"]["content"] or "",
+            mode=served.get("mode", ""),
+            hits=served.get("hits") or 0,
+            misses=served.get("misses") or 0,
+            num_prompt_tokens=usage.get("prompt_tokens", 0),
+            num_output_tokens=usage.get("completion_tokens", 0),
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
+            secs=time.perf_counter() - started,
+        )
+    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+        return failed(system, task, f"{type(error).__name__}: {error}")
+
+
+# --- command line ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[[str, int], Callable[[], None]]]:
+    """Gives a function that starts a bar of so many steps and gives a function that takes one."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bars:
+
+        def start(name: str, total: int) -> Callable[[], None]:
+            if not console.is_terminal:
+                console.print(f"{name}: {total} prompts")
+            bar = bars.add_task(name, total=total)
+            return lambda: bars.advance(bar)
+
+        yield start
+
+
+def problems(measured: dict[str, Any]) -> list[str]:
+    """What makes the run fail: requests without an answer, and tokens that differ in float32."""
+    found = [f"{r.system}, {r.length} tokens: {r.error}" for r in measured["responses"] if r.error]
+    if measured.get("dtype") == "float32" and measured["kv_cache_dtype"] in ("auto", "float32"):
+        found += [
+            f"{system}: {entry['num_compared'] - entry['num_identical']} of {entry['num_compared']} answers "
+            f"differ from those of {next(iter(measured['systems']))} in a token"
+            for system, entry in measured["systems"].items()
+            if entry["num_identical"] < entry["num_compared"] and system != CONTROL
+        ]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", help=f"of prompts, in tokens; default {LENGTHS}")
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", help=f"of all lengths, or of each; default {PROMPTS}"
+    )
+    parser.add_argument("--out", type=Path, default=OUT / "accuracy", help="JSON, without suffix")
+    own = parser.add_argument_group("the pair")
+    own.add_argument("--model-path", type=Path, default=RETRIEVAL_MODEL, help="a retrieval checkpoint")
+    own.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the pair")
+    own.add_argument("--kv-cache-dtype", default="auto", help="of the pair; default: --dtype")
+    own.add_argument("--device", default="cpu", help="of the pair")
+    own.add_argument("--attention-backend", default="auto", help="of the pair")
+    own.add_argument(
+        "--speculative-num-steps",
+        type=int,
+        nargs="+",
+        default=[0],
+        choices=range(MAX_DRAFTS + 1),
+        help="drafts a step of the decode node, of one pair after the other",
+    )
+    own.add_argument("--clients", type=int, default=NUM_CLIENTS, help="requests at a time")
+    oracle = own.add_mutually_exclusive_group()
+    oracle.add_argument("--oracle-from", type=Path, help="JSON of an earlier run with transformers' answers")
+    oracle.add_argument(
+        "--no-oracle", action="store_true", help="compare tokens with the first system's, not transformers'"
+    )
+    other = parser.add_argument_group("any endpoint")
+    other.add_argument("--tasks", help='"retrieval", or a file of tasks')
+    other.add_argument("--url", default="http://127.0.0.1:8000/v1", help="up to and with /v1")
+    other.add_argument("--model", help="default: the endpoint's first")
+    other.add_argument("--hisparse", nargs="+", choices=("true", "false", "auto"), help="values to compare")
+    other.add_argument("--concurrency", type=int, default=8, help="requests at a time")
+    other.add_argument("--max-tokens", type=int, default=1024, help="of an answer")
+    other.add_argument("--instruction", default=INSTRUCTION, help="before each document; '' for none")
+    other.add_argument("--api-key-env", default="OPENAI_API_KEY", help="variable that holds the key")
+    arguments = parser.parse_args()
+    console = make_console()
+    started = time.monotonic()
+    try:
+        measured = (measure_endpoint if arguments.tasks else measure_pair)(arguments, console)
+    except (PairError, OSError, ValueError, httpx.HTTPError) as error:
+        console.print(f"[red]{type(error).__name__}: {error}")
+        return 1
+    measured["systems"] = summary(measured["responses"])
+    found = problems(measured)
+    report = {
+        "facts": run_facts(),
+        "secs": round(time.monotonic() - started),
+        "problems": found,
+        **{key: value for key, value in measured.items() if key != "responses"},
+    }
+    print_report(report, console)
+    answers = [asdict(response) for response in measured["responses"]]
+    write_json(arguments.out.with_suffix(".json"), {**report, "responses": answers})
+    console.print(f"wrote {arguments.out}.json")
+    for problem in found:
+        console.print(f"[red]{problem}", markup=True, highlight=False)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""What ``tools.bench.accuracy`` measured: counts by system, length and depth, as tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from hisparse_pd.bench.report import table
+from tools.bench.drafts import tokens_per_step
+from tools.bench.retrieval import NUM_DEPTHS
+
+
+@dataclass(frozen=True)
+class Response:
+    """What one system answered to one task. ``secs``: the whole request's."""
+
+    system: str
+    length: int
+    right: tuple[bool, ...]
+    depths: tuple[float | None, ...]
+    text: str
+    tokens: tuple[int, ...] = ()
+    mode: str = ""
+    hits: int = 0
+    misses: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    secs: float = 0.0
+    error: str = ""
+
+
+def summary(responses: Sequence[Response]) -> dict[str, dict[str, Any]]:
+    """Counts of each system, JSON-able.
+
+    ``lengths``: of each prompt length [right answers, answers, prompts with all answers right, prompts].
+    ``depths``: of each fifth of the prompt [right answers, answers].
+    ``tokens_per_step``: of all decode steps, those that verified no drafts among them; None without steps.
+    ``num_identical``: answers that are the first system's to the same prompt token for token, of
+    ``num_compared``. The first are transformers, unless they were left out.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    first = responses[0].system if responses else ""
+    expected = [r.tokens for r in responses if r.system == first and r.tokens]
+    by_system: dict[str, list[Response]] = {}
+    for response in responses:
+        by_system.setdefault(response.system, []).append(response)
+    for system, answers in by_system.items():
+        lengths: dict[str, list[int]] = {}
+        depths = [[0, 0] for _ in range(NUM_DEPTHS)]
+        for answer in answers:
+            counts = lengths.setdefault(str(answer.length), [0, 0, 0, 0])
+            for at, value in enumerate((sum(answer.right), len(answer.right), all(answer.right), 1)):
+                counts[at] += value
+            for is_right, depth in zip(answer.right, answer.depths, strict=True):
+                if depth is not None:
+                    counts = depths[min(int(depth * NUM_DEPTHS), NUM_DEPTHS - 1)]
+                    counts[0] += is_right
+                    counts[1] += 1
+        # Systems that answer all prompts do so in the order of the first.
+        has_tokens = len(answers) == len(expected) and system != first
+        found[system] = {
+            "lengths": lengths,
+            "depths": depths,
+            "num_compared": len(expected) if has_tokens else 0,
+            "num_identical": sum(
+                answer.tokens == tokens for answer, tokens in zip(answers, expected, strict=True)
+            )
+            if has_tokens
+            else 0,
+            "modes": dict(Counter(answer.mode for answer in answers if answer.mode)),
+            "hits": sum(answer.hits for answer in answers),
+            "misses": sum(answer.misses for answer in answers),
+            **_drafts(answers),
+            "num_failed": sum(bool(answer.error) for answer in answers),
+            "mean_prompt_tokens": round(sum(a.num_prompt_tokens for a in answers) / len(answers)),
+        }
+    return found
+
+
+def _drafts(answers: Sequence[Response]) -> dict[str, Any]:
+    with_tokens = [answer for answer in answers if answer.num_output_tokens]
+    num_tokens = sum(answer.num_output_tokens for answer in with_tokens)
+    num_accepted = sum(answer.num_accepted for answer in with_tokens)
+    per_step = tokens_per_step(num_tokens, num_accepted, len(with_tokens))
+    return {
+        "num_output_tokens": num_tokens,
+        "num_drafted": sum(answer.num_drafted for answer in with_tokens),
+        "num_accepted": num_accepted,
+        "tokens_per_step": None if per_step is None else round(per_step, 3),
+    }
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    systems: dict[str, dict[str, Any]] = report["systems"]
+    lengths = list(dict.fromkeys(length for entry in systems.values() for length in entry["lengths"]))
+    by_length, by_depth, serving = [], [], []
+    for system, entry in systems.items():
+        counts = entry["lengths"]
+        perfect = [sum(c[at] for c in counts.values()) for at in (2, 3)]
+        by_length.append([system, *(_share(counts.get(length)) for length in lengths), _share(perfect)])
+        by_depth.append([system, *map(_share, entry["depths"])])
+        num_selected = entry["hits"] + entry["misses"]
+        serving.append(
+            [
+                system,
+                f"{entry['num_identical']} of {entry['num_compared']}" if entry["num_compared"] else "",
+                ", ".join(f"{number} {mode}" for mode, number in entry["modes"].items()),
+                f"{entry['hits'] / num_selected:.1%}" if num_selected else "",
+                f"{entry['tokens_per_step']:.2f}" if entry["tokens_per_step"] else "",
+                _share((entry["num_accepted"], entry["num_drafted"])),
+                str(entry["mean_prompt_tokens"] or ""),
+                str(entry["num_failed"] or ""),
+            ]
+        )
+    match = "Exact match of answers, by"
+    console.print(table(f"{match} prompt length in tokens", ("", *lengths, "prompts all right"), by_length))
+    console.print(
+        table(f"{match} their depth in the prompt", ("", *map(_fifth, range(NUM_DEPTHS))), by_depth)
+    )
+    headings = ("modes", "hit rate", "tokens a step", "drafts accepted", "prompt tokens", "failed")
+    console.print(table("Served", ("", f"tokens as {next(iter(systems))}", *headings), serving))
+
+
+def _fifth(at: int) -> str:
+    return f"{100 * at // NUM_DEPTHS}-{100 * (at + 1) // NUM_DEPTHS}%"
+
+
+def _share(counts: Sequence[int] | None) -> str:
+    if counts is None or not counts[1]:
+        return ""
+    return f"{counts[0] / counts[1]:.1%} {counts[0]}/{counts[1]}"

@@ -1,0 +1,584 @@
+"""Where a decode step's time goes: the node's own steps on a GPU, without servers around them.
+
+    python -m tools.bench.decode_step --model-path DIR [--batch 1 8 32 128] [--context 32768] [--out STEM]
+        [--speculative-num-steps 0 1 2 3] [--grammar]
+
+One prompt of ``--context`` random tokens is prefilled by the prefill node's code (its rate stands below the
+table); every request of a batch gets a copy of that KV, in host slots of its own or in dense pages, and a
+first token of its own. Then the decode node's runner takes ``--steps`` steps after some that are not timed:
+by the clock around all of them, and, in as many steps again, by kernel with torch's profiler. "swap-in" is
+the kernel of that name with its replays; its bytes are the misses that it counted. Of a step in micro-batches
+kernels overlap, and their times do not add up; a copy's has in it how long it waited for its plan, and so its
+GB/s are the least that it can have been. On a CPU it runs, too, and then says how the host's code does.
+
+``--speculative-num-steps`` takes the steps with so many drafts each, where the checkpoint has an MTP layer;
+how often its guesses are right is a setting of ``tools/checkpoints/make_synthetic.py``. "tokens" are what a
+request gets of a step, "misses" those of a token; the other columns are of a step. A hot buffer that cannot
+hold what all positions of a step may select is refused.
+
+``--penalties`` gives every request presence, frequency and repetition penalties and 300 biases, with the
+prompt counted: what a step is longer then is their cost.
+
+``--grammar`` takes the steps of each line once more with all requests bound to a grammar, JSON that does not
+end: what masks cost is the difference. It needs the checkpoint's tokenizer, and means most with a vocabulary
+of a real model's size (``tools/checkpoints/make_synthetic.py --vocab 129280``).
+
+With ``--dp-size N`` as many ranks take the steps together, each with a batch of its own; what is printed is
+the first one's, its tokens a second of all. On a GPU a line a row says what each part takes of its memory in
+GB, and in brackets what a decode node plans for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from decode_node.drafting import full_buffer
+from decode_node.hot_buffers import HotBuffers
+from decode_node.memory import DecodeMemory, slots_tensor
+from decode_node.pools import PoolKind, Pools, SlotCounts, round_up
+from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.runner import make_runner
+from decode_node.sizing import LOOKUPS_PER_HOST_TOKEN, DecodeSettingsError
+from decode_node.steps import Runner
+from hisparse_pd.bench.facts import OUT, run_facts
+from hisparse_pd.bench.report import table, write_json
+from hisparse_pd.engine.lockstep import NodeStep
+from hisparse_pd.grammar.token_trie import Grammar, TokenTrie
+from hisparse_pd.memory.device import use_device
+from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.model.loader import load_model
+from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
+from hisparse_pd.model.rank_group import RankGroup
+from hisparse_pd.model.spec import ModelSpec, load_spec
+from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.vocabulary import MAX_DRAFTS, HisparseFlag, Mode, RankPlace, SamplingParams, pack_logit_bias
+from prefill_node.compute import PromptRunner
+from prefill_node.memory import PrefillMemory
+from protocol.messages import Room
+from tools.bench.step_memory import MemoryByPart, planned_pools, planned_weights, show
+
+PAGE_SIZE = 64
+NUM_BIASES = 300
+GRAMMAR = "start: %json " + json.dumps(
+    {
+        "type": "array",
+        "minItems": 1_000_000,
+        "items": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "kind": {"enum": ["read", "write", "call"]},
+                "count": {"type": "integer"},
+                "share": {"type": "number"},
+                "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}},
+            },
+            "required": ["name", "kind", "count", "share", "tags"],
+            "additionalProperties": False,
+        },
+    }
+)
+KINDS = {
+    "swap-in": "swap_in|copy_planned",
+    "backup": "backup_newest|newest_slots",
+    "indexer logits": "_logits_kernel",
+    "top-k": "^topk$",
+    "collectives": "nccl",
+    "attention": "flash_|sparse_attn|attend_kernel|combine_kernel|get_mla_metadata",
+}
+"""What kernels' names match; what matches none is "the rest": projections, experts, sampling."""
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """One prompt's KV: uint8 [num_layers, context, item_bytes], and so its indexer keys; on the device."""
+
+    kv: Tensor
+    kv_host: Tensor
+    """The same in main memory."""
+    index: Tensor
+    hints: Tensor
+    tokens_a_second: float
+
+
+def prefill(
+    spec: ModelSpec, model: DsaModel, settings: DecodeSettings, chunk: int, context: int
+) -> Prefilled:
+    """Chunk by chunk, as the prefill node does; the rate is of a second pass, when all is compiled."""
+    device = model.device
+    memory = PrefillMemory(spec, num_slots=round_up(context, PAGE_SIZE), num_aux_slots=1, device=device)
+    kernels = PromptRunner(model, memory, PAGE_SIZE, settings.attention_backend, chunk).kernels
+    tokens = random_tokens(spec, context)
+    pages = torch.arange(round_up(context, PAGE_SIZE) // PAGE_SIZE, device=device)
+    hints = torch.empty(0)
+    secs = 0.0
+    for _ in range(2):
+        synchronize(device)
+        started = time.perf_counter()
+        for start in range(0, context, chunk):
+            stop = min(start + chunk, context)
+            request = PagedRequest(pages, start, stop - start, want_hint=stop == context)
+            kv = PagedKv(spec, memory.kv, memory.index, PAGE_SIZE, [request], None, kernels)
+            inputs = tokens[start:stop].to(device), kv.positions, kv, kv.last_rows
+            if spec.num_draft_layers:
+                _, hidden = model.forward_with_hidden(*inputs)
+                following = tokens.roll(-1)[start:stop].to(device)
+                model.draft(following, hidden, kv.positions, kv, kv.last_rows)
+            else:
+                model.forward(*inputs)
+            if kv.hints[0] is not None:
+                hints = kv.hints[0].cpu()
+        synchronize(device)
+        secs = time.perf_counter() - started
+    kv_all = memory.kv[:, :context]
+    return Prefilled(kv_all, kv_all.cpu(), memory.index[:, :context], hints, context / secs)
+
+
+def random_tokens(spec: ModelSpec, num_tokens: int) -> Tensor:
+    """int64 [num_tokens] of the middle of the vocabulary, where no special tokens are."""
+    quarter = spec.vocab_size // 4
+    return torch.randint(quarter, 3 * quarter, (num_tokens,), generator=torch.Generator().manual_seed(1))
+
+
+def penalties(spec: ModelSpec) -> dict[str, Any]:
+    biased = random_tokens(spec, 4 * NUM_BIASES).unique()[:NUM_BIASES].tolist()
+    return {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": pack_logit_bias([(token_id, 1.0) for token_id in biased]),
+    }
+
+
+class _Settings(DecodeSettings):
+    """Those of a decode node that captures the graph of one batch, the measured one."""
+
+    @property
+    def graph_batches(self) -> list[int]:
+        return [] if self.cuda_graph_max_bs == 0 else [self.max_running_requests]
+
+
+class Bench:
+    """Pools for ``batch`` requests that all have the prompt, and the steps over them."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        model: DsaModel,
+        settings: DecodeSettings,
+        prompt: Prefilled,
+        mode: Mode,
+        num_steps: int,
+        sampling: Mapping[str, Any],
+        grammar: Grammar | None = None,
+    ) -> None:
+        used = MemoryByPart(model.device)
+        used.mark("before")
+        batch, context = settings.max_running_requests, prompt.kv.shape[1]
+        self._num_new = settings.speculative_num_steps + 1
+        life = context + 4 * num_steps * self._num_new + 1 + self._num_new
+        self._spec, self._prompt, self._sampling, self._grammar = spec, prompt, sampling, grammar
+        is_hisparse = mode is Mode.HISPARSE
+        capacity = min(settings.device_buffer_size, life) if is_hisparse else 0
+        if 0 < capacity < min(full_buffer(self._num_new - 1, spec.index_topk), life):
+            raise DecodeSettingsError(
+                f"--buffer {capacity}: the positions of a step with {self._num_new - 1} drafts may select "
+                f"more; give {full_buffer(self._num_new - 1, spec.index_topk)}"
+            )
+        need = SlotCounts(
+            host=life if is_hisparse else 0,
+            device=capacity or life,
+            index=life,
+            lookup=life if is_hisparse else 0,
+            aux=0,
+            req_row=1,
+        )
+        pools = Pools(
+            SlotCounts(
+                host=max(PAGE_SIZE, round_up(need.host, PAGE_SIZE) * batch),
+                device=round_up(need.device, PAGE_SIZE) * batch,
+                index=round_up(life, PAGE_SIZE) * batch,
+                lookup=LOOKUPS_PER_HOST_TOKEN * max(PAGE_SIZE, round_up(need.host, PAGE_SIZE) * batch),
+                aux=1,
+                req_row=batch,
+            ),
+            PAGE_SIZE,
+        )
+        self.memory = DecodeMemory(spec, pools.totals, PAGE_SIZE, model.device)
+        used.mark("pools")
+        self.hot_buffers = HotBuffers(
+            spec,
+            self.memory,
+            num_rows=batch,
+            num_lookup_slots=pools.totals.lookup,
+            max_capacity=max(self._num_new, capacity),
+            page_size=PAGE_SIZE,
+            max_new=self._num_new,
+        )
+        used.mark("tables")
+        self.requests = [self._admit(pools, need, number, mode, context, life) for number in range(batch)]
+        self.runner: Runner = make_runner(settings, model, self.hot_buffers)
+        used.mark("graphs and workspaces")
+        self.used, self.planned = used, planned_pools(settings, spec, pools.totals)
+        self.totals = (0, 0, 0)
+        self.num_tokens = 0
+        """That the requests have got."""
+
+    def run(self, num_steps: int) -> float:
+        """Seconds of so many steps, each launched before the tokens of the one before are read."""
+        synchronize(self.hot_buffers.device)
+        started = time.perf_counter()
+        previous = None
+        for _ in range(num_steps):
+            is_split = self.runner.would_split(self.requests)
+            launched = self.runner.launch(
+                self.requests, NodeStep(len(self.requests), is_split, num_new=self._num_new)
+            )
+            for request, most_drafts in zip(self.requests, launched.most_drafts, strict=True):
+                request.enter_step(most_drafts)
+            if previous is not None and launched.feeds_next:
+                self._commit(previous)
+                previous = None
+            launched.draw()
+            if launched.feeds_next:
+                previous = launched
+            else:
+                self._commit(launched)
+        if previous is not None:
+            self._commit(previous)
+        synchronize(self.hot_buffers.device)
+        return time.perf_counter() - started
+
+    def _commit(self, launched: Any) -> None:
+        result = launched.result()
+        if wrong := [error for error in result.errors if error]:
+            raise RuntimeError(f"a step reported {wrong[0]}")
+        for request, most_drafts, token_ids, counters, drafts in zip(
+            launched.batch,
+            launched.most_drafts,
+            result.token_ids,
+            result.counters,
+            result.drafts,
+            strict=True,
+        ):
+            request.leave_step(most_drafts)
+            request.output_token_ids += token_ids
+            if request.matcher is not None:
+                for token_id in token_ids:
+                    request.matcher.advance(token_id)
+            request.draft_token_ids = [] if request.num_in_flight else drafts
+            request.row_counters = counters
+            self.num_tokens += len(token_ids)
+        self.totals = self.hot_buffers.totals(self.requests)
+
+    def _admit(
+        self, pools: Pools, need: SlotCounts, number: int, mode: Mode, context: int, life: int
+    ) -> Request:
+        room = Room(number + 1)
+        request = Request(
+            request_id=str(number),
+            room=room,
+            num_prompt_tokens=context,
+            sampling=SamplingParams(
+                max_new_tokens=life - context + 1,
+                temperature=0.0,
+                ignore_eos=True,
+                grammar=GRAMMAR if self._grammar else "",
+                **self._sampling,
+            ),
+            flag=HisparseFlag.TRUE,
+            peer=PeerAddress("", 0),
+            arrived_at=0.0,
+            state=RequestState.RUNNING,
+            mode=mode,
+            holding=pools.reserve(room, need),
+            reserved_tokens=life,
+            hot_capacity=need.device if mode is Mode.HISPARSE else 0,
+            admitted_seq=number,
+            prompt_token_ids=random_tokens(self._spec, context).unique().int().numpy(),
+        )
+        if self._grammar is not None:
+            request.matcher = self._grammar.matcher(ignore_eos=True)
+        request.output_token_ids.append(int(random_tokens(self._spec, number + 1)[-1]))
+        holding, prompt = request.owned, self._prompt
+        if mode is Mode.HISPARSE:
+            first = holding[PoolKind.HOST][0].start  # the pool was empty: one extent
+            self.memory.k_host[:, first : first + context] = prompt.kv_host
+            request.hot_positions = [hint.numpy() for hint in prompt.hints]
+        else:
+            slots = slots_tensor(holding[PoolKind.DEVICE])[:context].to(self.memory.k_dev.device)
+            self.memory.k_dev[:, slots] = prompt.kv
+        index_slots = slots_tensor(holding[PoolKind.INDEX])[:context].to(self.memory.index.device)
+        self.memory.index[:, index_slots] = prompt.index
+        self.hot_buffers.start(request)
+        self.hot_buffers.fill_at_once(request)
+        return request
+
+
+def measure(
+    spec: ModelSpec,
+    model: DsaModel,
+    arguments: argparse.Namespace,
+    prompt: Prefilled,
+    mode: Mode,
+    batch: int,
+    num_drafts: int,
+    grammar: Grammar | None,
+) -> dict[str, Any]:
+    settings = make_settings(arguments, batch, num_drafts)
+    sampling = penalties(spec) if arguments.penalties else {}
+    bench = Bench(spec, model, settings, prompt, mode, arguments.steps, sampling, grammar)
+    try:
+        bench.run(max(2, arguments.steps // 4))
+        before, tokens_before = bench.totals, bench.num_tokens
+        secs = bench.run(arguments.steps)
+        num_tokens = bench.num_tokens - tokens_before
+        hits, misses, _ = (after - b for after, b in zip(bench.totals, before, strict=True))
+        bench.used.mark("steps")
+        kinds, longest = by_kind(bench, arguments.steps) if model.device.type == "cuda" else ({}, [])
+    finally:
+        bench.memory.close()
+    step_ms = 1e3 * secs / arguments.steps
+    miss_bytes = misses / arguments.steps * bench.hot_buffers.bytes_per_miss
+    swap_in_ms = kinds.get("swap-in", 0.0)
+    return {
+        "mode": str(mode),
+        "batch": batch,
+        "num_drafts": num_drafts,
+        "has_grammar": grammar is not None,
+        "step_ms": step_ms,
+        "tokens_a_step": num_tokens / arguments.steps / batch,
+        "tokens_a_second": arguments.dp_size * num_tokens / secs,
+        "misses_a_token": misses / num_tokens,
+        "hit_rate": hits / (hits + misses) if hits + misses else None,
+        "mb_a_step": miss_bytes / 1e6,
+        "gpu_ms": kinds,
+        "longest_kernels_ms": longest,
+        "swap_in_share": swap_in_ms / sum(kinds.values()) if kinds else None,
+        "swap_in_gb_s": miss_bytes / swap_in_ms / 1e6 if swap_in_ms and misses else None,
+        "memory_gb": bench.used.gb,
+        "planned_gb": bench.planned,
+    }
+
+
+def by_kind(bench: Bench, num_steps: int) -> tuple[dict[str, float], list[tuple[str, float]]]:
+    """Milliseconds of a step's kernels by kind, and those of the kernels that take longest.
+
+    In steps of their own. Kernels that overlap count in full.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        bench.run(num_steps)
+    sums: Counter[str] = Counter()
+    names: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        name = event.key.lower()
+        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "the rest")
+        sums[kind] += event.self_device_time_total / 1e3 / num_steps
+        names[f"{kind}: {event.key[:90]}"] += event.self_device_time_total / 1e3 / num_steps
+    return dict(sums), names.most_common(14)
+
+
+def make_settings(arguments: argparse.Namespace, batch: int, num_drafts: int = 0) -> DecodeSettings:
+    return _Settings(
+        **shared_settings(arguments),
+        max_running_requests=batch,
+        cuda_graph_max_bs=0 if arguments.no_graphs else None,
+        speculative_num_steps=num_drafts,
+    )
+
+
+def shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the options of ``add_shared_options`` say of a decode node."""
+    names = ("model_path", "device", "dtype", "kv_cache_dtype", "indexer_cache_dtype", "attention_backend")
+    own = {name: getattr(arguments, name) for name in (*names, "micro_batch_min_bs")}
+    return own | {"device_buffer_size": arguments.buffer, "page_size": PAGE_SIZE}
+
+
+def add_shared_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--modes", nargs="+", choices=("dense", "hisparse"), default=["dense", "hisparse"])
+    parser.add_argument("--context", type=int, default=32768, help="tokens of each prompt")
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prefill forward")
+    parser.add_argument("--buffer", type=int, default=4096, help="entries of a hot buffer")
+    parser.add_argument("--micro-batch-min-bs", type=int, default=64, help="as the decode node's; 0: never")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--indexer-cache-dtype", default="auto")
+    parser.add_argument("--attention-backend", default="auto")
+
+
+def load_shared_spec(arguments: argparse.Namespace, num_drafts: int) -> ModelSpec:
+    return load_spec(
+        arguments.model_path,
+        arguments.dtype,
+        arguments.kv_cache_dtype,
+        device=arguments.device,
+        indexer_cache_dtype=arguments.indexer_cache_dtype,
+        num_draft_layers=int(num_drafts > 0),
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    kinds = [*KINDS, "the rest"]
+    numbers = ("batch", "drafts", "grammar", "step", "tokens", "tok/s", "hit rate", "misses", "MB a step")
+    rows = [
+        [
+            row["mode"],
+            str(row["batch"]),
+            str(row["num_drafts"]),
+            "all" if row["has_grammar"] else "",
+            f"{row['step_ms']:.3f}",
+            f"{row['tokens_a_step']:.2f}",
+            f"{row['tokens_a_second']:,.0f}",
+            "" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}",
+            f"{row['misses_a_token']:,.0f}",
+            f"{row['mb_a_step']:.1f}",
+            *(f"{row['gpu_ms'].get(kind, 0):.3f}" for kind in kinds),
+            "" if row["swap_in_share"] is None else f"{row['swap_in_share']:.0%}",
+            "" if row["swap_in_gb_s"] is None else f"{row['swap_in_gb_s']:.1f}",
+        ]
+        for row in report["rows"]
+    ]
+    title = (
+        f"{report['model']}, {report['kv_format']} items, {report['context']} tokens, hot buffer "
+        f"{report['buffer']}; {report['device']}, commit {report['facts']['commit'][:12]}; ms a step"
+    )
+    console.print(table(title, ("mode", *numbers, *kinds, "share", "GB/s"), rows))
+    console.print(f"prefill: {report['prefill_tokens_a_second']:,.0f} tokens a second")
+    if report["memory_gb"]:
+        first = ", ".join(f"{part} {gb:.2f}" for part, gb in report["memory_gb"].items())
+        console.print(
+            f"loaded in {report['load_secs']:.1f} s; GB on the GPU: {first} "
+            f"({report['planned_weights_gb']:.2f} of the checkpoint)",
+            highlight=False,
+        )
+    for row in report["rows"] if report["memory_gb"] else ():
+        console.print(
+            f"{row['mode']} {row['batch']}: GB {show(row['memory_gb'], row['planned_gb'])}", highlight=False
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add_shared_options(parser)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--max-dense", type=int, default=16, help="largest batch that is measured dense")
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument(
+        "--speculative-num-steps", type=int, nargs="+", default=[0], choices=range(MAX_DRAFTS + 1)
+    )
+    parser.add_argument("--penalties", action="store_true", help="of every request")
+    parser.add_argument("--grammar", action="store_true", help="each line once more, under a grammar")
+    parser.add_argument("--dp-size", type=int, default=1, help="ranks, on as many devices from --device on")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="name the kernels that take longest")
+    parser.add_argument("--out", type=Path, default=OUT / "decode_step", help="JSON, without suffix")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as directory:
+        places = [
+            RankPlace(rank, arguments.dp_size, f"{directory}/ranks") for rank in range(arguments.dp_size)
+        ]
+        if arguments.dp_size == 1:
+            run(arguments, places[0])
+            return 0
+        ranks = [get_context("spawn").Process(target=run, args=(arguments, place)) for place in places]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    return max(abs(process.exitcode or 0) for process in ranks)
+
+
+def run(arguments: argparse.Namespace, place: RankPlace) -> None:
+    """One rank."""
+    console = Console(width=190, quiet=place.rank > 0)
+    arguments.device = (
+        DecodeSettings(model_path=arguments.model_path, device=arguments.device, dp_size=place.size)
+        .of_rank(place.rank)
+        .device
+    )
+    use_device(arguments.device)
+    spec = load_shared_spec(arguments, max(arguments.speculative_num_steps))
+    ranks = None
+    if place.size > 1:
+        ranks = RankGroup(place, torch.device(arguments.device), agree_secs=300.0, forward_secs=300.0)
+    used = MemoryByPart(torch.device(arguments.device))
+    used.mark("CUDA and collectives")
+    started = time.perf_counter()
+    model = load_model(arguments.model_path, spec, arguments.device, ranks)
+    load_secs = time.perf_counter() - started
+    used.mark("weights")
+    prompt = prefill(spec, model, make_settings(arguments, 1), arguments.chunk, arguments.context)
+    report: dict[str, Any] = {
+        "facts": run_facts(),
+        "model": arguments.model_path.name,
+        "device": torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu",
+        "kv_format": spec.kv_format,
+        "item_bytes": spec.item_bytes,
+        "index_format": spec.index_format,
+        "num_layers": spec.num_layers,
+        "context": arguments.context,
+        "buffer": arguments.buffer,
+        "penalties": arguments.penalties,
+        "weights_are_fp8": spec.weights_are_fp8,
+        "dp_size": place.size,
+        "load_secs": load_secs,
+        "memory_gb": used.gb,
+        "planned_weights_gb": planned_weights(arguments.model_path, place.size),
+        "prefill_tokens_a_second": prompt.tokens_a_second,
+        "rows": [],
+    }
+    grammars: list[Grammar | None] = [None]
+    if arguments.grammar:
+        trie = TokenTrie.load(arguments.model_path, spec.vocab_size, spec.eos_token_ids)
+        grammars.append(trie.compile(GRAMMAR))
+    for batch in arguments.batch:
+        for mode in arguments.modes:
+            if mode == "dense" and batch > arguments.max_dense:
+                continue
+            for num_drafts, grammar in product(arguments.speculative_num_steps, grammars):
+                row = measure(spec, model, arguments, prompt, Mode(mode), batch, num_drafts, grammar)
+                report["rows"].append(row)
+                console.print(
+                    f"{mode} {batch}, {num_drafts} drafts{', grammar' if grammar else ''}: "
+                    f"{row['step_ms']:.3f} ms, {row['tokens_a_step']:.2f} tokens",
+                    highlight=False,
+                )
+                for name, kernel_ms in row["longest_kernels_ms"] if arguments.kernels else ():
+                    console.print(f"    {kernel_ms:.3f} {name}", markup=False, highlight=False)
+    if place.rank == 0:
+        write_report(report, console, arguments.out)
+    if ranks is not None:
+        ranks.leave()
+
+
+def write_report(report: dict[str, Any], console: Console, out: Path) -> None:
+    print_report(report, console)
+    write_json(out.with_suffix(".json"), report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""How long something takes on a GPU, by events around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from hisparse_pd.bench.facts import spread
+
+NUM_REPLAYS: Final = 11
+_LAUNCHING_CYCLES: Final = 1_000_000
+"""What the GPU waits, so that all is launched when it begins."""
+
+
+def timed_us(run: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_LAUNCHING_CYCLES)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def graph_us(calls: Sequence[Callable[[], object]]) -> dict[str, Any]:
+    """us of one of ``calls``, captured in one graph that is replayed; each is made once before."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    timed_us(graph.replay)
+    return spread([timed_us(graph.replay) / len(calls) for _ in range(NUM_REPLAYS)])

@@ -1,0 +1,273 @@
+"""One layer's kernels on one GPU, at DeepSeek-V3.2's sizes: us a call.
+
+    python -m tools.bench.kernels attention [--batch 1 8 32 64 128 256] [--kv-format bfloat16 fp8_e4m3]
+    python -m tools.bench.kernels indexer [--batch 1 8 64 128] [--context 4096 32768 131072]
+    python -m tools.bench.kernels experts [--tokens 1 8 32 128 512 4096] [--weights fp8 bfloat16]
+    python -m tools.bench.kernels linear [--tokens 1 16 64 128 512 4096]
+    python -m tools.bench.kernels swap-in [--batch 1 8 32 64 128] [--item 1152 656] [--miss 0 2 10] [--new 1]
+
+Calls with other inputs each, so that no call finds its own in the L2 cache, are captured in one CUDA graph
+that is replayed between two events: us = time / calls, the median of the replays.
+
+attention: sparse attention of each backend, slots scattered over a pool of a million; TFLOP/s of both
+products. indexer: logits and top-k, one decode query a request at the end of its context, keys in scattered
+pages. The floor is one reading of the keys at the highest rate seen in this run, of a copy of 1 GiB or of a
+sum over it. experts: routed experts, tokens choose at random; TB/s of the chosen experts' weights. linear:
+linear layers in bfloat16 and in fp8, whose time has the rounding of the activations in it. swap-in:
+``tools/bench/swap_in.py`` says how.
+
+Writes out/kernels_NAME.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from hisparse_pd.bench.facts import OUT, run_facts
+from hisparse_pd.bench.report import make_console, shown, table_of, write_json
+from hisparse_pd.model.experts import RoutedExperts
+from kernels.attention import BACKEND_NAMES, TORCH, AttentionBackendError
+from kernels.attention_backends import choose_backend
+from kernels.block_fp8 import DTYPE as FP8
+from kernels.block_fp8 import scales_shape
+from kernels.block_linear import ROW_MULTIPLE, block_linear
+from kernels.fp8_rows import quantize_rows
+from kernels.kv_format import BFLOAT16, FORMAT_NAMES, FP8_E4M3, IndexKeyFormat, KvFormat
+from kernels.paged_indexer import IndexerScratch
+from kernels.selection import select_topk
+from tools.bench.gpu_timing import graph_us, timed_us
+from tools.bench.swap_in import add_options, swap_ins
+
+HOME: Final = "cuda:0"
+RANK, ROPE, TOP_K = 512, 64, 2048
+INDEX_HEADS, INDEX_DIM, PAGE_SIZE = 64, 128, 64
+NUM_SLOTS: Final = 1 << 20
+NUM_CALLS: Final = 8
+COLD_BYTES: Final = 256 << 20
+"""What the calls of a graph read before one reads the first's again: several times an L2 cache."""
+MAX_COPIES: Final = 16
+COPY_BYTES: Final = 1 << 30
+MATRICES: Final = {
+    "q_a": (1536, 7168),
+    "wk": (128, 7168),
+    "kv_a": (576, 7168),
+    "q_a, wk, kv_a joined": (2240, 7168),
+    "q_b": (24576, 1536),
+    "wq_b": (8192, 1536),
+    "q_b, wq_b joined": (32768, 1536),
+    "o": (7168, 16384),
+    "dense gate, up joined": (36864, 7168),
+    "dense down": (7168, 18432),
+    "shared gate": (2048, 7168),
+    "shared gate, up joined": (4096, 7168),
+    "shared down": (7168, 2048),
+}
+"""Rows and columns."""
+Cells = Iterator[dict[str, Any]]
+
+
+def attention(options: argparse.Namespace) -> Cells:
+    for name in options.kv_format:
+        kv_format = KvFormat(name, RANK, ROPE)
+        pool = torch.zeros((NUM_SLOTS, kv_format.item_bytes), dtype=torch.uint8, device=HOME)
+        for slots in torch.arange(NUM_SLOTS, device=HOME).split(1 << 17):
+            kv_format.store(pool, slots, torch.randn((len(slots), RANK + ROPE), device=HOME))
+        for batch in options.batch:
+            q = torch.randn((batch, options.heads, RANK + ROPE), device=HOME).bfloat16()
+            calls = torch.randint(0, NUM_SLOTS, (NUM_CALLS, batch, TOP_K), dtype=torch.int32, device=HOME)
+            for backend_name in BACKEND_NAMES:
+                if backend_name == TORCH:  # too slow to be of interest here
+                    continue
+                try:
+                    sizes = {"kv_format": kv_format, "num_heads": options.heads, "top_k": TOP_K}
+                    backend = choose_backend(backend_name, device=torch.device(HOME), **sizes)
+                except AttentionBackendError:
+                    continue
+                us = graph_us([partial(backend.attend, q, pool, slots, 0.04) for slots in calls])
+                flops = 2 * batch * options.heads * TOP_K * (2 * RANK + ROPE)
+                yield {
+                    "kv_format": name,
+                    "backend": backend_name,
+                    "batch": batch,
+                    "us": us,
+                    "TFLOP/s": flops / us["median"] / 1e6,
+                }
+
+
+def indexer(options: argparse.Namespace) -> Cells:
+    peak = memory_gb_s()
+    for keys in options.keys:
+        for batch in options.batch:
+            for context in options.context:
+                torch.manual_seed(0)
+                yield {"keys": keys, "batch": batch, "context": context, **_index(keys, batch, context, peak)}
+
+
+def memory_gb_s() -> float:
+    """Highest rate of the GPU's memory: of a copy, read and written bytes counted, or of a sum."""
+    src = torch.zeros(COPY_BYTES // 4, device=HOME)
+    dst = torch.empty_like(src)
+    copies = [timed_us(lambda: dst.copy_(src)) for _ in range(6)][1:]
+    readings = [timed_us(src.sum) for _ in range(6)][1:]
+    return max(2 * COPY_BYTES / min(copies), COPY_BYTES / min(readings)) / 1e3
+
+
+def _index(keys: str, batch: int, context: int, peak_gb_s: float) -> dict[str, Any]:
+    """One cell; raises RuntimeError where the selection is another than torch's."""
+    from kernels.topk import select
+    from kernels.triton_indexer import write_logits
+
+    key_format = IndexKeyFormat(keys, INDEX_DIM)
+    key_bytes = batch * context * key_format.item_bytes
+    num_calls, num_pages = max(2, -(-COLD_BYTES // key_bytes)), context // PAGE_SIZE
+    # A few different keys over and over; small batches take other pages in each call.
+    items = torch.zeros((4096, key_format.item_bytes), dtype=torch.uint8, device=HOME)
+    key_format.store(items, torch.arange(4096, device=HOME), torch.randn(4096, INDEX_DIM, device=HOME))
+    pool = items.repeat(-(-num_calls * batch * context // 4096), 1)
+    pages = torch.randperm(num_calls * batch * num_pages, device=HOME).int().view(num_calls, batch, num_pages)
+    q_index = torch.randn(batch, INDEX_HEADS, INDEX_DIM, device=HOME).bfloat16()
+    weights = torch.randn(batch, INDEX_HEADS, device=HOME)
+    rows = torch.arange(batch, device=HOME)
+    positions = torch.full((batch,), context - 1, device=HOME)
+    num_real = torch.tensor([batch], dtype=torch.int32, device=HOME)
+    scratch = IndexerScratch.create(batch, context, HOME)
+    out = torch.empty((batch, TOP_K), dtype=torch.int32, device=HOME)
+
+    def logits(call: int) -> None:
+        write_logits(
+            q_index, weights, pool, pages[call], rows, positions, num_real, scratch.logits, first_token=0,
+            block_tokens=batch, page_size=PAGE_SIZE, top_k=TOP_K, key_format=keys, max_len=context,
+        )  # fmt: skip
+
+    def top_k() -> None:
+        select(
+            scratch.logits, rows, positions, num_real, out,
+            first_token=0, block_tokens=batch, num_rows=batch, max_len=context,
+        )  # fmt: skip
+
+    logits_us = graph_us([partial(logits, call) for call in range(num_calls)])
+    top_k_us = graph_us([top_k] * num_calls)
+    seen = torch.full((batch,), context, device=HOME)
+    for some in range(0, batch, 8):
+        expected = select_topk(scratch.logits[some : some + 8, :context], seen[some : some + 8], TOP_K)
+        if not torch.equal(out[some : some + 8], expected):
+            raise RuntimeError(f"{keys}, batch {batch}, context {context}: another top-k than torch's")
+    floor_us = key_bytes / peak_gb_s / 1e3
+    return {
+        "floor_us": floor_us,
+        "logits_us": logits_us,
+        "of_floor": logits_us["median"] / floor_us,
+        "top_k_us": top_k_us,
+        "both_us": logits_us["median"] + top_k_us["median"],
+    }
+
+
+@torch.inference_mode()
+def experts(options: argparse.Namespace) -> Cells:
+    matrices = 3 * options.hidden * options.inner
+    for weights in options.weights:
+        dtype = FP8 if weights == "fp8" else torch.bfloat16
+        routed = RoutedExperts(options.experts, options.hidden, options.inner, dtype, torch.device(HOME))
+        for of_kind in (routed.gate_up, routed.down):
+            for values in of_kind.values:  # at random: how long a product takes does not depend on them
+                values.copy_(torch.randn(values.shape, device=HOME) / 64)
+            if of_kind.scales is not None:
+                of_kind.scales.fill_(1.0)
+        for num_tokens in options.tokens:
+            inputs = [_routed(options, num_tokens, seed) for seed in range(NUM_CALLS // 2)]
+            num_read = sum(len(expert_ids.unique()) for _, expert_ids, _ in inputs) / len(inputs)
+            us = graph_us([partial(routed, *call) for call in inputs])
+            num_bytes = num_read * matrices * dtype.itemsize
+            yield {
+                "weights": weights,
+                "tokens": num_tokens,
+                "us": us,
+                "TB/s": num_bytes / us["median"] / 1e6,
+                "TFLOP/s": 2 * num_tokens * options.top_k * matrices / us["median"] / 1e6,
+            }
+        del routed
+        torch.cuda.empty_cache()
+
+
+def _routed(options: argparse.Namespace, num_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their experts and the experts' weights."""
+    generator = torch.Generator(HOME).manual_seed(seed)
+    hidden = torch.randn((num_tokens, options.hidden), device=HOME, generator=generator).bfloat16()
+    scores = torch.rand((num_tokens, options.experts), device=HOME, generator=generator)
+    weights, expert_ids = scores.topk(options.top_k)
+    return hidden, expert_ids, weights
+
+
+@torch.inference_mode()
+def linear_layers(options: argparse.Namespace) -> Cells:
+    for name, (rows, columns) in MATRICES.items():
+        copies = max(1, min(MAX_COPIES, -(-COLD_BYTES // (rows * columns))))
+        random = torch.randn((rows, columns), device=HOME).bfloat16()
+        scales = torch.rand(scales_shape(rows, columns), device=HOME)
+        in_fp8 = [(random * 40).to(FP8) for _ in range(copies)]
+        in_bf16 = [random.clone() for _ in range(copies)]
+        for num_tokens in options.tokens:
+            x = torch.randn((num_tokens, columns), device=HOME).bfloat16()
+            fp8 = graph_us([partial(block_linear, x, matrix, scales) for matrix in in_fp8])
+            yield {
+                "matrix": name,
+                "rows": rows,
+                "columns": columns,
+                "tokens": num_tokens,
+                "bf16_us": graph_us([partial(linear, x, matrix) for matrix in in_bf16]),
+                "fp8_us": fp8,
+                "rounding_us": graph_us([partial(quantize_rows, x, ROW_MULTIPLE)] * copies),
+                "TFLOP/s": 2 * num_tokens * rows * columns / fp8["median"] / 1e6,
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    names = parser.add_subparsers(dest="name", required=True)
+    own = names.add_parser("attention")
+    own.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    own.add_argument("--heads", type=int, default=128)
+    own.add_argument("--kv-format", nargs="+", default=[BFLOAT16, FP8_E4M3], choices=FORMAT_NAMES)
+    own.set_defaults(measure=attention)
+    own = names.add_parser("indexer")
+    own.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 128])
+    own.add_argument("--context", type=int, nargs="+", default=[4096, 32768, 131072])
+    own.add_argument("--keys", nargs="+", default=[BFLOAT16, FP8_E4M3], choices=(BFLOAT16, FP8_E4M3))
+    own.set_defaults(measure=indexer)
+    own = names.add_parser("experts")
+    own.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 4096])
+    own.add_argument("--weights", nargs="+", default=["fp8"], choices=("fp8", "bfloat16"))
+    for name, default in (("experts", 256), ("hidden", 7168), ("inner", 2048), ("top-k", 8)):
+        own.add_argument(f"--{name}", type=int, default=default)
+    own.set_defaults(measure=experts)
+    own = names.add_parser("linear")
+    own.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64, 128, 512, 4096])
+    own.set_defaults(measure=linear_layers)
+    own = names.add_parser("swap-in")
+    add_options(own)
+    own.set_defaults(measure=swap_ins)
+    for own in names.choices.values():
+        own.add_argument("--out", type=Path, help="default: out/kernels_NAME.json")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device: these kernels run on NVIDIA GPUs only")
+    gpu, console, cells = torch.cuda.get_device_name(), make_console(), []
+    for cell in options.measure(options):
+        cells.append(cell)
+        console.print(", ".join(f"{key} {shown(value)}" for key, value in cell.items()), highlight=False)
+    console.print(table_of(f"{options.name} on {gpu}", cells))
+    path = options.out or OUT / f"kernels_{options.name}.json"
+    write_json(path, {"facts": run_facts(), "gpu": gpu, "cells": cells})
+    console.print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

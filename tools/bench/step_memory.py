@@ -1,0 +1,76 @@
+"""What ``tools.bench.decode_step`` takes of a GPU, by part, beside what a decode node plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from decode_node.pools import SlotCounts
+from decode_node.sizing import device_demand
+from hisparse_pd.memory.device import DeviceMemory
+from hisparse_pd.model.spec import ModelSpec, weight_files
+from hisparse_pd.settings import DecodeSettings
+
+EXPERTS = ".mlp.experts."
+"""In the names of what ranks share out."""
+RESERVE = ("graphs and workspaces", "steps")
+"""The parts that a node's reserve for activations is for; its runner's counts of tokens are in them too."""
+
+
+class MemoryByPart:
+    """By how much everybody's memory of a GPU grew from mark to mark; nothing on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.gb: dict[str, float] = {}
+        self._device = device
+        self._used_bytes = 0
+
+    def mark(self, part: str) -> None:
+        """What was taken since the last mark is ``part``'s."""
+        if self._device.type != "cuda":
+            return
+        torch.cuda.synchronize(self._device)
+        used_bytes = DeviceMemory.read(self._device).used_bytes
+        self.gb[part] = self.gb.get(part, 0.0) + (used_bytes - self._used_bytes) / 1e9
+        self._used_bytes = used_bytes
+
+
+def planned_weights(model_path: Path, num_ranks: int) -> float:
+    """GB of a rank: an even share of the routed experts and all of the rest, as the checkpoint has them."""
+    num_bytes = 0.0
+    for path in weight_files(model_path):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, stored in header.items():
+            if name != "__metadata__":
+                start, end = stored["data_offsets"]
+                num_bytes += (end - start) / (num_ranks if EXPERTS in name else 1)
+    return num_bytes / 1e9
+
+
+def planned_pools(settings: DecodeSettings, spec: ModelSpec, totals: SlotCounts) -> dict[str, float]:
+    """GB that ``decode_node.sizing`` counts for pools of these sizes."""
+    sizes = {
+        "host_pool_tokens": totals.host,
+        "device_pool_tokens": totals.device,
+        "index_pool_tokens": totals.index,
+    }
+    demand = device_demand(settings.model_copy(update=sizes), spec)
+    fixed = dict(demand.fixed)
+    plan = {
+        "tables": fixed.pop("per-request tables"),
+        "reserve": fixed.pop("reserve for activations") + fixed.pop("counts of tokens"),
+    }
+    plan["pools"] = sum(fixed.values()) + totals.device * demand.bytes_per_token
+    return {part: num_bytes / 1e9 for part, num_bytes in plan.items()}
+
+
+def show(found: dict[str, float], plan: dict[str, float]) -> str:
+    """``found`` in the order of its marks, what is planned in brackets."""
+    parts = [
+        f"{part} {gb:.2f}" + (f" ({plan[part]:.2f})" if part in plan else "") for part, gb in found.items()
+    ]
+    reserved = sum(found.get(part, 0.0) for part in RESERVE)
+    return f"{', '.join(parts)}; the last two {reserved:.2f} ({plan['reserve']:.2f} reserved)"

@@ -1,0 +1,248 @@
+"""Swap-in on one GPU: us a call by batch, item, share of misses and new positions of a request.
+
+Every request's rows lie together in an 8 GiB pinned pool, and its hot buffer is empty at first. Calls of the
+first tokens run alone; the others are captured in one CUDA graph that is replayed once between two events: us
+per call = time / calls. It is captured before the first ones run, and nothing is allocated or freed from then
+on: when memory comes or goes (torch frees what it can when a capture begins) the GPU forgets its translations
+of host addresses, which the first calls have loaded. With ``--repeat N`` a cell is built and measured N
+times; what returned slots hold is compared with the pool each time. Single calls are timed by events too,
+each behind a wait that hides the launch from the clock.
+
+With ``--new 1 2 3 4`` a step runs so many positions of a request, each number over the same tokens'
+selections. All drafts count as accepted, so each number misses the same positions in all, and one column says
+what a token costs. ``max_new`` 1 is the code without drafts; the others are compiled for the largest number.
+The hot buffer is then as large as four positions need, for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hisparse_pd.bench.facts import spread
+from kernels.hot_state import HITS, MISSES, HotBufferState
+from kernels.swap_in import swap_in
+from tools.bench.gpu_timing import timed_us
+
+TOP_K = 2048
+CAPACITY = 4096
+CONTEXT = 32768
+PAGE_SIZE = 64
+POOL_BYTES = 8 << 30
+NUM_TOKENS, NUM_WARM_TOKENS = 30, 3
+"""Of a request that gets one a step; the warm ones run before the clock and the counters start."""
+MOST_NEW = 4
+NUM_DRAFTED_TOKENS, NUM_WARM_DRAFTED_TOKENS = 120, 12
+"""Where steps bring several; multiples of 1, 2, 3 and 4."""
+DRAFTS_CAPACITY = MOST_NEW * TOP_K + PAGE_SIZE
+"""Serves the union of any four selections and their new positions."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--item", type=int, nargs="+", default=[1152, 656], help="bytes")
+    parser.add_argument("--miss", type=int, nargs="+", default=[0, 2, 10, 30, 100], help="%% of a selection")
+    parser.add_argument("--new", type=int, nargs="+", default=[1], choices=range(1, MOST_NEW + 1))
+    parser.add_argument("--union", type=float, default=1.9, help="of four drafted selections, over one's")
+    parser.add_argument("--repeat", type=int, default=1, help="times that a cell is built and measured")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def swap_ins(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    pool = pinned_pool()
+    peak = copy_peak(pool)
+    most_new = max(options.new)
+    kinds = [(1, 1), *((most_new, num_new) for num_new in options.new if most_new > 1)]
+    for item_bytes in options.item:
+        num_slots = POOL_BYTES // item_bytes
+        host = pool[: num_slots * item_bytes].view(1, num_slots, item_bytes)
+        for batch in options.batch:
+            for miss_percent in options.miss:
+                if most_new > 1:
+                    tokens = selections(NUM_DRAFTED_TOKENS, batch, miss_percent, options.seed, options.union)
+                else:
+                    tokens = selections(NUM_TOKENS, batch, miss_percent, options.seed)
+                for max_new, num_new in kinds:
+                    cell = {"item_bytes": item_bytes, "batch": batch, "miss_percent": miss_percent}
+                    cell |= {"max_new": max_new, "num_new": num_new}
+                    cell |= measure(host, tokens, max_new, num_new, options.repeat)
+                    yield cell | {"copy_gb_s": peak, "of_copy": f"{cell['gb_s'] / peak['median']:.0%}"}
+
+
+# --- what is selected ----------------------------------------------------------------------------------
+
+
+def selections(
+    num_tokens: int, batch: int, miss_percent: int, seed: int, union_of_four: float | None = None
+) -> Tensor:
+    """int32 [num_tokens, batch, TOP_K]: what the tokens of a request select one after the other, shuffled.
+
+    Each replaces ``miss x TOP_K`` of its positions by ones that were never selected before, in random order
+    (once the context is used up, by those selected longest ago). With ``union_of_four``, the distinct
+    positions that four neighbours select over TOP_K, it replaces a third of what that is above 1, the rest of
+    them by positions that left three tokens earlier, which are hot in a buffer of any size that holds the
+    union of five; the first three have none that left, and miss all. Raises ValueError when there is more to
+    miss than that.
+    """
+    random = np.random.default_rng(seed)
+    num_missed = round(TOP_K * miss_percent / 100)
+    num_replaced = num_missed if union_of_four is None else round(TOP_K * (union_of_four - 1) / 3)
+    if num_missed > num_replaced:
+        raise ValueError(
+            f"{miss_percent}% misses: a token replaces {num_replaced} of {TOP_K} positions at a union of "
+            f"{union_of_four}; give fewer misses or a larger union"
+        )
+    steps = np.empty((num_tokens, batch, TOP_K), dtype=np.int32)
+    for req in range(batch):
+        order = random.permutation(CONTEXT - PAGE_SIZE).astype(np.int32)  # no new position among them
+        current = order[:TOP_K].copy()
+        used = TOP_K
+        left: list[np.ndarray] = []
+        steps[0, req] = current
+        for step in range(1, num_tokens):
+            replaced = random.choice(TOP_K, num_replaced, replace=False)
+            left.append(current[replaced])
+            back = left[-4][: num_replaced - num_missed] if len(left) > 3 else order[:0]
+            num_fresh = num_replaced - len(back)
+            current[replaced] = np.concatenate((back, order[(used + np.arange(num_fresh)) % len(order)]))
+            used += num_fresh
+            random.shuffle(current)
+            steps[step, req] = current
+    return torch.from_numpy(steps)
+
+
+def calls_of(tokens: Tensor, num_new: int) -> Tensor:
+    """``tokens`` [num_tokens, batch, top_k] as calls: [num_tokens / num_new, batch * num_new, top_k]."""
+    num_tokens, batch, top_k = tokens.shape
+    by_call = tokens.view(num_tokens // num_new, num_new, batch, top_k).transpose(1, 2)
+    return by_call.reshape(num_tokens // num_new, batch * num_new, top_k)
+
+
+# --- what it runs on -------------------------------------------------------------------------------------
+
+
+def pinned_pool() -> Tensor:
+    """POOL_BYTES of noise in pinned memory: made once, seen by every cell."""
+    pool = torch.empty(POOL_BYTES, dtype=torch.uint8, pin_memory=True)
+    chunk = torch.randint(0, 256, (1 << 26,), dtype=torch.uint8)
+    for start in range(0, POOL_BYTES, len(chunk)):
+        pool[start : start + len(chunk)] = chunk.roll(start // len(chunk))
+    return pool
+
+
+def copy_peak(pool: Tensor) -> dict[str, Any]:
+    """GB/s of plain copies of 1 GiB, pinned host to device."""
+    num_bytes = 1 << 30
+    dev = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    rates = []
+    for repetition in range(6):
+        src = pool[repetition * num_bytes : (repetition + 1) * num_bytes]
+        us = timed_us(lambda src=src: dev.copy_(src, non_blocking=True))
+        rates.append(num_bytes / us / 1e3)
+    return spread(rates[1:])
+
+
+class Cell:
+    """Requests whose hot buffers are empty, over one host pool: tables, device pool and common arguments.
+
+    ``host``: uint8 [1, num_slots, item_bytes]. The rows of a request lie together, and those of the next one
+    behind them. Raises ValueError when they do not fit.
+    """
+
+    def __init__(
+        self, host: Tensor, batch: int, context: int, capacity: int, device: str, max_new: int = 1
+    ) -> None:
+        _, num_slots, item_bytes = host.shape
+        self.host = host
+        # Zeroed, so that recycled memory cannot hold the bytes that a call should have brought.
+        self.dev = torch.zeros((1, batch * capacity, item_bytes), dtype=torch.uint8, device=device)
+        pages_each = -(-context // PAGE_SIZE)
+        self.host_slots_each = pages_each * PAGE_SIZE
+        if batch * self.host_slots_each > num_slots:
+            raise ValueError(f"{batch} requests of {context} tokens do not fit in {num_slots} host slots")
+        self.state = HotBufferState.create(
+            1, batch, context, capacity, PAGE_SIZE, batch * self.host_slots_each, device, max_new
+        )
+        hot_slots = torch.arange(batch * capacity).view(batch, capacity)
+        host_pages = torch.arange(batch * pages_each).view(batch, pages_each)
+        for row in range(batch):
+            self.state.assign_row(row, hot_slots[row], host_pages[row], host_pages[row])
+        self.rows = torch.arange(batch, dtype=torch.int32, device=device)
+        self.num_real = torch.full((1,), batch, dtype=torch.int32, device=device)
+        self.batch = batch
+
+    def prepare(self, selected: Tensor, seq_lens: Tensor, out: Tensor) -> None:
+        """A call in which every request is padding: makes what a captured call cannot make."""
+        self.num_real.zero_()
+        self.call(selected, seq_lens, out)
+        self.num_real.fill_(self.batch)
+
+    def call(self, selected: Tensor, seq_lens: Tensor, out: Tensor) -> None:
+        """One swap-in of ``selected``, int32 [batch * num_new, top_k], into ``out``."""
+        swap_in(
+            selected, seq_lens, self.rows, self.num_real, self.state,
+            group=0, layer=0, k_host=self.host, k_dev=self.dev, out=out,
+            num_new=selected.shape[0] // self.batch,
+        )  # fmt: skip
+
+    def verify(self, selected: Tensor, out: Tensor) -> None:
+        """Raises RuntimeError unless every returned slot holds its token's bytes.
+
+        Not for selections with the newest position, whose bytes a model would have written.
+        """
+        num_new = selected.shape[0] // self.batch
+        for i in range(selected.shape[0]):
+            row = i // num_new
+            slots = selected[i].cpu().long() + row * self.host_slots_each
+            if not torch.equal(self.dev[0, out[i].long()].cpu(), self.host[0, slots]):
+                raise RuntimeError(f"row {row}: a returned slot holds other bytes")
+
+    def counted(self) -> list[int]:
+        """Hits, misses and evictions of all rows so far."""
+        counters: list[int] = self.state.counters.sum(0).tolist()
+        return counters
+
+
+def measure(host: Tensor, tokens: Tensor, max_new: int, num_new: int, num_repeats: int) -> dict[str, Any]:
+    """``tokens``: int32 [num_tokens, batch, TOP_K] on the CPU."""
+    num_tokens, batch, _ = tokens.shape
+    has_drafts = num_tokens == NUM_DRAFTED_TOKENS
+    capacity = DRAFTS_CAPACITY if has_drafts else CAPACITY
+    num_warm = (NUM_WARM_DRAFTED_TOKENS if has_drafts else NUM_WARM_TOKENS) // num_new
+    calls = calls_of(tokens, num_new).cuda()
+    num_timed = len(calls) - num_warm
+    seq_lens = torch.full((batch,), CONTEXT, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(calls[0])
+    graph_us = []
+    for _ in range(num_repeats):
+        cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new)
+        cell.prepare(calls[0], seq_lens, out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls[num_warm:]:
+                cell.call(call, seq_lens, out)
+        for call in calls[:num_warm]:
+            cell.call(call, seq_lens, out)
+        cell.state.counters.zero_()
+        graph_us.append(timed_us(graph.replay) / num_timed)
+        counted = cell.counted()
+        cell.verify(calls[-1], out)
+        del graph, cell
+    cell = Cell(host, batch, CONTEXT, capacity, "cuda", max_new)
+    single_us = [timed_us(lambda call=call: cell.call(call, seq_lens, out)) for call in calls]
+    repeats = spread(graph_us)
+    us, misses = repeats["median"], counted[MISSES]
+    return {
+        "us": us,
+        "repeats_us": repeats,
+        "single_us": spread(single_us[num_warm:]),
+        "us_a_token": us / num_new,
+        "union": (counted[HITS] + misses) / num_timed / batch / TOP_K,
+        "misses_a_token": misses / num_timed / num_new / batch,
+        "gb_s": misses / num_timed * host.shape[2] / us / 1e3,
+    }

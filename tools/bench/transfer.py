@@ -1,0 +1,430 @@
+"""How fast is the transfer? Plan time, and bytes per second of the sender against Mooncake's own best.
+
+    python -m tools.bench.transfer [--quick] [--out DIR]
+
+The peer is a process of its own on loopback. "Sender" is the product path from slots to completion: plan,
+descriptors, queue, write. "Mooncake's best" is the fastest raw batch write of the same number of bytes,
+found by a search over descriptor sizes and numbers of threads in the same run. "Same descriptors" is
+Mooncake alone with the descriptors of the plan: what the landing zone costs, whoever sends. All are measured
+in turns, after a write whose bytes are checked in the peer. "Shared memory" is the product path over the lane
+of two nodes of one machine. "Of best" is the median over the turns of the
+sender's rate divided by that of Mooncake's best in the same turn, because a shared machine drifts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from hisparse_pd.bench.facts import OUT, ROOT, run_facts, spread
+from hisparse_pd.bench.report import make_console, write_json
+from hisparse_pd.memory.host import allocate_host
+from protocol.lane import LaneOffer
+from protocol.messages import MAX_EXTENTS, Room
+from tools.bench.transfer_report import print_report
+from transfer.allocator import ExtentAllocator
+from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, quiet_mooncake_logs
+from transfer.extents import SlotArray, expand_pages, extents_to_slots, slots_to_extents
+from transfer.lane import Lanes
+from transfer.lane_host import LaneHost, SharedMemory
+from transfer.plan import (
+    Descriptors,
+    LayerWrites,
+    RegionView,
+    SlicedWrites,
+    descriptors,
+    plan_writes,
+)
+from transfer.sender import Sender, WriteBatch
+
+PAGE_SIZE = 64
+ITEM_BYTES = {"bf16": 1152, "fp8": 656}
+ZONES = ("fresh", "fragmented", "shuffled")
+WAIT_SECS = 120.0
+SHARED = "shared memory"
+"""In place of a session."""
+SEED = 20261121
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    ``layers``: fewer for shuffled zones, where each layer takes a second. ``zone_secs``: on a busy machine,
+    repetitions past the second are given up after this long.
+    """
+
+    plan_tokens: int
+    plan_repetitions: int
+    tokens: int
+    layers: dict[str, int]
+    repetitions: dict[str, int]
+    raw_sizes: tuple[int, ...]
+    raw_threads: tuple[int, ...]
+    finalists: int
+    cost_descriptors: int
+    zone_secs: float
+
+
+FULL = Scale(
+    plan_tokens=1_000_000,
+    plan_repetitions=15,
+    tokens=32_768,
+    layers={"fresh": 4, "fragmented": 4, "shuffled": 1},
+    repetitions={"fresh": 21, "fragmented": 9, "shuffled": 3},
+    raw_sizes=(128 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20, 1 << 30),
+    raw_threads=(1, 2),
+    finalists=3,
+    cost_descriptors=2048,
+    zone_secs=4.0,
+)
+QUICK = Scale(
+    plan_tokens=65_536,
+    plan_repetitions=3,
+    tokens=2048,
+    layers={"fresh": 2, "fragmented": 2, "shuffled": 1},
+    repetitions={"fresh": 3, "fragmented": 3, "shuffled": 2},
+    raw_sizes=(256 << 10, 1 << 20),
+    raw_threads=(1,),
+    finalists=1,
+    cost_descriptors=256,
+    zone_secs=1.0,
+)
+
+
+@dataclass(frozen=True)
+class Zone:
+    """Where a request lies: pages at the source, token slots at the destination."""
+
+    page_ids: NDArray[np.int64]
+    dst_slots: SlotArray
+
+    def src_slots(self) -> SlotArray:
+        return expand_pages(self.page_ids, PAGE_SIZE, 0, self.dst_slots.size)
+
+
+def make_zone(kind: str, num_tokens: int, num_slots: int) -> Zone:
+    """A request of ``num_tokens`` in pools of ``num_slots``: empty, fragmented, or random slots."""
+    rng = np.random.default_rng(SEED)
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    if kind == "fresh":
+        return Zone(np.arange(num_pages), np.arange(num_tokens))
+    page_ids = rng.permutation(num_slots // PAGE_SIZE)[:num_pages]
+    if kind == "shuffled":
+        return Zone(page_ids, rng.permutation(num_slots)[:num_tokens])
+    allocator = ExtentAllocator(num_slots, PAGE_SIZE)
+    pages = [allocator.allocate(PAGE_SIZE) for _ in range(num_slots // PAGE_SIZE)]
+    for page in rng.permutation(len(pages))[: num_pages + num_pages // 8]:
+        allocator.free(pages[page])
+    return Zone(page_ids, extents_to_slots(allocator.allocate(num_tokens))[:num_tokens])
+
+
+# --- planning ------------------------------------------------------------------------------------------
+
+
+def measure_planning(scale: Scale) -> list[dict[str, Any]]:
+    """Seconds from pages and landing zone to the descriptors of one layer, for a very long prompt."""
+    num_slots = 2 * (scale.plan_tokens // PAGE_SIZE + 1) * PAGE_SIZE
+    region = RegionView(1 << 30, num_slots * 1152, 1, num_slots, 1152)
+    cases = []
+    for kind in ZONES:
+        zone = make_zone(kind, scale.plan_tokens, num_slots)
+        extents = slots_to_extents(zone.dst_slots)
+        # more extents than a message can carry: such a zone would be known as slots
+        landing = extents if len(extents) <= MAX_EXTENTS else None
+        cases.append((kind, zone, landing))
+
+    def plan(zone: Zone, landing: tuple[Any, ...] | None) -> int:
+        dst_slots = zone.dst_slots if landing is None else extents_to_slots(landing)
+        return int(descriptors(plan_writes(zone.src_slots(), dst_slots), region, region, [0]).lengths.size)
+
+    secs: dict[str, list[float]] = {kind: [] for kind in ZONES}
+    for repetition in range(scale.plan_repetitions + 2):
+        for kind, zone, landing in cases:
+            elapsed = timed(partial(plan, zone, landing))
+            if repetition >= 2:
+                secs[kind].append(elapsed)
+    return [
+        {
+            "zone": kind,
+            "num_tokens": scale.plan_tokens,
+            "num_descriptors": plan(zone, landing),
+            "secs": spread(secs[kind]),
+        }
+        for kind, zone, landing in cases
+    ]
+
+
+# --- the wire ------------------------------------------------------------------------------------------
+
+
+class Link:
+    """This process's memory and engine, and the peer's: what all measurements write through."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.memory = np.random.default_rng(SEED).integers(0, 256, num_bytes, dtype=np.uint8)
+        self.engine = TransferEngine("127.0.0.1")
+        self.src_addr = self.engine.register(self.memory.ctypes.data, num_bytes)
+        self._done = threading.Event()
+        self._lanes = Lanes(self.engine, "tcp", "bench")
+        self._sender = Sender(self._lanes, self._done.set)
+        self._num_rooms = 0
+        self._peer = subprocess.Popen(
+            [sys.executable, "-m", "tools.bench.transfer", "--peer", str(num_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        session, addr, offer = self._ask("").split()
+        self.session, self.dst_addr = session, int(addr)
+        self._lanes.register(SHARED, msgspec.json.decode(offer, type=LaneOffer), [(self.dst_addr, num_bytes)])
+        while (lane := self._lanes.lane(SHARED)) is None:
+            time.sleep(0.001)
+        if lane.kind != "shm":
+            raise RuntimeError(f"the peer's memory cannot be shared: {lane.reason}")
+
+    def send(self, zone: Zone, src: RegionView, dst: RegionView, session: str = "") -> None:
+        """The product path: plan, descriptors, queue, write, completion. ``session``: over TCP when empty."""
+        runs = plan_writes(zone.src_slots(), zone.dst_slots)
+        writes = SlicedWrites([LayerWrites(runs, src, dst, 0, src.num_layers)])
+        self._num_rooms += 1
+        self._done.clear()
+        batch = WriteBatch(Room(self._num_rooms), "bench", writes, writes.num_bytes)
+        self._sender.submit(session or self.session, batch)
+        if not self._done.wait(WAIT_SECS):
+            raise TimeoutError(f"no completion within {WAIT_SECS} s")
+        (completion,) = self._sender.poll()
+        if not completion.ok:
+            raise RuntimeError(completion.error)
+
+    def write_raw(
+        self, writes: Descriptors, num_threads: int = 1, batch: int = MAX_BATCH_DESCRIPTORS
+    ) -> None:
+        """Mooncake's own batch write, in calls of ``batch`` descriptors, from ``num_threads`` threads."""
+        mooncake = self.engine._mooncake
+        codes = []
+
+        def write(part: slice) -> None:
+            src, dst, lengths = (column[part] for column in writes)
+            for first in range(0, src.size, batch):
+                call = slice(first, first + batch)
+                codes.append(
+                    mooncake.batch_transfer_sync_write(
+                        self.session, src[call].tolist(), dst[call].tolist(), lengths[call].tolist()
+                    )
+                )
+
+        share = -(-writes.lengths.size // num_threads)
+        parts = [slice(first, first + share) for first in range(0, writes.lengths.size, share)]
+        threads = [threading.Thread(target=write, args=(part,)) for part in parts[1:]]
+        for thread in threads:
+            thread.start()
+        write(parts[0])
+        for thread in threads:
+            thread.join()
+        if any(codes):
+            raise RuntimeError(f"Mooncake's batch write returned {codes}")
+
+    def landed_crc(self) -> int:
+        """CRC-32 of the peer's memory, which is zeroed afterwards."""
+        return int(self._ask("crc"))
+
+    def close(self) -> None:
+        self._sender.close(WAIT_SECS)
+        self._lanes.close()
+        self._peer.communicate(timeout=WAIT_SECS)
+        self.engine.close()
+
+    def _ask(self, question: str) -> str:
+        assert self._peer.stdin is not None
+        assert self._peer.stdout is not None
+        self._peer.stdin.write(f"{question}\n")
+        self._peer.stdin.flush()
+        return self._peer.stdout.readline()
+
+
+@contextmanager
+def open_link(num_bytes: int) -> Iterator[Link]:
+    link = Link(num_bytes)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def run_peer(num_bytes: int) -> None:
+    """The other process: says where its memory is, then answers until its input ends."""
+    pool = allocate_host(num_bytes, pinned=False, shared=True)
+    memory = pool.tensor.numpy()
+    engine = TransferEngine("127.0.0.1")
+    addr = engine.register(memory.ctypes.data, num_bytes)
+    host = LaneHost([SharedMemory(addr, num_bytes, pool.shared_fd)])
+    for line in sys.stdin:
+        if line.strip() == "crc":
+            crc = zlib.crc32(memory.data)
+            memory[:] = 0
+            print(crc, flush=True)
+        else:
+            print(engine.session, addr, msgspec.json.encode(host.offer).decode(), flush=True)
+    os._exit(0)  # Mooncake's own way out takes a second
+
+
+def plan_zone(zone: Zone, src: RegionView, dst: RegionView) -> Descriptors:
+    return descriptors(plan_writes(zone.src_slots(), zone.dst_slots), src, dst, range(src.num_layers))
+
+
+def contiguous(link: Link, num_bytes: int, size: int) -> Descriptors:
+    """``num_bytes`` in descriptors of ``size`` bytes, contiguous on both sides."""
+    offsets = np.arange(0, num_bytes, size, dtype=np.int64)
+    return Descriptors(
+        link.src_addr + offsets, link.dst_addr + offsets, np.minimum(size, num_bytes - offsets)
+    )
+
+
+def measure_zone(link: Link, dtype: str, kind: str, scale: Scale) -> dict[str, Any]:
+    """Bytes per second of the sender and of Mooncake into one kind of zone."""
+    item_bytes, num_layers = ITEM_BYTES[dtype], scale.layers[kind]
+    num_slots = 2 * scale.tokens
+    zone = make_zone(kind, scale.tokens, num_slots)
+    src, dst = (
+        RegionView(addr, link.num_bytes, num_layers, num_slots, item_bytes)
+        for addr in (link.src_addr, link.dst_addr)
+    )
+    for session in ("", SHARED):
+        check_landed(link, zone, src, dst, session)
+    writes = plan_zone(zone, src, dst)
+    num_bytes = writes.num_bytes
+
+    raw: dict[str, Callable[[], None]] = {
+        f"{min(size, num_bytes) >> 10} KiB, {num_threads} threads": partial(
+            link.write_raw, contiguous(link, num_bytes, size), num_threads
+        )
+        for size in scale.raw_sizes
+        for num_threads in scale.raw_threads
+    }
+    search = measure_in_turns(raw, 2, num_bytes, max_secs=scale.zone_secs)
+    finalists = sorted(raw, key=lambda name: max(search[name]), reverse=True)[: scale.finalists]
+    runs: dict[str, Callable[[], None]] = {
+        "sender": partial(link.send, zone, src, dst),
+        "shared memory": partial(link.send, zone, src, dst, SHARED),
+        "same descriptors": partial(link.write_raw, writes),
+        **{name: raw[name] for name in finalists},
+    }
+    rates = measure_in_turns(runs, scale.repetitions[kind], num_bytes, max_secs=scale.zone_secs)
+    best = max(finalists, key=lambda name: statistics.median(rates[name]))
+    side_by_side = [ours / theirs for ours, theirs in zip(rates["sender"], rates[best], strict=True)]
+    return {
+        "zone": kind,
+        "dtype": dtype,
+        "item_bytes": item_bytes,
+        "num_tokens": scale.tokens,
+        "num_layers": num_layers,
+        "num_bytes": num_bytes,
+        "num_descriptors": int(writes.lengths.size),
+        "sender": spread(rates["sender"]),
+        "shared_memory": spread(rates["shared memory"]),
+        "same_descriptors": spread(rates["same descriptors"]),
+        "best": {"how": best, **spread(rates[best])},
+        "sender_of_best": spread(side_by_side),
+        "search": {name: max(values) for name, values in search.items()},
+    }
+
+
+def check_landed(link: Link, zone: Zone, src: RegionView, dst: RegionView, session: str) -> None:
+    """Send once, and compare all of the peer's memory with what must be there."""
+    link.landed_crc()
+    link.send(zone, src, dst, session)
+    shape = (src.num_layers, src.num_slots, src.item_bytes)
+    size = src.num_layers * src.layer_bytes
+    expected = np.zeros(link.num_bytes, np.uint8)
+    expected[:size].reshape(shape)[:, zone.dst_slots] = link.memory[:size].reshape(shape)[:, zone.src_slots()]
+    if link.landed_crc() != zlib.crc32(expected.data):
+        raise RuntimeError("the bytes in the peer's memory are not those that were sent")
+
+
+def measure_descriptor_cost(link: Link, scale: Scale) -> list[dict[str, Any]]:
+    """Microseconds a descriptor of one item, by descriptors a call and by threads: what could be saved."""
+    item_bytes = ITEM_BYTES["bf16"]
+    num_bytes = scale.cost_descriptors * item_bytes
+    writes = contiguous(link, num_bytes, item_bytes)
+    runs: dict[str, Callable[[], None]] = {
+        f"{batch} a call, {num_threads} threads": partial(link.write_raw, writes, num_threads, batch)
+        for batch, num_threads in ((64, 1), (256, 1), (512, 1), (1024, 1), (256, 2), (256, 4))
+    }
+    rates = measure_in_turns(runs, 3, num_bytes, max_secs=scale.zone_secs)
+    return [
+        {"how": name, "micros": spread([item_bytes / rate * 1e6 for rate in values])}
+        for name, values in rates.items()
+    ]
+
+
+def measure_in_turns(
+    runs: dict[str, Callable[[], None]], repetitions: int, num_bytes: int, max_secs: float
+) -> dict[str, list[float]]:
+    """Bytes per second of each of ``runs``, in turns whose order rotates; ``max_secs``: see Scale."""
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    started = time.monotonic()
+    for repetition in range(repetitions):
+        if repetition >= 2 and time.monotonic() - started > max_secs:
+            break
+        names = list(runs)
+        first = repetition % len(names)
+        for name in names[first:] + names[:first]:
+            rates[name].append(num_bytes / timed(runs[name]))
+    return rates
+
+
+def timed(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.transfer", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes; the numbers mean nothing")
+    parser.add_argument("--out", type=Path, default=OUT, help="directory of transfer.json")
+    parser.add_argument("--peer", type=int, metavar="NUM_BYTES", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    quiet_mooncake_logs()
+    if options.peer is not None:
+        run_peer(options.peer)
+    started = time.monotonic()
+    scale = QUICK if options.quick else FULL
+    report: dict[str, Any] = {"facts": run_facts(), "scale": asdict(scale)}
+    report["planning"] = measure_planning(scale)
+    num_bytes = max(scale.layers.values()) * 2 * scale.tokens * max(ITEM_BYTES.values())
+    with open_link(num_bytes) as link:
+        report["wire"] = [measure_zone(link, dtype, kind, scale) for kind in ZONES for dtype in ITEM_BYTES]
+        report["descriptor_cost"] = measure_descriptor_cost(link, scale)
+    report["total_secs"] = time.monotonic() - started
+
+    console = make_console()
+    print_report(console, report)
+    write_json(options.out / "transfer.json", report)
+    console.print(f"{report['total_secs']:.0f} s; wrote transfer.json to {options.out}")
+    return report
+
+
+if __name__ == "__main__":
+    main()

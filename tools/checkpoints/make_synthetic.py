@@ -1,0 +1,452 @@
+"""Write a synthetic checkpoint with DeepSeek-V3.2's attention and few layers, for measuring the service.
+
+    python -m tools.checkpoints.make_synthetic --out DIR [--layers 4] [--experts 8] [--hidden 2048]
+    python -m tools.checkpoints.make_synthetic --out DIR --layers 5 --experts 256 --hidden 7168 \
+        --expert-size 2048 --experts-per-token 8 --fp8 --device cuda  # DeepSeek-V3.2's own layers, 12 GB each
+
+A token's KV, the indexer keys, the heads and the top-k are DeepSeek-V3.2's own, so what crosses the network
+and PCIe and what the attention kernels do is, for each layer, what the real model asks for. Depth, hidden
+width, experts and vocabulary are small, so that it is written in seconds and fits beside large pools. Its
+text means nothing: random words of letters, never the end of the sequence.
+
+Selections have locality by construction, not by training. Hidden channel 0 is a constant that no layer
+writes to, and gives every indexer query a part that all tokens share. A position's score has three parts:
+
+- a *lasting* one, over key dimensions without RoPE: positions that score high whatever the newest token is;
+- a *drifting* one, over the slow RoPE pairs: a fixed query against keys of random phase, so that a score
+  follows the distance like a sum of cosines with periods of ``MIN_PERIOD`` tokens and more;
+- *jitter*, which depends on the newest token alone. Its share of the variance is ``--jitter``; the other two
+  halve the rest. 1 - jitter is thus the correlation of two consecutive steps' scores.
+
+So the overlap of consecutive selections is a setting, not a finding: a hit rate measured with this
+checkpoint says how the service behaves at that hit rate, and nothing about a trained model's. The default is
+tuned to the 44% that were published for consecutive steps of DeepSeek-V3.2 (arXiv:2604.22312): of a selection
+of 2048 in a context of 32768 tokens, the first layer finds that much again in the next step, and a quarter
+after 300 steps; exact LRU finds 71% in a hot buffer of 4096. ``--jitter 0.1`` gives 66%, 0.03 gives 80%.
+Shorter contexts share more; deeper layers a little less, because the constant's share of the hidden state
+shrinks. Prompts of random ids should be drawn from the whole vocabulary: a token's key repeats with it.
+
+``--draft SHARE`` adds an MTP layer of whose guesses that share is right, the first as the third of a chain:
+with three drafts 0.75 gives 2.7 tokens a step, 0.9 gives 3.4. The words stand in a circle, and behind that
+share of them the model says the next of the circle, whatever came before; the layer knows the circle too, and
+of what the model says behind other words next to nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools.checkpoints.make_tiny import SPECIAL_TOKENS, byte_characters, save_tokenizer
+from tools.checkpoints.quantize_fp8 import QUANTIZATION, is_quantized, quantized
+
+NUM_BYTES = 256
+MIN_PERIOD = 500
+"""Tokens: RoPE pairs that turn faster have no part in the drifting score."""
+CONSTANT = 3.0
+"""Value of hidden channel 0, where the others have unit variance."""
+CIRCLE_GAIN = 80.0
+"""Logit of the next word of the circle, before the layers' part of the hidden state takes its share."""
+SHARED_QUERY = 8.0
+"""Element 0 of the query latent, where the others have unit variance."""
+_ROPE_THETA = 10000.0
+_WORD_CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 -"
+
+
+@dataclass(frozen=True)
+class SyntheticShape:
+    """Dimensions of the checkpoint; the attention's defaults are DeepSeek-V3.2's."""
+
+    num_layers: int = 4
+    num_experts: int = 8
+    hidden_size: int = 2048
+    vocab_size: int = 32768
+    context_length: int = 131072
+    jitter: float = 0.27
+    num_heads: int = 128
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    index_n_heads: int = 64
+    index_head_dim: int = 128
+    index_topk: int = 2048
+    expert_size: int = 0
+    """Inside an expert; 0: an eighth of ``hidden_size``."""
+    experts_per_token: int = 2
+    draft_agreement: float | None = None
+    """Share of an MTP layer's guesses that are right; None: without the layer."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name not in ("jitter", "expert_size", "draft_agreement") and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
+        if not 0 <= self.jitter <= 1:
+            raise ValueError(f"jitter is {self.jitter}; expected a share of the variance, 0 to 1")
+        if not 0 <= (self.draft_agreement or 0) <= 1:
+            raise ValueError(f"draft_agreement is {self.draft_agreement}; expected a share, 0 to 1")
+        if self.num_experts < self.experts_per_token:
+            raise ValueError(
+                f"num_experts is {self.num_experts}; expected at least {self.experts_per_token}, which each "
+                "token uses"
+            )
+        if self.vocab_size < (least := NUM_BYTES + len(SPECIAL_TOKENS)):
+            raise ValueError(
+                f"vocab_size is {self.vocab_size}; expected at least {least}: bytes and specials"
+            )
+        for name in ("index_n_heads", "qk_rope_head_dim"):
+            if getattr(self, name) % 2:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; expected an even number: it comes in pairs"
+                )
+        if self.index_head_dim <= self.qk_rope_head_dim:
+            raise ValueError(
+                f"index_head_dim is {self.index_head_dim}; expected more than the {self.qk_rope_head_dim} "
+                "of qk_rope_head_dim"
+            )
+
+    @property
+    def expert_dim(self) -> int:
+        return self.expert_size or max(16, self.hidden_size // 8)
+
+    @property
+    def eos_id(self) -> int:
+        return self.vocab_size - len(SPECIAL_TOKENS) + SPECIAL_TOKENS.index("<eos>")
+
+
+def write_synthetic(
+    out_dir: Path,
+    shape: SyntheticShape | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    *,
+    in_fp8: bool = False,
+) -> int:
+    """Write config, bfloat16 weights (a file a layer) and tokenizer to ``out_dir``, made when missing.
+
+    ``in_fp8``: what ``tools.checkpoints.quantize_fp8`` quantizes is written so.
+
+    The same ``seed`` gives the same weights on the same device type. Returns the bytes of the weights. Raises
+    ValueError where ``out_dir`` already has weights: stale ones would be loaded with the new.
+    """
+    from safetensors.torch import save_file
+
+    shape = shape or SyntheticShape()
+    out_dir.mkdir(parents=True, exist_ok=True)
+    if stale := sorted(out_dir.glob("*.safetensors")):
+        raise ValueError(f"{stale[0]} exists already; give an empty directory, or remove the old checkpoint")
+    first = SPECIAL_TOKENS.index
+    base = shape.vocab_size - len(SPECIAL_TOKENS)
+    special = {
+        "bos_token_id": base + first("<bos>"),
+        "eos_token_id": shape.eos_id,
+        "pad_token_id": base + first("<pad>"),
+    }
+    config = _config(shape) | special
+    if in_fp8:
+        config["quantization_config"] = QUANTIZATION
+    (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (out_dir / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
+    _write_tokenizer(out_dir, shape)
+
+    maker = _Maker(shape, seed, torch.device(device))
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
+    num_layers = shape.num_layers + (shape.draft_agreement is not None)
+    for number in range(-1, num_layers):
+        file = f"model-{number + 2:05}-of-{num_layers + 1:05}.safetensors"
+        weights: dict[str, Tensor] = {}
+        for name, value in (maker.ends() if number < 0 else maker.layer(number)).items():
+            if in_fp8 and is_quantized(name, value):
+                weights |= quantized(name, value)
+            else:
+                weights[name] = value.to(torch.bfloat16).cpu().contiguous()
+        save_file(weights, out_dir / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(weights, file)
+        num_bytes += sum(value.nbytes for value in weights.values())
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    return num_bytes
+
+
+def _config(shape: SyntheticShape) -> dict[str, Any]:
+    draft = {} if shape.draft_agreement is None else {"num_nextn_predict_layers": 1}
+    return {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "dtype": "bfloat16",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": 2 * shape.hidden_size,
+        "moe_intermediate_size": shape.expert_dim,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_heads,
+        "n_shared_experts": 1,
+        "n_routed_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": shape.q_lora_rank,
+        "kv_lora_rank": shape.kv_lora_rank,
+        "qk_nope_head_dim": shape.qk_nope_head_dim,
+        "qk_rope_head_dim": shape.qk_rope_head_dim,
+        "v_head_dim": shape.v_head_dim,
+        "index_n_heads": shape.index_n_heads,
+        "index_head_dim": shape.index_head_dim,
+        "index_topk": shape.index_topk,
+        "max_position_embeddings": shape.context_length,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_THETA},
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        **draft,
+    }
+
+
+class _Maker:
+    """Draws the weights in a fixed order, float32 on ``device``. Inputs of layers have unit variance."""
+
+    def __init__(self, shape: SyntheticShape, seed: int, device: torch.device) -> None:
+        self._shape = shape
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._circle_generator = torch.Generator(device).manual_seed(seed)
+
+    def ends(self) -> dict[str, Tensor]:
+        """Embedding, final norm and LM head."""
+        shape = self._shape
+        embedding = self._normal(shape.vocab_size, shape.hidden_size)
+        embedding[:, 0] = CONSTANT
+        head = self._from_hidden(shape.vocab_size, 4.0)
+        # Words only: a byte of its own may show no text, and the end of the sequence would cut answers short.
+        dislike = torch.zeros(shape.vocab_size, device=self._device)
+        dislike[shape.vocab_size - len(SPECIAL_TOKENS) :] = -40.0
+        if shape.vocab_size > NUM_BYTES + len(SPECIAL_TOKENS):
+            dislike[:NUM_BYTES] = -40.0
+        head[:, 0] = dislike / CONSTANT
+        if shape.draft_agreement is not None:
+            self._add_circle(embedding, head, shape.draft_agreement)
+        return {
+            "model.embed_tokens.weight": embedding,
+            "model.norm.weight": torch.ones(shape.hidden_size),
+            "lm_head.weight": head,
+        }
+
+    def _add_circle(self, embedding: Tensor, head: Tensor, share: float) -> None:
+        """Let the head say the next word of a circle of all behind ``share`` of them."""
+        first = NUM_BYTES if self._shape.vocab_size > NUM_BYTES + len(SPECIAL_TOKENS) else 0
+        num_words = self._shape.vocab_size - len(SPECIAL_TOKENS) - first
+        generator, device = self._circle_generator, self._device
+        circle = first + torch.randperm(num_words, generator=generator, device=device)
+        is_followed = torch.rand(num_words, generator=generator, device=device) < share
+        said = embedding[circle[is_followed]] * (CIRCLE_GAIN / self._shape.hidden_size)
+        said[:, 0] = 0
+        head[circle.roll(-1)[is_followed]] += said
+
+    def layer(self, number: int) -> dict[str, Tensor]:
+        shape = self._shape
+        weights = self._attention() | self._indexer()
+        if number == 0:
+            weights |= self._mlp("mlp", 2 * shape.hidden_size)
+        else:
+            weights |= {
+                "mlp.gate.weight": self._from_hidden(shape.num_experts, 2.0),
+                "mlp.gate.e_score_correction_bias": torch.zeros(shape.num_experts),
+            }
+            for name in (*(f"experts.{expert}" for expert in range(shape.num_experts)), "shared_experts"):
+                weights |= self._mlp(f"mlp.{name}", shape.expert_dim)
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if number == shape.num_layers:
+            # The embedding, and as much of the hidden state, but so mixed that the head knows it no more.
+            mixed = self._to_hidden(shape.hidden_size, 1.0)
+            mixed[:, 0] = 0
+            weights["eh_proj.weight"] = torch.cat(
+                (torch.eye(shape.hidden_size, device=self._device), mixed), 1
+            )
+            norms += ["enorm", "hnorm", "shared_head.norm"]
+        for name in norms:
+            weights[f"{name}.weight"] = torch.ones(shape.hidden_size)
+        return {f"model.layers.{number}.{name}": value for name, value in weights.items()}
+
+    def _attention(self) -> dict[str, Tensor]:
+        shape = self._shape
+        q_a = self._from_hidden(shape.q_lora_rank)
+        q_a[0] = 0
+        q_a[0, 0] = SHARED_QUERY / CONSTANT
+        # Logits of standard deviation 2 to 3: attention that some tens of the selected tokens share.
+        q_b = self._matrix(
+            shape.num_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim), shape.q_lora_rank, 2.5
+        )
+        q_b[:, 0] = 0
+        kv_b = self._matrix(shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim), shape.kv_lora_rank)
+        weights = {
+            "q_a_proj.weight": q_a,
+            "q_a_layernorm.weight": torch.ones(shape.q_lora_rank),
+            "q_b_proj.weight": q_b,
+            "kv_a_proj_with_mqa.weight": self._from_hidden(shape.kv_lora_rank + shape.qk_rope_head_dim),
+            "kv_a_layernorm.weight": torch.ones(shape.kv_lora_rank),
+            "kv_b_proj.weight": kv_b,
+            "o_proj.weight": self._to_hidden(shape.num_heads * shape.v_head_dim, 0.5),
+        }
+        return {f"self_attn.{name}": value for name, value in weights.items()}
+
+    def _indexer(self) -> dict[str, Tensor]:
+        """Heads come in pairs of opposite sign in query and weight: relu(a) - relu(-a) = a, so that the score
+        is the mean of the pairs' dot products, and the heads' own parts average to ``jitter``.
+        """
+        shape = self._shape
+        num_pairs = shape.index_n_heads // 2
+        own = math.sqrt(shape.jitter * num_pairs / shape.index_head_dim)
+        heads = self._matrix(num_pairs * shape.index_head_dim, shape.q_lora_rank, own)
+        heads = heads.view(num_pairs, shape.index_head_dim, shape.q_lora_rank)
+        heads[:, :, 0] = self._shared_query() / SHARED_QUERY
+        signs = torch.tensor([1.0, -1.0], device=self._device)
+        wq_b = (heads[:, None] * signs[None, :, None, None]).reshape(-1, shape.q_lora_rank)
+        head_weights = torch.zeros((shape.index_n_heads, shape.hidden_size), device=self._device)
+        head_weights[:, 0] = signs.repeat(num_pairs) / CONSTANT
+        weights = {
+            "wq_b.weight": wq_b,
+            "wk.weight": self._from_hidden(shape.index_head_dim),
+            "k_norm.weight": torch.ones(shape.index_head_dim),
+            "k_norm.bias": torch.zeros(shape.index_head_dim),
+            "weights_proj.weight": head_weights,
+        }
+        return {f"self_attn.indexer.{name}": value for name, value in weights.items()}
+
+    def _shared_query(self) -> Tensor:
+        """What all tokens' indexer queries have in common, [index_head_dim], of squared norm 1 - jitter.
+
+        RoPE comes first and pairs element i with i + half; pair i turns by theta ** (-i / half) a token.
+        """
+        shape = self._shape
+        half = shape.qk_rope_head_dim // 2
+        angles = _ROPE_THETA ** (-torch.arange(half, device=self._device) / half)
+        is_slow = (2 * math.pi / angles >= MIN_PERIOD).repeat(2)
+        drifting = self._normal(2 * half) * is_slow
+        lasting = self._normal(shape.index_head_dim - 2 * half)
+        parts = [part / part.norm().clamp_min(1e-9) for part in (drifting, lasting)]
+        shared = torch.cat(parts)
+        return shared.mul_(math.sqrt(1 - shape.jitter) / float(shared.norm()))
+
+    def _mlp(self, prefix: str, width: int) -> dict[str, Tensor]:
+        return {
+            f"{prefix}.gate_proj.weight": self._from_hidden(width),
+            f"{prefix}.up_proj.weight": self._from_hidden(width),
+            f"{prefix}.down_proj.weight": self._to_hidden(width, 0.5),
+        }
+
+    def _normal(self, *size: int) -> Tensor:
+        return torch.randn(*size, generator=self._generator, device=self._device)
+
+    def _matrix(self, num_out: int, num_in: int, gain: float = 1.0) -> Tensor:
+        """Rows that turn inputs of unit variance into outputs of ``gain``."""
+        return self._normal(num_out, num_in).mul_(gain / math.sqrt(num_in))
+
+    def _from_hidden(self, num_out: int, gain: float = 1.0) -> Tensor:
+        """Like ``_matrix``, blind to the constant channel."""
+        drawn = self._matrix(num_out, self._shape.hidden_size, gain)
+        drawn[:, 0] = 0
+        return drawn
+
+    def _to_hidden(self, num_in: int, gain: float) -> Tensor:
+        """Like ``_matrix``, leaving the constant channel alone."""
+        drawn = self._matrix(self._shape.hidden_size, num_in, gain)
+        drawn[0] = 0
+        return drawn
+
+
+def _write_tokenizer(out_dir: Path, shape: SyntheticShape) -> None:
+    """Byte-level: the bytes, then words of two or more printable characters, then the special tokens.
+
+    Word ``j`` is an earlier token and one character more: a character itself below 64, else word j / 64 - 64.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    shown = byte_characters()
+    characters = [shown[ord(character)] for character in _WORD_CHARACTERS]
+    num_words = shape.vocab_size - NUM_BYTES - len(SPECIAL_TOKENS)
+    words: list[str] = []
+    merges: list[tuple[str, str]] = []
+    for number in range(num_words):
+        stem, last = divmod(number, len(characters))
+        before = characters[stem] if stem < len(characters) else words[stem - len(characters)]
+        words.append(before + characters[last])
+        merges.append((before, characters[last]))
+    vocab = {token: token_id for token_id, token in enumerate((*shown, *words))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    save_tokenizer(tokenizer, out_dir, shape.context_length)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    default = SyntheticShape()
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.checkpoints.make_synthetic",
+        description="Write a synthetic checkpoint with DeepSeek-V3.2's attention dimensions.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, default=argparse.SUPPRESS, help="directory, made when missing"
+    )
+    parser.add_argument("--layers", type=int, default=default.num_layers, help="each with its indexer")
+    parser.add_argument("--experts", type=int, default=default.num_experts, help="routed experts of a layer")
+    parser.add_argument("--hidden", type=int, default=default.hidden_size, help="width of the hidden state")
+    parser.add_argument("--vocab", type=int, default=default.vocab_size, help="tokens")
+    parser.add_argument("--context", type=int, default=default.context_length, help="tokens of a request")
+    parser.add_argument(
+        "--jitter",
+        type=float,
+        default=default.jitter,
+        help="share of the indexer's scores that depends on the newest token alone: 1 has no locality",
+    )
+    parser.add_argument(
+        "--expert-size", type=int, default=0, help="inside an expert; 0: an eighth of --hidden"
+    )
+    parser.add_argument(
+        "--experts-per-token", type=int, default=default.experts_per_token, help="of a layer's"
+    )
+    parser.add_argument(
+        "--draft",
+        type=float,
+        metavar="SHARE",
+        help="with an MTP layer of which this share of the guesses is right; default: without",
+    )
+    parser.add_argument("--fp8", action="store_true", help="matrices in fp8 with scales of blocks")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    parser.add_argument("--device", default="cpu", help="where the weights are drawn; they differ by device")
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    try:
+        shape = SyntheticShape(
+            options.layers,
+            options.experts,
+            options.hidden,
+            options.vocab,
+            options.context,
+            options.jitter,
+            expert_size=options.expert_size,
+            experts_per_token=options.experts_per_token,
+            draft_agreement=options.draft,
+        )
+        num_bytes = write_synthetic(options.out, shape, options.seed, options.device, in_fp8=options.fp8)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"wrote {num_bytes / 1e9:.2f} GB to {options.out} in {time.monotonic() - started:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

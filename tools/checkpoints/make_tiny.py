@@ -1,0 +1,437 @@
+"""Write the tiny checkpoints: whole DSA models of about half a million weights, for tests and benchmarks.
+
+    python -m tools.checkpoints.make_tiny OUT_DIR [--variant v32|glm] [--draft [GAIN]]
+
+Their weights are not trained but made, so that what they generate is a sharp test of a serving system:
+
+- Text depends on the whole context: attention is peaked and positional, and the indexer scores by nearly the
+  same directions as attention, so that a wrong selection or a wrong KV item changes tokens.
+- Positions at the edge of the selection carry little attention, so that a rounding difference between two
+  correct implementations, which may swap two of nearly equal score there, does not change tokens.
+- Hidden channel 0 is a constant that no layer writes to. It serves as the bias that the architecture has
+  not got: for head weights of a fixed sign, and for letters before other bytes in the output.
+- Indexer heads come in pairs of opposite sign, so that their rectified sum has no flat part where scores tie.
+
+All values are drawn from numpy's frozen legacy generator and rounded to eight bits of mantissa, so that the
+files are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Array = npt.NDArray[np.float64]
+
+VARIANTS = ("v32", "glm")
+CONTEXT_LENGTH = 8192
+INDEX_TOPK = 64
+LIKELY_DRAFTS = 0.3
+"""A ``draft_gain`` with which about half of the drafts are right, and text still depends on all layers."""
+
+_NUM_BYTES = 256
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>")
+PAD_ID, BOS_ID, EOS_ID = range(_NUM_BYTES, _NUM_BYTES + 3)
+VOCAB_SIZE = _NUM_BYTES + len(SPECIAL_TOKENS)
+
+CHAT_TEMPLATE = (
+    "<bos>{% for message in messages %}"
+    "{% if message['role'] in ('system', 'user', 'assistant') %}<|{{ message['role'] }}|>"
+    "{% else %}{{ raise_exception('unknown role ' ~ message['role']) }}{% endif %}"
+    "{{ message['content'] }}{% if message['role'] == 'assistant' %}<eos>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+HIDDEN = 128
+NUM_LAYERS = 4
+NUM_HEADS = 4
+Q_LORA = 64
+KV_LORA = 64
+NOPE = 32
+ROPE = 16
+V_DIM = 32
+INDEX_HEADS = 4
+INDEX_DIM = 32
+SHARED = INDEX_DIM - ROPE
+"""Key dimensions without position that attention and indexer have in common."""
+NUM_KEPT = HIDDEN * 3 // 8
+"""Hidden channels that carry a token unchanged through the layers of an index group but the last."""
+NUM_EXPERTS = 8
+EXPERT_DIM = 32
+DENSE_DIM = 192
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """Gains of the generated weights; tuned so that both implementations agree with a wide margin."""
+
+    constant: float = 3.0
+    query: float = 6.0
+    head_noise: float = 0.15
+    attention_out: float = 1.5
+    mlp_in: float = 1.0
+    expert_out: float = 0.25
+    mlp_out: float = 0.5
+    logits: float = 4.0
+
+
+def write_checkpoint(out_dir: Path, variant: str, draft_gain: float | None = None) -> None:
+    """Write config, weights and tokenizer of ``variant`` ("v32" or "glm") to ``out_dir``, made when
+    missing.
+
+    ``draft_gain``: with an MTP layer, which guesses what the first layer's attention alone would say. The
+    model's other parts get that gain: with 1 they are as without an MTP layer.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"variant is {variant!r}; expected one of {', '.join(VARIANTS)}")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    config = _config(variant)
+    if draft_gain is not None:
+        config["num_nextn_predict_layers"] = 1
+    (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    (out_dir / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    _write_weights(out_dir / "model.safetensors", variant, config, draft_gain)
+    write_tokenizer(out_dir)
+
+
+def _config(variant: str) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "dtype": "float32",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN,
+        "intermediate_size": DENSE_DIM,
+        "moe_intermediate_size": EXPERT_DIM,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_HEADS,
+        "n_shared_experts": 2,
+        "n_routed_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": Q_LORA,
+        "kv_lora_rank": KV_LORA,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "v_head_dim": V_DIM,
+        "index_n_heads": INDEX_HEADS,
+        "index_head_dim": INDEX_DIM,
+        "index_topk": INDEX_TOPK,
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+    }
+    if variant == "glm":
+        config |= {
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "model_type": "glm_moe_dsa",
+            "indexer_types": ["full", "shared", "full", "shared"],
+        }
+    return config
+
+
+@dataclass(frozen=True)
+class _Directions:
+    """What attention and the indexer of one index group score by."""
+
+    latent: Array
+    k_rope: Array
+    shared_key: Array
+    q_a: Array
+    common_nope: Array
+    common_rope: Array
+
+
+class _Maker:
+    """Draws the weights of one checkpoint in a fixed order."""
+
+    def __init__(self, seed: int, scales: _Scales) -> None:
+        self._random = np.random.RandomState(seed)
+        self._scales = scales
+        self._directions: _Directions
+        self._group_layers_left = 0
+        self._keeps_channels = False
+
+    def matrix(self, num_out: int, num_in: int, gain: float = 1.0) -> Array:
+        """Rows that turn inputs of unit variance into outputs of ``gain``."""
+        drawn: Array = self._random.standard_normal((num_out, num_in)) * (gain / np.sqrt(num_in))
+        return drawn
+
+    def from_hidden(self, num_out: int, gain: float = 1.0) -> Array:
+        """Like ``matrix``, blind to the constant channel."""
+        drawn = self.matrix(num_out, HIDDEN, gain)
+        drawn[:, 0] = 0
+        return drawn
+
+    def to_hidden(self, num_in: int, gain: float = 1.0) -> Array:
+        """Like ``matrix``, leaving the constant channel alone, and the kept channels while they are kept."""
+        drawn = self.matrix(HIDDEN, num_in, gain)
+        drawn[0] = 0
+        if self._keeps_channels:
+            drawn[:NUM_KEPT] = 0
+            drawn *= np.sqrt(HIDDEN / (HIDDEN - NUM_KEPT))
+        return drawn
+
+    def from_kept(self, num_out: int, num_rows: int) -> Array:
+        """Like ``from_hidden``, the first ``num_rows`` outputs blind to all but the kept channels."""
+        drawn = self.from_hidden(num_out)
+        drawn[:num_rows, NUM_KEPT:] = 0
+        drawn[:num_rows] *= np.sqrt(HIDDEN / NUM_KEPT)
+        return drawn
+
+    def ends(self) -> dict[str, Array]:
+        """Embedding, final norm and LM head."""
+        scales = self._scales
+        embedding = self._random.standard_normal((VOCAB_SIZE, HIDDEN))
+        embedding[:, 0] = scales.constant
+        head = self.from_hidden(VOCAB_SIZE, scales.logits)
+        head[:, 0] = _letter_preference() * scales.logits / scales.constant
+        return {
+            "model.embed_tokens.weight": embedding,
+            "model.norm.weight": np.ones(HIDDEN),
+            "lm_head.weight": head,
+        }
+
+    def draft_ends(self) -> dict[str, Array]:
+        """Of an MTP layer: what joins embedding and hidden state to its input, mostly the embedding."""
+        join = np.zeros((HIDDEN, 2 * HIDDEN))
+        join[:, :HIDDEN] = np.eye(HIDDEN)
+        join[:, HIDDEN:] = self.to_hidden(HIDDEN, 0.1)
+        ones = {f"{name}.weight": np.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
+        return {"eh_proj.weight": join} | ones
+
+    def begin_group(self, num_layers: int) -> None:
+        """Draw what the layers of an index group have in common.
+
+        With one layer that is nothing but its own; with several, the directions read only hidden channels
+        that no layer of the group but the last writes to, so that a shared layer attends by the very scores
+        that its positions were selected by.
+        """
+        self._group_layers_left = num_layers
+        half_latent, half_query = (KV_LORA // 2, Q_LORA // 2) if num_layers > 1 else (0, 0)
+        shared_key = self.matrix(SHARED, KV_LORA)
+        common_query = self.matrix(SHARED + ROPE, Q_LORA, self._scales.query)
+        if num_layers > 1:
+            shared_key[:, half_latent:] = 0
+            common_query[:, half_query:] = 0
+            shared_key *= np.sqrt(2)
+            common_query *= np.sqrt(2)
+        self._directions = _Directions(
+            latent=self.from_kept(KV_LORA, half_latent),
+            k_rope=self.from_kept(ROPE, ROPE if num_layers > 1 else 0),
+            shared_key=shared_key,
+            q_a=self.from_kept(Q_LORA, half_query),
+            common_nope=common_query[:SHARED],
+            common_rope=common_query[SHARED:],
+        )
+
+    def attention(self, variant: str, has_indexer: bool) -> dict[str, Array]:
+        scales, directions = self._scales, self._directions
+        self._group_layers_left -= 1
+        self._keeps_channels = self._group_layers_left > 0
+        shared_key, common_nope = directions.shared_key, directions.common_nope
+        common_rope = directions.common_rope
+        q_b, kv_b = [], []
+        for _ in range(NUM_HEADS):
+            q_b += [
+                common_nope + self.matrix(SHARED, Q_LORA, scales.query * scales.head_noise),
+                self.matrix(NOPE - SHARED, Q_LORA, scales.query * scales.head_noise),
+                common_rope + self.matrix(ROPE, Q_LORA, scales.query * scales.head_noise),
+            ]
+            kv_b += [shared_key, self.matrix(NOPE - SHARED, KV_LORA), self.matrix(V_DIM, KV_LORA)]
+        weights = {
+            "q_a_proj.weight": directions.q_a,
+            "q_a_layernorm.weight": np.ones(Q_LORA),
+            "q_b_proj.weight": np.concatenate(q_b),
+            "kv_a_proj_with_mqa.weight": np.concatenate((directions.latent, directions.k_rope)),
+            "kv_a_layernorm.weight": np.ones(KV_LORA),
+            "kv_b_proj.weight": np.concatenate(kv_b),
+            "o_proj.weight": self.to_hidden(NUM_HEADS * V_DIM, scales.attention_out),
+        }
+        if has_indexer:
+            # DeepSeek's indexer pairs RoPE element i with i + half, attention and GLM's indexer i with i + 1.
+            order = np.arange(ROPE).reshape(-1, 2).T.ravel() if variant == "v32" else np.arange(ROPE)
+            wq_b, signs = [], []
+            for head in range(INDEX_HEADS):
+                sign = 1 if head % 2 == 0 else -1
+                signs.append(sign)
+                query = np.concatenate((common_rope[order], common_nope))
+                noise = self.matrix(INDEX_DIM, Q_LORA, scales.query * scales.head_noise / 2)
+                wq_b.append(sign * (query + noise))
+            head_weights = self.from_hidden(INDEX_HEADS, 0.1)
+            head_weights[:, 0] = np.array(signs) / scales.constant
+            weights |= {
+                "indexer.wq_b.weight": np.concatenate(wq_b),
+                "indexer.wk.weight": np.concatenate(
+                    (directions.k_rope[order], shared_key @ directions.latent)
+                ),
+                "indexer.k_norm.weight": np.ones(INDEX_DIM),
+                "indexer.k_norm.bias": np.zeros(INDEX_DIM),
+                "indexer.weights_proj.weight": head_weights,
+            }
+        return {f"self_attn.{name}": value for name, value in weights.items()}
+
+    def mlp(self, prefix: str, width: int, gain: float) -> dict[str, Array]:
+        scales = self._scales
+        return {
+            f"{prefix}.gate_proj.weight": self.from_hidden(width, scales.mlp_in),
+            f"{prefix}.up_proj.weight": self.from_hidden(width, scales.mlp_in),
+            f"{prefix}.down_proj.weight": self.to_hidden(width, gain),
+        }
+
+    def moe(self) -> dict[str, Array]:
+        scales = self._scales
+        weights: dict[str, Array] = {
+            "mlp.gate.weight": self.from_hidden(NUM_EXPERTS, 2.0),
+            "mlp.gate.e_score_correction_bias": np.zeros(NUM_EXPERTS),
+        }
+        for expert in range(NUM_EXPERTS):
+            weights |= self.mlp(f"mlp.experts.{expert}", EXPERT_DIM, scales.expert_out)
+        return weights | self.mlp("mlp.shared_experts", 2 * EXPERT_DIM, scales.mlp_out)
+
+
+_SEEDS = {"v32": 16, "glm": 27}
+"""Of those tried, the ones with the most varied text and the clearest choices between tokens."""
+
+
+def _write_weights(file: Path, variant: str, config: dict[str, Any], draft_gain: float | None) -> None:
+    from safetensors.numpy import save_file
+
+    scales = _Scales()
+    maker = _Maker(_SEEDS[variant], scales)
+    weights = maker.ends()
+    indexer_types = config.get("indexer_types", ["full"] * NUM_LAYERS)
+    starts = [number for number in range(NUM_LAYERS) if indexer_types[number] == "full"]
+    group_sizes = dict(zip(starts, np.diff([*starts, NUM_LAYERS]).tolist(), strict=True))
+    for number in range(NUM_LAYERS):
+        if number in group_sizes:
+            maker.begin_group(group_sizes[number])
+        layer = maker.attention(variant, number in group_sizes)
+        is_dense = number < config["first_k_dense_replace"]
+        layer |= maker.mlp("mlp", DENSE_DIM, scales.mlp_out) if is_dense else maker.moe()
+        layer |= {
+            "input_layernorm.weight": np.ones(HIDDEN),
+            "post_attention_layernorm.weight": np.ones(HIDDEN),
+        }
+        weights |= {f"model.layers.{number}.{name}": value for name, value in layer.items()}
+    if draft_gain is not None:
+        weights |= _draft_layer(maker, weights)
+        kept = tuple(f"model.layers.{number}.self_attn.o_proj.weight" for number in (0, NUM_LAYERS))
+        for name in weights:
+            if name.endswith(("o_proj.weight", "down_proj.weight")) and name not in kept:
+                weights[name] = weights[name] * draft_gain
+    save_file({name: _rounded(value) for name, value in weights.items()}, file, metadata={"format": "pt"})
+
+
+def _draft_layer(maker: _Maker, weights: dict[str, Array]) -> dict[str, Array]:
+    """An MTP layer with the attention of the first layer."""
+    first, copied = "model.layers.0.", ("self_attn", "input_layernorm", "post_attention_layernorm")
+    of_first = {name.removeprefix(first): value for name, value in weights.items() if name.startswith(first)}
+    layer = {name: value for name, value in of_first.items() if name.startswith(copied)}
+    layer |= maker.moe() | maker.draft_ends()
+    return {f"model.layers.{NUM_LAYERS}.{name}": value for name, value in layer.items()}
+
+
+def _rounded(values: Array) -> npt.NDArray[np.float32]:
+    """float32 with eight bits of mantissa: exact in bfloat16, and the same on every machine."""
+    mantissa, exponent = np.frexp(values)
+    return np.ldexp(np.round(mantissa * 256) / 256, exponent).astype(np.float32)
+
+
+def _letter_preference() -> Array:
+    """Preference of each token, in standard deviations of the logits: text over other bytes, EOS seldom."""
+    preference = np.full(VOCAB_SIZE, -10.0)
+    preference[32:127] = 0.0
+    preference[ord("a") : ord("z") + 1] = 0.5
+    preference[[ord(" "), ord("e"), ord("t"), ord("a"), ord("o"), ord("n")]] = 1.0
+    preference[ord("\n")] = 0.0
+    preference[_NUM_BYTES:] = -20.0
+    preference[EOS_ID] = -2.5
+    return preference
+
+
+def write_tokenizer(out_dir: Path) -> None:
+    """A byte-level tokenizer: token ``i`` below 256 is byte ``i``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab = {character: byte for byte, character in enumerate(byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    save_tokenizer(tokenizer, out_dir, CONTEXT_LENGTH)
+
+
+def save_tokenizer(tokenizer: Tokenizer, out_dir: Path, model_max_length: int) -> None:
+    """Write a byte-level ``tokenizer`` with the special tokens and the chat template to ``out_dir``."""
+    from tokenizers import AddedToken, decoders
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
+        model_max_length=model_max_length,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+    fast.save_pretrained(out_dir)
+
+
+def byte_characters() -> list[str]:
+    """The printable character that byte-level vocabularies write for each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(_NUM_BYTES) if byte not in plain]
+    characters = {byte: chr(byte) for byte in plain} | {
+        byte: chr(_NUM_BYTES + number) for number, byte in enumerate(others)
+    }
+    return [characters[byte] for byte in range(_NUM_BYTES)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.checkpoints.make_tiny", description="Write a tiny DSA checkpoint."
+    )
+    parser.add_argument("out_dir", type=Path, help="directory to write, made when missing")
+    parser.add_argument("--variant", choices=VARIANTS, default="v32", help="DeepSeek-V3.2 (default) or GLM-5")
+    parser.add_argument(
+        "--draft",
+        type=float,
+        nargs="?",
+        const=LIKELY_DRAFTS,
+        metavar="GAIN",
+        help="with an MTP layer; gain of what it cannot know: 1 leaves the model as it is, %(const)s has "
+        "about half of its guesses right",
+    )
+    arguments = parser.parse_args()
+    write_checkpoint(arguments.out_dir, arguments.variant, arguments.draft)
+    print(f"wrote the {arguments.variant} tiny checkpoint to {arguments.out_dir}")
+
+
+if __name__ == "__main__":
+    main()

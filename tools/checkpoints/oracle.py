@@ -1,0 +1,182 @@
+"""Greedy tokens of transformers' own ``generate``, the independent oracle of tests and benchmarks.
+
+Float32, CPU, one prompt at a time, eager attention unless asked otherwise. This project's model code takes no
+part. Two things are not transformers' own: of equal scores the lowest positions are selected
+(``LowestFirst``), and GLM's latent norms have the configuration's epsilon, as in its authors' module.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hisparse_pd.model.loader import experts_implementation
+
+ORACLE_TIMEOUT_SECS = 900
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Oracle:
+    """Greedy tokens of a checkpoint, EOS ignored, computed beside the caller in a process of its own."""
+
+    def __init__(self, checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> None:
+        request = {"prompts": [list(prompt) for prompt in prompts], "num_new_tokens": num_new_tokens}
+        self._files = tempfile.TemporaryDirectory()
+        request_path = Path(self._files.name) / "request.json"
+        request_path.write_text(json.dumps(request))
+        self._answer_path = Path(self._files.name) / "answer.json"
+        self._log_path = Path(self._files.name) / "log"
+        arguments = (str(checkpoint.resolve()), str(request_path), str(self._answer_path))
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tools.checkpoints.oracle", *arguments],
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+            )
+
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """The new tokens of each prompt; waits for them."""
+        if self._process.wait(ORACLE_TIMEOUT_SECS) != 0:
+            raise RuntimeError(f"the oracle failed:\n{self._log_path.read_text()[-3000:]}")
+        return [list(tokens) for tokens in json.loads(self._answer_path.read_text())]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._files.cleanup()
+
+
+def greedy_tokens(checkpoint: Path, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> list[list[int]]:
+    """The new tokens of each prompt, EOS ignored, computed in this process."""
+    return list(generate(load(checkpoint), prompts, num_new_tokens, ignore_eos=True))
+
+
+def load(checkpoint: Path, attention: str = "eager") -> Any:
+    """transformers' model of ``checkpoint``. ``attention``: "sdpa" takes half as long over long prompts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        experts_implementation=experts_implementation(
+            AutoConfig.from_pretrained(checkpoint), torch.device("cpu"), torch.float32
+        ),
+    ).eval()
+    if model.config.model_type == "glm_moe_dsa":
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
+                norm.variance_epsilon = model.config.rms_norm_eps
+    return model
+
+
+class LowestFirst(TorchFunctionMode):
+    """While it is entered, ``topk`` chooses the lowest positions among equals, which torch leaves open."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.topk, torch.Tensor.topk):
+            return func(*args, **kwargs)
+        return _topk(*args, **kwargs)
+
+
+def _topk(
+    values: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> torch.return_types.topk:
+    """``torch.topk`` of the largest, in their order, of equal ones the lowest positions first."""
+    if not largest or dim not in (-1, values.dim() - 1):
+        raise ValueError(f"topk: expected the largest of the last dimension, got dimension {dim}")
+    # A stable sort is the rule itself and takes ten times as long: for rows with equals at the boundary.
+    rows = values.flatten(0, -2)
+    more, indices = rows.topk(min(k + 1, rows.shape[1]), dim=1)
+    best, indices = more[:, :k], indices[:, :k].clone()
+    is_tied = (more[:, k - 1 : -1] == more[:, k:]).any(dim=1)  # none where all are chosen
+    if is_tied.any():
+        order = rows[is_tied].sort(dim=1, descending=True, stable=True)
+        indices[is_tied] = order.indices[:, :k]
+    shape = (*values.shape[:-1], k)
+    return torch.return_types.topk((best.reshape(shape), indices.reshape(shape)))
+
+
+def generate(
+    model: Any, prompts: Sequence[Sequence[int]], num_new_tokens: int, *, ignore_eos: bool = False
+) -> Iterator[list[int]]:
+    """The new tokens of each prompt, one prompt after the other. With EOS, they end in it."""
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        ending: dict[str, Any] = {"min_new_tokens": num_new_tokens, "eos_token_id": None}
+        with torch.no_grad(), LowestFirst():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                **(ending if ignore_eos else {}),
+            )
+        yield out[0, len(prompt) :].tolist()
+
+
+def prompt_logprobs(model: Any, prompt: Sequence[int]) -> Tensor:
+    """float32 [len(prompt) - 1, vocab_size]: of every token behind each of the prompt's but the last."""
+    with torch.no_grad(), LowestFirst():
+        logits: Tensor = model(torch.tensor([list(prompt)])).logits[0, :-1]
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def select_at_random(model: Any, seed: int) -> None:
+    """Make every indexer of ``model`` select that many positions by lot: the control of a measurement.
+
+    Raises ValueError for a model without indexers that are known here.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_indexers = 0
+    for module in model.modules():
+        if not type(module).__name__.endswith("Indexer"):
+            continue
+        num_indexers += 1
+        top_k: int = module.index_topk
+
+        def forward(
+            hidden_states: Tensor,
+            q_resid: Tensor,
+            position_embeddings: tuple[Tensor, Tensor],
+            attention_mask: Tensor,
+            position_ids: Tensor,
+            past_key_values: Any = None,
+            top_k: int = top_k,
+        ) -> Tensor:
+            is_seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+            lots = torch.rand(is_seen.shape, generator=generator).masked_fill(~is_seen, -1.0)
+            return lots.topk(min(top_k, lots.shape[-1]), dim=-1).indices.to(torch.int32)
+
+        module.forward = forward
+    if not num_indexers:
+        raise ValueError(f"{type(model).__name__} has no indexer: there is no selection to draw by lot")
+
+
+def _main() -> None:
+    checkpoint, request_path, answer_path = map(Path, sys.argv[1:])
+    request = json.loads(request_path.read_text())
+    answers = greedy_tokens(checkpoint, request["prompts"], request["num_new_tokens"])
+    answer_path.write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    _main()

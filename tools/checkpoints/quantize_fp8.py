@@ -1,0 +1,72 @@
+"""Write a checkpoint's matrices in fp8 with a scale for each block of 128 x 128.
+
+    python -m tools.checkpoints.quantize_fp8 DIR OUT_DIR [--device cuda]
+
+The layout is that of the checkpoints of DeepSeek-V3.2 and GLM-5 in fp8, so that tests and benchmarks of
+other models go the way of these. Embeddings, the LM head, norms, the router's weights and the indexer's head
+weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from hisparse_pd.model.spec import weight_files
+from kernels.block_fp8 import BLOCK, quantize
+
+_KEPT = re.compile(r"norm|embed_tokens|lm_head|mlp\.gate\.|weights_proj")
+QUANTIZATION = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+
+
+def quantize_checkpoint(directory: Path, out_dir: Path, device: str = "cpu") -> None:
+    """Raises CheckpointError when weights are missing."""
+    from safetensors.torch import load_file, save_file
+
+    out_dir.mkdir(parents=True, exist_ok=True)
+    files = weight_files(directory)
+    for other in directory.iterdir():
+        if other.is_file() and other not in files and other.name != "model.safetensors.index.json":
+            shutil.copy(other, out_dir)
+    for path in files:
+        tensors = load_file(path)
+        for name, tensor in list(tensors.items()):
+            if is_quantized(name, tensor):
+                tensors |= quantized(name, tensor.to(device))
+        save_file(tensors, out_dir / path.name, metadata={"format": "pt"})
+    config_file = out_dir / "config.json"
+    config = json.loads(config_file.read_text()) | {"quantization_config": QUANTIZATION}
+    config_file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def is_quantized(name: str, tensor: Tensor) -> bool:
+    return tensor.ndim == 2 and _KEPT.search(name) is None
+
+
+def quantized(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The matrix and its scales, by the names that they have in a checkpoint; in main memory."""
+    values, scales = quantize(tensor)
+    return {name: values.cpu(), f"{name}_scale_inv": scales.cpu()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a checkpoint's matrices in fp8.")
+    parser.add_argument("directory", type=Path, help="checkpoint to read")
+    parser.add_argument("out_dir", type=Path, help="directory to write, made when missing")
+    parser.add_argument("--device", default="cpu", help="torch device that converts them")
+    arguments = parser.parse_args()
+    quantize_checkpoint(arguments.directory, arguments.out_dir, arguments.device)
+
+
+if __name__ == "__main__":
+    main()
