@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from decode_node.held_prefixes import HeldPrefix, HeldPrefixes, Match, kv_and_index_slots
-from decode_node.pools import SlotCounts
 from decode_node.request import Request
+from hisparse_pd.paging.pools import SlotCounts
 from hisparse_pd.vocabulary import Mode
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from decode_node.hot_buffers import HotBuffers
-from decode_node.pools import PoolKind
 from decode_node.request import Request
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
+from hisparse_pd.paging.pools import PoolKind
 from kernels.hot_state import ABSENT
 from kernels.indexer import gather_pages, index_topk
 from kernels.miss_plan import MissPlan

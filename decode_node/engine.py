@@ -24,7 +24,6 @@ from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
 from decode_node.metrics import Metrics
 from decode_node.next_plan import NextPlan
-from decode_node.pools import Pools
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.request import PeerAddress, RequestState
 from decode_node.request_life import RequestLife
@@ -59,6 +58,7 @@ from hisparse_pd.grammar.token_trie import TokenTrie
 from hisparse_pd.memory.device import DeviceMemory
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.paging.pools import Pools
 from hisparse_pd.process import parent_is_alive
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import RankPlace

@@ -20,7 +20,7 @@ conversation that grew by a page a turn is one run. Where answers were left behi
 sequence, those left the longest ago are given up, so that it has MAX_RUNS runs at most.
 
 A page is found by its key, a hash of all tokens up to its end and of the isolation key of who sent them
-(``hisparse_pd/engine/prompt_keys.py``).
+(``hisparse_pd/paging/prompt_keys.py``).
 Pure bookkeeping, as in ``pools.py``.
 """
 
@@ -32,12 +32,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from decode_node.pools import Holding, PoolKind, Pools, SlotCounts
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.engine.prompt_keys import TOKEN_BYTES, PageKey, page_keys
+from hisparse_pd.paging.allocator import PoolIntegrityError
+from hisparse_pd.paging.pools import Holding, PoolKind, Pools, SlotCounts
+from hisparse_pd.paging.prompt_keys import TOKEN_BYTES, PageKey, page_keys
 from hisparse_pd.vocabulary import Mode
 from protocol.messages import Extent
-from transfer.allocator import PoolIntegrityError
 
 KV_POOL: Final = {Mode.HISPARSE: PoolKind.HOST, Mode.DENSE: PoolKind.DEVICE}
 """Where the KV of a request is, and of the prefix that it leaves."""

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from decode_node.drafting import max_verifiable
 from decode_node.memory import DecodeMemory, pages_tensor, slots_tensor
-from decode_node.pools import PoolKind
 from decode_node.request import Request
 from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.vocabulary import Mode
 from kernels.hot_state import ABSENT, HotBufferState
 from kernels.miss_plan import MissPlan

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
 from decode_node.held_prefixes import KV_POOL, HeldPrefixes
-from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission, Exchange
 from hisparse_pd.engine.messages import QuarantinedRun
-from hisparse_pd.engine.prompt_keys import PageKey
+from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.paging.prompt_keys import PageKey
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import Room
 

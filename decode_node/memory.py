@@ -29,16 +29,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode_node.pools import SlotCounts
 from hisparse_pd.memory.free import memory_fault
 from hisparse_pd.memory.host import HostMemoryError, HostPool, Pinning, allocate_host
 from hisparse_pd.memory.machine import Machine
 from hisparse_pd.memory.peer import ipc_handle
 from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.paging.extents import extents_to_slots, slice_extents
+from hisparse_pd.paging.pools import SlotCounts
 from protocol.messages import Extent, Region, RegionKind, Room
 from transfer.aux_record import AuxLayout, AuxRecord
 from transfer.engine import TransferEngine
-from transfer.extents import extents_to_slots, slice_extents
 from transfer.lane_host import SharedMemory
 
 log = logging.getLogger(__name__)

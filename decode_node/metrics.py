@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from decode_node.live_requests import LiveRequests
-from decode_node.pools import PoolKind, Stage
 from decode_node.request import RequestState
 from hisparse_pd.engine.messages import EngineStats, PeerLane
+from hisparse_pd.paging.pools import PoolKind, Stage
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import DROP_REASONS
 

@@ -7,9 +7,9 @@ that cannot move costs a turn of the engine's loop nothing.
 from __future__ import annotations
 
 from decode_node.live_requests import LiveRequests
-from decode_node.pools import SlotCounts
 from decode_node.request import Request, RequestState
 from decode_node.scheduler import Limits, StepPlan, plan_step
+from hisparse_pd.paging.pools import SlotCounts
 
 
 class NextPlan:

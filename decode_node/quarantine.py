@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from decode_node.pools import Holding
 from decode_node.request import PeerAddress
+from hisparse_pd.paging.pools import Holding
 from protocol.messages import Room
 
 _NEVER = float("inf")

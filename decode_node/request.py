@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode_node.held_prefixes import KV_POOL, HeldPrefix, PromptKeys
-from decode_node.pools import Holding, PoolKind, SlotCounts
 from hisparse_pd.engine.messages import RequestStats
 from hisparse_pd.engine.phases import DECODE_PHASES, PhaseLog
-from hisparse_pd.engine.prompt_keys import PageKey
 from hisparse_pd.grammar.matcher import Matcher
 from hisparse_pd.grammar.token_trie import Grammar
+from hisparse_pd.paging.extents import joined
+from hisparse_pd.paging.pools import Holding, PoolKind, SlotCounts
+from hisparse_pd.paging.prompt_keys import PageKey
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams, TokenLogprob
 from protocol.messages import Extent, PrefillTimes, Room
-from transfer.extents import joined
 
 
 class RequestState(StrEnum):

@@ -21,7 +21,6 @@ from decode_node.held_prefixes import KV_POOL, PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import DuplicateRoom, Landing, LiveRequests
 from decode_node.metrics import Metrics
-from decode_node.pools import PoolKind
 from decode_node.prefill_peers import (
     InstanceGone,
     PeerEvent,
@@ -39,6 +38,8 @@ from decode_node.scheduler import Admission, Exchange, Limits, StepPlan, refusal
 from hisparse_pd.engine.messages import FromEngine, Generate, RequestFailed, Tokens
 from hisparse_pd.grammar.matcher import GrammarError
 from hisparse_pd.model.sampling import finish_reason
+from hisparse_pd.paging.extents import slice_extents
+from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.settings import HisparsePolicy
 from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode, TokenLogprob
 from protocol.messages import (
@@ -51,7 +52,6 @@ from protocol.messages import (
     RoomQuiet,
 )
 from transfer.aux_record import AuxMismatch
-from transfer.extents import slice_extents
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from decode_node.held_prefixes import HeldPrefix, kv_and_index_slots
-from decode_node.pools import SlotCounts, round_up
 from decode_node.request import Request
+from hisparse_pd.paging.pools import SlotCounts, round_up
 from hisparse_pd.vocabulary import Mode
 
 _ANY = 1 << 60

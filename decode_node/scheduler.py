@@ -33,9 +33,9 @@ from typing import assert_never
 from decode_node.beginnings import Beginning, Beginnings
 from decode_node.drafting import smallest_buffer
 from decode_node.held_prefixes import HeldPrefix, HeldPrefixes, kv_and_index_slots
-from decode_node.pools import SlotCounts, round_up
 from decode_node.request import Request
 from decode_node.reserve import Claim, Place, Reserve, claim_of, slots_of
+from hisparse_pd.paging.pools import SlotCounts, round_up
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 
 MAX_LOOKED_AT = 256

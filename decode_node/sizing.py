@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from decode_node.drafting import drafts_with_room, full_buffer, smallest_buffer
 from decode_node.micro_batches import NUM_MICRO_BATCHES
-from decode_node.pools import SlotCounts, round_up
 from decode_node.scheduler import Limits
 from hisparse_pd.memory.device import DeviceMemory, PoolDemand
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.model.token_counts import TokenCounts
+from hisparse_pd.paging.pools import SlotCounts, round_up
 from hisparse_pd.settings import DecodeSettings
 from kernels.gpu_sizes import check_swap_in_sizes
 

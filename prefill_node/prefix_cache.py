@@ -1,6 +1,6 @@
 """The prefix cache: owns the radix tree over the pages of prompts that were computed before.
 
-An edge of the tree is a run of whole pages, found by their keys (``hisparse_pd/engine/prompt_keys.py``).
+An edge of the tree is a run of whole pages, found by their keys (``hisparse_pd/paging/prompt_keys.py``).
 Rooms hold a ``Lease`` on the node where their cached prefix ends, which keeps every page on the path. Pages
 without a lease stay until their memory is needed, and go least recently used first, from the leaves
 upwards.
@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hisparse_pd.engine.prompt_keys import PageKey
+from hisparse_pd.paging.prompt_keys import PageKey
 from prefill_node.kv_pool import IntegrityError, PageId, PagePool
 
 

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hisparse_pd.paging.extents import expand_pages, extents_to_slots, slice_extents
 from prefill_node.registrations import Peer, kv_region_of
 from prefill_node.rooms import RoomRecord
 from protocol.messages import Bootstrap, RegionKind
-from transfer.extents import expand_pages, extents_to_slots, slice_extents
 from transfer.plan import SLICE_BYTES, LayerWrites, RegionView, SlicedWrites, plan_writes
 from transfer.sender import Ready, Sender, WriteBatch
 

@@ -28,8 +28,8 @@ from hisparse_pd.engine.messages import (
     Tokens,
     unpack_token_ids,
 )
-from hisparse_pd.engine.prompt_keys import PageKey, page_keys
 from hisparse_pd.grammar.compiler import MAX_WAIT_SECS, Compiler
+from hisparse_pd.paging.prompt_keys import PageKey, page_keys
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED, Mode
 from prefill_node.kv_pool import IntegrityError, PagePool
 from prefill_node.prefix_cache import PrefixCache

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from hisparse_pd.engine.messages import Generate
 from hisparse_pd.engine.phases import PREFILL_PHASES, PhaseLog
-from hisparse_pd.engine.prompt_keys import PageKey
 from hisparse_pd.grammar.token_trie import Grammar
+from hisparse_pd.paging.prompt_keys import PageKey
 from prefill_node.kv_pool import PageId
 from prefill_node.prefix_cache import Lease
 from prefill_node.registrations import Peer

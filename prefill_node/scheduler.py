@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
-from hisparse_pd.engine.prompt_keys import PageKey
+from hisparse_pd.paging.prompt_keys import PageKey
 from prefill_node.prefix_cache import PrefixMatch
 from protocol.messages import Room
 

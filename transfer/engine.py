@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hisparse_pd.memory.machine import Machine
+from hisparse_pd.paging.extents import SlotArray, ranges_around
 from protocol.access import WILDCARD_HOSTS
 from transfer.errors import TransferError as TransferError
 from transfer.errors import TransferSetupError as TransferSetupError
-from transfer.extents import SlotArray, as_write, ranges_around
-from transfer.plan import MAX_DESCRIPTOR_BYTES, cut_long
+from transfer.plan import MAX_DESCRIPTOR_BYTES, as_write, cut_long
 from transfer.transport import TCP, Transport, address_fault, environment_fault
 
 log = logging.getLogger(__name__)

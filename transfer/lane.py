@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Final, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hisparse_pd.paging.extents import SlotArray
 from protocol.lane import LaneOffer
 from transfer.engine import TransferEngine
 from transfer.errors import TransferError
-from transfer.extents import SlotArray, as_write
 from transfer.lane_memory import Copying, LaneError, Mapping
-from transfer.plan import SLICE_BYTES, cut_long
+from transfer.plan import SLICE_BYTES, as_write, cut_long
 
 if TYPE_CHECKING:
     from hisparse_pd.memory.peer import GpuWriter

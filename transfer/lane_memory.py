@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from hisparse_pd.paging.extents import SlotArray, ranges_around
 from protocol.lane import (
     MAX_LANE_MESSAGE_BYTES,
     MAX_WINDOWS,
@@ -37,7 +38,6 @@ from protocol.lane import (
     encoder,
 )
 from transfer.errors import TransferError
-from transfer.extents import SlotArray, ranges_around
 from transfer.lane_copy import copy_ranges
 from transfer.plan import cut_long
 

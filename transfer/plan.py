@@ -16,7 +16,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from transfer.extents import SlotArray, as_slots
+from hisparse_pd.paging.extents import SlotArray, as_slots
+from transfer.errors import TransferError
 
 MAX_DESCRIPTOR_BYTES: Final = 4 << 20
 """Longer byte ranges are cut: Mooncake spreads descriptors, not bytes, over its connections to a peer. Pieces
@@ -215,6 +216,16 @@ def slices(blocks: Iterable[Descriptors], max_cost: int) -> Iterator[Descriptors
                 parts, left = [], max_cost
     if parts:
         yield join_descriptors(parts)
+
+
+def as_write(
+    src_addrs: ArrayLike, dst_addrs: ArrayLike, lengths: ArrayLike
+) -> tuple[SlotArray, SlotArray, SlotArray]:
+    """The arguments of a write, int64 [num_descriptors] each. Raises TransferError when one has fewer."""
+    src, dst, num_bytes = as_slots(src_addrs), as_slots(dst_addrs), as_slots(lengths)
+    if not src.size == dst.size == num_bytes.size:
+        raise TransferError(f"{src.size} sources, {dst.size} destinations and {num_bytes.size} lengths")
+    return src, dst, num_bytes
 
 
 def cut_long(

@@ -27,9 +27,9 @@ from hisparse_pd.engine.messages import (
     request_prefix,
     unpack_token_ids,
 )
-from hisparse_pd.engine.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.http.off_loop import off_loop
+from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity
 from hisparse_pd.vocabulary import HisparseFlag
 
 MAX_SCORES = 1 << 19

@@ -51,8 +51,8 @@ from hisparse_pd.api.sampling_options import (
     parse_openai_options,
     parse_responses_options,
 )
-from hisparse_pd.engine.prompt_keys import PageKey, root_of
 from hisparse_pd.http.http_errors import ApiError, InvalidField
+from hisparse_pd.paging.prompt_keys import PageKey, root_of
 from hisparse_pd.settings import PrefillSettings
 from hisparse_pd.vocabulary import HisparseFlag
 from protocol.access import is_host

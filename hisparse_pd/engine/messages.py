@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.msgpack import Encoder
 
 from hisparse_pd.engine.phases import Phase
-from hisparse_pd.engine.prompt_keys import PromptIdentity
+from hisparse_pd.paging.prompt_keys import PromptIdentity
 from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode, SamplingParams, TokenLogprob
 from protocol.decoding import TypedDecoder
 from protocol.messages import PrefillTimes

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from typing import Final, Generic, TypeVar
 
-from hisparse_pd.engine.prompt_keys import NO_ISOLATION, PageKey, chain
+from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, chain
 
 BLOCK_BYTES: Final = 512
 """Some 128 tokens of English, or 128 packed ids: two pages."""

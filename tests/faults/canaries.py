@@ -20,9 +20,9 @@ from torch import Tensor
 
 import decode_node.engine
 from decode_node.memory import DecodeMemory
-from decode_node.pools import Holding, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.paging.extents import extents_to_slots
+from hisparse_pd.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from protocol.messages import Extent, Room
-from transfer.extents import extents_to_slots
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import torch
 
 import transfer.engine
 import transfer.lane_memory
-from transfer.extents import SlotArray
+from hisparse_pd.paging.extents import SlotArray
 from transfer.lane_copy import copy_ranges
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import ArrayLike
 
 from hisparse_pd.memory.peer import GpuWriter, word_bytes
+from hisparse_pd.paging.extents import SlotArray
 from tests.gpu.lane_peer import LanePeer
 from tests.gpu.support import needs_gpu
-from transfer.extents import SlotArray
 from transfer.lane import Lane, Lanes
 from transfer.lane_memory import PIECE_BYTES, RUN_BYTES
 from transfer.plan import DESCRIPTOR_COST_BYTES, LayerWrites, RegionView, SlicedWrites, plan_writes

@@ -8,8 +8,8 @@ import torch
 
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory
-from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request
+from hisparse_pd.paging.pools import Pools, SlotCounts
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from kernels.hot_state import HotBufferState
 from kernels.swap_in import RowStart, start_dense_row, start_row

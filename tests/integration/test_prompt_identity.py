@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.engine.prompt_keys import PromptIdentity, root_of
+from hisparse_pd.paging.prompt_keys import PromptIdentity, root_of
 from tests.integration.harness import Deployment, Service, is_idle, pool_usage, wait_until
 
 pytestmark = pytest.mark.I5

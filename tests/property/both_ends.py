@@ -21,10 +21,11 @@ from unittest.mock import patch
 from decode_node import sizing
 from decode_node.engine import DecodeEngine
 from decode_node.memory import DecodeMemory
-from decode_node.pools import PoolKind, Stage
 from decode_node.request import PeerAddress
 from hisparse_pd.engine.messages import Generate, GenerateGroup, pack_token_ids
-from hisparse_pd.engine.prompt_keys import root_of
+from hisparse_pd.paging.extents import extents_to_slots
+from hisparse_pd.paging.pools import PoolKind, Stage
+from hisparse_pd.paging.prompt_keys import root_of
 from hisparse_pd.settings import DecodeSettings, PrefillSettings
 from prefill_node.engine import PrefillEngine
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
@@ -51,7 +52,6 @@ from tests.property.sim_transport import (
     SimTransfer,
     WriteFate,
 )
-from transfer.extents import extents_to_slots
 from transfer.transport import TCP
 
 QUARANTINE_SECS = 15.0

@@ -18,7 +18,6 @@ import torch
 
 from decode_node.drafting import max_verifiable
 from decode_node.memory import DecodeMemory
-from decode_node.pools import PoolKind
 from decode_node.request import Request
 from decode_node.steps import StepResult
 from hisparse_pd.engine.lockstep import NodeStep
@@ -32,6 +31,8 @@ from hisparse_pd.engine.messages import (
     Tokens,
 )
 from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.paging.extents import expand_pages, extents_to_slots
+from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.vocabulary import Mode
 from prefill_node.compute import Computed, FirstToken, LayerWritten
 from prefill_node.memory import PrefillMemory
@@ -39,7 +40,6 @@ from prefill_node.rooms import RoomRecord
 from prefill_node.scheduler import Chunk
 from tests.property.sim_transport import SafetyViolation
 from tests.unit.model.model_specs import make_spec
-from transfer.extents import expand_pages, extents_to_slots
 
 PAGE_SIZE = 4
 TAG_BYTES = 16

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hisparse_pd.paging.allocator import ExtentAllocator, ExtentError, PoolExhausted, PoolIntegrityError
+from hisparse_pd.paging.extents import slice_extents, total_length
 from protocol.messages import Extent
-from transfer.allocator import ExtentAllocator, ExtentError, PoolExhausted, PoolIntegrityError
-from transfer.extents import slice_extents, total_length
 
 pytestmark = pytest.mark.I2
 

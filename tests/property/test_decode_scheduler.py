@@ -19,16 +19,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from decode_node.held_prefixes import PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.next_plan import NextPlan
-from decode_node.pools import PoolKind, Pools, SlotCounts
 from decode_node.quarantine import Quarantined
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.reserve import Claim, Reserve
 from decode_node.scheduler import AUTO_DENSE_MARGIN, Limits, StepPlan, refusal
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.engine.prompt_keys import NO_ISOLATION
+from hisparse_pd.paging.extents import extents_to_slots, slice_extents
+from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
+from hisparse_pd.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Extent, Room
-from transfer.extents import extents_to_slots, slice_extents
 
 pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I4, pytest.mark.I6, pytest.mark.I7]
 

@@ -18,14 +18,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from decode_node import held_prefixes
 from decode_node.held_prefixes import KV_POOL, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
-from decode_node.pools import PoolKind, Pools, SlotCounts
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.engine.prompt_keys import PageKey, root_of
+from hisparse_pd.paging.extents import extents_to_slots, slice_extents
+from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
+from hisparse_pd.paging.prompt_keys import PageKey, root_of
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Extent, Room
-from transfer.extents import extents_to_slots, slice_extents
 
 pytestmark = pytest.mark.I2
 

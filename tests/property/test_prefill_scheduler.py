@@ -26,6 +26,7 @@ from hisparse_pd.engine.messages import (
     RequestFailed,
     pack_token_ids,
 )
+from hisparse_pd.paging.extents import expand_pages
 from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.kv_pool import PagePool, PageState
 from prefill_node.prefix_cache import PrefixCache, PrefixMatch
@@ -46,7 +47,6 @@ from protocol.messages import (
     ToDecode,
 )
 from tests.identities import ANY, DIGEST
-from transfer.extents import expand_pages
 from transfer.plan import Descriptors, RegionView, join_descriptors
 from transfer.sender import Completion, WriteBatch
 

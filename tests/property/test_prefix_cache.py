@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.engine.prompt_keys import PageKey, page_keys, root_of
+from hisparse_pd.paging.prompt_keys import PageKey, page_keys, root_of
 from prefill_node.kv_pool import IntegrityError, PageId, PagePool
 from prefill_node.prefix_cache import Lease, PrefixCache, PrefixMatch
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hisparse_pd.paging.extents import SlotArray, expand_pages
 from transfer.engine import MAX_BATCH_DESCRIPTORS
-from transfer.extents import SlotArray, expand_pages
 from transfer.plan import MAX_DESCRIPTOR_BYTES, Descriptors, RegionView, descriptors, plan_writes
 
 MAX_PAYLOAD_BYTES = 4096

@@ -19,6 +19,7 @@ FLOORS = (
     (
         "hisparse_pd.memory",
         "hisparse_pd.model",
+        "hisparse_pd.paging",
         "hisparse_pd.settings",
         "hisparse_pd.process",
         "hisparse_pd.ports",
@@ -72,12 +73,12 @@ PURE = (
         "decode_node/scheduler.py",
         "decode_node/next_plan.py",
         "decode_node/reserve.py",
-        "decode_node/pools.py",
     ),
     *("decode_node/live_requests.py", "decode_node/quarantine.py", "decode_node/request.py"),
     *("decode_node/liveness.py", "prefill_node/scheduler.py", "prefill_node/rooms.py"),
     *("prefill_node/kv_pool.py", "prefill_node/prefix_cache.py"),
-    *("transfer/allocator.py", "transfer/plan.py", "transfer/send_queue.py"),
+    *(f"hisparse_pd/paging/{name}.py" for name in ("prompt_keys", "allocator", "pools")),
+    *("transfer/plan.py", "transfer/send_queue.py"),
 )
 """Schedulers, pools and plans: no tensors, no sockets, no HTTP."""
 

@@ -51,7 +51,6 @@ from torch import Tensor
 from decode_node.drafting import full_buffer
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, slots_tensor
-from decode_node.pools import PoolKind, Pools, SlotCounts, round_up
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.runner import make_runner
 from decode_node.sizing import LOOKUPS_PER_HOST_TOKEN, DecodeSettingsError
@@ -66,6 +65,7 @@ from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.model.rank_group import RankGroup
 from hisparse_pd.model.spec import ModelSpec, load_spec
+from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, round_up
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import MAX_DRAFTS, HisparseFlag, Mode, RankPlace, SamplingParams, pack_logit_bias
 from prefill_node.compute import PromptRunner

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from decode_node.pools import SlotCounts
 from decode_node.sizing import device_demand
 from hisparse_pd.memory.device import DeviceMemory
 from hisparse_pd.model.spec import ModelSpec, weight_files
+from hisparse_pd.paging.pools import SlotCounts
 from hisparse_pd.settings import DecodeSettings
 
 EXPERTS = ".mlp.experts."

@@ -35,12 +35,12 @@ from numpy.typing import NDArray
 from hisparse_pd.bench.facts import OUT, ROOT, run_facts, spread
 from hisparse_pd.bench.report import make_console, write_json
 from hisparse_pd.memory.host import allocate_host
+from hisparse_pd.paging.allocator import ExtentAllocator
+from hisparse_pd.paging.extents import SlotArray, expand_pages, extents_to_slots, slots_to_extents
 from protocol.lane import LaneOffer
 from protocol.messages import MAX_EXTENTS, Room
 from tools.bench.transfer_report import print_report
-from transfer.allocator import ExtentAllocator
 from transfer.engine import MAX_BATCH_DESCRIPTORS, TransferEngine, quiet_mooncake_logs
-from transfer.extents import SlotArray, expand_pages, extents_to_slots, slots_to_extents
 from transfer.lane import Lanes
 from transfer.lane_host import LaneHost, SharedMemory
 from transfer.plan import (

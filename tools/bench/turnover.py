@@ -29,7 +29,6 @@ from decode_node.live_requests import LiveRequests
 from decode_node.memory import DecodeMemory
 from decode_node.metrics import Metrics
 from decode_node.next_plan import NextPlan
-from decode_node.pools import Pools, round_up
 from decode_node.prefill_peers import PrefillPeers, RoomMessage
 from decode_node.request import PeerAddress
 from decode_node.request_life import RequestLife
@@ -44,6 +43,7 @@ from hisparse_pd.memory.device import use_device
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.paging.pools import Pools, round_up
 from hisparse_pd.settings import DecodeSettings, HisparsePolicy
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Bootstrap, RoomDone

@@ -22,8 +22,8 @@ from hisparse_pd.api.requests import Limits, SampleRequest, grouped, plan_sample
 from hisparse_pd.api.schemas import ApiRequest, Endpoint, derive_room, parse_request
 from hisparse_pd.api.text_codec import TextCodec
 from hisparse_pd.engine.messages import WantedScores, pack_token_ids, unpack_token_ids
-from hisparse_pd.engine.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
 from hisparse_pd.http.http_errors import ApiError
+from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
 from hisparse_pd.vocabulary import HisparseFlag, pack_logit_bias
 from protocol.decoding import MAX_NESTING
 from tests.unit.api.scripted_engine import CONTEXT_LENGTH

@@ -37,13 +37,14 @@ from hisparse_pd.engine.messages import (
     Tokens,
     pack_token_ids,
 )
-from hisparse_pd.engine.prompt_keys import NO_ISOLATION, PageKey
 from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.model.sampling import sample
 from hisparse_pd.model.spec import ModelSpec, load_spec
+from hisparse_pd.paging.extents import extents_to_slots
+from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, TokenLogprob
 from protocol.bootstrap import BootstrapInfo
@@ -68,7 +69,6 @@ from protocol.messages import (
 from tests.identities import identity_of
 from tests.unit.kept_engines import kept_engine, kept_engines
 from transfer.aux_record import AuxLayout
-from transfer.extents import extents_to_slots
 from transfer.transport import TCP
 
 Prompt = tuple[int, ...]

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from decode_node.device_step import HostStep
 from decode_node.memory import slots_tensor
-from decode_node.pools import PoolKind
 from decode_node.request import Request, RequestState
 from decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import RequestStats
+from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.vocabulary import FinishReason, HisparseFlag, Mode
 from kernels.indexer import index_topk
 from tests.unit.decode_node.support import (

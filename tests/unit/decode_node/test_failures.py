@@ -16,12 +16,12 @@ import torch
 
 import decode_node.engine
 import decode_node.scheduler
-from decode_node.pools import PoolKind, SlotCounts, Stage
 from decode_node.prefill_peers import PeerLost, RoomMessage
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.reserve import Reserve
 from decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import Abort, ReleaseQuarantine
+from hisparse_pd.paging.pools import PoolKind, SlotCounts, Stage
 from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode
 from kernels.hot_state import HotBufferError
 from kernels.swap_in import RowStart

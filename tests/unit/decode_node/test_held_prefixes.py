@@ -13,11 +13,13 @@ import pytest
 from decode_node.held_prefixes import HeldPrefixes, Match, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import slots_tensor
-from decode_node.pools import PoolKind, Pools, SlotCounts, Stage
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission
 from hisparse_pd.engine.messages import FlushCache, pack_token_ids
-from hisparse_pd.engine.prompt_keys import NO_ISOLATION, PageKey, root_of
+from hisparse_pd.paging.allocator import PoolExhausted, PoolIntegrityError
+from hisparse_pd.paging.extents import extents_to_slots
+from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, root_of
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room
 from tests.identities import identity_of
@@ -32,8 +34,6 @@ from tests.unit.decode_node.support import (
     load_checkpoint,
     random_prompt,
 )
-from transfer.allocator import PoolExhausted, PoolIntegrityError
-from transfer.extents import extents_to_slots
 
 PAGE = 4
 PEER = PeerAddress("prefill", 8998)

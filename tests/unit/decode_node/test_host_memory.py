@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_node.memory import DecodeMemory, check_host_memory, host_runs
-from decode_node.pools import SlotCounts
 from hisparse_pd.memory import host as host_memory
 from hisparse_pd.memory.host import (
     PAGE_BYTES,
@@ -23,10 +22,11 @@ from hisparse_pd.memory.host import (
     touch_slices,
 )
 from hisparse_pd.model.spec import ModelSpec
+from hisparse_pd.paging.extents import extents_to_slots
+from hisparse_pd.paging.pools import SlotCounts
 from protocol.messages import Extent, RegionKind
 from tests.unit.model.model_specs import make_spec
 from tests.unit.transfer.fake_machine import GIB, FakeMachine
-from transfer.extents import extents_to_slots
 from transfer.plan import RegionView, descriptors, plan_writes
 
 

@@ -11,8 +11,8 @@ import torch
 from decode_node import hot_buffers
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory
-from decode_node.pools import PoolKind, Pools, SlotCounts
 from decode_node.request import PeerAddress, Request
+from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from kernels.swap_in import RowStart
 from protocol.messages import Room

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from decode_node.memory import DecodeMemory
-from decode_node.pools import PoolKind, Stage
 from hisparse_pd.engine.messages import Abort, PeerLane
+from hisparse_pd.paging.pools import PoolKind, Stage
 from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, HisparseFlag
 from protocol.messages import PROTOCOL_VERSION, Registered
 from tests.unit.decode_node.support import (

@@ -6,10 +6,10 @@ from collections import Counter
 
 from decode_node.live_requests import LiveRequests
 from decode_node.metrics import Metrics
-from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request
 from decode_node.scheduler import Admission
 from hisparse_pd.engine.messages import EngineStats
+from hisparse_pd.paging.pools import Pools, SlotCounts
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room
 

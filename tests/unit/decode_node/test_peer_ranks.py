@@ -12,9 +12,9 @@ import pytest
 
 from decode_node import prefill_peers
 from decode_node.live_requests import LiveRequests
-from decode_node.pools import Pools, SlotCounts
 from decode_node.prefill_peers import InstanceGone, PeerEvent, PeerLost, PeerReady, PrefillPeers, RanksChanged
 from decode_node.request import PeerAddress, Request, RequestState
+from hisparse_pd.paging.pools import Pools, SlotCounts
 from hisparse_pd.vocabulary import HisparseFlag, SamplingParams
 from protocol.bootstrap import BootstrapInfo, RankInfo
 from protocol.channels import ControlServer

@@ -11,12 +11,12 @@ from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.metrics import Metrics
 from decode_node.next_plan import NextPlan
-from decode_node.pools import Pools, SlotCounts
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.request_life import RequestLife
 from decode_node.scheduler import MAX_LOOKED_AT, Admission, Limits
 from hisparse_pd.engine.messages import Generate
+from hisparse_pd.paging.pools import Pools, SlotCounts
 from hisparse_pd.settings import HisparsePolicy
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from tests.identities import DIGEST

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from decode_node.pools import Pools, SlotCounts
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.row_counts import RowCounts
 from decode_node.runner import make_runner
 from decode_node.scheduler import Exchange, StepPlan
 from hisparse_pd.engine.messages import Generate, GenerateGroup
+from hisparse_pd.paging.pools import Pools, SlotCounts
 from hisparse_pd.vocabulary import HisparseFlag, SamplingParams, pack_logit_bias
 from protocol.messages import Room
 from tests.identities import ANY

@@ -9,13 +9,13 @@ import pytest
 from decode_node.beginnings import Beginnings
 from decode_node.held_prefixes import HeldPrefix, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
-from decode_node.pools import Holding, Pools, SlotCounts, Stage
 from decode_node.request import PeerAddress, Request, RequestState
 from decode_node.reserve import Claim, Reserve
 from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
 from decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.engine.prompt_keys import NO_ISOLATION
+from hisparse_pd.paging.pools import Holding, Pools, SlotCounts, Stage
+from hisparse_pd.paging.prompt_keys import NO_ISOLATION
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room

@@ -18,11 +18,11 @@ from torch import Tensor
 from decode_node import sizing
 from decode_node.hot_buffers import HotBuffers
 from decode_node.memory import DecodeMemory, num_host_bytes
-from decode_node.pools import SlotCounts
 from decode_node.sizing import DecodeSettingsError, device_demand, make_limits, size_device_pool, table_bytes
 from hisparse_pd.memory.device import DeviceMemory, DeviceMemoryError, DeviceMissingError, check_devices
 from hisparse_pd.model.spec import ModelSpec, load_spec
 from hisparse_pd.model.token_counts import TokenCounts
+from hisparse_pd.paging.pools import SlotCounts
 from hisparse_pd.settings import DecodeSettings, PrefillSettings
 from hisparse_pd.vocabulary import CheckpointError
 from kernels.hot_state import HotBufferState

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from decode_node.memory import slots_tensor
-from decode_node.pools import PoolKind
 from decode_node.request import RequestState
 from decode_node.runner import make_runner
 from decode_node.scheduler import Exchange, StepPlan
+from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 from tests.unit.decode_node.speculation_support import (
     MAX_DRAFTS,

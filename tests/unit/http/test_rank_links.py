@@ -19,7 +19,6 @@ from hisparse_pd.engine.messages import (
     ToEngine,
     Tokens,
 )
-from hisparse_pd.engine.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
 from hisparse_pd.http.engine_link import (
     ByPrefix,
     EngineLink,
@@ -31,6 +30,7 @@ from hisparse_pd.http.engine_link import (
 )
 from hisparse_pd.http.http_errors import QueueFull
 from hisparse_pd.http.prefixes import BLOCK_BYTES
+from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptIdentity, root_of
 from hisparse_pd.vocabulary import FinishReason, SamplingParams
 from tests.identities import ANY
 

@@ -36,13 +36,14 @@ from hisparse_pd.engine.messages import (
     pack_token_ids,
 )
 from hisparse_pd.engine.phases import PREFILL_PHASES
-from hisparse_pd.engine.prompt_keys import PromptIdentity
 from hisparse_pd.engine.sockets import EngineSocket
 from hisparse_pd.memory.host import HostPool, allocate_host
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.model.spec import ModelSpec, load_spec
+from hisparse_pd.paging.extents import expand_pages, extents_to_slots
+from hisparse_pd.paging.prompt_keys import PromptIdentity
 from hisparse_pd.settings import PrefillSettings
 from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.compute import LayerWritten
@@ -69,7 +70,6 @@ from protocol.polling import Poller
 from tests.identities import ANY, DIGEST
 from tests.unit.kept_engines import kept_engine, kept_engines
 from transfer.aux_record import AuxLayout, AuxRecord
-from transfer.extents import expand_pages, extents_to_slots
 from transfer.lane_host import LaneHost, SharedMemory
 from transfer.sender import Ready, WriteBatch
 from transfer.transport import TCP

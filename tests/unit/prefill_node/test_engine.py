@@ -20,7 +20,7 @@ from hisparse_pd.engine.messages import (
     RequestFailed,
     pack_token_ids,
 )
-from hisparse_pd.engine.prompt_keys import root_of
+from hisparse_pd.paging.prompt_keys import root_of
 from hisparse_pd.vocabulary import SamplingParams, pack_logit_bias
 from prefill_node.kv_pool import PageState
 from protocol.messages import AbortRoom, Extent, Room, RoomDone, RoomFailed, RoomQuiet

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from hisparse_pd.engine.messages import PrefillFinished, RequestFailed, Shutdown, pack_token_ids
-from hisparse_pd.engine.prompt_keys import PromptIdentity, page_keys, root_of
+from hisparse_pd.paging.prompt_keys import PromptIdentity, page_keys, root_of
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED
 from prefill_node.kv_pool import PageState
 from prefill_node.registrations import Registrations

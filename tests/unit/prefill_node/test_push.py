@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hisparse_pd.paging.extents import expand_pages, extents_to_slots
 from prefill_node import push as push_module
 from prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
 from prefill_node.registrations import Peer
 from prefill_node.rooms import RoomRecord, RoomState
 from protocol.messages import Bootstrap, Extent, RegionKind, Room
 from tests.identities import DIGEST
-from transfer.extents import expand_pages, extents_to_slots
 from transfer.plan import Descriptors, RegionView, RunPlan, join_descriptors
 from transfer.sender import Ready, WriteBatch
 

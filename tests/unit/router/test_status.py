@@ -16,9 +16,9 @@ from starlette.types import Send
 
 from decode_node.live_requests import LiveRequests
 from decode_node.metrics import Metrics
-from decode_node.pools import Pools, SlotCounts
 from hisparse_pd.engine.messages import EngineStats
 from hisparse_pd.http.metrics import FrontMetrics
+from hisparse_pd.paging.pools import Pools, SlotCounts
 from hisparse_pd.vocabulary import Mode
 from router import status
 from router.drain import Drain

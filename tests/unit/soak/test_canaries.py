@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode_node.memory import DecodeMemory
-from decode_node.pools import PoolKind, SlotCounts
+from hisparse_pd.paging.pools import PoolKind, SlotCounts
 from protocol.messages import Room
 from tests.faults.canaries import Canaries, CanaryPools
 from tests.unit.model.model_specs import make_spec

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hisparse_pd.memory.host import HostPool, allocate_host
+from hisparse_pd.paging.extents import SlotArray
 from protocol.lane import LaneOffer
 from tests.waiting import wait_until
 from transfer.errors import TransferError
-from transfer.extents import SlotArray
 from transfer.lane import Lane, Lanes
 from transfer.lane_host import LaneHost, SharedMemory
 

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 import transfer.lane
 import transfer.lane_memory
 from hisparse_pd.memory.host import allocate_host
+from hisparse_pd.paging.extents import SlotArray
 from protocol.lane import SOCKET_PREFIX, LaneOffer, LaneWelcome, Window, encoder
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Pair, pair_of
 from tests.unit.transfer.lane_writer import LaneWriter
 from tests.waiting import wait_until
 from transfer.errors import TransferError, TransferSetupError
-from transfer.extents import SlotArray
 from transfer.lane import Lane
 from transfer.lane_copy import SHORT_BYTES, copy_ranges
 from transfer.lane_host import LaneHost, SharedMemory, remove_stale

@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 import transfer.lane
+from hisparse_pd.paging.extents import SlotArray
 from tests.unit.transfer.lane_pair import POOL_BYTES, SESSION, WAIT_SECS, Network, Pair, pair_of
 from tests.waiting import wait_until
 from transfer.errors import TransferError
-from transfer.extents import SlotArray
 from transfer.lane import Lane
 from transfer.lane_copy import copy_ranges
 from transfer.lane_host import SharedMemory

@@ -12,7 +12,7 @@ import torch
 
 from decode_node import engine as decode_engine
 from decode_node import memory as decode_memory
-from decode_node.pools import SlotCounts
+from hisparse_pd.paging.pools import SlotCounts
 from hisparse_pd.settings import DecodeSettings, PrefillSettings
 from prefill_node import engine as prefill_engine
 from prefill_node import memory as prefill_memory

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.messages import Extent
-from transfer.extents import (
+from hisparse_pd.paging.extents import (
     as_slots,
     expand_pages,
     extents_to_slots,
@@ -17,6 +16,7 @@ from transfer.extents import (
     slots_to_extents,
     total_length,
 )
+from protocol.messages import Extent
 
 extent_lists = st.lists(st.builds(Extent, st.integers(0, 500), st.integers(1, 40)), max_size=12)
 quick = settings(derandomize=True, max_examples=100)

@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from decode_node.pools import Holding, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.paging.allocator import PoolExhausted
+from hisparse_pd.paging.extents import extents_to_slots
+from hisparse_pd.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from protocol.messages import Room
-from transfer.allocator import PoolExhausted
-from transfer.extents import extents_to_slots
 
 pytestmark = pytest.mark.I2
 

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from protocol.messages import Extent
-from transfer.errors import TransferError
 
 SlotArray: TypeAlias = NDArray[np.int64]
 """int64 [num_tokens]: one token slot a position."""
@@ -106,16 +105,6 @@ def expand_pages(page_ids: ArrayLike, page_size: int, start_token: int, stop_tok
     slots = (pages[first_page:last_page, None] * page_size + in_page).reshape(-1)
     skipped = start_token - first_page * page_size
     return slots[skipped : skipped + stop_token - start_token]
-
-
-def as_write(
-    src_addrs: ArrayLike, dst_addrs: ArrayLike, lengths: ArrayLike
-) -> tuple[SlotArray, SlotArray, SlotArray]:
-    """The arguments of a write, int64 [num_descriptors] each. Raises TransferError when one has fewer."""
-    src, dst, num_bytes = as_slots(src_addrs), as_slots(dst_addrs), as_slots(lengths)
-    if not src.size == dst.size == num_bytes.size:
-        raise TransferError(f"{src.size} sources, {dst.size} destinations and {num_bytes.size} lengths")
-    return src, dst, num_bytes
 
 
 def as_slots(values: ArrayLike) -> SlotArray:

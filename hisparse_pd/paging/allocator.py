@@ -9,8 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 
+from hisparse_pd.paging.extents import total_length
 from protocol.messages import Extent
-from transfer.extents import total_length
 
 
 class PoolExhausted(Exception):

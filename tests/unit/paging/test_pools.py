@@ -7,13 +7,13 @@ import re
 import pytest
 
 from decode_node.live_requests import DuplicateRoom, Landing, LiveRequests
-from decode_node.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from decode_node.quarantine import Quarantine, Quarantined
 from decode_node.request import IllegalMove, PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission, Exchange
+from hisparse_pd.paging.allocator import PoolExhausted, PoolIntegrityError
+from hisparse_pd.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Extent, Room
-from transfer.allocator import PoolExhausted, PoolIntegrityError
 
 TOTALS = SlotCounts(host=100, device=64, index=128, lookup=200, aux=4, req_row=4)
 NEED = SlotCounts(host=10, device=17, index=10, lookup=10, aux=1, req_row=1)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hisparse_pd.engine.messages import pack_token_ids
-from hisparse_pd.engine.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity, page_keys, root_of
 from hisparse_pd.http.prefixes import BLOCK_BYTES, block_keys
+from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity, page_keys, root_of
 
 pytestmark = pytest.mark.I5
 

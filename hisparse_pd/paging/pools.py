@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from hisparse_pd.paging.allocator import ExtentAllocator, PoolExhausted, PoolIntegrityError
+from hisparse_pd.paging.extents import joined, slice_extents, total_length
 from protocol.messages import Extent, Room
-from transfer.allocator import ExtentAllocator, PoolExhausted, PoolIntegrityError
-from transfer.extents import joined, slice_extents, total_length
 
 
 class PoolKind(StrEnum):
