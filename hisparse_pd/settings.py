@@ -1,6 +1,6 @@
 """Settings of the three services: frozen, validated once, the same from the command line and from a file.
 
-Each field's description gives its unit; ``hisparse_pd.py`` turns the fields into options (``page_size`` is
+Each field's description gives its unit; ``hisparse_pd.cli`` turns the fields into options (``page_size`` is
 ``--page-size``) and reads the same names from a TOML or YAML file. Unknown keys and bad values raise
 ``pydantic.ValidationError``.
 """

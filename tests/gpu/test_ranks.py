@@ -25,7 +25,7 @@ import torch
 from kernels.block_fp8 import DTYPE as FP8
 from hisparse_pd.model.experts import RoutedExperts
 from hisparse_pd.model.rank_group import RankGroup
-from vocabulary import RankPlace
+from hisparse_pd.vocabulary import RankPlace
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 device = torch.device("cuda", rank)

@@ -79,7 +79,7 @@ def test_what_a_check_says(check: Callable[[str], str], text: str, said: str) ->
 
 INTERRUPTED = """
 import os, signal, sys, time
-from grammar import checker
+from hisparse_pd.grammar import checker
 
 class Trie:
     def compile(self, text):

@@ -25,7 +25,7 @@ from kernels.block_fp8 import DTYPE as FP8
 from kernels.row_math import fix_arithmetic
 from hisparse_pd.model.experts import RoutedExperts
 from hisparse_pd.model.rank_group import RankGroup, RankGroupError
-from vocabulary import RankPlace
+from hisparse_pd.vocabulary import RankPlace
 
 fix_arithmetic()
 rank, size, path, scenario = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]

@@ -190,7 +190,8 @@ async def running(decode: Any = streams, **options: Any) -> AsyncIterator[Runnin
     ):
         command = [
             sys.executable,
-            str(REPO / "hisparse_pd.py"),
+            "-m",
+            "hisparse_pd",
             "router",
             "--port",
             str(port),
