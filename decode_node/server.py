@@ -16,7 +16,7 @@ from hisparse_pd.api.frame import Answer
 from hisparse_pd.api.node import run_front
 from hisparse_pd.api.output import Delta, SampleOutput
 from hisparse_pd.api.requests import grouped
-from hisparse_pd.api.schemas import ApiRequest
+from hisparse_pd.api.schemas import ApiRequest, Endpoint
 from hisparse_pd.api.timing import Timeline
 from hisparse_pd.engine.messages import PrefillFinished, PromptScores, RequestFailed, Tokens
 from hisparse_pd.http.engine_link import ByPrefix, SampleGroup
@@ -70,7 +70,7 @@ def create_decode_app(front: Front) -> Starlette:
 def _check_answerable(request: ApiRequest) -> None:
     """Raises ApiError for a request that is a prefill node's alone; one for no token is anybody's."""
     has_tokens = any(options.max_new_tokens != 0 for options in request.options)
-    lacks_scores = request.wants_scores and not request.is_joined
+    lacks_scores = request.wants_scores and request.endpoint is not Endpoint.GENERATE
     if request.is_prefill_only and (has_tokens or lacks_scores):
         raise ApiError(400, "prefill_only: this is a decode node", param="prefill_only")
 

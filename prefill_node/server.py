@@ -1,8 +1,8 @@
 """The prefill node's front: HTTP on one port, the bootstrap endpoint on another.
 
 A request is answered once all its rooms have been delivered to the decode node, which is what a router waits
-for. The client's answer comes from the decode node, but for what this node alone knows: the logprobs of the
-prompt's tokens. A request that needs no decode node has its whole answer from here.
+for, and the client's answer comes from the decode node. A request that needs none has its answer from here:
+one for no token, or for logprobs of the prompt's own, which this node alone knows.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hisparse_pd.api.app import Front, Work, create_app, json_response
 from hisparse_pd.api.frame import SSE_DONE, Answer, sse
 from hisparse_pd.api.node import run_front
 from hisparse_pd.api.output import Delta, SampleOutput
-from hisparse_pd.api.prompt_scores import Scores, write_report
+from hisparse_pd.api.prompt_scores import PromptLists, Scores, shown_lists, with_lists, write_lists
 from hisparse_pd.api.requests import grouped
 from hisparse_pd.api.schemas import ApiRequest, Endpoint
-from hisparse_pd.api.score_report import REPORT_TYPE, Report, join, sglang_lists
 from hisparse_pd.engine.messages import EngineReady, PrefillFinished, PromptScores, RequestFailed, Tokens
 from hisparse_pd.http.engine_link import by_room
 from hisparse_pd.http.http_errors import ApiError, NodeUnavailable, RequestFailedError
+from hisparse_pd.http.off_loop import off_loop
 from hisparse_pd.settings import PrefillSettings
 from hisparse_pd.vocabulary import RankPlace
 from protocol.access import PeerList
@@ -76,7 +76,7 @@ def _run_engine(settings: PrefillSettings, endpoints: Sequence[str], place: Rank
 
 def create_prefill_app(front: Front) -> Starlette:
     async def prefill(work: Work) -> Answer:
-        if work.request.is_prefill_only and not work.request.joins_answers:
+        if work.request.is_prefill_only:
             return await _answer_alone(front, work)
         return await _prefill(front, work)
 
@@ -144,7 +144,8 @@ async def _answer_alone(front: Front, work: Work) -> Answer:
         return await Answer.stream(streamed(front, work, tokens))
     body = await whole_body(front, work, tokens)
     if scores:
-        body = b"".join(join(await write_report(work, scores, front.codec.token_bytes), body))
+        written = await write_lists(work, scores, front.codec.token_bytes)
+        body = await off_loop(with_lists, work, body, written)
     return Answer(body)
 
 
@@ -174,9 +175,7 @@ async def _prefill(front: Front, work: Work) -> Answer:
             if isinstance(event, PrefillFinished):
                 finished[event.request_id] = event
     front.metrics.time_to_first_token.observe(work.timeline.first_token())
-    written = await write_report(work, scores, front.codec.token_bytes)
-    if work.request.joins_answers:
-        return Answer(written.packed(), REPORT_TYPE)
+    written = await write_lists(work, scores, front.codec.token_bytes)
     report = _report(front, work, [finished[sample.generate.request_id] for sample in work.samples], written)
     if work.request.stream:
         return Answer.events(sse(report) + SSE_DONE)
@@ -215,7 +214,9 @@ def _noted_scores(work: Work) -> dict[int, Scores]:
     return {sample.prompt_index: Scores() for sample in work.samples if sample.wanted_scores is not None}
 
 
-def _report(front: Front, work: Work, finished: Sequence[PrefillFinished], written: Report) -> object:
+def _report(
+    front: Front, work: Work, finished: Sequence[PrefillFinished], written: dict[int, PromptLists]
+) -> object:
     """What happened here: for the operator, the client never sees it.
 
     Public routers merge ``meta_info.input_token_logprobs`` of both nodes and look for it in this shape.
@@ -232,10 +233,10 @@ def _report(front: Front, work: Work, finished: Sequence[PrefillFinished], writt
                 "transfer_bytes": event.transfer_bytes,
                 "transfer_secs": event.transfer_secs,
                 "input_token_logprobs": [],
-                **sglang_lists(written, index),
+                **(shown_lists(written[sample.prompt_index].meta_info) if written else {}),
             },
         }
-        for index, (sample, event) in enumerate(zip(work.samples, finished, strict=True))
+        for sample, event in zip(work.samples, finished, strict=True)
     ]
     if work.request.endpoint is Endpoint.GENERATE and len(entries) == 1 and not work.request.is_batch:
         return entries[0]

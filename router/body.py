@@ -57,8 +57,10 @@ _LARGE_DECODER = msgspec.json.Decoder(
     msgspec.defstruct("LargeFields", [(name, Raw, Raw()) for name in sorted(_LARGE_FIELDS)])
 )
 
-_OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "prefill_only", "joins_answers")
+_OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "prefill_only")
 """What the router tells the nodes; a client's are replaced."""
+
+_MAX_SHOWN_BYTES = 80
 
 _WITH_LISTS = (Endpoint.COMPLETIONS, Endpoint.GENERATE)
 """Whose prompts may be lists of prompts."""
@@ -79,12 +81,11 @@ class RequestBody:
     without any."""
     is_prefill_only: bool = False
     """The prefill node can answer alone: it computes the prompt, and draws the first token."""
-    joins_answers: bool = False
-    """The prefill node has logprobs of the prompt that belong in the decode node's answer."""
 
     @classmethod
     def parse(cls, content: bytes, endpoint: Endpoint) -> RequestBody:
-        """Raises RouterError 400 for anything that is not a JSON object in UTF-8."""
+        """Raises RouterError 400 for anything that is not a JSON object in UTF-8, and for logprobs of the
+        prompt beside more tokens than the prefill node draws."""
         try:
             with taking_interpreter(len(content)):
                 content.decode()
@@ -112,10 +113,7 @@ class RequestBody:
             num_prompts = _count_prompts(fields, endpoint)
         except msgspec.MsgspecError as error:
             raise RouterError(400, f"the prompts are not valid JSON: {error}") from error
-        wants_scores = _wants_scores(fields, endpoint)
-        most_tokens = _most_tokens(fields, endpoint)
-        is_prefill_only = most_tokens == 0 or (most_tokens == 1 and wants_scores)
-        return cls(fields, num_prompts, prompt, is_prefill_only, wants_scores and not is_prefill_only)
+        return cls(fields, num_prompts, prompt, _is_prefill_only(fields, endpoint))
 
     def with_bootstrap(self, bootstrap_host: str, bootstrap_port: int | None, first_room: int) -> bytes:
         """The body for the nodes, as JSON. Bootstrap fields of the client are replaced.
@@ -133,8 +131,6 @@ class RequestBody:
         ours = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
         if self.is_prefill_only:
             ours["prefill_only"] = True
-        if self.joins_answers:
-            ours["joins_answers"] = True
         return msgspec.json.encode(theirs | ours)
 
 
@@ -173,11 +169,34 @@ class _Limit(msgspec.Struct):
 _limit_decoder: TypedDecoder[_Limit] = TypedDecoder.json(_Limit)
 
 
-def _most_tokens(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
-    """That any answer may have, where that is 0 or 1; None: more, or the request does not say."""
+def _is_prefill_only(fields: dict[str, Raw], endpoint: Endpoint) -> bool:
+    """Whether the prefill node answers alone. It alone has the prompt's logprobs: asked for beside more than
+    its own token, they are a RouterError 400."""
+    limit = "max_tokens"
+    if endpoint is Endpoint.GENERATE:
+        limit = "sampling_params.max_new_tokens"
+    elif _says(fields, "max_completion_tokens"):
+        limit = "max_completion_tokens"
+    most_tokens = _most_tokens(fields, endpoint, limit)
+    if most_tokens == 0 or not (field := _asking_for_scores(fields, endpoint)):
+        return most_tokens == 0
+    if most_tokens == 1:
+        return True
+    name = limit.partition(".")[0]
+    given = fields.get(name)
+    value = "not given" if given is None else str(memoryview(given)[:_MAX_SHOWN_BYTES], errors="replace")
+    raise RouterError(
+        400,
+        f"{field}: logprobs of the prompt come beside 1 generated token at most, and {name} is {value}: "
+        f"set {limit} to 0 or 1, and generate the rest by a second request",
+        param=field,
+    )
+
+
+def _most_tokens(fields: dict[str, Raw], endpoint: Endpoint, name: str) -> int | None:
+    """That any answer may have by the field ``name``, where that is 0 or 1; None: more, or not said."""
     match endpoint:
         case Endpoint.COMPLETIONS | Endpoint.CHAT_COMPLETIONS:
-            name = "max_completion_tokens" if _says(fields, "max_completion_tokens") else "max_tokens"
             return next((limit for limit in (0, 1) if _is(fields, name, b"%d" % limit)), None)
         case Endpoint.GENERATE:
             params = fields.get("sampling_params", Raw(b"null"))
@@ -191,19 +210,18 @@ def _most_tokens(fields: dict[str, Raw], endpoint: Endpoint) -> int | None:
             return None
 
 
-def _wants_scores(fields: dict[str, Raw], endpoint: Endpoint) -> bool:
-    """Whether logprobs of the prompt's own tokens are asked for."""
+def _asking_for_scores(fields: dict[str, Raw], endpoint: Endpoint) -> str:
+    """The field that asks for logprobs of the prompt's own tokens, or nothing."""
     match endpoint:
-        case Endpoint.COMPLETIONS:
-            echoes = _is(fields, "echo", b"true") and _says(fields, "logprobs")
-            return echoes or _says(fields, "prompt_logprobs")
-        case Endpoint.CHAT_COMPLETIONS:
-            return _says(fields, "prompt_logprobs")
-        case Endpoint.GENERATE:
+        case Endpoint.COMPLETIONS if _is(fields, "echo", b"true") and _says(fields, "logprobs"):
+            return "echo"
+        case Endpoint.COMPLETIONS | Endpoint.CHAT_COMPLETIONS:
+            return "prompt_logprobs" if _says(fields, "prompt_logprobs") else ""
+        case Endpoint.GENERATE if _is(fields, "return_logprob", b"true"):
             starts = _says(fields, "logprob_start_len") and not _is(fields, "logprob_start_len", b"-1")
-            return starts and _is(fields, "return_logprob", b"true")
+            return "logprob_start_len" if starts else ""
         case _:
-            return False
+            return ""
 
 
 def _says(fields: dict[str, Raw], name: str) -> bool:

@@ -2,8 +2,7 @@
 
 Both nodes get the same body at once. The decode node's answer goes to the client. The prefill node's answer
 matters only while the client has nothing: an error of it ends the room, because the decode node would wait
-for it in vain. Once the first byte is out, the decode node speaks for the room. Logprobs of the prompt, where
-they are asked for, are the prefill node's: that answer is put together from both when both are whole.
+for it in vain. Once the first byte is out, the decode node speaks for the room.
 
 A request whose client has nothing yet goes to another pair when a node cannot be reached, when its prefill
 node failed with it, or when one is not ready or has a full queue: a prompt that is computed twice does no
@@ -15,18 +14,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import httpx
-import msgspec
 
-from hisparse_pd.api.score_report import join, report_decoder
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
 from router.body import Endpoint, RequestBody
-from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
+from router.errors import LocalFault, NodeRefused, NodeUnreachable, RouterError
 from router.node_calls import Answer, NodeCalls, RawHeaders, headers_to_node
 from router.nodes import Alone, Node, NodeKind, NodePool, Pair
 
@@ -38,36 +34,11 @@ log = logging.getLogger(__name__)
 DECODE_SAYS_WHY_SECS = 1.0
 """For a decode node's own answer, once the prefill node has said that it gave the room up."""
 
-MAX_JOINED_BYTES = 64 << 20
-"""Of each node's answer: logprobs of the prompt have 40 MB at most."""
-
-MAX_ALL_JOINED_BYTES = 512 << 20
-"""Of all nodes' answers that a process of the router holds, to join them or to send what was joined."""
-
-_CHUNK_BYTES = 256 << 10
-"""Of a joined answer."""
-
 _PASSED_HEADERS = (b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate", b"x-request-timing")
 _BAD_GATEWAY, _UNAVAILABLE = 502, 503
 _QUEUE_FULL = 429
 _PREFILL_FAILED = frozenset((_BAD_GATEWAY, _UNAVAILABLE, _QUEUE_FULL))
 """Status of a prefill leg that another prefill node may do better: died, cut off, shutting down, full."""
-
-
-@dataclass
-class _JoinedBytes:
-    """Of all answers that a process holds."""
-
-    num_held: int = 0
-
-    def take(self, num_bytes: int) -> None:
-        """Raises LocalFault when there is no room."""
-        if self.num_held + num_bytes > MAX_ALL_JOINED_BYTES:
-            raise LocalFault(
-                f"the router holds {self.num_held} bytes of answers with logprobs of their prompts, of "
-                f"{MAX_ALL_JOINED_BYTES} that a process of it may; run more routers"
-            )
-        self.num_held += num_bytes
 
 
 class Relay:
@@ -90,7 +61,6 @@ class Relay:
         self._calls = NodeCalls(client)
         self._on_retry = on_retry
         self._max_retries = max_retries
-        self._joined_bytes = _JoinedBytes()
         self._passed_headers = (
             *_PASSED_HEADERS,
             *((b"authorization", b"x-api-key") if passes_authorization else ()),
@@ -120,9 +90,7 @@ class Relay:
                 exchange = _OneLeg(self._calls, self._pool, nodes)
             else:
                 nodes = pair = await self._pool.choose(excluded, body.prompt)
-                exchange = _Exchange(
-                    self._calls, self._pool, pair, self._joined_bytes if body.joins_answers else None
-                )
+                exchange = _Exchange(self._calls, self._pool, pair)
             if span is not None:
                 span.set(
                     {"hisparse_pd.room": nodes.room, "hisparse_pd.retries": num_retries, **_names(nodes)}
@@ -190,17 +158,11 @@ class _Exchange:
 
     kinds = (NodeKind.PREFILL, NodeKind.DECODE)
 
-    def __init__(
-        self, calls: NodeCalls, pool: NodePool, pair: Pair, joined_bytes: _JoinedBytes | None = None
-    ) -> None:
-        """``joined_bytes``: where the answer is made of both nodes'."""
+    def __init__(self, calls: NodeCalls, pool: NodePool, pair: Pair) -> None:
         self._calls = calls
         self._pool = pool
         self._pair = pair
-        self._joined_bytes = joined_bytes
-        self._num_held = 0
-        """Bytes of both nodes' answers."""
-        self._prefill: asyncio.Task[bytearray] | None = None
+        self._prefill: asyncio.Task[None] | None = None
         self._decode: asyncio.Task[Answer] | None = None
         self._decode_stack = AsyncExitStack()
         self.unreachable: dict[Node, str] = {}
@@ -215,38 +177,7 @@ class _Exchange:
         if not self._decode.done():
             await self._prefill  # raises what ended it; a delivered room goes on
             await asyncio.wait((self._decode,))
-        answer = await self._decode
-        return await self._joined(answer, await self._prefill) if self._joined_bytes is not None else answer
-
-    async def _joined(self, answer: Answer, report: bytearray) -> Answer:
-        body = await self._whole(self._pair.decode, answer.chunks)
-        try:
-            pieces = join(report_decoder.decode(report), body)
-        except (msgspec.MsgspecError, KeyError, IndexError) as error:
-            raise NodeFailed(502, f"the answers of {self._names} do not fit together: {error}") from error
-        length = (b"content-length", b"%d" % sum(map(len, pieces)))
-        headers = [header for header in answer.headers if header[0] != length[0]]
-        return Answer(answer.status, [*headers, length], _in_chunks(pieces))
-
-    async def _whole(self, node: Node, chunks: AsyncIterator[bytes]) -> bytearray:
-        """A body that is to be joined. Raises NodeFailed for one that is too long, and LocalFault."""
-        assert self._joined_bytes is not None
-        body = bytearray()
-        async for chunk in chunks:
-            self._joined_bytes.take(len(chunk))
-            self._num_held += len(chunk)
-            body += chunk
-            if len(body) > MAX_JOINED_BYTES:
-                raise NodeFailed(
-                    502,
-                    f"{node.name} answered more than {MAX_JOINED_BYTES} bytes, the most that is joined with "
-                    "logprobs of the prompt; split the request",
-                )
-        return body
-
-    @property
-    def _names(self) -> str:
-        return f"{self._pair.prefill.name} and {self._pair.decode.name}"
+        return await self._decode
 
     async def close(self) -> None:
         tasks = [task for task in (self._prefill, self._decode) if task is not None]
@@ -255,18 +186,12 @@ class _Exchange:
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:  # whoever is cancelled here, as when the client leaves now
-            if self._joined_bytes is not None:
-                self._joined_bytes.num_held -= self._num_held
-                self._num_held = 0
             await self._decode_stack.aclose()
 
-    async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> bytearray:
-        """Send the prefill leg and read its answer to the end; it is returned where it is to be joined.
-
-        Raises RouterError unless it is a success.
-        """
+    async def _run_prefill(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> None:
+        """Send the prefill leg and read its answer to the end. Raises RouterError unless it is a success."""
         try:
-            return await self._deliver(endpoint, content, headers)
+            await self._deliver(endpoint, content, headers)
         except (NodeUnreachable, LocalFault):
             raise
         except RouterError as error:
@@ -282,19 +207,15 @@ class _Exchange:
         if self._decode is not None:
             await asyncio.wait((self._decode,), timeout=DECODE_SAYS_WHY_SECS)
 
-    async def _deliver(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> bytearray:
+    async def _deliver(self, endpoint: Endpoint, content: bytes, headers: RawHeaders) -> None:
         node = self._pair.prefill
         async with AsyncExitStack() as stack:
             stack.enter_context(self._pool.working(node, self._pair.room))
             response = await self._send(node, endpoint, content, headers, stack)
             if not response.is_success:
                 raise await self._calls.refusal(node, response)
-            chunks = self._calls.raw_chunks(node, response)
-            if self._joined_bytes is not None:
-                return await self._whole(node, chunks)
-            async for _ in chunks:
+            async for _ in self._calls.raw_chunks(node, response):
                 pass  # the room is delivered when the body ends
-            return bytearray()
 
     async def _open_decode(self, endpoint: Endpoint, content: bytes, to_node: RawHeaders) -> Answer:
         """Send the decode leg and wait for the first bytes of its body; ``_decode_stack`` keeps it open."""
@@ -358,14 +279,6 @@ class _OneLeg:
 
     async def close(self) -> None:
         await self._stack.aclose()
-
-
-async def _in_chunks(pieces: Sequence[bytes | memoryview]) -> AsyncIterator[bytes]:
-    """An answer of megabytes goes at its client's pace, and other requests have turns meanwhile."""
-    for piece in pieces:
-        for start in range(0, len(piece), _CHUNK_BYTES):
-            yield bytes(piece[start : start + _CHUNK_BYTES])
-            await asyncio.sleep(0)
 
 
 def _is_about_prefill(refusal: NodeRefused) -> bool:

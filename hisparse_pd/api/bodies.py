@@ -140,7 +140,6 @@ class Served(Addressed):
     bootstrap_port: Port | Annotated[list[Port | None], Meta(max_length=MAX_SAMPLES)] | None
     bootstrap_room: Room | Annotated[list[Room], Meta(max_length=MAX_SAMPLES)] | None
     prefill_only: bool | None
-    joins_answers: bool | None
     cache_salt: IsolationKeys | None
     extra_key: IsolationKeys | None
 

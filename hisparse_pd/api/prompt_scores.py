@@ -1,22 +1,24 @@
-"""A prompt's own logprobs as the dialects show them: written once a prompt, a piece at a time."""
+"""A prompt's own logprobs as the dialects show them: JSON that is written once a prompt, a piece at a time.
+
+Lists of one answer have up to 40 MB: they are put into it as they are, and never taken apart.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from hisparse_pd.api.answers import finite, likeliest_by_text
 from hisparse_pd.api.app import Work
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.requests import SampleRequest
 from hisparse_pd.api.schemas import Endpoint
-from hisparse_pd.api.score_report import PromptLists, Report
 from hisparse_pd.engine.messages import score_dtype, unpack_token_ids
 from hisparse_pd.http.http_errors import RequestFailedError
 from hisparse_pd.http.off_loop import off_loop
@@ -36,31 +38,65 @@ class Scores(Struct):
     rows: list[bytes] = []
 
 
-async def write_report(work: Work, scores: Mapping[int, Scores], token_bytes: TokenBytes) -> Report:
-    """``scores``: by number of the prompt; of no prompt where nobody asked for them.
+class PromptLists(NamedTuple):
+    """Pieces of the JSON of lists, without brackets, by field: of each choice of one prompt, of a choice's
+    ``logprobs``, where they come before the output's, and of ``meta_info``."""
+
+    choice: defaultdict[str, list[bytes]]
+    logprobs: defaultdict[str, list[bytes]]
+    meta_info: defaultdict[str, list[bytes]]
+
+
+async def write_lists(
+    work: Work, scores: Mapping[int, Scores], token_bytes: TokenBytes
+) -> dict[int, PromptLists]:
+    """Of each prompt, by number, of which there are ``scores``.
 
     Raises RequestFailedError when the engine left positions out.
     """
-    written: list[PromptLists] = []
+    written: dict[int, PromptLists] = {}
     of_prompt = {sample.prompt_index: sample for sample in work.samples}
     is_short = sum(len(rows) for each in scores.values() for rows in each.rows) <= _INLINE_BYTES
-    for index in sorted(scores):
-        writing = _write(of_prompt[index], scores[index], token_bytes, written)
+    for index, of_one in scores.items():
+        written[index] = lists = PromptLists(defaultdict(list), defaultdict(list), defaultdict(list))
+        writing = _write(of_prompt[index], of_one, token_bytes, lists)
         if is_short and len(scores) <= _INLINE_PROMPTS:
             deque(writing, maxlen=0)
         else:
             while await off_loop(next, writing, False):
                 pass
-    if not written:
-        no_lists = PromptLists({}, {}, {})
-        return Report((0,) * len(work.samples), (no_lists,))
-    if work.request.endpoint is Endpoint.CHAT:  # which shows them once, beside the choices
-        return Report((0,) * len(work.samples), (PromptLists({}, {}, {}),), written[0].choice)
-    return Report(tuple(sample.prompt_index for sample in work.samples), tuple(written))
+    return written
+
+
+def with_lists(work: Work, body: bytes, written: Mapping[int, PromptLists]) -> bytes:
+    """The whole answer ``body`` with the lists of its prompts."""
+    answer: Any = msgspec.json.decode(body)
+    prompts = [written[sample.prompt_index] for sample in work.samples]
+    if work.request.endpoint is Endpoint.GENERATE:
+        for entry, lists in zip(answer if isinstance(answer, list) else [answer], prompts, strict=True):
+            entry["meta_info"] |= shown_lists(lists.meta_info)
+    elif work.request.endpoint is Endpoint.CHAT:
+        answer |= shown_lists(prompts[0].choice)
+    else:
+        for choice, lists in zip(answer["choices"], prompts, strict=True):
+            choice |= shown_lists(lists.choice)
+            if lists.logprobs:
+                output = {name: _encoded(entries) for name, entries in choice["logprobs"].items()}
+                both = {name: [*lists.logprobs[name], *pieces] for name, pieces in output.items()}
+                choice["logprobs"] = shown_lists(both)
+    return msgspec.json.encode(answer)
+
+
+def shown_lists(lists: Mapping[str, Sequence[bytes]]) -> dict[str, Raw]:
+    return {name: Raw(b"[%b]" % b",".join(pieces)) for name, pieces in lists.items()}
+
+
+def _encoded(entries: Sequence[object]) -> list[bytes]:
+    return [msgspec.json.encode(entries)[1:-1]] if entries else []
 
 
 def _write(
-    sample: SampleRequest, scores: Scores, token_bytes: TokenBytes, written: list[PromptLists]
+    sample: SampleRequest, scores: Scores, token_bytes: TokenBytes, lists: PromptLists
 ) -> Iterator[bool]:
     """Append what the prompt's fields show, a piece at a time; each yields True."""
     options, wanted = sample.options, sample.wanted_scores
@@ -69,28 +105,28 @@ def _write(
     rows = np.frombuffer(b"".join(scores.rows), score_dtype(scores.num_top))
     if len(rows) != max(0, len(token_ids) - 1):
         raise RequestFailedError(500, f"the engine sent {len(rows)} logprobs for {len(token_ids)} tokens")
-    choice, logprobs, meta = _Lists(), _Lists(), _Lists()
+    choice, logprobs, meta = lists
     num_shown = options.num_logprobs or 0
     offsets = _Offsets(sample.echo) if options.echo and options.num_logprobs is not None else None
     first = 1
     """Of the piece, the first token that has a logprob."""
     for piece in _pieces(token_ids, rows, scores.num_top):
         if options.num_prompt_logprobs is not None:
-            choice.add("prompt_logprobs", [None] * first)
+            choice["prompt_logprobs"] += _encoded([None] * first)
             by_id = [_by_id(token_bytes, token, options.num_prompt_logprobs) for token in piece[first:]]
-            choice.add("prompt_logprobs", by_id)
+            choice["prompt_logprobs"] += _encoded(by_id)
         if offsets is not None:
             texts = [token_bytes.text(token.token_id) for token in piece]
-            logprobs.add("tokens", texts)
-            logprobs.add("text_offset", [offsets.next(text) for text in texts])
+            logprobs["tokens"] += _encoded(texts)
+            logprobs["text_offset"] += _encoded([offsets.next(text) for text in texts])
             for name in ("token_logprobs", "top_logprobs"):
-                logprobs.add(name, [None] * first)
-            logprobs.add("token_logprobs", [finite(token.logprob) for token in piece[first:]])
+                logprobs[name] += _encoded([None] * first)
+            logprobs["token_logprobs"] += _encoded([finite(token.logprob) for token in piece[first:]])
             likeliest = [
                 likeliest_by_text(token_bytes, token.token_id, token.logprob, token.top[:num_shown])
                 for token in piece[first:]
             ]
-            logprobs.add("top_logprobs", likeliest)
+            logprobs["top_logprobs"] += _encoded(likeliest)
         if options.logprob_start is not None:
             # SGLang has no logprob of the first token from where it starts, wherever that is.
             with_text = options.text_in_logprobs
@@ -98,17 +134,16 @@ def _write(
             shown += [
                 _as_sglang(token_bytes, token.token_id, token.logprob, with_text) for token in piece[first:]
             ]
-            meta.add("input_token_logprobs", shown)
+            meta["input_token_logprobs"] += _encoded(shown)
             if num_shown:
                 tops = [
                     [_as_sglang(token_bytes, *entry, with_text) for entry in token.top[:num_shown]]
                     for token in piece[first:]
                 ]
-                meta.add("input_top_logprobs", [None] * first)
-                meta.add("input_top_logprobs", tops)
+                meta["input_top_logprobs"] += _encoded([None] * first)
+                meta["input_top_logprobs"] += _encoded(tops)
         first = 0
         yield True
-    written.append(PromptLists(choice.joined(), logprobs.joined(), meta.joined()))
 
 
 class _Token(NamedTuple):
@@ -140,20 +175,6 @@ def _pieces(
         )
         yield [*head, *tokens]
         head = []
-
-
-class _Lists:
-    """JSON of growing lists by field."""
-
-    def __init__(self) -> None:
-        self._pieces: defaultdict[str, list[bytes]] = defaultdict(list)
-
-    def add(self, name: str, entries: Sequence[object]) -> None:
-        if entries:
-            self._pieces[name].append(msgspec.json.encode(entries)[1:-1])
-
-    def joined(self) -> dict[str, memoryview]:
-        return {name: memoryview(b",".join(pieces)) for name, pieces in self._pieces.items()}
 
 
 class _Offsets:

@@ -123,13 +123,6 @@ class ApiRequest:
     """An answer to ``/v1/messages`` does not show its thinking."""
     is_prefill_only: bool = False
     """A prefill node answers alone: nothing is generated, or no more than the token that it draws itself."""
-    joins_answers: bool = False
-    """The router puts the prompt's logprobs, which the prefill node has, into the decode node's answer."""
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether somebody joins the answers. SGLang's routers do by themselves, those of ``/generate``."""
-        return self.joins_answers or self.endpoint is Endpoint.GENERATE
 
     @property
     def chat(self) -> ChatPrompt | None:
@@ -209,16 +202,15 @@ def parse_request(
         echo=echo,
         omits_thinking=_omits_thinking(body),
         is_prefill_only=_is_prefill_only(body, options),
-        joins_answers=bool(body.joins_answers),
     )
     if body.stream and parsed.wants_scores:
         raise InvalidField("stream", True, "must be false where logprobs of the prompt are asked for")
-    if parsed.wants_scores and not (parsed.is_joined or body.prefill_only):
-        # Both nodes say so: neither waits for the other.
+    if parsed.wants_scores and not body.prefill_only and endpoint is not Endpoint.GENERATE:
+        # Both nodes say so: neither waits for the other. Of /generate SGLang's routers join the two answers.
         raise ApiError(
             400,
-            "echo with logprobs, prompt_logprobs: the prefill node has the prompt's logprobs, and this "
-            "router does not join them to the decode node's answer; use hisparse-pd's own",
+            "echo with logprobs, prompt_logprobs: the prefill node alone has the prompt's logprobs, and this "
+            "router asks for the decode node's answer; use hisparse-pd's own, with max_tokens 0 or 1",
         )
     return parsed
 

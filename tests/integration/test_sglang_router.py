@@ -144,4 +144,4 @@ def test_what_the_router_does_not_join_is_refused(router: Service) -> None:
     body = {"model": "tiny", "prompt": "one room", "max_tokens": 1, "echo": True, "logprobs": 1}
     answer = httpx.post(f"{router.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 400
-    assert "does not join" in answer.text
+    assert "use hisparse-pd's own" in answer.text

@@ -79,7 +79,7 @@ BODIES: dict[Endpoint, list[dict[str, Any]]] = {
             "prefill_only": True,
             **ROOM,
         },
-        {"prompt": [1, 2], "prompt_logprobs": 2, "max_tokens": 0, "joins_answers": True, **ROOM},
+        {"prompt": [1, 2], "prompt_logprobs": 2, "max_tokens": 0, "prefill_only": True, **ROOM},
     ],
     Endpoint.CHAT: [
         {
@@ -87,12 +87,12 @@ BODIES: dict[Endpoint, list[dict[str, Any]]] = {
                 {"role": "user", "content": "hi"},
                 {"role": "assistant", "content": [{"type": "text", "text": "ho"}]},
             ],
-            "max_completion_tokens": 3,
+            "max_completion_tokens": 1,
             "logprobs": True,
             "top_logprobs": 2,
             "continue_final_message": True,
             "prompt_logprobs": 0,
-            "joins_answers": True,
+            "prefill_only": True,
             "chat_template_kwargs": {"a": 1},
             "metadata": {"hisparse": "true"},
             "response_format": {"type": "text"},
@@ -408,24 +408,16 @@ def check_relayed(endpoint: router_body.Endpoint, content: bytes) -> None:
     names = [name for name, _ in json.loads(sent, object_pairs_hook=list, parse_int=str)]
     assert len(set(names)) == len(names), "parsers disagree on which of two equal keys counts"
     given_fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-    for name in (*ROOM, "prefill_only", "joins_answers"):
+    for name in (*ROOM, "prefill_only"):
         fields.pop(name, None)
         given_fields.pop(name, None)
     assert {name: bytes(value) for name, value in fields.items()} == {
         name: bytes(value) for name, value in given_fields.items()
     }
     # A node that is sent the body sees the same request, or refuses it, as if it had been asked directly.
-    outcome(lambda: parse_request(Endpoint(endpoint.value), sent, "tiny"), ApiError)
-    joins = msgspec.json.encode(
-        {
-            **msgspec.json.decode(sent, type=dict[str, msgspec.Raw]),
-            "joins_answers": True,
-            "prefill_only": False,
-        }
-    )
-    request = outcome(lambda: parse_request(Endpoint(endpoint.value), joins, "tiny"), ApiError)
+    request = outcome(lambda: parse_request(Endpoint(endpoint.value), sent, "tiny"), ApiError)
     if isinstance(request, ApiRequest) and request.wants_scores:
-        assert body.joins_answers or body.is_prefill_only, "nobody would join the prompt's logprobs"
+        assert body.is_prefill_only, "the decode node has no logprobs of the prompt"
 
 
 _ERROR = json.dumps({"error": {"message": "no", "type": "x", "code": "y"}}).encode()

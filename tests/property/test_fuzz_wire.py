@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from hisparse_pd.api import score_report
 from hisparse_pd.engine import messages as engine_messages
 from hisparse_pd.engine.messages import (
     Abort,
@@ -109,30 +108,12 @@ LANE_ANSWERS = (
     lane.LaneDenied("another user"),
 )
 
-REPORT = score_report.Report(
-    (0, 0),
-    (
-        score_report.PromptLists(
-            {"prompt_logprobs": memoryview(b"null")},
-            {"tokens": memoryview(b'"a"')},
-            {"x": memoryview(b"")},
-        ),
-    ),
-    {"y": memoryview(b"1")},
-)
-JOINED = (
-    b'{"choices":[{"logprobs":{"tokens":["b"]}},{"logprobs":{"tokens":[]}}],"usage":null}',
-    b'[{"text":"","meta_info":{"x":[]}},{"meta_info":{}}]',
-    b'{"meta_info":{"x":[1, 2]}}',
-)
-
 DECODERS: dict[str, tuple[TypedDecoder[Any], list[bytes]]] = {
     "to_prefill": (messages.to_prefill_decoder, [bytes.fromhex(golden) for _, golden in TO_PREFILL]),
     "to_decode": (messages.to_decode_decoder, [bytes.fromhex(golden) for _, golden in TO_DECODE]),
     "lane_writer": (lane.from_writer_decoder, [msgspec.msgpack.encode(m) for m in FROM_WRITER]),
     "lane_answer": (lane.answer_decoder, [msgspec.msgpack.encode(m) for m in LANE_ANSWERS]),
     "to_engine": (engine_messages.to_engine_decoder, [msgspec.msgpack.encode(m) for m in TO_ENGINE]),
-    "score_report": (score_report.report_decoder, [REPORT.packed()]),
     "from_engine": (engine_messages.from_engine_decoder, [msgspec.msgpack.encode(m) for m in FROM_ENGINE]),
 }
 _with_every_decoder = pytest.mark.parametrize("name", DECODERS)
@@ -148,15 +129,6 @@ def check_frame(decoder: TypedDecoder[Any], frame: bytes) -> None:
     if message is not None:  # what was let in is sound: it can be sent on as it is
         again = msgspec.msgpack.encode(message)
         assert msgspec.msgpack.encode(decoder.decode(again)) == again
-
-
-@given(seeds)
-@fuzz_batches
-def test_whatever_a_node_says_is_joined_or_refused(seed: int) -> None:
-    def check(body: bytes) -> None:
-        outcome(lambda: score_report.join(REPORT, body), msgspec.MsgspecError, KeyError, IndexError)
-
-    batch(seed, lambda rng: damage(rng, JOINED, (b"null", b"[" * 2000, b"\xff", b"{}")), check)
 
 
 @_with_every_decoder

@@ -1,4 +1,4 @@
-"""Logprobs of prompts in each dialect: as the prefill node's front writes them, and as they are joined."""
+"""Logprobs of prompts in each dialect, as the prefill node's front writes them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from hisparse_pd.api.prompt_scores import _Offsets
-from hisparse_pd.api.score_report import PromptLists, Report, join, report_decoder
 from hisparse_pd.engine.messages import (
     FromEngine,
     Generate,
@@ -64,6 +62,8 @@ def best(position: int, own: str, num: int) -> dict[str, float]:
     return likeliest | ({} if own in likeliest else {own: -float(position)})
 
 
+ONE = {"max_new_tokens": 1}
+INPUT_LOGPROBS = [[None, 108, "l"], [-3.0, 108, "l"], [-4.0, 111, "o"]]
 NOTHING: dict[str, Any] = {"max_tokens": 0}
 ECHO: dict[str, Any] = {
     "tokens": ["h", "e", "l", "l", "o"],
@@ -120,53 +120,29 @@ async def test_a_prefill_node_answers_with_the_token_that_it_drew(tmp_path: Path
         assert answer["choices"][0]["message"]["content"] == ""
 
 
-async def test_both_answers_are_joined(tmp_path: Path) -> None:
-    (tmp_path / "decode").mkdir()
-    asked = {**BODY, "n": 2, "echo": True, "logprobs": 1, "prompt_logprobs": 1, "joins_answers": True}
-    chat = {**BODY, "messages": MESSAGES, "prompt_logprobs": 0, "joins_answers": True}
+async def test_the_other_dialects_of_a_prefill_node_that_answers_alone(tmp_path: Path) -> None:
+    chat = {**BODY, "messages": MESSAGES, "max_tokens": 0, "prompt_logprobs": 0, "prefill_only": True}
     native = {**NATIVE, "return_logprob": True, "logprob_start_len": 2, "top_logprobs_num": 1}
     native |= {"return_text_in_logprobs": True}
-    async with (
-        serving(scores, tmp_path, role="prefill") as prefill,
-        serving(say("AB"), tmp_path / "decode") as decode,
-    ):
-        joined = {}
-        for path, body in (
-            ("/v1/completions", asked),
-            ("/v1/chat/completions", chat),
-            ("/generate", native | {"joins_answers": True}),
-        ):
-            report = await prefill.post(path, **body)
-            assert report.headers["content-type"] == "application/msgpack"
-            answer = await decode.post(path, **body)
-            assert answer.status_code == 200, answer.text
-            pieces = join(report_decoder.decode(report.content), answer.content)
-            joined[path] = msgspec.json.decode(b"".join(pieces))
-        for index, choice in enumerate(joined["/v1/completions"]["choices"]):
-            assert (choice["index"], choice["text"]) == (index, "helloAB")
-            assert choice["prompt_logprobs"] == BY_ID
-            shown = choice["logprobs"]
-            assert shown["tokens"] == [*ECHO["tokens"], "A", "B"]
-            assert shown["token_logprobs"] == [*ECHO["token_logprobs"], -0.5, -0.5]
-            assert shown["top_logprobs"][:5] == ECHO["top_logprobs"]
-            assert shown["text_offset"] == list(range(7))
-        of_chat = joined["/v1/chat/completions"]["prompt_logprobs"]
+    async with serving(scores, tmp_path, role="prefill") as node:
+        of_chat = (await node.post("/v1/chat/completions", **chat, n=2)).json()["prompt_logprobs"]
         assert of_chat[0] is None
         ranks = [entry["rank"] for entries in of_chat[1:] for entry in entries.values()]
         assert ranks == list(range(1, len(of_chat)))
-        meta = joined["/generate"]["meta_info"]
-        assert meta["input_token_logprobs"] == [[None, 108, "l"], [-3.0, 108, "l"], [-4.0, 111, "o"]]
+        twice = native | {"text": ["hello", "ab"], "bootstrap_room": [7, 8], "prefill_only": True}
+        first, second = (await node.post("/generate", **twice | {"sampling_params": ONE})).json()
+        meta = first["meta_info"]
+        assert meta["input_token_logprobs"] == INPUT_LOGPROBS
         assert meta["input_top_logprobs"] == [None, [[-1.5, 97, "a"]], [[-2.0, 97, "a"]]]
-        assert len(meta["output_token_logprobs"]) == 2
+        assert len(meta["output_token_logprobs"]) == 1
+        assert second["meta_info"]["input_token_logprobs"] == []
         # SGLang's routers join what they find there themselves.
-        entry = (await prefill.post("/generate", **native)).json()
-        assert entry["meta_info"]["input_token_logprobs"] == meta["input_token_logprobs"]
-        entry = (await decode.post("/generate", **native)).json()
-        assert entry["meta_info"]["input_token_logprobs"] == []
+        entry = (await node.post("/generate", **native)).json()
+        assert entry["meta_info"]["input_token_logprobs"] == INPUT_LOGPROBS
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_both_nodes_say_when_nobody_joins(tmp_path: Path, role: str) -> None:
+async def test_both_nodes_say_that_the_router_asks_for_the_wrong_answer(tmp_path: Path, role: str) -> None:
     async with serving(say("AB"), tmp_path, role=role) as node:
         for field in (
             {"echo": True, "logprobs": 0},
@@ -175,7 +151,7 @@ async def test_both_nodes_say_when_nobody_joins(tmp_path: Path, role: str) -> No
         ):
             answer = await node.post("/v1/completions", **BODY | field)
             assert answer.status_code == 400
-            assert "does not join them" in answer.json()["error"]["message"]
+            assert "asks for the decode node's answer" in answer.json()["error"]["message"]
         assert not node.engine.generates
 
 
@@ -251,20 +227,3 @@ async def test_a_client_that_leaves_aborts_the_scoring(tmp_path: Path) -> None:
 def test_tokens_before_the_text_begin_where_it_does() -> None:
     offsets = _Offsets("abc")
     assert [offsets.next(text) for text in ("<s>", "a", "bc", "!")] == [0, 0, 1, 3]
-
-
-def test_lists_of_both_nodes_become_one() -> None:
-    lists = PromptLists({}, {"tokens": memoryview(b'"a"'), "text_offset": memoryview(b"")}, {})
-    body = b'{"choices":[{"logprobs":{"tokens":[],"text_offset":[0]}}],"n":1.0}'
-    joined = b"".join(join(Report((0,), (lists,)), body))
-    assert joined == b'{"choices":[{"logprobs":{"tokens":["a"],"text_offset":[0]}}],"n":1.0}'
-
-
-def test_joining_copies_no_list() -> None:
-    lists = {"prompt_logprobs": memoryview(b"null," * 1000)}
-    packed = bytearray(Report((0, 0), (PromptLists(lists, {}, {}),)).packed())
-    pieces = join(report_decoder.decode(packed), b'{"choices":[{"index":0},{"index":1}]}')
-    views = [piece for piece in pieces if isinstance(piece, memoryview)]
-    assert [view.nbytes for view in views] == [5000, 5000]
-    packed[packed.index(b"null")] = ord("N")
-    assert all(bytes(view[:4]) == b"Null" for view in views), "they are views of the report"

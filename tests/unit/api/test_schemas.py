@@ -401,7 +401,7 @@ EVERYWHERE = [
     ({"custom_logit_processor": "x"}, "custom_logit_processor", "not supported"),
     ({"structural_tag": "{}"}, "structural_tag", "not supported"),
     ({"logits_processors": ["x"]}, "logits_processors", "not supported"),
-    ({"joins_answers": 1}, "joins_answers", "1 must be true or false"),
+    ({"prefill_only": 1}, "prefill_only", "1 must be true or false"),
     ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids", "not supported"),
     ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
     ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "not supported"),
@@ -824,7 +824,7 @@ TOO_LONG = [
         "logprob_start_len: 4 is behind the end of text, which has 3 tokens",
     ),
     (
-        {"prompt": ["x" * 100] * 256, "n": 1, "max_tokens": 5, "prompt_logprobs": 20, "joins_answers": True},
+        {"prompt": ["x" * 100] * 256, "n": 1, "max_tokens": 1, "prompt_logprobs": 20, "prefill_only": True},
         "prompt: at least 525987 logprobs of prompt tokens are asked for, those of the likeliest tokens "
         "included; 524288 fit in one answer: split the request, or ask for fewer a token",
     ),
@@ -848,12 +848,12 @@ def test_a_prefill_node_needs_room_for_the_prompt_only() -> None:
 
 
 def test_logprobs_of_a_prompt_are_computed_once_for_all_samples() -> None:
-    asked = {"echo": True, "logprobs": 1, "prompt_logprobs": 3, "joins_answers": True}
-    request = completion(prompt=["abc", "d"], n=2, max_tokens=2, **asked)
+    asked = {"echo": True, "logprobs": 1, "prompt_logprobs": 3, "prefill_only": True}
+    request = completion(prompt=["abc", "d"], n=2, max_tokens=1, **asked)
     samples = plan(request)
     assert [sample.generate.scores for sample in samples] == [WantedScores(1, 3), None] * 2
     assert [sample.echo for sample in samples] == ["abc", "abc", "d", "d"]
-    assert not any(sample.generate.is_prefill_only for sample in samples)
+    assert all(sample.generate.is_prefill_only for sample in samples)
     (native,) = plan(
         parse(
             Endpoint.GENERATE, return_logprob=True, logprob_start_len=2, sampling_params={"max_new_tokens": 0}

@@ -1,4 +1,4 @@
-"""Requests that a prefill node answers alone, and answers that are joined from both nodes."""
+"""Requests that a prefill node answers alone, and those for logprobs of the prompt that none can."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import pytest
 from starlette.types import Send
 
-from hisparse_pd.api.score_report import REPORT_TYPE, PromptLists, Report
 from hisparse_pd.settings import RouterSettings
-from router import relay
 from router.body import Endpoint, RequestBody
 from router.errors import RouterError
 from router.nodes import NodeKind, NodePool
-from tests.unit.router.cluster import CutConnection, FakeNode, answer, cluster, error_of, never, says, start
+from tests.unit.router.cluster import CutConnection, FakeNode, cluster, error_of, never, says, start
 
 pytestmark = pytest.mark.anyio
 
 COMPLETIONS, CHAT, GENERATE = Endpoint.COMPLETIONS, Endpoint.CHAT_COMPLETIONS, Endpoint.GENERATE
-ALONE, JOINED, PLAIN = "prefill_only", "joins_answers", ""
+ALONE, PLAIN = "prefill_only", ""
 
 
 def scored(max_new_tokens: Any, **fields: Any) -> dict[str, Any]:
@@ -40,8 +37,6 @@ def scored(max_new_tokens: Any, **fields: Any) -> dict[str, Any]:
         (COMPLETIONS, {"max_tokens": 1, "echo": True, "logprobs": 1}, ALONE),
         (COMPLETIONS, {"max_tokens": 1, "echo": False, "logprobs": 1}, PLAIN),
         (COMPLETIONS, {"max_tokens": 1, "prompt_logprobs": 0}, ALONE),
-        (COMPLETIONS, {"max_tokens": 2, "echo": True, "logprobs": 0}, JOINED),
-        (COMPLETIONS, {"echo": True, "logprobs": 0}, JOINED),
         (COMPLETIONS, {"max_tokens": 0, "max_completion_tokens": 5, "prompt_logprobs": None}, PLAIN),
         (COMPLETIONS, {"max_tokens": 5, "max_completion_tokens": 0}, ALONE),
         (COMPLETIONS, {"max_tokens": 0, "max_completion_tokens": None}, ALONE),
@@ -49,14 +44,11 @@ def scored(max_new_tokens: Any, **fields: Any) -> dict[str, Any]:
         (COMPLETIONS, {"max_tokens": False}, PLAIN),
         (CHAT, {"max_tokens": 0}, ALONE),
         (CHAT, {"max_tokens": 1, "logprobs": True}, PLAIN),
-        (CHAT, {"prompt_logprobs": 3}, JOINED),
         (Endpoint.MESSAGES, {"max_tokens": 0, "prompt_logprobs": 3}, PLAIN),
         (GENERATE, scored(0), ALONE),
         (GENERATE, scored(1), ALONE),
-        (GENERATE, scored(2), JOINED),
         (GENERATE, scored(1, return_logprob=False), PLAIN),
         (GENERATE, scored(1, logprob_start_len=-1), PLAIN),
-        (GENERATE, scored("0"), JOINED),
         (GENERATE, {"sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 0}]}, ALONE),
         (GENERATE, {"sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 1}]}, PLAIN),
         (GENERATE, {"sampling_params": []}, PLAIN),
@@ -68,135 +60,43 @@ def scored(max_new_tokens: Any, **fields: Any) -> dict[str, Any]:
 def test_nodes_are_told_whose_the_answer_is(
     endpoint: Endpoint, fields: dict[str, Any], told: str, indent: int | None
 ) -> None:
-    client = {"prompt": "a", ALONE: "mine", JOINED: "mine", **fields}
+    client = {"prompt": "a", ALONE: "mine", **fields}
     body = RequestBody.parse(json.dumps(client, indent=indent).encode(), endpoint)
-    assert (body.is_prefill_only, body.joins_answers) == (told == ALONE, told == JOINED)
+    assert body.is_prefill_only == (told == ALONE)
     sent = json.loads(body.with_bootstrap("h", 1, 7))
-    assert {name: sent[name] for name in (ALONE, JOINED) if name in sent} == ({told: True} if told else {})
+    assert sent.get(ALONE) == (True if told else None)
     assert {name: sent[name] for name in fields} == fields
 
 
-SCORED = {"prompt": "ab", "max_tokens": 2, "echo": True, "logprobs": 0}
-REPORT = Report(
-    (0, 0),
-    (PromptLists({}, {"tokens": memoryview(b'"a","b"'), "token_logprobs": memoryview(b"null,-1.5")}, {}),),
-)
-DECODED = b'{"choices":[%s],"usage":{"total_tokens": 3}}' % b",".join(
-    b'{"index":%d,"text":"abc","logprobs":{"tokens":["c"],"token_logprobs":[-0.50]}}' % index
-    for index in (0, 1)
-)
-
-
-def reports(body: bytes = REPORT.packed()) -> Any:
-    return says(body, content_type=REPORT_TYPE)
-
-
-@pytest.mark.parametrize("is_prefill_late", [False, True])
-async def test_the_answers_of_both_nodes_are_joined(
-    is_prefill_late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relay, "_CHUNK_BYTES", 7)
-
-    async def prefill(node: FakeNode, send: Send) -> None:
-        if is_prefill_late:
-            await start(send, content_type=REPORT_TYPE)
-            await pair.decode[0].release.wait()
-            await asyncio.sleep(0)
-            await send({"type": "http.response.body", "body": REPORT.packed()})
-        else:
-            await answer(send, REPORT.packed(), content_type=REPORT_TYPE)
-
-    async def decode(node: FakeNode, send: Send) -> None:
-        await answer(send, DECODED)
-        node.release.set()
-
-    async with cluster(prefill, decode) as pair:
-        response = await pair.client.post("/v1/completions", json=SCORED)
-        assert response.status_code == 200
-        assert int(response.headers["content-length"]) == len(response.content)
-        assert response.headers["content-type"] == "application/json"
-        assert {f"x-hisparse-pd-{kind}" for kind in NodeKind} <= set(response.headers)
-        assert b"-0.50" in response.content, "numbers of the node were written anew"
-        for choice in response.json()["choices"]:
-            assert choice["logprobs"] == {"tokens": ["a", "b", "c"], "token_logprobs": [None, -1.5, -0.5]}
-        assert response.json()["usage"] == {"total_tokens": 3}
-        assert pair.prefill[0].body()[JOINED] is pair.decode[0].body()[JOINED] is True
-
-
 @pytest.mark.parametrize(
-    ("report", "decoded"),
+    ("endpoint", "fields", "asking", "said"),
     [
-        (b"\xc1", DECODED),
-        (b'{"delivered": true}', DECODED),
-        (REPORT.packed(), b'{"object": "error"}'),
-        (REPORT.packed(), b"[1]"),
-        (REPORT.packed(), b'{"choices":[{"logprobs":null}]}'),
-        (Report((0,), REPORT.prompts).packed(), DECODED),
+        (
+            COMPLETIONS,
+            {"max_tokens": 2, "echo": True, "logprobs": 0},
+            "echo",
+            "max_tokens is 2: set max_tokens",
+        ),
+        (COMPLETIONS, {"echo": True, "logprobs": 0}, "echo", "max_tokens is not given"),
+        (
+            CHAT,
+            {"max_tokens": 1, "max_completion_tokens": 9, "prompt_logprobs": 3},
+            "prompt_logprobs",
+            "max_completion_tokens is 9: set max_completion_tokens to 0 or 1",
+        ),
+        (GENERATE, scored(2), "logprob_start_len", "set sampling_params.max_new_tokens to 0 or 1"),
+        (GENERATE, scored("0"), "logprob_start_len", '"max_new_tokens": "0"'),
     ],
 )
-async def test_answers_that_do_not_fit_together_are_a_502(report: bytes, decoded: bytes) -> None:
-    async with cluster(reports(report), says(decoded), max_retries=0) as pair:
-        response = await pair.client.post("/v1/completions", json=SCORED)
-        assert response.status_code == 502
-        assert "do not fit together" in error_of(response)
-
-
-async def test_what_is_joined_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "MAX_JOINED_BYTES", 1000)
-    for report, decoded in ((b"x" * 1001, DECODED), (REPORT.packed(), b"x" * 1001)):
-        async with cluster(reports(report), says(decoded), max_retries=0) as pair:
-            response = await pair.client.post("/v1/completions", json=SCORED)
-            assert response.status_code == 502
-            assert "more than 1000 bytes" in error_of(response)
-            assert "split the request" in error_of(response)
-
-
-@pytest.mark.I8
-async def test_what_is_held_to_be_joined_is_bounded_over_all_requests(
-    monkeypatch: pytest.MonkeyPatch,
+def test_logprobs_of_the_prompt_beside_more_than_one_token_are_refused(
+    endpoint: Endpoint, fields: dict[str, Any], asking: str, said: str
 ) -> None:
-    tokens = memoryview(b",".join([b'"a"'] * 500))
-    report = Report((0, 0), (PromptLists({}, {"tokens": tokens, "token_logprobs": tokens}, {}),)).packed()
-    monkeypatch.setattr(relay, "MAX_ALL_JOINED_BYTES", len(report) + len(DECODED))
-    goes_on = asyncio.Event()
-
-    async def waits(node: FakeNode, send: Send) -> None:
-        await goes_on.wait()
-        await says(DECODED)(node, send)
-
-    async with cluster(reports(report), waits) as pair:
-
-        async def ask() -> httpx.Response:
-            return await pair.client.post("/v1/completions", json=SCORED)
-
-        asking = {asyncio.create_task(ask()) for _ in range(2)}
-        (early,), (late,) = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-        refused = early.result()
-        assert refused.status_code == 503
-        assert refused.headers["retry-after"]
-        assert f"of {len(report) + len(DECODED)} that a process of it may" in error_of(refused)
-        assert "run more routers" in error_of(refused)
-        assert len(pair.prefill[0].requests) == 2, "another pair would have had no more room"
-        goes_on.set()
-        assert (await late).status_code == 200
-        for _ in range(3):  # what was held was given back
-            assert (await ask()).status_code == 200
-
-
-async def test_a_prefill_node_that_fails_with_a_joined_answer_is_replaced() -> None:
-    async with cluster([says(b"{}", status=503), reports()], says(DECODED)) as pair:
-        for _ in range(2):
-            response = await pair.client.post("/v1/completions", json=SCORED)
-            assert response.json()["choices"][0]["logprobs"]["tokens"] == ["a", "b", "c"]
-
-
-async def test_an_error_of_the_decode_node_is_the_clients() -> None:
-    async with cluster(never, says(b'{"error":{"message":"too long"}}', status=400)) as pair:
-        response = await pair.client.post("/v1/completions", json=SCORED)
-        assert (response.status_code, response.json()) == (400, {"error": {"message": "too long"}})
-
-
-# --- alone --------------------------------------------------------------------------------------------
+    with pytest.raises(RouterError) as caught:
+        RequestBody.parse(json.dumps({"prompt": "a", **fields}).encode(), endpoint)
+    assert (caught.value.status, caught.value.param) == (400, asking)
+    assert caught.value.message.startswith(f"{asking}: ")
+    for part in ("1 generated token at most", said, "a second request"):
+        assert part in caught.value.message
 
 
 NOTHING = {"prompt": "ab", "max_tokens": 0}
