@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from decode_node.request import Request
 from hisparse_pd.model.attention_kernels import AttentionKernels
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.paging.pools import PoolKind
-from kernels.hot_state import ABSENT
+from kernels.hot_state import ABSENT, StepRequests
 from kernels.indexer import gather_pages, index_topk
 from kernels.miss_plan import MissPlan
 from kernels.paged_indexer import paged_index_topk
@@ -106,20 +106,16 @@ class DeviceStep:
         ends: Tensor | None = None,
     ) -> None:
         self._spec = hot_buffers.spec
-        self._state = hot_buffers.state
         self._memory = hot_buffers.memory
         self._miss_plan = hot_buffers.miss_plan if miss_plan is None else miss_plan
         self._index_page_table = hot_buffers.index_page_table
         self._page_size = hot_buffers.page_size
         self._kernels = kernels
-        self._req_rows = req_rows
-        self._num_real_reqs = num_real_reqs
         self._backup_stream = backup_stream
         self._order = order
         self._num_new = num_new
         self._first_row = first_row
         self._has_drafts = ends is not None
-        self._seq_lens = seq_lens
         self._row_reqs, self._num_real_rows = req_rows, num_real_reqs
         is_there = torch.arange(seq_lens.shape[0], device=seq_lens.device) < num_real_reqs
         self.positions = self._select_at = seq_lens - 1
@@ -133,10 +129,10 @@ class DeviceStep:
             self._row_reqs = req_rows[:, None].repeat(1, rows_each).flatten()
             self._num_real_rows = num_real_reqs * rows_each
             # The kernels want a slot for a request's first new position, even if no row is there.
-            self._seq_lens = torch.minimum(seq_lens, ends - 1 + num_new)
+            seq_lens = torch.minimum(seq_lens, ends - 1 + num_new)
         self._is_there = is_there
-        new_slots = newest_slots(self._seq_lens, req_rows, num_real_reqs, self._state, num_new=num_new)
-        new_slots = new_slots.view(-1, num_new)[:, first_row:].flatten().long()
+        self._requests = StepRequests(hot_buffers.state, seq_lens, req_rows, num_real_reqs, num_new)
+        new_slots = newest_slots(self._requests).view(-1, num_new)[:, first_row:].flatten().long()
         self._new_slots = torch.where(
             (new_slots >= 0) & is_there, new_slots, self._memory.scratch_device_slot
         )
@@ -200,16 +196,12 @@ class DeviceStep:
             positions = self._of_all_new(positions)
         device_slots = swap_in(
             positions,
-            self._seq_lens,
-            self._req_rows,
-            self._num_real_reqs,
-            self._state,
+            self._requests,
             group=group,
             layer=layer,
             k_host=memory.k_host,
             k_dev=memory.k_dev,
             miss_plan=self._miss_plan if len(layers) > 1 else None,
-            num_new=self._num_new,
         )
         if self._first_row:
             device_slots = device_slots.view(-1, self._num_new, device_slots.shape[1])
@@ -218,7 +210,7 @@ class DeviceStep:
 
     def _of_all_new(self, positions: Tensor) -> Tensor:
         """``positions`` with rows that select nothing where this forward has no rows of new positions."""
-        num_reqs, top_k = self._seq_lens.shape[0], positions.shape[1]
+        num_reqs, top_k = self._requests.num_reqs, positions.shape[1]
         all_new = positions.new_full((num_reqs, self._num_new, top_k), ABSENT)
         all_new[:, self._first_row :] = positions.view(num_reqs, -1, top_k)
         return all_new.flatten(0, 1)
@@ -230,13 +222,7 @@ class DeviceStep:
         if layer == self._spec.layers_of_group[group][0]:
             with order.planning.next():
                 self._device_slots = plan_misses(
-                    positions,
-                    self._seq_lens,
-                    self._req_rows,
-                    self._num_real_reqs,
-                    self._state,
-                    group=group,
-                    miss_plan=self._miss_plan,
+                    positions, self._requests, group=group, miss_plan=self._miss_plan
                 )
         with order.copying():
             replay_misses(self._miss_plan, layer, memory.k_host, memory.k_dev, max_blocks=order.copy_blocks)
@@ -251,20 +237,12 @@ class DeviceStep:
         nothing = (len(token_ids), self._spec.index_topk)
         selected = torch.full(nothing, ABSENT, dtype=torch.int32, device=token_ids.device)
         self._swap_in(self._spec.num_layers, selected)
-        self._backup()
+        self._backup(self._requests)
 
     def back_up(self, seq_lens: Tensor, num_newest: Tensor) -> None:
         """Copy the last ``num_newest`` (int32 [num_reqs]) of ``seq_lens`` (int64 [num_reqs]) positions to the
         host, in all layers: what was accepted (I4), once all layers have it."""
-        backup_newest(
-            seq_lens,
-            self._req_rows,
-            self._num_real_reqs,
-            self._state,
-            k_host=self._memory.k_host,
-            k_dev=self._memory.k_dev,
-            num_newest=num_newest,
-        )
+        self._backup(replace(self._requests, seq_lens=seq_lens, num_new=1), num_newest)
 
     def finish(self) -> None:
         """Order what follows in the current stream after the backup of the new tokens (I4)."""
@@ -274,21 +252,15 @@ class DeviceStep:
     def _start_backup(self) -> None:
         """All layers of the new tokens are written: they can leave while the last layer still attends."""
         if self._backup_stream is None:
-            self._backup()
+            self._backup(self._requests)
             return
         self._backup_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._backup_stream):
-            self._backup()
+            self._backup(self._requests)
 
-    def _backup(self) -> None:
-        backup_newest(
-            self._seq_lens,
-            self._req_rows,
-            self._num_real_reqs,
-            self._state,
-            k_host=self._memory.k_host,
-            k_dev=self._memory.k_dev,
-        )
+    def _backup(self, requests: StepRequests, num_newest: Tensor | None = None) -> None:
+        memory = self._memory
+        backup_newest(requests, k_host=memory.k_host, k_dev=memory.k_dev, num_newest=num_newest)
 
 
 class HostStep(DeviceStep):
@@ -309,7 +281,7 @@ class HostStep(DeviceStep):
         num_new: int = 1,
         first_row: int = 0,
     ) -> None:
-        self._requests = requests
+        self._batch = requests
         last = [request.next_seq_len for request in requests] if seq_lens is None else seq_lens
         super().__init__(
             hot_buffers,
@@ -344,7 +316,7 @@ class HostStep(DeviceStep):
 
         Mostly in contiguous pages, and then reading copies nothing.
         """
-        request, seq_len = self._requests[row // self._rows_each], self._seq_len_of[row]
+        request, seq_len = self._batch[row // self._rows_each], self._seq_len_of[row]
         first, *more = request.extents(PoolKind.INDEX)
         if not more:
             return layer_keys[first.start : first.start + seq_len]

@@ -32,7 +32,7 @@ from kernels.cuda_launch import (
     num_multiprocessors,
     translation_unit,
 )
-from kernels.hot_state import HotBufferState
+from kernels.hot_state import HotBufferState, StepRequests
 from kernels.miss_plan import MissPlan
 from kernels.reference import Pools, WarmUp
 
@@ -94,7 +94,6 @@ _POOL = _struct(
     host=_POINTER, dev=_POINTER, host_layer_bytes=_LONG, host_slot_bytes=_LONG,
     dev_layer_bytes=_LONG, dev_slot_bytes=_LONG, item_bytes=_INT, vector_bytes=_INT,
 )  # fmt: skip
-_POOLS = np.dtype((_POOL, (2,)))
 _TABLES = _struct(
     lookup_to_hot=_POINTER, hot_to_lookup=_POINTER, stamps=_POINTER, step=_POINTER,
     hot_slots=_POINTER, capacity=_POINTER, page_table=_POINTER, host_pages=_POINTER, lookup_pages=_POINTER,
@@ -107,36 +106,32 @@ _REQUESTS = _struct(
 )  # fmt: skip
 _PLAN = _struct(src_host_slots=_POINTER, dst_device_slots=_POINTER, num_misses=_POINTER)
 _SWAP_IN = _struct(
-    tables=_TABLES, requests=_REQUESTS, plan=_PLAN, pools=_POOLS, selected=_POINTER, out=_POINTER,
+    tables=_TABLES, requests=_REQUESTS, plan=_PLAN, pool=_POOL, selected=_POINTER, out=_POINTER,
     num_launches=_POINTER, rounds=_POINTER, left=_POINTER, round_bytes=_INT, left_per_block=_INT,
     num_selected=_INT, num_units=_INT, num_slices=_INT, slice_reciprocal=_INT, stride=_INT, slice_len=_INT,
     layer=_INT, hot_slots_in_shared=_INT, max_early=_INT, reads_ahead=_INT, spreads=_INT, keeps_place=_INT,
 )  # fmt: skip
-_COPY = _struct(plan=_PLAN, pools=_POOLS, layer=_INT, padding=_INT)
+_COPY = _struct(plan=_PLAN, pool=_POOL, layer=_INT, padding=_INT)
 _FILL = _struct(
-    tables=_TABLES, pools=_POOLS, staged=_POINTER, hot_slots=_POINTER, host_pages=_POINTER,
+    tables=_TABLES, pool=_POOL, staged=_POINTER, hot_slots=_POINTER, host_pages=_POINTER,
     lookup_pages=_POINTER, index_pages=_POINTER, capacity=_POINTER, group_lookup_slots=_LONG,
     group_entries=_LONG, row=_INT, num_hot_slots=_INT, num_host_pages=_INT, num_index_pages=_INT,
     num_layers=_INT, num_groups=_INT, max_warm=_INT, num_hints=_INT,
 )  # fmt: skip
 _BACKUP = _struct(
-    tables=_TABLES, requests=_REQUESTS, pools=_POOLS, num_newest=_POINTER, num_layers=_INT, padding=_INT
+    tables=_TABLES, requests=_REQUESTS, pool=_POOL, num_newest=_POINTER, num_layers=_INT, padding=_INT
 )  # fmt: skip
 _NEWEST_SLOTS = _struct(tables=_TABLES, requests=_REQUESTS, out=_POINTER)
 
 
 def swap_in(
     selected: Tensor,
-    seq_lens: Tensor,
-    req_rows: Tensor,
-    num_real_reqs: Tensor,
-    state: HotBufferState,
+    requests: StepRequests,
     group: int,
     layer: int,
-    pools: Pools,
+    pools: Pools | None,
     out: Tensor,
     miss_plan: MissPlan | None,
-    num_new: int,
 ) -> None:
     """Fill ``out``, update the tables and copy the misses, in one launch; see ``kernels.swap_in.swap_in``.
     Without ``pools`` nothing is copied.
@@ -145,7 +140,8 @@ def swap_in(
     served. A row or a seq_len out of range makes its request padding instead of an exception (BAD_POSITION
     when the row is good).
     """
-    num_reqs, top_k = selected.shape[0] // num_new, selected.shape[1]
+    state, num_new = requests.state, requests.num_new
+    num_reqs, top_k = requests.num_reqs, selected.shape[1]
     if num_reqs == 0 or top_k == 0:
         if miss_plan is not None:
             miss_plan.num_misses.zero_()
@@ -164,14 +160,13 @@ def swap_in(
         ):
             tensor = getattr(miss_plan, name)
             check_tensor(f"miss_plan.{name}", tensor, dtypes=(dtype,), shape=shape, device=state.device)
-    split = _Split.of(num_reqs, num_selected, num_multiprocessors(state.device), copies=len(pools) > 0)
+    split = _Split.of(num_reqs, num_selected, num_multiprocessors(state.device), copies=pools is not None)
     workspace = _workspace(state)
     positions_per_thread = split.positions_per_thread
     capacity = _round_up(state.max_capacity, ENTRIES_PER_ROUND)
-    pool_parameters = _pools(pools)
-    kernel = _kernel(
-        "swap_in", positions_per_thread, _are_wide(pool_parameters), state.page_size, state.max_new
-    )
+    pool = _pool(pools)
+    is_wide = pools is None or _is_wide(pool)
+    kernel = _kernel("swap_in", positions_per_thread, is_wide, state.page_size, state.max_new)
     max_slice = NUM_PLANNERS * positions_per_thread
     shared_bytes = capacity + 2 * max_slice
     max_shared_bytes = max_block_shared_bytes(state.device) - kernel.shared_size_bytes
@@ -185,12 +180,11 @@ def swap_in(
         kernel.max_dynamic_shared_size_bytes = shared_bytes
     parameters = np.zeros((), _SWAP_IN)
     parameters["tables"] = _tables(state, group)
-    parameters["requests"] = _requests(seq_lens, req_rows, num_real_reqs, num_new)
+    parameters["requests"] = _requests(requests)
     if miss_plan is not None:
         parameters["plan"] = _plan(miss_plan)
-    parameters["pools"] = pool_parameters
-    item_bytes = int(pool_parameters[0]["item_bytes"])
-    if _are_wide(pool_parameters) and len(pools) == 1 and item_bytes <= MAX_EARLY_ITEM_BYTES:
+    parameters["pool"] = pool
+    if pools is not None and is_wide and pools[1].shape[2] <= MAX_EARLY_ITEM_BYTES:
         parameters["max_early"] = MAX_EARLY
         parameters["reads_ahead"] = split.slice_len <= MAX_READ_AHEAD and num_new == 1
     parameters["selected"] = selected.data_ptr()
@@ -220,9 +214,9 @@ def replay_misses(miss_plan: MissPlan, layer: int, pools: Pools, max_blocks: int
     device = miss_plan.num_misses.device
     parameters = np.zeros((), _COPY)
     parameters["plan"] = _plan(miss_plan)
-    parameters["pools"] = _pools(pools)
+    parameters["pool"] = pool = _pool(pools)
     parameters["layer"] = layer
-    kernel = _kernel("copy_planned", only_wide_items=_are_wide(parameters["pools"]))
+    kernel = _kernel("copy_planned", only_wide_items=_is_wide(pool))
     if max_blocks is not None and max_blocks < num_multiprocessors(device):
         _launch_copies(kernel, device, parameters, max_blocks)
     else:
@@ -241,7 +235,7 @@ def start_row(
     layers: Sequence[tuple[int, int, int]],
     pools: Pools,
 ) -> None:
-    """See ``kernels.swap_in.start_row``: one copy of all that the host knows, and one launch.
+    """A slice of ``kernels.swap_in.RowStart``: one copy of all that the host knows, and one launch.
 
     ``layers``: those whose items are copied, with the group of each, and whether its tables are entered.
     """
@@ -256,7 +250,7 @@ def start_row(
     staged = host_staged.to(state.device, non_blocking=True)
     parameters = np.zeros((), _FILL)
     parameters["tables"] = _tables(state, 0)
-    parameters["pools"] = _pools(pools)
+    parameters["pool"] = pool = _pool(pools)
     parameters["staged"] = staged.data_ptr()
     for name in ("hot_slots", "host_pages", "lookup_pages", "index_pages", "capacity"):
         parameters[name] = getattr(state, name)[row].data_ptr()
@@ -269,33 +263,25 @@ def start_row(
     parameters["num_layers"] = len(layers)
     parameters["num_groups"] = state.num_groups
     parameters["num_hints"], parameters["max_warm"] = warm_up.positions.shape
-    only_wide_items = _are_wide(parameters["pools"])
     kernel = _kernel(
-        "fill_row", only_wide_items=only_wide_items, page_size=state.page_size, max_new=state.max_new
+        "fill_row", only_wide_items=_is_wide(pool), page_size=state.page_size, max_new=state.max_new
     )
     num_blocks = min(FILL_BLOCKS, num_multiprocessors(state.device))
     _launch_copies(kernel, state.device, parameters, num_blocks)
 
 
-def backup_newest(
-    seq_lens: Tensor,
-    req_rows: Tensor,
-    num_real_reqs: Tensor,
-    state: HotBufferState,
-    pools: Pools,
-    num_newest: Tensor | None,
-) -> None:
+def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | None) -> None:
     """See ``kernels.swap_in.backup_newest``; one launch for all requests, positions and layers. A number out
     of range counts as the next one in it.
     """
-    num_layers = pools[0][1].shape[0]
-    num_items = seq_lens.shape[0] * num_layers * (1 if num_newest is None else state.max_new)
+    state, num_layers = requests.state, pools[1].shape[0]
+    num_items = requests.num_reqs * num_layers * (1 if num_newest is None else state.max_new)
     if num_items == 0:
         return
     parameters = np.zeros((), _BACKUP)
     parameters["tables"] = _tables(state, 0)
-    parameters["requests"] = _requests(seq_lens, req_rows, num_real_reqs)
-    parameters["pools"] = _pools(pools)
+    parameters["requests"] = _requests(requests)
+    parameters["pool"] = _pool(pools)
     parameters["num_newest"] = 0 if num_newest is None else num_newest.data_ptr()
     parameters["num_layers"] = num_layers
     warps_per_block = COPY_THREADS // 32
@@ -309,21 +295,14 @@ def backup_newest(
     )
 
 
-def newest_slots(
-    seq_lens: Tensor,
-    req_rows: Tensor,
-    num_real_reqs: Tensor,
-    state: HotBufferState,
-    out: Tensor,
-    num_new: int,
-) -> None:
+def newest_slots(requests: StepRequests, out: Tensor) -> None:
     """See ``kernels.swap_in.newest_slots``."""
-    num_slots = seq_lens.shape[0] * num_new
+    state, num_slots = requests.state, out.shape[0]
     if num_slots == 0:
         return
     parameters = np.zeros((), _NEWEST_SLOTS)
     parameters["tables"] = _tables(state, 0)
-    parameters["requests"] = _requests(seq_lens, req_rows, num_real_reqs, num_new)
+    parameters["requests"] = _requests(requests)
     parameters["out"] = out.data_ptr()
     kernel = _kernel("newest_slots", page_size=state.page_size, max_new=state.max_new)
     launch(kernel, state.device, -(-num_slots // 128), 128, parameters)
@@ -339,7 +318,7 @@ def compile_options(
 ) -> tuple[str, ...]:
     """What the code is compiled with besides the architecture.
 
-    ``positions_per_thread``: 1, 2, 4, 8, 16 or 32. ``only_wide_items``: every pool allows 16-byte vectors, so
+    ``positions_per_thread``: 1, 2, 4, 8, 16 or 32. ``only_wide_items``: both pools allow 16-byte vectors, so
     that the code for others, and the registers that it costs, can be left out. ``page_size``: of the state, a
     constant because every position is divided by it. ``max_new``: likewise, so that drafts cost nothing where
     there are none.
@@ -479,15 +458,15 @@ def _tables(state: HotBufferState, group: int) -> tuple[int, ...]:
     return (*grouped, *shared, *sizes)
 
 
-def _requests(seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor, num_new: int = 1) -> tuple[int, ...]:
+def _requests(requests: StepRequests) -> tuple[int, ...]:
     return (
-        seq_lens.data_ptr(),
-        req_rows.data_ptr(),
-        num_real_reqs.data_ptr(),
-        seq_lens.shape[0],
-        int(seq_lens.dtype == torch.int64),
-        int(req_rows.dtype == torch.int64),
-        num_new,
+        requests.seq_lens.data_ptr(),
+        requests.req_rows.data_ptr(),
+        requests.num_real_reqs.data_ptr(),
+        requests.num_reqs,
+        int(requests.seq_lens.dtype == torch.int64),
+        int(requests.req_rows.dtype == torch.int64),
+        requests.num_new,
     )
 
 
@@ -495,20 +474,21 @@ def _plan(plan: MissPlan) -> tuple[int, ...]:
     return (plan.src_host_slots.data_ptr(), plan.dst_device_slots.data_ptr(), plan.num_misses.data_ptr())
 
 
-def _pools(pools: Pools) -> npt.NDArray[Any]:
-    """[2] of _POOL; the second one is zero when there is only K."""
-    result = np.zeros(2, _POOL)
-    for i, (name, (host, dev)) in enumerate(zip("kv", pools, strict=False)):
-        host_address = _mapped_address(f"{name}_host", host)
+def _pool(pools: Pools | None) -> npt.NDArray[Any]:
+    """A _POOL; all zero without ``pools``."""
+    result = np.zeros((), _POOL)
+    if pools is not None:
+        host, dev = pools
+        host_address = _mapped_address("k_host", host)
         strides = (host.stride(0), host.stride(1), dev.stride(0), dev.stride(1))
         item_bytes = dev.shape[2]
         vector_bytes = math.gcd(16, item_bytes, host_address, dev.data_ptr(), *strides)
-        result[i] = (host_address, dev.data_ptr(), *strides, item_bytes, vector_bytes)
+        result[()] = (host_address, dev.data_ptr(), *strides, item_bytes, vector_bytes)
     return result
 
 
-def _are_wide(pools: npt.NDArray[Any]) -> bool:
-    return all(pool["item_bytes"] == 0 or pool["vector_bytes"] == WIDEST_VECTOR_BYTES for pool in pools)
+def _is_wide(pool: npt.NDArray[Any]) -> bool:
+    return int(pool["vector_bytes"]) == WIDEST_VECTOR_BYTES
 
 
 def _mapped_address(name: str, host: Tensor) -> int:

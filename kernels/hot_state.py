@@ -43,7 +43,7 @@ from torch import Tensor
 
 from kernels.checks import KernelArgumentError, check_at_least, check_range, check_tensor
 
-_INTEGERS = (torch.int32, torch.int64)
+INTEGERS = (torch.int32, torch.int64)
 
 ABSENT = -1
 """No position, no hot_index, no slot: the sentinel of every table."""
@@ -216,72 +216,18 @@ class HotBufferState:
     def check_hisparse(self, row: int, hot_slots: Tensor, host_pages: Tensor, lookup_pages: Tensor) -> None:
         """Raise KernelArgumentError unless ``assign_row`` can take the arguments."""
         check_range("row", row, 0, self.num_rows)
-        check_tensor("hot_slots", hot_slots, dtypes=_INTEGERS, shape=(None,))
+        check_tensor("hot_slots", hot_slots, dtypes=INTEGERS, shape=(None,))
         check_range("capacity", hot_slots.shape[0], self.max_new, self.max_capacity + 1)
         self.check_pages("host_pages", 0, host_pages)
-        check_tensor("lookup_pages", lookup_pages, dtypes=_INTEGERS, shape=(host_pages.shape[0],))
+        check_tensor("lookup_pages", lookup_pages, dtypes=INTEGERS, shape=(host_pages.shape[0],))
         check_page_ids("lookup_pages", lookup_pages, self.num_lookup_slots // self.page_size)
 
     def check_pages(self, name: str, first_page: int, page_ids: Tensor) -> None:
         """Raise KernelArgumentError unless a row has room for ``page_ids`` (integer [n])."""
-        check_tensor(name, page_ids, dtypes=_INTEGERS, shape=(None,))
+        check_tensor(name, page_ids, dtypes=INTEGERS, shape=(None,))
         check_at_least("first_page", first_page, 0)
         end_page = first_page + page_ids.shape[0]
         check_range(f"first_page + number of {name}", end_page, 0, self.max_pages + 1)
-
-    def resize_row(self, row: int, old_hot_slots: Tensor, hot_slots: Tensor, seq_len: int) -> None:
-        """Give a hisparse row another capacity between two of its steps; what stays hot is not copied again.
-
-        ``old_hot_slots``: integer [old capacity] on the CPU, what the row has.
-        ``hot_slots``: integer [capacity] on the CPU. An entry that the row keeps must keep its device slot
-        too: the two must begin alike.
-        ``seq_len``: tokens that stand after the row's last step, without the drafts that were not accepted;
-        before its first step, the ``num_tokens`` of ``start_row``. Who does not know yet what became of the
-        drafts gives the number before that step.
-
-        Must come after ``backup_newest`` of the last step and before ``newest_slots`` of the next, in stream
-        order, because both take the new positions to be at their ``ring_entries``: the last step's become
-        positions like any other, which may be forgotten only when their bytes are on the host.
-
-        Forgotten in every group: what lived at a hot_index from ``capacity`` on, whose device slots may be
-        given away; positions from ``seq_len`` on, for the drafts among them would be found again beside their
-        next ring entry; and, when the row may fit the new buffer (``seq_len + max_new - 1 <= capacity``),
-        what is not at its own hot_index. What is needed comes back by a miss, and is not counted as an
-        eviction.
-
-        Raises KernelArgumentError, and has changed nothing then.
-        """
-        check_range("row", row, 0, self.num_rows)
-        for name, slots in (("old_hot_slots", old_hot_slots), ("hot_slots", hot_slots)):
-            check_tensor(name, slots, dtypes=_INTEGERS, shape=(None,), device=torch.device("cpu"))
-            check_range(f"{name} length", slots.shape[0], self.max_new, self.max_capacity + 1)
-        check_range("seq_len", seq_len, 0, self.max_context + 1)
-        capacity = hot_slots.shape[0]
-        num_kept = min(old_hot_slots.shape[0], capacity)
-        moved = torch.nonzero(old_hot_slots[:num_kept] != hot_slots[:num_kept]).flatten()
-        if moved.numel():
-            entry = int(moved[0])
-            raise KernelArgumentError(
-                f"hot_slots: expected the first {num_kept} as they were, "
-                f"got {int(hot_slots[entry])} for {int(old_hot_slots[entry])} at hot_index {entry}"
-            )
-        lookup_slots = self.hot_to_lookup[:, row]
-        entries = torch.arange(self.max_capacity, device=self.device)
-        is_lost = (entries >= num_kept).expand_as(lookup_slots)
-        if self.max_new > 1:
-            drafted = seq_len + torch.arange(self.max_new, device=self.device)
-            is_lost = is_lost | (lookup_slots[..., None] == self._lookup_slots(row, drafted)).any(-1)
-        if seq_len + self.max_new - 1 <= capacity:
-            is_lost = is_lost | (lookup_slots != self._lookup_slots(row, entries))
-        self._forget(torch.where(is_lost, lookup_slots, ABSENT))
-        lookup_slots.masked_fill_(is_lost, ABSENT)
-        self.stamps[:, row].masked_fill_(is_lost, ABSENT)
-        self._write_slots(row, hot_slots)
-
-    def assign_dense_row(self, row: int, page_ids: Tensor) -> None:
-        """Make ``row`` a dense row whose first pages are ``page_ids`` (integer [n])."""
-        self.reset_row(row)
-        self.set_pages(row, 0, page_ids)
 
     def set_pages(self, row: int, first_page: int, page_ids: Tensor) -> None:
         """Set the page ids of a dense row from its page number ``first_page`` on: how it grows."""
@@ -292,20 +238,13 @@ class HotBufferState:
 
         A page that the row has already may be set again to the same ids, and to no others.
         """
-        check_tensor("lookup_pages", lookup_pages, dtypes=_INTEGERS, shape=(host_pages.shape[0],))
+        check_tensor("lookup_pages", lookup_pages, dtypes=INTEGERS, shape=(host_pages.shape[0],))
         self._set(self.host_pages, row, first_page, host_pages)
         self._set(self.lookup_pages, row, first_page, lookup_pages)
 
     def set_index_pages(self, row: int, first_page: int, page_ids: Tensor) -> None:
         """Set the page ids of a row's indexer keys from its page number ``first_page`` on."""
         self._set(self.index_pages, row, first_page, page_ids)
-
-    def _lookup_slots(self, row: int, positions: Tensor) -> Tensor:
-        """Lookup slots of ``positions`` (integer [n], at least 0) of ``row``; nobody's where it has none."""
-        pages = positions // self.page_size
-        page_ids = self.lookup_pages[row][pages.clamp(max=self.max_pages - 1)]
-        slots = page_ids * self.page_size + positions % self.page_size
-        return torch.where((pages < self.max_pages) & (page_ids != ABSENT), slots, self.num_lookup_slots)
 
     def _set(self, table: Tensor, row: int, first_page: int, page_ids: Tensor) -> None:
         check_range("row", row, 0, self.num_rows)
@@ -323,92 +262,38 @@ class HotBufferState:
         nobodys = self.num_lookup_slots
         self.lookup_to_hot.scatter_(1, torch.where(lookup_slots < 0, nobodys, lookup_slots).long(), ABSENT)
 
-    # For tests and debugging.
 
-    def check_consistency(
-        self, seq_lens: dict[int, int] | None = None, num_new: dict[int, int] | None = None
-    ) -> None:
-        """Verify the rules above for every row; with ``seq_lens`` (of a row's last step) placement too.
-        ``num_new``: of that step, 1 for a row that is not there.
+@dataclass(frozen=True)
+class StepRequests:
+    """The requests of one step on the tables of ``state``; padding comes last.
 
-        Synchronises with the device. Raises RuntimeError with group, row, hot_index and both values.
-        """
-        capacities = self.capacity.tolist()
-        lookup_pages = self.lookup_pages.cpu()
-        owned = lookup_pages[self.capacity.cpu() > 0]
-        page_ids = owned[owned != ABSENT].sort().values
-        is_again = page_ids[1:] == page_ids[:-1]
-        if is_again.any():
-            raise RuntimeError(f"lookup page {int(page_ids[1:][is_again][0])} is in more than one place")
-        if not torch.equal(lookup_pages == ABSENT, self.host_pages.cpu() == ABSENT):
-            raise RuntimeError("a page has a host page and no lookup page, or the other way round")
-        for group in range(self.num_groups):
-            forward, backward = self.lookup_to_hot[group].cpu(), self.hot_to_lookup[group].cpu()
-            num_hot, num_used = int((forward != ABSENT).sum()), int((backward != ABSENT).sum())
-            is_empty = ((backward == ABSENT) & (self.stamps[group].cpu() == ABSENT)).all(1).tolist()
-            for row, capacity in enumerate(capacities):
-                seq_len = (seq_lens or {}).get(row, 0)
-                if is_empty[row] and seq_len == 0:
-                    continue
-                newest = range(max(0, seq_len - (num_new or {}).get(row, 1)), seq_len)
-                self._check_row(group, row, capacity, forward, lookup_pages[row], newest)
-            if num_hot != num_used:
-                raise RuntimeError(f"group {group}: {num_hot} hot lookup slots, {num_used} used entries")
+    Raises KernelArgumentError. Values that only the device knows are checked there: a request that is out of
+    range is padding to a GPU, and a KernelArgumentError to the CPU.
+    """
 
-    def _check_row(
-        self,
-        group: int,
-        row: int,
-        capacity: int,
-        forward: Tensor,
-        lookup_pages: Tensor,
-        newest: range,
-    ) -> None:
-        where = f"group {group}, row {row}"
-        backward = self.hot_to_lookup[group, row].cpu()
-        stamps = self.stamps[group, row].cpu()
-        step = int(self.step[group, row])
-        entries = torch.nonzero(backward != ABSENT).flatten()
-        if entries.numel() and int(entries[-1]) >= capacity:
-            raise RuntimeError(f"{where}: hot_index {int(entries[-1])} in use, capacity is {capacity}")
-        lookup_slots = backward[entries].long()
-        is_lost = forward[lookup_slots] != entries
-        if is_lost.any():
-            lookup_slot, entry = int(lookup_slots[is_lost][0]), int(entries[is_lost][0])
-            raise RuntimeError(
-                f"{where}: hot_index {entry} holds lookup slot {lookup_slot}, "
-                f"which maps to hot_index {int(forward[lookup_slot])}"
-            )
-        is_of_row = (lookup_slots // self.page_size)[:, None] == lookup_pages
-        if not is_of_row.any(1).all():
-            stray = int(lookup_slots[~is_of_row.any(1)][0])
-            raise RuntimeError(f"{where}: lookup slot {stray} is in none of its pages")
-        mismatched = torch.nonzero((stamps == ABSENT) != (backward == ABSENT)).flatten()
-        if mismatched.numel():
-            entry = int(mismatched[0])
-            raise RuntimeError(
-                f"{where}: hot_index {entry} has stamp {int(stamps[entry])} "
-                f"and lookup slot {int(backward[entry])}"
-            )
-        if int(stamps.max()) > step:
-            raise RuntimeError(f"{where}: stamp {int(stamps.max())} after step {step}")
-        if not newest or step == 0 or capacity == 0:
-            return
-        positions = is_of_row.int().argmax(1) * self.page_size + lookup_slots % self.page_size
-        if newest.start + self.max_new <= capacity:
-            is_moved = entries != positions
-            if is_moved.any():
-                position, hot_index = int(positions[is_moved][0]), int(entries[is_moved][0])
-                raise RuntimeError(
-                    f"{where}: position {position} is at hot_index {hot_index}, not at its own"
-                )
-            return
-        entry_of = dict(zip(positions.tolist(), entries.tolist(), strict=True))
-        new_entries = ring_entries(np.array(newest), np.array(capacity), self.max_new)
-        for position, entry in zip(newest, new_entries.tolist(), strict=True):
-            has_page = position < self.max_context and int(lookup_pages[position // self.page_size]) != ABSENT
-            if has_page and entry_of.get(position) != entry:
-                raise RuntimeError(f"{where}: hot_index {entry} does not hold the new position {position}")
+    state: HotBufferState
+    seq_lens: Tensor
+    """int32 or int64 [num_reqs], tokens of each request including the last new one, so that its new positions
+    are [seq_len - num_new, seq_len). The first of them is in the context; others may be behind it, or behind
+    the pages that the request has: such a draft has no slot (-1), and changes nothing."""
+    req_rows: Tensor
+    """int32 or int64 [num_reqs], distinct rows of the tables, all in [0, num_rows)."""
+    num_real_reqs: Tensor
+    """int32 [1]; requests from this index on are padding and are ignored."""
+    num_new: int = 1
+    """New positions of each request, 1 to ``state.max_new``: the newest token's and its drafts'. It may be
+    another one in every step."""
+
+    def __post_init__(self) -> None:
+        device, num_reqs = self.state.device, self.seq_lens.shape[0]
+        check_tensor("seq_lens", self.seq_lens, dtypes=INTEGERS, shape=(num_reqs,), device=device)
+        check_tensor("req_rows", self.req_rows, dtypes=INTEGERS, shape=(num_reqs,), device=device)
+        check_tensor("num_real_reqs", self.num_real_reqs, dtypes=(torch.int32,), shape=(1,), device=device)
+        check_range("num_new", self.num_new, 1, self.state.max_new + 1)
+
+    @property
+    def num_reqs(self) -> int:
+        return self.seq_lens.shape[0]
 
 
 def ring_entries(

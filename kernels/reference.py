@@ -16,10 +16,19 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError
-from kernels.hot_state import ABSENT, EVICTIONS, HITS, MISSES, HotBufferError, HotBufferState, ring_entries
+from kernels.hot_state import (
+    ABSENT,
+    EVICTIONS,
+    HITS,
+    MISSES,
+    HotBufferError,
+    HotBufferState,
+    StepRequests,
+    ring_entries,
+)
 
-Pools: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
-"""(host, device) pairs, uint8 [num_layers, num_slots, item_bytes], strided as ``check_pool`` allows."""
+Pools: TypeAlias = tuple[Tensor, Tensor]
+"""Host and device, uint8 [num_layers, num_slots, item_bytes], strided as ``check_pool`` allows."""
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Table: TypeAlias = npt.NDArray[Any]
@@ -32,25 +41,17 @@ FREE_CLASS = 31
 _NO_SLOTS: Ints = np.empty(0, dtype=np.int64)
 
 
-def resolve(
-    selected: Tensor,
-    seq_lens: Tensor,
-    req_rows: Tensor,
-    num_real_reqs: Tensor,
-    state: HotBufferState,
-    group: int,
-    out: Tensor,
-    num_new: int = 1,
-) -> tuple[Ints, Ints]:
+def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -> tuple[Ints, Ints]:
     """Fill ``out`` with device slots, update the tables, and return the (host, device) slots to copy."""
-    lens, rows = _real_requests(seq_lens, req_rows, num_real_reqs, state, num_new)
+    state, num_new = requests.state, requests.num_new
+    lens, rows = _real_requests(requests)
     out.fill_(ABSENT)
     can_step = _can_step(state, lens, rows, num_new)
     if not can_step.any():
         return _NO_SLOTS, _NO_SLOTS
     # All that a request's new positions select is one selection.
-    positions = selected.numpy().reshape(seq_lens.shape[0], -1)[: len(rows)].astype(np.int64)
-    out_slots = out.numpy().reshape(seq_lens.shape[0], -1)[: len(rows)]
+    positions = selected.numpy().reshape(requests.num_reqs, -1)[: len(rows)].astype(np.int64)
+    out_slots = out.numpy().reshape(requests.num_reqs, -1)[: len(rows)]
     if can_step.all():
         return _resolve(state, group, rows, lens, num_new, positions, out_slots)
     some_slots = np.empty((np.count_nonzero(can_step), positions.shape[1]), dtype=np.int32)
@@ -223,7 +224,7 @@ def slots_of(state: HotBufferState, row: int, positions: Ints) -> tuple[Ints, In
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What ``start_row`` puts at hot_index 0, 1, … of every group."""
+    """What ``RowStart`` puts at hot_index 0, 1, … of every group."""
 
     num_warm: npt.NDArray[np.int32]
     """[num_groups]"""
@@ -239,7 +240,7 @@ class WarmUp:
 def plan_warm_up(
     num_groups: int, capacity: int, max_new: int, num_tokens: int, hints: Sequence[npt.NDArray[np.int32]]
 ) -> WarmUp:
-    """See ``kernels.swap_in.start_row``. Raises KernelArgumentError.
+    """See ``kernels.swap_in.RowStart``. Raises KernelArgumentError.
 
     The usual hints, of equal length and without duplicates, are taken as they are.
     """
@@ -273,22 +274,15 @@ def _first_distinct(hint: npt.NDArray[np.int32], num_tokens: int) -> npt.NDArray
 
 
 def copy_items(pools: Pools, layer: int, src_host_slots: Ints, dst_device_slots: Ints) -> None:
-    """Copy items of one layer from the host pools to the device pools."""
-    if not len(src_host_slots):
-        return
-    for host, dev in pools:
+    """Copy items of one layer from the host pool to the device pool."""
+    host, dev = pools
+    if len(src_host_slots):
         dev[layer].numpy()[dst_device_slots] = host[layer].numpy()[src_host_slots]
 
 
-def backup_newest(
-    seq_lens: Tensor,
-    req_rows: Tensor,
-    num_real_reqs: Tensor,
-    state: HotBufferState,
-    pools: Pools,
-    num_newest: Tensor | None = None,
-) -> None:
-    lens, rows = _real_requests(seq_lens, req_rows, num_real_reqs, state)
+def backup_newest(requests: StepRequests, pools: Pools, num_newest: Tensor | None = None) -> None:
+    state, (host, dev) = requests.state, pools
+    lens, rows = _real_requests(requests)
     if num_newest is not None:
         nums = num_newest.numpy()[: len(rows)].astype(np.int64)
         is_bad = (nums < 0) | (nums > np.minimum(lens, state.max_new))
@@ -311,19 +305,12 @@ def backup_newest(
     rows, positions, capacity = rows[is_backed_up], positions[is_backed_up], capacity[is_backed_up]
     dst_host_slots = dst_host_slots[is_backed_up]
     src_device_slots = state.hot_slots.numpy()[rows, ring_entries(positions, capacity, state.max_new)]
-    for host, dev in pools:
-        host.numpy()[:, dst_host_slots] = dev.numpy()[:, src_device_slots]
+    host.numpy()[:, dst_host_slots] = dev.numpy()[:, src_device_slots]
 
 
-def newest_slots(
-    seq_lens: Tensor,
-    req_rows: Tensor,
-    num_real_reqs: Tensor,
-    state: HotBufferState,
-    out: Tensor,
-    num_new: int = 1,
-) -> None:
-    lens, rows = _real_requests(seq_lens, req_rows, num_real_reqs, state, num_new)
+def newest_slots(requests: StepRequests, out: Tensor) -> None:
+    state, num_new = requests.state, requests.num_new
+    lens, rows = _real_requests(requests)
     capacity = state.capacity.numpy()[rows].astype(np.int64)[:, None]
     _can_step(state, lens, rows, num_new)
     offsets = np.arange(num_new)
@@ -332,22 +319,20 @@ def newest_slots(
     dense_slots = _dense_slots(state, rows, positions, is_there)
     entries = ring_entries(positions, np.maximum(capacity, state.max_new), state.max_new)
     hot_slots = np.where(is_there, state.hot_slots.numpy()[rows[:, None], entries], ABSENT)
-    out_slots = out.numpy().reshape(seq_lens.shape[0], num_new)
+    out_slots = out.numpy().reshape(requests.num_reqs, num_new)
     out_slots.fill(ABSENT)
     out_slots[: len(rows)] = np.where(capacity == 0, dense_slots, hot_slots)
 
 
-def _real_requests(
-    seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor, state: HotBufferState, num_new: int = 1
-) -> tuple[Ints, Ints]:
+def _real_requests(requests: StepRequests) -> tuple[Ints, Ints]:
     """int64 (seq_lens, req_rows) without the padding, after checks of their values."""
-    num_real = int(num_real_reqs)
-    if not 0 <= num_real <= seq_lens.shape[0]:
+    state, num_new, num_real = requests.state, requests.num_new, int(requests.num_real_reqs)
+    if not 0 <= num_real <= requests.num_reqs:
         raise KernelArgumentError(
-            f"num_real_reqs: expected a value in [0, {seq_lens.shape[0]}], got {num_real}"
+            f"num_real_reqs: expected a value in [0, {requests.num_reqs}], got {num_real}"
         )
-    lens = seq_lens.numpy()[:num_real].astype(np.int64)
-    rows = req_rows.numpy()[:num_real].astype(np.int64)
+    lens = requests.seq_lens.numpy()[:num_real].astype(np.int64)
+    rows = requests.req_rows.numpy()[:num_real].astype(np.int64)
     longest = state.max_context + num_new - 1  # the drafts may be behind the context
     if num_real and not num_new <= lens.min() <= lens.max() <= longest:
         raise KernelArgumentError(

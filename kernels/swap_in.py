@@ -5,19 +5,9 @@ the state's tables: ``cpu`` runs ``kernels/reference.py``, ``cuda`` runs ``kerne
 have to be pinned or registered. Nothing here allocates per-request state; outputs and plans may be given, so
 that a CUDA graph can capture a call.
 
-Common arguments:
-
-- ``num_new``: new positions of each request in this step, 1 to ``state.max_new``: the newest token's and its
-  drafts'. It may be another one in every step.
-- ``seq_lens``: int32 or int64 [num_reqs], tokens of each request including the last new one, so that its new
-  positions are [seq_len - num_new, seq_len). The first of them is in the context; others may be behind it, or
-  behind the pages that the request has: such a draft has no slot (-1), and changes nothing.
-- ``req_rows``: int32 or int64 [num_reqs], distinct rows of the tables, all in [0, num_rows).
-- ``num_real_reqs``: int32 [1]; requests from this index on are padding and are ignored.
-- ``k_host``, ``k_dev``: uint8 [num_layers, num_slots, item_bytes]; the slot counts may differ. Each may have
-  layer and slot strides of its own, layers outside slots or slots outside layers, as long as an item's bytes
-  are contiguous and no two items overlap; 16-byte aligned addresses, strides and items move fastest.
-  A second pair ``v_host``, ``v_dev`` with its own item size may be given for models that keep V apart.
+``k_host``, ``k_dev``: uint8 [num_layers, num_slots, item_bytes]; the slot counts may differ. Each may have
+layer and slot strides of its own, layers outside slots or slots outside layers, as long as an item's bytes
+are contiguous and no two items overlap; 16-byte aligned addresses, strides and items move fastest.
 
 All run on the current stream of their device and do not synchronise; on the CPU they are done on return.
 """
@@ -34,10 +24,8 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.checks import KernelArgumentError, check_at_least, check_pool, check_range, check_tensor
-from kernels.hot_state import MAX_LOOKUP_SLOTS, HotBufferState, check_page_ids
+from kernels.hot_state import INTEGERS, MAX_LOOKUP_SLOTS, HotBufferState, StepRequests, check_page_ids
 from kernels.miss_plan import MissPlan
-
-INTEGERS = (torch.int32, torch.int64)
 
 
 class KernelUnavailableError(RuntimeError):
@@ -46,20 +34,14 @@ class KernelUnavailableError(RuntimeError):
 
 def swap_in(
     selected: Tensor,
-    seq_lens: Tensor,
-    req_rows: Tensor,
-    num_real_reqs: Tensor,
-    state: HotBufferState,
+    requests: StepRequests,
     *,
     group: int,
     layer: int,
     k_host: Tensor,
     k_dev: Tensor,
-    v_host: Tensor | None = None,
-    v_dev: Tensor | None = None,
     out: Tensor | None = None,
     miss_plan: MissPlan | None = None,
-    num_new: int = 1,
 ) -> Tensor:
     """Make the selected positions of every request readable in the device pool and say where they are.
 
@@ -81,60 +63,44 @@ def swap_in(
     A hisparse row whose first new position has no host page, here and in the functions below, is left out
     like padding and gets HotBufferError.NO_HOST_SLOT: its token could not be backed up.
 
-    Mutates the tables of ``group``, the counters and flags, ``k_dev[layer]`` (and ``v_dev[layer]``), and
-    ``miss_plan``, which then holds this call's copies. A request whose selection cannot be served in full
+    Mutates the tables of ``group``, the counters and flags, ``k_dev[layer]``, and ``miss_plan``, which then
+    holds this call's copies. A request whose selection cannot be served in full
     (HotBufferError says why) gets -1 in the places concerned and a bit in ``error_flags``; its tables stay
     consistent.
 
     On a GPU ``num_reqs * num_new * top_k`` is below 2**24, ``top_k`` at most 4096, ``num_new * top_k`` at
     most 16384 and ``state.max_capacity`` at most 32768. Raises KernelArgumentError, KernelUnavailableError.
     """
-    pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
+    pools = _check_pools(k_host, k_dev, requests.state.device)
     check_range("layer", layer, 0, k_dev.shape[0])
-    return _resolve(
-        selected, seq_lens, req_rows, num_real_reqs, state, group, layer, pools, out, miss_plan, num_new
-    )
+    return _resolve(selected, requests, group, layer, pools, out, miss_plan)
 
 
-def plan_misses(
-    selected: Tensor,
-    seq_lens: Tensor,
-    req_rows: Tensor,
-    num_real_reqs: Tensor,
-    state: HotBufferState,
-    *,
-    group: int,
-    miss_plan: MissPlan,
-    out: Tensor | None = None,
-    num_new: int = 1,
-) -> Tensor:
+def plan_misses(selected: Tensor, requests: StepRequests, *, group: int, miss_plan: MissPlan) -> Tensor:
     """``swap_in`` without its copies, which ``replay_misses`` makes later in each of the group's layers.
 
     So the copies, which need PCIe and little else, can be a launch of their own, beside kernels that compute.
     """
-    return _resolve(selected, seq_lens, req_rows, num_real_reqs, state, group, 0, (), out, miss_plan, num_new)
+    return _resolve(selected, requests, group, 0, None, None, miss_plan)
 
 
 def _resolve(
     selected: Tensor,
-    seq_lens: Tensor,
-    req_rows: Tensor,
-    num_real_reqs: Tensor,
-    state: HotBufferState,
+    requests: StepRequests,
     group: int,
     layer: int,
-    pools: reference.Pools,
+    pools: reference.Pools | None,
     out: Tensor | None,
     miss_plan: MissPlan | None,
-    num_new: int,
 ) -> Tensor:
-    """``swap_in`` with copies between ``pools``, of which there may be none."""
+    """``swap_in`` with copies between ``pools``, if there are any."""
+    state, num_new = requests.state, requests.num_new
     check_tensor("selected", selected, dtypes=(torch.int32,), shape=(None, None), device=state.device)
-    check_range("num_new", num_new, 1, state.max_new + 1)
     num_rows, top_k = selected.shape
-    if num_rows % num_new:
-        raise KernelArgumentError(f"selected: expected {num_new} rows a request, got {num_rows} rows")
-    _check_requests(seq_lens, req_rows, num_real_reqs, num_rows // num_new, state)
+    if num_rows != requests.num_reqs * num_new:
+        raise KernelArgumentError(
+            f"selected: expected {num_new} rows for each of {requests.num_reqs} requests, got {num_rows} rows"
+        )
     check_range("group", group, 0, state.num_groups)
     if out is None:
         out = torch.empty_like(selected)
@@ -145,14 +111,11 @@ def _resolve(
             f"miss_plan: expected room for {selected.numel()} misses, got {miss_plan.max_misses}"
         )
     if (cuda := _cuda_kernels("swap_in", state.device)) is not None:
-        cuda.swap_in(
-            selected, seq_lens, req_rows, num_real_reqs, state, group, layer, pools, out, miss_plan, num_new
-        )
+        cuda.swap_in(selected, requests, group, layer, pools, out, miss_plan)
         return out
-    src_host_slots, dst_device_slots = reference.resolve(
-        selected, seq_lens, req_rows, num_real_reqs, state, group, out, num_new
-    )
-    reference.copy_items(pools, layer, src_host_slots, dst_device_slots)
+    src_host_slots, dst_device_slots = reference.resolve(selected, requests, group, out)
+    if pools is not None:
+        reference.copy_items(pools, layer, src_host_slots, dst_device_slots)
     if miss_plan is not None:
         num_misses = len(src_host_slots)
         miss_plan.src_host_slots[:num_misses] = torch.from_numpy(src_host_slots)
@@ -162,19 +125,13 @@ def _resolve(
 
 
 def replay_misses(
-    miss_plan: MissPlan,
-    layer: int,
-    k_host: Tensor,
-    k_dev: Tensor,
-    v_host: Tensor | None = None,
-    v_dev: Tensor | None = None,
-    max_blocks: int | None = None,
+    miss_plan: MissPlan, layer: int, k_host: Tensor, k_dev: Tensor, max_blocks: int | None = None
 ) -> None:
     """Copy what ``miss_plan`` recorded in another layer of the same group; the device slots are the same.
 
     ``max_blocks``: multiprocessors that it may take up on a GPU, at least 1; None: all.
     """
-    pools = _check_pools(k_host, k_dev, v_host, v_dev, None)
+    pools = _check_pools(k_host, k_dev, None)
     check_range("layer", layer, 0, k_dev.shape[0])
     if max_blocks is not None:
         check_at_least("max_blocks", max_blocks, 1)
@@ -190,23 +147,9 @@ def replay_misses(
     )
 
 
-def start_row(
-    state: HotBufferState,
-    row: int,
-    *,
-    hot_slots: Tensor,
-    host_pages: Tensor,
-    lookup_pages: Tensor,
-    index_pages: Tensor,
-    num_tokens: int,
-    hints: Sequence[NDArray[np.int32]],
-    layers_of_group: Sequence[Sequence[int]],
-    k_host: Tensor,
-    k_dev: Tensor,
-    v_host: Tensor | None = None,
-    v_dev: Tensor | None = None,
-) -> list[int]:
-    """Make ``row`` a hisparse row, its hot buffer warm in every group; returns how many positions of each.
+class RowStart:
+    """Makes ``row`` a hisparse row, its hot buffer warm in every group, in slices, so that steps of others
+    beside it need not share PCIe with all of it at once.
 
     ``hot_slots``: integer [capacity], the device slots that the request owns. ``host_pages`` and
     ``index_pages``: integer [n], ids of its first pages in the host and the index pool. ``lookup_pages``: as
@@ -219,36 +162,10 @@ def start_row(
     ``hints``: one for each group, or one for all.
     ``layers_of_group``: at least one each, all copied.
 
-    The row must be empty, as ``create`` and ``reset_row`` leave it. On a GPU that is one copy to the device
-    and one launch, on the current stream, which may be a side stream: no other row is touched. Nothing is
-    waited for; pages may be added to the row meanwhile. Raises KernelArgumentError before it changes
-    anything.
-    """
-    row_start = RowStart(
-        state,
-        row,
-        hot_slots=hot_slots,
-        host_pages=host_pages,
-        lookup_pages=lookup_pages,
-        index_pages=index_pages,
-        num_tokens=num_tokens,
-        hints=hints,
-        layers_of_group=layers_of_group,
-        k_host=k_host,
-        k_dev=k_dev,
-        v_host=v_host,
-        v_dev=v_dev,
-    )
-    while row_start.num_left_bytes is not None:
-        row_start.launch_slice(None)
-    return row_start.num_warm
-
-
-class RowStart:
-    """``start_row`` in slices, so that steps of others beside it need not share PCIe with all of it at once.
-
-    Arguments as of ``start_row``, and what it raises. The row may be used when ``num_left_bytes`` is None and
-    the last launch is over.
+    The row must be empty, as ``create`` and ``reset_row`` leave it, and may be used when ``num_left_bytes``
+    is None and the last launch is over. On a GPU a slice is one copy to the device and one launch, on the
+    current stream, which may be a side stream: no other row is touched. Nothing is waited for; pages may be
+    added to the row meanwhile. Raises KernelArgumentError before it changes anything.
     """
 
     def __init__(
@@ -265,10 +182,8 @@ class RowStart:
         layers_of_group: Sequence[Sequence[int]],
         k_host: Tensor,
         k_dev: Tensor,
-        v_host: Tensor | None = None,
-        v_dev: Tensor | None = None,
     ) -> None:
-        pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
+        pools = _check_pools(k_host, k_dev, state.device)
         cpu = torch.device("cpu")
         given = {"host_pages": host_pages, "lookup_pages": lookup_pages, "index_pages": index_pages}
         for name, tensor in ({"hot_slots": hot_slots} | given).items():
@@ -300,7 +215,7 @@ class RowStart:
             for layer in layers
         ]
         """Those still to be copied: layer, group, and whether the group's tables are entered with it."""
-        self._item_bytes = sum(dev.shape[2] for _, dev in pools)
+        self._item_bytes = k_dev.shape[2]
         self._is_begun = False
         self.num_warm: list[int] = warm_up.num_warm.tolist()
         """How many positions of each group are hot afterwards."""
@@ -345,71 +260,45 @@ class RowStart:
 
 def start_dense_row(state: HotBufferState, row: int, *, pages: Tensor, index_pages: Tensor) -> None:
     """Make an empty ``row`` a dense row. ``pages``, ``index_pages``: integer [n] on the CPU, the page ids of
-    its first pages in the device and the index pool. Waits for nothing, as ``start_row``.
+    its first pages in the device and the index pool. Waits for nothing.
     """
     state.set_pages(row, 0, pages)
     state.set_index_pages(row, 0, index_pages)
 
 
 def backup_newest(
-    seq_lens: Tensor,
-    req_rows: Tensor,
-    num_real_reqs: Tensor,
-    state: HotBufferState,
-    *,
-    k_host: Tensor,
-    k_dev: Tensor,
-    v_host: Tensor | None = None,
-    v_dev: Tensor | None = None,
-    num_newest: Tensor | None = None,
+    requests: StepRequests, *, k_host: Tensor, k_dev: Tensor, num_newest: Tensor | None = None
 ) -> None:
     """Copy the newest items of every hisparse row, in all layers, to their host slots; dense rows are left
     alone.
 
-    ``seq_lens``: here without the drafts that were not accepted, so in [1, max_context].
+    ``requests``: here without the drafts that were not accepted, with a ``num_new`` of 1.
     ``num_newest``: int32 [num_reqs], 0 to ``min(seq_len, max_new)``: positions
     [seq_len - num_newest, seq_len) are copied, which must have been new in the last step. None: one of each.
 
     To be called after the model's forward and before the next step's ``swap_in``, which may give the
     slots away.
     """
-    num_reqs = seq_lens.shape[0]
-    _check_requests(seq_lens, req_rows, num_real_reqs, num_reqs, state)
+    device, shape = requests.state.device, (requests.num_reqs,)
+    check_range("num_new", requests.num_new, 1, 2)
     if num_newest is not None:
-        check_tensor("num_newest", num_newest, dtypes=(torch.int32,), shape=(num_reqs,), device=state.device)
-    pools = _check_pools(k_host, k_dev, v_host, v_dev, state)
-    if (cuda := _cuda_kernels("backup_newest", state.device)) is not None:
-        cuda.backup_newest(seq_lens, req_rows, num_real_reqs, state, pools, num_newest)
-        return
-    reference.backup_newest(seq_lens, req_rows, num_real_reqs, state, pools, num_newest)
+        check_tensor("num_newest", num_newest, dtypes=(torch.int32,), shape=shape, device=device)
+    pools = _check_pools(k_host, k_dev, device)
+    kernels = _cuda_kernels("backup_newest", device) or reference
+    kernels.backup_newest(requests, pools, num_newest)
 
 
-def newest_slots(
-    seq_lens: Tensor,
-    req_rows: Tensor,
-    num_real_reqs: Tensor,
-    state: HotBufferState,
-    *,
-    out: Tensor | None = None,
-    num_new: int = 1,
-) -> Tensor:
+def newest_slots(requests: StepRequests) -> Tensor:
     """Device slots, int32 [num_reqs * num_new], that the model writes each request's new items to, in the
     order of their positions; -1 for padding.
 
     A position of a dense row whose page is not set gives -1 too, and so does one of a hisparse row whose host
     page is not, and one behind the context.
     """
-    check_range("num_new", num_new, 1, state.max_new + 1)
-    _check_requests(seq_lens, req_rows, num_real_reqs, seq_lens.shape[0], state)
-    num_slots = seq_lens.shape[0] * num_new
-    if out is None:
-        out = torch.empty(num_slots, dtype=torch.int32, device=state.device)
-    else:
-        check_tensor("out", out, dtypes=(torch.int32,), shape=(num_slots,), device=state.device)
-    if (cuda := _cuda_kernels("newest_slots", state.device)) is not None:
-        cuda.newest_slots(seq_lens, req_rows, num_real_reqs, state, out, num_new)
-        return out
-    reference.newest_slots(seq_lens, req_rows, num_real_reqs, state, out, num_new)
+    device = requests.state.device
+    out = torch.empty(requests.num_reqs * requests.num_new, dtype=torch.int32, device=device)
+    kernels = _cuda_kernels("newest_slots", device) or reference
+    kernels.newest_slots(requests, out)
     return out
 
 
@@ -426,32 +315,10 @@ def _cuda_kernels(name: str, device: torch.device) -> ModuleType | None:
     )
 
 
-def _check_requests(
-    seq_lens: Tensor, req_rows: Tensor, num_real_reqs: Tensor, num_reqs: int, state: HotBufferState
-) -> None:
-    check_tensor("seq_lens", seq_lens, dtypes=INTEGERS, shape=(num_reqs,), device=state.device)
-    check_tensor("req_rows", req_rows, dtypes=INTEGERS, shape=(num_reqs,), device=state.device)
-    check_tensor("num_real_reqs", num_real_reqs, dtypes=(torch.int32,), shape=(1,), device=state.device)
-
-
-def _check_pools(
-    k_host: Tensor, k_dev: Tensor, v_host: Tensor | None, v_dev: Tensor | None, state: HotBufferState | None
-) -> reference.Pools:
-    """The given (host, device) pairs, after their checks."""
-    device = None if state is None else state.device
-    pools = [("k", k_host, k_dev)]
-    if (v_host is None) != (v_dev is None):
-        given, missing = ("v_dev", "v_host") if v_host is None else ("v_host", "v_dev")
-        raise KernelArgumentError(f"{missing}: expected with {given}, got None")
-    if v_host is not None and v_dev is not None:
-        pools.append(("v", v_host, v_dev))
-    for name, host, dev in pools:
-        check_pool(f"{name}_dev", dev, device=device)
-        check_pool(f"{name}_host", host, num_layers=dev.shape[0], item_bytes=dev.shape[2])
-        if host.device.type != "cpu":
-            raise KernelArgumentError(
-                f"{name}_host: expected a tensor in host memory, got device {host.device}"
-            )
-    if len(pools) == 2 and v_dev is not None and v_dev.shape[0] != k_dev.shape[0]:
-        raise KernelArgumentError(f"v_dev: expected {k_dev.shape[0]} layers like k_dev, got {v_dev.shape[0]}")
-    return tuple((host, dev) for _, host, dev in pools)
+def _check_pools(k_host: Tensor, k_dev: Tensor, device: torch.device | None) -> reference.Pools:
+    """The two after their checks."""
+    check_pool("k_dev", k_dev, device=device)
+    check_pool("k_host", k_host, num_layers=k_dev.shape[0], item_bytes=k_dev.shape[2])
+    if k_host.device.type != "cpu":
+        raise KernelArgumentError(f"k_host: expected a tensor in host memory, got device {k_host.device}")
+    return k_host, k_dev

@@ -77,19 +77,14 @@ __device__ __forceinline__ u8* device_item(const Pool& pool, int layer, i64 slot
     return pool.dev + layer * pool.dev_layer_bytes + slot * pool.dev_slot_bytes;
 }
 
-// Host to device, of every pool.
-__device__ __forceinline__ void fetch_item(const Pool (&pools)[MAX_POOLS], int layer, const Copy& copy, int lane) {
-#pragma unroll 1
-    for (int i = 0; i < MAX_POOLS; ++i) {
-        const Pool& pool = pools[i];
-        if (pool.item_bytes == 0) break;
-        copy_item(host_item(pool, layer, copy.src_host_slot), device_item(pool, layer, copy.dst_device_slot),
-                  pool.item_bytes, pool.vector_bytes, lane);
-    }
+// Host to device.
+__device__ __forceinline__ void fetch_item(const Pool& pool, int layer, const Copy& copy, int lane) {
+    copy_item(host_item(pool, layer, copy.src_host_slot), device_item(pool, layer, copy.dst_device_slot),
+              pool.item_bytes, pool.vector_bytes, lane);
 }
 
-// The same in two parts, for what can be asked for before its place is known: a K item that is one round from any
-// address, and no V, at addresses that allow the widest vectors.
+// The same in two parts, for what can be asked for before its place is known: an item that is one round from any
+// address, at addresses that allow the widest vectors.
 typedef InFlight<uint4, 4> EarlyItem;
 
 __device__ __forceinline__ void begin_fetch(
@@ -104,14 +99,9 @@ __device__ __forceinline__ void finish_fetch(
                 pool.item_bytes / static_cast<int>(sizeof(uint4)), early.first_vector(src, lane));
 }
 
-// Device to host, of every pool.
+// Device to host.
 __device__ __forceinline__ void back_up_item(
-    const Pool (&pools)[MAX_POOLS], int layer, i64 src_device_slot, i64 dst_host_slot, int lane) {
-#pragma unroll 1
-    for (int i = 0; i < MAX_POOLS; ++i) {
-        const Pool& pool = pools[i];
-        if (pool.item_bytes == 0) break;
-        copy_item(device_item(pool, layer, src_device_slot), host_item(pool, layer, dst_host_slot), pool.item_bytes,
-                  pool.vector_bytes, lane);
-    }
+    const Pool& pool, int layer, i64 src_device_slot, i64 dst_host_slot, int lane) {
+    copy_item(device_item(pool, layer, src_device_slot), host_item(pool, layer, dst_host_slot), pool.item_bytes,
+              pool.vector_bytes, lane);
 }

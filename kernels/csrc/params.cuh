@@ -20,16 +20,15 @@ constexpr int HITS = 0, MISSES = 1, EVICTIONS = 2;
 constexpr int TOO_MANY_MISSES = 1, BAD_POSITION = 2, NO_HOST_SLOT = 4;
 constexpr int WARP = 32;
 static_assert(MAX_NEW <= WARP && MAX_NEW <= PAGE_SIZE, "one thread of a warp each, in two pages at most");
-constexpr int MAX_POOLS = 2;     // K, or K and V
 constexpr int MAX_BLOCKS = 160;  // of one swap_in
 
-// One (host, device) pair of pools, [num_layers][num_slots][item_bytes] with any layer and slot stride.
+// A host and a device pool, [num_layers][num_slots][item_bytes] with any layer and slot stride.
 struct Pool {
     u8* host;                    // pinned, as the device addresses it
     u8* dev;
     i64 host_layer_bytes, host_slot_bytes;
     i64 dev_layer_bytes, dev_slot_bytes;
-    int item_bytes;              // 0: there is no such pool
+    int item_bytes;              // 0: nothing is copied
     int vector_bytes;            // 16, 8, 4, 2 or 1: divides the item, all strides and both addresses
 };
 
@@ -97,7 +96,7 @@ struct SwapInParams {
     Tables tables;
     Requests requests;
     Plan plan;
-    Pool pools[MAX_POOLS];
+    Pool pool;
     const int* selected;         // [num_reqs][num_selected]
     int* out;                    // [num_reqs][num_selected]
     u32* num_launches;           // [1]; its lowest bit chooses the round
@@ -121,7 +120,7 @@ struct SwapInParams {
 
 struct CopyParams {
     Plan plan;
-    Pool pools[MAX_POOLS];
+    Pool pool;
     int layer;
     int padding;
 };
@@ -135,7 +134,7 @@ struct FilledLayer {
 };
 struct FillParams {
     Tables tables;               // of the first group
-    Pool pools[MAX_POOLS];
+    Pool pool;
     const int* staged;
     int* hot_slots;              // the row's own part of the tables that swap-ins only read
     int* host_pages;
@@ -153,7 +152,7 @@ struct FillParams {
 struct BackupParams {
     Tables tables;
     Requests requests;
-    Pool pools[MAX_POOLS];
+    Pool pool;
     const int* num_newest;       // [num_reqs], or null: one each
     int num_layers;
     int padding;

@@ -301,7 +301,7 @@ __device__ __forceinline__ void copy_left(const SwapInParams& p, Schedule& sched
         }
         const longlong2 copy =
             __ldcg(reinterpret_cast<const longlong2*>(p.left + static_cast<i64>(block) * p.left_per_block + i));
-        fetch_item(p.pools, p.layer, {copy.x, copy.y}, lane);
+        fetch_item(p.pool, p.layer, {copy.x, copy.y}, lane);
     }
 }
 
@@ -506,7 +506,7 @@ __device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round,
             const int number = k * NUM_FETCHERS + b.warp - FIRST_FETCHER;
             if (number >= num_early) continue;
             host_slots[k] = Mailbox::read(mail.host_slots[number], b.lane);
-            begin_fetch(p.pools[0], p.layer, host_slots[k], b.lane, items[k]);
+            begin_fetch(p.pool, p.layer, host_slots[k], b.lane, items[k]);
         }
         if (is_last && !records) arrive_alone(p, round, b);
         EarlyPlaced::wait();
@@ -521,7 +521,7 @@ __device__ __forceinline__ void fetch_early(const SwapInParams& p, Round& round,
 #pragma unroll
         for (int k = 0; k < ITEMS_PER_FETCHER; ++k)
             if (device_slots[k] != ABSENT)
-                finish_fetch(p.pools[0], p.layer, {host_slots[k], device_slots[k]}, b.lane, items[k]);
+                finish_fetch(p.pool, p.layer, {host_slots[k], device_slots[k]}, b.lane, items[k]);
         if (is_last) return;
     }
 }
@@ -556,7 +556,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) swap_in(const __gri
             next_round[i] = make_uint4(0, 0, 0, 0);
     }
     if (!p.spreads && !b.has_missed) return;  // nothing is left, and nobody to help
-    if (p.pools[0].item_bytes == 0) return;   // somebody else copies what was planned
+    if (p.pool.item_bytes == 0) return;   // somebody else copies what was planned
     if (!b.is_planner) {
         u32 num_left = 0;                // of all blocks
         if (b.lane == 0) {
@@ -591,7 +591,7 @@ extern "C" __global__ void copy_planned(const __grid_constant__ CopyParams p) {
     const i64 begin = num_misses * blockIdx.x / gridDim.x, end = num_misses * (blockIdx.x + 1) / gridDim.x;
 #pragma unroll 1
     for (i64 i = begin + threadIdx.x / WARP; i < end; i += num_warps_of_block)
-        fetch_item(p.pools, p.layer, {p.plan.src_host_slots[i], p.plan.dst_device_slots[i]}, lane);
+        fetch_item(p.pool, p.layer, {p.plan.src_host_slots[i], p.plan.dst_device_slots[i]}, lane);
 }
 
 // grid: any; one warp an item and layer. The row is empty, and its swap-ins come later: nothing here has to be in order.
@@ -634,7 +634,7 @@ extern "C" __global__ void fill_row(const __grid_constant__ FillParams p) {
             p.tables.hot_to_lookup[of_row + entry] = lookup_slot;
             p.tables.stamps[of_row + entry] = 0;
         }
-        fetch_item(p.pools, filled.layer, {host_slot, hot_slots[entry]}, lane);
+        fetch_item(p.pool, filled.layer, {host_slot, hot_slots[entry]}, lane);
     }
 }
 
@@ -663,7 +663,7 @@ extern "C" __global__ void backup_newest(const __grid_constant__ BackupParams p)
             continue;
         }
         const int entry = ring_entry(position, capacity);
-        back_up_item(p.pools, layer, t.hot_slots[static_cast<i64>(request.row) * t.max_capacity + entry], host_slot,
+        back_up_item(p.pool, layer, t.hot_slots[static_cast<i64>(request.row) * t.max_capacity + entry], host_slot,
                      lane);
     }
 }

@@ -5,14 +5,16 @@ inputs, each one checked.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from kernels.hot_state import HotBufferState
+from kernels.hot_state import HotBufferState, StepRequests
 from kernels.miss_plan import MissPlan
 from kernels.swap_in import backup_newest, newest_slots, replay_misses, swap_in
 from tests.gpu.pools import POISON
 from tests.gpu.support import DEVICE, check_step, on_host
+from tests.unit.kernels.table_rules import check_consistency
 
 NUM_LAYERS = 2
 
@@ -77,7 +79,6 @@ class Decoder:
         self.num_real = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         self.newest = torch.zeros((NUM_LAYERS, num_slots, 48), dtype=torch.uint8, device=DEVICE)
         self.num_newest = torch.ones(num_rows, dtype=torch.int32, device=DEVICE)
-        self.slots = torch.zeros(num_slots, dtype=torch.int32, device=DEVICE)
         self.out = torch.zeros((num_slots, top_k), dtype=torch.int32, device=DEVICE)
         self.plan = MissPlan.create(num_slots, top_k, DEVICE)
         self.graphs = {
@@ -89,17 +90,20 @@ class Decoder:
     def step(self, size: int, num_new: int) -> None:
         pools = {"k_host": self.host, "k_dev": self.dev}
         num_slots = size * num_new
-        requests = (self.seq_lens[:size], self.rows[:size], self.num_real)
-        slots = newest_slots(*requests, self.state, out=self.slots[:num_slots], num_new=num_new)
+        requests = self.requests(size, num_new)
+        slots = newest_slots(requests)
         self.dev[:, slots.masked_fill(slots < 0, self.scratch).long()] = self.newest[:, :num_slots]
         swap_in(
-            self.selected[:num_slots], *requests, self.state,
-            group=0, layer=0, out=self.out[:num_slots], miss_plan=self.plan, num_new=num_new, **pools,
+            self.selected[:num_slots], requests,
+            group=0, layer=0, out=self.out[:num_slots], miss_plan=self.plan, **pools,
         )  # fmt: skip
         replay_misses(self.plan, 1, **pools)
         num_newest = self.num_newest[:size]
-        accepted = (requests[0] - num_new + num_newest, *requests[1:])
-        backup_newest(*accepted, self.state, **pools, num_newest=num_newest)
+        accepted = replace(requests, seq_lens=requests.seq_lens - num_new + num_newest, num_new=1)
+        backup_newest(accepted, **pools, num_newest=num_newest)
+
+    def requests(self, size: int, num_new: int) -> StepRequests:
+        return StepRequests(self.state, self.seq_lens[:size], self.rows[:size], self.num_real, num_new)
 
     def prepare(self, size: int, num_new: int = 1) -> None:
         """Other inputs: some rows, each some tokens longer, half of whose selection is what is hot. Any
@@ -150,7 +154,8 @@ class Decoder:
     def check(self) -> None:
         selected, _, rows, num_real = self.inputs
         out = self.out[: len(selected)].cpu()
-        check_step(self.before, self.state, *self.inputs, out, miss_plan=self.plan, num_new=self.num_new)
+        requests = self.requests(len(rows), self.num_new)
+        check_step(self.before, selected, requests, out, miss_plan=self.plan)
         is_placed = out >= 0
         row_of = rows.repeat_interleave(self.num_new)
         host_slots = (row_of[:, None] * self.slots_each + selected)[is_placed]
@@ -159,7 +164,7 @@ class Decoder:
         assert torch.equal(self.host[:, self.newest_of], self.truth[:, self.newest_of]), "I4"
 
     def finish(self) -> None:
-        self.state.check_consistency()
+        check_consistency(self.state)
         known = torch.arange(self.slots_each) < self.seq_len_of[:, None]
         assert torch.equal(self.host[:, known.flatten()], self.truth[:, known.flatten()])
         assert (self.host[:, ~known.flatten()] == POISON).all()

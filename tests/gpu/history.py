@@ -1,6 +1,6 @@
 """Seeded histories of one state, with every step checked against the CPU reference.
 
-Admissions, warm-ups, steps, resizes and releases over pools of any layout; compared are the tables
+Admissions, warm-ups, steps and releases over pools of any layout; compared are the tables
 (``support.check_step``), every byte that the model could read (I3) and every byte that is on the host (I4).
 Without a GPU the same code runs on tables of the CPU.
 """
@@ -10,26 +10,34 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.hot_state import ABSENT, HotBufferState
+from kernels.hot_state import ABSENT, HotBufferState, StepRequests
 from kernels.miss_plan import MissPlan
 from kernels.reference import newest_slots as expected_newest_slots
 from kernels.swap_in import (
+    RowStart,
     backup_newest,
     newest_slots,
     plan_misses,
     replay_misses,
     start_dense_row,
-    start_row,
     swap_in,
 )
 from tests.gpu.pools import PLAIN, POISON, Layout, Pool
-from tests.gpu.support import DEVICE, assert_same_tables, check_step, on_host, padded
+from tests.gpu.support import (
+    DEVICE,
+    assert_same_tables,
+    check_step,
+    on_host,
+    padded,
+    requests_on_host,
+)
+from tests.unit.kernels.table_rules import check_consistency
 
 GUARD = 64
 """Ints around ``out`` that nobody may write."""
@@ -45,8 +53,8 @@ class Request:
     """Tokens that stand: those of the prompt, and what was accepted."""
     capacity: int
     """0: dense."""
-    truth: list[Tensor]
-    """Per pool, uint8 [num_layers, max_context, item_bytes]; the last step's drafts too."""
+    truth: Tensor
+    """uint8 [num_layers, max_context, item_bytes]; the last step's drafts too."""
     host_slots: Tensor
     """Of all positions; the row has the pages of the first ``num_host_pages``."""
     host_pages: Tensor
@@ -58,7 +66,6 @@ class Request:
     lost_pages: set[int] = field(default_factory=set)
     """Page numbers."""
     has_stepped: bool = False
-    """Since its capacity last changed."""
     new: range = range(0)
     """New positions of the last step that have a page."""
     last: Tensor | None = None
@@ -71,7 +78,7 @@ class History:
     def __init__(
         self,
         seed: int,
-        item_bytes: tuple[int, ...],
+        item_bytes: int,
         *,
         top_k: int = 24,
         num_rows: int = 6,
@@ -117,14 +124,10 @@ class History:
         )
         self.plan = MissPlan.create((num_rows + 2) * max_new, top_k, DEVICE)
         is_pinned = is_pinned and DEVICE == "cuda"
-        self.host_pools = [
-            Pool(host_layout, (self.num_layers, num_host, n), "cpu", is_pinned) for n in item_bytes
-        ]
-        self.dev_pools = [
-            Pool(dev_layout, (self.num_layers, self.num_dev, n), DEVICE, False) for n in item_bytes
-        ]
-        self.host, self.dev = [p.items for p in self.host_pools], [p.items for p in self.dev_pools]
-        self.expected_host = [host.clone() for host in self.host]
+        self.host_pool = Pool(host_layout, (self.num_layers, num_host, item_bytes), "cpu", is_pinned)
+        self.dev_pool = Pool(dev_layout, (self.num_layers, self.num_dev, item_bytes), DEVICE, False)
+        self.host, self.dev = self.host_pool.items, self.dev_pool.items
+        self.expected_host = self.host.clone()
         self.is_owned = torch.zeros(self.num_dev, dtype=torch.bool)
         self.free_host = torch.randperm(num_host // PAGE_SIZE, generator=self.generator)
         self.free_lookup = torch.randperm(num_lookup // PAGE_SIZE, generator=self.generator)
@@ -144,8 +147,6 @@ class History:
                     self.admit()
                 case x if x < 0.14:
                     self.release()
-                case x if x < 0.26:
-                    self.resize()
                 case _:
                     pass
             if all(q.seq_len >= self.max_context for q in self.requests.values()):
@@ -156,18 +157,13 @@ class History:
 
     def finish(self) -> None:
         """Memory that no request owns is as it was, and the host holds exactly what it should."""
-        for host, expected in zip(self.host, self.expected_host, strict=True):
-            assert torch.equal(host, expected), "the host pool holds something else (I4)"
-        for dev in self.dev:
-            assert (dev.cpu()[:, ~self.is_owned] == POISON).all(), "a device slot of nobody changed"
-        for pool in (*self.host_pools, *self.dev_pools):
+        assert torch.equal(self.host, self.expected_host), "the host pool holds something else (I4)"
+        assert (self.dev.cpu()[:, ~self.is_owned] == POISON).all(), "a device slot of nobody changed"
+        for pool in (self.host_pool, self.dev_pool):
             pool.check_gaps()
 
     def pools(self) -> dict[str, Tensor]:
-        names = ("k", "v")[: len(self.host)]
-        return {f"{n}_host": h for n, h in zip(names, self.host, strict=True)} | {
-            f"{n}_dev": d for n, d in zip(names, self.dev, strict=True)
-        }
+        return {"k_host": self.host, "k_dev": self.dev}
 
     def admit(
         self, *, capacity: int | None = None, prompt: int | None = None, is_warm: bool | None = None
@@ -182,11 +178,8 @@ class History:
         if prompt is None:
             longest = max(1, self.max_context - 40)
             prompt = self.random.randint(1, self.random.choice([longest, min(longest, max(self.capacities))]))
-        shape = (self.num_layers, self.max_context)
-        truth = [
-            torch.randint(0, 256, (*shape, n), dtype=torch.uint8, generator=self.generator)
-            for n in self.item_bytes
-        ]
+        shape = (self.num_layers, self.max_context, self.item_bytes)
+        truth = torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator)
         pages = [self.free_pages.pop() for _ in range(-(-self.span // PAGE_SIZE))]
         slots = [page * PAGE_SIZE + i for page in pages for i in range(PAGE_SIZE)]
         if capacity == 0:
@@ -195,8 +188,7 @@ class History:
             self.is_owned[slots] = True
             some_pages = torch.tensor(pages[: self.state.max_pages])
             start_dense_row(self.state, row, pages=some_pages, index_pages=some_pages[:1])
-            for dev, items in zip(self.dev, truth, strict=True):
-                dev[:, torch.tensor(slots[:prompt]).to(DEVICE)] = items[:, :prompt].to(DEVICE)
+            self.dev[:, torch.tensor(slots[:prompt]).to(DEVICE)] = truth[:, :prompt].to(DEVICE)
         else:
             self.random.shuffle(slots)
             num_shared, shared_pages = self.share(prompt, truth)
@@ -210,9 +202,8 @@ class History:
                 prompt, capacity, truth, host_slots, host_pages, lookup_pages, num_host_pages, slots, pages
             )
             self.is_owned[slots[:capacity]] = True
-            for host, expected, items in zip(self.host, self.expected_host, truth, strict=True):
-                host[:, host_slots[:prompt]] = items[:, :prompt]
-                expected[:, host_slots[:prompt]] = items[:, :prompt]
+            for host in (self.host, self.expected_host):
+                host[:, host_slots[:prompt]] = truth[:, :prompt]
             if self.random.random() < 0.6 if is_warm is None else is_warm:
                 self.start_warm(row, request)
             else:
@@ -227,15 +218,14 @@ class History:
         self.requests[row] = request
         return row
 
-    def share(self, prompt: int, truth: list[Tensor]) -> tuple[int, Tensor]:
+    def share(self, prompt: int, truth: Tensor) -> tuple[int, Tensor]:
         """Often some first pages of another request, whose bytes the new one has then."""
         others = [other for other in self.requests.values() if other.capacity]
         if not others or self.random.random() < 0.5:
             return 0, torch.empty(0, dtype=torch.int64)
         other = self.random.choice(others)
         num_pages = self.random.randint(0, min(prompt - 1, other.seq_len - 1) // PAGE_SIZE)
-        for items, others_items in zip(truth, other.truth, strict=True):
-            items[:, : num_pages * PAGE_SIZE] = others_items[:, : num_pages * PAGE_SIZE]
+        truth[:, : num_pages * PAGE_SIZE] = other.truth[:, : num_pages * PAGE_SIZE]
         return num_pages, other.host_pages[:num_pages]
 
     def start_warm(self, row: int, request: Request) -> None:
@@ -253,15 +243,17 @@ class History:
         }
         expected = on_host(self.state)
         pools = {name: pool.cpu().clone() for name, pool in self.pools().items()}
-        expected_num = start_row(expected, row, **arguments, **pools)
+        start_expected = RowStart(expected, row, **arguments, **pools)
+        start_expected.launch_slice(None)
         with contextlib.ExitStack() as stack:
             if DEVICE == "cuda":
                 main, side = torch.cuda.current_stream(), torch.cuda.Stream()
                 side.wait_stream(main)
                 stack.callback(main.wait_stream, side)
                 stack.enter_context(torch.cuda.stream(side))
-            num_warm = start_row(self.state, row, **arguments, **self.pools())
-        assert num_warm == expected_num
+            row_start = RowStart(self.state, row, **arguments, **self.pools())
+            row_start.launch_slice(None)
+        assert row_start.num_warm == start_expected.num_warm
         assert_same_tables(self.state, expected)
         for name, pool in self.pools().items():
             assert torch.equal(pool.cpu(), pools[name]), f"{name} differs"
@@ -295,41 +287,14 @@ class History:
         self.free_lookup = torch.cat((self.free_lookup, request.lookup_pages))
         self.free_pages += request.pages
         self.give_up(request.hot_slots)
-        for host, expected in zip(self.host, self.expected_host, strict=True):
-            slots = (unused[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
+        slots = (unused[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
+        for host in (self.host, self.expected_host):
             host[:, slots] = POISON
-            expected[:, slots] = POISON
 
     def give_up(self, device_slots: list[int]) -> None:
         slots = torch.tensor(device_slots, dtype=torch.int64)
         self.is_owned[slots] = False
-        for dev in self.dev:
-            dev[:, slots.to(DEVICE)] = POISON
-
-    def resize(self) -> None:
-        """Grow or shrink some hot buffers, to any capacity or to one at which the request just fits."""
-        for row, request in self.requests.items():
-            if request.capacity and self.random.random() < 0.4:
-                near = request.seq_len + self.random.randint(-1, self.max_new)
-                is_near = self.random.random() < 0.3 and min(self.capacities) <= near <= max(self.capacities)
-                self.resize_row(row, near if is_near else self.random.choice(self.capacities))
-
-    def resize_row(self, row: int, capacity: int) -> None:
-        """The same on the CPU must leave the same tables. At times the outcome of the last step's drafts is
-        not known yet.
-        """
-        request = self.requests[row]
-        is_behind = self.max_new > 1 and request.new and self.random.random() < 0.5
-        seq_len = request.new.start if is_behind else request.seq_len
-        old, slots = (torch.tensor(request.hot_slots[:size]) for size in (request.capacity, capacity))
-        expected = on_host(self.state)
-        for state in (expected, self.state):
-            state.resize_row(row, old, slots, seq_len)
-        assert_same_tables(self.state, expected)
-        self.is_owned[slots] = True
-        self.give_up(request.hot_slots[capacity : request.capacity])
-        request.capacity = capacity
-        request.has_stepped = False
+        self.dev[:, slots.to(DEVICE)] = POISON
 
     def grow(self, row: int, request: Request, num_new: int) -> None:
         """The host page of its newest token, when that needs one more; at times some at once, and at times
@@ -348,9 +313,8 @@ class History:
         request.new = range(request.seq_len, end)
         request.has_stepped = True
         if self.max_new > 1:
-            for items in request.truth:
-                new = items[:, request.new.start : request.new.stop]
-                new.copy_(torch.randint(0, 256, new.shape, dtype=torch.uint8, generator=self.generator))
+            new = request.truth[:, request.new.start : request.new.stop]
+            new.copy_(torch.randint(0, 256, new.shape, dtype=torch.uint8, generator=self.generator))
 
     def selection(self, request: Request, num_new: int) -> Tensor:
         """[num_new, top_k]: some of the last one and some new positions, absent ones and duplicates between
@@ -414,9 +378,10 @@ class History:
         lens = [q.seq_len + num_new for _, q in batch]
         seq_lens = torch.tensor(lens + [0] * num_padding, dtype=self.lens_dtype)
         num_real = torch.tensor([len(batch)], dtype=torch.int32)
-        requests = (seq_lens, rows, num_real)
-        requests_dev = (seq_lens.to(DEVICE), rows.to(DEVICE), num_real.to(DEVICE))
-        self.write_newest(batch, requests, requests_dev, num_new)
+        requests = StepRequests(
+            self.state, seq_lens.to(DEVICE), rows.to(DEVICE), num_real.to(DEVICE), num_new
+        )
+        self.write_newest(batch, requests)
         out = torch.empty(0, dtype=torch.int32)
         for group in range(len(self.group_layers)):
             selected = torch.zeros((len(rows), num_new, self.top_k), dtype=torch.int32)
@@ -426,17 +391,16 @@ class History:
                     if selections is None
                     else padded(selections[row], num_new * self.top_k).view(num_new, self.top_k)
                 )
-            out = self.swap_in_group(group, batch, selected.flatten(0, 1), requests, requests_dev, num_new)
-        self.accept(batch, rows, num_real, num_padding)
-        on_host(self.state).check_consistency(
+            out = self.swap_in_group(group, batch, selected.flatten(0, 1), requests)
+        self.accept(batch, requests, num_padding)
+        check_consistency(
+            on_host(self.state),
             {r: q.new.stop for r, q in self.requests.items() if q.has_stepped},
             {r: len(q.new) for r, q in self.requests.items()},
         )
         return out
 
-    def accept(
-        self, batch: list[tuple[int, Request]], rows: Tensor, num_real: Tensor, num_padding: int
-    ) -> None:
+    def accept(self, batch: list[tuple[int, Request]], requests: StepRequests, num_padding: int) -> None:
         """Some of the new positions of each request, which are backed up."""
         accepted = [self.random.randint(1, len(request.new)) for _, request in batch]
         for (_, request), num in zip(batch, accepted, strict=True):
@@ -444,42 +408,33 @@ class History:
             newest = torch.arange(request.new.start, request.seq_len)
             newest = newest[[int(p) // PAGE_SIZE not in request.lost_pages for p in newest]]
             if request.capacity:
-                for expected, items in zip(self.expected_host, request.truth, strict=True):
-                    expected[:, request.host_slots[newest]] = items[:, newest]
+                self.expected_host[:, request.host_slots[newest]] = request.truth[:, newest]
         lens = [request.seq_len for _, request in batch]
         seq_lens = torch.tensor(lens + [0] * num_padding, dtype=self.lens_dtype)
         nums = torch.tensor(accepted + [9] * num_padding, dtype=torch.int32)
         backup_newest(
-            seq_lens.to(DEVICE), rows.to(DEVICE), num_real.to(DEVICE), self.state, **self.pools(),
+            replace(requests, seq_lens=seq_lens.to(DEVICE), num_new=1), **self.pools(),
             num_newest=None if self.max_new == 1 else nums.to(DEVICE),
         )  # fmt: skip
         if DEVICE == "cuda":
             torch.cuda.synchronize()
 
-    def write_newest(
-        self,
-        batch: list[tuple[int, Request]],
-        requests: tuple[Tensor, Tensor, Tensor],
-        requests_dev: tuple[Tensor, Tensor, Tensor],
-        num_new: int,
-    ) -> None:
+    def write_newest(self, batch: list[tuple[int, Request]], requests: StepRequests) -> None:
         """What a model does before its swap-ins."""
-        slots = newest_slots(*requests_dev, self.state, num_new=num_new).cpu()
-        expected = torch.empty(len(requests[0]) * num_new, dtype=torch.int32)
-        expected_newest_slots(*requests, on_host(self.state), expected, num_new)
+        slots = newest_slots(requests).cpu()
+        expected = torch.empty_like(slots)
+        expected_newest_slots(requests_on_host(requests, on_host(self.state)), expected)
         assert torch.equal(slots, expected), "newest_slots"
-        for i, dev in enumerate(self.dev if batch else ()):
-            items = torch.cat([q.truth[i][:, q.new.start : q.new.stop] for _, q in batch], dim=1)
-            dev[:, slots[slots >= 0].long().to(DEVICE)] = items.to(DEVICE)
+        if batch:
+            items = torch.cat([q.truth[:, q.new.start : q.new.stop] for _, q in batch], dim=1)
+            self.dev[:, slots[slots >= 0].long().to(DEVICE)] = items.to(DEVICE)
 
     def swap_in_group(
         self,
         group: int,
         batch: list[tuple[int, Request]],
         selected: Tensor,
-        requests: tuple[Tensor, Tensor, Tensor],
-        requests_dev: tuple[Tensor, Tensor, Tensor],
-        num_new: int,
+        requests: StepRequests,
     ) -> Tensor:
         layers = self.group_layers[group]
         plan = self.plan if len(layers) > 1 or self.random.random() < 0.5 else None
@@ -488,29 +443,27 @@ class History:
         before = on_host(self.state)
         if self.copy_blocks is not None and self.random.random() < 0.5:
             plan = self.plan
-            plan_misses(
-                selected.to(DEVICE), *requests_dev, self.state, group=group, miss_plan=plan, out=out_dev,
-                num_new=num_new,
-            )  # fmt: skip
+            out_dev = plan_misses(selected.to(DEVICE), requests, group=group, miss_plan=plan)
             for layer in layers:
                 replay_misses(plan, layer, **self.pools(), max_blocks=self.copy_blocks)
         else:
             swap_in(
-                selected.to(DEVICE), *requests_dev, self.state,
-                group=group, layer=layers[0], out=out_dev, miss_plan=plan, num_new=num_new, **self.pools(),
+                selected.to(DEVICE), requests,
+                group=group, layer=layers[0], out=out_dev, miss_plan=plan, **self.pools(),
             )  # fmt: skip
             for layer in layers[1:]:
                 replay_misses(self.plan, layer, **self.pools())
         guards = torch.cat((guarded[:GUARD], guarded[-GUARD:]))
         assert (guards == UNTOUCHED).all(), "written outside of out"
         out = out_dev.cpu()
-        check_step(before, self.state, selected, *requests, out, group=group, miss_plan=plan, num_new=num_new)
-        selected, out = (table.view(len(requests[0]), num_new * self.top_k) for table in (selected, out))
+        check_step(before, selected, requests, out, group=group, miss_plan=plan)
+        selected, out = (
+            table.view(requests.num_reqs, requests.num_new * self.top_k) for table in (selected, out)
+        )
         slots = [out[i][out[i] >= 0].long() for i in range(len(batch))]
         positions = [selected[i][out[i] >= 0].long() for i in range(len(batch))]
         for layer in layers if batch else ():
-            for i, dev in enumerate(self.dev):
-                got = dev[layer, torch.cat(slots).to(DEVICE)].cpu().split([len(s) for s in slots])
-                for items, (row, request), read in zip(got, batch, positions, strict=True):
-                    assert torch.equal(items, request.truth[i][layer, read]), f"I3: wrong bytes in row {row}"
+            got = self.dev[layer, torch.cat(slots).to(DEVICE)].cpu().split([len(s) for s in slots])
+            for items, (row, request), read in zip(got, batch, positions, strict=True):
+                assert torch.equal(items, request.truth[layer, read]), f"I3: wrong bytes in row {row}"
         return out

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.hot_state import ABSENT, HotBufferState, ring_entries
+from kernels.hot_state import ABSENT, HotBufferState, StepRequests, ring_entries
 from kernels.miss_plan import MissPlan
 from kernels.reference import resolve as expected_resolve
 
@@ -49,6 +49,12 @@ def on_host(state: HotBufferState) -> HotBufferState:
     )
 
 
+def requests_on_host(requests: StepRequests, state: HotBufferState) -> StepRequests:
+    """The same of tables on the CPU."""
+    tensors = (requests.seq_lens, requests.req_rows, requests.num_real_reqs)
+    return StepRequests(state, *(tensor.cpu() for tensor in tensors), requests.num_new)
+
+
 def assert_same_tables(state: HotBufferState, expected: HotBufferState) -> None:
     for f in dataclasses.fields(state):
         if isinstance(value := getattr(state, f.name), Tensor):
@@ -57,38 +63,34 @@ def assert_same_tables(state: HotBufferState, expected: HotBufferState) -> None:
 
 def check_step(
     before: HotBufferState,
-    state: HotBufferState,
     selected: Tensor,
-    seq_lens: Tensor,
-    req_rows: Tensor,
-    num_real_reqs: Tensor,
+    requests: StepRequests,
     out: Tensor,
     *,
     group: int = 0,
     miss_plan: MissPlan | None = None,
-    num_new: int = 1,
 ) -> None:
-    """Compare the tables, ``out`` and the plan after a swap-in with the reference's; all but ``state`` and
-    the plan on the CPU.
+    """Compare the tables, ``out`` and the plan after a swap-in of ``requests`` with the reference's; what was
+    ``before``, ``selected`` and ``out`` on the CPU.
 
     Free is which of its misses takes which victim of a request and, where there are too few, which misses
     are served. The victims themselves, all stamps and everything else have to be the same.
     """
     expected, expected_out = on_host(before), torch.empty_like(selected)
-    src_host_slots, _ = expected_resolve(
-        selected, seq_lens, req_rows, num_real_reqs, expected, group, expected_out, num_new
-    )
+    expected_requests, num_new = requests_on_host(requests, expected), requests.num_new
+    src_host_slots, _ = expected_resolve(selected, expected_requests, group, expected_out)
     # What a request's new positions select is one selection.
-    shape = (len(seq_lens), num_new * selected.shape[1])
+    shape = (requests.num_reqs, num_new * selected.shape[1])
     selected, out, expected_out = selected.view(shape), out.view(shape), expected_out.view(shape)
-    after = on_host(state)
+    after = on_host(requests.state)
     for name in ("counters", "error_flags", "step", "stamps",
                  "hot_slots", "capacity", "page_table", "host_pages", "lookup_pages",
                  "index_pages"):  # fmt: skip
         assert torch.equal(getattr(after, name), getattr(expected, name)), name
 
-    num_real = int(num_real_reqs)
-    rows, lens, positions = req_rows[:num_real].long(), seq_lens[:num_real].long(), selected[:num_real].long()
+    num_real = int(requests.num_real_reqs)
+    rows, lens = expected_requests.req_rows[:num_real].long(), expected_requests.seq_lens[:num_real].long()
+    positions = selected[:num_real].long()
     capacity = before.capacity[rows].long()[:, None]
     new = lens[:, None] - num_new + torch.arange(num_new)
     new_pages = before.host_pages[rows[:, None], new.clamp(max=before.max_context - 1) // before.page_size]

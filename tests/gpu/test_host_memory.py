@@ -12,7 +12,7 @@ import torch
 from hisparse_pd.memory.device import DeviceMemory
 from hisparse_pd.memory.host import PAGE_BYTES, HostMemoryError, HostPool, allocate_host
 from kernels.checks import KernelArgumentError
-from kernels.hot_state import HotBufferState
+from kernels.hot_state import HotBufferState, StepRequests
 from kernels.swap_in import backup_newest, swap_in
 from tests.gpu.support import DEVICE, needs_gpu
 
@@ -40,14 +40,13 @@ def run_step(pool: HostPool) -> None:
     state.assign_row(0, torch.arange(9), host_pages, host_pages.flip(0))
     one = torch.ones(1, dtype=torch.int32, device=DEVICE)
     positions = [3, 60, 17, 33]
-    slots = swap_in(
-        torch.tensor([positions], dtype=torch.int32, device=DEVICE), one * 63, one * 0, one, state,
-        group=0, layer=1, k_host=host, k_dev=dev,
-    )  # fmt: skip
+    requests = StepRequests(state, one * 63, one * 0, one)
+    selected = torch.tensor([positions], dtype=torch.int32, device=DEVICE)
+    slots = swap_in(selected, requests, group=0, layer=1, k_host=host, k_dev=dev)
     assert torch.equal(dev[1, slots[0].long()].cpu(), host[1, host_slots[positions]])
     newest = torch.randint(0, 256, (2, ITEM_BYTES), dtype=torch.uint8)
     dev[:, 8] = newest.to(DEVICE)  # hot_index capacity - 1
-    backup_newest(one * 63, one * 0, one, state, k_host=host, k_dev=dev)
+    backup_newest(requests, k_host=host, k_dev=dev)
     torch.cuda.synchronize()
     assert torch.equal(host[:, host_slots[62]], newest)
     others = [slot for slot in range(NUM_SLOTS) if slot != int(host_slots[62])]

@@ -1,4 +1,4 @@
-"""Rows are started, grown, resized and emptied without a wait for the GPU."""
+"""Rows are started, grown and emptied without a wait for the GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decode_node.request import PeerAddress, Request
 from hisparse_pd.paging.pools import Pools, SlotCounts
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from kernels.hot_state import HotBufferState
-from kernels.swap_in import RowStart, start_dense_row, start_row
+from kernels.swap_in import RowStart, start_dense_row
 from protocol.messages import Room
 from tests.gpu.support import DEVICE, assert_same_tables, needs_gpu, no_waiting
 from tests.unit.model.model_specs import make_spec
@@ -48,17 +48,17 @@ def test_a_life_of_a_row_without_a_wait(num_tokens: int, item_bytes: int) -> Non
 
     def live(state: HotBufferState, dev: torch.Tensor) -> None:
         num_pages = -(-num_tokens // 64)
-        start_row(
+        row_start = RowStart(
             state, 1, hot_slots=slots[:CAPACITY], host_pages=page_ids[:num_pages],
             lookup_pages=page_ids.flip(0)[:num_pages], index_pages=page_ids[:3], num_tokens=num_tokens,
             hints=hints, layers_of_group=layers, k_host=host, k_dev=dev,
         )  # fmt: skip
+        row_start.launch_slice(None)
         start_dense_row(state, 2, pages=page_ids[40:50], index_pages=page_ids[:1])
         more = slice(num_pages, num_pages + 2)
         state.set_host_pages(1, num_pages, page_ids[more], page_ids.flip(0)[more])
         state.set_index_pages(1, 3, page_ids[3:4])
         state.set_pages(2, 10, page_ids[50:51])
-        state.resize_row(1, slots[:CAPACITY], slots[:250], num_tokens)
 
     live(both[0], devs[0])  # compiles, and fills the caches of memory
     both[0].reset_row(1)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from kernels.checks import KernelArgumentError
-from kernels.hot_state import EVICTIONS, HITS, MISSES, HotBufferError, HotBufferState
+from kernels.hot_state import EVICTIONS, HITS, MISSES, HotBufferError, HotBufferState, StepRequests
 from kernels.swap_in import backup_newest, newest_slots, swap_in
 from tests.gpu.history import ONE_LAYER, PAGE_SIZE, History
 from tests.gpu.support import DEVICE, needs_gpu
+from tests.unit.kernels.table_rules import check_consistency
 
 pytestmark = [*needs_gpu, pytest.mark.I4]
 
@@ -17,7 +18,7 @@ pytestmark = [*needs_gpu, pytest.mark.I4]
 def wide(num_rows: int, capacity: int, *, top_k: int = 2048, max_context: int = 6000) -> History:
     """Cold hisparse requests of 5000 positions and 16-byte items in rows [0, num_rows)."""
     history = History(
-        capacity, (16,), top_k=top_k, num_rows=num_rows, max_context=max_context, capacities=(2, capacity),
+        capacity, 16, top_k=top_k, num_rows=num_rows, max_context=max_context, capacities=(2, capacity),
         group_layers=ONE_LAYER, has_dense=False,
     )  # fmt: skip
     for _ in range(num_rows):
@@ -116,26 +117,6 @@ def test_more_misses_than_entries_over_many_blocks(num_rows: int) -> None:
     history.finish()
 
 
-@pytest.mark.parametrize("num_rows", [1, 40])
-def test_resizing_across_the_boundary_at_which_a_request_fits(num_rows: int) -> None:
-    history = History(
-        3, (16,), top_k=200, num_rows=num_rows, max_context=600, capacities=(100, 210, 600),
-        group_layers=ONE_LAYER, has_dense=False,
-    )  # fmt: skip
-    for _ in range(num_rows):
-        history.admit(capacity=210, prompt=240, is_warm=False)
-    for room in (18, -40, 0, -1, 1, 2, -140, 300, -2, 0):
-        for _ in range(2):
-            request = history.requests[0]
-            seq_len, num_wanted = request.seq_len, min(200, request.capacity - 1)
-            some = torch.randperm(seq_len - 1, generator=history.generator)[: num_wanted - 2].tolist()
-            history.step({row: [*some, seq_len - 1, seq_len] for row in range(num_rows)})
-        for row in range(num_rows):
-            history.resize_row(row, history.requests[row].seq_len + room)
-    history.step()
-    history.finish()
-
-
 class Single:
     """One hisparse request of 64 positions in a buffer of 9, without a history."""
 
@@ -153,11 +134,17 @@ class Single:
 
     def __call__(self, seq_len: int, selected: list[int]) -> list[int]:
         slots: list[int] = swap_in(
-            torch.tensor([selected], dtype=torch.int32, device=DEVICE), self.one * seq_len, self.one * 0,
-            self.one, self.state, group=0, layer=0, **self.pools(),
-        )[0].tolist()  # fmt: skip
-        self.state.check_consistency()
+            torch.tensor([selected], dtype=torch.int32, device=DEVICE),
+            self.requests(seq_len),
+            group=0,
+            layer=0,
+            **self.pools(),
+        )[0].tolist()
+        check_consistency(self.state)
         return slots
+
+    def requests(self, seq_len: int) -> StepRequests:
+        return StepRequests(self.state, self.one * seq_len, self.one * 0, self.one)
 
     def flags(self) -> int:
         return int(self.state.error_flags[0])
@@ -200,10 +187,9 @@ def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step(top_k: int
     names = ("lookup_to_hot", "hot_to_lookup", "stamps", "step", "counters")
     before = {name: getattr(one.state, name).clone() for name in names}
     host = one.host.clone()
-    lens, row = one.one * 40, one.one * 0
-    assert newest_slots(lens, row, one.one, one.state).tolist() == [-1]
+    assert newest_slots(one.requests(40)).tolist() == [-1]
     assert one(40, [39, 3, 4, *[99] * (top_k - 3)]) == [-1] * top_k
-    backup_newest(lens, row, one.one, one.state, **one.pools())
+    backup_newest(one.requests(40), **one.pools())
     assert one.flags() == HotBufferError.NO_HOST_SLOT
     assert all(torch.equal(getattr(one.state, name), table) for name, table in before.items())
     assert torch.equal(one.host, host)
@@ -239,14 +225,12 @@ def test_empty_calls(top_k: int) -> None:
     one = Single()
     none = torch.empty(0, dtype=torch.int32, device=DEVICE)
     empty = torch.empty((0, top_k), dtype=torch.int32, device=DEVICE)
-    slots = swap_in(empty, none, none, one.one * 0, one.state, group=0, layer=0, **one.pools())
-    assert slots.shape == (0, top_k)
-    backup_newest(none, none, one.one * 0, one.state, **one.pools())
-    assert newest_slots(none, none, one.one * 0, one.state).shape == (0,)
-    assert swap_in(
-        torch.empty((1, 0), dtype=torch.int32, device=DEVICE), one.one, one.one * 0, one.one, one.state,
-        group=0, layer=0, **one.pools(),
-    ).shape == (1, 0)  # fmt: skip
+    nobody = StepRequests(one.state, none, none, one.one * 0)
+    assert swap_in(empty, nobody, group=0, layer=0, **one.pools()).shape == (0, top_k)
+    backup_newest(nobody, **one.pools())
+    assert newest_slots(nobody).shape == (0,)
+    nothing = torch.empty((1, 0), dtype=torch.int32, device=DEVICE)
+    assert swap_in(nothing, one.requests(1), group=0, layer=0, **one.pools()).shape == (1, 0)
 
 
 def test_sizes_beyond_the_limits_are_refused() -> None:
@@ -255,8 +239,9 @@ def test_sizes_beyond_the_limits_are_refused() -> None:
     def failure(num_reqs: int, top_k: int, state: HotBufferState) -> str:
         numbers = torch.zeros(num_reqs, dtype=torch.int32, device=DEVICE)
         selected = torch.zeros((num_reqs, top_k), dtype=torch.int32, device=DEVICE)
+        requests = StepRequests(state, numbers, numbers, one.one)
         with pytest.raises(KernelArgumentError) as caught:
-            swap_in(selected, numbers, numbers, one.one, state, group=0, layer=0, **one.pools())
+            swap_in(selected, requests, group=0, layer=0, **one.pools())
         return str(caught.value)
 
     assert failure(1, 4097, one.state) == "top_k: expected a value in [1, 4097), got 4097"
@@ -277,11 +262,9 @@ def test_pageable_host_memory_is_refused() -> None:
 def test_rows_and_lengths_out_of_range_are_padding() -> None:
     one = Single()
     selected = torch.zeros((3, 2), dtype=torch.int32, device=DEVICE)
-    slots = swap_in(
-        selected, torch.tensor([5, 5, 65], dtype=torch.int32, device=DEVICE),
-        torch.tensor([1, -1, 0], dtype=torch.int32, device=DEVICE), one.one * 3, one.state,
-        group=0, layer=0, **one.pools(),
-    )  # fmt: skip
+    lens, rows = (torch.tensor(of, dtype=torch.int32, device=DEVICE) for of in ([5, 5, 65], [1, -1, 0]))
+    requests = StepRequests(one.state, lens, rows, one.one * 3)
+    slots = swap_in(selected, requests, group=0, layer=0, **one.pools())
     assert (slots == -1).all()
     assert one.flags() == HotBufferError.BAD_POSITION
     assert one.counters() == [0, 0, 0]

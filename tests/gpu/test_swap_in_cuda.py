@@ -6,12 +6,10 @@ batch sizes here take every way from many blocks a request to several requests a
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 
-from kernels.hot_state import HotBufferState
+from kernels.hot_state import HotBufferState, StepRequests
 from kernels.swap_in import swap_in
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.pools import PLAIN, Layout, registered
@@ -22,27 +20,24 @@ pytestmark = [*needs_gpu, pytest.mark.I3]
 
 @pytest.mark.parametrize("item_bytes", [1, 7, 8, 15, 24, 576, 640, 656, 1152, 1153, 4608])
 def test_history_of_each_item_size(item_bytes: int) -> None:
-    History(item_bytes, (item_bytes,)).run(80)
+    History(item_bytes, item_bytes).run(80)
 
 
-@pytest.mark.parametrize("item_bytes", [(656, 7), (24, 1152), (2304, 4608)])
 @pytest.mark.parametrize("lens_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("rows_dtype", [torch.int32, torch.int64])
-def test_history_of_dtypes_and_two_pools(
-    item_bytes: tuple[int, ...], lens_dtype: torch.dtype, rows_dtype: torch.dtype
-) -> None:
-    History(7, item_bytes, lens_dtype=lens_dtype, rows_dtype=rows_dtype).run(30)
+def test_history_of_dtypes(lens_dtype: torch.dtype, rows_dtype: torch.dtype) -> None:
+    History(7, 656, lens_dtype=lens_dtype, rows_dtype=rows_dtype).run(30)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_history_with_faults(seed: int) -> None:
     """Selections larger than the buffer, positions out of range, positions without a host slot."""
-    History(seed, (24,), has_faults=True, capacities=(2, 5, 11, 24, 25, 60)).run(80)
+    History(seed, 24, has_faults=True, capacities=(2, 5, 11, 24, 25, 60)).run(80)
 
 
 def test_history_with_faults_over_many_blocks() -> None:
     History(
-        5, (16,), top_k=2048, num_rows=2, max_context=6000, capacities=(300, 1000, 1900, 2500),
+        5, 16, top_k=2048, num_rows=2, max_context=6000, capacities=(300, 1000, 1900, 2500),
         group_layers=ONE_LAYER, has_faults=True,
     ).run(25)  # fmt: skip
 
@@ -59,16 +54,14 @@ def test_history_with_faults_over_many_blocks() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("item_bytes", [(656,), (640, 24)])
-def test_history_of_each_layout(item_bytes: tuple[int, ...], host_layout: Layout, dev_layout: Layout) -> None:
+@pytest.mark.parametrize("item_bytes", [656, 24])
+def test_history_of_each_layout(item_bytes: int, host_layout: Layout, dev_layout: Layout) -> None:
     History(11, item_bytes, host_layout=host_layout, dev_layout=dev_layout).run(40)
 
 
 def test_history_over_registered_host_memory() -> None:
-    history = History(13, (656, 128), is_pinned=False)
-    with contextlib.ExitStack() as stack:
-        for pool in history.host_pools:
-            stack.enter_context(registered(pool.flat))
+    history = History(13, 656, is_pinned=False)
+    with registered(history.host_pool.flat):
         history.run(40)
 
 
@@ -87,7 +80,7 @@ def test_history_of_each_size(
     top_k: int, capacities: tuple[int, ...], max_context: int, num_steps: int
 ) -> None:
     History(
-        top_k, (16,), top_k=top_k, capacities=capacities, max_context=max_context, num_rows=4,
+        top_k, 16, top_k=top_k, capacities=capacities, max_context=max_context, num_rows=4,
         group_layers=ONE_LAYER,
     ).run(num_steps)  # fmt: skip
 
@@ -108,7 +101,7 @@ def test_history_of_each_size(
 )
 def test_history_of_each_batch_size(num_rows: int, top_k: int, num_steps: int) -> None:
     History(
-        num_rows, (32,), num_rows=num_rows, top_k=top_k, max_context=5 * top_k,
+        num_rows, 32, num_rows=num_rows, top_k=top_k, max_context=5 * top_k,
         capacities=(top_k + 1, 2 * top_k, 3 * top_k), group_layers=ONE_LAYER,
     ).run(num_steps, num_started=num_rows)  # fmt: skip
 
@@ -117,18 +110,18 @@ def test_history_of_each_batch_size(num_rows: int, top_k: int, num_steps: int) -
 @pytest.mark.parametrize(
     ("copy_blocks", "num_rows", "item_bytes", "top_k", "num_steps"),
     [
-        (1, 1, (656,), 300, 30),
-        (1, 3, (7,), 700, 20),
-        (3, 2, (1152, 24), 300, 30),
-        (8, 10, (656,), 200, 20),
-        (8, 40, (15, 576), 60, 8),
-        (8, 64, (656,), 100, 6),
-        (8, 140, (656,), 40, 5),
-        (500, 20, (640,), 300, 12),
+        (1, 1, 656, 300, 30),
+        (1, 3, 7, 700, 20),
+        (3, 2, 1152, 300, 30),
+        (8, 10, 656, 200, 20),
+        (8, 40, 15, 60, 8),
+        (8, 64, 656, 100, 6),
+        (8, 140, 656, 40, 5),
+        (500, 20, 640, 300, 12),
     ],
 )
 def test_history_of_misses_that_are_planned_first_and_copied_later(
-    copy_blocks: int, num_rows: int, item_bytes: tuple[int, ...], top_k: int, num_steps: int
+    copy_blocks: int, num_rows: int, item_bytes: int, top_k: int, num_steps: int
 ) -> None:
     """By few blocks, among swap-ins on the same state that do both."""
     History(
@@ -156,10 +149,8 @@ def test_hit_rate_is_that_of_exact_lru() -> None:
         for step, draw in enumerate(draws):
             selected = torch.full((1, top_k), -1, dtype=torch.int32)
             selected[0, : len(draw)] = draw
-            swap_in(
-                selected.to(device), one * (7001 + step), one * 0, one, state,
-                group=0, layer=0, k_host=host, k_dev=dev,
-            )  # fmt: skip
+            requests = StepRequests(state, one * (7001 + step), one * 0, one)
+            swap_in(selected.to(device), requests, group=0, layer=0, k_host=host, k_dev=dev)
         hits, misses, _ = state.counters[0].tolist()
         rates.append(hits / (hits + misses))
     assert rates[1] >= rates[0] - 0.01

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.checks import KernelArgumentError
-from kernels.hot_state import HotBufferState
+from kernels.hot_state import HotBufferState, StepRequests
 from kernels.swap_in import swap_in
 from tests.gpu.decoder import Decoder, draw
 from tests.gpu.support import DEVICE, needs_gpu
@@ -78,7 +78,8 @@ def test_capture_of_a_fresh_state_is_refused() -> None:
     number = torch.ones(1, dtype=torch.int32, device=DEVICE)
 
     def call(state: HotBufferState) -> None:
-        swap_in(selected, number, number * 0, number, state, group=0, layer=0, k_host=host, k_dev=dev)
+        requests = StepRequests(state, number, number * 0, number)
+        swap_in(selected, requests, group=0, layer=0, k_host=host, k_dev=dev)
 
     def capture() -> None:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):

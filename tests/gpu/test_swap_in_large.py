@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.hot_state import HotBufferState
+from kernels.hot_state import HotBufferState, StepRequests
 from kernels.swap_in import swap_in
 from tests.gpu.history import ONE_LAYER, History
 from tests.gpu.support import DEVICE, needs_gpu
@@ -14,16 +14,14 @@ pytestmark = needs_gpu
 
 def test_history_up_to_the_last_of_a_million_positions() -> None:
     history = History(
-        17, (16,), top_k=4096, num_rows=2, max_context=1_000_000, capacities=(4097, 20_000, 32_768),
+        17, 16, top_k=4096, num_rows=3, max_context=1_000_000, capacities=(4097, 20_000, 32_768),
         group_layers=ONE_LAYER, has_dense=False,
     )  # fmt: skip
     last = 1_000_000 - 1
-    row = history.admit(capacity=32_768, prompt=last - 12)
-    history.admit(capacity=20_000, prompt=last - 11)
+    for number, capacity in enumerate((32_768, 20_000, 4097)):
+        history.admit(capacity=capacity, prompt=last - 12 + number)
     for _ in range(8):
         history.step()
-    assert row is not None
-    history.resize_row(row, 4097)
     for positions in (range(0, last, 245), range(last - 4090, last), range(17, last, 245)):
         history.step({row: [last - 12 + 9, *list(positions)[:4095]] for row in history.requests})
     while max(request.seq_len for request in history.requests.values()) < 1_000_000:
@@ -43,7 +41,8 @@ def test_offsets_beyond_two_gigabytes() -> None:
     one = torch.ones(1, dtype=torch.int32, device=DEVICE)
     positions = [3, 60, 17, 33]
     slots = swap_in(
-        torch.tensor([positions], dtype=torch.int32, device=DEVICE), one * 63, one * 0, one, state,
+        torch.tensor([positions], dtype=torch.int32, device=DEVICE),
+        StepRequests(state, one * 63, one * 0, one),
         group=0, layer=0, k_host=host, k_dev=dev,
     )  # fmt: skip
     assert torch.equal(dev[0, slots[0].long()].cpu(), host[0, host_slots[positions]])

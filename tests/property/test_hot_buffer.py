@@ -1,4 +1,4 @@
-"""The hot buffers against a naive model: arbitrary histories of admissions, steps, resizes and releases.
+"""The hot buffers against a naive model: arbitrary histories of admissions, steps and releases.
 
 The naive model keeps Python lists and dicts; every step compares slots, counters and every byte (I3, I4).
 Steps have up to ``max_new`` new positions of a request, of which any number from 1 on is accepted; a position
@@ -8,7 +8,7 @@ gets other bytes whenever it is new again, so that a rejected draft that is foun
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from kernels.hot_state import HotBufferError, HotBufferState
+from kernels.hot_state import HotBufferError, HotBufferState, StepRequests
 from kernels.miss_plan import MissPlan
-from kernels.swap_in import backup_newest, newest_slots, replay_misses, start_dense_row, start_row, swap_in
+from kernels.swap_in import RowStart, backup_newest, newest_slots, replay_misses, start_dense_row, swap_in
+from tests.unit.kernels.table_rules import check_consistency
 
 GROUP_LAYERS = ((0, 1), (2,))
 NUM_LAYERS = 3
@@ -48,15 +49,6 @@ class NaiveGroup:
         for entry, position in enumerate(positions):
             self.entries[entry] = position
             self.last_used[entry] = 0
-
-    def resize(self, capacity: int, seq_len: int) -> None:
-        num_added = max(0, capacity - len(self.entries))
-        self.entries = self.entries[:capacity] + [None] * num_added
-        self.last_used = self.last_used[:capacity] + [-1] * num_added
-        fits = seq_len + self.max_new - 1 <= capacity
-        for entry, position in enumerate(self.entries):
-            if position is not None and (position >= seq_len or (fits and position != entry)):
-                self.entries[entry], self.last_used[entry] = None, -1
 
     def entry_of_new(self, position: int) -> int:
         capacity = len(self.entries)
@@ -102,7 +94,7 @@ class NaiveRequest:
     capacity: int
     """0: dense."""
     truth: Tensor
-    """uint8 [num_layers, max_context, item_bytes] of both pools side by side; the last step's drafts too."""
+    """uint8 [num_layers, max_context, item_bytes]; the last step's drafts too."""
     owned_slots: list[int] = field(default_factory=list)
     """The hot buffer is made of the first ``capacity``."""
     host_pages: list[int] = field(default_factory=list)
@@ -114,9 +106,7 @@ class NaiveRequest:
     flags: int = 0
     never_misses: bool = False
     last_new: range = range(0)
-    """New positions of the last step, if its capacity was what it is; those that have a page."""
-    former_len: int = -1
-    """``seq_len`` before the last step."""
+    """New positions of the last step that have a page."""
 
     def fits(self, max_new: int) -> bool:
         """In a step that begins now."""
@@ -133,8 +123,7 @@ class NaiveRequest:
 
 
 class HotBufferMachine(RuleBasedStateMachine):
-    k_bytes = 7
-    v_bytes = 0
+    item_bytes = 7
     max_new = 1
 
     @initialize(seed=st.integers(0, 2**32 - 1))
@@ -157,29 +146,13 @@ class HotBufferMachine(RuleBasedStateMachine):
         self.random.shuffle(self.free_lookup)
         self.requests: dict[int, NaiveRequest] = {}
 
-    def noise(self, num_slots: int) -> list[Tensor]:
-        """A K pool and perhaps a V pool full of other requests' bytes."""
-        return [
-            torch.randint(
-                0, 256, (NUM_LAYERS, num_slots, item_bytes), dtype=torch.uint8, generator=self.generator
-            )
-            for item_bytes in (self.k_bytes, self.v_bytes)
-            if item_bytes
-        ]
+    def noise(self, num_slots: int) -> Tensor:
+        """A pool full of other requests' bytes."""
+        shape = (NUM_LAYERS, num_slots, self.item_bytes)
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator)
 
     def pools(self) -> dict[str, Tensor]:
-        names = ("k", "v")[: len(self.host)]
-        return {f"{name}_host": pool for name, pool in zip(names, self.host, strict=True)} | {
-            f"{name}_dev": pool for name, pool in zip(names, self.dev, strict=True)
-        }
-
-    def write(self, pools: list[Tensor], slots: int | list[int], items: Tensor) -> None:
-        parts = items.split([pool.shape[2] for pool in pools], dim=-1)
-        for pool, part in zip(pools, parts, strict=True):
-            pool[:, slots] = part
-
-    def read(self, pools: list[Tensor], layer: int, slots: list[int]) -> Tensor:
-        return torch.cat([pool[layer, slots] for pool in pools], dim=-1)
+        return {"k_host": self.host, "k_dev": self.dev}
 
     def free_row(self) -> int | None:
         return next((row for row in range(NUM_ROWS) if row not in self.requests), None)
@@ -193,7 +166,7 @@ class HotBufferMachine(RuleBasedStateMachine):
     def admit_hisparse(self, capacity: int, prompt: int, warmth: str, shared: int | None) -> None:
         capacity = max(capacity, self.max_new)
         row = self.free_row()
-        truth = torch.cat(self.noise(MAX_CONTEXT), dim=-1)
+        truth = self.noise(MAX_CONTEXT)
         request = NaiveRequest(prompt, capacity, truth)
         num_pages = -(-prompt // PAGE_SIZE)
         other = None if shared is None else self.requests.get(shared)
@@ -215,7 +188,7 @@ class HotBufferMachine(RuleBasedStateMachine):
                 self.num_users[page] += 1
         while len(request.host_pages) < num_pages:
             self.add_host_page(request)
-        self.write(self.host, [request.host_slot(p) for p in range(prompt)], truth[:, :prompt])
+        self.host[:, [request.host_slot(p) for p in range(prompt)]] = truth[:, :prompt]
         hot_slots = torch.tensor(request.owned_slots[:capacity])
         request.groups = [NaiveGroup(capacity, self.max_new) for _ in GROUP_LAYERS]
         self.requests[row] = request
@@ -229,7 +202,7 @@ class HotBufferMachine(RuleBasedStateMachine):
             [-1, *(self.random.randrange(prompt) for _ in range(TOP_K)), -1] if warmth == "hint" else [-1]
             for _ in GROUP_LAYERS
         ]
-        num_warm = start_row(
+        row_start = RowStart(
             self.state,
             row,
             hot_slots=hot_slots,
@@ -241,7 +214,8 @@ class HotBufferMachine(RuleBasedStateMachine):
             layers_of_group=GROUP_LAYERS,
             **self.pools(),
         )
-        for naive, hint, num in zip(request.groups, hints, num_warm, strict=True):
+        row_start.launch_slice(None)
+        for naive, hint, num in zip(request.groups, hints, row_start.num_warm, strict=True):
             distinct = list(dict.fromkeys(p for p in hint if p >= 0))
             expected = list(range(prompt)) if request.never_misses else distinct[: capacity - self.max_new]
             naive.preload(expected)
@@ -259,48 +233,16 @@ class HotBufferMachine(RuleBasedStateMachine):
         request.owned_slots += slots
         return True
 
-    @precondition(lambda self: any(request.capacity for request in self.requests.values()))
-    @rule(
-        choice=st.integers(0, NUM_ROWS - 1),
-        capacity=st.integers(1, MAX_CAPACITY),
-        room_left=st.none() | st.integers(-1, 4),
-        is_behind=st.booleans(),
-    )
-    def resize(self, choice: int, capacity: int, room_left: int | None, is_behind: bool) -> None:
-        """To any capacity, or to one around the boundary at which the request fits; also by one who does not
-        know yet what the last step accepted.
-        """
-        rows = sorted(row for row, request in self.requests.items() if request.capacity)
-        row = rows[choice % len(rows)]
-        request = self.requests[row]
-        if room_left is not None and 1 <= request.seq_len + room_left <= MAX_CAPACITY:
-            capacity = request.seq_len + room_left
-        capacity = max(capacity, self.max_new)
-        is_behind &= self.max_new > 1 and request.former_len >= 0
-        seq_len = request.former_len if is_behind else request.seq_len
-        if not self.own_slots(request, capacity):
-            return
-        old, new = (torch.tensor(request.owned_slots[:size]) for size in (request.capacity, capacity))
-        self.state.resize_row(row, old, new, seq_len)
-        given_up = request.owned_slots[capacity:]
-        for pool, noise in zip(self.dev, self.noise(len(given_up)), strict=True):
-            pool[:, given_up] = noise
-        for group in request.groups:
-            group.resize(capacity, seq_len)
-        request.never_misses &= seq_len == request.seq_len <= capacity
-        request.capacity = capacity
-        request.last_new = range(0)
-
     @rule(prompt=st.integers(1, MAX_CONTEXT - 1))
     def admit_dense(self, prompt: int) -> None:
         row = self.free_row()
         num_pages = -(-(prompt + 1) // PAGE_SIZE)
         if row is None or num_pages > len(self.free_pages):
             return
-        request = NaiveRequest(prompt, 0, torch.cat(self.noise(MAX_CONTEXT), dim=-1))
+        request = NaiveRequest(prompt, 0, self.noise(MAX_CONTEXT))
         request.pages = [self.free_pages.pop() for _ in range(num_pages)]
         slots = [request.naive_slot(0, position) for position in range(prompt)]
-        self.write(self.dev, slots, request.truth[:, :prompt])
+        self.dev[:, slots] = request.truth[:, :prompt]
         start_dense_row(
             self.state, row, pages=torch.tensor(request.pages), index_pages=torch.tensor(request.pages)
         )
@@ -371,12 +313,13 @@ class HotBufferMachine(RuleBasedStateMachine):
             [request.seq_len + num_new for _, request in batch] + [0] * num_padding, dtype=torch.int32
         )
         num_real = torch.tensor([len(batch)], dtype=torch.int32)
-        slots = newest_slots(seq_lens, rows, num_real, self.state, num_new=num_new).view(-1, num_new)
+        requests = StepRequests(self.state, seq_lens, rows, num_real, num_new)
+        slots = newest_slots(requests).view(-1, num_new)
         assert (slots[len(batch) :] == -1).all()
         for (_, request), new_slots in zip(batch, slots.tolist(), strict=False):
             new = request.last_new
             assert new_slots[len(new) :] == [-1] * (num_new - len(new)), "a draft without a page has a slot"
-            request.truth[:, new.start : new.stop] = torch.cat(self.noise(len(new)), dim=-1)
+            request.truth[:, new.start : new.stop] = self.noise(len(new))
             for position, slot in zip(new, new_slots, strict=False):
                 expected = (
                     request.owned_slots[request.groups[0].entry_of_new(position)]
@@ -384,32 +327,29 @@ class HotBufferMachine(RuleBasedStateMachine):
                     else request.naive_slot(0, position)
                 )
                 assert slot == expected
-                self.write(self.dev, slot, request.truth[:, position])
+                self.dev[:, slot] = request.truth[:, position]
         for group, (layers, mood) in enumerate(zip(GROUP_LAYERS, moods, strict=True)):
-            self.swap_in_group(group, layers, mood, batch, seq_lens, rows, num_real, num_new)
-        self.accept(batch, rows, num_real, num_padding)
+            self.swap_in_group(group, layers, mood, batch, requests)
+        self.accept(batch, requests, num_padding)
 
-    def accept(
-        self, batch: list[tuple[int, NaiveRequest]], rows: Tensor, num_real: Tensor, num_padding: int
-    ) -> None:
+    def accept(self, batch: list[tuple[int, NaiveRequest]], requests: StepRequests, num_padding: int) -> None:
         """Some of the new positions of each request, and back these up, alone."""
         accepted = [self.random.randint(1, len(request.last_new)) for _, request in batch]
         for (_, request), num in zip(batch, accepted, strict=True):
-            request.former_len = request.seq_len
             request.seq_len += num
         lens = [request.seq_len for _, request in batch]
         seq_lens = torch.tensor(lens + [0] * num_padding, dtype=torch.int64)
         is_one_each = self.max_new == 1 or max(accepted, default=1) == 1
         num_newest = None if is_one_each else torch.tensor(accepted + [9] * num_padding, dtype=torch.int32)
-        expected = [pool.clone() for pool in self.host]
+        expected = self.host.clone()
         for _, request in batch:
             if request.capacity:
-                newest = range(request.former_len, request.seq_len)
+                newest = range(request.last_new.start, request.seq_len)
                 host_slots = [request.host_slot(position) for position in newest]
-                self.write(expected, host_slots, request.truth[:, newest.start : newest.stop])
-        backup_newest(seq_lens, rows, num_real, self.state, **self.pools(), num_newest=num_newest)
-        for pool, one in zip(self.host, expected, strict=True):
-            assert torch.equal(pool, one), "I4: the accepted ones on the host, and nothing else"
+                expected[:, host_slots] = request.truth[:, newest.start : newest.stop]
+        requests = replace(requests, seq_lens=seq_lens, num_new=1)
+        backup_newest(requests, **self.pools(), num_newest=num_newest)
+        assert torch.equal(self.host, expected), "I4: the accepted ones on the host, and nothing else"
 
     def swap_in_group(
         self,
@@ -417,27 +357,25 @@ class HotBufferMachine(RuleBasedStateMachine):
         layers: tuple[int, ...],
         mood: str,
         batch: list[tuple[int, NaiveRequest]],
-        seq_lens: Tensor,
-        rows: Tensor,
-        num_real: Tensor,
-        num_new: int,
+        requests: StepRequests,
     ) -> None:
+        num_new, num_reqs = requests.num_new, requests.num_reqs
         chosen = [
             [p for i in range(num_new) for p in self.selection(request.seq_len + i + 1, mood)]
             for _, request in batch
         ]
-        num_padding = len(rows) - len(batch)
+        num_padding = num_reqs - len(batch)
         selected = torch.tensor(chosen + [[0] * TOP_K * num_new] * num_padding, dtype=torch.int32).reshape(
-            len(rows) * num_new, TOP_K
+            num_reqs * num_new, TOP_K
         )
         out = torch.full_like(selected, -7)
         swap_in(
-            selected, seq_lens, rows, num_real, self.state,
-            group=group, layer=layers[0], out=out, miss_plan=self.plan, num_new=num_new, **self.pools(),
+            selected, requests,
+            group=group, layer=layers[0], out=out, miss_plan=self.plan, **self.pools(),
         )  # fmt: skip
         for layer in layers[1:]:
             replay_misses(self.plan, layer, **self.pools())
-        out = out.view(len(rows), num_new * TOP_K)
+        out = out.view(num_reqs, num_new * TOP_K)
         assert (out[len(batch) :] == -1).all()
         for (_, request), positions, slots in zip(batch, chosen, out.tolist(), strict=False):
             new = request.last_new
@@ -454,7 +392,7 @@ class HotBufferMachine(RuleBasedStateMachine):
             assert slots == expected
             placed = [(p, slot) for p, slot in zip(positions, slots, strict=True) if slot >= 0]
             for layer in layers:
-                items = self.read(self.dev, layer, [slot for _, slot in placed])
+                items = self.dev[layer, [slot for _, slot in placed]]
                 truth = request.truth[layer, [p for p, _ in placed]]
                 assert torch.equal(items, truth), f"I3: wrong bytes in layer {layer}"
 
@@ -475,7 +413,8 @@ class HotBufferMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         if not hasattr(self, "state"):
             return
-        self.state.check_consistency(
+        check_consistency(
+            self.state,
             {row: request.last_new.stop for row, request in self.requests.items() if request.last_new},
             {row: len(request.last_new) for row, request in self.requests.items()},
         )
@@ -486,14 +425,12 @@ class HotBufferMachine(RuleBasedStateMachine):
             assert int(self.state.error_flags[row]) == (request.flags if request else 0)
 
 
-@pytest.mark.parametrize(
-    ("k_bytes", "v_bytes", "max_new"), [(1, 0, 1), (7, 3, 1), (656, 0, 2), (7, 3, 3), (1152, 0, 4)]
-)
-def test_any_history(k_bytes: int, v_bytes: int, max_new: int) -> None:
+@pytest.mark.parametrize(("item_bytes", "max_new"), [(1, 1), (7, 1), (656, 2), (10, 3), (1152, 4)])
+def test_any_history(item_bytes: int, max_new: int) -> None:
     class Machine(HotBufferMachine):
         pass
 
-    Machine.k_bytes, Machine.v_bytes, Machine.max_new = k_bytes, v_bytes, max_new
+    Machine.item_bytes, Machine.max_new = item_bytes, max_new
     case = Machine.TestCase
     case.settings = settings(
         max_examples=25,

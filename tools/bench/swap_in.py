@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hisparse_pd.bench.facts import spread
-from kernels.hot_state import HITS, MISSES, HotBufferState
+from kernels.hot_state import HITS, MISSES, HotBufferState, StepRequests
 from kernels.swap_in import swap_in
 from tools.bench.gpu_timing import timed_us
 
@@ -185,9 +185,9 @@ class Cell:
     def call(self, selected: Tensor, seq_lens: Tensor, out: Tensor) -> None:
         """One swap-in of ``selected``, int32 [batch * num_new, top_k], into ``out``."""
         swap_in(
-            selected, seq_lens, self.rows, self.num_real, self.state,
+            selected,
+            StepRequests(self.state, seq_lens, self.rows, self.num_real, selected.shape[0] // self.batch),
             group=0, layer=0, k_host=self.host, k_dev=self.dev, out=out,
-            num_new=selected.shape[0] // self.batch,
         )  # fmt: skip
 
     def verify(self, selected: Tensor, out: Tensor) -> None:

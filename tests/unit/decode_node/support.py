@@ -68,6 +68,7 @@ from protocol.messages import (
 )
 from tests.identities import identity_of
 from tests.unit.kept_engines import kept_engine, kept_engines
+from tests.unit.kernels.table_rules import check_consistency
 from transfer.aux_record import AuxLayout
 from transfer.transport import TCP
 
@@ -437,7 +438,7 @@ class EngineHarness:
         for double in doubles:
             double.poll()
         self.engine.turn(max_wait_secs=0.005)
-        self.engine.hot_buffers.state.check_consistency()
+        check_consistency(self.engine.hot_buffers.state)
         while self._front.poll(0):
             self._take(engine_messages.from_engine_decoder.decode(self._front.recv()))
 

@@ -16,6 +16,7 @@ from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from kernels.swap_in import RowStart
 from protocol.messages import Room
+from tests.unit.kernels.table_rules import check_consistency
 from tests.unit.model.model_specs import make_spec
 
 PAGE_SIZE, NUM_GROUPS = 16, 3
@@ -63,7 +64,7 @@ def test_what_was_hot_comes_back_in_the_same_order() -> None:
     hints = [np.array([99, 3, 50 + group, 17], np.int32) for group in range(NUM_GROUPS)]
     request = node.request(list(hints))
     node.hot.start(request)
-    node.hot.state.check_consistency()
+    check_consistency(node.hot.state)
     state, row = node.hot.state, request.req_row
     for group, hint in enumerate(hints):
         for entry, position in enumerate(hint.tolist()):
@@ -195,4 +196,4 @@ def test_a_row_grows_in_its_own_pools(mode: Mode) -> None:
         ]
         assert pages[:num_pages].tolist() == [slot // PAGE_SIZE for slot in slots[::PAGE_SIZE]]
     if mode is Mode.HISPARSE:
-        state.check_consistency()
+        check_consistency(state)

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.hot_state import HotBufferState
+from kernels.hot_state import HotBufferState, StepRequests
 from kernels.miss_plan import MissPlan
-from kernels.swap_in import start_row, swap_in
+from kernels.swap_in import RowStart, swap_in
+from tests.unit.kernels.table_rules import check_consistency
 
 NUM_LAYERS, NUM_SLOTS, NUM_HOST_SLOTS, NUM_LOOKUP_SLOTS, ITEM_BYTES = 2, 24, 40, 48, 8
 HOT_SLOTS = [5, 9, 2, 11]
@@ -37,27 +38,30 @@ class Buffer:
         self.k_dev = torch.zeros((NUM_LAYERS, NUM_SLOTS, ITEM_BYTES), dtype=torch.uint8)
         self.plan = MissPlan.create(max_new, 4)
 
-    def requests(self, seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.tensor([seq_len]), torch.tensor([ROW]), torch.tensor([1], dtype=torch.int32)
+    def requests(self, seq_len: int, num_new: int = 1) -> StepRequests:
+        one = torch.tensor([1], dtype=torch.int32)
+        return StepRequests(self.state, torch.tensor([seq_len]), torch.tensor([ROW]), one, num_new)
+
+    @property
+    def pools(self) -> dict[str, Tensor]:
+        return {"k_host": self.k_host, "k_dev": self.k_dev}
 
     def swap_in(self, seq_len: int, selected: list[int]) -> list[int]:
         slots = swap_in(
             torch.tensor([selected], dtype=torch.int32),
-            *self.requests(seq_len),
-            self.state,
+            self.requests(seq_len),
             group=0,
             layer=0,
-            k_host=self.k_host,
-            k_dev=self.k_dev,
             miss_plan=self.plan,
+            **self.pools,
         )
-        self.state.check_consistency({ROW: seq_len})
+        check_consistency(self.state, {ROW: seq_len})
         result: list[int] = slots[0].tolist()
         return result
 
     def start(self, num_tokens: int, hint: list[int]) -> int:
         self.state.reset_row(ROW)
-        (num_warm,) = start_row(
+        row_start = RowStart(
             self.state,
             ROW,
             hot_slots=torch.tensor(HOT_SLOTS),
@@ -67,19 +71,16 @@ class Buffer:
             num_tokens=num_tokens,
             hints=[np.array(hint, np.int32)],
             layers_of_group=((0, 1),),
-            k_host=self.k_host,
-            k_dev=self.k_dev,
+            **self.pools,
         )
+        row_start.launch_slice(None)
+        (num_warm,) = row_start.num_warm
         return num_warm
 
     def hot_positions(self, group: int = 0, row: int = ROW) -> list[int]:
         """What is at each hot_index, -1 where nothing is."""
         slots: list[int] = self.state.hot_to_lookup[group, row].tolist()
         return [LOOKUP_SLOTS.index(slot) if slot >= 0 else -1 for slot in slots]
-
-    def resize(self, slots: list[int], seq_len: int) -> None:
-        old = self.state.hot_slots[ROW]
-        self.state.resize_row(ROW, old[old >= 0], torch.tensor(slots), seq_len)
 
     def counters(self) -> list[int]:
         result: list[int] = self.state.counters[ROW].tolist()

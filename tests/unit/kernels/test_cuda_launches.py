@@ -17,7 +17,7 @@ NUM_GROUPS, PAGE_SIZE = 61, 64
 
 
 def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> tuple[list[Any], list[Any]]:
-    """The launches and the staged numbers of one ``start_row``."""
+    """The launches and the staged numbers of one slice that fills a row."""
     launches: list[Any] = []
     staged: list[Any] = []
     empty = torch.empty
@@ -52,7 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch, num_tokens: int, capacity: int) -> 
         torch.arange(2) + 7,
         plan_warm_up(NUM_GROUPS, capacity, 1, num_tokens, hints),
         [(group, group, 1) for group in range(NUM_GROUPS)],
-        ((pool, pool),),
+        (pool, pool),
     )
     return launches, staged
 

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from kernels import reference
-from kernels.hot_state import HITS, HotBufferState
+from kernels.hot_state import HITS, HotBufferState, StepRequests
 from tests.gpu.decoder import Decoder
 from tests.gpu.history import History
 from tests.gpu.pools import Layout
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu runs them whe
     ids=["plain", "faults", "strided", "drafts", "drafts and faults"],
 )
 def test_history(options: dict[str, Any]) -> None:
-    History(1, (24, 7), **options).run(60)
+    History(1, 24, **options).run(60)
 
 
 @pytest.mark.parametrize(("max_new", "capacity"), [(1, 20), (3, 53)])
@@ -72,10 +72,10 @@ def spoil(table: str, state: HotBufferState, out: Tensor, copies: tuple[Any, Any
     ],
 )
 def test_a_difference_is_noticed(table: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolve(*arguments: Any) -> tuple[Any, Any]:
-        return spoil(table, arguments[4], arguments[6], original(*arguments))
+    def resolve(selected: Tensor, requests: StepRequests, group: int, out: Tensor) -> tuple[Any, Any]:
+        return spoil(table, requests.state, out, original(selected, requests, group, out))
 
     original = reference.resolve
     monkeypatch.setattr(reference, "resolve", resolve)
     with pytest.raises(AssertionError, match=message):
-        History(1, (24,), has_dense=False).run(20)
+        History(1, 24, has_dense=False).run(20)

@@ -8,14 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.attention import sparse_mla_attention
 from kernels.checks import KernelArgumentError
-from kernels.hot_state import HITS, MISSES, HotBufferError, HotBufferState
+from kernels.hot_state import HITS, MISSES, HotBufferError, HotBufferState, StepRequests
 from kernels.indexer import gather_pages, index_topk
 from kernels.miss_plan import MissPlan
 from kernels.swap_in import (
@@ -24,7 +23,6 @@ from kernels.swap_in import (
     newest_slots,
     replay_misses,
     start_dense_row,
-    start_row,
     swap_in,
 )
 from tests.unit.kernels.one_buffer import (
@@ -38,6 +36,7 @@ from tests.unit.kernels.one_buffer import (
     ROW,
     Buffer,
 )
+from tests.unit.kernels.table_rules import check_consistency
 
 
 @pytest.fixture
@@ -107,100 +106,6 @@ def test_equal_stamps_go_in_the_order_of_their_hot_index() -> None:
     assert buffer.swap_in(11, [5, 6, 7]) == [HOT_SLOTS[1], HOT_SLOTS[2], HOT_SLOTS[0]]
 
 
-def test_growing_keeps_what_is_hot_and_evicts_later() -> None:
-    buffer = Buffer()
-    buffer.start(10, [0, 1, 2])
-    buffer.swap_in(11, [0, 1, 2])
-    buffer.resize([*HOT_SLOTS, 17, 18], 11)
-    # The former newest stays where it was, the new one takes the new last entry, and entry 4 is free.
-    assert buffer.swap_in(12, [10, 11, 7, 0]) == [HOT_SLOTS[3], 18, 17, HOT_SLOTS[0]]
-    assert buffer.hot_positions() == [0, 1, 2, 10, 7, 11]
-    assert buffer.counters() == [3 + 3, 1, 0]
-    assert torch.equal(buffer.k_dev[0, 17], buffer.k_host[0, HOST_SLOTS[7]])
-
-
-def test_shrinking_forgets_what_lived_beyond() -> None:
-    buffer = Buffer()
-    buffer.start(10, [0, 1, 2])
-    buffer.swap_in(11, [0])
-    buffer.resize(HOT_SLOTS[:3], 11)
-    buffer.state.check_consistency()
-    assert buffer.state.hot_slots[ROW].tolist() == [*HOT_SLOTS[:3], -1, -1, -1]
-    assert buffer.state.stamps[0, ROW].tolist() == [1, 0, 0, -1, -1, -1]
-    # The former newest comes back from the host; the new one evicts what the last entry held.
-    assert buffer.swap_in(12, [10, 11, 0]) == [HOT_SLOTS[1], HOT_SLOTS[2], HOT_SLOTS[0]]
-    assert buffer.counters() == [1 + 2, 1, 2]
-    buffer.resize([*HOT_SLOTS[:3], 20, 21, 22], 12)
-    assert buffer.swap_in(13, [1, 2, 3]) == [20, 21, HOT_SLOTS[0]]
-
-
-@pytest.mark.parametrize("capacity", [5, 6])
-def test_a_row_that_fits_again_forgets_what_is_not_at_its_own_entry(capacity: int) -> None:
-    buffer = Buffer()
-    slots = [*HOT_SLOTS, 17, 18][:capacity]
-    buffer.swap_in(4, [0, 1, 2])
-    buffer.swap_in(5, [3, 1, 2])  # position 3 to entry 0, position 4 to entry 3
-    assert buffer.hot_positions()[:4] == [3, 1, 2, 4]
-    buffer.resize(slots, 5)
-    buffer.state.check_consistency({ROW: 5})
-    assert buffer.hot_positions() == [-1, 1, 2, -1, -1, -1]
-    if capacity == 5:  # from the next step on it no longer fits
-        assert buffer.swap_in(6, [4, 5, 1]) == [HOT_SLOTS[0], 17, HOT_SLOTS[1]]
-    else:
-        assert buffer.swap_in(6, [4, 3, 1, 5]) == [17, HOT_SLOTS[3], HOT_SLOTS[1], 18]
-    for position, entry in ((1, 1), (4, 0 if capacity == 5 else 4)):
-        assert torch.equal(buffer.k_dev[0, slots[entry]], buffer.k_host[0, HOST_SLOTS[position]])
-
-
-def test_a_row_that_fits_may_shrink_out_of_its_buffer() -> None:
-    buffer = Buffer()
-    buffer.start(3, [])
-    buffer.swap_in(4, [0, 1, 2])
-    buffer.resize(HOT_SLOTS[:2], 4)
-    assert buffer.hot_positions() == [0, 1, -1, -1, -1, -1]
-    assert buffer.swap_in(5, [3, 4, -1, -1]) == [HOT_SLOTS[0], HOT_SLOTS[1], -1, -1]
-
-
-def test_resizing_touches_no_other_row_and_every_group() -> None:
-    state = HotBufferState.create(2, 2, 20, 6, 4, 40)
-    pool = torch.zeros((2, 40, 8), dtype=torch.uint8)
-    for row in range(2):
-        num_warm = start_row(
-            state, row, hot_slots=torch.arange(4) + 10 * row, host_pages=torch.arange(5),
-            lookup_pages=torch.arange(5) + 5 * row, index_pages=torch.arange(5), num_tokens=10,
-            layers_of_group=((0,), (1,)), k_host=pool, k_dev=pool.clone(),
-            hints=[np.array([9, 8 - group, 7 - group], np.int32) for group in range(2)],
-        )  # fmt: skip
-        assert num_warm == [3, 3]
-    state.resize_row(1, torch.arange(4) + 10, torch.tensor([10, 11]), 10)
-    state.check_consistency()
-    assert state.hot_to_lookup[:, 0, :3].tolist() == [[9, 8, 7], [9, 7, 6]]
-    assert (state.hot_to_lookup[:, 1, :2] - 20).tolist() == [[9, 8], [9, 7]]
-    assert (state.hot_to_lookup[:, 1, 2:] == -1).all()
-    assert state.capacity.tolist() == [4, 2]
-
-
-def test_resizing_refuses_other_slots_unchanged() -> None:
-    buffer = Buffer()
-    buffer.start(10, [0, 1, 2])
-    before = buffer.state.hot_to_lookup.clone()
-
-    def failure(hot_slots: list[int], seq_len: int = 10) -> str:
-        with pytest.raises(KernelArgumentError) as caught:
-            buffer.state.resize_row(ROW, torch.tensor(HOT_SLOTS), torch.tensor(hot_slots).long(), seq_len)
-        return str(caught.value)
-
-    assert failure([5, 9, 3, 11, 12]) == (
-        "hot_slots: expected the first 4 as they were, got 3 for 2 at hot_index 2"
-    )
-    assert failure([5, 8]).endswith("got 8 for 9 at hot_index 1")
-    assert failure(list(range(7))) == "hot_slots length: expected a value in [1, 7), got 7"
-    assert failure([]) == "hot_slots length: expected a value in [1, 7), got 0"
-    assert failure(HOT_SLOTS, 21) == "seq_len: expected a value in [0, 21), got 21"
-    assert torch.equal(buffer.state.hot_to_lookup, before)
-    assert buffer.state.hot_slots[ROW, :4].tolist() == HOT_SLOTS
-
-
 def test_duplicates_are_one_miss_and_one_copy() -> None:
     buffer = Buffer()
     assert buffer.swap_in(11, [4, 4, -1, 4]) == [HOT_SLOTS[0], HOT_SLOTS[0], -1, HOT_SLOTS[0]]
@@ -235,14 +140,14 @@ def test_without_a_host_slot_for_its_newest_token_a_row_takes_no_step() -> None:
     tables = ("lookup_to_hot", "hot_to_lookup", "stamps", "step", "counters")
     before = {name: getattr(buffer.state, name).clone() for name in tables}
     host, requests = buffer.k_host.clone(), buffer.requests(9)
-    assert newest_slots(*requests, buffer.state).tolist() == [-1]
+    assert newest_slots(requests).tolist() == [-1]
     assert buffer.swap_in(9, [8, 7, 3, 99]) == [-1] * 4
-    backup_newest(*requests, buffer.state, k_host=buffer.k_host, k_dev=buffer.k_dev)
+    backup_newest(requests, **buffer.pools)
     assert int(buffer.state.error_flags[ROW]) == HotBufferError.NO_HOST_SLOT
     assert all(torch.equal(getattr(buffer.state, name), table) for name, table in before.items())
     assert torch.equal(buffer.k_host, host)
     buffer.state.set_host_pages(ROW, 2, torch.tensor(HOST_PAGES[2:]), torch.tensor(LOOKUP_PAGES[2:]))
-    assert newest_slots(*requests, buffer.state).tolist() == [HOT_SLOTS[3]]
+    assert newest_slots(requests).tolist() == [HOT_SLOTS[3]]
     assert buffer.swap_in(9, [8, 7, 3, -1]) == [HOT_SLOTS[3], HOT_SLOTS[0], HOT_SLOTS[1], -1]
 
 
@@ -269,7 +174,7 @@ def test_a_lookup_page_in_two_rows_is_seen() -> None:
     buffer = Buffer()
     buffer.state.assign_row(2, torch.tensor([20, 21]), torch.tensor(HOST_PAGES[:2]), torch.tensor([9, 8]))
     with pytest.raises(RuntimeError, match="lookup page 8 is in more than one place"):
-        buffer.state.check_consistency()
+        check_consistency(buffer.state)
 
 
 @pytest.mark.I3
@@ -278,7 +183,7 @@ def test_shared_layer_replays_the_miss_plan() -> None:
     slots = buffer.swap_in(11, [4, 8, -1, -1])
     before = buffer.k_dev[0].clone()
     assert not buffer.k_dev[1].any()
-    replay_misses(buffer.plan, 1, buffer.k_host, buffer.k_dev)
+    replay_misses(buffer.plan, 1, **buffer.pools)
     for slot, position in zip(slots, (4, 8), strict=False):
         assert torch.equal(buffer.k_dev[1, slot], buffer.k_host[1, HOST_SLOTS[position]])
     assert torch.equal(buffer.k_dev[0], before)
@@ -288,13 +193,14 @@ def test_shared_layer_replays_the_miss_plan() -> None:
 @pytest.mark.I4
 def test_backup_writes_newest_items_of_hisparse_rows_only() -> None:
     buffer = Buffer()
-    buffer.state.assign_dense_row(0, torch.tensor([5, 3]))
+    buffer.state.set_pages(0, 0, torch.tensor([5, 3]))
     buffer.k_dev.random_(generator=torch.Generator().manual_seed(2))
     before = buffer.k_host.clone()
     seq_lens, rows = torch.tensor([3, 9, 7]), torch.tensor([0, ROW, ROW])
     num_real = torch.tensor([2], dtype=torch.int32)
-    assert newest_slots(seq_lens, rows, num_real, buffer.state).tolist() == [22, HOT_SLOTS[3], -1]
-    backup_newest(seq_lens, rows, num_real, buffer.state, k_host=buffer.k_host, k_dev=buffer.k_dev)
+    requests = StepRequests(buffer.state, seq_lens, rows, num_real)
+    assert newest_slots(requests).tolist() == [22, HOT_SLOTS[3], -1]
+    backup_newest(requests, **buffer.pools)
     before[:, HOST_SLOTS[8]] = buffer.k_dev[:, HOT_SLOTS[3]]
     assert torch.equal(buffer.k_host, before)
 
@@ -339,8 +245,8 @@ def test_strided_pools_are_as_good_as_contiguous_ones(
         for seq_len, selected in ((11, [4, 10, 7, -1]), (12, [10, 8, 4, 11])):
             buffer.k_dev[:, HOT_SLOTS[3]] = seq_len
             buffer.swap_in(seq_len, selected)
-            replay_misses(buffer.plan, 1, buffer.k_host, buffer.k_dev)
-            backup_newest(*buffer.requests(seq_len), buffer.state, k_host=buffer.k_host, k_dev=buffer.k_dev)
+            replay_misses(buffer.plan, 1, **buffer.pools)
+            backup_newest(buffer.requests(seq_len), **buffer.pools)
     assert torch.equal(strided.k_dev, plain.k_dev)
     assert torch.equal(strided.k_host, plain.k_host)
     assert (strided.k_host[:, HOST_SLOTS[11]] == 12).all()
@@ -354,17 +260,14 @@ def test_strided_pools_are_as_good_as_contiguous_ones(
 @pytest.mark.I3
 def test_dense_rows_go_through_the_page_table() -> None:
     buffer = Buffer()
-    buffer.state.assign_dense_row(0, torch.tensor([5, 3]))
+    buffer.state.set_pages(0, 0, torch.tensor([5, 3]))
+    lens, rows, num_real = (torch.tensor(of, dtype=torch.int32) for of in ([7, 11], [0, ROW], [2]))
     slots = swap_in(
         torch.tensor([[6, 0, -1], [3, 2, 10]], dtype=torch.int32),
-        torch.tensor([7, 11], dtype=torch.int32),
-        torch.tensor([0, ROW], dtype=torch.int32),
-        torch.tensor([2], dtype=torch.int32),
-        buffer.state,
+        StepRequests(buffer.state, lens, rows, num_real),
         group=0,
         layer=0,
-        k_host=buffer.k_host,
-        k_dev=buffer.k_dev,
+        **buffer.pools,
     )
     assert slots[0].tolist() == [3 * 4 + 2, 5 * 4, -1]
     assert slots[1].tolist() == [HOT_SLOTS[1], HOT_SLOTS[0], HOT_SLOTS[3]]
@@ -376,14 +279,15 @@ def test_padding_and_empty_batches_touch_nothing() -> None:
     before = buffer.state.hot_to_lookup.clone()
     slots = swap_in(
         torch.zeros((2, 3), dtype=torch.int32),
-        torch.tensor([4, 4]),
-        torch.tensor([ROW, ROW]),
-        torch.tensor([0], dtype=torch.int32),
-        buffer.state,
+        StepRequests(
+            buffer.state,
+            torch.tensor([4, 4]),
+            torch.tensor([ROW, ROW]),
+            torch.tensor([0], dtype=torch.int32),
+        ),
         group=0,
         layer=0,
-        k_host=buffer.k_host,
-        k_dev=buffer.k_dev,
+        **buffer.pools,
     )
     assert (slots == -1).all()
     assert torch.equal(buffer.state.hot_to_lookup, before)
@@ -416,25 +320,26 @@ def test_check_consistency_sees_a_broken_table(table: str, message: str) -> None
     values = tensor[0] if table == "lookup_to_hot" else tensor[0, ROW]
     values[int((values != -1).nonzero()[0])] = -1
     with pytest.raises(RuntimeError, match=message):
-        buffer.state.check_consistency()
+        check_consistency(buffer.state)
 
 
 def test_errors_name_argument_expectation_and_value(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = Buffer()
-    lens, rows, num_real = buffer.requests(5)
+    one = buffer.requests(5)
+    lens, rows, num_real = one.seq_lens, one.req_rows, one.num_real_reqs
     selected = torch.zeros((1, 2), dtype=torch.int32)
-    good = {"group": 0, "layer": 0, "k_host": buffer.k_host, "k_dev": buffer.k_dev}
+    good = {"group": 0, "layer": 0, **buffer.pools}
 
     def failure(*arguments: Tensor, **changed: object) -> str:
-        given = list(arguments) or [selected, lens, rows, num_real]
+        given, *requests = arguments or (selected, lens, rows, num_real)
         with pytest.raises(KernelArgumentError) as caught:
-            swap_in(*given, buffer.state, **{**good, **changed})  # type: ignore[arg-type]
+            swap_in(given, StepRequests(buffer.state, *requests), **{**good, **changed})  # type: ignore[arg-type]
         return str(caught.value)
 
     assert failure(selected.long(), lens, rows, num_real) == (
         "selected: expected dtype torch.int32, got torch.int64"
     )
-    assert failure(selected, lens[:0], rows, num_real) == "seq_lens: expected shape [1], got [0]"
+    assert failure(selected, lens[:0], rows, num_real) == "req_rows: expected shape [0], got [1]"
     assert failure(selected, lens, rows.float(), num_real).startswith("req_rows: expected dtype")
     assert failure(selected, lens, rows + 2, num_real) == "req_rows: expected values in [0, 3), got 3 to 3"
     assert (
@@ -459,7 +364,6 @@ def test_errors_name_argument_expectation_and_value(monkeypatch: pytest.MonkeyPa
         "got shape [2, 40, 8] and strides (312, 8, 1)"
     )
     assert "at least 16)" in failure(k_host=flat.as_strided((2, 40, 8), (8, 15, 1)))
-    assert failure(v_host=buffer.k_host) == "v_dev: expected with v_host, got None"
     assert failure(out=selected[:, :1]) == "out: expected shape [1, 2], got [1, 1]"
     assert failure(miss_plan=MissPlan.create(1, 1)) == "miss_plan: expected room for 2 misses, got 1"
     two = torch.zeros((2, 1), dtype=torch.int32)
@@ -489,9 +393,9 @@ def test_errors_name_argument_expectation_and_value(monkeypatch: pytest.MonkeyPa
 
 def test_other_devices_are_refused_by_name() -> None:
     state = HotBufferState.create(1, 1, 4, 2, 4, 4, device="meta")
-    requests = torch.ones(1, dtype=torch.int32, device="meta")
+    ones = torch.ones(1, dtype=torch.int32, device="meta")
     with pytest.raises(KernelUnavailableError, match=r"newest_slots: no kernel for device 'meta'.*'cpu'"):
-        newest_slots(requests, requests, requests, state)
+        newest_slots(StepRequests(state, ones, ones, ones))
 
 
 @pytest.mark.I6

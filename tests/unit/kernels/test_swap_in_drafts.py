@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kernels.checks import KernelArgumentError
 from kernels.hot_state import HotBufferError, HotBufferState
 from kernels.swap_in import backup_newest, newest_slots, swap_in
 from tests.unit.kernels.one_buffer import HOST_PAGES, HOST_SLOTS, HOT_SLOTS, LOOKUP_PAGES, ROW, Buffer
+from tests.unit.kernels.table_rules import check_consistency
 
 MAX_NEW = 2
 
@@ -24,8 +26,12 @@ class Drafting(Buffer):
         pages = torch.tensor(HOST_PAGES[:num_pages]), torch.tensor(LOOKUP_PAGES[:num_pages])
         self.state.assign_row(ROW, torch.tensor(HOT_SLOTS), *pages)
 
+    def make_dense(self, pages: Tensor) -> None:
+        self.state.reset_row(ROW)
+        self.state.set_pages(ROW, 0, pages)
+
     def new_slots(self, first_new: int, num_new: int) -> list[int]:
-        slots = newest_slots(*self.requests(first_new + num_new), self.state, num_new=num_new)
+        slots = newest_slots(self.requests(first_new + num_new, num_new))
         result: list[int] = slots.tolist()
         return result
 
@@ -37,23 +43,19 @@ class Drafting(Buffer):
                 self.k_dev[:, slot] = byte + i
         out = swap_in(
             torch.tensor(selected, dtype=torch.int32),
-            *self.requests(first_new + num_new),
-            self.state,
+            self.requests(first_new + num_new, num_new),
             group=0,
             layer=0,
-            k_host=self.k_host,
-            k_dev=self.k_dev,
             miss_plan=self.plan,
-            num_new=num_new,
+            **self.pools,
         )
-        self.state.check_consistency({ROW: first_new + num_new}, {ROW: num_new})
+        check_consistency(self.state, {ROW: first_new + num_new}, {ROW: num_new})
         result: list[list[int]] = out.tolist()
         return result
 
     def back_up(self, seq_len: int, num_newest: int) -> None:
         nums = torch.tensor([num_newest], dtype=torch.int32)
-        pools = {"k_host": self.k_host, "k_dev": self.k_dev}
-        backup_newest(*self.requests(seq_len), self.state, num_newest=nums, **pools)
+        backup_newest(self.requests(seq_len), num_newest=nums, **self.pools)
 
     def bytes_on_host(self, position: int) -> Tensor:
         return self.k_host[:, HOST_SLOTS[position]].unique()
@@ -99,19 +101,6 @@ def test_a_rejected_draft_reaches_neither_the_host_nor_a_later_step() -> None:
 
 
 @pytest.mark.I3
-@pytest.mark.parametrize("seq_len", [11, 10], ids=["outcome known", "not yet"])
-def test_a_rejected_draft_is_forgotten_when_the_row_grows(seq_len: int) -> None:
-    """Its entry is no ring entry any more, and would hold it beside the next one."""
-    buffer = Drafting()
-    buffer.step(10, [[0], [11]], byte=100)
-    buffer.back_up(11, 1)
-    buffer.resize([*HOT_SLOTS, 14, 17], seq_len)
-    assert 11 not in buffer.hot_positions()
-    (slots,) = buffer.step(11, [[10, 11]], byte=150)
-    assert [buffer.k_dev[0, slot].unique().tolist() for slot in slots] == [[100], [150]]
-
-
-@pytest.mark.I3
 def test_a_row_whose_drafts_are_rejected_does_not_fit_again() -> None:
     """With drafts it has outgrown its buffer; by its last position alone it would fit in the step after."""
     buffer = Drafting()
@@ -146,7 +135,7 @@ def test_a_draft_without_a_page_has_no_slot_and_changes_nothing() -> None:
 def test_drafts_behind_the_context_are_not_there(is_dense: bool) -> None:
     buffer = Drafting()
     if is_dense:
-        buffer.state.assign_dense_row(ROW, torch.arange(5))
+        buffer.make_dense(torch.arange(5))
     last = 19 if is_dense else HOT_SLOTS[3]
     assert buffer.new_slots(19, 2) == [last, -1]
     assert buffer.step(19, [[19, -1], [20, 19]]) == [[last, -1], [-1, last]]
@@ -159,7 +148,7 @@ def test_drafts_behind_the_context_are_not_there(is_dense: bool) -> None:
 
 def test_dense_rows_have_a_slot_for_each_new_position() -> None:
     buffer = Drafting()
-    buffer.state.assign_dense_row(ROW, torch.tensor([3, 1]))
+    buffer.make_dense(torch.tensor([3, 1]))
     assert buffer.new_slots(3, 2) == [15, 4]
     assert buffer.new_slots(7, 2) == [7, -1]
     assert buffer.step(3, [[3, 4], [4, -1]]) == [[15, 4], [4, -1]]
@@ -176,23 +165,15 @@ def test_a_warm_row_leaves_room_for_a_whole_ring() -> None:
 def test_errors_of_several_positions() -> None:
     buffer = Drafting()
 
-    def failure(**changes: Any) -> str:
-        arguments = {
-            "selected": torch.zeros((2, 3), dtype=torch.int32),
-            "seq_lens": torch.tensor([8]),
-            "req_rows": torch.tensor([ROW]),
-            "num_real_reqs": torch.tensor([1], dtype=torch.int32),
-            "num_new": 2,
-        } | changes
-        pools = {"k_host": buffer.k_host, "k_dev": buffer.k_dev}
+    def failure(num_rows: int = 2, **changes: Any) -> str:
+        selected = torch.zeros((num_rows, 3), dtype=torch.int32)
         with pytest.raises(KernelArgumentError) as error:
-            swap_in(state=buffer.state, group=0, layer=0, **pools, **arguments)
+            swap_in(selected, replace(buffer.requests(8, 2), **changes), group=0, layer=0, **buffer.pools)
         return str(error.value)
 
     assert failure(num_new=3) == "num_new: expected a value in [1, 3), got 3"
-    three = torch.zeros((3, 3), dtype=torch.int32)
-    assert failure(selected=three) == "selected: expected 2 rows a request, got 3 rows"
-    assert failure(num_new=1) == "seq_lens: expected shape [2], got [1]"
+    assert failure(3) == "selected: expected 2 rows for each of 1 requests, got 3 rows"
+    assert failure(num_new=1) == "selected: expected 1 rows for each of 1 requests, got 2 rows"
     assert failure(seq_lens=torch.tensor([1])) == "seq_lens: expected values in [2, 21], got 1 to 1"
     with pytest.raises(
         KernelArgumentError, match=r"num_newest: expected values in \[0, 2\].*got \[3\] for \[8\]"
