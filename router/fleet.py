@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-import httpx
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +14,7 @@ from hisparse_pd.api.models import show_models
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import VERSION
 from protocol.decoding import TypedDecoder
+from router.node_calls import NodeCalls
 from router.nodes import Node, NodeKind, NodePool
 
 log = logging.getLogger(__name__)
@@ -27,9 +27,9 @@ _OBJECT_DECODER: TypedDecoder[dict[str, object]] = TypedDecoder.json(dict[str, o
 class Fleet:
     """Endpoints of the router. Nodes are asked at once, each for ``ASK_TIMEOUT_SECS`` at most."""
 
-    def __init__(self, pool: NodePool, client: httpx.AsyncClient) -> None:
+    def __init__(self, pool: NodePool, calls: NodeCalls) -> None:
         self._pool = pool
-        self._client = client
+        self._calls = calls
 
     async def models(self, request: Request) -> Response:
         """The models of all healthy decode nodes, each once; or the one that the path names."""
@@ -76,11 +76,11 @@ class Fleet:
     async def _ask(self, node: Node, path: str) -> dict[str, object] | str:
         """The JSON object that the node answers; as text what is wrong where it does not."""
         try:
-            answer = await self._client.get(node.url + path, timeout=ASK_TIMEOUT_SECS)
-            if not answer.is_success:
-                return f"{path} answered {answer.status_code}"
-            return _OBJECT_DECODER.decode(answer.content)
-        except (httpx.HTTPError, OSError, msgspec.MsgspecError) as error:
+            status, body = await self._calls.get(node, path, ASK_TIMEOUT_SECS)
+            if not 200 <= status < 300:
+                return f"{path} answered {status}"
+            return _OBJECT_DECODER.decode(body)
+        except (OSError, msgspec.MsgspecError) as error:
             log.warning("%s%s: %s", node.url, path, error or type(error).__name__)
             return f"{path}: {error or type(error).__name__}"
 

@@ -9,12 +9,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-import httpx
 import msgspec
 
 from hisparse_pd.vocabulary import MAX_RANKS
 from protocol.decoding import TypedDecoder
 from router.local_faults import local_fault
+from router.node_calls import NodeCalls
 from router.nodes import Node, NodePool
 
 log = logging.getLogger(__name__)
@@ -46,13 +46,13 @@ class HealthWatch:
     def __init__(
         self,
         pool: NodePool,
-        client: httpx.AsyncClient,
+        calls: NodeCalls,
         interval_secs: float,
         timeout_secs: float,
         with_load: bool,
     ) -> None:
         self._pool = pool
-        self._client = client
+        self._calls = calls
         self._interval_secs = interval_secs
         self._timeout_secs = timeout_secs
         self._with_load = with_load
@@ -71,21 +71,21 @@ class HealthWatch:
     async def check(self, node: Node) -> None:
         """One check of one node; its outcome goes to the pool."""
         try:
-            answer = await self._client.get(f"{node.url}/health", timeout=self._timeout_secs)
-        except httpx.TimeoutException:
+            status, body = await self._calls.get(node, "/health", self._timeout_secs)
+        except TimeoutError:
             self._num_timeouts[node] = self._num_timeouts.get(node, 0) + 1
             if self._num_timeouts[node] >= TIMEOUTS_BEFORE_UNHEALTHY or not node.healthy:
                 self._pool.mark_unhealthy(node, f"no answer to /health in {self._timeout_secs:g} s")
             return
-        except (httpx.HTTPError, OSError) as error:
+        except OSError as error:
             if (fault := local_fault(error)) is not None:
                 log.warning("%s was not asked for its health: %s", node.name, fault)
             else:
                 self._pool.mark_unhealthy(node, f"/health: {error or type(error).__name__}")
             return
         self._num_timeouts[node] = 0
-        if not answer.is_success:
-            trouble = LOADING if _is_loading(answer) else f"/health answered {answer.status_code}"
+        if not 200 <= status < 300:
+            trouble = LOADING if _is_loading(body) else f"/health answered {status}"
             self._pool.mark_unhealthy(node, trouble)
             return
         self._pool.mark_healthy(node)
@@ -94,9 +94,9 @@ class HealthWatch:
 
     async def _ask_load(self, node: Node) -> None:
         try:
-            answer = await self._client.get(f"{node.url}/get_load", timeout=self._timeout_secs)
-            load = _LOAD_DECODER.decode(answer.content)
-        except (httpx.HTTPError, OSError, msgspec.MsgspecError) as error:
+            _, body = await self._calls.get(node, "/get_load", self._timeout_secs)
+            load = _LOAD_DECODER.decode(body)
+        except (OSError, msgspec.MsgspecError) as error:
             log.debug("%s told no load: %s", node.name, error)
             return
         self._pool.report_load(node, _by_rank(load if isinstance(load, list) else [load]))
@@ -116,8 +116,8 @@ def _by_rank(loads: Sequence[_Load]) -> list[int]:
     return [sum(load.num_reqs for load in loads)]
 
 
-def _is_loading(answer: httpx.Response) -> bool:
+def _is_loading(body: bytes) -> bool:
     try:
-        return _HEALTH_DECODER.decode(answer.content).status == "loading"
+        return _HEALTH_DECODER.decode(body).status == "loading"
     except msgspec.MsgspecError:
         return False

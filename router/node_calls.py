@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import AsyncExitStack
+import ssl
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
-from typing import TypeVar
 
-import httpx
-
+from hisparse_pd.api.keys import ApiKeys, load_api_keys
 from hisparse_pd.http.connections import TAKES_INTERIM
+from hisparse_pd.settings import RouterSettings
+from router.connect import NO_TLS, Call, RawHeaders, tls_context
 from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
 from router.local_faults import local_fault
 from router.nodes import Node
 
-T = TypeVar("T")
-
 MAX_ERROR_BODY_BYTES = 1 << 20
 
-RawHeaders = list[tuple[bytes, bytes]]
+MAX_TOLD_BYTES = 4 << 20
+"""Of what a node tells of itself."""
 
 _HEADERS_TO_NODE = (
     (b"content-type", b"application/json"),
     (b"accept", b"*/*"),
     (b"accept-encoding", b"identity"),
-    (TAKES_INTERIM, b"1"),  # httpcore reads over them; they end a wait for the node, as any byte does
+    (TAKES_INTERIM, b"1"),  # they are read over, and end a wait for the node, as any byte does
 )
-_HOP_BY_HOP_HEADERS = frozenset(
-    (
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    )
-)
-_OWN_HEADERS = frozenset(("date", "server"))  # uvicorn writes ours
+_HOP_BY_HOP_HEADERS = {
+    *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
+    *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+}
+_OWN_HEADERS = {b"date", b"server"}  # uvicorn writes ours
 
 
 @dataclass(frozen=True)
@@ -66,69 +58,108 @@ class Answer:
 
 
 class NodeCalls:
-    """Requests to nodes, by one client."""
+    """Calls to nodes. ``timeout_secs``: how long one may be silent; ``keys``: the router's own for them."""
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
+    def __init__(
+        self,
+        timeout_secs: float,
+        connect_timeout_secs: float,
+        tls: ssl.SSLContext = NO_TLS,
+        keys: ApiKeys | None = None,
+    ) -> None:
+        self._timeout_secs = timeout_secs
+        self._connect_timeout_secs = connect_timeout_secs
+        self._tls = tls
+        self._keys = keys
+
+    @classmethod
+    def of(cls, settings: RouterSettings) -> NodeCalls:
+        """Raises KeyFileError and CaFileError."""
+        return cls(
+            settings.request_timeout_secs,
+            settings.connect_timeout_secs,
+            tls_context(settings),
+            load_api_keys(settings.node_api_key_file),
+        )
+
+    async def get(self, node: Node, path: str, timeout_secs: float) -> tuple[int, bytes]:
+        """Status and body of what a node tells of itself. Raises OSError, TimeoutError among them."""
+        async with asyncio.timeout(timeout_secs):
+            with closing(Call(node.url, timeout_secs)) as call:
+                await call.connect(self._tls, timeout_secs)
+                await call.ask("GET", path, self._with_key(_HEADERS_TO_NODE))
+                body = bytearray()
+                async for chunk in call.chunks():
+                    body += chunk
+                    if len(body) > MAX_TOLD_BYTES:
+                        raise ConnectionError(f"more than {MAX_TOLD_BYTES} bytes")
+                return call.status, bytes(body)
 
     async def send(
         self, node: Node, path: str, content: bytes, headers: RawHeaders, stack: AsyncExitStack
-    ) -> httpx.Response:
-        """The answer's head; ``stack`` closes its connection. Raises RouterError."""
-        request = self._client.build_request("POST", node.url + path, content=content, headers=headers)
-        response = await self._translated(node, lambda: self._client.send(request, stream=True))
-        stack.push_async_callback(response.aclose)
-        return response
+    ) -> Call:
+        """The call once it has the answer's head; ``stack`` closes it. Raises RouterError."""
+        call = stack.enter_context(closing(Call(node.url, self._timeout_secs)))
+        try:
+            await call.connect(self._tls, self._connect_timeout_secs)
+            await call.ask("POST", path, self._with_key(headers), content)
+        except OSError as error:
+            raise self._error_of(node, error, is_connected=call.is_connected) from error
+        return call
 
-    async def answer(self, node: Node, response: httpx.Response, added: Mapping[str, str]) -> Answer:
+    async def answer(self, node: Node, call: Call, added: Mapping[str, str]) -> Answer:
         """The answer once its first bytes are here, with the headers that are ``added``.
 
         Raises RouterError: for an error status, what the node says.
         """
-        if not response.is_success:
-            raise await self.refusal(node, response)
-        chunks = self.raw_chunks(node, response)
+        if not call.is_success:
+            raise await self.refusal(node, call)
+        chunks = self.raw_chunks(node, call)
         first_chunk = await anext(chunks, b"")
-        headers = _headers_to_client(response)
+        headers = _headers_to_client(call)
         headers += [(name.encode(), value.encode()) for name, value in added.items()]
-        return Answer(response.status_code, headers, _prepend(first_chunk, chunks))
+        return Answer(call.status, headers, _prepend(first_chunk, chunks))
 
-    async def raw_chunks(self, node: Node, response: httpx.Response) -> AsyncIterator[bytes]:
-        chunks = response.aiter_raw()
-        while chunk := await self._translated(node, lambda: anext(chunks, b"")):
-            yield chunk
+    async def raw_chunks(self, node: Node, call: Call) -> AsyncIterator[bytes]:
+        """Raises RouterError."""
+        try:
+            async for chunk in call.chunks():
+                yield chunk
+        except OSError as error:
+            raise self._error_of(node, error) from error
 
-    async def refusal(self, node: Node, response: httpx.Response) -> RouterError:
+    async def refusal(self, node: Node, call: Call) -> RouterError:
         """The error that a node's answer with an error status amounts to."""
-        if response.status_code < 400:
-            return NodeFailed(502, f"{node.name} answered with status {response.status_code}, expected 2xx")
+        if call.status < 400:
+            return NodeFailed(502, f"{node.name} answered with status {call.status}, expected 2xx")
         body = b""
-        async for chunk in self.raw_chunks(node, response):
+        async for chunk in self.raw_chunks(node, call):
             body += chunk
             if len(body) > MAX_ERROR_BODY_BYTES:
                 return NodeFailed(
                     502,
-                    f"{node.name} answered {response.status_code} with an error text "
+                    f"{node.name} answered {call.status} with an error text "
                     f"longer than {MAX_ERROR_BODY_BYTES} bytes",
                 )
         text = body[:500].decode(errors="replace").strip()
-        return NodeRefused(response.status_code, f"{node.name} answered {response.status_code}: {text}", body)
+        return NodeRefused(call.status, f"{node.name} answered {call.status}: {text}", body)
 
-    async def _translated(self, node: Node, call: Callable[[], Awaitable[T]]) -> T:
-        """The boundary where httpx's errors become ours, with the node's name."""
-        try:
-            return await call()
-        except (httpx.HTTPError, OSError) as error:
-            raise self._error_of(node, error) from error
+    def _with_key(self, headers: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
+        """With the router's own key, if it has one, whatever the client sent."""
+        if self._keys is None:
+            return list(headers)
+        others = [header for header in headers if header[0] != b"authorization"]
+        return [*others, (b"authorization", b"Bearer " + self._keys.first.encode())]
 
-    def _error_of(self, node: Node, error: httpx.HTTPError | OSError) -> RouterError:
+    def _error_of(self, node: Node, error: OSError, *, is_connected: bool = True) -> RouterError:
+        """The boundary where errors of the network become ours, with the node's name."""
         if (fault := local_fault(error)) is not None:
             return LocalFault(fault)
-        if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
-            what = "timed out" if isinstance(error, httpx.ConnectTimeout) else str(error)
+        if not is_connected:
+            what = "timed out" if isinstance(error, TimeoutError) else str(error)
             return NodeUnreachable(502, f"{node.name} cannot be reached: {what}")
-        if isinstance(error, httpx.TimeoutException):
-            return NodeFailed(504, f"{node.name} did not answer within {self._client.timeout.read:g} s")
+        if isinstance(error, TimeoutError):
+            return NodeFailed(504, f"{node.name} did not answer within {self._timeout_secs:g} s")
         return NodeFailed(502, f"{node.name} broke off its answer: {str(error) or type(error).__name__}")
 
 
@@ -139,14 +170,13 @@ async def _prepend(first_chunk: bytes, chunks: AsyncIterator[bytes]) -> AsyncIte
         yield chunk
 
 
-def headers_to_node(client_headers: httpx.Headers, names: Collection[bytes]) -> RawHeaders:
+def headers_to_node(client_headers: RawHeaders, names: Collection[bytes]) -> RawHeaders:
     """As bytes: what clients send need not be text in any encoding."""
-    passed = [(name.lower(), value) for name, value in client_headers.raw if name.lower() in names]
+    passed = [(name.lower(), value) for name, value in client_headers if name.lower() in names]
     return [*_HEADERS_TO_NODE, *passed]
 
 
-def _headers_to_client(response: httpx.Response) -> RawHeaders:
-    named_in_connection = {name.strip().lower() for name in response.headers.get("connection", "").split(",")}
-    dropped = _HOP_BY_HOP_HEADERS | _OWN_HEADERS | named_in_connection
-    raw_headers = ((name.lower(), value) for name, value in response.headers.raw)
-    return [(name, value) for name, value in raw_headers if name.decode("latin-1") not in dropped]
+def _headers_to_client(call: Call) -> RawHeaders:
+    named = b",".join(value for name, value in call.headers if name == b"connection").split(b",")
+    dropped = _HOP_BY_HOP_HEADERS | _OWN_HEADERS | {name.strip().lower() for name in named}
+    return [header for header in call.headers if header[0] not in dropped]

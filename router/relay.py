@@ -18,12 +18,11 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-import httpx
-
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED
 from router.body import Endpoint, RequestBody
+from router.connect import Call, RawHeaders
 from router.errors import LocalFault, NodeRefused, NodeUnreachable, RouterError
-from router.node_calls import Answer, NodeCalls, RawHeaders, headers_to_node
+from router.node_calls import Answer, NodeCalls, headers_to_node
 from router.nodes import Alone, Node, NodeKind, NodePool, Pair
 
 if TYPE_CHECKING:
@@ -51,14 +50,14 @@ class Relay:
     def __init__(
         self,
         pool: NodePool,
-        client: httpx.AsyncClient,
+        calls: NodeCalls,
         on_retry: Callable[[Node | None], None] = lambda blamed: None,
         *,
         max_retries: int = 1,
         passes_authorization: bool = True,
     ) -> None:
         self._pool = pool
-        self._calls = NodeCalls(client)
+        self._calls = calls
         self._on_retry = on_retry
         self._max_retries = max_retries
         self._passed_headers = (
@@ -70,7 +69,7 @@ class Relay:
         self,
         endpoint: Endpoint,
         body: RequestBody,
-        client_headers: httpx.Headers,
+        client_headers: RawHeaders,
         stack: AsyncExitStack,
         span: RequestSpan | None = None,
     ) -> Answer:
@@ -127,7 +126,7 @@ class Relay:
         raise RuntimeError("itertools.count ended")
 
     async def ask_one(
-        self, path: str, content: bytes, client_headers: httpx.Headers, stack: AsyncExitStack
+        self, path: str, content: bytes, client_headers: RawHeaders, stack: AsyncExitStack
     ) -> Answer:
         """The answer of one healthy node, of either kind, for what needs no pair; ``stack`` keeps it open.
 
@@ -140,8 +139,8 @@ class Relay:
             raise RouterError(503, f"no healthy node ({states}); try again later")
         for node, num_left in zip(nodes, range(min(len(nodes) - 1, self._max_retries), -1, -1), strict=False):
             try:
-                response = await self._calls.send(node, path, content, headers, stack)
-                return await self._calls.answer(node, response, {node.kind.header: node.url})
+                call = await self._calls.send(node, path, content, headers, stack)
+                return await self._calls.answer(node, call, {node.kind.header: node.url})
             except RouterError as error:
                 if isinstance(error, NodeUnreachable):
                     self._pool.mark_unhealthy(node, str(error))
@@ -211,29 +210,29 @@ class _Exchange:
         node = self._pair.prefill
         async with AsyncExitStack() as stack:
             stack.enter_context(self._pool.working(node, self._pair.room))
-            response = await self._send(node, endpoint, content, headers, stack)
-            if not response.is_success:
-                raise await self._calls.refusal(node, response)
-            async for _ in self._calls.raw_chunks(node, response):
+            call = await self._send(node, endpoint, content, headers, stack)
+            if not call.is_success:
+                raise await self._calls.refusal(node, call)
+            async for _ in self._calls.raw_chunks(node, call):
                 pass  # the room is delivered when the body ends
 
     async def _open_decode(self, endpoint: Endpoint, content: bytes, to_node: RawHeaders) -> Answer:
         """Send the decode leg and wait for the first bytes of its body; ``_decode_stack`` keeps it open."""
         node = self._pair.decode
         self._decode_stack.enter_context(self._pool.working(node, self._pair.room))
-        response = await self._send(node, endpoint, content, to_node, self._decode_stack)
-        if not response.is_success:
-            refusal = await self._calls.refusal(node, response)
+        call = await self._send(node, endpoint, content, to_node, self._decode_stack)
+        if not call.is_success:
+            refusal = await self._calls.refusal(node, call)
             if isinstance(refusal, NodeRefused) and _is_about_prefill(refusal):
                 self.blamed[refusal] = self._pair.prefill
             elif isinstance(refusal, NodeRefused) and refusal.status in (_UNAVAILABLE, _QUEUE_FULL):
                 self.blamed[refusal] = node  # not ready yet, or no longer, or full
             raise refusal
-        return await self._calls.answer(node, response, self._pair.headers)
+        return await self._calls.answer(node, call, self._pair.headers)
 
     async def _send(
         self, node: Node, endpoint: Endpoint, content: bytes, headers: RawHeaders, stack: AsyncExitStack
-    ) -> httpx.Response:
+    ) -> Call:
         try:
             return await self._calls.send(node, endpoint, content, headers, stack)
         except NodeUnreachable as error:
@@ -267,8 +266,8 @@ class _OneLeg:
         node = self._nodes.prefill
         self._stack.enter_context(self._pool.working(node, self._nodes.room))
         try:
-            response = await self._calls.send(node, endpoint, content, headers, self._stack)
-            return await self._calls.answer(node, response, self._nodes.headers)
+            call = await self._calls.send(node, endpoint, content, headers, self._stack)
+            return await self._calls.answer(node, call, self._nodes.headers)
         except NodeUnreachable as error:
             self.unreachable[node] = str(error)
             raise

@@ -6,12 +6,10 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from http.cookiejar import CookieJar, DefaultCookiePolicy
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
-import httpx
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -23,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from hisparse_pd.api.keys import ApiKeys, RequireKey, load_api_keys
+from hisparse_pd.api.keys import RequireKey, load_api_keys
 from hisparse_pd.api.models import MODEL_PATH, MODELS_PATH
 from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
 from hisparse_pd.http.http_errors import ApiError, ErrorShape
@@ -33,7 +31,7 @@ from hisparse_pd.http.workers import no_workers
 from hisparse_pd.settings import RouterSettings
 from hisparse_pd.traces import open_tracer
 from router.body import Endpoint, RequestBody
-from router.connect import OwnConnections, tls_context
+from router.connect import RawHeaders
 from router.desk import Desk, Worker
 from router.drain import Drain, ShuttingDown
 from router.errors import NodeFailed, RouterError
@@ -41,7 +39,7 @@ from router.fleet import Fleet
 from router.health import LOADING, HealthWatch
 from router.live_page import PAGE_PATHS, page_routes
 from router.metrics import CLIENT_GONE, RouterMetrics
-from router.node_calls import Answer
+from router.node_calls import Answer, NodeCalls
 from router.nodes import NodeKind, NodePool
 from router.relay import Relay
 from router.request_ids import ANSWERED_HEADERS, RequestIds, request_id
@@ -74,7 +72,7 @@ def create_app(settings: RouterSettings, drain: Drain | None = None, desk: Desk 
     drain = drain or Drain()
     desk = desk or Desk(NodePool.from_settings(settings), no_workers())
     router = _Router(settings, drain, desk.pool, desk.metrics)
-    status = StatusBoard(desk.pool, drain, router.client, desk.sum_metrics, settings.policy)
+    status = StatusBoard(desk.pool, drain, router.calls, desk.sum_metrics, settings.policy)
 
     async def health() -> Response:
         return _health(desk, drain)
@@ -88,12 +86,12 @@ def create_app(settings: RouterSettings, drain: Drain | None = None, desk: Desk 
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         watch = HealthWatch(
             desk.pool,
-            router.client,
+            router.calls,
             interval_secs=settings.health_interval_secs,
             timeout_secs=HEALTH_TIMEOUT_SECS,
             with_load=settings.policy != "round_robin",
         )
-        async with router:
+        async with aclosing(router):
             await watch.start()
             desk.publish()
             try:
@@ -113,7 +111,7 @@ def create_worker_app(settings: RouterSettings, drain: Drain, worker: Worker) ->
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with router:
+        async with aclosing(router):
             yield
 
     return _app(router, worker.page, lifespan)
@@ -168,17 +166,10 @@ class _Router:
         self.drain = drain
         self.pool = pool
         self.metrics = metrics
-        # A connection a leg: its close is the node's abort signal, and none goes stale when a node restarts.
-        self.client = httpx.AsyncClient(
-            timeout=httpx.Timeout(settings.request_timeout_secs, connect=settings.connect_timeout_secs),
-            transport=OwnConnections(tls_context(settings)),
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
-            auth=_NodeKey.of(settings),
-            trust_env=False,
-        )
+        self.calls = NodeCalls.of(settings)
         self.relay = Relay(
             self.pool,
-            self.client,
+            self.calls,
             on_retry=self.metrics.count_retry,
             max_retries=settings.max_retries,
             passes_authorization=settings.api_key_file is None,
@@ -190,7 +181,7 @@ class _Router:
             metrics.count_spans,
             follows=False,
         )
-        fleet = Fleet(pool, self.client)
+        fleet = Fleet(pool, self.calls)
         self.information = {
             "/version": fleet.version,
             MODELS_PATH: fleet.models,
@@ -202,11 +193,7 @@ class _Router:
             "/tokenizer_info": fleet.tokenizer_info,
         }
 
-    async def __aenter__(self) -> None:
-        await self.client.__aenter__()
-
-    async def __aexit__(self, *raised: object) -> None:
-        await self.client.aclose()
+    async def aclose(self) -> None:
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
 
@@ -234,22 +221,6 @@ def _health(desk: Desk, drain: Drain) -> Response:
     status = "ok" if is_ready else trouble
     body = msgspec.json.encode({"status": status, "nodes": nodes})
     return Response(body, 200 if is_ready else 503, media_type=_JSON)
-
-
-class _NodeKey(httpx.Auth):
-    """Adds the router's own key to every request to a node, whatever the client sent."""
-
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
-
-    @classmethod
-    def of(cls, settings: RouterSettings) -> _NodeKey | None:
-        keys = load_api_keys(settings.node_api_key_file)
-        return None if keys is None else cls(keys)
-
-    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        request.headers["authorization"] = f"Bearer {self._keys.first}"
-        yield request
 
 
 class _RelayEndpoint:
@@ -327,7 +298,7 @@ class _RelayEndpoint:
         async with AsyncExitStack() as stack:
             try:
                 async with self._router.drain.time_left():
-                    answer = await self._open(body, httpx.Headers(headers), stack, span)
+                    answer = await self._open(body, headers, stack, span)
             except RouterError as error:
                 return await self._send_error(request, send, error, span)
             if self._endpoint is not None:
@@ -336,7 +307,7 @@ class _RelayEndpoint:
             return answer.status
 
     async def _open(
-        self, body: bytes, headers: httpx.Headers, stack: AsyncExitStack, span: RequestSpan | None
+        self, body: bytes, headers: RawHeaders, stack: AsyncExitStack, span: RequestSpan | None
     ) -> Answer:
         relay = self._router.relay
         if self._endpoint is None:

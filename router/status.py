@@ -14,7 +14,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-import httpx
 import msgspec
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +21,7 @@ from starlette.responses import Response
 
 from hisparse_pd.http.metrics import PREFIX
 from router.drain import Drain
+from router.node_calls import NodeCalls
 from router.nodes import Node, NodeKind, NodePool
 
 MAX_AGE_SECS = 1.0
@@ -29,8 +29,6 @@ MAX_AGE_SECS = 1.0
 
 NODE_TIMEOUT_SECS = 2.0
 """For one node's metrics, from connecting to the last byte."""
-
-MAX_METRICS_BYTES = 1 << 20
 
 RANK_LABEL = "dp_rank"
 
@@ -128,19 +126,19 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class StatusBoard:
-    """Owns the latest answer. ``client`` asks the nodes, with the router's key for them if it has one."""
+    """Owns the latest answer. ``calls``: to the nodes."""
 
     def __init__(
         self,
         pool: NodePool,
         drain: Drain,
-        client: httpx.AsyncClient,
+        calls: NodeCalls,
         sum_metrics: Callable[[], Awaitable[list[Metric]]],
         policy: str,
     ) -> None:
         self._pool = pool
         self._drain = drain
-        self._client = client
+        self._calls = calls
         self._sum_metrics = sum_metrics
         self._policy = policy
         self._lock = asyncio.Lock()
@@ -173,28 +171,17 @@ class StatusBoard:
     async def _ask(self, node: Node) -> NodeStatus:
         load, load_trouble = None, ""
         try:
-            async with asyncio.timeout(NODE_TIMEOUT_SECS):
-                load = parse_load(await self._read_metrics(node), node.kind)
+            status, body = await self._calls.get(node, "/metrics", NODE_TIMEOUT_SECS)
+            if not 200 <= status < 300:
+                raise MetricsError(f"answered {status}")
+            load = parse_load(body.decode(errors="replace"), node.kind)
         except TimeoutError:
             load_trouble = f"no answer to /metrics in {NODE_TIMEOUT_SECS:g} s"
-        except (httpx.HTTPError, OSError) as error:
+        except (OSError, MetricsError) as error:
             load_trouble = f"/metrics: {error or type(error).__name__}"
-        except MetricsError as error:
-            load_trouble = f"/metrics: {error}"
         return NodeStatus(
             node.url, node.kind, node.healthy, node.trouble, node.num_in_flight, load, load_trouble
         )
-
-    async def _read_metrics(self, node: Node) -> str:
-        body = bytearray()
-        async with self._client.stream("GET", f"{node.url}/metrics", timeout=NODE_TIMEOUT_SECS) as answer:
-            if not answer.is_success:
-                raise MetricsError(f"answered {answer.status_code}")
-            async for chunk in answer.aiter_bytes():
-                body += chunk
-                if len(body) > MAX_METRICS_BYTES:
-                    raise MetricsError(f"more than {MAX_METRICS_BYTES} bytes")
-        return body.decode(errors="replace")
 
 
 def parse_load(text: str, kind: NodeKind) -> NodeLoad:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
-import httpcore
-import httpx
 import pytest
 
 from hisparse_pd.settings import RouterSettings
-from router.connect import CaFileError, OwnConnections, tls_context
+from router.connect import NO_TLS, CaFileError, Call, tls_context
 from tests.tls_files import TlsFiles, make_tls_files, needs_openssl
 
 WAIT_SECS = 60.0
@@ -44,18 +44,27 @@ class Node:
 
 
 @asynccontextmanager
-async def node_and_client(tls: TlsFiles | None = None) -> AsyncIterator[tuple[Node, httpx.AsyncClient, str]]:
+async def node_and_url(tls: TlsFiles | None = None) -> AsyncIterator[tuple[Node, str]]:
     node = Node()
     server = await asyncio.start_server(node.serve, "127.0.0.1", 0, ssl=tls and tls.serving())
-    url = f"{'https' if tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-    transport = OwnConnections(tls.trusting()) if tls else OwnConnections()
-    async with server, httpx.AsyncClient(transport=transport, timeout=WAIT_SECS) as client:
-        yield node, client, url
+    async with server:
+        yield node, f"{'https' if tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def ask(client: httpx.AsyncClient, url: str) -> None:
-    async with client.stream("GET", url) as response:
-        async for _ in response.aiter_raw():
+async def chunks(
+    url: str, trusted: TlsFiles | None = None, connect_secs: float = WAIT_SECS
+) -> AsyncIterator[bytes]:
+    """Of the answer to a call."""
+    with closing(Call(url, WAIT_SECS)) as call:
+        await call.connect(trusted.trusting() if trusted else NO_TLS, connect_secs)
+        await call.ask("GET", "/", [])
+        async for chunk in call.chunks():
+            yield chunk
+
+
+async def ask(url: str, trusted: TlsFiles | None = None, connect_secs: float = WAIT_SECS) -> None:
+    async with aclosing(chunks(url, trusted, connect_secs)) as body:  # type: ignore[type-var]
+        async for _ in body:
             pass
 
 
@@ -69,10 +78,10 @@ def test_no_connection_outlives_a_request_that_is_cancelled_at_any_moment(tls: T
     """Also between a connection's making and its first byte, and again while it is being closed."""
 
     async def main() -> None:
-        async with node_and_client(tls) as (node, client, url):
+        async with node_and_url(tls) as (node, url):
             for num_steps in range(60):
                 for num_more in (0, 1, 3):
-                    asking = asyncio.create_task(ask(client, url))
+                    asking = asyncio.create_task(ask(url, tls))
                     for _ in range(num_steps):
                         await asyncio.sleep(0)
                     asking.cancel()
@@ -81,7 +90,7 @@ def test_no_connection_outlives_a_request_that_is_cancelled_at_any_moment(tls: T
                     asking.cancel()
                     with pytest.raises(asyncio.CancelledError):
                         await asking
-            whole = asyncio.create_task(ask(client, url))
+            whole = asyncio.create_task(ask(url, tls))
             while not node.open:
                 await asyncio.sleep(0)
             whole.cancel()
@@ -91,24 +100,40 @@ def test_no_connection_outlives_a_request_that_is_cancelled_at_any_moment(tls: T
     asyncio.run(main())
 
 
-def test_connections_end_with_their_answers(tls: TlsFiles | None) -> None:
+@pytest.mark.I8
+def test_what_nobody_reads_is_not_taken_in() -> None:
+    """All of it comes as soon as somebody does, however much is here at once."""
+    content = bytes(20 << 20)
+
     async def main() -> None:
-        async with node_and_client(tls) as (node, client, url):
-            async with client.stream("GET", url) as response:
-                assert await anext(response.aiter_raw()) == b"more"
-                assert len(node.open) == 1
-            await asyncio.wait_for(node.all_closed.wait(), WAIT_SECS)
+        has_sent = asyncio.Event()
+
+        async def sends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
+            await writer.drain()
+            has_sent.set()
+            writer.close()
+
+        async with await asyncio.start_server(sends, "127.0.0.1", 0) as server:
+            body = chunks(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            received = await anext(body)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(has_sent.wait(), 0.2)
+            async for chunk in body:
+                received += chunk
+            assert received == content
 
     asyncio.run(main())
 
 
-def test_errors_are_the_librarys() -> None:
+def test_connections_end_with_their_answers(tls: TlsFiles | None) -> None:
     async def main() -> None:
-        async with node_and_client() as (_, client, url):
-            pass
-        async with httpx.AsyncClient(transport=OwnConnections()) as client:
-            with pytest.raises(httpx.ConnectError):
-                await client.get(url)
+        async with node_and_url(tls) as (node, url):
+            async with aclosing(chunks(url, tls)) as body:  # type: ignore[type-var]
+                assert await anext(body) == b"more"
+                assert len(node.open) == 1
+            await asyncio.wait_for(node.all_closed.wait(), WAIT_SECS)
 
     asyncio.run(main())
 
@@ -118,13 +143,10 @@ def test_a_node_that_is_not_trusted_gets_nothing(tmp_path: Path) -> None:
     ours, others = make_tls_files(tmp_path / "ours"), make_tls_files(tmp_path / "others")
 
     async def main() -> None:
-        async with node_and_client(ours) as (node, _, url):
-            async with httpx.AsyncClient(transport=OwnConnections(others.trusting())) as client:
-                with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-                    await client.get(url)
-            async with httpx.AsyncClient(transport=OwnConnections()) as client:
-                with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-                    await client.get(url)
+        async with node_and_url(ours) as (node, url):
+            for trusted in (others, None):
+                with pytest.raises(ssl.SSLCertVerificationError, match="CERTIFICATE_VERIFY_FAILED"):
+                    await ask(url, trusted)
             assert node.num_accepted == 0
 
     asyncio.run(main())
@@ -144,11 +166,8 @@ def test_a_node_that_never_agrees_on_tls_is_given_up(tmp_path: Path) -> None:
             left.set()
 
         async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
-            url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-            timeout = httpx.Timeout(WAIT_SECS, connect=0.2)
-            async with httpx.AsyncClient(transport=OwnConnections(tls.trusting()), timeout=timeout) as client:
-                with pytest.raises(httpx.ConnectTimeout):
-                    await client.get(url)
+            with pytest.raises(TimeoutError):
+                await ask(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", tls, connect_secs=0.2)
             await asyncio.wait_for(left.wait(), WAIT_SECS)
 
     asyncio.run(main())
@@ -169,26 +188,25 @@ def test_which_nodes_are_trusted(tmp_path: Path) -> None:
 def test_a_connection_that_nobody_waits_for_is_closed_when_it_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begun, is_made, is_closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    begun, may_be_made = asyncio.Event(), asyncio.Event()
+    create_connection = asyncio.BaseEventLoop.create_connection
 
-    class Stream(httpcore.AsyncNetworkStream):
-        async def aclose(self) -> None:
-            is_closed.set()
-
-    async def connect(*args: object) -> Stream:
+    async def slow(loop: Any, *given: Any, **named: Any) -> Any:
         begun.set()
-        await is_made.wait()
-        return Stream()
+        await may_be_made.wait()
+        return await create_connection(loop, *given, **named)
 
     async def main() -> None:
-        monkeypatch.setattr("router.connect.connect", connect)
-        async with httpx.AsyncClient(transport=OwnConnections()) as client:
-            asking = asyncio.create_task(client.get("http://127.0.0.1:1/"))
+        async with node_and_url() as (node, url):
+            monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", slow)
+            asking = asyncio.create_task(ask(url))
             await begun.wait()
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
-            is_made.set()
-            await asyncio.wait_for(is_closed.wait(), WAIT_SECS)
+            may_be_made.set()
+            while not node.num_accepted:
+                await asyncio.sleep(0)
+            await asyncio.wait_for(node.all_closed.wait(), WAIT_SECS)
 
     asyncio.run(main())

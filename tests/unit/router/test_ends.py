@@ -9,15 +9,15 @@ from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from starlette.types import Message
 
 from hisparse_pd.settings import RouterSettings
 from router.body import Endpoint
+from router.connect import RawHeaders
 from router.drain import Drain
 from router.metrics import RouterMetrics
-from router.node_calls import Answer, NodeCalls, RawHeaders
+from router.node_calls import Answer, NodeCalls
 from router.nodes import Node, NodeKind, NodePool, Pair
 from router.relay import _Exchange
 from router.request_ids import RequestIds
@@ -92,13 +92,12 @@ async def test_who_leaves_with_the_last_byte_has_had_the_answer(headers: RawHead
 async def test_legs_end_whenever_their_request_is_cancelled(num_turns: int) -> None:
     nodes = [Node.from_url(kind, f"http://{kind}:1") for kind in NodeKind]
     pool = NodePool([nodes[0]], [nodes[1]], "least_loaded")
-    async with httpx.AsyncClient() as client:
-        exchange = _Exchange(NodeCalls(client), pool, Pair(nodes[0], nodes[1], 1))
-        exchange._decode_stack.enter_context(pool.working(nodes[1], 1))
-        exchange._prefill = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
-        closing = asyncio.create_task(exchange.close())
-        await take_turns(num_turns)
-        closing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await closing
-        assert nodes[1].num_in_flight == 0
+    exchange = _Exchange(NodeCalls(1.0, 1.0), pool, Pair(nodes[0], nodes[1], 1))
+    exchange._decode_stack.enter_context(pool.working(nodes[1], 1))
+    exchange._prefill = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+    closing = asyncio.create_task(exchange.close())
+    await take_turns(num_turns)
+    closing.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await closing
+    assert nodes[1].num_in_flight == 0

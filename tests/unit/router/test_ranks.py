@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hisparse_pd.settings import RouterPolicy
 from hisparse_pd.vocabulary import MAX_RANKS
 from router.health import HealthWatch
+from router.node_calls import NodeCalls
 from router.nodes import Node, NodeKind, NodePool, Pair
 from router.rooms import NUM_ROOMS, draw_room
 from tests.unit.router.cluster import FakeNode, cluster, delivers, says
@@ -160,12 +161,12 @@ def load(num_reqs: int, **more: Any) -> dict[str, Any]:
 async def test_what_a_node_says_of_its_ranks(said: object, num_requests: list[int]) -> None:
     """What makes no sense as ranks counts as one; what makes none at all was not said."""
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, json=said)
+    class Calls(NodeCalls):
+        async def get(self, *asked: object) -> tuple[int, bytes]:
+            return 200, json.dumps(said).encode()
 
     pool = pool_of(1)
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        await HealthWatch(pool, client, 1.0, 1.0, with_load=True).check(pool.nodes[0])
+    await HealthWatch(pool, Calls(1.0, 1.0), 1.0, 1.0, with_load=True).check(pool.nodes[0])
     assert [rank.num_foreign for rank in pool.nodes[0].ranks] == num_requests
 
 

@@ -23,6 +23,7 @@ from hisparse_pd.vocabulary import Mode
 from router import status
 from router.drain import Drain
 from router.live_page import PAGE_PATHS
+from router.node_calls import MAX_TOLD_BYTES
 from router.nodes import NodeKind
 from router.status import Drafts, MetricsError, NodeLoad, PoolUse, RankLoad, SwapIns, Transfers, parse_load
 from tests.unit.router.cluster import Behaviour, FakeNode, cluster, never, says, start, streams, write
@@ -285,7 +286,7 @@ async def _endless(node: FakeNode, send: Send) -> None:
         (says(b"<html>", content_type="text/html"), "no hisparse_pd:"),
         (says(b"", 500), "answered 500"),
         (says(b"", 302), "answered 302"),
-        (_endless, f"more than {status.MAX_METRICS_BYTES} bytes"),
+        (_endless, f"more than {MAX_TOLD_BYTES} bytes"),
     ],
     ids=["html", "error", "redirect", "endless"],
 )
