@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from decode_node.held_prefixes import HeldPrefix, HeldPrefixes, Match, kv_and_index_slots
-from decode_node.request import Request
+from decode_node.request import KV_POOLS, Request
 from hisparse_pd.paging.pools import SlotCounts
+from hisparse_pd.paging.prefix_tree import Match, Prefix, PrefixTree
 from hisparse_pd.vocabulary import Mode
 
 
@@ -27,10 +27,10 @@ class Beginning(NamedTuple):
 class Beginnings:
     """``held``: None when nothing is. ``landing``: requests whose KV is on its way."""
 
-    def __init__(self, held: HeldPrefixes | None, landing: Iterable[Request], page_size: int) -> None:
+    def __init__(self, held: PrefixTree | None, landing: Iterable[Request], page_size: int) -> None:
         self._held = held
         self._page_size = page_size
-        self.pinned: dict[HeldPrefix, int] = {}
+        self.pinned: dict[Prefix, int] = {}
         """Pages, from their start, of prefixes that those share whose KV is on its way, or is going to be."""
         for request in landing:
             for part in request.prefix.chain() if request.prefix else ():
@@ -38,14 +38,14 @@ class Beginnings:
 
     def of(self, request: Request, mode: Mode) -> Beginning | None:
         """What is held of its prompt in ``mode``."""
-        match = self._held.find(request.usable_keys, mode) if self._held is not None else None
+        match = self._held.find(request.usable_keys, KV_POOLS[mode]) if self._held is not None else None
         return Beginning(match, self._unused(match)) if match else None
 
     def are_counted_on(self, one: Beginning) -> bool:
         """Whether some of it would be free when those that run have ended, and is not if it is shared."""
         return any(part.num_users and num > self.pinned.get(part, 0) for part, num in one.match.parts())
 
-    def pinned_with(self, one: Beginning) -> dict[HeldPrefix, int]:
+    def pinned_with(self, one: Beginning) -> dict[Prefix, int]:
         """With ``one`` shared."""
         return self.pinned | {part: max(num, self.pinned.get(part, 0)) for part, num in one.match.parts()}
 
@@ -56,4 +56,4 @@ class Beginnings:
         num_pages = sum(
             max(0, num - self.pinned.get(part, 0)) for part, num in match.parts() if not part.num_users
         )
-        return kv_and_index_slots(match.prefix.mode, num_pages * self._page_size)
+        return SlotCounts.of(match.prefix.kinds, num_pages * self._page_size)

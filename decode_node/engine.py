@@ -18,7 +18,6 @@ from typing import assert_never
 import numpy as np
 import torch
 
-from decode_node.held_prefixes import PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import DecodeMemory, check_host_memory, num_host_bytes
@@ -59,6 +58,7 @@ from hisparse_pd.memory.device import DeviceMemory
 from hisparse_pd.model.dsa import DsaModel
 from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.paging.pools import Pools
+from hisparse_pd.paging.prompt_keys import PromptKeys
 from hisparse_pd.process import parent_is_alive
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import RankPlace

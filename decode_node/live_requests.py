@@ -14,21 +14,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
-from decode_node.held_prefixes import KV_POOL, HeldPrefixes
 from decode_node.quarantine import Quarantine, Quarantined
-from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission, Exchange
 from hisparse_pd.engine.messages import QuarantinedRun
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
-from hisparse_pd.paging.prompt_keys import PageKey
+from hisparse_pd.paging.prefix_tree import PrefixTree
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 from protocol.messages import Room
-
-_REMOTELY_WRITTEN = {
-    Mode.HISPARSE: frozenset({PoolKind.HOST, PoolKind.INDEX, PoolKind.AUX}),
-    Mode.DENSE: frozenset({PoolKind.DEVICE, PoolKind.INDEX, PoolKind.AUX}),
-}
-"""The pools in which the prefill node writes a landing request; the rest of its slots is never remote."""
 
 _TOKEN_POOLS = (PoolKind.HOST, PoolKind.DEVICE, PoolKind.INDEX, PoolKind.LOOKUP)
 
@@ -55,7 +48,7 @@ class LiveRequests:
 
     def __init__(self, pools: Pools, quarantine_secs: float) -> None:
         self.pools = pools
-        self.held = HeldPrefixes(pools)
+        self.held = PrefixTree(pools)
         self.quarantine = Quarantine(quarantine_secs, pools.release)
         self.num_queued: Counter[HisparseFlag] = Counter()
         """Requests that own nothing yet, by what they ask for."""
@@ -191,7 +184,7 @@ class LiveRequests:
         """Keep what of the prompt is held for the request, before anything of the plan makes room."""
         request, keys = admission.request, admission.request.usable_keys[: admission.num_shared_pages]
         if keys:
-            request.prefix = self.held.use(keys, admission.mode)
+            request.prefix = self.held.use(keys, KV_POOLS[admission.mode])
         request.held_prefix_tokens = len(keys) * self.pools.page_size
 
     def admit(self, admission: Admission, instance_id: str, deadline: float) -> None:
@@ -224,32 +217,10 @@ class LiveRequests:
         request.deadline = float("inf")
         self.pools.give_up(request.owned, [PoolKind.AUX])
         self.pools.move(request.owned, Stage.RUNNING)
-        self._share_prompt(request)
-
-    def _share_prompt(self, request: Request) -> None:
-        """Before its tables are filled: its pages may be others afterwards."""
-        if not request.may_share:
-            return
-        num_shared_pages = request.prefix.end_page if request.prefix else 0
-        keys = self._hold(request, request.num_prompt_tokens, num_shared_pages)
-        if keys:
-            before, request.prefix = request.prefix, self.held.use(keys, request.mode)
-            if before is not None:
-                self.held.let_go(before)
+        if request.may_share:  # before its tables are filled: its pages may be others afterwards
+            keys = request.kept_keys(request.num_prompt_tokens)
+            request.prefix = self.held.share(request.owned, keys, request.kv_pools, request.prefix)
             self._note_reserved(request)
-
-    def _hold(self, request: Request, num_tokens: int, num_shared_pages: int) -> list[PageKey]:
-        """Hold the whole pages of its first ``num_tokens`` tokens, behind those that it shares, or shared a
-        moment ago; returns their keys."""
-        keys = request.kept_keys(num_tokens)
-        num_own = len(keys) - num_shared_pages
-        if num_own > 0 and not self.held.make_short(keys, request.mode):
-            return keys[:num_shared_pages]
-        if num_own > 0:
-            kinds = (KV_POOL[request.mode], PoolKind.INDEX)
-            own = self.pools.split(request.owned, kinds, num_own * self.pools.page_size)
-            self.held.add(own, keys, request.mode)
-        return keys
 
     def grow(self, request: Request, need: SlotCounts) -> None:
         """More slots for a running request. Raises PoolExhausted."""
@@ -308,18 +279,19 @@ class LiveRequests:
             self.num_queued[request.flag] -= 1
             return
         may_land = was_landing and landing is not Landing.QUIET
-        num_good_tokens = request.num_kv_tokens if is_sound and not was_landing else 0
-        num_shared_pages = 0
-        if request.prefix is not None:  # let go of first: what it leaves is then one with what it shared
-            num_shared_pages = request.prefix.end_page
-            self.held.let_go(request.prefix)
-            request.prefix = None
-        self._hold(request, num_good_tokens, num_shared_pages)
         holding, request.holding = request.owned, None
+        prefix, request.prefix = request.prefix, None
+        num_shared_pages = 0
+        if prefix is not None:  # let go of first: what it leaves is then one with what it shared
+            num_shared_pages = prefix.end_page
+            self.held.let_go(prefix)
+        if is_sound and not was_landing:
+            keys = request.kept_keys(request.num_kv_tokens)
+            self.held.hold(holding, keys, request.kv_pools, num_shared_pages)
         if not may_land:
             self.pools.release(holding)
             return
-        self.pools.give_up(holding, set(PoolKind) - _REMOTELY_WRITTEN[request.mode])
+        self.pools.give_up(holding, set(PoolKind) - {*request.kv_pools, PoolKind.AUX})
         self.pools.move(holding, Stage.QUARANTINED)
         entry = Quarantined(
             request.room, holding, request.peer, request.instance_id, batch_failed=False, since=now
@@ -396,7 +368,7 @@ class LiveRequests:
     def _note_reserved(self, request: Request) -> None:
         held = SlotCounts(*(request.owned.num_slots(kind) for kind in _TOKEN_POOLS))
         request.held_tokens = held
-        num_shared = request.prefix.end_page * self.pools.page_size if request.prefix else 0
+        num_shared = request.num_shared_pages * self.pools.page_size
         if request.mode is Mode.DENSE:
             request.reserved_tokens = num_shared + min(held.device, held.index)
         else:

@@ -9,21 +9,27 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from decode_node.held_prefixes import KV_POOL, HeldPrefix, PromptKeys
-from hisparse_pd.engine.messages import RequestStats
+from hisparse_pd.engine.messages import RequestStats, pack_token_ids
 from hisparse_pd.engine.phases import DECODE_PHASES, PhaseLog
 from hisparse_pd.grammar.matcher import Matcher
 from hisparse_pd.grammar.token_trie import Grammar
 from hisparse_pd.paging.extents import joined
 from hisparse_pd.paging.pools import Holding, PoolKind, SlotCounts
-from hisparse_pd.paging.prompt_keys import PageKey
+from hisparse_pd.paging.prefix_tree import Kinds, Prefix
+from hisparse_pd.paging.prompt_keys import PageKey, PromptKeys
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams, TokenLogprob
 from protocol.messages import Extent, PrefillTimes, Room
+
+KV_POOLS: Final[dict[Mode, Kinds]] = {
+    Mode.HISPARSE: (PoolKind.HOST, PoolKind.INDEX),
+    Mode.DENSE: (PoolKind.DEVICE, PoolKind.INDEX),
+}
+"""Where the KV and the indexer keys of a request are, and of the prefix that it leaves."""
 
 
 class RequestState(StrEnum):
@@ -109,7 +115,7 @@ class Request:
     holding: Holding | None = None
     held_prefix_tokens: int = 0
     """Of the prompt, in whole pages: their KV and indexer keys were here already, so nothing lands there."""
-    prefix: HeldPrefix | None = None
+    prefix: Prefix | None = None
     """The first of its pages, shared with whoever begins alike; its own are behind them."""
     held_tokens: SlotCounts = field(default_factory=SlotCounts)
     """What it owns of the pools of tokens."""
@@ -213,9 +219,17 @@ class Request:
 
     def extents(self, kind: PoolKind) -> tuple[Extent, ...]:
         """Its slots in the order of positions: those that it shares, and its own behind them."""
-        if self.prefix is None or kind not in (KV_POOL[self.mode], PoolKind.INDEX):
+        if self.prefix is None or kind not in self.kv_pools:
             return self.owned[kind]
         return joined(self.prefix.extents(kind) + self.owned[kind])
+
+    @property
+    def kv_pools(self) -> Kinds:
+        return KV_POOLS[self.mode]
+
+    @property
+    def num_shared_pages(self) -> int:
+        return self.prefix.end_page if self.prefix else 0
 
     @property
     def req_row(self) -> int:
@@ -257,8 +271,7 @@ class Request:
 
         So they may when all is there, unless it may have to leave its pages.
         """
-        keeps_pages = self.mode is Mode.HISPARSE or self.reserved_tokens >= self.life_tokens
-        return keeps_pages
+        return self.mode is Mode.HISPARSE or self.reserved_tokens >= self.life_tokens
 
     @property
     def usable_keys(self) -> tuple[PageKey, ...]:
@@ -274,7 +287,7 @@ class Request:
         num_pages = num_tokens // self.prompt_keys.page_size
         if num_pages <= len(self.prompt_keys.keys):
             return list(self.prompt_keys.keys[:num_pages])
-        return self.prompt_keys.with_output(self.output_token_ids)[:num_pages]
+        return self.prompt_keys.with_output(pack_token_ids(self.output_token_ids))[:num_pages]
 
     def move(self, state: RequestState) -> None:
         """Enter ``state``. Raises IllegalMove, with the room, when the transition table does not allow it."""

@@ -17,7 +17,6 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from decode_node.held_prefixes import KV_POOL, PromptKeys
 from decode_node.hot_buffers import HotBuffers
 from decode_node.live_requests import DuplicateRoom, Landing, LiveRequests
 from decode_node.metrics import Metrics
@@ -40,6 +39,7 @@ from hisparse_pd.grammar.matcher import GrammarError
 from hisparse_pd.model.sampling import finish_reason
 from hisparse_pd.paging.extents import slice_extents
 from hisparse_pd.paging.pools import PoolKind
+from hisparse_pd.paging.prompt_keys import PromptKeys
 from hisparse_pd.settings import HisparsePolicy
 from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, FinishReason, HisparseFlag, Mode, TokenLogprob
 from protocol.messages import (
@@ -519,7 +519,7 @@ def _bootstrap(request: Request) -> Bootstrap:
     return Bootstrap(
         room=request.room,
         num_prompt_tokens=stop,
-        kv_extents=slice_extents(request.extents(KV_POOL[request.mode]), start, stop),
+        kv_extents=slice_extents(request.extents(request.kv_pools[0]), start, stop),
         index_extents=slice_extents(request.extents(PoolKind.INDEX), start, stop),
         aux_slot=request.owned.only_slot(PoolKind.AUX),
         prompt_digest=request.prompt_digest,

@@ -23,9 +23,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from decode_node.held_prefixes import HeldPrefix, kv_and_index_slots
 from decode_node.request import Request
 from hisparse_pd.paging.pools import SlotCounts, round_up
+from hisparse_pd.paging.prefix_tree import Prefix
 from hisparse_pd.vocabulary import Mode
 
 _ANY = 1 << 60
@@ -40,7 +40,7 @@ class Claim(NamedTuple):
 
     held: _Slots
     ways: tuple[_Slots, ...]
-    prefix: HeldPrefix | None = None
+    prefix: Prefix | None = None
     """What it shares."""
 
 
@@ -88,7 +88,7 @@ class Reserve:
         self,
         free: SlotCounts,
         running: Iterable[tuple[Request, Claim]],
-        pinned: Mapping[HeldPrefix, int],
+        pinned: Mapping[Prefix, int],
         page_size: int,
     ) -> None:
         """``pinned``: pages, from their start, of prefixes that those share whose KV is on its way."""
@@ -125,9 +125,9 @@ class Reserve:
                 return
             pending = left
 
-    def _unpinned(self, part: HeldPrefix) -> _Slots:
+    def _unpinned(self, part: Prefix) -> _Slots:
         num_pages = len(part.keys) - self._pinned.get(part, 0)
-        return slots_of(kv_and_index_slots(part.mode, num_pages * self._page_size))
+        return slots_of(SlotCounts.of(part.kinds, num_pages * self._page_size))
 
     def _can_end(self, claim: Claim) -> bool:
         ways = claim.ways

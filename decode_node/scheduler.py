@@ -32,10 +32,10 @@ from typing import assert_never
 
 from decode_node.beginnings import Beginning, Beginnings
 from decode_node.drafting import smallest_buffer
-from decode_node.held_prefixes import HeldPrefix, HeldPrefixes, kv_and_index_slots
-from decode_node.request import Request
+from decode_node.request import KV_POOLS, Request
 from decode_node.reserve import Claim, Place, Reserve, claim_of, slots_of
 from hisparse_pd.paging.pools import SlotCounts, round_up
+from hisparse_pd.paging.prefix_tree import Prefix, PrefixTree
 from hisparse_pd.vocabulary import HisparseFlag, Mode
 
 MAX_LOOKED_AT = 256
@@ -95,7 +95,7 @@ class Limits:
         in_pages = self.in_pages(num_tokens)
         own = in_pages - num_shared_pages * self.page_size
         lookup = in_pages if mode is Mode.HISPARSE else 0
-        return kv_and_index_slots(mode, own) + SlotCounts(lookup=lookup)
+        return SlotCounts.of(KV_POOLS[mode], own) + SlotCounts(lookup=lookup)
 
     def claim(self, request: Request, mode: Mode, held: SlotCounts, num_shared_pages: int = 0) -> Claim:
         min_capacity = self.min_capacity(request)
@@ -179,7 +179,7 @@ def plan_step(
     landing: Sequence[Request],
     waiting: Iterable[Request] | None,
     stuck: SlotCounts = _NONE,
-    held: HeldPrefixes | None = None,
+    held: PrefixTree | None = None,
 ) -> StepPlan:
     """What to do before the next forward. ``waiting``: in order of arrival, every one of them admissible.
 
@@ -235,7 +235,7 @@ class _Planner:
             )
         return self._reserve
 
-    def _in_order(self, pinned: Mapping[HeldPrefix, int], short: Collection[Request] = ()) -> Reserve:
+    def _in_order(self, pinned: Mapping[Prefix, int], short: Collection[Request] = ()) -> Reserve:
         claims = ((r, self._claim(r)) for r in self.running)
         reserve = Reserve(self.available, claims, pinned, self.limits.page_size)
         for place in reserve.order:
@@ -249,16 +249,14 @@ class _Planner:
 
     def _claim(self, request: Request) -> Claim:
         mode, held = self._holds.get(request, (request.mode, request.held_tokens))
-        num_shared_pages = request.prefix.end_page if request.prefix else 0
-        own, ways, _ = self.limits.claim(request, mode, held, num_shared_pages)
+        own, ways, _ = self.limits.claim(request, mode, held, request.num_shared_pages)
         return Claim(own, ways, request.prefix)
 
     def _grown(self, place: Place, reserve: Reserve) -> Claim:
         """Give a request more slots, or others. What it claims of everybody else stays the same."""
         request, held = place.request, place.request.held_tokens
-        num_shared_pages = request.prefix.end_page if request.prefix else 0
         for num_tokens in self._lengths(request):
-            need = _missing(self.limits.kv_slots(request.mode, num_tokens, num_shared_pages), held)
+            need = _missing(self.limits.kv_slots(request.mode, num_tokens, request.num_shared_pages), held)
             if self._may_give(need, reserve):
                 self.growths.append(Growth(request, need))
                 self._holds[request] = request.mode, held + need

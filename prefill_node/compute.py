@@ -27,7 +27,6 @@ from hisparse_pd.model.sampling import sample
 from hisparse_pd.model.token_counts import CountedRows, TokenCounts
 from hisparse_pd.vocabulary import SamplingParams, TokenLogprob
 from kernels.bit_masks import allowed_logits
-from prefill_node.kv_pool import PageId
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk
@@ -168,7 +167,7 @@ class PromptRunner:
         request = Generate("warm-up", 0, num_tokens, sampling, "", 0, scores=scores)
         record = RoomRecord(Room(0), RoomState.COMPUTING, 0.0, request)
         record.token_ids = np.zeros(num_tokens, np.int32)
-        record.page_ids = [PageId(page) for page in range(-(-num_tokens // self._page_size))]
+        record.page_ids = list(range(-(-num_tokens // self._page_size)))
         return record
 
     def _score(self, hidden: Tensor, scored: Sequence[_Scored]) -> ScoredRows:

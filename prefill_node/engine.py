@@ -50,9 +50,7 @@ from hisparse_pd.model.spec import ModelSpec
 from hisparse_pd.settings import PrefillSettings
 from hisparse_pd.vocabulary import FinishReason, RankPlace
 from prefill_node.compute import FirstToken, PromptRunner
-from prefill_node.kv_pool import PagePool
 from prefill_node.memory import PrefillMemory, num_host_bytes
-from prefill_node.prefix_cache import PrefixCache
 from prefill_node.probes import Probes
 from prefill_node.push import Pusher, groups_of
 from prefill_node.registrations import Peer, Registrations
@@ -184,12 +182,9 @@ class PrefillEngine:
             partial(TokenTrie.load, settings.model_path, spec.vocab_size, spec.eos_token_ids),
             self._wakeup.set,
         )
-        pool = PagePool(num_pages, settings.page_size)
         self._peers = Registrations(self._geometry, self._transfer.transport.protocol, allowed)
         self._probes = Probes(self._transfer.is_reachable)
         self._life = RoomLife(
-            pool=pool,
-            cache=PrefixCache(pool),
             pusher=Pusher(
                 self._sender,
                 self._memory.regions,
@@ -308,7 +303,7 @@ class PrefillEngine:
             case Abort():
                 self._life.abort_request(message.request_id, now_secs)
             case FlushCache():
-                self._life.cache.evict(self._life.cache.num_evictable)
+                self._life.prefixes.flush()
             case ReleaseQuarantine():
                 pass  # Only a decode node has landing zones.
             case Shutdown():
@@ -399,7 +394,7 @@ class PrefillEngine:
             life.candidates(),
             self._limits,
             num_available_pages=life.num_available_pages,
-            num_aux_slots=life.num_free_aux_slots,
+            num_aux_slots=life.pools.free.aux,
         )
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         step = self._lockstep.agree(num_tokens, is_stopping=self._is_stopping)

@@ -1,4 +1,5 @@
-"""The life of rooms: owns the pages, leases and aux slots that rooms hold, and who is told what at their end.
+"""The life of rooms: owns the pages and aux slots that rooms hold, what of prompts is cached, and who is told
+what at a room's end.
 
 Every message and event about a room ends here as a method; each is safe in every state of the room. There
 is one way out for a room that does not make it (``fail``) and one release of what it holds (``_release``).
@@ -29,10 +30,12 @@ from hisparse_pd.engine.messages import (
     unpack_token_ids,
 )
 from hisparse_pd.grammar.compiler import MAX_WAIT_SECS, Compiler
+from hisparse_pd.paging.allocator import PoolIntegrityError
+from hisparse_pd.paging.extents import extents_to_pages
+from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.paging.prefix_tree import PrefixTree
 from hisparse_pd.paging.prompt_keys import PageKey, page_keys
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED, Mode
-from prefill_node.kv_pool import IntegrityError, PagePool
-from prefill_node.prefix_cache import PrefixCache
 from prefill_node.push import ChunkPush, Pusher, landing_of
 from prefill_node.registrations import Peer, why_not_landing
 from prefill_node.rooms import Delivery, EndedRoom, RoomRecord, RoomState, RoomTable
@@ -63,6 +66,9 @@ _OWNING = (RoomState.COMPUTING, RoomState.SENDING)
 
 _ALONE = "the request is the prefill node's alone; no decode node may take part"
 
+_CACHED = (PoolKind.DEVICE,)
+"""Where the KV of a cached prefix is; its indexer keys are in the same pages of the index pool."""
+
 _COUNTERS = (
     "prompt_tokens_total",
     "cached_tokens_total",
@@ -89,8 +95,6 @@ class RoomLife:
     def __init__(
         self,
         *,
-        pool: PagePool,
-        cache: PrefixCache,
         pusher: Pusher,
         limits: StepLimits,
         request_limits: RequestLimits,
@@ -108,13 +112,14 @@ class RoomLife:
         """Monotone totals, by metric name."""
         self.dropped: Counter[str] = Counter()
         """Control messages without effect, by reason."""
-        self.pool = pool
-        self.cache = cache
+        self.pools = Pools(
+            SlotCounts(device=limits.num_pages * limits.page_size, aux=num_aux_slots), limits.page_size
+        )
+        self.prefixes = PrefixTree(self.pools)
+        """What is cached of prompts that were computed."""
         self._pusher = pusher
         self._limits = limits
         self._request_limits = request_limits
-        self._num_aux_slots = num_aux_slots
-        self._free_aux_slots = list(range(num_aux_slots))
         self._use_prefix_cache = use_prefix_cache
         self._room_timeout_secs = room_timeout_secs
         self._grace_secs = grace_secs
@@ -291,7 +296,7 @@ class RoomLife:
             if not self._has_grammar(record):
                 continue  # the others do not wait for it
             waiting = self.look_up(record)
-            num_cached_tokens = waiting.match.num_pages * self._limits.page_size
+            num_cached_tokens = waiting.num_cached_pages * self._limits.page_size
             num_to_send = max(0, num_cached_tokens - bootstrap.num_held_tokens)
             num_bytes_pending[session] += self._pusher.num_bytes(num_to_send)
             yield waiting
@@ -328,7 +333,11 @@ class RoomLife:
     def look_up(self, record: RoomRecord) -> Waiting:
         """A waiting room with what the prefix cache has of it."""
         keys = self._reusable_keys(record)
-        return Waiting(record.room, record.num_prompt_tokens, keys, self.cache.match(keys))
+        found = self.prefixes.find(keys, _CACHED)
+        parts = () if found is None else tuple(found.parts())
+        num_cached_pages = sum(num_pages for _, num_pages in parts)
+        num_unused_pages = sum(num_pages for prefix, num_pages in parts if not prefix.num_users)
+        return Waiting(record.room, record.num_prompt_tokens, keys, num_cached_pages, num_unused_pages)
 
     def _reusable_keys(self, record: RoomRecord) -> tuple[PageKey, ...]:
         """Of the pages that may come from the cache. The last prompt token is always computed, and so is
@@ -340,30 +349,27 @@ class RoomLife:
 
     @property
     def num_available_pages(self) -> int:
-        return self.pool.num_free + self.cache.num_evictable
-
-    @property
-    def num_free_aux_slots(self) -> int:
-        return len(self._free_aux_slots)
+        return (self.pools.free + self.prefixes.unused).device // self._limits.page_size
 
     def admit(self, records: Sequence[RoomRecord], now_secs: float) -> None:
         """QUEUED -> COMPUTING for the rooms of a plan: all their pages, an aux slot; sends cached prefixes.
 
-        All leases are taken before the first page is: making room for one must not evict another's prefix.
+        All use their prefixes before the first takes a page: making room for one must not evict another's.
         """
-        num_pages = 0
         for record in records:
-            record.lease = self.cache.acquire(self._reusable_keys(record))
-            num_pages += self._limits.pages_for(record.num_prompt_tokens) - len(record.lease.page_ids)
-        if num_pages > self.pool.num_free:
-            self.cache.evict(num_pages - self.pool.num_free)  # once: it walks the whole tree
+            keys = self._reusable_keys(record)
+            if (found := self.prefixes.find(keys, _CACHED)) is not None:
+                record.prefix = self.prefixes.use(keys[: found.num_pages], _CACHED)
+        page_size = self._limits.page_size
         for record in records:
-            cached = list(record.lease.page_ids) if record.lease is not None else []
-            num_new_pages = self._limits.pages_for(record.num_prompt_tokens) - len(cached)
-            record.owned_page_ids = self.pool.allocate(num_new_pages)
-            record.page_ids = cached + record.owned_page_ids
-            record.aux_slot_src = self._free_aux_slots.pop()
-            record.num_cached_tokens = record.num_computed_tokens = len(cached) * self._limits.page_size
+            num_cached_pages = 0 if record.prefix is None else record.prefix.end_page
+            num_new_pages = self._limits.pages_for(record.num_prompt_tokens) - num_cached_pages
+            need = SlotCounts(device=num_new_pages * page_size, aux=1)
+            self.prefixes.make_room(need)
+            record.holding = self.pools.reserve(record.room, need, Stage.RUNNING)
+            cached = () if record.prefix is None else record.prefix.extents(PoolKind.DEVICE)
+            record.page_ids = extents_to_pages(cached + record.holding[PoolKind.DEVICE], page_size)
+            record.num_cached_tokens = record.num_computed_tokens = num_cached_pages * page_size
             self.rooms.move(record, RoomState.COMPUTING, now_secs)
             self.counters["prompt_tokens_total"] += record.num_prompt_tokens
             self.counters["cached_tokens_total"] += record.num_cached_tokens
@@ -404,17 +410,17 @@ class RoomLife:
         self.rooms.end(record, RoomState.DONE, now_secs)
 
     def _cache_pages(self, record: RoomRecord) -> None:
-        if record.keys and record.lease is not None:
-            record.lease, taken = self.cache.insert(
-                record.keys, record.page_ids[: len(record.keys)], record.lease
+        """Pages that are cached of another room by now stay its own: writes read them."""
+        if record.holding is not None:
+            record.prefix = self.prefixes.share(
+                record.holding, record.keys, _CACHED, record.prefix, keeps_known=True
             )
-            record.owned_page_ids = [page_id for page_id in record.owned_page_ids if page_id not in taken]
 
     def completed(self, completion: Completion, now_secs: float) -> None:
         """A batch of a room came back from the sender."""
         record = self.rooms.get(completion.room)
         if record is None:
-            raise IntegrityError(
+            raise PoolIntegrityError(
                 f"room {completion.room} was released before its batch {completion.tag} came back"
             )
         record.num_writes_pending -= 1
@@ -504,7 +510,8 @@ class RoomLife:
             self._release(record)
             self.rooms.end(record, RoomState.FAILED, now_secs)
         else:
-            self.pool.hold(record.owned_page_ids)
+            if record.holding is not None:
+                self.pools.move(record.holding, Stage.ENDING)
             self.rooms.move(record, RoomState.DRAINING, now_secs)
 
     def abort_request(self, request_id: str, now_secs: float) -> None:
@@ -579,41 +586,33 @@ class RoomLife:
     def _release(self, record: RoomRecord) -> None:
         """Give back whatever the room holds; nothing of it may be in flight. The one release path."""
         if record.num_writes_pending:
-            raise IntegrityError(
+            raise PoolIntegrityError(
                 f"room {record.room} is released with {record.num_writes_pending} writes in flight"
             )
         record.grammar = None  # nobody else may want it
-        if record.lease is not None:
-            self.cache.release(record.lease)
-            record.lease = None
-        if record.is_draining:
-            self.pool.let_go(record.owned_page_ids)
-        else:
-            self.pool.free(record.owned_page_ids)
-        record.owned_page_ids, record.page_ids = [], []
-        if record.aux_slot_src is not None:
-            self._free_aux_slots.append(record.aux_slot_src)
-            record.aux_slot_src = None
+        if record.prefix is not None:
+            self.prefixes.let_go(record.prefix)
+        if record.holding is not None:
+            self.pools.release(record.holding)
+        record.prefix, record.holding, record.page_ids = None, None, []
 
     # --- accounts ------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Free, owned, cached and in-flight pages are disjoint and make up the pool; aux slots likewise."""
-        self.cache.check_integrity()
-        owned = [page for record in self.rooms.in_state(*_OWNING) for page in record.owned_page_ids]
-        in_flight = [
-            page for record in self.rooms.in_state(RoomState.DRAINING) for page in record.owned_page_ids
-        ]
-        self.pool.check_integrity(owned=owned, cached=self.cache.page_ids(), in_flight=in_flight)
-        held = [record.aux_slot_src for record in self.rooms if record.aux_slot_src is not None]
-        if sorted(held + self._free_aux_slots) != list(range(self._num_aux_slots)):
-            raise IntegrityError(
-                f"aux slots: {sorted(held)} held + {sorted(self._free_aux_slots)} free are not the "
-                f"{self._num_aux_slots} there are"
-            )
+        """Raise PoolIntegrityError unless every slot is free, cached, or held by exactly one room here."""
+        self.pools.check_integrity(
+            {
+                Stage.RUNNING: self.rooms.count(*_OWNING),
+                Stage.ENDING: self.rooms.count(RoomState.DRAINING),
+                Stage.HELD: len(self.prefixes),
+            }
+        )
+        self.prefixes.check_integrity(record.prefix for record in self.rooms if record.prefix is not None)
         for record in self.rooms.in_state(*_WAITING):
-            if record.page_ids or record.lease is not None or record.num_writes_pending:
-                raise IntegrityError(f"room {record.room} owns pages or writes in state {record.state.name}")
+            if record.holding is not None or record.prefix is not None or record.num_writes_pending:
+                raise PoolIntegrityError(
+                    f"room {record.room} owns pages or writes in state {record.state.name}"
+                )
 
 
 def _told(num_tokens: int, digest: bytes) -> str:

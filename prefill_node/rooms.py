@@ -19,9 +19,9 @@ import numpy.typing as npt
 from hisparse_pd.engine.messages import Generate
 from hisparse_pd.engine.phases import PREFILL_PHASES, PhaseLog
 from hisparse_pd.grammar.token_trie import Grammar
+from hisparse_pd.paging.pools import Holding, PoolKind
+from hisparse_pd.paging.prefix_tree import Prefix
 from hisparse_pd.paging.prompt_keys import PageKey
-from prefill_node.kv_pool import PageId
-from prefill_node.prefix_cache import Lease
 from prefill_node.registrations import Peer
 from protocol.messages import Bootstrap, Room, RoomDone
 
@@ -39,7 +39,8 @@ class RoomState(Enum):
     QUEUED = auto()
     """Has both halves and waits for tokens, pages and an aux slot; owns nothing."""
     COMPUTING = auto()
-    """Owns pages for the whole prompt, a lease on its cached prefix, an aux slot; writes may be in flight."""
+    """Owns pages for the prompt behind its cached prefix, which it uses, and an aux slot; writes may be in
+    flight."""
     SENDING = auto()
     """Computed; owns what it owned in COMPUTING until its last write, the aux record's, is complete."""
     DRAINING = auto()
@@ -94,13 +95,12 @@ class RoomRecord:
     grammar_asked_secs: float = 0.0
 
     # What it owns from COMPUTING on.
-    page_ids: list[PageId] = field(default_factory=list)
-    """All pages of the prompt in position order, leased ones included."""
-    owned_page_ids: list[PageId] = field(default_factory=list)
-    """Those of ``page_ids`` that are its alone."""
-    lease: Lease | None = None
-    aux_slot_src: int | None = None
-    """Its slot in this node's aux staging memory."""
+    page_ids: list[int] = field(default_factory=list)
+    """All pages of the prompt in position order, those of its cached prefix included."""
+    holding: Holding | None = None
+    """What is its alone: pages, and its slot in this node's aux staging memory."""
+    prefix: Prefix | None = None
+    """What of its prompt is cached, for it as for others."""
 
     # Progress.
     num_cached_tokens: int = 0
@@ -129,6 +129,11 @@ class RoomRecord:
     @property
     def is_draining(self) -> bool:
         return self.state is RoomState.DRAINING
+
+    @property
+    def aux_slot_src(self) -> int | None:
+        """Its slot in this node's aux staging memory."""
+        return None if self.holding is None else self.holding.only_slot(PoolKind.AUX)
 
     @property
     def num_prompt_tokens(self) -> int:

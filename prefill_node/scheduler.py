@@ -22,7 +22,6 @@ from itertools import islice
 from typing import Final
 
 from hisparse_pd.paging.prompt_keys import PageKey
-from prefill_node.prefix_cache import PrefixMatch
 from protocol.messages import Room
 
 MAX_LOOKED_AT: Final = 128
@@ -60,12 +59,14 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A room that holds nothing. ``keys`` are those that may be cached, ``match`` is what the cache has."""
+    """A room that holds nothing. ``keys`` are those that may be cached."""
 
     room: Room
     num_prompt_tokens: int
     keys: tuple[PageKey, ...]
-    match: PrefixMatch
+    num_cached_pages: int
+    num_unused_pages: int
+    """Those of them that no room uses: they count as available until this one does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def plan_step(
     """The chunks of the next forward, no two of one room; empty when there is nothing to do.
 
     ``waiting`` is consumed only as far as rooms are looked at. ``num_available_pages``: free ones and those
-    that the prefix cache would give up. A match on pages that nobody leases takes them out of that number.
+    that the prefix cache would give up. A room that uses such pages takes them out of that number.
     """
     forward = _Forward(limits)
     leaders = _Leaders()
@@ -114,16 +115,16 @@ def plan_step(
     while not forward.is_full and num_running < limits.max_requests and num_aux_slots > 0:
         if (candidate := next(candidates, None)) is None:
             break
-        if leaders.share_more(candidate.keys, candidate.match.num_pages):
+        if leaders.share_more(candidate.keys, candidate.num_cached_pages):
             # What is behind it in the queue and shares more with it waits as well.
             leaders.add(candidate.keys)
             continue
-        num_new_pages = limits.pages_for(candidate.num_prompt_tokens) - candidate.match.num_pages
-        num_pages = num_new_pages + candidate.match.num_unleased
+        num_new_pages = limits.pages_for(candidate.num_prompt_tokens) - candidate.num_cached_pages
+        num_pages = num_new_pages + candidate.num_unused_pages
         if num_pages > num_available_pages:
             break
         num_available_pages -= num_pages
-        start = candidate.match.num_pages * limits.page_size
+        start = candidate.num_cached_pages * limits.page_size
         if forward.add(candidate.room, start, candidate.num_prompt_tokens, admits=True):
             leaders.add(candidate.keys)
             num_running += 1

@@ -41,17 +41,19 @@ class ExtentAllocator:
     """
 
     def __init__(self, num_slots: int, granularity: int = 1, name: str = "pool") -> None:
-        if granularity < 1 or num_slots < granularity or num_slots % granularity:
+        if granularity < 1 or num_slots < 0 or num_slots % granularity:
             raise ValueError(
-                f"{name}: {num_slots} token slots must be a positive multiple of granularity {granularity}"
+                f"{name}: {num_slots} token slots must be a multiple of granularity {granularity}"
             )
         self.num_slots = num_slots
         self.granularity = granularity
         self.name = name
-        self._starts = [0]  # sorted starts of the free extents, none adjacent to the next
-        self._length_at = {0: num_slots}  # start of a free extent -> its length
-        self._by_length = [(num_slots, 0)]  # the same extents, sorted by length, then start
-        self._num_free = num_slots
+        self._starts: list[int] = []  # sorted starts of the free extents, none adjacent to the next
+        self._length_at: dict[int, int] = {}  # start of a free extent -> its length
+        self._by_length: list[tuple[int, int]] = []  # the same extents, sorted by length, then start
+        self._num_free = 0
+        if num_slots:
+            self._put(Extent(0, num_slots))
 
     @property
     def num_free(self) -> int:

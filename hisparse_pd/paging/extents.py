@@ -43,6 +43,12 @@ def extents_to_slots(extents: Sequence[Extent]) -> SlotArray:
     return ranges_to_slots(starts, lengths)
 
 
+def extents_to_pages(extents: Sequence[Extent], page_size: int) -> list[int]:
+    """The pages of ``extents``, which are whole ones, in order."""
+    pages: list[int] = (extents_to_slots(extents)[::page_size] // page_size).tolist()
+    return pages
+
+
 def ranges_to_slots(starts: SlotArray, lengths: SlotArray) -> SlotArray:
     """``lengths[i]`` slots from ``starts[i]`` on, one range after the other: int64 [lengths.sum()]."""
     ends = np.cumsum(lengths)

@@ -1,9 +1,10 @@
 """Owns which slot of which pool belongs to whom: free, or one request's, or quarantined, or held.
 
-Pure bookkeeping. The memory behind the slots is in ``memory.py``; nothing here runs a kernel or waits.
-A request's slots in all pools are one Holding, reserved all or nothing. At any time, for every pool,
+Pure bookkeeping, of either node. The memory behind the slots is in its ``memory.py``; nothing here runs a
+kernel or waits. A request's slots in all pools are one Holding, reserved all or nothing. At any time, for
+every pool,
 
-    free + landing + running + quarantined + held = total
+    free + landing + running + ending + quarantined + held = total
 
 and ``check_integrity`` verifies it slot by slot, printing every term when it does not hold.
 """
@@ -22,6 +23,8 @@ from protocol.messages import Extent, Room
 class PoolKind(StrEnum):
     """HOST, DEVICE and INDEX count token slots, LOOKUP those of the tables that say what is hot (there are no
     bytes behind these), AUX aux records, REQ_ROW rows of the per-request tables.
+
+    A prefill node has DEVICE, whose pages are those of its KV pool and of its index pool, and AUX.
     """
 
     HOST = "host"
@@ -38,10 +41,10 @@ class Stage(StrEnum):
     LANDING = "landing"
     RUNNING = "running"
     ENDING = "ending"
-    """Of a request that is over, as long as a step in flight uses them."""
+    """Of a request that is over, as long as a step in flight uses them, or a write in flight reads them."""
     QUARANTINED = "quarantined"
     HELD = "held"
-    """A prefix that requests share, or that one left for others: see ``held_prefixes.py``."""
+    """A prefix that requests share, or that one left for others: see ``prefix_tree.py``."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,11 @@ class SlotCounts:
     lookup: int = 0
     aux: int = 0
     req_row: int = 0
+
+    @classmethod
+    def of(cls, kinds: Iterable[PoolKind], num_slots: int) -> SlotCounts:
+        """As many of each of ``kinds``."""
+        return cls(**dict.fromkeys((kind.value for kind in kinds), num_slots))
 
     def __getitem__(self, kind: PoolKind) -> int:
         return int(getattr(self, kind.value))
@@ -121,7 +129,13 @@ class Pools:
     """
 
     def __init__(self, totals: SlotCounts, page_size: int) -> None:
+        """Raises ValueError for a pool that has slots, and no page."""
         self.page_size = page_size
+        for kind in PoolKind:
+            if 0 < totals[kind] < _granularity(kind, page_size):
+                raise ValueError(
+                    f"{kind} pool: {totals[kind]} token slots are less than a page of {page_size}"
+                )
         self._allocators = {
             kind: ExtentAllocator(
                 totals[kind] // _granularity(kind, page_size) * _granularity(kind, page_size),
@@ -161,14 +175,14 @@ class Pools:
         """``need`` in whole pages where the pool is paged: what a reservation really takes."""
         return SlotCounts(*(round_up(need[kind], _granularity(kind, self.page_size)) for kind in PoolKind))
 
-    def reserve(self, room: Room, need: SlotCounts) -> Holding:
-        """Take ``need`` from all pools, for KV that is to land. All or nothing: raises PoolExhausted."""
+    def reserve(self, room: Room, need: SlotCounts, stage: Stage = Stage.LANDING) -> Holding:
+        """Take ``need`` from all pools. All or nothing: raises PoolExhausted."""
         for kind in PoolKind:
             if not self._allocators[kind].can_allocate(need[kind]):
                 free, total = self.free[kind], self.totals[kind]
                 raise PoolExhausted(f"room {room}, {kind} pool", need[kind], free, total)
         self.num_changes += 1
-        holding = Holding(room, Stage.LANDING)
+        holding = Holding(room, stage)
         for kind in PoolKind:
             if need[kind]:
                 holding.extents[kind] = self._allocators[kind].allocate(need[kind])

@@ -9,6 +9,7 @@ them. The digest of a whole prompt, by which two nodes see that they have the sa
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -54,6 +55,27 @@ def chain(last: PageKey, content: bytes | memoryview, block_bytes: int) -> list[
 def page_keys(root: PageKey, prompt: bytes, page_size: int) -> list[PageKey]:
     """Of a packed prompt's whole pages; a partial last page has none."""
     return chain(root, prompt, page_size * TOKEN_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKeys:
+    """The keys of a prompt's whole pages, and the packed tokens behind the last of them."""
+
+    page_size: int
+    root: PageKey
+    keys: tuple[PageKey, ...]
+    tail: bytes
+
+    @classmethod
+    def of(cls, root: PageKey, prompt: bytes, page_size: int) -> PromptKeys:
+        """``prompt``: as of ``pack_token_ids``."""
+        keys = page_keys(root, prompt, page_size)
+        return cls(page_size, root, tuple(keys), prompt[len(keys) * page_size * TOKEN_BYTES :])
+
+    def with_output(self, output: bytes) -> list[PageKey]:
+        """The keys of the whole pages of the prompt and of ``output``, which is packed, too."""
+        last = self.keys[-1] if self.keys else self.root
+        return [*self.keys, *page_keys(last, self.tail + output, self.page_size)]
 
 
 def _key(last: PageKey, block: bytes | memoryview) -> PageKey:

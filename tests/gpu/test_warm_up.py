@@ -16,7 +16,6 @@ from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.spec import load_spec
 from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.compute import PromptRunner
-from prefill_node.kv_pool import PageId
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk
@@ -47,7 +46,7 @@ def part(room: int, start: int, stop: int, num_prompt_tokens: int, pages: range)
     request = Generate(f"r{room}", room, num_prompt_tokens, sampling, "", 0, scores=WantedScores(1, 2))
     record = RoomRecord(Room(room), RoomState.COMPUTING, 0.0, request)
     record.token_ids = (np.arange(num_prompt_tokens) % 90 + 32).astype(np.int32)
-    record.page_ids = [PageId(page) for page in pages]
+    record.page_ids = list(pages)
     return record, Chunk(Room(room), start, stop, admits=start == 0)
 
 

@@ -148,8 +148,8 @@ TestAllocator.settings = settings(derandomize=True, max_examples=60, stateful_st
 
 
 def test_a_pool_that_is_no_multiple_of_its_granularity_is_refused() -> None:
-    for num_slots, granularity in ((0, 1), (10, 4), (3, 4), (4, 0)):
-        with pytest.raises(ValueError, match="positive multiple of granularity"):
+    for num_slots, granularity in ((-1, 1), (10, 4), (3, 4), (4, 0)):
+        with pytest.raises(ValueError, match="must be a multiple of granularity"):
             ExtentAllocator(num_slots, granularity)
 
 

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decode_node.held_prefixes import PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.next_plan import NextPlan
 from decode_node.quarantine import Quarantined
@@ -26,7 +25,7 @@ from decode_node.scheduler import AUTO_DENSE_MARGIN, Limits, StepPlan, refusal
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.paging.extents import extents_to_slots, slice_extents
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
-from hisparse_pd.paging.prompt_keys import NO_ISOLATION
+from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Extent, Room
 

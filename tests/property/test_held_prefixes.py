@@ -15,15 +15,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decode_node import held_prefixes
-from decode_node.held_prefixes import KV_POOL, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
-from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission
 from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.paging import prefix_tree
 from hisparse_pd.paging.extents import extents_to_slots, slice_extents
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts
-from hisparse_pd.paging.prompt_keys import PageKey, root_of
+from hisparse_pd.paging.prompt_keys import PageKey, PromptKeys, root_of
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Extent, Room
 
@@ -41,7 +40,7 @@ Said = tuple[str, tuple[int, ...]]
 class HeldMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.few_runs = patch.object(held_prefixes, "MAX_RUNS", MAX_RUNS)
+        self.few_runs = patch.object(prefix_tree, "MAX_RUNS", MAX_RUNS)
         self.few_runs.start()
         self.rooms = LiveRequests(Pools(TOTALS, PAGE_SIZE), QUARANTINE_SECS)
         self.content: dict[tuple[PoolKind, int], Any] = {}
@@ -99,7 +98,7 @@ class HeldMachine(RuleBasedStateMachine):
             arrived_at=self.now,
             prompt_keys=PromptKeys.of(root_of(salt), pack_token_ids(prompt), PAGE_SIZE),
         )
-        found = self.rooms.held.find(request.usable_keys, mode)
+        found = self.rooms.held.find(request.usable_keys, KV_POOLS[mode])
         num_pages = found.num_pages if found else 0
         num_slots = len(prompt) + extra
         num_own = num_slots - num_pages * PAGE_SIZE
@@ -121,10 +120,10 @@ class HeldMachine(RuleBasedStateMachine):
         assert num_held == num_pages * PAGE_SIZE < len(prompt), "the last token is always computed"
         self.landing_zones[request] = [
             (kind, slot)
-            for kind in (KV_POOL[mode], PoolKind.INDEX)
+            for kind in KV_POOLS[mode]
             for slot in self.slots(slice_extents(request.extents(kind), num_held, len(prompt)))
         ]
-        for kind in (KV_POOL[mode], PoolKind.INDEX):
+        for kind in KV_POOLS[mode]:
             self.check(request, request.extents(kind), kind, 0, num_held)
 
     def of(self, *states: RequestState) -> list[Request]:
@@ -134,7 +133,7 @@ class HeldMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def land(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.of(RequestState.LANDING)))
-        kinds = (KV_POOL[request.mode], PoolKind.INDEX)
+        kinds = request.kv_pools
         self.write(request, kinds, request.held_prefix_tokens, request.num_prompt_tokens)
         del self.landing_zones[request]
         self.note(self.salts[request], self.prompts[request])
@@ -154,7 +153,7 @@ class HeldMachine(RuleBasedStateMachine):
                 if not need.fits_in(self.rooms.available):
                     return
                 self.rooms.grow(request, need)
-            kinds = (KV_POOL[request.mode], PoolKind.INDEX)
+            kinds = request.kv_pools
             self.write(request, kinds, request.num_kv_tokens, request.num_kv_tokens + 1)
             request.output_token_ids.append(len(request.output_token_ids) % 3)
 
@@ -163,7 +162,7 @@ class HeldMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, landing: Landing, is_sound: bool) -> None:
         request = data.draw(st.sampled_from(self.of(RequestState.LANDING, RequestState.RUNNING)))
         if request.state is RequestState.RUNNING:
-            for kind in (KV_POOL[request.mode], PoolKind.INDEX):
+            for kind in request.kv_pools:
                 self.check(request, request.extents(kind), kind, 0, request.num_kv_tokens)
         self.said.append(self.tokens(request))
         self.note(self.salts[request], self.tokens(request))
@@ -198,7 +197,7 @@ class HeldMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds_what_its_keys_say(self) -> None:
-        for prefix in self.rooms.held._prefixes:
+        for prefix in self.rooms.held:
             salt, tokens = self.content_of_key[prefix.keys[-1]]
             for kind in prefix.holding.extents:
                 found = [self.content.get((kind, slot)) for slot in self.slots(prefix.extents(kind))]
@@ -208,7 +207,7 @@ class HeldMachine(RuleBasedStateMachine):
     def nothing_lands_in_what_is_shared(self) -> None:
         held = {
             (kind, slot)
-            for prefix in self.rooms.held._prefixes
+            for prefix in self.rooms.held
             for kind in prefix.holding.extents
             for slot in self.slots(prefix.holding[kind])
         }
@@ -219,7 +218,7 @@ class HeldMachine(RuleBasedStateMachine):
     def no_sequence_has_many_runs(self) -> None:
         """Beyond the bound only those who use a part of one cut it."""
         num_users = len(self.of(RequestState.LANDING, RequestState.RUNNING))
-        for prefix in self.rooms.held._prefixes:
+        for prefix in self.rooms.held:
             assert len(list(prefix.chain())) <= MAX_RUNS + num_users
 
     def teardown(self) -> None:

@@ -26,10 +26,9 @@ from hisparse_pd.engine.messages import (
     RequestFailed,
     pack_token_ids,
 )
-from hisparse_pd.paging.extents import expand_pages
+from hisparse_pd.paging.extents import expand_pages, extents_to_slots
+from hisparse_pd.paging.pools import PoolKind, SlotCounts
 from hisparse_pd.vocabulary import SamplingParams
-from prefill_node.kv_pool import PagePool, PageState
-from prefill_node.prefix_cache import PrefixCache, PrefixMatch
 from prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
 from prefill_node.registrations import Peer
 from prefill_node.room_life import RequestLimits, RoomLife
@@ -77,8 +76,8 @@ def waiting_rooms(draw: st.DrawFn) -> list[Waiting]:
             for position in range((num_tokens - 1) // PAGE_SIZE)
         )
         num_cached = draw(st.integers(0, len(keys)))
-        match = PrefixMatch(num_cached, draw(st.integers(0, num_cached)))
-        rooms.append(Waiting(Room(100 + number), num_tokens, keys, match))
+        num_unused = draw(st.integers(0, num_cached))
+        rooms.append(Waiting(Room(100 + number), num_tokens, keys, num_cached, num_unused))
     return rooms
 
 
@@ -113,13 +112,13 @@ def test_a_plan_keeps_every_bound_and_the_order(
     by_room = {room.room: room for room in waiting}
     needed = sum(
         limits.pages_for(by_room[chunk.room].num_prompt_tokens)
-        - by_room[chunk.room].match.num_pages
-        + by_room[chunk.room].match.num_unleased
+        - by_room[chunk.room].num_cached_pages
+        + by_room[chunk.room].num_unused_pages
         for chunk in admitted
     )
     assert needed <= num_pages
     for chunk in admitted:
-        assert chunk.start == by_room[chunk.room].match.num_pages * PAGE_SIZE
+        assert chunk.start == by_room[chunk.room].num_cached_pages * PAGE_SIZE
     num_prompt_tokens = {room.room: room.num_prompt_tokens for room in [*running, *waiting]}
     long = [chunk for chunk in chunks if chunk.stop < num_prompt_tokens[chunk.room]]
     assert len(long) <= 1
@@ -132,7 +131,7 @@ def test_a_plan_keeps_every_bound_and_the_order(
 
 
 def waiting(number: int, num_tokens: int, keys: tuple[bytes, ...] = (), num_cached: int = 0) -> Waiting:
-    return Waiting(Room(number), num_tokens, keys, PrefixMatch(num_cached, 0))
+    return Waiting(Room(number), num_tokens, keys, num_cached, 0)
 
 
 LIMITS = StepLimits(chunk_tokens=32, short_tokens=0, max_requests=4, page_size=PAGE_SIZE, num_pages=16)
@@ -315,7 +314,6 @@ class LifecycleMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.sender = StubSender()
-        self.pool = PagePool(NUM_PAGES, PAGE_SIZE)
         self.limits = StepLimits(10, 4, 3, PAGE_SIZE, NUM_PAGES)
         self.peers = [peer(0), peer(1)]
         self.front_ends: Counter[str] = Counter()
@@ -331,8 +329,6 @@ class LifecycleMachine(RuleBasedStateMachine):
         """Until when, and which source addresses, first attempts of delivered rooms may still read."""
         self.pusher = Pusher(self.sender, SOURCE, PAGE_SIZE, 60.0, layers_per_batch=1, min_batch_bytes=0)
         self.life = RoomLife(
-            pool=self.pool,
-            cache=PrefixCache(self.pool),
             pusher=self.pusher,
             limits=self.limits,
             request_limits=RequestLimits(context_length=100, vocab_size=8, max_logprobs=20),
@@ -451,7 +447,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             life.candidates(),
             self.limits,
             num_available_pages=life.num_available_pages,
-            num_aux_slots=life.num_free_aux_slots,
+            num_aux_slots=life.pools.free.aux,
         )
         batch = [(life.rooms.live(chunk.room), chunk) for chunk in chunks]
         life.admit([record for record, chunk in batch if chunk.admits], self.now)
@@ -552,8 +548,8 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.life.cache.evict(self.life.cache.num_evictable)
-        assert self.life.cache.num_evictable == 0
+        self.life.prefixes.flush()
+        assert self.life.prefixes.unused == SlotCounts()
 
     # What must hold.
 
@@ -587,8 +583,10 @@ class LifecycleMachine(RuleBasedStateMachine):
                     continue
                 region = SOURCE.index if address >= SOURCE.index.base_addr else SOURCE.kv
                 assert (address - region.base_addr) % region.layer_bytes // ITEM_BYTES in held
-            for page_id in record.page_ids:
-                assert self.pool._states[page_id] != PageState.FREE
+            owned = record.holding[PoolKind.DEVICE] if record.holding is not None else ()
+            shared = record.prefix.extents(PoolKind.DEVICE) if record.prefix is not None else ()
+            taken = set(extents_to_slots(owned + shared).tolist())  # which the pools' integrity is of
+            assert held <= taken
 
     def all_waiting(self) -> list[tuple[Room, Any]]:
         return [(room, batch) for room, batches in self.sender.waiting.items() for batch in batches]
@@ -613,7 +611,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         assert not self.promised_quiet
         self.life.check_integrity()
         self.flush()
-        assert self.pool.num_free == NUM_PAGES
+        assert self.life.pools.free == self.life.pools.totals
         for request_id in self.accepted - self.aborted_requests:
             assert self.front_ends[request_id] == 1, f"{request_id} never ended"
         num_ended = self.num_finished + sum(

@@ -382,9 +382,8 @@ class BothEndsMachine(RuleBasedStateMachine):
         assert rooms.pools.free == rooms.pools.totals
         for node in world.prefill.values():
             life = node.engine._life
-            life.cache.evict(life.cache.num_evictable)
-            assert life.pool.num_free == life.pool.num_pages
-            assert life.num_free_aux_slots == life._num_aux_slots
+            life.prefixes.flush()
+            assert life.pools.free == life.pools.totals
         self.check_answers()
 
     def unsettled(self) -> list[str]:

@@ -1,4 +1,7 @@
-"""Held prefixes: their books, and an engine that goes on with them. The bytes are those that prefill has."""
+"""Prefixes that requests of a decode node share: the books of both, and an engine that goes on with them.
+
+The bytes are those that prefill has.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,15 @@ from typing import Any
 
 import pytest
 
-from decode_node.held_prefixes import HeldPrefixes, Match, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
 from decode_node.memory import slots_tensor
-from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
 from decode_node.scheduler import Admission
 from hisparse_pd.engine.messages import FlushCache, pack_token_ids
-from hisparse_pd.paging.allocator import PoolExhausted, PoolIntegrityError
+from hisparse_pd.paging.allocator import PoolExhausted
 from hisparse_pd.paging.extents import extents_to_slots
 from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
-from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, root_of
+from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, PromptKeys, root_of
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room
 from tests.identities import identity_of
@@ -41,230 +43,6 @@ PEER = PeerAddress("prefill", 8998)
 
 def keys_of(prompt: Prompt, page_size: int = PAGE, root: PageKey = NO_ISOLATION) -> PromptKeys:
     return PromptKeys.of(root, pack_token_ids(prompt), page_size)
-
-
-# --- keys ----------------------------------------------------------------------------------------------
-
-
-def test_a_key_is_of_all_tokens_before_it_and_of_the_isolation_key() -> None:
-    one, other = keys_of((1, 2, 3, 4, 5, 6, 7, 8, 9)), keys_of((9, 2, 3, 4, 5, 6, 7, 8))
-    assert (len(one.keys), one.num_tokens) == (2, 9)
-    assert set(one.keys).isdisjoint(other.keys), "equal pages behind different ones are other KV"
-    assert one.keys == keys_of((1, 2, 3, 4, 5, 6, 7, 8)).keys
-    assert set(one.keys).isdisjoint(keys_of((1, 2, 3, 4, 5, 6, 7, 8), root=root_of("salt")).keys)
-
-
-def test_output_goes_on_where_the_prompt_ended() -> None:
-    conversation = tuple(range(30))
-    for num_prompt_tokens in (1, 3, 4, 5, 8, 17):
-        prompt, output = conversation[:num_prompt_tokens], conversation[num_prompt_tokens:]
-        assert keys_of(prompt).with_output(output) == list(keys_of(conversation).keys)
-
-
-# --- the books -----------------------------------------------------------------------------------------
-
-
-def held(*rooms: int, num_pages: int = 3, mode: Mode = Mode.HISPARSE) -> tuple[Pools, HeldPrefixes]:
-    """A prefix of ``num_pages`` pages of tokens ``room``, for each of ``rooms``, and nothing else."""
-    pools = Pools(SlotCounts(host=40, device=40, index=80, lookup=80, aux=2, req_row=2), PAGE)
-    prefixes = HeldPrefixes(pools)
-    for room in rooms:
-        hold(pools, prefixes, keys_of((room,) * num_pages * PAGE).keys, mode)
-    return pools, prefixes
-
-
-def hold(
-    pools: Pools, prefixes: HeldPrefixes, keys: tuple[PageKey, ...], mode: Mode, num_before: int = 0
-) -> None:
-    """The pages of ``keys`` behind the first ``num_before``, which are held."""
-    num_slots = (len(keys) - num_before) * PAGE
-    kv = SlotCounts(host=num_slots) if mode is Mode.HISPARSE else SlotCounts(device=num_slots)
-    holding = pools.reserve(Room(1), kv + SlotCounts(index=num_slots))
-    pools.move(holding, Stage.HELD)
-    prefixes.add(holding, keys, mode)
-
-
-def num_held(prefixes: HeldPrefixes, prompt: Prompt, mode: Mode = Mode.HISPARSE) -> int:
-    """Pages of it."""
-    match = prefixes.find(keys_of(prompt).keys, mode)
-    return match.num_pages if match else 0
-
-
-@pytest.mark.I2
-@pytest.mark.parametrize("mode", list(Mode))
-def test_any_number_use_a_prefix_as_far_as_it_is_the_same(mode: Mode) -> None:
-    pools, prefixes = held(1, 2, mode=mode)
-    wanted = keys_of((1,) * 8 + (7,) * 8).keys
-    assert num_held(prefixes, (1,) * 8 + (7,) * 8, mode) == 2
-    users = [prefixes.use(wanted[:2], mode) for _ in range(3)]
-    assert users[1:] == users[:-1]
-    assert (users[0].end_page, users[0].num_users) == (2, 3)
-    assert len(extents_to_slots(users[0].extents(PoolKind.INDEX))) == 8
-    assert prefixes.num_tokens == 24, "what is behind it is still held"
-    longer = prefixes.use(keys_of((1,) * 12).keys, mode)
-    assert list(longer.chain()) == [longer, users[0]]
-    assert longer.extents(PoolKind.INDEX)[: len(users[0].extents(PoolKind.INDEX))] == users[0].extents(
-        PoolKind.INDEX
-    )
-    prefixes.check_integrity([*users, longer])
-    assert prefixes.unused == kv_slots(mode, 12)
-    for prefix in (*users, longer):
-        prefixes.let_go(prefix)
-    prefixes.check_integrity([])
-    assert pools.free + prefixes.unused == pools.totals
-
-
-@pytest.mark.I2
-@pytest.mark.I8
-@pytest.mark.parametrize("mode", list(Mode))
-def test_neighbours_are_one_run_unless_something_tells_them_apart(mode: Mode) -> None:
-    pools, prefixes = held(mode=mode)
-    keys = keys_of(tuple(range(8 * PAGE))).keys
-    for num_pages in range(1, 9):  # a page a turn
-        hold(pools, prefixes, keys[:num_pages], mode, num_pages - 1)
-        assert len(prefixes) == 1
-        prefixes.check_integrity([])
-    slots = extents_to_slots(prefixes.use(keys, mode).extents(PoolKind.INDEX)).tolist()
-    assert len(set(slots)) == 8 * PAGE
-    part = prefixes.use(keys[:3], mode)
-    assert len(prefixes) == 2, "one uses the first part alone"
-    whole = prefixes.use(keys, mode)
-    assert extents_to_slots(part.extents(PoolKind.INDEX)).tolist() == slots[: 3 * PAGE]
-    prefixes.let_go(part)
-    assert len(prefixes) == 2, "the first part was used later"
-    for _ in range(2):
-        prefixes.let_go(whole)
-    assert len(prefixes) == 1
-    prefixes.check_integrity([])
-    assert extents_to_slots(prefixes.use(keys, mode).extents(PoolKind.INDEX)).tolist() == slots
-    prefixes.let_go(whole)
-    hold(pools, prefixes, (*keys[:5], *keys_of((7,) * 6 * PAGE).keys[5:]), mode, 5)
-    assert len(prefixes) == 3, "two are behind the first part"
-    prefixes.flush()
-    prefixes.check_integrity([])
-    assert (len(prefixes), pools.free) == (0, pools.totals)
-
-
-@pytest.mark.I2
-@pytest.mark.I8
-def test_what_was_left_beside_a_long_sequence_is_given_up_when_it_has_too_many_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("decode_node.held_prefixes.MAX_RUNS", 4)
-    pools, prefixes = held()
-    keys = keys_of(tuple(range(9 * PAGE))).keys
-    sides = [
-        (*keys[:number], *keys_of((number,) * 10 * PAGE).keys[number : number + 1]) for number in range(9)
-    ]
-    for number in range(1, 7):  # an answer is left behind at the end of each page
-        assert prefixes.make_short(keys[:number], Mode.HISPARSE)
-        hold(pools, prefixes, keys[:number], Mode.HISPARSE, number - 1)
-        hold(pools, prefixes, sides[number], Mode.HISPARSE, number)
-        match = prefixes.find(keys[:number], Mode.HISPARSE)
-        assert match is not None
-        assert match.num_pages == number
-        assert len(list(match.prefix.chain())) <= 4
-        prefixes.check_integrity([])
-    left = [number for number in range(1, 7) if num_of(prefixes, sides[number]) == number + 1]
-    assert left == [4, 5, 6], "those left the longest ago are gone"
-    users = [prefixes.use(sides[number], Mode.HISPARSE) for number in (4, 5, 6)]
-    hold(pools, prefixes, keys[:7], Mode.HISPARSE, 6)
-    assert not prefixes.make_short(keys, Mode.HISPARSE), "somebody uses what is beside it"
-    assert [num_of(prefixes, sides[number]) for number in (4, 5, 6)] == [5, 6, 7]
-    for user in users:
-        prefixes.let_go(user)
-    prefixes.check_integrity([])
-
-
-def num_of(prefixes: HeldPrefixes, keys: tuple[PageKey, ...]) -> int:
-    match = prefixes.find(keys, Mode.HISPARSE)
-    return match.num_pages if match else 0
-
-
-def kv_slots(mode: Mode, num_slots: int) -> SlotCounts:
-    if mode is Mode.HISPARSE:
-        return SlotCounts(host=num_slots, index=num_slots)
-    return SlotCounts(device=num_slots, index=num_slots)
-
-
-@pytest.mark.I2
-def test_a_match_names_the_pages_of_every_prefix_that_it_is_of() -> None:
-    pools, prefixes = held(1)
-    whole = keys_of((1,) * 12).keys
-    prefixes.let_go(first := prefixes.use(whole[:2], Mode.HISPARSE))
-    match = prefixes.find(whole, Mode.HISPARSE)
-    assert match == Match(prefixes.use(whole, Mode.HISPARSE), 3)
-    assert match is not None
-    assert list(match.parts()) == [(match.prefix, 1), (first, 2)]
-    assert prefixes.find(whole[:1], Mode.HISPARSE) == Match(first, 1)
-    assert pools.used(Stage.HELD) == SlotCounts(host=12, index=12)
-
-
-@pytest.mark.I2
-def test_what_is_held_already_is_not_held_twice() -> None:
-    """Two that began alike, and ended one after the other."""
-    pools, prefixes = held(1)
-    longer = keys_of((1,) * 12 + (2,) * 8).keys
-    hold(pools, prefixes, longer, Mode.HISPARSE)
-    assert (prefixes.num_tokens, pools.totals.host - pools.free.host) == (20, 20)
-    hold(pools, prefixes, keys_of((1,) * 16).keys, Mode.HISPARSE, num_before=3)
-    hold(pools, prefixes, longer[:4], Mode.HISPARSE, num_before=1)
-    assert (prefixes.num_tokens, pools.totals.host - pools.free.host) == (24, 24)
-    prefixes.check_integrity([])
-    holding = pools.reserve(Room(2), SlotCounts(host=4, index=4))
-    pools.move(holding, Stage.HELD)
-    with pytest.raises(PoolIntegrityError, match="what is before its pages is not held"):
-        prefixes.add(holding, keys_of((9,) * 8).keys, Mode.HISPARSE)
-
-
-@pytest.mark.I2
-def test_the_least_recently_used_go_first_and_from_their_ends() -> None:
-    pools, prefixes = held(1, 2)
-    prefixes.make_room(pools.free + SlotCounts(host=PAGE))
-    assert [num_held(prefixes, (room,) * 12) for room in (1, 2)] == [2, 3]
-    prefixes.make_room(pools.free + SlotCounts(host=3 * PAGE))
-    assert [num_held(prefixes, (room,) * 12) for room in (1, 2)] == [0, 2]
-    assert (prefixes.num_evicted_tokens, len(prefixes)) == (16, 1)
-    prefixes.check_integrity([])
-    prefixes.flush()
-    assert (pools.free, prefixes.num_evicted_tokens) == (pools.totals, 16)
-
-
-@pytest.mark.I2
-def test_what_is_used_is_not_given_up_and_its_start_is_given_up_last() -> None:
-    pools, prefixes = held(1)
-    long, other = keys_of((1,) * 20).keys, keys_of((1,) * 12 + (2,) * 4).keys
-    for keys in (long, other):
-        hold(pools, prefixes, keys, Mode.HISPARSE, num_before=3)
-        prefixes.check_integrity([])
-    used = prefixes.use(other, Mode.HISPARSE)
-    prefixes.make_room(SlotCounts(host=1000))
-    assert num_held(prefixes, (1,) * 20) == 3
-    assert (prefixes.num_tokens, prefixes.unused) == (16, SlotCounts())
-    prefixes.flush()
-    assert prefixes.num_tokens == 16
-    prefixes.let_go(used)
-    prefixes.check_integrity([])
-    prefixes.make_room(pools.free + SlotCounts(host=PAGE + 1))
-    assert num_held(prefixes, (1,) * 20) == 2, "from its end"
-
-
-def test_nothing_is_given_up_for_slots_that_it_does_not_have() -> None:
-    pools, prefixes = held(1)
-    prefixes.make_room(pools.free + SlotCounts(aux=1))
-    prefixes.make_room(pools.free + SlotCounts(device=1))
-    assert prefixes.num_tokens == 12
-    hold(pools, prefixes, keys_of((2,) * 8).keys, Mode.DENSE)
-    prefixes.make_room(pools.free + SlotCounts(device=1))
-    assert prefixes.unused == SlotCounts(host=12, device=4, index=16)
-
-
-@pytest.mark.I2
-def test_a_prefix_of_other_slots_cannot_be_held() -> None:
-    pools, prefixes = held(1)
-    holding = pools.reserve(Room(2), SlotCounts(host=8, index=4))
-    with pytest.raises(PoolIntegrityError, match="are not whole pages to hold"):
-        prefixes.add(holding, keys_of((2,) * 8).keys, Mode.HISPARSE)
 
 
 # --- requests ------------------------------------------------------------------------------------------
@@ -296,7 +74,7 @@ class Books:
         self._num_rooms += 1
         request = make_request(self._num_rooms, prompt)
         num_slots = num_slots or len(prompt) + 4
-        found = self.rooms.held.find(request.usable_keys, mode)
+        found = self.rooms.held.find(request.usable_keys, KV_POOLS[mode])
         num_pages = found.num_pages if found else 0
         num_own = num_slots - num_pages * PAGE
         kv = SlotCounts(device=num_own)
@@ -356,7 +134,7 @@ def test_of_a_room_that_did_not_land_only_what_was_held_before_is_held(mode: Mod
     books.end(request, landing)
     rooms = books.rooms
     assert rooms.held.num_tokens == 8
-    assert {s for p in rooms.held._prefixes for s in extents_to_slots(p.holding[PoolKind.INDEX])} == prefix
+    assert {s for p in rooms.held for s in extents_to_slots(p.holding[PoolKind.INDEX])} == prefix
     is_quiet = landing is Landing.QUIET
     assert (rooms.pools.used(Stage.QUARANTINED).index == 0) is is_quiet
     assert (rooms.available == rooms.pools.totals) is is_quiet
@@ -533,14 +311,13 @@ def test_what_decoding_leaves_is_bit_for_bit_what_prefill_computes(
     num_held = (85 + 59) // 16 * 16
     keys = PromptKeys.of(NO_ISOLATION, pack_token_ids((*prompt, *answer.token_ids)), 16).keys
     mode = Mode.HISPARSE if flag is HisparseFlag.TRUE else Mode.DENSE
-    match = node.engine.requests.held.find(keys, mode)
+    match = node.engine.requests.held.find(keys, KV_POOLS[mode])
     assert match is not None
     assert match.num_pages * 16 == num_held
     prefix = match.prefix
     alone = computed(checkpoint, (*prompt, *answer.token_ids)[:num_held], 16)
-    kv, kind = (
-        (memory.k_dev, PoolKind.DEVICE) if prefix.mode is Mode.DENSE else (memory.k_host, PoolKind.HOST)
-    )
+    kind, _ = prefix.kinds
+    kv = memory.k_dev if mode is Mode.DENSE else memory.k_host
     assert kv[:, slots_tensor(prefix.extents(kind))].equal(alone.kv[:, :num_held])
     assert memory.index[:, slots_tensor(prefix.extents(PoolKind.INDEX))].equal(alone.index[:, :num_held])
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from decode_node.beginnings import Beginnings
-from decode_node.held_prefixes import HeldPrefix, PromptKeys
 from decode_node.live_requests import Landing, LiveRequests
-from decode_node.request import PeerAddress, Request, RequestState
+from decode_node.request import KV_POOLS, PeerAddress, Request, RequestState
 from decode_node.reserve import Claim, Reserve
 from decode_node.scheduler import Exchange, Limits, StepPlan, plan_step, refusal
 from decode_node.sizing import DEFAULT_BUFFER, GROWTH_PAGES
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.paging.pools import Holding, Pools, SlotCounts, Stage
-from hisparse_pd.paging.prompt_keys import NO_ISOLATION
+from hisparse_pd.paging.prefix_tree import Prefix
+from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PromptKeys
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import HisparseFlag, Mode, SamplingParams
 from protocol.messages import Room
@@ -480,7 +480,7 @@ def test_what_is_shared_is_free_when_the_last_has_ended() -> None:
     """In the order in which all can end. What somebody shares whose KV is on its way stays in use."""
     node = Node()
     requests = [node.arrive(TRUE, 16) for _ in range(3)]
-    prefix = HeldPrefix(Mode.HISPARSE, None, 10, [b""] * 10, Holding(Room(1), Stage.HELD))
+    prefix = Prefix(KV_POOLS[Mode.HISPARSE], None, 10, [b""] * 10, Holding(Room(1), Stage.HELD))
     own = (16, 0, 16, 16)
     sharing = Claim(own, ((0, 0, 0, 0),), prefix)
     claims = [sharing, sharing, Claim(own, ((100, 0, 100, 0),))]

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.http.prefixes import BLOCK_BYTES, block_keys
-from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, PromptIdentity, page_keys, root_of
+from hisparse_pd.paging.prompt_keys import (
+    NO_ISOLATION,
+    PageKey,
+    PromptIdentity,
+    PromptKeys,
+    page_keys,
+    root_of,
+)
 
 pytestmark = pytest.mark.I5
 
@@ -65,3 +72,11 @@ def test_roots_and_digests_are_pinned() -> None:
         "635d310caec8eef95dc388bb793380b3",
         "2ca97b1323331d2d07de5ecdd7f5b286",
     )
+
+
+def test_output_goes_on_where_the_prompt_ended() -> None:
+    conversation = pack_token_ids(range(30))
+    whole = PromptKeys.of(NO_ISOLATION, conversation, PAGE_SIZE)
+    for num_bytes in (4 * num_tokens for num_tokens in (1, 2, 3, 4, 5, 8, 17)):
+        prompt = PromptKeys.of(NO_ISOLATION, conversation[:num_bytes], PAGE_SIZE)
+        assert prompt.with_output(conversation[num_bytes:]) == list(whole.keys)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hisparse_pd.engine.messages import FlushCache
-from prefill_node.kv_pool import PageState
 from tests.unit.prefill_node.support import (
     DecodePeer,
     EngineThread,
@@ -39,8 +38,7 @@ def engine(served: EngineThread) -> Iterator[EngineThread]:
     served.before_run = lambda batch: None
     served.after_layer = lambda layer: None
     wait_for(lambda: len(served.engine._life.rooms) == 0, "the rooms to end")
-    assert served.count(PageState.OWNED) == served.count(PageState.IN_FLIGHT) == 0
-    assert served.engine._life.num_free_aux_slots == 8
+    served.assert_whole()
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,6 @@ from hisparse_pd.settings import PrefillSettings
 from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.compute import LayerWritten
 from prefill_node.engine import PrefillEngine
-from prefill_node.kv_pool import PageId, PageState
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord
 from prefill_node.scheduler import Chunk
@@ -136,7 +135,7 @@ class EngineThread:
         self.after_layer: Callable[[int], None] = lambda layer: None
         self.computed: dict[int, list[tuple[int, int]]] = {}
         """Room -> the chunks that were computed."""
-        self.page_ids: dict[int, list[PageId]] = {}
+        self.page_ids: dict[int, list[int]] = {}
         """Room -> the pages of its prompt."""
         self.submitted: dict[int, list[Submission]] = {}
         """Room -> what was given to the sender, in order."""
@@ -245,8 +244,22 @@ class EngineThread:
     def num_dropped(self, reason: str) -> int:
         return (self.engine._life.dropped + self.engine._control.dropped)[reason]
 
-    def count(self, state: PageState) -> int:
-        return self.engine._life.pool.count(state)
+    @property
+    def num_used_pages(self) -> int:
+        """That rooms have, cached ones included."""
+        life = self.engine._life
+        return (life.pools.totals.device // self.settings.page_size) - life.num_available_pages
+
+    @property
+    def num_cached_pages(self) -> int:
+        """In use or not."""
+        return self.engine._life.prefixes.num_tokens // self.settings.page_size
+
+    def assert_whole(self) -> None:
+        """Nothing is in use. Of an engine without rooms."""
+        life = self.engine._life
+        life.check_integrity()
+        assert life.pools.free + life.prefixes.unused == life.pools.totals
 
     def slots(self, room: int, num_tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         return expand_pages(np.array(self.page_ids[room]), self.settings.page_size, 0, num_tokens)

@@ -9,8 +9,6 @@ import pytest
 
 from hisparse_pd.engine.messages import Generate, GenerateGroup, pack_token_ids
 from hisparse_pd.vocabulary import SamplingParams
-from prefill_node.kv_pool import PagePool
-from prefill_node.prefix_cache import PrefixCache
 from prefill_node.push import MAX_PENDING_SHARE, Pusher, SourceRegions
 from prefill_node.registrations import Peer
 from prefill_node.room_life import RequestLimits, RoomLife
@@ -73,10 +71,7 @@ class Node:
             Peer(name, name, b"", PAGE_SIZE, regions(1 << shift), 0.0)
             for name, shift in (("a", 51), ("b", 52))
         ]
-        pool = PagePool(NUM_PAGES, PAGE_SIZE)
         self.life = RoomLife(
-            pool=pool,
-            cache=PrefixCache(pool),
             pusher=Pusher(
                 self.sender,
                 SourceRegions(
@@ -186,25 +181,22 @@ def test_a_long_prefix_is_one_batch_that_has_the_rooms_time(node: Node) -> None:
     assert taken.deadline == 240.0 + TRANSFER_TIMEOUT_SECS
 
 
-def test_a_forward_that_admits_many_rooms_evicts_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A walk of the whole cache for each of them would grow with rooms times cached prompts."""
+def test_rooms_of_one_forward_do_not_give_up_each_others_prefixes(node: Node) -> None:
+    """The first needs pages, and the others' prefixes are the longest unused."""
     for room in range(1, 9):
-        node.arrive(room, 1, NUM_SLOTS // 8)
+        node.arrive(room, 1, NUM_SLOTS // 8 + 1 - PAGE_SIZE, family=room)
         node.compute(room)
     node.sender.write("b")
     for completion in node.sender.poll():
         node.life.completed(completion, 0.0)
-    assert (node.life.pool.num_free, node.life.cache.num_evictable) == (0, NUM_PAGES)
-    asked: list[int] = []
-    evict = node.life.cache.evict
-
-    def counted(num_pages: int) -> int:
-        asked.append(num_pages)
-        return evict(num_pages)
-
-    monkeypatch.setattr(node.life.cache, "evict", counted)
-    for room in range(11, 16):
-        node.arrive(room, 1, 3 * PAGE_SIZE)
-    node.life.admit([node.life.rooms.live(Room(room)) for room in range(11, 16)], 0.0)
-    assert asked == [15]
+    num_cached = 8 * (NUM_PAGES // 8 - 1)
+    assert node.life.prefixes.num_tokens == num_cached * PAGE_SIZE
+    assert node.life.num_available_pages == NUM_PAGES
+    node.arrive(11, 1, 100 * PAGE_SIZE)
+    for room in (12, 13):
+        node.arrive(room, 1, NUM_SLOTS // 8, family=room - 11)
+    records = [node.life.rooms.live(Room(room)) for room in (11, 12, 13)]
+    node.life.admit(records, 0.0)
+    assert [record.num_cached_tokens for record in records] == [0, 496, 496]
+    assert node.life.num_available_pages == NUM_PAGES - 100 - 2 * NUM_PAGES // 8
     node.life.check_integrity()

@@ -13,7 +13,6 @@ import torch
 
 from hisparse_pd.engine.messages import RequestFailed
 from prefill_node.compute import layer_hook
-from prefill_node.kv_pool import PageState
 from protocol.messages import AbortRoom, Extent, RoomFailed, RoomQuiet
 from tests.unit.prefill_node.support import (
     TIMEOUT_SECS,
@@ -150,7 +149,7 @@ def test_a_forward_that_raises_midway_keeps_its_pages_until_its_layers_are_back(
     assert failed.quiet == (engine.settings.push_layers == 0)
     if not failed.quiet:
         peer.assert_nothing_more()
-        assert engine.count(PageState.IN_FLIGHT) == 3
+        assert engine.num_used_pages == 3
         transport.release.set()
         assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
         assert transport.num_started == 1, "a batch of a failed room was started"
@@ -184,7 +183,7 @@ def test_an_abort_between_layers_is_quiet_when_all_that_left_is_back(
     assert "client gone" in failed.error
     if is_sending:
         peer.assert_nothing_more()
-        assert engine.count(PageState.IN_FLIGHT) == 6
+        assert engine.num_used_pages == 6
     transport.release.set()
     assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
     assert transport.num_started <= 1, "a batch was started after the abort"

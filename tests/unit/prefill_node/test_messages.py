@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from hisparse_pd.engine.messages import PrefillFinished, RequestFailed, Shutdown, pack_token_ids
+from hisparse_pd.paging.pools import PoolKind
 from hisparse_pd.paging.prompt_keys import PromptIdentity, page_keys, root_of
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED
-from prefill_node.kv_pool import PageState
 from prefill_node.registrations import Registrations
 from protocol.access import PeerList
 from protocol.messages import (
@@ -58,7 +58,7 @@ def peer(engine: EngineThread, node: DecodePeer) -> Iterator[DecodePeer]:
     assert node.expect(RoomDone, lambda done: done.room == room)
     engine.expect(PrefillFinished, lambda finished: finished.request_id == f"request-{room}")
     wait_for(lambda: len(engine.engine._life.rooms) == 0, "the rooms to end")
-    assert engine.count(PageState.OWNED) == engine.count(PageState.IN_FLIGHT) == 0
+    engine.assert_whole()
 
 
 # --- registration ---------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def test_another_prompt_is_refused_with_both_digests(
     assert room not in engine.computed
     assert room not in engine.submitted
     keys = page_keys(ours.root, pack_token_ids(range(60, 80)), engine.settings.page_size)
-    assert engine.engine._life.cache.match(keys).num_pages == 0
+    assert engine.engine._life.prefixes.find(keys, (PoolKind.DEVICE,)) is None
 
 
 # --- peers that come and go -----------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from hisparse_pd.engine.messages import (
 from hisparse_pd.model import prompt_scores
 from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.vocabulary import FinishReason, SamplingParams
-from prefill_node.kv_pool import PageState
 from protocol.messages import RoomFailed
 from tests.identities import ANY
 from tests.unit.prefill_node.support import (
@@ -253,7 +252,7 @@ def test_a_room_without_a_decode_node_sends_nothing_and_keeps_its_pages_in_the_c
     generate = ask(engine, tokens, WantedScores(1, 0))
     receive(engine, generate)
     assert generate.room not in engine.submitted
-    wait_for(lambda: engine.count(PageState.CACHED) == 5, "the pages to be in the cache")
+    wait_for(lambda: engine.num_cached_pages == 5, "the pages to be in the cache")
     again = ask(engine, tokens, None, room=generate.room)
     failed = engine.expect(RequestFailed)
     assert (failed.request_id, failed.status) == (again.request_id, 400)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from hisparse_pd.paging.extents import expand_pages, extents_to_slots
+from hisparse_pd.paging.pools import Holding, PoolKind, Stage
 from prefill_node import push as push_module
 from prefill_node.push import MAX_PENDING_BATCHES, ChunkPush, Pusher, SourceRegions
 from prefill_node.registrations import Peer
@@ -97,7 +98,8 @@ class World:
             RegionKind.AUX: view(self.aux_dst),
         }
         num_tokens = sum(extent.length for extent in extents)
-        record = RoomRecord(room, RoomState.COMPUTING, 0.0, page_ids=page_ids, aux_slot_src=0)
+        record = RoomRecord(room, RoomState.COMPUTING, 0.0, page_ids=page_ids)
+        record.holding = Holding(room, Stage.RUNNING, {PoolKind.AUX: (Extent(0, 1),)})
         record.peer = Peer("node", "host:1", b"", PAGE_SIZE, regions, 0.0)
         record.bootstrap = Bootstrap(room, num_tokens, extents, extents[::-1], 0, DIGEST, hisparse=True)
         return record

@@ -15,7 +15,6 @@ from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.spec import load_spec
 from hisparse_pd.vocabulary import SamplingParams
 from prefill_node.compute import PromptRunner
-from prefill_node.kv_pool import PageId
 from prefill_node.memory import PrefillMemory
 from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk
@@ -41,7 +40,7 @@ def test_it_runs_forwards_of_all_kinds_of_sizes_and_changes_no_answer(
         request = Generate("r", 7, 90, SamplingParams(max_new_tokens=1, temperature=0.0), "", 0)
         record = RoomRecord(Room(7), RoomState.COMPUTING, 0.0, request)
         record.token_ids = (np.arange(90) * 31 % 90 + 32).astype(np.int32)
-        record.page_ids = [PageId(page) for page in (3, 1, 0, 5, 4, 2)]
+        record.page_ids = [3, 1, 0, 5, 4, 2]
         found = runner.run([(record, Chunk(Room(7), 0, 90, admits=True))]).first_tokens[Room(7)]
         return found.token_id, found.hint
 

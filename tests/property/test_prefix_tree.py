@@ -1,0 +1,181 @@
+"""The tree of prefixes against a plain model of it: the pages that are held, and who uses which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.paging.extents import extents_to_pages
+from hisparse_pd.paging.pools import Holding, PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.paging.prefix_tree import Kinds, Prefix, PrefixTree
+from hisparse_pd.paging.prompt_keys import PageKey, page_keys, root_of
+from protocol.messages import Room
+
+pytestmark = [pytest.mark.I1, pytest.mark.I2, pytest.mark.I5]
+
+PAGE_SIZE = 2
+NUM_PAGES = 24
+DEVICE, HOST = (PoolKind.DEVICE,), (PoolKind.HOST, PoolKind.INDEX)
+
+
+class Prompt(NamedTuple):
+    """Its pages are all of one token, and few prompts have a salt."""
+
+    kinds: Kinds
+    salt: str
+    pages: tuple[int, ...]
+
+    @property
+    def keys(self) -> list[PageKey]:
+        token_ids = [page for page in self.pages for _ in range(PAGE_SIZE)]
+        return page_keys(root_of(self.salt or None), pack_token_ids(token_ids), PAGE_SIZE)
+
+    def starts(self) -> list[Prompt]:
+        return [self._replace(pages=self.pages[: number + 1]) for number in range(len(self.pages))]
+
+
+prompts = st.builds(
+    Prompt,
+    st.sampled_from([DEVICE, DEVICE, HOST]),
+    st.sampled_from(["", "", "salt"]),
+    st.lists(st.integers(0, 1), min_size=0, max_size=8).map(tuple),
+)
+
+
+@dataclass(eq=False)
+class User:
+    """One request: what is its own, and what it shares."""
+
+    prompt: Prompt
+    holding: Holding
+    prefix: Prefix | None
+    is_computed: bool = False
+
+    def own_pages(self) -> list[int]:
+        return extents_to_pages(self.holding[self.prompt.kinds[0]], PAGE_SIZE)
+
+    def shared_pages(self) -> list[int]:
+        extents = () if self.prefix is None else self.prefix.extents(self.prompt.kinds[0])
+        return extents_to_pages(extents, PAGE_SIZE)
+
+
+class PrefixTreeMachine(RuleBasedStateMachine):
+    """Prompts over a tiny alphabet, so that prefixes meet, split, join and outlive each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        num_slots = NUM_PAGES * PAGE_SIZE
+        self.pools = Pools(SlotCounts(host=num_slots, device=num_slots, index=num_slots), PAGE_SIZE)
+        self.tree = PrefixTree(self.pools)
+        self.users: list[User] = []
+        self.page_of: dict[Prompt, int] = {}
+        """A prompt that is held -> its last page."""
+
+    def known(self, prompt: Prompt) -> list[Prompt]:
+        """The longest start of a prompt that is held, page by page."""
+        starts = prompt.starts()
+        num = next((n for n, start in enumerate(starts) if start not in self.page_of), len(starts))
+        return starts[:num]
+
+    def used(self, kinds: Kinds) -> set[int]:
+        return {page for user in self.users if user.prompt.kinds == kinds for page in user.shared_pages()}
+
+    def forget(self, num_gone: int) -> None:
+        """What was given up, ``num_gone`` pages."""
+        left = {
+            prompt: page
+            for prompt, page in self.page_of.items()
+            if (found := self.tree.find(prompt.keys, prompt.kinds)) and found.num_pages == len(prompt.pages)
+        }
+        for prompt in left:
+            assert set(prompt.starts()) <= left.keys(), "a page outlived the page before it"
+        for prompt, page in self.page_of.items() - left.items():
+            assert page not in self.used(prompt.kinds), "what is used was given up"
+        assert len(self.page_of) - len(left) == num_gone
+        self.page_of = left
+
+    @rule(prompt=prompts)
+    def start(self, prompt: Prompt) -> None:
+        known = self.known(prompt)
+        found = self.tree.find(prompt.keys, prompt.kinds)
+        assert (found.num_pages if found else 0) == len(known)
+        if found:
+            num_unused = sum(num_pages for part, num_pages in found.parts() if not part.num_users)
+            assert num_unused == len({self.page_of[start] for start in known} - self.used(prompt.kinds))
+        prefix = self.tree.use(prompt.keys[: len(known)], prompt.kinds) if known else None
+        need = SlotCounts.of(prompt.kinds, (len(prompt.pages) - len(known)) * PAGE_SIZE)
+        if not need.fits_in(self.pools.free + self.tree.unused):
+            if prefix is not None:
+                self.tree.let_go(prefix)
+            return
+        self.users.append(user := User(prompt, Holding(Room(0), Stage.LANDING), prefix))
+        assert user.shared_pages() == [self.page_of[start] for start in known]
+        missing = max((need[kind] - self.pools.free[kind] for kind in prompt.kinds), default=0)
+        self.tree.make_room(need)
+        self.forget(max(0, missing) // PAGE_SIZE)
+        user.holding = self.pools.reserve(Room(len(self.users)), need)
+
+    @precondition(lambda self: self.users)
+    @rule(data=st.data(), keeps_known=st.booleans())
+    def share(self, data: st.DataObject, keeps_known: bool) -> None:
+        user = data.draw(st.sampled_from(self.users))
+        if user.is_computed:
+            return
+        user.is_computed = True
+        own, num_shared = user.own_pages(), len(user.shared_pages())
+        keys, kinds = user.prompt.keys, user.prompt.kinds
+        user.prefix = self.tree.share(user.holding, keys, kinds, user.prefix, keeps_known=keeps_known)
+        starts = user.prompt.starts()
+        taken = {
+            page
+            for start, page in zip(starts[num_shared:], own, strict=True)
+            if self.page_of.setdefault(start, page) == page
+        }
+        assert user.shared_pages() == [self.page_of[start] for start in starts]
+        assert user.own_pages() == ([page for page in own if page not in taken] if keeps_known else [])
+
+    @precondition(lambda self: self.users)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        user = data.draw(st.sampled_from(self.users))
+        self.users.remove(user)
+        if user.prefix is not None:
+            self.tree.let_go(user.prefix)
+        self.pools.release(user.holding)
+
+    @rule(kinds=st.sampled_from([DEVICE, HOST]), num_pages=st.integers(0, NUM_PAGES))
+    def make_room(self, kinds: Kinds, num_pages: int) -> None:
+        unused, free = (counts[kinds[0]] // PAGE_SIZE for counts in (self.tree.unused, self.pools.free))
+        self.tree.make_room(SlotCounts.of(kinds, num_pages * PAGE_SIZE))
+        self.forget(min(unused, max(0, num_pages - free)))
+
+    @rule(dice=st.integers(0, 4))
+    def flush(self, dice: int) -> None:
+        if dice == 0:
+            num_unused = len(self.page_of) - len(self.used(DEVICE)) - len(self.used(HOST))
+            self.tree.flush()
+            self.forget(num_unused)
+
+    @invariant()
+    def whole(self) -> None:
+        self.tree.check_integrity(user.prefix for user in self.users if user.prefix is not None)
+        self.pools.check_integrity({Stage.LANDING: len(self.users), Stage.HELD: len(self.tree)})
+        assert self.tree.num_tokens == len(self.page_of) * PAGE_SIZE
+        for kinds in (DEVICE, HOST):
+            held = {page for prompt, page in self.page_of.items() if prompt.kinds == kinds}
+            used = self.used(kinds)
+            assert used <= held
+            assert self.tree.unused[kinds[0]] == (len(held) - len(used)) * PAGE_SIZE
+            assert held.isdisjoint(
+                page for user in self.users if user.prompt.kinds == kinds for page in user.own_pages()
+            )
+
+
+PrefixTreeMachine.TestCase.settings = settings(derandomize=True, max_examples=100, stateful_step_count=30)
+TestPrefixTreeMachine = PrefixTreeMachine.TestCase

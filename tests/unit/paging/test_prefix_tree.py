@@ -1,0 +1,240 @@
+"""The tree of prefixes: what is found, shared, given up and joined, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+
+from hisparse_pd.engine.messages import pack_token_ids
+from hisparse_pd.paging.allocator import PoolIntegrityError
+from hisparse_pd.paging.extents import extents_to_slots
+from hisparse_pd.paging.pools import PoolKind, Pools, SlotCounts, Stage
+from hisparse_pd.paging.prefix_tree import Kinds, Match, PrefixTree
+from hisparse_pd.paging.prompt_keys import NO_ISOLATION, PageKey, page_keys
+from protocol.messages import Room
+
+pytestmark = pytest.mark.I2
+
+PAGE = 4
+HOST: Kinds = (PoolKind.HOST, PoolKind.INDEX)
+DEVICE: Kinds = (PoolKind.DEVICE,)
+Keys = tuple[PageKey, ...]
+
+
+def keys_of(*token_ids: int) -> Keys:
+    return tuple(page_keys(NO_ISOLATION, pack_token_ids(token_ids), PAGE))
+
+
+def pages(*numbers: int) -> Keys:
+    """The keys of pages whose tokens are all the same number."""
+    return keys_of(*(number for number in numbers for _ in range(PAGE)))
+
+
+class Node:
+    """Pools and the tree over them. ``kinds``: where prefixes are."""
+
+    def __init__(self, kinds: Kinds = HOST) -> None:
+        self.kinds = kinds
+        self.pools = Pools(SlotCounts(host=40, device=40, index=80, aux=2), PAGE)
+        self.tree = PrefixTree(self.pools)
+
+    def hold(self, keys: Keys, num_before: int = 0) -> None:
+        """The pages of ``keys`` behind the first ``num_before``, which are held."""
+        need = SlotCounts.of(self.kinds, (len(keys) - num_before) * PAGE)
+        holding = self.pools.reserve(Room(1), need)
+        self.tree.hold(holding, keys, self.kinds, num_before)
+        self.pools.release(holding)
+        self.tree.check_integrity([])
+
+    def num_held(self, keys: Keys) -> int:
+        found = self.tree.find(keys, self.kinds)
+        return found.num_pages if found else 0
+
+    @property
+    def taken(self) -> SlotCounts:
+        return self.pools.totals - self.pools.free
+
+
+@pytest.fixture(params=[HOST, DEVICE], ids=["host", "device"])
+def node(request: pytest.FixtureRequest) -> Node:
+    return Node(request.param)
+
+
+def test_any_number_use_a_prefix_as_far_as_it_is_the_same(node: Node) -> None:
+    node.hold(pages(1, 1, 1))
+    node.hold(pages(2, 2, 2))
+    wanted, tree, kind = pages(1, 1, 7, 7), node.tree, node.kinds[0]
+    assert node.num_held(wanted) == 2
+    users = [tree.use(wanted[:2], node.kinds) for _ in range(3)]
+    assert users[1:] == users[:-1]
+    assert (users[0].end_page, users[0].num_users) == (2, 3)
+    assert len(extents_to_slots(users[0].extents(kind))) == 8
+    assert tree.num_tokens == 24, "what is behind it is still held"
+    longer = tree.use(pages(1, 1, 1), node.kinds)
+    assert list(longer.chain()) == [longer, users[0]]
+    assert (
+        extents_to_slots(longer.extents(kind))[:8].tolist()
+        == extents_to_slots(users[0].extents(kind)).tolist()
+    )
+    tree.check_integrity([*users, longer])
+    assert tree.unused == SlotCounts.of(node.kinds, 12)
+    for prefix in (*users, longer):
+        tree.let_go(prefix)
+    tree.check_integrity([])
+    assert node.pools.free + tree.unused == node.pools.totals
+
+
+@pytest.mark.I8
+def test_neighbours_are_one_run_unless_something_tells_them_apart(node: Node) -> None:
+    tree, kind, keys = node.tree, node.kinds[0], pages(*range(8))
+    for num_pages in range(1, 9):  # a page a turn
+        node.hold(keys[:num_pages], num_pages - 1)
+        assert len(tree) == 1
+    slots = extents_to_slots(tree.use(keys, node.kinds).extents(kind)).tolist()
+    assert len(set(slots)) == 8 * PAGE
+    part = tree.use(keys[:3], node.kinds)
+    assert len(tree) == 2, "one uses the first part alone"
+    whole = tree.use(keys, node.kinds)
+    assert extents_to_slots(part.extents(kind)).tolist() == slots[: 3 * PAGE]
+    tree.let_go(part)
+    assert len(tree) == 2, "the first part was used later"
+    for _ in range(2):
+        tree.let_go(whole)
+    assert len(tree) == 1
+    tree.check_integrity([])
+    assert extents_to_slots(tree.use(keys, node.kinds).extents(kind)).tolist() == slots
+    tree.let_go(whole)
+    node.hold((*keys[:5], b"another"), 5)
+    assert len(tree) == 3, "two are behind the first part"
+    tree.flush()
+    tree.check_integrity([])
+    assert (len(tree), node.pools.free) == (0, node.pools.totals)
+
+
+@pytest.mark.I8
+def test_what_was_left_beside_a_long_sequence_is_given_up_when_it_has_too_many_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hisparse_pd.paging.prefix_tree.MAX_RUNS", 4)
+    node, keys = Node(), pages(*range(9))
+    sides = [(*keys[:number], b"side %d" % number) for number in range(9)]
+    for number in range(1, 7):  # an answer is left behind at the end of each page
+        node.hold(keys[:number], number - 1)
+        node.hold(sides[number], number)
+        match = node.tree.find(keys[:number], HOST)
+        assert match is not None
+        assert match.num_pages == number
+        assert len(list(match.prefix.chain())) <= 4
+    left = [number for number in range(1, 7) if node.num_held(sides[number]) == number + 1]
+    assert left == [4, 5, 6], "those left the longest ago are gone"
+    users = [node.tree.use(sides[number], HOST) for number in (4, 5, 6)]
+    holding = node.pools.reserve(Room(2), SlotCounts.of(HOST, PAGE))
+    assert node.tree.hold(holding, keys[:7], HOST, 6) == 6, "somebody uses what is beside it"
+    assert holding.num_slots(PoolKind.HOST) == PAGE
+    assert [node.num_held(sides[number]) for number in (4, 5, 6)] == [5, 6, 7]
+    node.tree.check_integrity(users)
+    for user in users:
+        node.tree.let_go(user)
+    node.tree.check_integrity([])
+
+
+def test_a_match_names_the_pages_of_every_prefix_that_it_is_of() -> None:
+    node, whole = Node(), pages(1, 1, 1)
+    node.hold(whole)
+    node.tree.let_go(first := node.tree.use(whole[:2], HOST))
+    match = node.tree.find(whole, HOST)
+    assert match == Match(node.tree.use(whole, HOST), 3)
+    assert match is not None
+    assert list(match.parts()) == [(match.prefix, 1), (first, 2)]
+    assert node.tree.find(whole[:1], HOST) == Match(first, 1)
+    assert node.tree.find(whole, DEVICE) is None, "held in other pools"
+    assert node.pools.used(Stage.HELD) == SlotCounts(host=12, index=12)
+
+
+def test_what_is_held_already_is_not_held_twice() -> None:
+    """Two that began alike, and ended one after the other."""
+    node = Node()
+    node.hold(pages(1, 1, 1))
+    longer = pages(1, 1, 1, 2, 2)
+    node.hold(longer)
+    assert (node.tree.num_tokens, node.taken.host) == (20, 20)
+    node.hold(pages(1, 1, 1, 1), num_before=3)
+    node.hold(longer[:4], num_before=1)
+    assert (node.tree.num_tokens, node.taken.host) == (24, 24)
+    holding = node.pools.reserve(Room(2), SlotCounts(host=4, index=4))
+    with pytest.raises(PoolIntegrityError, match="what is before its pages is not held"):
+        node.tree.hold(holding, pages(9, 9), HOST, 1)
+    with pytest.raises(ValueError, match="reach past the 4 token slots"):
+        node.tree.hold(holding, pages(9, 9), HOST)
+
+
+@pytest.mark.I1
+def test_who_keeps_pages_that_are_held_of_another_has_them_until_its_end() -> None:
+    """Writes may read them; the pages behind them are held all the same."""
+    node = Node(DEVICE)
+    node.hold(pages(1, 1))
+    holding = node.pools.reserve(Room(2), SlotCounts(device=14, aux=1), Stage.RUNNING)
+    own = extents_to_slots(holding[PoolKind.DEVICE]).tolist()
+    prefix = node.tree.share(holding, pages(1, 1, 2), DEVICE, None, keeps_known=True)
+    assert prefix is not None
+    assert prefix.end_page == 3
+    assert extents_to_slots(holding[PoolKind.DEVICE]).tolist() == [*own[:8], *own[12:]]
+    assert extents_to_slots(prefix.extents(PoolKind.DEVICE)).tolist()[8:] == own[8:12]
+    node.tree.check_integrity([prefix])
+    node.pools.check_integrity({Stage.RUNNING: 1, Stage.HELD: len(node.tree)})
+    node.tree.let_go(prefix)
+    node.pools.release(holding)
+    assert node.taken == node.tree.unused == SlotCounts(device=12)
+
+
+def test_the_least_recently_used_go_first_and_from_their_ends() -> None:
+    node = Node()
+    one, two = pages(1, 1, 1), pages(2, 2, 2)
+    node.hold(one)
+    node.hold(two)
+    node.tree.make_room(node.pools.free + SlotCounts(host=PAGE))
+    assert [node.num_held(keys) for keys in (one, two)] == [2, 3]
+    node.tree.let_go(node.tree.use(one[:2], HOST))  # what is left of it is the more recent now
+    node.tree.make_room(node.pools.free + SlotCounts(host=4 * PAGE))
+    assert [node.num_held(keys) for keys in (one, two)] == [1, 0]
+    assert (node.tree.num_evicted_tokens, len(node.tree)) == (20, 1)
+    node.tree.check_integrity([])
+    node.tree.flush()
+    assert (node.pools.free, node.tree.num_evicted_tokens) == (node.pools.totals, 20)
+
+
+def test_what_is_used_is_not_given_up_and_its_start_is_given_up_last() -> None:
+    node = Node()
+    long, other = pages(1, 1, 1, 1, 1), pages(1, 1, 1, 2)
+    node.hold(long)
+    node.hold(other, num_before=3)
+    used = node.tree.use(other, HOST)
+    node.tree.make_room(SlotCounts(host=1000))
+    assert node.num_held(long) == 3
+    assert (node.tree.num_tokens, node.tree.unused) == (16, SlotCounts())
+    node.tree.flush()
+    assert node.tree.num_tokens == 16
+    node.tree.let_go(used)
+    node.tree.check_integrity([])
+    node.tree.make_room(node.pools.free + SlotCounts(host=PAGE + 1))
+    assert node.num_held(long) == 2, "from its end"
+
+
+def test_nothing_is_given_up_for_slots_that_it_does_not_have() -> None:
+    node = Node()
+    node.hold(pages(1, 1, 1))
+    for need in (SlotCounts(aux=1), SlotCounts(device=1)):
+        node.tree.make_room(node.pools.free + need)
+    assert node.tree.num_tokens == 12
+    node.kinds = DEVICE
+    node.hold(pages(2, 2))
+    node.tree.make_room(node.pools.free + SlotCounts(device=1))
+    assert node.tree.unused == SlotCounts(host=12, device=4, index=12)
+
+
+def test_integrity_notices_a_user_that_was_lost() -> None:
+    node = Node()
+    node.hold(pages(1))
+    prefix = node.tree.use(pages(1), HOST)
+    node.tree.check_integrity([prefix])
+    with pytest.raises(PoolIntegrityError, match="1 users counted, 0 known"):
+        node.tree.check_integrity([])
