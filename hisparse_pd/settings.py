@@ -42,6 +42,10 @@ Networks = Annotated[tuple[str, ...], AfterValidator(_networks)]
 STREAMS_A_FRONT = 256
 """A step gives each of them a token: a burst of some 10 ms for one process."""
 MAX_FRONTS = 64
+MAX_BODY_BYTES = 16 << 20
+"""Of an HTTP request, at a node and at the router."""
+HEALTH_TIMEOUT_SECS = 30.0
+"""Silence of an engine that fails ``/health``, unless six heartbeat intervals are longer."""
 
 TRACES = (
     "collector that gets traces, by OTLP over HTTP (protobuf), such as http://collector:4318; its path, if "
@@ -214,12 +218,10 @@ class NodeSettings(_Settings):
         description="heartbeats in a row that may fail: after that many intervals without a sign of life a "
         "peer is lost",
     )
-    health_timeout_secs: Secs = Field(30.0, description="engine silence that fails /health, in seconds")
     startup_timeout_secs: Secs = Field(
         300.0, description="loading without progress that fails /liveness, in seconds"
     )
     drain_timeout_secs: DrainSecs = Field(15.0, description=DRAIN_TIMEOUT)
-    max_body_bytes: int = Field(16 << 20, ge=1024, description="HTTP request body at most, in bytes")
     max_queued_requests: int = Field(
         4096,
         ge=0,
@@ -327,6 +329,10 @@ class NodeSettings(_Settings):
         """Time without a sign of life after which a peer is lost."""
         return self.heartbeat_interval_secs * self.heartbeat_max_failures
 
+    @property
+    def health_timeout_secs(self) -> float:
+        return max(HEALTH_TIMEOUT_SECS, 6 * self.heartbeat_interval_secs)
+
     def _check_free_memory_is_known(self, name: str, num_tokens: int) -> None:
         """Raises ValueError for a pool that is to take free GPU memory where there is no GPU."""
         if num_tokens == 0 and not self.device.startswith("cuda"):
@@ -354,12 +360,6 @@ class PrefillSettings(NodeSettings):
         0, description="port of the control socket, the next ranks have the next ones; 0: any free one"
     )
     chunked_prefill_size: Tokens = Field(2048, description="tokens computed in one step at most")
-    push_layers: int = Field(
-        1,
-        ge=0,
-        description="layers in a batch of KV at least that leaves while the next ones compute; "
-        "0: all in one batch, once the chunk is computed",
-    )
     kv_pool_tokens: TokensOrFree = Field(
         65536,
         description="token slots in the KV pool, prefix cache included; 0: as many as free GPU memory holds",
@@ -528,7 +528,6 @@ class RouterSettings(_Settings):
         "begin alike go to the same nodes while these have little more to do than the others",
     )
     health_interval_secs: Secs = Field(5.0, description="between health checks of a node, in seconds")
-    connect_timeout_secs: Secs = Field(5.0, description="connecting to a node at most, in seconds")
     request_timeout_secs: Secs = Field(600.0, description="silence of a node in a request, in seconds")
     max_retries: int = Field(
         1,
@@ -538,7 +537,6 @@ class RouterSettings(_Settings):
         "or, the prefill node, fails before its client has a byte",
     )
     drain_timeout_secs: DrainSecs = Field(15.0, description=DRAIN_TIMEOUT)
-    max_body_bytes: int = Field(16 << 20, ge=1024, description="HTTP request body at most, in bytes")
     otlp_traces_endpoint: CollectorUrl = Field("", description=TRACES, title="URL")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log verbosity")
 

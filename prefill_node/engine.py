@@ -190,7 +190,6 @@ class PrefillEngine:
                 self._memory.regions,
                 settings.page_size,
                 settings.transfer_timeout_secs,
-                settings.push_layers,
                 slice_bytes=self._lanes.slice_bytes,
             ),
             limits=self._limits,

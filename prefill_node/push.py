@@ -84,8 +84,8 @@ class ChunkPush:
 class Pusher:
     """Plans and submits. Source memory must stand until each batch's completion: the caller counts them.
 
-    ``layers_per_batch`` and ``min_batch_bytes``: what a batch carries at least while a forward runs. 0 layers
-    submits nothing then. ``slice_bytes``: what a slice for a decode node's session costs at most.
+    ``min_batch_bytes``: what a batch carries at least while a forward runs, in whole layers.
+    ``slice_bytes``: what a slice for a decode node's session costs at most.
     """
 
     def __init__(
@@ -94,7 +94,6 @@ class Pusher:
         source: SourceRegions,
         page_size: int,
         transfer_timeout_secs: float,
-        layers_per_batch: int,
         min_batch_bytes: int = MIN_BATCH_BYTES,
         slice_bytes: Callable[[str], int] = lambda session: SLICE_BYTES,
     ) -> None:
@@ -102,7 +101,6 @@ class Pusher:
         self._source = source
         self._page_size = page_size
         self._transfer_timeout_secs = transfer_timeout_secs
-        self._layers_per_batch = layers_per_batch
         self._min_batch_bytes = min_batch_bytes
         self._slice_bytes = slice_bytes
         self._token_bytes = sum(region.num_layers * region.item_bytes for region in (source.kv, source.index))
@@ -165,7 +163,7 @@ class Pusher:
                     "they must be written in order, each once"
                 )
             push.num_layers_written += 1
-            if self._layers_per_batch == 0 or push.num_layers_written > push.num_layers:
+            if push.num_layers_written > push.num_layers:
                 continue
             if push.num_layers_written == push.num_layers or self._is_due(push):
                 self._submit_layers(push, push.num_layers_written, ready)
@@ -200,8 +198,7 @@ class Pusher:
         """Whether the layers that wait are to leave before the chunk's last one is written."""
         num_waiting = push.num_layers_written - push.num_layers_submitted
         return (
-            num_waiting >= self._layers_per_batch
-            and num_waiting * push.layer_bytes >= self._min_batch_bytes
+            num_waiting * push.layer_bytes >= self._min_batch_bytes
             and self._sender.num_pending(push.record.room) < MAX_PENDING_BATCHES
         )
 

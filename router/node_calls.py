@@ -17,6 +17,7 @@ from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, 
 from router.local_faults import local_fault
 from router.nodes import Node
 
+CONNECT_TIMEOUT_SECS = 5.0
 MAX_ERROR_BODY_BYTES = 1 << 20
 
 MAX_TOLD_BYTES = 4 << 20
@@ -63,12 +64,10 @@ class NodeCalls:
     def __init__(
         self,
         timeout_secs: float,
-        connect_timeout_secs: float,
         tls: ssl.SSLContext = NO_TLS,
         keys: ApiKeys | None = None,
     ) -> None:
         self._timeout_secs = timeout_secs
-        self._connect_timeout_secs = connect_timeout_secs
         self._tls = tls
         self._keys = keys
 
@@ -77,7 +76,6 @@ class NodeCalls:
         """Raises KeyFileError and CaFileError."""
         return cls(
             settings.request_timeout_secs,
-            settings.connect_timeout_secs,
             tls_context(settings),
             load_api_keys(settings.node_api_key_file),
         )
@@ -101,7 +99,7 @@ class NodeCalls:
         """The call once it has the answer's head; ``stack`` closes it. Raises RouterError."""
         call = stack.enter_context(closing(Call(node.url, self._timeout_secs)))
         try:
-            await call.connect(self._tls, self._connect_timeout_secs)
+            await call.connect(self._tls, CONNECT_TIMEOUT_SECS)
             await call.ask("POST", path, self._with_key(headers), content)
         except OSError as error:
             raise self._error_of(node, error, is_connected=call.is_connected) from error

@@ -28,7 +28,7 @@ from hisparse_pd.http.http_errors import ApiError, ErrorShape
 from hisparse_pd.http.off_loop import parsed
 from hisparse_pd.http.patience import Patience
 from hisparse_pd.http.workers import no_workers
-from hisparse_pd.settings import RouterSettings
+from hisparse_pd.settings import MAX_BODY_BYTES, RouterSettings
 from hisparse_pd.traces import open_tracer
 from router.body import Endpoint, RequestBody
 from router.connect import RawHeaders
@@ -276,20 +276,19 @@ class _RelayEndpoint:
             await asyncio.gather(answering, leaving, return_exceptions=True)
 
     async def _read_body(self, request: Request) -> bytes:
-        limit = self._router.settings.max_body_bytes
         declared = request.headers.get("content-length", "0")
         body = bytearray()
-        if declared.isdecimal() and int(declared) <= limit:
+        if declared.isdecimal() and int(declared) <= MAX_BODY_BYTES:
             try:
                 async with asyncio.timeout(self._router.settings.request_timeout_secs):
                     async for chunk in request.stream():
                         body += chunk
-                        if len(body) > limit:
+                        if len(body) > MAX_BODY_BYTES:
                             break
             except TimeoutError as error:
                 raise RouterError(408, "the request body did not arrive in time") from error
-        if len(body) > limit or not declared.isdecimal() or int(declared) > limit:
-            raise RouterError(413, f"the request body is larger than max_body_bytes = {limit}")
+        if len(body) > MAX_BODY_BYTES or not declared.isdecimal() or int(declared) > MAX_BODY_BYTES:
+            raise RouterError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
         return bytes(body)
 
     async def _relay(self, request: Request, body: bytes, send: Send, span: RequestSpan | None) -> int:

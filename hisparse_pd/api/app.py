@@ -103,9 +103,9 @@ def create_app(front: Front, handler: Handler) -> Starlette:
         **{endpoint: _Worker(front, endpoint, handler) for endpoint in Endpoint},
         **{path: partial(_about_tokens, front, path) for path in TokenPath},
     }
-    max_bytes, count = front.settings.max_body_bytes, front.metrics.count_request
+    count = front.metrics.count_request
     routes: list[BaseRoute] = [
-        Route(path, FramedEndpoint(path, max_bytes, respond, count, front.tracer), methods=["POST"])
+        Route(path, FramedEndpoint(path, respond, count, front.tracer), methods=["POST"])
         for path, respond in takers.items()
     ]
     information: dict[str, Callable[[Front], Response]] = {

@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hisparse_pd.api.keep_alive import KeepAlive
 from hisparse_pd.http.http_errors import ApiError, ErrorShape
+from hisparse_pd.settings import MAX_BODY_BYTES
 
 if TYPE_CHECKING:
     from hisparse_pd.tracing import RequestSpan, Tracer
@@ -80,14 +81,12 @@ class FramedEndpoint:
     def __init__(
         self,
         path: str,
-        max_body_bytes: int,
         respond: Callable[[bytes, float, Reply], Awaitable[None]],
         count: Callable[[str, int], None],
         tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer
         self._path = path
-        self._max_body_bytes = max_body_bytes
         self._respond = respond
         self._count = count
 
@@ -97,7 +96,7 @@ class FramedEndpoint:
         reply = Reply(send, ErrorShape.of_path(self._path), headers, span)
         try:
             arrived_at = time.monotonic()
-            body = await _read_body(Request(scope, receive), self._max_body_bytes)
+            body = await _read_body(Request(scope, receive))
             reply.keep_alive(scope)
             await _unless_client_leaves(receive, self._answer(body, arrived_at, reply))
         except ClientDisconnect:
@@ -197,11 +196,11 @@ class Reply:
         await self._send(message)
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytes:
+async def _read_body(request: Request) -> bytes:
     """Raises ApiError 413 or 408, or ClientDisconnect."""
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise _too_large()
     chunks: list[bytes] = []
     num_bytes = 0
     try:
@@ -209,15 +208,15 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
             async for chunk in request.stream():
                 chunks.append(chunk)
                 num_bytes += len(chunk)
-                if num_bytes > max_bytes:
-                    raise _too_large(max_bytes)
+                if num_bytes > MAX_BODY_BYTES:
+                    raise _too_large()
     except TimeoutError as error:
         raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_SECS:g} s") from error
     return b"".join(chunks)
 
 
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {max_bytes} bytes, the most that this node takes")
+def _too_large() -> ApiError:
+    return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes, the most that this node takes")
 
 
 async def _unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -56,7 +56,7 @@ def cramped(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def stranger(tiny_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A decode node of another model than that of ``pair``; the last of its tests ends it."""
-    options = ["--served-model-name", "tiny", "--health-timeout-secs", "2"]
+    options = ["--served-model-name", "tiny"]
     decode = decode_service(tiny_checkpoint("glm"), tmp_path_factory.mktemp("stranger"), "decode", options)
     with running([decode]):
         yield decode
@@ -189,15 +189,8 @@ def test_health_does_not_depend_on_the_peer(stranger: Service) -> None:
     assert pool_usage(stranger) == 0
 
 
-def test_an_engine_that_hangs_fails_health_and_one_that_dies_ends_the_node(stranger: Service) -> None:
+def test_an_engine_that_dies_ends_the_node(stranger: Service) -> None:
     """The last test of this node."""
-    engine = engine_pids(stranger)[0]
-    os.kill(engine, signal.SIGSTOP)
-    wait_until(
-        lambda: httpx.get(stranger.url + "/health", timeout=5).status_code == 503, 20, "/health at 503"
-    )
-    os.kill(engine, signal.SIGCONT)
-    wait_until(stranger.is_healthy, 20, "/health at 200 again")
-    os.kill(engine, signal.SIGKILL)
+    os.kill(engine_pids(stranger)[0], signal.SIGKILL)
     assert stranger.process is not None
     assert stranger.process.wait(20) != 0

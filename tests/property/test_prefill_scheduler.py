@@ -327,7 +327,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.num_chunks: Counter[Room] = Counter()
         """Until when, and which source addresses, first attempts of delivered rooms may still read."""
-        self.pusher = Pusher(self.sender, SOURCE, PAGE_SIZE, 60.0, layers_per_batch=1, min_batch_bytes=0)
+        self.pusher = Pusher(self.sender, SOURCE, PAGE_SIZE, 60.0, min_batch_bytes=0)
         self.life = RoomLife(
             pusher=self.pusher,
             limits=self.limits,
@@ -340,11 +340,8 @@ class LifecycleMachine(RuleBasedStateMachine):
             grace_secs=GRACE_SECS,
         )
 
-    @initialize(
-        layers_per_batch=st.sampled_from([0, 1, 1, 2, 3]), min_batch_tokens=st.sampled_from([0, 0, 9])
-    )
-    def choose(self, layers_per_batch: int, min_batch_tokens: int) -> None:
-        self.pusher._layers_per_batch = layers_per_batch
+    @initialize(min_batch_tokens=st.sampled_from([0, 0, 9, 30, 1 << 30]))
+    def choose(self, min_batch_tokens: int) -> None:
         self.pusher._min_batch_bytes = min_batch_tokens * ITEM_BYTES
 
     # What the world is told.

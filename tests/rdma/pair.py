@@ -27,7 +27,7 @@ _POLL_SECS = 2.0
 
 HOT_BUFFER = 192
 _PATIENT = (
-    *("--heartbeat-interval-secs", "60", "--health-timeout-secs", "300"),
+    *("--heartbeat-interval-secs", "60"),
     *("--transfer-timeout-secs", "300", "--room-timeout-secs", "600"),
 )
 _NODE = (

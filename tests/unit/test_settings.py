@@ -289,7 +289,7 @@ def test_a_pair_shares_keys_and_lets_sections_win(tmp_path: Path, monkeypatch: p
         """
         model_path = "/models/tiny"
         page-size = 32
-        max_body_bytes = 4096
+        drain_timeout_secs = 7
         chunked_prefill_size = 128
         port = 8123
         [prefill]
@@ -304,7 +304,7 @@ def test_a_pair_shares_keys_and_lets_sections_win(tmp_path: Path, monkeypatch: p
     _, prefill, decode, router = pair_settings({"max_running_requests": "3"}, path)
     assert (prefill.page_size, decode.page_size) == (16, 32)
     assert (prefill.chunked_prefill_size, decode.device_buffer_size) == (128, 192)
-    assert prefill.max_body_bytes == decode.max_body_bytes == router.max_body_bytes == 4096
+    assert prefill.drain_timeout_secs == decode.drain_timeout_secs == router.drain_timeout_secs == 7
     assert prefill.max_running_requests == decode.max_running_requests == 3
     assert (prefill.port, decode.port, router.port) == (30000, 31000, 8123)
     assert router.policy == "least_loaded"

@@ -103,6 +103,7 @@ async def serving(
     role: str = "decode",
     is_ready: bool = True,
     collector: str = "",
+    health_timeout_secs: float = 30.0,
     **options: Any,
 ) -> AsyncIterator[Node]:
     settings: NodeSettings = (PrefillSettings if role == "prefill" else DecodeSettings)(
@@ -110,7 +111,7 @@ async def serving(
     )
     metrics = FrontMetrics()
     endpoints = [f"ipc://{tmp_path}/engine.ipc"]
-    link = EngineLink(endpoints, settings.health_timeout_secs, metrics.update)
+    link = EngineLink(endpoints, health_timeout_secs, metrics.update)
     front = Front(
         role,
         settings,

@@ -46,7 +46,7 @@ from hisparse_pd.http.engine_link import EngineLink, SampleGroup, least_loaded
 from hisparse_pd.http.listening import Listener, _SharedSocket
 from hisparse_pd.http.metrics import FrontMetrics
 from hisparse_pd.http.workers import Workers
-from hisparse_pd.settings import DecodeSettings
+from hisparse_pd.settings import MAX_BODY_BYTES, DecodeSettings
 from hisparse_pd.vocabulary import PREFILL_NODE_FAILED, VERSION, FinishReason, HisparseFlag, Mode, RankPlace
 from protocol.bootstrap import BootstrapInfo, look_up
 from tests.unit.api.scripted_engine import deliver, say, stats
@@ -621,33 +621,33 @@ def test_bad_input_reaches_no_engine(on_node: OnNode, role: str) -> None:
             (json.dumps({**BODY, "prompt": "x" * 300}).encode(), 400),
             (json.dumps({**BODY, "model": "other"}).encode(), 404),
             (json.dumps({**BODY, "bootstrap_room": None}).encode(), 400),
-            (b" " * 5000, 413),
+            (b" " * (MAX_BODY_BYTES + 1), 413),
         ]
         for content, status in bad:
             response = await node.client.post("/v1/completions", content=content)
             assert response.status_code == status, response.text
             assert response.headers["content-type"] == "application/json"
             assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-        assert "4096 bytes" in response.json()["error"]["message"]
+        assert f"{MAX_BODY_BYTES} bytes" in response.json()["error"]["message"]
         assert node.engine.received == []
         missing = await node.client.get("/v2/nothing")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
         assert (await node.client.get("/generate")).status_code == 405
 
-    on_node(say("x"), check, role=role, max_body_bytes=4096)
+    on_node(say("x"), check, role=role)
 
 
 @pytest.mark.I8
 def test_a_body_without_a_length_is_limited_too(on_node: OnNode) -> None:
-    async def endless() -> AsyncIterator[bytes]:
-        for _ in range(100):
-            yield b" " * 1000
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(2):
+            yield b" " * (MAX_BODY_BYTES // 2 + 1)
 
     async def check(node: Node) -> None:
-        response = await node.client.post("/v1/completions", content=endless())
+        response = await node.client.post("/v1/completions", content=chunks())
         assert response.status_code == 413
 
-    on_node(say("x"), check, max_body_bytes=4096)
+    on_node(say("x"), check)
 
 
 @pytest.mark.I8

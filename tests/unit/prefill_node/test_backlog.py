@@ -82,7 +82,6 @@ class Node:
                 ),
                 PAGE_SIZE,
                 TRANSFER_TIMEOUT_SECS,
-                layers_per_batch=1,
             ),
             limits=StepLimits(NUM_SLOTS, 0, 8, PAGE_SIZE, NUM_PAGES),
             request_limits=RequestLimits(context_length=NUM_SLOTS, vocab_size=1000, max_logprobs=0),

@@ -33,14 +33,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=[0, 1, 3])
+@pytest.fixture(scope="module", params=[0, 1 << 40])
 def served(
     request: pytest.FixtureRequest, path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineThread]:
-    """Engines that send whole chunks, single layers, and three layers in a batch, of which there are five."""
+    """Engines that send single layers, of which there are five, and whole chunks."""
     ipc_path = tmp_path_factory.mktemp("prefill") / "front"
-    with engine_thread(path, ipc_path, push_layers=request.param) as engine:
-        engine.engine._life._pusher._min_batch_bytes = 0
+    with engine_thread(path, ipc_path) as engine:
+        engine.engine._life._pusher._min_batch_bytes = request.param
         yield engine
 
 

@@ -27,17 +27,23 @@ from tests.unit.prefill_node.support import (
 from transfer.send_queue import Outcome, Slice
 
 AUX = "aux record"
+WHOLE = 1 << 40
+"""Bytes of a batch at least, with which a chunk's layers leave together."""
 
 
-@pytest.fixture(scope="module", params=[0, 1])
+@pytest.fixture(scope="module", params=[WHOLE, 0])
 def served(
     request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineThread]:
     """Engines that send whole chunks, and single layers, of which there are four."""
     ipc_path = tmp_path_factory.mktemp("prefill") / "front"
-    with engine_thread(tiny, ipc_path, push_layers=request.param) as engine:
-        engine.engine._life._pusher._min_batch_bytes = 0
+    with engine_thread(tiny, ipc_path) as engine:
+        engine.engine._life._pusher._min_batch_bytes = request.param
         yield engine
+
+
+def sends_layers(engine: EngineThread) -> bool:
+    return engine.engine._life._pusher._min_batch_bytes == 0
 
 
 def covered(submissions: Sequence[Submission]) -> dict[tuple[int, int], list[int]]:
@@ -75,11 +81,11 @@ def test_layers_leave_while_the_next_ones_compute(engine: EngineThread, peer: De
     num_submitted: list[int] = []
     engine.after_layer = lambda layer: num_submitted.append(len(engine.submitted.get(room, ())))
     deliver(engine, peer, room, prompt(2, 40))
-    if engine.settings.push_layers == 0:
-        assert num_submitted == [0, 0, 0, 0]
-    else:
+    if sends_layers(engine):
         assert num_submitted[0] == 1
         assert num_submitted[3] > num_submitted[0], "the last layer waits for the end of the forward"
+    else:
+        assert num_submitted[:3] == [0, 0, 0]
 
 
 def test_a_cached_prefix_leaves_whole_and_the_rest_by_layers(engine: EngineThread, peer: DecodePeer) -> None:
@@ -137,7 +143,7 @@ def test_a_forward_that_raises_midway_keeps_its_pages_until_its_layers_are_back(
 
     def fail(layer: int) -> None:
         if layer == 2:
-            assert engine.settings.push_layers == 0 or transport.started.wait(TIMEOUT_SECS)
+            assert not sends_layers(engine) or transport.started.wait(TIMEOUT_SECS)
             raise RuntimeError("a bad kernel")
 
     engine.after_layer = fail
@@ -146,7 +152,7 @@ def test_a_forward_that_raises_midway_keeps_its_pages_until_its_layers_are_back(
     failed = peer.expect(RoomFailed)
     assert (failed.room, failed.status, failed.batch_failed) == (room, 500, False)
     assert "a bad kernel" in engine.expect(RequestFailed).error
-    assert failed.quiet == (engine.settings.push_layers == 0)
+    assert failed.quiet is not sends_layers(engine)
     if not failed.quiet:
         peer.assert_nothing_more()
         assert engine.num_used_pages == 3
@@ -165,7 +171,7 @@ def test_an_abort_between_layers_is_quiet_when_all_that_left_is_back(
 ) -> None:
     transport = StuckTransport(engine, monkeypatch)
     is_between_layers = threading.Event()
-    is_sending = engine.settings.push_layers == 1  # otherwise nothing has left when the abort arrives
+    is_sending = sends_layers(engine)  # otherwise nothing has left when the abort arrives
 
     def wait_for_the_abort(layer: int) -> None:
         if layer == 1:
@@ -205,7 +211,7 @@ def test_a_batch_that_fails_midway_stops_the_layers_behind_it(
         has_failed.set()
 
     monkeypatch.setattr(engine.engine._sender._queue, "finish", finished)
-    if engine.settings.push_layers == 1:
+    if sends_layers(engine):
         engine.after_layer = lambda layer: (
             None if has_failed.wait(TIMEOUT_SECS) else pytest.fail("no failure")
         )

@@ -76,7 +76,6 @@ def view(memory: np.ndarray) -> RegionView:
 class World:
     """One room between two pools, and a pusher that moves its bytes."""
 
-    layers_per_batch: int = 1
     min_batch_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -86,9 +85,7 @@ class World:
         self.aux = np.full((1, 1, 8), 7, np.uint8)
         self.aux_dst = np.zeros_like(self.aux)
         source = SourceRegions(view(self.kv), view(self.index), view(self.aux), GROUPS)
-        self.pusher = Pusher(
-            self.sender, source, PAGE_SIZE, 60.0, self.layers_per_batch, self.min_batch_bytes
-        )
+        self.pusher = Pusher(self.sender, source, PAGE_SIZE, 60.0, self.min_batch_bytes)
         self.record = self.room(Room(1), [3, 4, 9], Extent(10, 7), Extent(40, 5))
 
     def room(self, room: Room, page_ids: list[int], *extents: Extent) -> RoomRecord:
@@ -140,7 +137,6 @@ def layers_of(tags: Sequence[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("layers_per_batch", "layers"),
     [
-        (0, ["[0, 5)"]),
         (1, ["[0, 1)", "[1, 2)", "[2, 3)", "[3, 4)", "[4, 5)"]),
         (2, ["[0, 2)", "[2, 4)", "[4, 5)"]),
         (5, ["[0, 5)"]),
@@ -148,7 +144,7 @@ def layers_of(tags: Sequence[str]) -> list[str]:
     ],
 )
 def test_layers_leave_once_and_only_when_written(layers_per_batch: int, layers: list[str]) -> None:
-    world = World(layers_per_batch)
+    world = World(layers_per_batch * 9 * ITEM_BYTES)
     push = world.pusher.plan(world.record, 2, 11)
     world.forward(push)
     assert layers_of(world.sender.tags) == layers
@@ -183,8 +179,7 @@ def test_index_keys_leave_with_the_first_layer_of_their_group() -> None:
     assert landed == [{0}, set(), {1}, {2}, set()]
 
 
-@pytest.mark.parametrize("layers_per_batch", [0, 1, 3])
-def test_a_chunk_is_planned_once(monkeypatch: pytest.MonkeyPatch, layers_per_batch: int) -> None:
+def test_a_chunk_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     num_plans = 0
     plan_writes = push_module.plan_writes
 
@@ -194,7 +189,7 @@ def test_a_chunk_is_planned_once(monkeypatch: pytest.MonkeyPatch, layers_per_bat
         return plan_writes(*args)
 
     monkeypatch.setattr(push_module, "plan_writes", counted)
-    world = World(layers_per_batch)
+    world = World()
     world.forward(world.pusher.plan(world.record, 0, 9))
     assert num_plans == 2, "KV and indexer keys, each once"
 
@@ -292,7 +287,7 @@ def test_what_to_wait_for_goes_with_the_batch_that_reads_it() -> None:
         def synchronize(self) -> None:
             raise AssertionError("the pusher does not wait")
 
-    world = World(layers_per_batch=2)
+    world = World(2 * 12 * ITEM_BYTES)
     events = [Event() for _ in range(NUM_LAYERS)]
     pushes = [world.pusher.plan(world.record, 0, 12)]
     for layer, event in enumerate(events):

@@ -198,7 +198,7 @@ async def cluster(
             closing = _once(server.__aexit__)
             node.close = closing
             opened.append(closing)
-        fixed = {f"{name}_secs": 60.0 for name in ("health_interval", "request_timeout", "connect_timeout")}
+        fixed = {f"{name}_secs": 60.0 for name in ("health_interval", "request_timeout")}
         router_settings = RouterSettings(
             prefill=tuple((node.url, 7000 + i) for i, node in enumerate(nodes[NodeKind.PREFILL])),
             decode=tuple(node.url for node in nodes[NodeKind.DECODE]),

@@ -92,7 +92,7 @@ async def test_who_leaves_with_the_last_byte_has_had_the_answer(headers: RawHead
 async def test_legs_end_whenever_their_request_is_cancelled(num_turns: int) -> None:
     nodes = [Node.from_url(kind, f"http://{kind}:1") for kind in NodeKind]
     pool = NodePool([nodes[0]], [nodes[1]], "least_loaded")
-    exchange = _Exchange(NodeCalls(1.0, 1.0), pool, Pair(nodes[0], nodes[1], 1))
+    exchange = _Exchange(NodeCalls(1.0), pool, Pair(nodes[0], nodes[1], 1))
     exchange._decode_stack.enter_context(pool.working(nodes[1], 1))
     exchange._prefill = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
     closing = asyncio.create_task(exchange.close())

@@ -17,7 +17,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import Send
 
-from hisparse_pd.settings import RouterSettings
+from hisparse_pd.settings import MAX_BODY_BYTES, RouterSettings
 from hisparse_pd.vocabulary import DECODE_NODE_FAILED, PREFILL_NODE_FAILED, VERSION
 from protocol.access import KeyFileError
 from router.body import MAX_OTHER_BYTES, MAX_PROMPTS, Endpoint, RequestBody
@@ -715,13 +715,14 @@ async def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_over_the_limit_is_refused(chunked: bool) -> None:
     async def chunks() -> AsyncIterator[bytes]:
-        for _ in range(4):
-            yield b" " * 512
+        for _ in range(2):
+            yield b" " * (MAX_BODY_BYTES // 2 + 1)
 
-    async with cluster(max_body_bytes=1024) as pair:
-        response = await pair.client.post("/generate", content=chunks() if chunked else b" " * 2048)
+    async with cluster() as pair:
+        content = chunks() if chunked else b" " * (MAX_BODY_BYTES + 1)
+        response = await pair.client.post("/generate", content=content)
         assert response.status_code == 413
-        assert "1024" in error_of(response)
+        assert f"{MAX_BODY_BYTES} bytes" in error_of(response)
         assert not pair.decode[0].requests
 
 
