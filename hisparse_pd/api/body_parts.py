@@ -39,7 +39,7 @@ TokenIds = Annotated[list[TokenId], Meta(max_length=256)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 _TOKEN_KEY = "^(0|[1-9][0-9]{0,9})$"
 Biases = Annotated[
-    dict[Annotated[TokenId, rule("must be a token id")], Bias],
+    dict[TokenId, Bias],
     Meta(max_length=MAX_LOGIT_BIAS, extra_json_schema={"propertyNames": {"pattern": _TOKEN_KEY}}),
 ]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]

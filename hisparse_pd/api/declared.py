@@ -5,8 +5,7 @@ null is the same as absent; any other has to be there. Bounds are msgspec's ``Me
 and not decoded: a body of megabytes can be millions of objects, and the decoder lets no other thread run.
 For the same reason large lists are declared as ``Raw`` (``list_of``) and split by who reads them.
 
-msgspec decides whether an object is as declared. The fields of one that is not are looked at one by one, to
-say which field, which value and which bound.
+msgspec decides whether an object is as declared, and says what is not: ``faults.py`` makes an error of it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type
 import msgspec
 from msgspec import Meta, Raw, inspect
 
-from hisparse_pd.api.faults import is_raw, object_fault, path_of, structures_of
+from hisparse_pd.api.faults import fault, is_raw, path_of, steps_of, structures_of
 from hisparse_pd.api.raw_json import MAX_FIELD_BYTES, check_size, decode_item, first_chars, not_json
 from hisparse_pd.http.http_errors import ApiError, InvalidField
 from hisparse_pd.http.off_loop import taking_interpreter
@@ -215,21 +214,12 @@ def _to_settle(structure: type[msgspec.Struct]) -> list[tuple[str, Sequence[obje
 
 
 def _explained(kind: Any, text: bytes | Raw, name: str, error: msgspec.ValidationError) -> ApiError:
-    """The error for ``text``, which is not as declared. Its fields are decoded one at a time."""
+    """The error for ``text``, which is not as declared. Of its fields those that matter are decoded."""
     if first_chars(text)[0] != b"{":
         if name:
             return InvalidField(name, decode_item(name, Raw(bytes(text))), "must be an object")
-        return ApiError(400, f"the body must be a JSON object, not {_kind_of(text)}", code="invalid_json")
-    given = _given(kind, text)
-
-    def value_of(field: str) -> object:
-        return decode_item(path_of(name, field), given[field]) if field in given else None
-
-    fault = object_fault(name, _structures(kind), value_of)
-    return fault or ApiError(400, f"{name or 'the body'}: {error}", param=name or None)
-
-
-def _kind_of(text: bytes | Raw) -> str:
-    """Of a JSON value that is no object."""
-    kinds = {b"n": "null", b"t": "a boolean", b"f": "a boolean", b'"': "a string", b"[": "a list"}
-    return kinds.get(first_chars(text)[0], "a number")
+        return ApiError(400, f"the body must be a JSON object: {error}", code="invalid_json")
+    wanted = {*steps_of(error)[:1], *(structure.tag_field for structure in _structures(kind))}
+    given = {field: value for field, value in _given(kind, text).items() if field in wanted}
+    value = {field: decode_item(path_of(name, field), of_field) for field, of_field in given.items()}
+    return fault(name, inspect.type_info(kind), value, error)

@@ -16,6 +16,7 @@ from hisparse_pd.api.body_parts import (
     HOSTED_TOOL,
     MAX_MESSAGES,
     MAX_PROMPTS,
+    MAX_TOKEN_ID,
     MAX_TOOLS,
     Call,
     ChatMessage,
@@ -25,7 +26,7 @@ from hisparse_pd.api.body_parts import (
     Tool,
 )
 from hisparse_pd.api.declared import NOT_SUPPORTED, decode
-from hisparse_pd.api.faults import fault_of
+from hisparse_pd.api.faults import steps_of
 from hisparse_pd.api.raw_json import check_size, decode_item, first_chars, split
 from hisparse_pd.engine.messages import pack_token_ids
 from hisparse_pd.http.http_errors import ApiError, InvalidField
@@ -258,19 +259,20 @@ def _packed_ids(name: str, value: Raw) -> bytes:
         try:
             token_ids = _ids_decoder.decode(piece)
         except msgspec.MsgspecError as error:
-            raise _no_token_id(name, piece, num_ids) from error
+            raise _no_token_id(name, piece, num_ids, error) from error
         pieces.append(pack_token_ids(token_ids))
         num_ids += len(token_ids)
         start = stop + 1
     return b"".join(pieces)
 
 
-def _no_token_id(name: str, piece: bytes, first_index: int) -> ApiError:
-    values: list[object] = []
-    with suppress(msgspec.MsgspecError):  # cut within an entry that is a list or a string
-        values = msgspec.json.decode(piece)
-    faults = (fault_of(f"{name}[{index}]", TokenId, value) for index, value in enumerate(values, first_index))
-    return next(filter(None, faults), ApiError(400, f"{name}: must have nothing but token ids", param=name))
+def _no_token_id(name: str, piece: bytes, first_index: int, error: msgspec.MsgspecError) -> ApiError:
+    if isinstance(error, msgspec.ValidationError):
+        with suppress(msgspec.MsgspecError):  # cut within an entry that is a list or a string
+            index = int(steps_of(error)[0])
+            path, value = f"{name}[{first_index + index}]", msgspec.json.decode(piece)[index]
+            return InvalidField(path, value, f"must be a token id, an integer from 0 to {MAX_TOKEN_ID}")
+    return ApiError(400, f"{name}: must have nothing but token ids", param=name)
 
 
 def parse_chat_prompt(body: Conversation, *, is_to_be_answered: bool = True) -> ChatPrompt:

@@ -329,14 +329,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (user(IMAGE), 'messages[0].content[0].type: "image" is not supported: could not process image'),
     (user(PDF), 'messages[0].content[0].type: "document" is not supported: could not process pdf'),
     (user({"type": "audio"}), 'messages[0].content[0].type: "audio" must be "text", "tool_result"'),
-    (user({"type": "text", "text": 1}), "messages[0].content[0].text: 1 must be a string"),
+    (user({"type": "text", "text": 1}), "messages[0].content[0].text: 1 must be `str`"),
     (
         user({"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}),
         'messages[0].content[0].content[0].type: "image"',
     ),
     (user({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id"),
-    (user(7), "messages[0].content[0]: 7 must be an object"),
-    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content: 7 must be a string or a list"),
+    (user(7), "messages[0].content[0]: 7 must be `object`"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content: 7 must be `str | array`"),
     (
         {"messages": [*THOUGHTS[:4], result({"type": "text", "text": "d"}, IMAGE)]},
         'messages[4].content[0].content[1].type: "image" is not supported: could not process image',
@@ -365,8 +365,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (cleared(keep="some"), "context_management.edits[0].keep"),
 ]
 REFUSED_TO_GENERATE: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens: the field is needed"),
-    ({"temperature": 1.5}, "temperature: 1.5 must be at most 1"),
+    ({"max_tokens": None}, "max_tokens: null must be `int`"),
+    ({"temperature": 1.5}, "temperature: 1.5 must be `float` <= 1"),
     ({"stop_sequences": [""]}, "stop_sequences[0]"),
     ({"n": 2}, "n: 2 is not supported"),
     ({"return_token_ids": True}, "return_token_ids"),

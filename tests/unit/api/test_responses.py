@@ -375,9 +375,9 @@ def test_a_namespace_and_a_format_are_told_to_the_model() -> None:
         ({"input": []}, "input", "must be a list with at least one message"),
         ({"input": 7}, "input", "must be a list"),
         ({"input": [7]}, "input[0]", "must be an object"),
-        ({"instructions": 7}, "instructions", "must be a string"),
+        ({"instructions": 7}, "instructions", "must be `str | null`"),
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type", '"input_image"'),
-        ({"input": [{"role": "user", "content": 7}]}, "input[0].content", "must be a string"),
+        ({"input": [{"role": "user", "content": 7}]}, "input[0].content", "must be `str | array`"),
         (
             {"input": [{"role": "tool", "content": "x"}]},
             "input[0].role",
@@ -388,7 +388,7 @@ def test_a_namespace_and_a_format_are_told_to_the_model() -> None:
         (
             {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]},
             "input[0].arguments",
-            "must be a string",
+            "must be `str | null`",
         ),
         (
             {"input": [*AGENTS_ITEMS[:5], {**AGENTS_ITEMS[5], "output": [IMAGE]}]},
@@ -419,7 +419,7 @@ def test_a_namespace_and_a_format_are_told_to_the_model() -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "must be a JSON schema"),
         ({"text": {"verbosity": "mute"}}, "text.verbosity", 'must be "high", "low" or "medium"'),
         ({"reasoning": {"summary": "none"}}, "reasoning.summary", 'must be "auto", "concise" or "detailed"'),
-        ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "must be `int` >= 1"),
         ({"n": 2}, "n", "is not supported"),
     ],
 )

@@ -143,7 +143,7 @@ def test_long_lists_come_in_pieces(on_node: OnNode, monkeypatch: pytest.MonkeyPa
         ("/tokenize", {"prompt": ["a"]}, "prompt: a list with 1 entries must be a string"),
         ("/tokenize", {"prompt": ""}, 'prompt: "" must not be empty'),
         ("/tokenize", {"prompt": "a" * 3000}, "the prompt has at least"),
-        ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs: 1 must be true or false"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs: 1 must be `bool | null`"),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
         (
             "/tokenize",
@@ -156,7 +156,7 @@ def test_long_lists_come_in_pieces(on_node: OnNode, monkeypatch: pytest.MonkeyPa
         ),
         ("/detokenize", {}, "tokens: the field is needed"),
         ("/detokenize", {"tokens": "a"}, 'tokens: "a" must be a list of token ids'),
-        ("/detokenize", {"tokens": [1, -1]}, "tokens[1]: -1 must be at least 0"),
+        ("/detokenize", {"tokens": [1, -1]}, "tokens[1]: -1 must be a token id"),
         ("/detokenize", {"tokens": [1, 100000]}, "tokens[1]: 100000 is no token id"),
         ("/detokenize", {"tokens": [1] * (CONTEXT_LENGTH + 1)}, f"a context has {CONTEXT_LENGTH}"),
     ],
