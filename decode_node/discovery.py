@@ -1,4 +1,4 @@
-"""Asks bootstrap endpoints where prefill nodes are, and whether they still are; in threads.
+"""Asks bootstrap endpoints where prefill nodes are, in threads.
 
 An answer is as old as its question. It says nothing of a run that was registered with since.
 """
@@ -16,14 +16,13 @@ from protocol.channels import ControlKeys
 
 LOOKUP_RETRY_SECS = 0.5
 _MAX_THREADS = 16
-"""Of each kind. A host that drops packets holds one for seconds, again and again while it is wanted."""
+"""A host that drops packets holds one for seconds, again and again while it is wanted."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an endpoint said, or why it did not, to a question of ``asked_at``."""
+    """What an endpoint said, or why it did not."""
 
-    asked_at: float
     instance_id: str
     """The run that was registered with when it was asked; empty: none."""
     info: BootstrapInfo | BootstrapLookupError
@@ -38,21 +37,17 @@ class Discovery:
         self._keys = keys
         self._allowed = allowed
         self._on_answer = on_answer
-        self._finding = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="bootstrap-lookup")
-        self._confirming = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="bootstrap-confirm")
-        """For registered peers: whether a busy one is lost must not hang on how many others are gone."""
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="bootstrap-lookup")
 
-    def ask(self, address: PeerAddress, *, is_registered: bool) -> Future[BootstrapInfo]:
+    def ask(self, address: PeerAddress) -> Future[BootstrapInfo]:
         """The future raises BootstrapLookupError."""
-        threads = self._confirming if is_registered else self._finding
-        asked = threads.submit(look_up, *address.node, self._keys, self._allowed)
+        asked = self._threads.submit(look_up, *address.node, self._keys, self._allowed)
         asked.add_done_callback(lambda _: self._on_answer())
         return asked
 
     def close(self) -> None:
         """Without waiting for look-ups that are under way."""
-        for threads in (self._finding, self._confirming):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class LookUps:
@@ -62,7 +57,6 @@ class LookUps:
         self._discovery = discovery
         self._address = address
         self._future: Future[BootstrapInfo] | None = None
-        self._asked_at = 0.0
         self._instance_id = ""
         self._next_at = 0.0
 
@@ -71,11 +65,11 @@ class LookUps:
         """Until its answer is taken."""
         return self._future is not None
 
-    def ask(self, now: float, instance_id: str, *, is_registered: bool) -> None:
+    def ask(self, now: float, instance_id: str) -> None:
         """Unless one is under way, or the last one was just now."""
         if self._future is None and now >= self._next_at:
-            self._asked_at, self._instance_id = now, instance_id
-            self._future = self._discovery.ask(self._address, is_registered=is_registered)
+            self._instance_id = instance_id
+            self._future = self._discovery.ask(self._address)
 
     def take(self, now: float) -> Answer | None:
         """The answer, once, when it is there."""
@@ -87,4 +81,4 @@ class LookUps:
             info: BootstrapInfo | BootstrapLookupError = future.result()
         except BootstrapLookupError as error:
             info = error
-        return Answer(self._asked_at, self._instance_id, info)
+        return Answer(self._instance_id, info)

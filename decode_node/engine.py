@@ -63,7 +63,7 @@ from hisparse_pd.process import parent_is_alive
 from hisparse_pd.settings import DecodeSettings
 from hisparse_pd.vocabulary import RankPlace
 from protocol.access import PeerList
-from protocol.channels import load_control_keys
+from protocol.channels import Heartbeats, load_control_keys
 from protocol.polling import Poller, Wakeup
 from transfer.engine import TransferEngine
 from transfer.lane_host import LaneHost
@@ -158,8 +158,8 @@ class DecodeEngine:
             transfer_protocol=transport.protocol,
             geometry=geometry,
             regions=self._memory.register(self._transfer),
-            heartbeat_interval_secs=settings.heartbeat_interval_secs,
-            heartbeat_timeout_secs=settings.heartbeat_timeout_secs,
+            heartbeats=Heartbeats.within(settings.heartbeat_interval_secs, settings.heartbeat_timeout_secs),
+            health_timeout_secs=settings.health_timeout_secs,
             poller=self._poller,
             keys=load_control_keys(settings.control_key_file),
             allowed=allowed,

@@ -2,8 +2,11 @@
 
 A peer is named by its bootstrap endpoint. What is known of it is only ever as old as its last answer: no
 failure is remembered beyond the next attempt, and a node that comes back, as the same run or another, on
-the same control port or another, is found again through its bootstrap endpoint (``discovery.py``). Whether a
-silent one is lost is judged by ``liveness.py``.
+the same control port or another, is found again through its bootstrap endpoint (``discovery.py``).
+
+A peer is alive while ZMQ keeps its connection, however long it computes. Behind a connection that was lost it
+has the time of a registration to come back with its rooms, and its endpoint is asked meanwhile whether it is
+gone. An engine that hangs, for which ZMQ goes on answering, leaves heartbeats unanswered, which are messages.
 
 ``poll`` never waits and reports what happened as events, oldest first.
 """
@@ -18,12 +21,11 @@ from enum import StrEnum
 from typing import TypeAlias, assert_never
 
 from decode_node.discovery import LOOKUP_RETRY_SECS, Discovery, LookUps
-from decode_node.liveness import Liveness
 from decode_node.request import PeerAddress
 from hisparse_pd.engine.messages import PeerLane
 from protocol.access import PeerList
 from protocol.bootstrap import BootstrapInfo, BootstrapLookupError
-from protocol.channels import ControlAddressError, ControlClient, ControlKeys
+from protocol.channels import ControlAddressError, ControlClient, ControlKeys, Heartbeats
 from protocol.messages import (
     PROTOCOL_VERSION,
     Geometry,
@@ -78,7 +80,7 @@ class PeerRefused:
 
 @dataclass(frozen=True)
 class PeerLost:
-    """A registered peer fell silent or went away. ``last_heard_at``: of ``time.monotonic``, in seconds."""
+    """A registered peer is gone, or hangs. ``last_heard_at``: of ``time.monotonic``, in seconds."""
 
     address: PeerAddress
     instance_id: str
@@ -129,7 +131,6 @@ class _Peer:
     address: PeerAddress
     node_id: str
     lookups: LookUps
-    liveness: Liveness
     phase: PeerPhase = PeerPhase.AWAY
     client: ControlClient | None = None
     instance_id: str = ""
@@ -145,6 +146,11 @@ class _Peer:
     last_used_at: float = 0.0
     connected_at: float = 0.0
     register_sent_at: float = 0.0
+    heard_at: float = 0.0
+    """When its last message came."""
+    beat_at: float = 0.0
+    num_unanswered: int = 0
+    """Heartbeats since then. They are counted, since this node's own pauses are nobody's silence."""
 
 
 @dataclass
@@ -159,8 +165,9 @@ class PrefillPeers:
     transfer_protocol: str
     geometry: Geometry
     regions: tuple[Region, ...]
-    heartbeat_interval_secs: float
-    heartbeat_timeout_secs: float
+    heartbeats: Heartbeats
+    health_timeout_secs: float
+    """Silence after which an engine counts as hung, and this node's peers with it."""
     poller: Poller
     keys: ControlKeys | None = None
     allowed: PeerList | None = None
@@ -196,21 +203,20 @@ class PrefillPeers:
                 address,
                 f"{self.node_id}-{self._num_peers_ever}",
                 LookUps(self._discovery, address),
-                Liveness(self.heartbeat_interval_secs, self.heartbeat_timeout_secs),
             )
         peer.last_used_at = now
 
-    def may_entrust(self, address: PeerAddress, now: float) -> bool:
-        """Whether the peer is registered with and was alive just now."""
+    def may_entrust(self, address: PeerAddress) -> bool:
+        """Whether the peer is registered with, and connected."""
         peer = self._peers.get(address)
-        return peer is not None and peer.phase is PeerPhase.READY and not peer.liveness.is_suspect(now)
+        return peer is not None and peer.phase is PeerPhase.READY
 
     def is_opening(self, address: PeerAddress, now: float) -> bool:
         """Whether the peer is alive and about to register this node, whose memory it opens meanwhile."""
         peer = self._peers.get(address)
         if peer is None or peer.phase is not PeerPhase.REGISTERING:
             return False
-        return now - peer.liveness.heard_at < REGISTER_TIMEOUT_SECS
+        return now - peer.heard_at < REGISTER_TIMEOUT_SECS
 
     def instance_id(self, address: PeerAddress) -> str:
         """Of a peer that may be entrusted with a room; so ``page_size``."""
@@ -260,6 +266,10 @@ class PrefillPeers:
         events: list[PeerEvent] = []
         for peer in tuple(self._peers.values()):
             self._receive(peer, now, events)
+            if peer.client is not None and peer.client.take_loss() and peer.phase is PeerPhase.READY:
+                peer.last_error = f"prefill node {peer.address} is silent: the connection to it was lost"
+                peer.connected_at = now
+                self._register(peer, now)
             self._take_lookup(peer, now, events)
             self._keep_up(peer, now, peer.address in wanted, events)
         if self.lane_host is not None:
@@ -282,7 +292,7 @@ class PrefillPeers:
     def _receive(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
         messages = peer.client.receive() if peer.client is not None else ()
         for message in messages:
-            peer.liveness.heard(now)
+            peer.heard_at, peer.num_unanswered = now, 0
             self._handle(peer, message, now, events)
             if peer.client is None:
                 return
@@ -352,7 +362,6 @@ class PrefillPeers:
         info = answer.info
         if isinstance(info, BootstrapLookupError):
             peer.last_error = str(info)
-            peer.liveness.denied(answer.asked_at)
             if info.refused and peer.instance_id:
                 self._give_up(peer, f"prefill node {peer.address} is gone: {info}", events)
                 self._report_gone(peer, events)
@@ -370,8 +379,6 @@ class PrefillPeers:
         if peer.instance_id and info.instance_id != peer.instance_id:
             self._give_up(peer, f"prefill node {peer.address} was restarted", events)
             self._report_gone(peer, events)
-        elif peer.phase is PeerPhase.READY:
-            peer.liveness.confirmed(now)
         if peer.phase is PeerPhase.AWAY:
             self._connect(peer, info, now, events)
 
@@ -395,7 +402,7 @@ class PrefillPeers:
             return
         endpoint = info.control_endpoint(peer.address.host)
         try:
-            peer.client = ControlClient(endpoint, self.keys)
+            peer.client = ControlClient(endpoint, self.keys, self.heartbeats)
         except ControlAddressError as error:
             peer.last_error = f"prefill node {peer.address}: {error}"
             events.append(PeerRefused(peer.address, peer.last_error))
@@ -409,7 +416,7 @@ class PrefillPeers:
     def _register(self, peer: _Peer, now: float) -> None:
         peer.phase = PeerPhase.REGISTERING
         peer.register_sent_at = now
-        peer.connected_at = max(peer.connected_at, peer.liveness.heard_at)
+        peer.connected_at = max(peer.connected_at, peer.heard_at)
         register = Register(
             PROTOCOL_VERSION,
             peer.node_id,
@@ -425,8 +432,10 @@ class PrefillPeers:
         match peer.phase:
             case PeerPhase.AWAY:
                 if is_wanted:
-                    peer.lookups.ask(now, peer.instance_id, is_registered=False)
+                    peer.lookups.ask(now, peer.instance_id)
             case PeerPhase.REGISTERING:
+                if peer.instance_id:
+                    peer.lookups.ask(now, peer.instance_id)
                 if now - peer.connected_at >= REGISTER_TIMEOUT_SECS:
                     error = peer.last_error or f"prefill node {peer.address} does not register this node"
                     self._give_up(peer, error, events)
@@ -447,15 +456,17 @@ class PrefillPeers:
                 self._num_ranks.pop(peer.address.node, None)
 
     def _beat(self, peer: _Peer, now: float, events: list[PeerEvent]) -> None:
-        liveness = peer.liveness
-        if liveness.is_lost(now, is_being_asked=peer.lookups.is_under_way):
-            error = f"prefill node {peer.address} has been silent for {liveness.silence(now):.1f} s"
+        interval_secs = self.heartbeats.interval_secs
+        if now - peer.beat_at < interval_secs:
+            return
+        silence_secs = peer.num_unanswered * interval_secs
+        if silence_secs >= self.health_timeout_secs:
+            error = f"the engine of prefill node {peer.address} has been silent for {silence_secs:g} s"
             self._give_up(peer, error, events)
             return
-        if (seq := liveness.beat(now)) is not None:
-            self.send(peer.address, Heartbeat(seq))
-        if liveness.is_suspect(now):
-            peer.lookups.ask(now, peer.instance_id, is_registered=True)
+        peer.beat_at = now
+        peer.num_unanswered += 1
+        self.send(peer.address, Heartbeat(peer.num_unanswered))
 
     def _give_up(self, peer: _Peer, error: str, events: list[PeerEvent]) -> None:
         """Disconnect; a peer whose run was registered with is reported lost."""

@@ -142,7 +142,7 @@ class RequestLife:
         """The operator says that this run of a prefill node is over. One that answers is not."""
         peers = {entry.peer for entry in self.requests.quarantine if entry.instance_id == instance_id}
         for peer in peers:
-            if self.peers.may_entrust(peer, now) and self.peers.instance_id(peer) == instance_id:
+            if self.peers.may_entrust(peer) and self.peers.instance_id(peer) == instance_id:
                 log.error("run %s of prefill node %s answers: nothing is released", instance_id, peer)
                 return
         log.warning("run %s of %s is over, says an operator", instance_id, ", ".join(map(str, peers)) or "-")
@@ -282,10 +282,10 @@ class RequestLife:
     def refresh_queue(self, now: float) -> None:
         """Queue the requests whose prefill node may be entrusted with a room, and only those."""
         for peer in self.requests.queued_at(RequestState.WAITING):
-            if not self.peers.may_entrust(peer, now):
+            if not self.peers.may_entrust(peer):
                 self.requests.unqueue(peer, now + self.contact_timeout_secs, self.room_timeout_secs)
         for peer in self.requests.queued_at(RequestState.CONNECTING):
-            if self.peers.may_entrust(peer, now):
+            if self.peers.may_entrust(peer):
                 for request in self.requests.queued(RequestState.CONNECTING, peer):
                     self._queue(request, now)
 

@@ -2,10 +2,10 @@
 
 One thread does everything but the writes, which the sender's threads do while the next layers compute. So
 messages are read, peers are answered and statistics are sent between forwards, and how often is bounded by
-``chunked_prefill_size``: a forward of one chunk must take well under ``health_timeout_secs`` of the front,
-which until then tells decode nodes that this run is alive. Silence of a peer is judged after its messages
-were read, so that a long forward here is not held against it, and after its transport was asked, so that a
-long step there is not either.
+``chunked_prefill_size``: a forward of one chunk must take well under ``health_timeout_secs``, after which the
+front and the decode nodes give this run up. Silence of a peer is judged after its messages were read, so that
+a long forward here is not held against it, and counts once ZMQ has closed its connection, so that a long step
+there is not either.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ from hisparse_pd.settings import PrefillSettings
 from hisparse_pd.vocabulary import FinishReason, RankPlace
 from prefill_node.compute import FirstToken, PromptRunner
 from prefill_node.memory import PrefillMemory, num_host_bytes
-from prefill_node.probes import Probes
 from prefill_node.push import Pusher, groups_of
 from prefill_node.registrations import Peer, Registrations
 from prefill_node.room_life import MAX_ERROR_CHARS, RequestLimits, RoomLife
@@ -59,7 +58,7 @@ from prefill_node.rooms import RoomRecord, RoomState
 from prefill_node.scheduler import Chunk, StepLimits, plan_step
 from prefill_node.sizing import PrefillSettingsError, size_kv_pool
 from protocol.access import PeerList
-from protocol.channels import ControlServer, load_control_keys
+from protocol.channels import ControlServer, Heartbeats, load_control_keys
 from protocol.messages import (
     DROP_REASONS,
     PROTOCOL_VERSION,
@@ -84,8 +83,6 @@ from transfer.transport import Transport, choose_transport
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_SECS = 0.05
-PROBE_AFTER_HEARTBEATS = 1.25
-"""Silence of a decode node, in heartbeat intervals, after which its transport is asked if it is alive."""
 STATS_INTERVAL_SECS = 0.25
 CLOSE_TIMEOUT_SECS = 5.0
 SHORT_SHARE = 4
@@ -169,7 +166,13 @@ class PrefillEngine:
 
         self._front = front
         keys = load_control_keys(settings.control_key_file)
-        self._control = ControlServer(settings.host, settings.control_port, keys, allowed)
+        self._control = ControlServer(
+            settings.host,
+            settings.control_port,
+            keys,
+            allowed,
+            Heartbeats.within(settings.heartbeat_interval_secs, settings.heartbeat_timeout_secs),
+        )
         self._poller = Poller()
         for channel in front.fronts:
             self._poller.register(channel)
@@ -183,7 +186,6 @@ class PrefillEngine:
             self._wakeup.set,
         )
         self._peers = Registrations(self._geometry, self._transfer.transport.protocol, allowed)
-        self._probes = Probes(self._transfer.is_reachable)
         self._life = RoomLife(
             pusher=Pusher(
                 self._sender,
@@ -342,7 +344,6 @@ class PrefillEngine:
         if peer is not before:
             self._transfer.renew(peer.session)
         for old in replaced:
-            self._probes.forget(old.session)
             self._life.fail_rooms_of(old, "restarted", now_secs)
         if peer is not before:
             log.info("registered decode node %s, session %s", peer.node_id, peer.session)
@@ -364,20 +365,14 @@ class PrefillEngine:
     def _expire(self) -> None:
         """Whatever has waited for too long for a peer ends now."""
         now_secs = time.monotonic()
-        settings = self._settings
-        for session in self._probes.take_answered():
-            self._peers.vouch(session, now_secs)
-        for peer in self._peers.silent(now_secs, PROBE_AFTER_HEARTBEATS * settings.heartbeat_interval_secs):
-            if self._life.has_rooms_of(peer):  # without rooms it loses nothing, and registers again
-                self._probes.ask(peer.session, now_secs)
-
-        def is_spared(peer: Peer) -> bool:
-            is_denied = self._probes.is_denied(peer.session, peer.last_heard_secs, now_secs)
-            return self._life.has_rooms_of(peer) and not is_denied
-
-        for peer in self._peers.lose_silent(now_secs, settings.heartbeat_timeout_secs, is_spared):
-            self._probes.forget(peer.session)
-            error = f"was silent for more than {settings.heartbeat_timeout_secs:g} s"
+        limit_secs = self._settings.heartbeat_timeout_secs
+        for peer in self._peers.silent(now_secs, limit_secs):
+            if self._control.send(peer.identity, HeartbeatAck(0, self._instance_id)):
+                # It sends heartbeats between two steps; ZMQ, which answers at all times, has its connection.
+                peer.last_heard_secs += self._settings.heartbeat_interval_secs
+                continue
+            self._peers.lose(peer)
+            error = f"was silent for more than {limit_secs:g} s"
             log.warning("lost decode node %s: it %s", peer.node_id, error)
             self._life.fail_rooms_of(peer, error, now_secs)
         self._life.fail_unpaired(now_secs)

@@ -8,7 +8,7 @@ restarted: the old registration is lost. So it is when its session turns up with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ class Peer:
     page_size: int
     regions: dict[RegionKind, RegionView]
     last_heard_secs: float
+    """Of ``time.monotonic``; an interval is added whenever it was silent and its connection was there."""
     is_lost: bool = False
 
     def is_same(self, session: str, page_size: int, regions: dict[RegionKind, RegionView]) -> bool:
@@ -72,7 +73,7 @@ class Registrations:
             if peer is known or peer.identity == identity or peer.session == register.session
         ]
         for peer in replaced:
-            self._drop(peer)
+            self.lose(peer)
         peer = Peer(register.node_id, register.session, identity, page_size, regions, now_secs)
         self._by_node[peer.node_id] = peer
         self._by_identity[identity] = peer
@@ -105,20 +106,11 @@ class Registrations:
         """The peers that were silent for longer than ``secs``."""
         return [peer for peer in self._by_node.values() if now_secs - peer.last_heard_secs > secs]
 
-    def vouch(self, session: str, now_secs: float) -> None:
-        """The process behind ``session`` is alive, whatever its control connection does."""
-        for peer in self._by_node.values():
-            if peer.session == session:
-                peer.last_heard_secs = now_secs
-
-    def lose_silent(
-        self, now_secs: float, timeout_secs: float, is_spared: Callable[[Peer], bool]
-    ) -> list[Peer]:
-        """Drop and return the peers that were silent for longer than ``timeout_secs``, but for some."""
-        silent = [peer for peer in self.silent(now_secs, timeout_secs) if not is_spared(peer)]
-        for peer in silent:
-            self._drop(peer)
-        return silent
+    def lose(self, peer: Peer) -> None:
+        """It is registered no more."""
+        peer.is_lost = True
+        self._by_node.pop(peer.node_id, None)
+        self._by_identity.pop(peer.identity, None)
 
     def why_refused(self, register: Register) -> str | None:
         """Why a registration cannot stand, with both values; None when it can. The page size may differ, and
@@ -161,11 +153,6 @@ class Registrations:
 
     def __len__(self) -> int:
         return len(self._by_node)
-
-    def _drop(self, peer: Peer) -> None:
-        peer.is_lost = True
-        self._by_node.pop(peer.node_id, None)
-        self._by_identity.pop(peer.identity, None)
 
 
 def _why_regions_refused(regions: tuple[Region, ...], geometry: Geometry) -> str | None:

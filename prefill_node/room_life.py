@@ -542,9 +542,6 @@ class RoomLife:
         if not record.is_draining:
             self._tell_peer(peer, RoomQuiet(room, record.batch_failed))
 
-    def has_rooms_of(self, peer: Peer) -> bool:
-        return any(record.peer is peer for record in self.rooms)
-
     def fail_rooms_of(self, peer: Peer, error: str, now_secs: float) -> None:
         """A decode node is lost: its rooms end, and what is in flight to it drains."""
         for record in [record for record in self.rooms if record.peer is peer]:

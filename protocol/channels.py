@@ -1,6 +1,7 @@
 """The control channel between nodes: ZMQ sockets with typed messages.
 
-Sockets belong to the thread that made them. Nothing here blocks.
+Sockets belong to the thread that made them. Nothing here blocks. ZMQ's own threads ask both ends of a
+connection for signs of life, and close it when there are none; the end that connects again hears of it.
 
 Control traffic is encrypted and authenticated with CURVE when the cluster has a key: all nodes share one
 key pair, and a server admits only clients that prove to hold it. A server with a list of allowed peers admits
@@ -83,6 +84,25 @@ class ControlKeys:
     def has_signed(self, code: str, purpose: str, *parts: bytes) -> bool:
         """Whether ``code`` is what ``sign`` gives."""
         return hmac.compare_digest(code.encode(), self.sign(purpose, *parts).encode())
+
+
+@dataclass(frozen=True)
+class Heartbeats:
+    """ZMQ's own. Its thread sends and answers them, however busy the thread is that has the socket."""
+
+    interval_secs: float
+    timeout_secs: float
+    """Silence after one of them for which the connection is closed."""
+
+    @classmethod
+    def within(cls, interval_secs: float, limit_secs: float) -> Heartbeats:
+        """Those that notice a silence of ``limit_secs``, which is more than the interval."""
+        return cls(interval_secs, limit_secs - interval_secs)
+
+    def keep(self, sock: zmq.Socket[bytes]) -> None:
+        """Before the socket binds or connects."""
+        sock.setsockopt(zmq.HEARTBEAT_IVL, round(self.interval_secs * 1000))
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(self.timeout_secs * 1000))
 
 
 def load_control_keys(path: Path | None) -> ControlKeys | None:
@@ -174,7 +194,12 @@ class ControlServer:
     """
 
     def __init__(
-        self, host: str, port: int, keys: ControlKeys | None = None, allowed: PeerList | None = None
+        self,
+        host: str,
+        port: int,
+        keys: ControlKeys | None = None,
+        allowed: PeerList | None = None,
+        heartbeats: Heartbeats | None = None,
     ) -> None:
         self._context = zmq.Context()
         self._inbox: _Inbox[ToPrefill] = _Inbox(messages.to_prefill_decoder)
@@ -182,6 +207,8 @@ class ControlServer:
         self.socket = self._context.socket(zmq.ROUTER)
         _limit(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if heartbeats is not None:
+            heartbeats.keep(self.socket)
         self.socket.setsockopt(zmq.IPV6, ":" in host)
         self._guard.protect(self.socket)
         address = f"[{host}]" if ":" in host else host
@@ -227,7 +254,9 @@ class ControlClient:
     ``endpoint``: tcp://ADDRESS:PORT. Raises ControlAddressError for one that ZMQ does not take.
     """
 
-    def __init__(self, endpoint: str, keys: ControlKeys | None = None) -> None:
+    def __init__(
+        self, endpoint: str, keys: ControlKeys | None = None, heartbeats: Heartbeats | None = None
+    ) -> None:
         _, _, destination = endpoint.removeprefix("tcp://").rpartition(";")  # there may be a source before it
         host, _, _ = destination.rpartition(":")
         if not is_address(host.strip("[]")):
@@ -238,16 +267,27 @@ class ControlClient:
         self.socket.setsockopt(zmq.IPV6, "[" in endpoint)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         prove_key(self.socket, keys)
+        if heartbeats is not None:
+            heartbeats.keep(self.socket)
+        self._losses: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self.socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self.socket.close()
+            self.close()
             raise ControlAddressError(f"cannot connect to {endpoint!r}: {error}") from error
         self._endpoint = endpoint
 
     @property
     def dropped(self) -> Counter[str]:
         return self._inbox.dropped
+
+    def take_loss(self) -> bool:
+        """Whether a connection was lost since the last call. What came by it may still be received."""
+        is_lost = False
+        while self._losses.poll(0):
+            self._losses.recv_multipart()
+            is_lost = True
+        return is_lost
 
     def receive(self) -> Iterator[ToDecode]:
         """What has arrived, without waiting, at most a burst."""
@@ -272,4 +312,6 @@ class ControlClient:
         return True
 
     def close(self) -> None:
+        self.socket.disable_monitor()
+        self._losses.close()
         self.socket.close()

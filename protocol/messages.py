@@ -142,7 +142,8 @@ class Region(Struct, frozen=True, array_like=True):
 
 class Register(Struct, frozen=True, array_like=True, tag=1):
     """First message of a decode node; again after each reconnect, and each second until it is answered by
-    Registered or Refused. Until the lane is chosen the answer is a HeartbeatAck, for which nobody beat."""
+    Registered or Refused. Until the lane is chosen the answer is a HeartbeatAck, for which nobody beat.
+    So is what a prefill node says to a silent decode node, to know whether the connection is there."""
 
     protocol_version: Annotated[int, Meta(ge=0, lt=2**16)]
     node_id: Name
@@ -156,7 +157,10 @@ class Register(Struct, frozen=True, array_like=True, tag=1):
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag=2):
-    """Sent once a heartbeat interval. Answered by HeartbeatAck, or by Refused when not registered."""
+    """Sent once a heartbeat interval. Answered by HeartbeatAck, or by Refused when not registered.
+
+    ``seq``: how many were sent since the prefill node last said anything.
+    """
 
     seq: Count
 

@@ -32,7 +32,7 @@ from hisparse_pd.engine.messages import (
 )
 from hisparse_pd.settings import NodeSettings
 from protocol.access import PeerList
-from protocol.channels import ControlKeys, Guard, load_control_keys, prove_key
+from protocol.channels import ControlKeys, Guard, Heartbeats, load_control_keys, prove_key
 from protocol.polling import BURST_MESSAGES, SEND_HWM, burst
 
 log = logging.getLogger(__name__)
@@ -55,9 +55,7 @@ class Crossing:
 
     keys: ControlKeys | None
     allowed: PeerList
-    heartbeat_secs: float
-    timeout_secs: float
-    """Silence of a machine after which the channels to it are lost."""
+    heartbeats: Heartbeats
 
     @classmethod
     def of(cls, settings: NodeSettings) -> Crossing | None:
@@ -67,18 +65,13 @@ class Crossing:
         return cls(
             load_control_keys(settings.control_key_file),
             PeerList.parse(settings.allowed_peers),
-            settings.heartbeat_interval_secs,
-            settings.heartbeat_timeout_secs,
+            Heartbeats(settings.heartbeat_interval_secs, settings.heartbeat_timeout_secs),
         )
 
     def watch(self, sock: zmq.Socket[bytes], events: int = zmq.EVENT_DISCONNECTED) -> zmq.Socket[bytes]:
-        """A socket that tells of ``events`` of ``sock``, among them the loss of a connection.
-
-        ZMQ's own thread asks the other end for signs of life, and answers for this one, however busy it is.
-        """
+        """A socket that tells of ``events`` of ``sock``, among them the loss of a connection."""
         sock.setsockopt(zmq.IPV6, 1)
-        sock.setsockopt(zmq.HEARTBEAT_IVL, round(self.heartbeat_secs * 1000))
-        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(self.timeout_secs * 1000))
+        self.heartbeats.keep(sock)
         return sock.get_monitor_socket(events)
 
 

@@ -36,7 +36,6 @@ from tests.property.sim_nodes import (
     PAGE_SIZE,
     SPEC,
     NoPoller,
-    NoProbes,
     NoWakeup,
     SimDecodeRunner,
     SimFront,
@@ -114,6 +113,7 @@ class PrefillNode:
     lanes: SimLanes
     is_stopped: bool = False
     """By SIGSTOP: neither answers nor ends, and goes on where it was."""
+    stopped_secs: float = 0.0
 
 
 _POOL_OF_REGION = {
@@ -165,7 +165,7 @@ class World:
 
         replaced: dict[str, dict[str, Any]] = {
             "decode_node.prefill_peers": {
-                "ControlClient": lambda endpoint, keys: SimClient(self.network, endpoint),
+                "ControlClient": lambda endpoint, *_: SimClient(self.network, endpoint),
                 "Wakeup": NoWakeup,
             },
             "decode_node.discovery": {
@@ -193,7 +193,6 @@ class World:
                 "TransferEngine": self._new_transfer,
                 "guarded_listeners": lambda *_: nullcontext(),
                 "Wakeup": NoWakeup,
-                "Probes": NoProbes,
                 "Sender": lambda *_: SimSender(lambda: self.now),
                 "Lanes": self._new_lanes,
                 "ControlServer": lambda host, port, *_: SimServer(self.network, port or self._next_port()),
@@ -334,6 +333,10 @@ class World:
             for piece in expired:
                 self.land(piece)
         self.now += secs
+        for node in self.prefill.values():
+            node.stopped_secs = node.stopped_secs + secs if node.is_stopped else 0.0
+            if node.stopped_secs >= PREFILL.heartbeat_timeout_secs:
+                self.network.silence(node.server)
 
     def land(self, piece: Piece) -> None:
         """Raises SafetyViolation unless the slots under the bytes are held for the room of the write."""

@@ -50,7 +50,12 @@ class SimClient:
         self.inbox: deque[bytes] = deque()
         self.unsent: deque[bytes] = deque()
         self.connection: Connection | None = None
+        self.is_lost = False
         network.clients.append(self)
+
+    def take_loss(self) -> bool:
+        is_lost, self.is_lost = self.is_lost, False
+        return is_lost
 
     def receive(self) -> Iterator[ToDecode]:
         while self.inbox:
@@ -130,6 +135,7 @@ class Network:
         """Whatever was under way is lost, but for the last ``num_kept`` frames, which had not left yet."""
         connection, client.connection = client.connection, None
         if connection is not None:
+            client.is_lost = True
             kept = list(connection.to_server)[-num_kept:] if num_kept else []
             client.unsent = deque(kept)
 
@@ -138,6 +144,10 @@ class Network:
             if listening is server:
                 del self.servers[endpoint]
         self.leftovers = [connection for connection in self.leftovers if connection.server is not server]
+        self.silence(server)
+
+    def silence(self, server: SimServer) -> None:
+        """ZMQ closes the connections of a server that does not answer; new ones are as silent."""
         for client in self.clients:
             if client.connection is not None and client.connection.server is server:
                 self.break_connection(client, 0)

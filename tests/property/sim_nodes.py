@@ -308,22 +308,3 @@ class NoWakeup:
         pass
 
     clear = close = set
-
-
-class NoProbes:
-    """Nobody vouches for a silent decode node."""
-
-    def __init__(self, is_reachable: object) -> None:
-        pass
-
-    def ask(self, session: str, now_secs: float) -> None:
-        pass
-
-    def is_denied(self, session: str, since_secs: float, now_secs: float) -> bool:
-        return True
-
-    def forget(self, session: str) -> None:
-        pass
-
-    def take_answered(self) -> list[str]:
-        return []

@@ -70,9 +70,6 @@ class SimTransfer:
     def renew(self, session: str) -> None:
         pass
 
-    def is_reachable(self, session: str) -> bool:
-        raise AssertionError("asked in a thread, of which there are none here")
-
     def close(self) -> None:
         pass
 

@@ -500,7 +500,7 @@ def test_an_answer_that_is_older_than_the_run_says_nothing_of_it() -> None:
             network.deliver_all()
             world.pass_time(1.0, late_bytes_land=False)
             world.turn_decode(answers_lookups=answers_lookups)
-        assert decode.peers.may_entrust(address, world.now)
+        assert decode.peers.may_entrust(address)
         assert decode.peers.instance_id(address) == new_run
     finally:
         world.close()
@@ -564,6 +564,8 @@ def test_a_writer_to_shared_memory_that_lost_patience_keeps_the_slots_of_its_wri
     world = World(1, num_shared=1)
     try:
         pools, node = world.decode.engine.requests.pools, write_slowly(world)
+        (client,) = world.network.clients
+        world.network.break_connection(client, 0)
         world.pass_time(6.0, late_bytes_land=False)
         world.turn_prefill(node)
         assert len(node.engine._peers) == 0, "the decode node was silent for too long"

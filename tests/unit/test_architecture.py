@@ -75,7 +75,7 @@ PURE = (
         "decode_node/reserve.py",
     ),
     *("decode_node/live_requests.py", "decode_node/quarantine.py", "decode_node/request.py"),
-    *("decode_node/liveness.py", "prefill_node/scheduler.py", "prefill_node/rooms.py"),
+    *("prefill_node/scheduler.py", "prefill_node/rooms.py"),
     *(f"hisparse_pd/paging/{name}.py" for name in ("prompt_keys", "allocator", "pools", "prefix_tree")),
     *("transfer/plan.py", "transfer/send_queue.py"),
 )

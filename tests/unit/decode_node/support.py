@@ -218,6 +218,13 @@ class PrefillDouble:
         self.instance_id = uuid.uuid4().hex
         self._registered.clear()
 
+    def cut_off(self) -> None:
+        """Break its connections; it listens on where it was."""
+        port = self.control.port
+        self.control.close()
+        self.control = ControlServer("127.0.0.1", port)
+        self._registered.clear()
+
     def forget(self) -> None:
         """Lose the registrations, as after a silence of the decode node."""
         self._registered.clear()
@@ -351,6 +358,7 @@ class EngineHarness:
         ipc_dir: Path,
         *,
         growth_pages: int = sizing.GROWTH_PAGES,
+        health_timeout_secs: float = 30.0,
         **settings: Any,
     ) -> None:
         path = ipc_dir / "engine.ipc"
@@ -373,7 +381,11 @@ class EngineHarness:
                 **settings,
             },
         )
-        with kept_engines("decode_node.engine"), patch.object(sizing, "GROWTH_PAGES", growth_pages):
+        with (
+            kept_engines("decode_node.engine"),
+            patch.object(sizing, "GROWTH_PAGES", growth_pages),
+            patch("hisparse_pd.settings.HEALTH_TIMEOUT_SECS", health_timeout_secs),
+        ):
             self.engine = DecodeEngine(
                 self.settings, checkpoint.spec, checkpoint.model, self._engine_socket, TCP
             )

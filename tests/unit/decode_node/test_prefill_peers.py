@@ -92,6 +92,12 @@ class PrefillNode:
                 case Heartbeat(seq) if heartbeats:
                     self.control.send(identity, HeartbeatAck(seq, "first"))
 
+    def break_connections(self) -> None:
+        """The socket listens again where it was."""
+        port = self.control.port
+        self.control.close()
+        self.control = ControlServer("127.0.0.1", port, self.keys)
+
     def close(self) -> None:
         self._http.shutdown()
         self._http.server_close()
@@ -164,15 +170,55 @@ def test_only_a_signed_answer_can_say_that_a_run_is_gone(
         poll_until(peers, prefill.address, bool, prefill.answer)
         prefill.forges, prefill.instance_id = forges, "second"
         asked_before = prefill.num_asked
-
-        def turn() -> None:
-            prefill.answer(heartbeats=False)  # silence makes the decode node ask again
+        prefill.break_connections()  # so the decode node asks again
 
         is_told = lambda events: (prefill.num_asked >= asked_before + 2) if forges else events  # noqa: E731
-        events = poll_until(peers, prefill.address, is_told, turn)
+        events = poll_until(peers, prefill.address, is_told, lambda: None)
         gone = [event for event in events if isinstance(event, InstanceGone | PeerLost)]
         assert bool(gone) == (not forges)
-        assert peers.num_registered == (1 if forges else 0)
+
+
+def test_a_peer_that_was_cut_off_is_registered_with_again_and_not_lost(
+    prefill: PrefillNode, keys: ControlKeys
+) -> None:
+    with closing(make_peers(keys)) as peers:
+        poll_until(peers, prefill.address, bool, prefill.answer)
+        prefill.break_connections()
+        events = poll_until(peers, prefill.address, lambda _: not peers.num_registered, prefill.answer)
+        events += poll_until(peers, prefill.address, lambda _: peers.num_registered, prefill.answer)
+        assert events == [PeerReady(prefill.address, "first")]
+
+
+def test_a_peer_that_does_not_come_back_is_lost(
+    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine may be gone: no answer of its endpoint says what became of it."""
+    monkeypatch.setattr(prefill_peers, "REGISTER_TIMEOUT_SECS", 0.2)
+    with closing(make_peers(keys)) as peers:
+        poll_until(peers, prefill.address, bool, prefill.answer)
+        prefill.forges = True
+        prefill.break_connections()
+        (event,) = poll_until(peers, prefill.address, bool, lambda: None)
+        assert isinstance(event, PeerLost)
+        assert event.instance_id == "first"
+
+
+def test_an_engine_that_answers_no_heartbeats_is_lost(prefill: PrefillNode, keys: ControlKeys) -> None:
+    """It hangs, and ZMQ answers for it."""
+    with closing(make_peers(keys, health_timeout_secs=0.5)) as peers:
+        poll_until(peers, prefill.address, bool, prefill.answer)
+        (event,) = poll_until(peers, prefill.address, bool, lambda: prefill.answer(heartbeats=False))
+        assert isinstance(event, PeerLost)
+        assert "has been silent for 0.5 s" in event.error
+
+
+def test_a_pause_of_this_node_is_no_silence_of_its_peer(prefill: PrefillNode, keys: ControlKeys) -> None:
+    """A step that took longer than the limit: nobody was asked, so nobody failed to answer."""
+    with closing(make_peers(keys, health_timeout_secs=0.5)) as peers:
+        poll_until(peers, prefill.address, bool, prefill.answer)
+        for pause_secs in (100.0, 200.0):
+            assert peers.poll(time.monotonic() + pause_secs, {prefill.address}) == []
+        assert peers.may_entrust(prefill.address)
 
 
 def test_a_node_without_the_key_is_told_so(prefill: PrefillNode) -> None:
@@ -194,7 +240,7 @@ def test_an_address_outside_the_list_is_not_even_asked(prefill: PrefillNode, key
 def test_a_control_address_that_zmq_refuses_ends_no_loop(
     prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(endpoint: str, keys: ControlKeys | None) -> None:
+    def refuses(endpoint: str, *_: object) -> None:
         raise ControlAddressError(f"cannot connect to {endpoint!r}")
 
     with closing(make_peers(keys)) as peers:
@@ -205,68 +251,6 @@ def test_a_control_address_that_zmq_refuses_ends_no_loop(
             assert "cannot connect" in event.error
         ready = PeerReady(prefill.address, "first")
         poll_until(peers, prefill.address, lambda events: ready in events, prefill.answer)
-
-
-@pytest.mark.I8
-def test_a_busy_peer_is_confirmed_however_many_others_are_gone(
-    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is registered and falls silent; what the others are asked does not come back."""
-    is_over = threading.Event()
-    asked: set[str] = set()
-
-    def black_hole(host: str, *_: object) -> BootstrapInfo:
-        asked.add(host)
-        is_over.wait()
-        raise BootstrapLookupError("no route")
-
-    with closing(make_peers(keys)) as peers:
-        poll_until(peers, prefill.address, bool, prefill.answer)
-        monkeypatch.setattr(discovery, "look_up", black_hole)
-        gone = {PeerAddress(f"gone-{number}", 1) for number in range(64)}
-        try:
-            for address in gone:
-                peers.use(address, time.monotonic())
-            peers.poll(time.monotonic(), gone)
-            wait_until(lambda: len(asked) >= 16)
-            wait_until(lambda: peers.poll(time.monotonic(), gone) or prefill.address.host in asked)
-            assert prefill.address.host in asked
-        finally:
-            is_over.set()
-
-
-@pytest.mark.parametrize("vouches", [True, False])
-def test_silence_counts_once_the_front_has_had_its_time_to_vouch(
-    prefill: PrefillNode, keys: ControlKeys, monkeypatch: pytest.MonkeyPatch, vouches: bool
-) -> None:
-    """On a starved machine its answer takes longer than what is left of the limit when it is asked."""
-    is_asked, may_answer = threading.Event(), threading.Event()
-    info = BootstrapInfo(PROTOCOL_VERSION, "first", "127.0.0.1", prefill.control.port, GEOMETRY, True)
-
-    def slow(*_: object) -> BootstrapInfo:
-        is_asked.set()
-        may_answer.wait()
-        if not vouches:
-            raise BootstrapLookupError("no whole answer")
-        return info
-
-    with closing(make_peers(keys)) as peers:
-        poll_until(peers, prefill.address, bool, prefill.answer)
-        peer = peers._peers[prefill.address]
-        peer.liveness.heartbeat_interval_secs, peer.liveness.heartbeat_timeout_secs = 5.0, 10.0
-        wait_until(lambda: not peers.poll(time.monotonic(), ()) and not peer.lookups.is_under_way)
-        monkeypatch.setattr(discovery, "look_up", slow)
-        start = time.monotonic()
-        try:
-            for secs in (5.5, 6.5, 10.5, 12.2, 14.0):
-                assert not peers.poll(start + secs, ())
-            assert is_asked.wait(WAIT_SECS)
-        finally:
-            may_answer.set()
-        lookup = peer.lookups._future
-        wait_until(lambda: lookup is not None and lookup.done())
-        events = peers.poll(start + 14.5, ())
-        assert [type(event) for event in events] == ([] if vouches else [PeerLost])
 
 
 @pytest.mark.I8

@@ -43,7 +43,7 @@ class FakePeers:
     def address_for(self, host: str, port: int, room: int) -> PeerAddress:
         return PeerAddress(host, port)
 
-    def may_entrust(self, peer: PeerAddress, now: float) -> bool:
+    def may_entrust(self, peer: PeerAddress) -> bool:
         return peer not in self.away
 
     def is_opening(self, peer: PeerAddress, now: float) -> bool:

@@ -84,6 +84,7 @@ def test_a_silent_node_that_comes_back_has_the_lane_that_it_had(tiny: Path, tmp_
         lanes = engine.engine._lanes
         peer.client.send(peer.registration(lane=peer.lane_host.offer))
         wait_for(lambda: lanes.lane(peer.transfer.session) is not None, "the lane to be open")
+        peer.reconnect()
         wait_for(lambda: len(engine.engine._peers) == 0, "the node to be lost")
         assert peer.register(lane=peer.lane_host.offer).lane == "shm"
         assert len(peer.lane_host._connections) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -448,7 +448,8 @@ def test_rooms_without_their_other_half_and_silent_peers_end(
         told = other.expect(RoomFailed)
         assert (told.room, told.status, told.quiet) == (other_half, 504, True)
         assert f"did not reach the prefill node {margin}" in told.error
-        wait_for(lambda: len(impatient.engine._peers) == 0, "the silent peer to be lost")
+        other.reconnect()
+        wait_for(lambda: len(impatient.engine._peers) == 0, "the peer that left to be lost")
         other.client.send(Heartbeat(2))
         assert not other.expect(Refused).permanent
         other.client.send(peer.registration())
@@ -457,7 +458,7 @@ def test_rooms_without_their_other_half_and_silent_peers_end(
 
 @pytest.mark.I7
 def test_a_decode_node_that_is_busy_keeps_its_rooms(tiny: Path, tmp_path: Path, peer: DecodePeer) -> None:
-    """It sends nothing for long, but its transport answers; once that is gone, its rooms end."""
+    """It sends nothing for long, but ZMQ has its connection; once that is gone, its rooms end."""
     impatience = {"heartbeat_interval_secs": 0.1, "heartbeat_max_failures": 5}
     with (
         engine_thread(tiny, tmp_path / "front", **impatience) as impatient,
@@ -465,21 +466,11 @@ def test_a_decode_node_that_is_busy_keeps_its_rooms(tiny: Path, tmp_path: Path, 
     ):
         other.client.send(peer.registration())
         other.expect(Registered)
-        asked: list[str] = []
-        answers = threading.Event()
-        answers.set()
-
-        def is_reachable(session: str) -> bool:
-            asked.append(session)
-            return answers.is_set()
-
-        impatient.engine._probes._is_reachable = is_reachable
         room = next_room()
         other.bootstrap(room, 20)
-        wait_for(lambda: len(asked) >= 10, "as much silence as would end it twice")
-        assert set(asked) == {peer.transfer.session}
+        time.sleep(1.5)  # as much silence as would end it three times
         assert impatient.engine._life.rooms.get(Room(room)) is not None
-        answers.clear()
+        other.reconnect()
         wait_for(lambda: len(impatient.engine._life.rooms) == 0, "the rooms of the lost node to end")
         impatient.generate(room, range(5, 25))
         failed = impatient.expect(RequestFailed)

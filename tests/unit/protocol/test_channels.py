@@ -3,7 +3,10 @@
 import pickle
 import select
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -17,7 +20,14 @@ from hisparse_pd.ports import free_port
 from hisparse_pd.vocabulary import SamplingParams
 from protocol import messages
 from protocol.access import PeerList
-from protocol.channels import ControlAddressError, ControlClient, ControlKeyError, ControlKeys, ControlServer
+from protocol.channels import (
+    ControlAddressError,
+    ControlClient,
+    ControlKeyError,
+    ControlKeys,
+    ControlServer,
+    Heartbeats,
+)
 from protocol.decoding import TypedDecoder
 from protocol.messages import Bootstrap, Extent, Heartbeat, HeartbeatAck, ToDecode, ToPrefill
 from protocol.polling import Poller, Wakeup
@@ -178,6 +188,54 @@ def test_an_answer_to_a_peer_that_left_is_counted(make_server: Make, make_client
     assert server.dropped["unroutable"] == 1
 
 
+class Relay:
+    """A network between a client and a server; once it ``is_cut`` nothing comes through, and nothing ends."""
+
+    def __init__(self, port: int) -> None:
+        self.is_cut, self._is_over = threading.Event(), threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._server = socket.create_connection(("127.0.0.1", port))
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        client, _ = self._listener.accept()
+        with client:
+            others = {client: self._server, self._server: client}
+            while not self.is_cut.is_set():
+                for end in select.select(list(others), [], [], 0.05)[0]:
+                    others[end].sendall(end.recv(1 << 16))
+            self._is_over.wait()
+
+    def close(self) -> None:
+        self.is_cut.set()
+        self._is_over.set()
+        self._thread.join()
+        self._server.close()
+        self._listener.close()
+
+
+@pytest.mark.I7
+@pytest.mark.parametrize("keys", [None, ControlKeys.generate()], ids=["plain", "with a key"])
+def test_both_ends_hear_of_silence_and_of_nobody_who_is_busy(keys: ControlKeys | None) -> None:
+    heartbeats = Heartbeats.within(0.5, 1.0)
+    with (
+        closing(ControlServer("127.0.0.1", 0, keys, heartbeats=heartbeats)) as server,
+        closing(Relay(server.port)) as relay,
+        closing(ControlClient(relay.endpoint, keys, heartbeats)) as client,
+    ):
+        client.send(Heartbeat(1))
+        identity, _ = receive_one(server)
+        time.sleep(2.5)  # neither owner does anything
+        assert not client.take_loss()
+        assert server.send(identity, HeartbeatAck(1, "inst"))
+        assert receive_answer(client) == HeartbeatAck(1, "inst")
+        relay.is_cut.set()
+        wait_until(client.take_loss)
+        wait_until(lambda: not server.send(identity, HeartbeatAck(2, "inst")))
+
+
 def test_with_keys_only_a_holder_of_the_key_gets_through(make_server: Make, make_client: MakeClient) -> None:
     keys = ControlKeys.generate()
     server = make_server(keys)
@@ -289,8 +347,8 @@ def _across(
 ) -> tuple[FrontSocket, EngineSocket]:
     """A front and an engine on another machine."""
     endpoint = f"tcp://127.0.0.1:{free_port()}"
-    front = FrontSocket(endpoint, Crossing(front_keys, PeerList.parse([allowed]), 30.0, 60.0))
-    return front, EngineSocket([endpoint], Crossing(engine_keys, PeerList(), 30.0, 60.0))
+    front = FrontSocket(endpoint, Crossing(front_keys, PeerList.parse([allowed]), Heartbeats(30.0, 60.0)))
+    return front, EngineSocket([endpoint], Crossing(engine_keys, PeerList(), Heartbeats(30.0, 60.0)))
 
 
 @pytest.mark.parametrize("keys", [None, ControlKeys.generate()], ids=["plain", "with a key"])
@@ -364,7 +422,7 @@ def test_a_taken_port_is_an_error_that_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen at tcp://127.0.0.1:{port} for engines"):
-            FrontSocket(f"tcp://127.0.0.1:{port}", Crossing(None, PeerList(), 30.0, 60.0))
+            FrontSocket(f"tcp://127.0.0.1:{port}", Crossing(None, PeerList(), Heartbeats(30.0, 60.0)))
 
 
 class _Endless:
