@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from decode_node.prefill_peers import PrefillPeers
+import time
+from collections.abc import Callable
+from typing import Any
+
+from decode_node.prefill_peers import PeerEvent, PrefillPeers
+from decode_node.request import PeerAddress
 from protocol.access import PeerList
 from protocol.channels import ControlKeys, Heartbeats
 from protocol.polling import Poller
 from tests.unit.protocol.examples import GEOMETRY
+
+WAIT_SECS = 60.0
 
 
 def make_peers(
@@ -24,3 +31,22 @@ def make_peers(
         keys=keys,
         allowed=allowed,
     )
+
+
+def poll_until(
+    peers: PrefillPeers,
+    wanted: set[PeerAddress],
+    until: Callable[[list[PeerEvent]], Any],
+    turn: Callable[[], None],
+) -> list[PeerEvent]:
+    """All events until the condition is true of them. ``turn``: what the prefill nodes do meanwhile."""
+    events: list[PeerEvent] = []
+    deadline = time.monotonic() + WAIT_SECS
+    while not until(events):
+        assert time.monotonic() < deadline, f"not within {WAIT_SECS} s: {events}"
+        peers.poller.wait(0.01)
+        turn()
+        for address in wanted:
+            peers.use(address, time.monotonic())
+        events += peers.poll(time.monotonic(), wanted)
+    return events

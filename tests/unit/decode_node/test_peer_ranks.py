@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from typing import Any
 
 import pytest
 
 from decode_node import prefill_peers
 from decode_node.live_requests import LiveRequests
-from decode_node.prefill_peers import InstanceGone, PeerEvent, PeerLost, PeerReady, PrefillPeers, RanksChanged
+from decode_node.prefill_peers import InstanceGone, PeerLost, PeerReady, PrefillPeers, RanksChanged
 from decode_node.request import PeerAddress, Request, RequestState
 from hisparse_pd.paging.pools import Pools, SlotCounts
 from hisparse_pd.vocabulary import HisparseFlag, SamplingParams
 from protocol.bootstrap import BootstrapInfo, RankInfo
 from protocol.channels import ControlServer
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Refused, Register, Registered, Room
-from tests.unit.decode_node.peers_support import make_peers
+from tests.unit.decode_node.peers_support import make_peers, poll_until
 from tests.unit.protocol.examples import GEOMETRY
 
-WAIT_SECS = 60.0
 HOST, PORT = "prefill", 8998
 
 
@@ -72,6 +69,9 @@ class Lookups:
     def __init__(self) -> None:
         self.node: RanksOfPrefill
 
+    def turn(self) -> None:
+        self.node.answer()
+
     def ask(self, address: PeerAddress) -> Future[BootstrapInfo]:
         assert address.node == (HOST, PORT)
         answer: Future[BootstrapInfo] = Future()
@@ -96,21 +96,6 @@ def peers(lookups: Lookups) -> Iterator[PrefillPeers]:
         yield made
 
 
-def poll_until(
-    peers: PrefillPeers, node: RanksOfPrefill, wanted: set[PeerAddress], until: Any
-) -> list[PeerEvent]:
-    events: list[PeerEvent] = []
-    deadline = time.monotonic() + WAIT_SECS
-    while not until(events):
-        assert time.monotonic() < deadline, f"not within {WAIT_SECS} s: {events}"
-        peers.poller.wait(0.01)
-        node.answer()
-        for address in wanted:
-            peers.use(address, time.monotonic())
-        events += peers.poll(time.monotonic(), wanted)
-    return events
-
-
 def test_each_rank_is_a_peer_of_its_own_once_the_node_was_found(
     peers: PrefillPeers, lookups: Lookups
 ) -> None:
@@ -118,11 +103,11 @@ def test_each_rank_is_a_peer_of_its_own_once_the_node_was_found(
         lookups.node = RanksOfPrefill(stack, 3, "run")
         first = peers.address_for(HOST, PORT, room=5)
         assert first == PeerAddress(HOST, PORT, 0), "nobody knows better yet"
-        events = poll_until(peers, lookups.node, {first}, bool)
+        events = poll_until(peers, {first}, bool, lookups.turn)
         assert events[0] == RanksChanged((HOST, PORT)), "before anybody may be entrusted with a room"
         ranks = [PeerAddress(HOST, PORT, rank) for rank in range(3)]
         assert [peers.address_for(HOST, PORT, room) for room in (3, 4, 5)] == ranks
-        poll_until(peers, lookups.node, set(ranks), lambda _: peers.num_registered == 3)
+        poll_until(peers, set(ranks), lambda _: peers.num_registered == 3, lookups.turn)
         assert [peers.instance_id(address) for address in ranks] == ["run-0", "run-1", "run-2"]
         assert peers.address_for(HOST, PORT + 1, 5).rank == 0, "of another node"
 
@@ -131,18 +116,18 @@ def test_a_node_that_comes_back_with_fewer_ranks(peers: PrefillPeers, lookups: L
     with ExitStack() as stack:
         lookups.node = RanksOfPrefill(stack, 2, "before")
         ranks = [PeerAddress(HOST, PORT, rank) for rank in range(2)]
-        poll_until(peers, lookups.node, set(ranks), lambda _: peers.num_registered == 2)
+        poll_until(peers, set(ranks), lambda _: peers.num_registered == 2, lookups.turn)
         before, lookups.node = lookups.node, RanksOfPrefill(stack, 1, "after")
         for control in before.controls:
             control.close()
         events = poll_until(
             peers,
-            lookups.node,
             set(ranks),
             lambda events: (
                 {InstanceGone("before-0"), InstanceGone("before-1")} <= set(events)
                 and PeerReady(ranks[0], "after-0") in events
             ),
+            lookups.turn,
         )
         assert RanksChanged((HOST, PORT)) in events
         assert {event.instance_id for event in events if isinstance(event, PeerLost)} == {
@@ -160,15 +145,15 @@ def test_a_node_that_comes_back_with_more_ranks_behind_the_same_control_port(
     with ExitStack() as stack:
         lookups.node = RanksOfPrefill(stack, 1, "before")
         ranks = [PeerAddress(HOST, PORT, rank) for rank in range(2)]
-        poll_until(peers, lookups.node, {ranks[0]}, lambda _: peers.num_registered == 1)
+        poll_until(peers, {ranks[0]}, lambda _: peers.num_registered == 1, lookups.turn)
         (control,) = lookups.node.controls
         control.close()
         lookups.node = RanksOfPrefill(stack, 2, "after", control.port)
         events = poll_until(
             peers,
-            lookups.node,
             {ranks[0]},
             lambda events: PeerReady(ranks[0], "after-0") in events,
+            lookups.turn,
         )
         assert events.index(RanksChanged((HOST, PORT))) < events.index(PeerReady(ranks[0], "after-0"))
         assert InstanceGone("before-0") in events

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import msgspec
 import pytest
 
 from decode_node import discovery, prefill_peers
-from decode_node.prefill_peers import InstanceGone, PeerEvent, PeerLost, PeerReady, PeerRefused, PrefillPeers
+from decode_node.prefill_peers import InstanceGone, PeerLost, PeerReady, PeerRefused
 from decode_node.request import PeerAddress
 from protocol.access import PeerList
 from protocol.bootstrap import (
@@ -26,13 +25,11 @@ from protocol.bootstrap import (
 )
 from protocol.channels import ControlAddressError, ControlKeys, ControlServer
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, HeartbeatAck, Register, Registered
-from tests.unit.decode_node.peers_support import make_peers
+from tests.unit.decode_node.peers_support import make_peers, poll_until
 from tests.unit.protocol.examples import GEOMETRY
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.I7
-
-WAIT_SECS = 60.0
 
 
 class PrefillNode:
@@ -116,27 +113,9 @@ def prefill(keys: ControlKeys) -> Iterator[PrefillNode]:
         yield node
 
 
-def poll_until(
-    peers: PrefillPeers,
-    address: PeerAddress,
-    until: Callable[[list[PeerEvent]], Any],
-    turn: Callable[[], None],
-) -> list[PeerEvent]:
-    """All events until the condition holds of them."""
-    events: list[PeerEvent] = []
-    deadline = time.monotonic() + WAIT_SECS
-    while not until(events):
-        assert time.monotonic() < deadline, f"not within {WAIT_SECS} s: {events}"
-        peers.poller.wait(0.01)
-        turn()
-        peers.use(address, time.monotonic())
-        events += peers.poll(time.monotonic(), {address})
-    return events
-
-
 def test_nodes_with_one_key_find_each_other(prefill: PrefillNode, keys: ControlKeys) -> None:
     with closing(make_peers(keys)) as peers:
-        events = poll_until(peers, prefill.address, bool, prefill.answer)
+        events = poll_until(peers, {prefill.address}, bool, prefill.answer)
         assert events == [PeerReady(prefill.address, "first")]
 
 
@@ -144,7 +123,7 @@ def test_a_node_that_rotates_no_index_keys_is_left_alone(prefill: PrefillNode, k
     """Of a release that knows no rotation, which therefore registers this node."""
     prefill.geometry = msgspec.structs.replace(GEOMETRY, index_rotation="")
     with closing(make_peers(keys)) as peers:
-        (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+        (event,) = poll_until(peers, {prefill.address}, bool, prefill.answer)
         assert isinstance(event, PeerRefused)
         assert "has '', this node 'hadamard'; run the same release on both" in event.error
         assert peers.num_registered == 0
@@ -153,7 +132,7 @@ def test_a_node_that_rotates_no_index_keys_is_left_alone(prefill: PrefillNode, k
 def test_a_forged_answer_connects_nothing_and_is_reported(prefill: PrefillNode, keys: ControlKeys) -> None:
     prefill.forges = True
     with closing(make_peers(keys)) as peers:
-        (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+        (event,) = poll_until(peers, {prefill.address}, bool, prefill.answer)
         assert isinstance(event, PeerRefused)
         assert "control_key_file" in event.error
         assert peers.last_error(prefill.address) == event.error
@@ -167,13 +146,13 @@ def test_only_a_signed_answer_can_say_that_a_run_is_gone(
 ) -> None:
     """A run that is gone frees the slots that it may still write to, so nobody else may claim it."""
     with closing(make_peers(keys)) as peers:
-        poll_until(peers, prefill.address, bool, prefill.answer)
+        poll_until(peers, {prefill.address}, bool, prefill.answer)
         prefill.forges, prefill.instance_id = forges, "second"
         asked_before = prefill.num_asked
         prefill.break_connections()  # so the decode node asks again
 
         is_told = lambda events: (prefill.num_asked >= asked_before + 2) if forges else events  # noqa: E731
-        events = poll_until(peers, prefill.address, is_told, lambda: None)
+        events = poll_until(peers, {prefill.address}, is_told, lambda: None)
         gone = [event for event in events if isinstance(event, InstanceGone | PeerLost)]
         assert bool(gone) == (not forges)
 
@@ -182,10 +161,10 @@ def test_a_peer_that_was_cut_off_is_registered_with_again_and_not_lost(
     prefill: PrefillNode, keys: ControlKeys
 ) -> None:
     with closing(make_peers(keys)) as peers:
-        poll_until(peers, prefill.address, bool, prefill.answer)
+        poll_until(peers, {prefill.address}, bool, prefill.answer)
         prefill.break_connections()
-        events = poll_until(peers, prefill.address, lambda _: not peers.num_registered, prefill.answer)
-        events += poll_until(peers, prefill.address, lambda _: peers.num_registered, prefill.answer)
+        events = poll_until(peers, {prefill.address}, lambda _: not peers.num_registered, prefill.answer)
+        events += poll_until(peers, {prefill.address}, lambda _: peers.num_registered, prefill.answer)
         assert events == [PeerReady(prefill.address, "first")]
 
 
@@ -195,10 +174,10 @@ def test_a_peer_that_does_not_come_back_is_lost(
     """Its machine may be gone: no answer of its endpoint says what became of it."""
     monkeypatch.setattr(prefill_peers, "REGISTER_TIMEOUT_SECS", 0.2)
     with closing(make_peers(keys)) as peers:
-        poll_until(peers, prefill.address, bool, prefill.answer)
+        poll_until(peers, {prefill.address}, bool, prefill.answer)
         prefill.forges = True
         prefill.break_connections()
-        (event,) = poll_until(peers, prefill.address, bool, lambda: None)
+        (event,) = poll_until(peers, {prefill.address}, bool, lambda: None)
         assert isinstance(event, PeerLost)
         assert event.instance_id == "first"
 
@@ -206,8 +185,8 @@ def test_a_peer_that_does_not_come_back_is_lost(
 def test_an_engine_that_answers_no_heartbeats_is_lost(prefill: PrefillNode, keys: ControlKeys) -> None:
     """It hangs, and ZMQ answers for it."""
     with closing(make_peers(keys, health_timeout_secs=0.5)) as peers:
-        poll_until(peers, prefill.address, bool, prefill.answer)
-        (event,) = poll_until(peers, prefill.address, bool, lambda: prefill.answer(heartbeats=False))
+        poll_until(peers, {prefill.address}, bool, prefill.answer)
+        (event,) = poll_until(peers, {prefill.address}, bool, lambda: prefill.answer(heartbeats=False))
         assert isinstance(event, PeerLost)
         assert "has been silent for 0.5 s" in event.error
 
@@ -215,7 +194,7 @@ def test_an_engine_that_answers_no_heartbeats_is_lost(prefill: PrefillNode, keys
 def test_a_pause_of_this_node_is_no_silence_of_its_peer(prefill: PrefillNode, keys: ControlKeys) -> None:
     """A step that took longer than the limit: nobody was asked, so nobody failed to answer."""
     with closing(make_peers(keys, health_timeout_secs=0.5)) as peers:
-        poll_until(peers, prefill.address, bool, prefill.answer)
+        poll_until(peers, {prefill.address}, bool, prefill.answer)
         for pause_secs in (100.0, 200.0):
             assert peers.poll(time.monotonic() + pause_secs, {prefill.address}) == []
         assert peers.may_entrust(prefill.address)
@@ -223,7 +202,7 @@ def test_a_pause_of_this_node_is_no_silence_of_its_peer(prefill: PrefillNode, ke
 
 def test_a_node_without_the_key_is_told_so(prefill: PrefillNode) -> None:
     with closing(make_peers(None)) as peers:
-        (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+        (event,) = poll_until(peers, {prefill.address}, bool, prefill.answer)
         assert isinstance(event, PeerRefused)
         assert "status 401" in event.error
         assert "control_key_file" in event.error
@@ -231,7 +210,7 @@ def test_a_node_without_the_key_is_told_so(prefill: PrefillNode) -> None:
 
 def test_an_address_outside_the_list_is_not_even_asked(prefill: PrefillNode, keys: ControlKeys) -> None:
     with closing(make_peers(keys, PeerList.parse(["10.0.0.0/8"]))) as peers:
-        (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+        (event,) = poll_until(peers, {prefill.address}, bool, prefill.answer)
         assert isinstance(event, PeerRefused)
         assert "'127.0.0.1' is not in allowed_peers (10.0.0.0/8)" in event.error
         assert prefill.num_asked == 0
@@ -246,11 +225,11 @@ def test_a_control_address_that_zmq_refuses_ends_no_loop(
     with closing(make_peers(keys)) as peers:
         with monkeypatch.context() as patch:
             patch.setattr(prefill_peers, "ControlClient", refuses)
-            (event,) = poll_until(peers, prefill.address, bool, prefill.answer)
+            (event,) = poll_until(peers, {prefill.address}, bool, prefill.answer)
             assert isinstance(event, PeerRefused)
             assert "cannot connect" in event.error
         ready = PeerReady(prefill.address, "first")
-        poll_until(peers, prefill.address, lambda events: ready in events, prefill.answer)
+        poll_until(peers, {prefill.address}, lambda events: ready in events, prefill.answer)
 
 
 @pytest.mark.I8

@@ -119,10 +119,11 @@ def test_a_field_out_of_bounds_is_refused(change: dict[int, Any]) -> None:
         messages.to_prefill_decoder.decode(msgspec.msgpack.encode(fields))
 
 
-@pytest.mark.parametrize("num_bytes", range(len(messages.encoder.encode(BOOTSTRAP))))
-def test_every_truncation_is_refused(num_bytes: int) -> None:
-    with pytest.raises(msgspec.MsgspecError):
-        messages.to_prefill_decoder.decode(messages.encoder.encode(BOOTSTRAP)[:num_bytes])
+def test_every_truncation_is_refused() -> None:
+    whole = messages.encoder.encode(BOOTSTRAP)
+    for num_bytes in range(len(whole)):
+        with pytest.raises(msgspec.MsgspecError):
+            messages.to_prefill_decoder.decode(whole[:num_bytes])
 
 
 @given(st.binary(max_size=200))
