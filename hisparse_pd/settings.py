@@ -494,12 +494,6 @@ class RouterSettings(_Settings):
         description="prefill node: URL and, when it is not the node's own, the bootstrap port; repeatable"
     )
     decode: tuple[str, ...] = Field(description="decode node: URL; repeatable")
-    workers: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="processes that serve on the router's port together; one of them decides for all",
-    )
     api_key_file: Path | None = Field(
         None, description="file with the keys that clients need one of, one a line; unset: none needed"
     )

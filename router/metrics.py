@@ -1,17 +1,17 @@
-"""What a process of the router counts, as Prometheus metrics with the prefix ``hisparse_pd:``.
+"""What the router counts, as Prometheus metrics with the prefix ``hisparse_pd:``.
 
 Gauges about nodes are read from the pool when they are scraped, so the pool stays their only owner.
 """
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hisparse_pd.http import metric_sums
 from router.nodes import Node, NodePool
 
 CLIENT_GONE = 499
@@ -21,13 +21,14 @@ _SECS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40
 
 
 class RouterMetrics:
-    """What one process of the router counts.
+    """What the router counts, and what ``/metrics`` shows.
 
     ``ttft`` is measured from the complete request body to the first bytes of the decode node's answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: NodePool) -> None:
         self._registry = CollectorRegistry()
+        self._registry.register(_NodeCollector(pool))
         self.requests = Counter(
             "hisparse_pd:router_requests_total",
             "Requests by endpoint and HTTP status; 499: the client left",
@@ -84,12 +85,30 @@ class RouterMetrics:
         if blamed is not None and blamed.kind == "prefill":
             self.prefill_retries.inc()
 
-    def pack(self) -> bytes:
-        """This process's own, for the one that renders those of all."""
-        return metric_sums.pack(self._registry)
+    def answers(self) -> dict[str, int]:
+        """How many there were, by HTTP status."""
+        num: Counts[str] = Counts()
+        for labels, count in _series(self.requests):
+            num[labels["status"]] += count
+        return dict(num)
+
+    def num_retries(self) -> int:
+        return sum(count for _, count in _series(self.retries))
+
+    def render(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self._registry)
 
 
-class NodeCollector(Collector):
+def _series(counter: Counter) -> Iterator[tuple[dict[str, str], int]]:
+    """Labels and value of each series, without the time of its creation."""
+    for family in counter.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                yield sample.labels, round(sample.value)
+
+
+class _NodeCollector(Collector):
     """Gauges of the nodes."""
 
     def __init__(self, pool: NodePool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -127,8 +127,6 @@ class NodePool:
         self._pick_number = itertools.count()
         self._prefixes: dict[NodeKind, PrefixIndex[Rank]] = {kind: PrefixIndex() for kind in NodeKind}
         """Where a prompt's beginning is: in a prefill rank's prefix cache, held by a decode node."""
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when the health of a node, or its trouble, has changed."""
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> NodePool:
@@ -154,22 +152,7 @@ class NodePool:
 
         Raises RouterError 503 when a kind has no healthy node left.
         """
-        return self.pick_by(excluded, self.keys_of(prompt))
-
-    async def choose(self, excluded: Collection[Node], prompt: bytes | memoryview) -> Pair:
-        """``pick``, for whom it does not matter which process decides."""
-        return self.pick(excluded, prompt)
-
-    async def choose_alone(self, excluded: Collection[Node], prompt: bytes | memoryview) -> Alone:
-        """The prefill node for a request that needs no decode node. Raises RouterError as ``pick`` does."""
-        return self.pick_alone_by(excluded, self.keys_of(prompt))
-
-    def keys_of(self, prompt: bytes | memoryview) -> list[bytes]:
-        """What ``pick_by`` is to know of a prompt."""
-        return block_keys(prompt) if self._policy == "cache_aware" else []
-
-    def pick_by(self, excluded: Collection[Node], keys: Sequence[bytes]) -> Pair:
-        """Raises RouterError as ``pick`` does."""
+        keys = self._keys_of(prompt)
         prefill, decode = (
             self._pick(kind, excluded, self._prefixes[kind].find(keys))
             for kind in (NodeKind.PREFILL, NodeKind.DECODE)
@@ -178,8 +161,9 @@ class NodePool:
             self._prefixes[rank.node.kind].note(keys, rank)
         return Pair(prefill.node, decode.node, prefill.draw_room())
 
-    def pick_alone_by(self, excluded: Collection[Node], keys: Sequence[bytes]) -> Alone:
-        """Raises RouterError as ``pick`` does."""
+    def pick_alone(self, excluded: Collection[Node] = (), prompt: bytes | memoryview = b"") -> Alone:
+        """The prefill node for a request that needs no decode node. Raises RouterError as ``pick`` does."""
+        keys = self._keys_of(prompt)
         prefixes = self._prefixes[NodeKind.PREFILL]
         rank = self._pick(NodeKind.PREFILL, excluded, prefixes.find(keys))
         prefixes.note(keys, rank)
@@ -206,7 +190,6 @@ class NodePool:
             return
         log.info("%s is healthy", node.name)
         node.healthy, node.trouble = True, ""
-        self.on_change()
 
     def mark_unhealthy(self, node: Node, trouble: str) -> None:
         if not node.healthy and node.trouble == trouble:
@@ -215,7 +198,6 @@ class NodePool:
         if node.healthy:
             self._prefixes[node.kind].forget(node.ranks)
         node.healthy, node.trouble = False, trouble
-        self.on_change()
 
     def report_load(self, node: Node, num_requests: Sequence[int]) -> None:
         """``num_requests``: running and waiting on each rank of the node, ours included."""
@@ -226,6 +208,9 @@ class NodePool:
             node.ranks = [Rank(node, number) for number in range(len(num_requests))]
         for rank, num in zip(node.ranks, num_requests, strict=True):
             rank.num_foreign = max(0, num - rank.num_in_flight)
+
+    def _keys_of(self, prompt: bytes | memoryview) -> list[bytes]:
+        return block_keys(prompt) if self._policy == "cache_aware" else []
 
     def _candidates(self, kind: NodeKind, excluded: Collection[Node]) -> list[Node]:
         return [node for node in self.healthy(kind) if node not in excluded]

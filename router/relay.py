@@ -85,10 +85,10 @@ class Relay:
             nodes: Pair | Alone
             exchange: _Exchange | _OneLeg
             if body.is_prefill_only:
-                nodes = await self._pool.choose_alone(excluded, body.prompt)
+                nodes = self._pool.pick_alone(excluded, body.prompt)
                 exchange = _OneLeg(self._calls, self._pool, nodes)
             else:
-                nodes = pair = await self._pool.choose(excluded, body.prompt)
+                nodes = pair = self._pool.pick(excluded, body.prompt)
                 exchange = _Exchange(self._calls, self._pool, pair)
             if span is not None:
                 span.set(

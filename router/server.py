@@ -7,7 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,12 +27,10 @@ from hisparse_pd.api.openapi import OPENAPI_PATH, openapi_document
 from hisparse_pd.http.http_errors import ApiError, ErrorShape
 from hisparse_pd.http.off_loop import parsed
 from hisparse_pd.http.patience import Patience
-from hisparse_pd.http.workers import no_workers
 from hisparse_pd.settings import MAX_BODY_BYTES, RouterSettings
 from hisparse_pd.traces import open_tracer
 from router.body import Endpoint, RequestBody
 from router.connect import RawHeaders
-from router.desk import Desk, Worker
 from router.drain import Drain, ShuttingDown
 from router.errors import NodeFailed, RouterError
 from router.fleet import Fleet
@@ -53,9 +51,6 @@ log = logging.getLogger(__name__)
 HEALTH_TIMEOUT_SECS = 5.0
 _JSON = "application/json"
 
-_PAGES = ("/health", "/readiness", "/metrics", "/status")
-"""Which tell of all processes of the router."""
-
 TO_ONE_NODE = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 RELAYED = (*Endpoint, *TO_ONE_NODE)
 """What nodes answer, under the same paths."""
@@ -64,66 +59,9 @@ _OPEN_PATHS = frozenset(("/health", "/readiness", "/liveness", "/metrics")) | PA
 """Answered without an API key: probes and monitoring have none, and the page is where a key is entered."""
 
 
-def create_app(settings: RouterSettings, drain: Drain | None = None, desk: Desk | None = None) -> Starlette:
-    """The ASGI application of the first process. Raises NodeUrlError, KeyFileError, CaFileError.
-
-    ``drain`` ends its requests. ``desk``: where it decides for the others; None: it is the only one.
-    """
-    drain = drain or Drain()
-    desk = desk or Desk(NodePool.from_settings(settings), no_workers())
-    router = _Router(settings, drain, desk.pool, desk.metrics)
-    status = StatusBoard(desk.pool, drain, router.calls, desk.sum_metrics, settings.policy)
-
-    async def health() -> Response:
-        return _health(desk, drain)
-
-    async def metrics() -> Response:
-        return Response(await desk.render_metrics(), media_type=CONTENT_TYPE_LATEST)
-
-    desk.pages = {"/health": health, "/readiness": health, "/metrics": metrics, "/status": status.answer}
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        watch = HealthWatch(
-            desk.pool,
-            router.calls,
-            interval_secs=settings.health_interval_secs,
-            timeout_secs=HEALTH_TIMEOUT_SECS,
-            with_load=settings.policy != "round_robin",
-        )
-        async with aclosing(router):
-            await watch.start()
-            desk.publish()
-            try:
-                yield
-            finally:
-                await watch.stop()
-
-    async def page(request: Request) -> Response:
-        return await desk.pages[request.url.path]()
-
-    return _app(router, page, lifespan)
-
-
-def create_worker_app(settings: RouterSettings, drain: Drain, worker: Worker) -> Starlette:
-    """The ASGI application of a further process. Raises KeyFileError, CaFileError."""
-    router = _Router(settings, drain, worker.pool, worker.metrics)
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with aclosing(router):
-            yield
-
-    return _app(router, worker.page, lifespan)
-
-
-def _app(
-    router: _Router,
-    page: Callable[[Request], Awaitable[Response]],
-    lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
-) -> Starlette:
-    """``page``: what is about the whole router."""
-    settings = router.settings
+def create_app(settings: RouterSettings, drain: Drain | None = None) -> Starlette:
+    """The ASGI application. ``drain`` ends its requests. Raises NodeUrlError, KeyFileError, CaFileError."""
+    router = _Router(settings, drain or Drain())
     keys, count = load_api_keys(settings.api_key_file), router.metrics.unauthorized.inc
     middleware = [] if keys is None else [Middleware(RequireKey, keys, _OPEN_PATHS, count)]
     middleware.insert(0, Middleware(RequestIds))
@@ -134,14 +72,11 @@ def _app(
         routes=[
             *(Route(path, _RelayEndpoint(router, path), methods=["POST"]) for path in RELAYED),
             *(Route(path, answer, methods=["GET"]) for path, answer in router.information.items()),
-            *(Route(path, page, methods=["GET"]) for path in _PAGES),
-            Route("/liveness", _liveness, methods=["GET"]),
-            Route(OPENAPI_PATH, _openapi, methods=["GET"]),
             *page_routes(),
         ],
         middleware=middleware,
         exception_handlers={HTTPException: _http_error},
-        lifespan=lifespan,
+        lifespan=router.lifespan,
     )
 
 
@@ -157,19 +92,17 @@ def _cors(origins: Sequence[str]) -> Middleware:
 
 
 class _Router:
-    """What the endpoints of one process work with."""
+    """What the endpoints work with."""
 
-    def __init__(
-        self, settings: RouterSettings, drain: Drain, pool: NodePool, metrics: RouterMetrics
-    ) -> None:
+    def __init__(self, settings: RouterSettings, drain: Drain) -> None:
         self.settings = settings
         self.drain = drain
-        self.pool = pool
-        self.metrics = metrics
-        self.calls = NodeCalls.of(settings)
+        self.pool = NodePool.from_settings(settings)
+        self.metrics = RouterMetrics(self.pool)
+        calls = NodeCalls.of(settings)
         self.relay = Relay(
             self.pool,
-            self.calls,
+            calls,
             on_retry=self.metrics.count_retry,
             max_retries=settings.max_retries,
             passes_authorization=settings.api_key_file is None,
@@ -178,12 +111,26 @@ class _Router:
             settings.otlp_traces_endpoint,
             "hisparse-pd-router",
             f"{socket.gethostname()}:{settings.port}",
-            metrics.count_spans,
+            self.metrics.count_spans,
             follows=False,
         )
-        fleet = Fleet(pool, self.calls)
-        self.information = {
+        self._watch = HealthWatch(
+            self.pool,
+            calls,
+            interval_secs=settings.health_interval_secs,
+            timeout_secs=HEALTH_TIMEOUT_SECS,
+            with_load=settings.policy != "round_robin",
+        )
+        self._status = StatusBoard(self.pool, drain, calls, self.metrics, settings.policy)
+        fleet = Fleet(self.pool, calls)
+        self.information: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/health": self._health,
+            "/readiness": self._health,
+            "/liveness": _liveness,
+            "/metrics": self._show_metrics,
+            "/status": self._status.answer,
             "/version": fleet.version,
+            OPENAPI_PATH: _openapi,
             MODELS_PATH: fleet.models,
             MODEL_PATH: fleet.models,
             "/server_info": fleet.server_info,
@@ -193,34 +140,41 @@ class _Router:
             "/tokenizer_info": fleet.tokenizer_info,
         }
 
-    async def aclose(self) -> None:
-        if self.tracer is not None:
-            await asyncio.to_thread(self.tracer.close)
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        await self._watch.start()
+        try:
+            yield
+        finally:
+            await self._watch.stop()
+            if self.tracer is not None:
+                await asyncio.to_thread(self.tracer.close)
+
+    async def _health(self, request: Request) -> Response:
+        """200 while a request could be served: one healthy node of each kind, and no shutdown."""
+        is_draining = self.drain.is_draining
+        is_ready = self.pool.ready and not is_draining
+        nodes = [
+            {"url": node.url, "kind": node.kind, "healthy": node.healthy, "in_flight": node.num_in_flight}
+            | ({"trouble": node.trouble} if node.trouble else {})
+            for node in self.pool.nodes
+        ]
+        is_loading = any(node.trouble == LOADING for node in self.pool.nodes)
+        trouble = "draining" if is_draining else "loading" if is_loading else "unavailable"
+        body = msgspec.json.encode({"status": "ok" if is_ready else trouble, "nodes": nodes})
+        return Response(body, 200 if is_ready else 503, media_type=_JSON)
+
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _liveness(request: Request) -> Response:
-    """200 from a process whose loop turns, whatever the nodes and the router's other processes do."""
+    """200 from a process whose loop turns, whatever the nodes do."""
     return Response(b'{"status": "ok"}', media_type=_JSON)
 
 
 async def _openapi(request: Request) -> Response:
     return Response(openapi_document(), media_type=_JSON)
-
-
-def _health(desk: Desk, drain: Drain) -> Response:
-    """200 while a request could be served: one healthy node of each kind, all processes, and no shutdown."""
-    pool = desk.pool
-    is_ready = pool.ready and desk.are_serving and not drain.is_draining
-    nodes = [
-        {"url": node.url, "kind": node.kind, "healthy": node.healthy, "in_flight": node.num_in_flight}
-        | ({"trouble": node.trouble} if node.trouble else {})
-        for node in pool.nodes
-    ]
-    is_loading = any(node.trouble == LOADING for node in pool.nodes) or not desk.are_serving
-    trouble = "draining" if drain.is_draining else "loading" if is_loading else "unavailable"
-    status = "ok" if is_ready else trouble
-    body = msgspec.json.encode({"status": status, "nodes": nodes})
-    return Response(body, 200 if is_ready else 503, media_type=_JSON)
 
 
 class _RelayEndpoint:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 
 import msgspec
-from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
 from starlette.responses import Response
 
 from hisparse_pd.http.metrics import PREFIX
 from router.drain import Drain
+from router.metrics import RouterMetrics
 from router.node_calls import NodeCalls
 from router.nodes import Node, NodeKind, NodePool
 
@@ -133,19 +134,19 @@ class StatusBoard:
         pool: NodePool,
         drain: Drain,
         calls: NodeCalls,
-        sum_metrics: Callable[[], Awaitable[list[Metric]]],
+        metrics: RouterMetrics,
         policy: str,
     ) -> None:
         self._pool = pool
         self._drain = drain
         self._calls = calls
-        self._sum_metrics = sum_metrics
+        self._metrics = metrics
         self._policy = policy
         self._lock = asyncio.Lock()
         self._body = b""
         self._asked_at = -math.inf
 
-    async def answer(self) -> Response:
+    async def answer(self, request: Request) -> Response:
         async with self._lock:  # who comes during a round gets its result
             if time.monotonic() - self._asked_at >= MAX_AGE_SECS:
                 status = await self._ask_all()
@@ -154,17 +155,13 @@ class StatusBoard:
 
     async def _ask_all(self) -> Status:
         nodes = await asyncio.gather(*(self._ask(node) for node in self._pool.nodes))
-        own = await self._sum_metrics()
-        answers: Counter[str] = Counter()
-        for labels, count in _counts(own, "router_requests"):
-            answers[labels["status"]] += count
         return Status(
             at=time.time(),
             ready=self._pool.ready and not self._drain.is_draining,
             draining=self._drain.is_draining,
             policy=self._policy,
-            answers=dict(answers),
-            retries=sum(count for _, count in _counts(own, "router_retries")),
+            answers=self._metrics.answers(),
+            retries=self._metrics.num_retries(),
             nodes=tuple(nodes),
         )
 
@@ -272,11 +269,3 @@ def _parse(text: str) -> tuple[_Samples, dict[int, _Samples]]:
     except (ValueError, KeyError, IndexError) as error:
         raise MetricsError(f"no Prometheus text: {error}") from error
     return node, ranks
-
-
-def _counts(families: Iterable[Metric], name: str) -> Iterable[tuple[dict[str, str], int]]:
-    """Labels and value of each series of a counter, without the time of its creation."""
-    for family in families:
-        for sample in family.samples if family.name == PREFIX + name else ():
-            if sample.name.endswith("_total"):
-                yield sample.labels, round(sample.value)

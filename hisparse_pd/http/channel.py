@@ -44,11 +44,6 @@ class Channel:
         reader, self._writer = await asyncio.open_connection(sock=self._sock)
         self._reading = asyncio.create_task(self._read(reader))
 
-    async def wait_closed(self) -> None:
-        """Until the other end is closed."""
-        assert self._reading is not None
-        await asyncio.wait((self._reading,))
-
     async def close(self) -> None:
         """What was told before still goes, as far as the kernel takes it."""
         tasks = [task for task in (self._reading, *self._answering) if task is not None]

@@ -9,7 +9,7 @@ import math
 import multiprocessing
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import uvicorn
@@ -149,14 +149,11 @@ class HttpServer(uvicorn.Server):
         self.connections = connections
         self._certificate = certificate
         self._handshakes = handshakes
-        self.on_started: Callable[[], None] = lambda: None
-        """Called once connections are accepted."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_BACKLOG)  # in the kernel, where waiting takes none of our descriptors
-        self.on_started()
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_A_SWEEP == 0:

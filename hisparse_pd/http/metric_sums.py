@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 from msgspec.msgpack import Encoder
@@ -63,27 +63,23 @@ class _Sums(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        return summed(self._packed)
-
-
-def summed(packed: Iterable[bytes]) -> Iterator[Metric]:
-    """The families of all processes, of which each sample is the sum; ``_created`` is the oldest one's."""
-    families: dict[str, _Family] = {}
-    sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for of_one in packed:
-        for family in _decoder.decode(of_one):
-            families.setdefault(family.name, family)
-            of_family = sums.setdefault(family.name, {})
-            for sample in family.samples:
-                key = sample.name, sample.labels
-                if key not in of_family:
-                    of_family[key] = sample.value
-                elif sample.name.endswith("_created"):
-                    of_family[key] = min(of_family[key], sample.value)
-                else:
-                    of_family[key] += sample.value
-    for name, family in families.items():
-        metric = Metric(name, family.text, family.kind)
-        for (sample_name, labels), value in sums[name].items():
-            metric.add_sample(sample_name, dict(labels), value)
-        yield metric
+        """The families of all processes; a sample is their sum, ``_created`` the oldest one's."""
+        families: dict[str, _Family] = {}
+        sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for of_one in self._packed:
+            for family in _decoder.decode(of_one):
+                families.setdefault(family.name, family)
+                of_family = sums.setdefault(family.name, {})
+                for sample in family.samples:
+                    key = sample.name, sample.labels
+                    if key not in of_family:
+                        of_family[key] = sample.value
+                    elif sample.name.endswith("_created"):
+                        of_family[key] = min(of_family[key], sample.value)
+                    else:
+                        of_family[key] += sample.value
+        for name, family in families.items():
+            metric = Metric(name, family.text, family.kind)
+            for (sample_name, labels), value in sums[name].items():
+                metric.add_sample(sample_name, dict(labels), value)
+            yield metric

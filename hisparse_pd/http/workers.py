@@ -71,17 +71,6 @@ class Workers:
         """Which workers have exited, and how."""
         return exits(self._processes)
 
-    async def died(self) -> None:
-        """Until one of them has exited."""
-        loop, exited = asyncio.get_running_loop(), asyncio.Event()
-        for sentinel in self.sentinels:
-            loop.add_reader(sentinel, exited.set)
-        try:
-            await exited.wait()
-        finally:
-            for sentinel in self.sentinels:
-                loop.remove_reader(sentinel)
-
     async def connect(
         self,
         on_note: Callable[[int, bytes], None],
@@ -109,9 +98,9 @@ class Workers:
         )
         return list(self._collected)
 
-    async def left(self, timeout_secs: float = EXIT_SECS) -> None:
+    async def left(self) -> None:
         """Until all of them have exited, or the time is up."""
-        deadline = time.monotonic() + timeout_secs
+        deadline = time.monotonic() + EXIT_SECS
         while any(process.is_alive() for process in self._processes) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
@@ -143,11 +132,6 @@ def join(processes: Sequence[BaseProcess], timeout_secs: float) -> None:
     deadline = time.monotonic() + timeout_secs
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0))
-
-
-def no_workers() -> Workers:
-    """Of a service that is one process."""
-    return Workers(0, _run, "")
 
 
 async def _ask(channel: Channel, last: bytes) -> bytes:

@@ -24,7 +24,7 @@ def test_a_request_through_https_at_every_step(
     decode = decode_service(checkpoint, tmp_path, "decode", options)
     prefill.tls = decode.tls = nodes_tls
     router_options = ["--ssl-certfile", str(routers_tls.cert), "--ssl-keyfile", str(routers_tls.key)]
-    router_options += ["--node-ca-file", str(nodes_tls.cert), "--workers", "2"]
+    router_options += ["--node-ca-file", str(nodes_tls.cert)]
     router = router_service([prefill], [decode], tmp_path, router_options)
     router.tls = routers_tls
     body = {"prompt": "a page", "max_tokens": 8, "temperature": 0, "ignore_eos": True}

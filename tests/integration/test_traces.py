@@ -50,7 +50,7 @@ def traced(
             tmp_path_factory.mktemp("traced"),
             prefill_options=[*node_options, "--chunked-prefill-size", "256"],
             decode_options=[*node_options, "--device-buffer-size", "128", "--api-server-count", "2"],
-            router_options=[*options, "--workers", "2"],
+            router_options=options,
         ) as started:
             yield started
 
@@ -204,7 +204,6 @@ def test_without_the_option_no_process_imports_opentelemetry(
         tiny_checkpoint("v32"),
         tmp_path,
         decode_options=["--api-server-count", "2"],
-        router_options=["--workers", "2"],
     ) as started:
         headers = {**Given().headers, "x-request-timing": "1"}
         for _ in range(2):

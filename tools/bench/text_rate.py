@@ -1,7 +1,7 @@
 """How many tokens a second a node's fronts and a router pass on, and how much later they arrive for it.
 
     python -m tools.bench.text_rate [--streams 1024] [--step-ms 80] [--secs 10] [--ranks 8] [--fronts 4]
-        [--workers 4] [--clients 8] [--direct]
+        [--clients 8] [--direct]
 
 Decode engines that only emit tokens, one a rank, give each of many streams one token a step, in messages of
 their own, as a decode node at its full rate does: all tokens of a step at once. They go through the decode
@@ -176,7 +176,7 @@ def serve_prefill(port: int) -> None:
     uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=port, log_level="error")
 
 
-def serve_router(port: int, prefill_port: int, decode_port: int, num_workers: int) -> None:
+def serve_router(port: int, prefill_port: int, decode_port: int) -> None:
     from router.process import run
 
     run(
@@ -184,7 +184,6 @@ def serve_router(port: int, prefill_port: int, decode_port: int, num_workers: in
             port=port,
             prefill=((f"http://127.0.0.1:{prefill_port}", 8998),),
             decode=(f"http://127.0.0.1:{decode_port}",),
-            workers=num_workers,
             log_level="warning",
         )
     )
@@ -265,7 +264,6 @@ def main() -> None:
     parser.add_argument("--secs", type=float, default=10.0)
     parser.add_argument("--ranks", type=int, default=1, help="engines that emit")
     parser.add_argument("--fronts", type=int, default=1, help="--api-server-count of the decode node")
-    parser.add_argument("--workers", type=int, default=1, help="--workers of the router")
     parser.add_argument("--clients", type=int, default=1, help="processes that read the streams")
     parser.add_argument("--direct", action="store_true", help="without the router")
     parser.add_argument("--out", type=Path, default=OUT / "text_rate")
@@ -289,7 +287,7 @@ def main() -> None:
         processes = {"front": context.Process(target=serve_decode, args=arguments)}
         if not options.direct:
             processes["prefill"] = context.Process(target=serve_prefill, args=(prefill_port,), daemon=True)
-            ports = (router_port, prefill_port, decode_port, options.workers)
+            ports = (router_port, prefill_port, decode_port)
             processes["router"] = context.Process(target=serve_router, args=ports)
         for process in processes.values():
             process.start()
@@ -341,7 +339,7 @@ def measure(
         "step_ms": load.step_secs * 1e3,
         "ranks": load.num_ranks,
         "fronts": options.fronts,
-        "workers": None if options.direct else options.workers,
+        "router": not options.direct,
         "clients": options.clients,
         "cpus": len(os.sched_getaffinity(0)),
         "streams_by_rank": load.num_arrived[:],
@@ -369,11 +367,11 @@ def wait_for_health(port: int) -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    columns = ("fronts", "workers", "streams", "step, ms", "offered/s", "tokens/s", "p50", "p99", "max, ms")
+    columns = ("fronts", "router", "streams", "step, ms", "offered/s", "tokens/s", "p50", "p99", "max, ms")
     latency = report["latency_ms"]
     row = [
         str(report["fronts"]),
-        "no router" if report["workers"] is None else str(report["workers"]),
+        "yes" if report["router"] else "no",
         str(report["streams"]),
         f"{report['step_ms']:.0f}",
         f"{report['offered_tokens_a_second']:,.0f}",

@@ -59,7 +59,7 @@ class SlowToClose:
 
 @pytest.mark.parametrize("headers", [[(b"content-length", b"4")], []], ids=["length", "chunked"])
 async def test_who_leaves_with_the_last_byte_has_had_the_answer(headers: RawHeaders) -> None:
-    metrics, relay = RouterMetrics(), SlowToClose(headers)
+    metrics, relay = RouterMetrics(NodePool([], [], SETTINGS.policy)), SlowToClose(headers)
     router = SimpleNamespace(settings=SETTINGS, drain=Drain(), metrics=metrics, relay=relay, tracer=None)
     has_all = asyncio.Event()
     requests = [{"type": "http.request", "body": BODY, "more_body": False}]
