@@ -4,7 +4,7 @@ One thread does everything but the writes, which the sender's threads do while t
 messages are read, peers are answered and statistics are sent between forwards, and how often is bounded by
 ``chunked_prefill_size``: a forward of one chunk must take well under ``health_timeout_secs``, after which the
 front and the decode nodes give this run up. Silence of a peer is judged after its messages were read, so that
-a long forward here is not held against it, and counts once ZMQ has closed its connection, so that a long step
+a long forward here is no silence of it, and counts once ZMQ has closed its connection, so that a long step
 there is not either.
 """
 
@@ -232,7 +232,7 @@ class PrefillEngine:
         self._front.send(
             EngineReady(
                 context_length=self._spec.context_length,
-                # The prompt alone is held here; a longer one than the pool is refused with the exact bound.
+                # The prompt alone is kept here; a longer one than the pool is refused with the exact bound.
                 max_total_tokens_hisparse=self._spec.context_length,
                 max_total_tokens_dense=self._spec.context_length,
                 control_endpoint=f"{self._settings.reachable_host}:{self._control.port}",

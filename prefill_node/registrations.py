@@ -235,7 +235,7 @@ def _why_extents_wrong(
     is_paged = kind is RegionKind.INDEX
     if num_tokens < num_landing or (num_tokens > num_landing and not is_paged):
         bound = "at least " if is_paged else ""
-        return f"{kind.value} extents hold {num_tokens} tokens, the prompt needs {bound}{num_landing}"
+        return f"{kind.value} extents are of {num_tokens} tokens, the prompt needs {bound}{num_landing}"
     starts = np.array([extent.start for extent in extents], np.int64)
     ends = starts + np.array([extent.length for extent in extents], np.int64)
     order = np.argsort(starts)

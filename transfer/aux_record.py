@@ -149,7 +149,7 @@ class AuxLayout:
         return AuxRecord(Room(room), first_token, logprob, hint)
 
     def clear(self, buffer: bytearray | memoryview | NDArray[np.uint8]) -> None:
-        """Make ``buffer`` hold no record, as before its first use."""
+        """Make ``buffer`` one without a record, as before its first use."""
         self._view(buffer)[: _HEADER.size] = bytes(_HEADER.size)
 
     def _view(self, buffer: BytesBuffer) -> memoryview:

@@ -95,7 +95,7 @@ class TransferEngine:
         ``num_bytes`` and stays the caller's to keep. Raises TransferError when it overlaps registered memory,
         or when Mooncake refuses it (RDMA: the locked-memory limit of the process).
         """
-        addr, num_bytes, owner = _resolve(memory, num_bytes)
+        addr, num_bytes, owner = _range_of(memory, num_bytes)
         with self._lock:
             for start, (end, _) in self._registered.items():
                 if start < addr + num_bytes and addr < end:
@@ -214,7 +214,7 @@ class TransferEngine:
             )
 
 
-def _resolve(memory: HasMemory | int, num_bytes: int | None) -> tuple[int, int, HasMemory | None]:
+def _range_of(memory: HasMemory | int, num_bytes: int | None) -> tuple[int, int, HasMemory | None]:
     """Address, length and owner of what ``register`` was given."""
     if isinstance(memory, int):
         addr, owner, available = memory, None, num_bytes

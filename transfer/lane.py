@@ -5,7 +5,7 @@ is mapped here. A write is a copy by this process then, over when the call retur
 come later. Where the KV is on a GPU, that copies: to main memory, which is registered with CUDA here as well,
 and to the decode node's GPU. Otherwise the lane is the transport's, tcp or rdma.
 
-The choice holds for as long as both processes live. So where a CPU writes, and all memory is shared
+The choice stands for as long as both processes live. So where a CPU writes, and all memory is shared
 (``is_sole``), nothing is ever sent over the network, and the decode node knows from the end of this process
 that nothing lands any more. Memory that is not shared is written over the network beside the lane, and a
 GPU's writes may outlive their process: the slots of such pairs wait out the quarantine.
@@ -192,7 +192,7 @@ class Lanes:
         return f"the decode node's memory was not open within {OPEN_SECS:g} s{remedy}"
 
     def _decide(self, session: str, pair: _Pair, lane: Lane) -> None:
-        """With the lock held."""
+        """The caller has the lock."""
         pair.lane = lane
         log.info("decode node at %s: lane %s (%s)", session, lane.kind, lane.reason)
 

@@ -67,10 +67,10 @@ def _copy_rows(src: SlotArray, dst: SlotArray, num_bytes: SlotArray, row_bytes: 
     num_rows = num_bytes // row_bytes
     from_row = ranges_to_slots((src - src_rows.start) // row_bytes, num_rows)
     to_row = ranges_to_slots((dst - dst_rows.start) // row_bytes, num_rows)
-    source, landing = np.asarray(src_rows), np.asarray(dst_rows)
+    source, target = np.asarray(src_rows), np.asarray(dst_rows)
     for first in range(0, from_row.size, MAX_ROWS):
         part = slice(first, first + MAX_ROWS)
-        landing[to_row[part]] = source.take(from_row[part], axis=0)
+        target[to_row[part]] = source.take(from_row[part], axis=0)
 
 
 @dataclass(frozen=True)

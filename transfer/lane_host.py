@@ -1,4 +1,4 @@
-"""Offers a decode node's memory to prefill nodes on the same machine: owns the socket, and who holds it open.
+"""Offers a decode node's memory to prefill nodes on the same machine: owns the socket, and who has it open.
 
 A Unix socket reaches processes of this machine only, and takes descriptors of memory across containers. By
 default its name is an abstract one, which processes of one network namespace see and which goes with its
@@ -79,7 +79,7 @@ class _Connection:
     user: int
     deadline: float
     instance_id: str = ""
-    """Names the run of a prefill node that holds the memory; empty before its hello."""
+    """Names the run of a prefill node that has the memory open; empty before its hello."""
     is_sole: bool = False
     """It has said that it writes in no other way."""
 

@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from ipaddress import ip_network
 from pathlib import Path
 
-from protocol.access import Network, PeerList, is_loopback, parse_address
-from transfer.engine import TransferSetupError
+from protocol.access import Network, PeerList, is_loopback
+from transfer.errors import TransferSetupError
+from transfer.transport import addresses_of
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def reachable_from(host: str, allowed: PeerList, has_peers: bool = True) -> Peer
     if not allowed and has_peers:
         return allowed
     listed = allowed or PeerList.loopback()
-    return PeerList((*listed.networks, *_own_networks(host)))
+    return PeerList((*listed.networks, *map(ip_network, addresses_of(host))))
 
 
 @contextmanager
@@ -80,15 +81,6 @@ def guarded_listeners(host: str, allowed: PeerList, has_peers: bool = True) -> I
         if allowed:
             raise TransferSetupError(f"{what}; leave out allowed_peers and use a firewall") from error
         log.warning("%s; use a firewall", what)
-
-
-def _own_networks(host: str) -> list[Network]:
-    try:
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    except OSError:
-        found = []
-    addresses = {address for text in found if (address := parse_address(text)) is not None}
-    return [ip_network(address) for address in addresses]
 
 
 def _listening() -> Iterator[tuple[int, int]]:

@@ -148,7 +148,7 @@ class Sender:
                 self._changed[session].wait(idle_until - now)
 
     def _start_thread(self, session: str) -> None:
-        """With the lock held."""
+        """The caller has the lock."""
         thread = threading.Thread(target=self._run, args=(session,), name=f"sender {session}", daemon=True)
         self._threads[session], self._changed[session] = thread, threading.Condition(self._lock)
         thread.start()

@@ -8,14 +8,16 @@ against it, and says why not otherwise; peers compare what came of it when they 
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import socket
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from hisparse_pd.memory.machine import Fault, Machine, gpu_direct_fault, memlock_fault
+from protocol.access import parse_address
+from protocol.names import resolve
 from transfer.errors import TransferSetupError
 from transfer.rdma import (
     GidGrade,
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 Protocol = Literal["tcp", "rdma"]
 AskedProtocol = Literal["tcp", "rdma", "auto"]
 
+RESOLVE_SECS = 5.0
+"""For the name that peers reach this node by to become addresses."""
 _MAX_REASON_CHARS = 400
 
 
@@ -126,7 +130,7 @@ def select_devices(
     devices = {device.name: device for device in read_devices(machine)}
     if not devices:
         return DeviceSelection((), (no_device_fault(machine),))
-    advertised = resolve(host)
+    advertised = addresses_of(host)
     names, topology_fault = wanted_devices(ib_device, machine)
     if topology_fault is not None:
         return DeviceSelection((), (topology_fault,))
@@ -195,13 +199,13 @@ def _gid_note(device: RdmaDevice, host: str, advertised: Collection[IpAddress], 
 # --- the advertised address -------------------------------------------------------------------------------
 
 
-def resolve(host: str) -> frozenset[IpAddress]:
-    """The IP addresses of a host name or address; none when it cannot be resolved."""
+def addresses_of(host: str) -> frozenset[IpAddress]:
+    """The IP addresses of a host name or address; none when it cannot be resolved in time."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
+        found = map(parse_address, resolve(host, time.monotonic() + RESOLVE_SECS))
+    except OSError:
         return frozenset()
-    return frozenset(ipaddress.ip_address(str(entry[4][0]).split("%")[0]) for entry in found)
+    return frozenset(address for address in found if address is not None)
 
 
 def address_fault(host: str) -> Fault | None:
@@ -210,7 +214,7 @@ def address_fault(host: str) -> Fault | None:
     Not an error by itself: behind a one-to-one NAT, as some containers are, nobody here has the address that
     peers use.
     """
-    addresses = resolve(host)
+    addresses = addresses_of(host)
     if not addresses:
         return Fault(f"advertised address {host} cannot be resolved here", "set --advertise-host")
     if any(map(is_local, addresses)):

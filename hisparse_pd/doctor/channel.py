@@ -1,7 +1,7 @@
 """How two doctors meet: a question and its answer over a ZMQ REQ/REP pair, in msgpack like control messages.
 
 The one that serves offers a buffer that the other may write to, and tells the checksum of what has arrived.
-It is not encrypted: what passes is the address of a buffer that holds nothing. Every wait has a timeout.
+It is not encrypted: what passes is the address of an empty buffer. Every wait has a timeout.
 """
 
 from __future__ import annotations

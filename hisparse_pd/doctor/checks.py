@@ -37,9 +37,9 @@ from transfer.transport import (
     AskedProtocol,
     Transport,
     address_fault,
+    addresses_of,
     choose_transport,
     environment_fault,
-    resolve,
     select_devices,
 )
 
@@ -248,7 +248,7 @@ def check_address(host: str) -> Check:
     fault = address_fault(host)
     if fault is not None:
         return Check("advertised address", Status.WARN, fault.what, fault.remedy)
-    if all(address.is_loopback for address in resolve(host)):
+    if all(address.is_loopback for address in addresses_of(host)):
         return Check("advertised address", Status.INFO, f"{host}: only this machine itself reaches it")
     return Check("advertised address", Status.OK, f"{host} is of this machine")
 
@@ -278,7 +278,7 @@ def check_transport(
 
 def _describe(device: RdmaDevice, host: str, machine: Machine) -> str:
     """State, link layer and GID of a device without fault, and what select_devices has to say of it."""
-    _, gid = device.best_gid(resolve(host), machine.environ)
+    _, gid = device.best_gid(addresses_of(host), machine.environ)
     port = device.port(machine.environ)
     state, link_layer = (port.state, port.link_layer) if port else ("", "")
     words = [f"{state}, {link_layer}"]

@@ -44,11 +44,11 @@ def check_lane(directory: str) -> Check:
     sent = np.arange(_TRIAL_BYTES, dtype=np.int64).astype(np.uint8)
     try:
         with closing(allocate_host(_TRIAL_BYTES, pinned=False, shared=True, name=name)) as pool:
-            landing = pool.tensor.numpy()
-            memory = SharedMemory(landing.ctypes.data, landing.nbytes, pool.shared_fd)
+            received = pool.tensor.numpy()
+            memory = SharedMemory(received.ctypes.data, received.nbytes, pool.shared_fd)
             with closing(LaneHost([memory], directory=directory)) as host:
                 _write(host.offer, directory, sent, memory.addr)
-            arrived = np.array_equal(landing, sent)
+            arrived = np.array_equal(received, sent)
     except (HostMemoryError, TransferSetupError) as error:
         what, _, remedy = str(error).partition("; ")
         return Check(name, Status.FAIL, f"a decode node would not start: {what}", remedy)

@@ -44,7 +44,7 @@ def use_device(name: str) -> None:
 
 
 class DeviceMemoryError(RuntimeError):
-    """A GPU is too small for what it is to hold; the message names bytes needed, bytes there, and options."""
+    """A GPU is too small for what it is to have; the message names bytes needed, bytes there, and options."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class PoolDemand:
         return sum(self.fixed.values()) + num_tokens * self.bytes_per_token
 
     def tokens_from_free(self, memory: DeviceMemory, fraction: float, min_tokens: int) -> int:
-        """As many tokens as that share of the device holds, in whole pages.
+        """As many tokens as that share of the device has room for, in whole pages.
 
         ``min_tokens``: fewer are of no use. Raises DeviceMemoryError when they do not fit.
         """

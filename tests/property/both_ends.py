@@ -339,7 +339,7 @@ class World:
                 self.network.silence(node.server)
 
     def land(self, piece: Piece) -> None:
-        """Raises SafetyViolation unless the slots under the bytes are held for the room of the write."""
+        """Raises SafetyViolation unless the slots under the bytes are kept for the room of the write."""
         if piece.session != self.decode.session:
             return
         for region in self.decode.engine.peers.regions:

@@ -90,7 +90,7 @@ class SimLaneHost:
 
 
 class SimLanes:
-    """In place of ``Lanes``: holds a decode node's memory until its own end. ``host``: of the present decode
+    """In place of ``Lanes``: keeps a decode node's memory until its own end. ``host``: of the present decode
     node; None: over the network."""
 
     def __init__(self, instance_id: str, host: Callable[[], SimLaneHost] | None) -> None:
@@ -157,7 +157,7 @@ class SimSender:
         self._over.add(room)
         is_in_flight = self._queue.cancel(room)
         assert is_in_flight == (room in self.in_flight)
-        assert self._queue.num_pending(room) == is_in_flight, "what is not in flight is held by an abort"
+        assert self._queue.num_pending(room) == is_in_flight, "what is not in flight waits for an abort"
         return is_in_flight
 
     def num_pending(self, room: Room) -> int:

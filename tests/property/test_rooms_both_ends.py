@@ -2,7 +2,7 @@
 
 Requests arrive at both nodes, at one or at none, and are given up on either side; messages are late, lost
 with their connection or said twice; writes are slow, fail, land after they failed, or never come back; nodes
-stop, die and start again. Whatever happens, no byte lands in a slot that is not held for the room of its
+stop, die and start again. Whatever happens, no byte lands in a slot that is not kept for the room of its
 write, and no request runs on bytes that are not its own (``both_ends.World``). One prefill node writes over
 the network, the other over shared memory, of which the kernel says when a dead writer has let go. In the end
 every request has ended, once, and every pool of both nodes is whole.
@@ -560,7 +560,7 @@ def test_slots_of_a_killed_writer_to_shared_memory_are_free_at_once() -> None:
 
 @pytest.mark.I1
 def test_a_writer_to_shared_memory_that_lost_patience_keeps_the_slots_of_its_write_in_progress() -> None:
-    """It holds the memory on, and says when the last write is over to the decode node that came back."""
+    """It keeps the memory open, and says when the last write is over to the decode node that came back."""
     world = World(1, num_shared=1)
     try:
         pools, node = world.decode.engine.requests.pools, write_slowly(world)

@@ -105,7 +105,7 @@ class Submission:
 
     @staticmethod
     def bytes_of(batch: WriteBatch) -> bytes:
-        """What the source addresses hold now; its memory must be there."""
+        """What is at the source addresses now; its memory must be there."""
         return b"".join(
             ctypes.string_at(addr, length)
             for writes in batch.slices
@@ -415,7 +415,7 @@ class DecodePeer(ControlPeer):
     def aux_record(self, bootstrap: Bootstrap) -> AuxRecord:
         return self.layout.unpack(self.aux[bootstrap.aux_slot].numpy(), bootstrap.room)
 
-    def assert_holds(self, bootstrap: Bootstrap) -> None:
+    def assert_has(self, bootstrap: Bootstrap) -> None:
         """KV and indexer keys of the room are bitwise those of the prefill node's pools."""
         num_tokens = bootstrap.num_prompt_tokens
         src_slots = self.engine.slots(bootstrap.room, num_tokens)[bootstrap.num_held_tokens :]
@@ -528,7 +528,7 @@ def deliver(
     assert secs["transfer"] == pytest.approx(done.times.transfer_secs, abs=1e-5)
     chunk_tokens = engine.engine._settings.chunked_prefill_size
     assert finished.num_chunks >= -(-(len(tokens) - finished.num_cached_tokens) // chunk_tokens)
-    peer.assert_holds(bootstrap)
+    peer.assert_has(bootstrap)
     first_token, hint = reference(engine, tokens)
     record = peer.aux_record(bootstrap)
     assert record.first_token == first_token

@@ -81,7 +81,7 @@ def test_either_half_may_come_first(engine: EngineThread, peer: DecodePeer, room
     bootstrap = peer.bootstrap(room, 30)
     peer.expect(RoomDone)
     engine.expect(PrefillFinished)
-    peer.assert_holds(bootstrap)
+    peer.assert_has(bootstrap)
 
 
 @pytest.mark.I1
@@ -90,7 +90,7 @@ def test_either_half_may_come_first(engine: EngineThread, peer: DecodePeer, room
 def test_what_the_decode_node_holds_is_computed_and_not_sent(
     engine: EngineThread, peer: DecodePeer, room: int, num_held: int, hisparse: bool
 ) -> None:
-    """Whatever its pages are, in chunks of 48 of which one or two are held whole; and when all is cached."""
+    """Whatever its pages are, in chunks of 48 of which it holds one or two whole; and when all is cached."""
     tokens = prompt(600 + num_held + 100 * hisparse, 100)
     rest = 100 - num_held
     landing = {
@@ -126,7 +126,7 @@ def test_a_prefix_is_cached_for_requests_with_its_isolation_key_only(
         engine.generate(room, tokens, identity=identity)
         engine.expect(PrefillFinished)
         done = peer.expect(RoomDone)
-        peer.assert_holds(bootstrap)
+        peer.assert_has(bootstrap)
         return done.num_cached_tokens
 
     keys: list[tuple[str, ...]] = [(), ("a",), ("b",), ("a", "b"), ("ab",)]
@@ -167,10 +167,8 @@ def test_equal_prompts_at_once_are_computed_once(engine: EngineThread, peer: Dec
         engine.expect(PrefillFinished)
 
 
-def test_many_prompts_share_forwards_and_a_pool_that_holds_few(
-    engine: EngineThread, peer: DecodePeer
-) -> None:
-    sizes = [30, 200, 17, 300, 5, 120, 250, 64]  # 1024 tokens of pages do not hold them all
+def test_many_prompts_share_forwards_and_a_pool_for_few(engine: EngineThread, peer: DecodePeer) -> None:
+    sizes = [30, 200, 17, 300, 5, 120, 250, 64]  # 1024 tokens of pages are not enough for them all
     rooms = [next_room() for _ in sizes]
     bootstraps = {}
     for number, (room, size) in enumerate(zip(rooms, sizes, strict=True)):
@@ -238,27 +236,27 @@ def test_logprobs_travel_in_the_aux_record(engine: EngineThread, peer: DecodePee
 # --- ends that are no delivery --------------------------------------------------------------------------
 
 
-def hold_until_there_is_a_message(engine: EngineThread, chunk_start: int, inbox: Any) -> threading.Event:
-    """Hold the engine before a forward until ``inbox``, a socket of its, has a message. Set: it is held."""
-    is_held = threading.Event()
+def pause_until_there_is_a_message(engine: EngineThread, chunk_start: int, inbox: Any) -> threading.Event:
+    """Pause the engine before a forward until ``inbox``, a socket of its, has a message. Set: it paused."""
+    has_paused = threading.Event()
 
     def wait(batch: Sequence[Any]) -> None:
         if any(chunk.start == chunk_start for _, chunk in batch):
-            is_held.set()
+            has_paused.set()
             assert inbox.poll(TIMEOUT_SECS * 1000)
 
     engine.before_run = wait
-    return is_held
+    return has_paused
 
 
 @pytest.mark.I7
 def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, room: int) -> None:
-    is_held = hold_until_there_is_a_message(engine, 48, engine.engine._control.socket)
+    has_paused = pause_until_there_is_a_message(engine, 48, engine.engine._control.socket)
     counters = engine.engine._life.counters
     before = dict(counters)
     peer.bootstrap(room, 200)
     request_id = engine.generate(room, prompt(8, 200))
-    assert is_held.wait(TIMEOUT_SECS)
+    assert has_paused.wait(TIMEOUT_SECS)
     peer.client.send(AbortRoom(room, "client gone"))
     assert peer.expect(RoomQuiet) == RoomQuiet(room, batch_failed=False)
     failed = engine.expect(RequestFailed)
@@ -274,10 +272,10 @@ def test_the_decode_node_aborts_midway(engine: EngineThread, peer: DecodePeer, r
 
 
 def test_the_front_aborts_midway(engine: EngineThread, peer: DecodePeer, room: int) -> None:
-    is_held = hold_until_there_is_a_message(engine, 48, engine.engine._front.fronts[0].socket)
+    has_paused = pause_until_there_is_a_message(engine, 48, engine.engine._front.fronts[0].socket)
     peer.bootstrap(room, 200)
     request_id = engine.generate(room, prompt(9, 200))
-    assert is_held.wait(TIMEOUT_SECS)
+    assert has_paused.wait(TIMEOUT_SECS)
     engine.send(Abort(request_id))
     failed = peer.expect(RoomFailed)
     assert (failed.room, failed.status) == (room, 499)

@@ -196,7 +196,7 @@ def test_a_page_size_of_its_own_is_legal_when_hisparse(engine: EngineThread, pee
     bootstrap = peer.bootstrap(sparse, 20)
     engine.generate(sparse, range(5, 25))
     peer.expect(RoomDone)
-    peer.assert_holds(bootstrap)
+    peer.assert_has(bootstrap)
     peer.bootstrap(dense, 20, hisparse=False)
     failed = peer.expect(RoomFailed)
     assert (failed.room, failed.status, failed.quiet) == (dense, 400, True)
@@ -255,7 +255,7 @@ def test_a_second_bootstrap_is_dropped_and_the_first_stands(engine: EngineThread
     assert engine.num_dropped("duplicate") == before + 1
     engine.generate(room, range(5, 25))
     peer.expect(RoomDone)
-    peer.assert_holds(first)
+    peer.assert_has(first)
     assert not peer.kv_host[:, 500:].any()
 
 
@@ -317,15 +317,15 @@ def test_one_peer_cannot_abort_the_room_of_another(engine: EngineThread, peer: D
     [
         ({"kv": (Extent(1020, 20),)}, "kv_host extent [1020, 1040) ends past the region's 1024 slots"),
         ({"kv": (Extent(2**47, 20),)}, "ends past the region's 1024 slots"),
-        ({"kv": (Extent(0, 19),)}, "kv_host extents hold 19 tokens, the prompt needs 20"),
-        ({"kv": (Extent(0, 21),)}, "kv_host extents hold 21 tokens, the prompt needs 20"),
+        ({"kv": (Extent(0, 19),)}, "kv_host extents are of 19 tokens, the prompt needs 20"),
+        ({"kv": (Extent(0, 21),)}, "kv_host extents are of 21 tokens, the prompt needs 20"),
         ({"kv": (Extent(0, 12), Extent(11, 8))}, "kv_host extents overlap at slot 11"),
         ({"index": (Extent(1020, 20),)}, "index extent [1020, 1040)"),
-        ({"index": (Extent(0, 16),)}, "index extents hold 16 tokens, the prompt needs at least 20"),
+        ({"index": (Extent(0, 16),)}, "index extents are of 16 tokens, the prompt needs at least 20"),
         ({"aux_slot": 8}, "aux_slot 8 is not in [0, 8)"),
         (
             {"num_held_tokens": 16, "kv": (Extent(0, 20),)},
-            "kv_host extents hold 20 tokens, the prompt needs 4",
+            "kv_host extents are of 20 tokens, the prompt needs 4",
         ),
         ({"num_held_tokens": 20}, "num_held_tokens 20 of 20 prompt tokens: the last one is never held"),
         ({"num_held_tokens": 2**32 - 1}, "the last one is never held"),
@@ -404,7 +404,7 @@ def test_a_reconnected_peer_keeps_its_rooms(engine: EngineThread, peer: DecodePe
     peer.register()
     engine.generate(room, range(5, 25))
     assert peer.expect(RoomDone).room == room
-    peer.assert_holds(bootstrap)
+    peer.assert_has(bootstrap)
 
 
 def test_a_restarted_peer_loses_its_rooms(engine: EngineThread, peer: DecodePeer) -> None:

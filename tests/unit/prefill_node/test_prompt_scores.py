@@ -241,7 +241,7 @@ def test_scores_beside_a_delivery(engine: EngineThread, peer: DecodePeer) -> Non
     generate = ask(engine, tokens, wanted, GREEDY, room=room, is_alone=False)
     scored = receive(engine, generate)
     check_rows(engine, tokens, wanted, scored)
-    peer.assert_holds(bootstrap)
+    peer.assert_has(bootstrap)
     assert peer.aux_record(bootstrap).first_token == int(logprobs_of(engine, tokens)[-1].argmax())
 
 

@@ -71,10 +71,10 @@ def test_bytes_land_in_the_other_process(engine: TransferEngine, peer: Peer, sou
 
 def test_two_engines_in_one_process(engine: TransferEngine, source: torch.Tensor) -> None:
     other = TransferEngine("127.0.0.1")
-    landing = torch.zeros(64, dtype=torch.uint8)
-    addr = other.register(landing)
+    target = torch.zeros(64, dtype=torch.uint8)
+    addr = other.register(target)
     engine.write(other.session, [source.data_ptr()], [addr], [64])
-    assert torch.equal(landing, source[:64])
+    assert torch.equal(target, source[:64])
     assert other.session != engine.session
     assert engine.is_reachable(other.session)
     other.close()

@@ -59,24 +59,24 @@ def test_ranges_are_copied_and_nothing_else(data: st.DataObject) -> None:
         src_slots = list(range(len(dst_slots)))
     runs = plan_writes(src_slots, sorted(dst_slots) if data.draw(st.booleans()) else dst_slots)
     source = np.random.default_rng(1).integers(0, 256, num_slots * item_bytes, np.uint8)
-    landing = np.full(num_slots * item_bytes + 2, 7, np.uint8)
-    expected = landing.copy()
+    target = np.full(num_slots * item_bytes + 2, 7, np.uint8)
+    expected = target.copy()
     src, dst, lengths = (array * item_bytes for array in (runs.src_start, runs.dst_start, runs.length))
     for start, to, length in zip(src, dst, lengths, strict=True):
         expected[1 + to : 1 + to + length] = source[start : start + length]
-    copy_ranges(src + source.ctypes.data, dst + 1 + landing.ctypes.data, lengths)
-    assert np.array_equal(landing, expected)
+    copy_ranges(src + source.ctypes.data, dst + 1 + target.ctypes.data, lengths)
+    assert np.array_equal(target, expected)
 
 
 def test_ranges_of_lengths_without_a_common_row_are_copied() -> None:
     source = np.arange(4000, dtype=np.uint8)
-    landing = np.zeros(4000, np.uint8)
+    target = np.zeros(4000, np.uint8)
     src, dst, lengths = np.array([0, 1001, 17]), np.array([5, 2001, 3003]), np.array([1000, 13, 611])
-    expected = landing.copy()
+    expected = target.copy()
     for start, to, length in zip(src, dst, lengths, strict=True):
         expected[to : to + length] = source[start : start + length]
-    copy_ranges(src + source.ctypes.data, dst + landing.ctypes.data, lengths)
-    assert np.array_equal(landing, expected)
+    copy_ranges(src + source.ctypes.data, dst + target.ctypes.data, lengths)
+    assert np.array_equal(target, expected)
 
 
 def test_a_room_lands_over_the_sender_as_planned(pair: Pair) -> None:

@@ -27,9 +27,9 @@ from transfer.transport import (
     AskedProtocol,
     Transport,
     address_fault,
+    addresses_of,
     choose_transport,
     is_local,
-    resolve,
 )
 
 HOST = "192.0.2.7"
@@ -280,12 +280,12 @@ def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     def unknown(*arguments: object, **options: object) -> None:
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr("transfer.transport.socket.getaddrinfo", unknown)
+    monkeypatch.setattr("protocol.names.socket.getaddrinfo", unknown)
     fault = address_fault("node-a")
     assert fault is not None
     assert "node-a cannot be resolved" in fault.what
 
 
 def test_resolving_takes_addresses_too() -> None:
-    assert resolve("192.0.2.7") == {ip_address("192.0.2.7")}
-    assert resolve("::1") == {ip_address("::1")}
+    assert addresses_of("192.0.2.7") == {ip_address("192.0.2.7")}
+    assert addresses_of("::1") == {ip_address("::1")}
