@@ -6,7 +6,8 @@ becomes a regular expression of the bare text, and the rest stays a schema.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -22,7 +23,12 @@ _OTHER_KEYWORDS = {
     *("contains", "minContains", "maxContains"),
 }
 """Of one type each, and none of them of strings."""
-_TYPES = ("null", "boolean", "integer", "number", "object", "array")
+_COMBINERS = ("anyOf", "oneOf", "allOf")
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/[^/]*")
+_VALUES_A_STEP = 256
+ANY_STRING: Mapping[str, object] = {}
+ANY_OTHER: Mapping[str, object] = {"type": ["null", "boolean", "integer", "number", "object", "array"]}
+"""Where nothing is said."""
 
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -44,7 +50,7 @@ class NotWritable(ValueError):
 
 @dataclass
 class Forms:
-    """``texts``: values that are strings, to be written bare. ``strings``: regular expressions of more such.
+    """``texts``: values that are strings, to be written bare. ``strings``: schemas of more such.
 
     ``schemas``: of values that are no strings. ``is_one_of``: exactly one of them may hold.
     ``whole``: the schema itself, where its parts cannot be told apart: its strings are written in quotes.
@@ -52,7 +58,7 @@ class Forms:
     """
 
     texts: list[str] = field(default_factory=list)
-    strings: list[str] = field(default_factory=list)
+    strings: list[Mapping[str, object]] = field(default_factory=list)
     schemas: list[Mapping[str, object]] = field(default_factory=list)
     is_one_of: bool = False
     whole: Mapping[str, object] | None = None
@@ -67,7 +73,9 @@ class Forms:
 
     @property
     def takes_null(self) -> bool:
-        return any("null" in _types(schema) or None in _listed(schema.get("enum")) for schema in self.schemas)
+        return any(
+            "null" in types_of(schema) or None in listed(schema.get("enum")) for schema in self.schemas
+        )
 
     @property
     def schema(self) -> Mapping[str, object] | None:
@@ -86,7 +94,7 @@ class SchemaReader:
     """
 
     def __init__(self, root: Mapping[str, object], steps: Steps, *, is_lenient: bool) -> None:
-        """``is_lenient``: what cannot be enforced for a bare string is left out."""
+        """``is_lenient``: what bare strings cannot be held to is left out, and no form is ``whole``."""
         self._document = SchemaDocument(root, steps)
         self._is_lenient = is_lenient
         self._forms: dict[int, tuple[object, Forms]] = {}
@@ -98,10 +106,30 @@ class SchemaReader:
             self._document.steps.spend(1)
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
-            if self._document.words(schema) != {"$ref"}:
+            if self._document.words(schema) != {"$ref"} and not self._is_lenient:
                 return schema
-            schema = self._at(schema["$ref"])
+            schema = self._at(schema["$ref"], is_definition=not self._is_lenient)
         raise NotWritable("refers to itself")
+
+    def forms_of_parameter(self, name: str) -> list[Forms]:
+        """Of all schemas that are said of one parameter."""
+        root = self._document.root
+        found = list(self._said_of(name, root))
+        if not found and "additionalProperties" in root:
+            found = [root["additionalProperties"]]
+        return [self.forms(schema) for schema in found]
+
+    def _said_of(self, name: str, schema: object, depth: int = 0) -> Iterator[object]:
+        """``schema``: of an object."""
+        schema = self.resolved(schema)
+        if not isinstance(schema, dict) or depth > MAX_DEPTH:
+            return
+        properties = schema.get("properties")
+        if isinstance(properties, dict) and name in properties:
+            yield properties[name]
+        for combiner in _COMBINERS:
+            for branch in listed(schema.get(combiner)):
+                yield from self._said_of(name, branch, depth + 1)
 
     def forms(self, schema: object, depth: int = 0) -> Forms:
         if depth > MAX_DEPTH:
@@ -116,26 +144,30 @@ class SchemaReader:
         if schema is False:
             return Forms()
         if schema is True or (isinstance(schema, dict) and not self._document.words(schema)):
-            return Forms(strings=[ANY], schemas=[{"type": list(_TYPES)}], is_anything=True)
+            return _anything()
         if not isinstance(schema, dict):
             raise NotWritable("is no JSON schema")
         words = self._document.words(schema)
-        if "const" in schema and words <= {"const", "type"}:
+        if "const" in schema and (words <= {"const", "type"} or self._is_lenient):
             return _values([schema["const"]], schema)
-        if isinstance(enum := schema.get("enum"), list) and words <= {"enum", "type"}:
-            self._document.steps.spend(len(enum))
+        if isinstance(enum := schema.get("enum"), list) and (words <= {"enum", "type"} or self._is_lenient):
+            self._document.steps.spend(1 + len(enum) // _VALUES_A_STEP)
             return _values(enum, schema)
-        for combiner in ("anyOf", "oneOf", "allOf"):
-            branches = schema.get(combiner)
-            if words == {combiner} and isinstance(branches, list) and branches:
-                return self._combined(schema, combiner, branches, depth)
-        types = _types(schema)
-        known = {"type"} | _STRING_KEYWORDS | _OTHER_KEYWORDS
-        if not types or ("string" in types and not words <= known):
+        for combiner in _COMBINERS:
+            branches = listed(schema.get(combiner))
+            if branches and (words == {combiner} or self._is_lenient):
+                combined = self._combined(schema, combiner, branches, depth)
+                if words == {combiner} or ANY_STRING not in combined.strings or not types_of(schema):
+                    return combined
+        types = types_of(schema)
+        known = {"type", "nullable"} | _STRING_KEYWORDS | _OTHER_KEYWORDS
+        if not self._is_lenient and (not types or ("string" in types and not words <= known)):
             return Forms(whole=schema)
+        if not types:
+            return _anything()
         forms = Forms()
         if "string" in types:
-            forms.strings.append(self._string(schema))
+            forms.strings.append(schema)
         if others := [name for name in types if name != "string"]:
             rest = {word: value for word, value in schema.items() if word not in _STRING_KEYWORDS}
             forms.schemas.append({**rest, "type": others[0] if len(others) == 1 else others})
@@ -151,7 +183,7 @@ class SchemaReader:
                 case dict() as held:
                     open_schemas += held.values()
                     if isinstance(reference := held.get("$ref"), str):
-                        target = self._at(reference)
+                        target = self._at(reference, is_definition=True)
                         _, holder, name = path_of(reference)
                         if name not in found.setdefault(holder, {}):
                             found[holder][name] = target
@@ -160,44 +192,56 @@ class SchemaReader:
                     open_schemas += items
         return {**schema, **found}
 
-    def _at(self, reference: object) -> object:
-        """``#/$defs/name`` or ``#/definitions/name``."""
-        if isinstance(reference, str) and reference.startswith(("#/$defs/", "#/definitions/")):
+    def _at(self, reference: object, *, is_definition: bool) -> object:
+        """``is_definition``: ``#/$defs/name`` or ``#/definitions/name``, else whatever is in the document."""
+        if isinstance(reference, str) and (not is_definition or _DEFINITION.fullmatch(reference)):
             found = self._document.at(reference)
-            if found is not None and reference.count("/") == 2:
+            if found is not None:
                 return found
         raise NotWritable(f"has the reference {reference!r}; only #/$defs/… and #/definitions/… are followed")
 
     def _combined(
         self, schema: Mapping[str, object], combiner: str, branches: Sequence[object], depth: int
     ) -> Forms:
-        if combiner == "allOf":
-            return self.forms(branches[0], depth + 1) if len(branches) == 1 else Forms(whole=schema)
+        if combiner == "allOf" and len(branches) > 1:
+            return self._all_of(branches, depth) if self._is_lenient else Forms(whole=schema)
         of_branches = [self.forms(branch, depth + 1) for branch in branches]
         has_strings = [forms for forms in of_branches if forms.texts or forms.strings]
-        if any(forms.whole is not None for forms in of_branches) or (
-            combiner == "oneOf"
-            and (len(has_strings) > 1 or any(len(forms.schemas) > 1 for forms in of_branches))
-        ):
-            return Forms(whole=schema)
+        is_one_of = combiner == "oneOf"
+        overlaps = len(has_strings) > 1 or any(len(forms.schemas) > 1 for forms in of_branches)
+        if any(forms.whole is not None for forms in of_branches) or (is_one_of and overlaps):
+            if not self._is_lenient:
+                return Forms(whole=schema)
+            is_one_of = False
         # What several branches refer to is written once, as oneOf has it only where the branches are none.
-        distinct = (
-            of_branches if combiner == "oneOf" else list({id(forms): forms for forms in of_branches}.values())
-        )
+        distinct = of_branches if is_one_of else list({id(forms): forms for forms in of_branches}.values())
         num_parts = sum(len(forms.texts) + len(forms.strings) + len(forms.schemas) for forms in distinct)
         self._document.steps.spend(num_parts)
         schemas = [each for forms in distinct for each in forms.schemas]
-        if combiner == "anyOf":
+        if not is_one_of:
             schemas = list({id(schema): schema for schema in schemas}.values())
         return Forms(
             texts=list(dict.fromkeys(text for forms in distinct for text in forms.texts)),
-            strings=list(dict.fromkeys(string for forms in distinct for string in forms.strings)),
+            strings=[string for forms in distinct for string in forms.strings],
             schemas=schemas,
-            is_one_of=combiner == "oneOf",
+            is_one_of=is_one_of,
+            is_anything=all(forms.is_anything for forms in distinct),
         )
 
+    def _all_of(self, branches: Sequence[object], depth: int) -> Forms:
+        """Of what all branches say, of each word the last."""
+        merged: dict[str, object] = {}
+        for branch in map(self.resolved, branches):
+            if isinstance(branch, dict):
+                self._document.steps.spend(1 + len(branch))
+                merged |= branch
+        return self.forms(merged, depth + 1)
+
+    def regexes(self, forms: Forms) -> list[str]:
+        """Of the bare strings."""
+        return list(dict.fromkeys(map(self._string, forms.strings)))
+
     def _string(self, schema: Mapping[str, object]) -> str:
-        """The regular expression of the bare string."""
         parts: list[str] = []
         low, high = schema.get("minLength", 0), schema.get("maxLength")
         is_bounded = is_integer(high) and is_integer(low) and high >= low
@@ -209,7 +253,8 @@ class SchemaReader:
             try:
                 parts.append(f"({searched(pattern)})")
             except ValueError as error:
-                raise NotWritable(f"has a pattern that {error}") from error
+                if not self._is_lenient:
+                    raise NotWritable(f"has a pattern that {error}") from error
         if isinstance(name := schema.get("format"), str):
             if name in _FORMATS:
                 parts.append(f"/{_FORMATS[name]}/")
@@ -221,10 +266,14 @@ class SchemaReader:
         return " & ".join([ANY, *parts])
 
 
+def _anything() -> Forms:
+    return Forms(strings=[ANY_STRING], schemas=[ANY_OTHER], is_anything=True)
+
+
 def _values(values: Sequence[object], schema: Mapping[str, object]) -> Forms:
     """``schema``: may have a type besides."""
     typed = {"type": schema["type"]} if "type" in schema else {}
-    takes_strings = not typed or "string" in _types(schema)
+    takes_strings = not typed or "string" in types_of(schema)
     texts = [value for value in values if isinstance(value, str)] if takes_strings else []
     others = [value for value in values if not isinstance(value, str)]
     is_mixed = others and typed.get("type") not in ("string", ["string"])
@@ -234,19 +283,22 @@ def _values(values: Sequence[object], schema: Mapping[str, object]) -> Forms:
 def _structure(schema: Mapping[str, object]) -> Mapping[str, object] | None:
     """What of it is an object or an array."""
     if "enum" in schema:
-        kept = [value for value in _listed(schema["enum"]) if isinstance(value, dict | list)]
+        kept = [value for value in listed(schema["enum"]) if isinstance(value, dict | list)]
         return {**schema, "enum": kept} if kept else None
-    types = [name for name in _types(schema) if name in ("object", "array")]
+    types = [name for name in types_of(schema) if name in ("object", "array")]
     return {**schema, "type": types} if types else None
 
 
-def _types(schema: Mapping[str, object]) -> list[object]:
-    """The names that it gives."""
+def types_of(schema: Mapping[str, object]) -> list[object]:
+    """The names that it gives, or that follow from its other words."""
     names = schema.get("type")
-    return [names] if isinstance(names, str) else _listed(names)
+    found: list[object] = [names] if isinstance(names, str) else listed(names)
+    if "type" not in schema and ("properties" in schema or "items" in schema):
+        found = ["object" if "properties" in schema else "array"]
+    return [*found, "null"] if found and schema.get("nullable") is True else found
 
 
-def _listed(value: object) -> list[object]:
+def listed(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 

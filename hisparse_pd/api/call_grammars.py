@@ -180,7 +180,7 @@ class _Glm(_WithArguments):
                 raise NotWritable("mixes strings with what this model's calls cannot tell from them")
             return sequence(self._json(tool, forms.whole, reader), end)
         texts = [text for text in forms.texts if self._is_read_back(tool.name, name, text)]
-        strings = forms.strings
+        strings = reader.regexes(forms)
         if strings:
             if forms.takes_null:
                 texts.append("null")
@@ -233,7 +233,7 @@ class _Dsml(_WithArguments):
         end = f"</{DSML}parameter>"
         forms = reader.forms(schema)
         written = []
-        if bare := self._texts([text for text in forms.texts if end not in text], forms.strings):
+        if bare := self._texts([text for text in forms.texts if end not in text], reader.regexes(forms)):
             written.append(sequence(literal('true">'), self._lark.until(end, bare)))
         if (rest := forms.schema) is not None:
             written.append(sequence(literal('false">'), self._json(tool, rest, reader), self._lark.mark(end)))

@@ -7,14 +7,19 @@ that writes calls as DeepSeek-V3.1 does; DeepSeek-V3.2 itself is published witho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
+
+from hisparse_pd.engine.messages import unpack_token_ids
 
 DSML = "｜DSML｜"
 """Begins the marks of DeepSeek-V3.2's calls."""
 
 THINK, END_OF_THINK = "<think>", "</think>"
+
+_END_TOKENS = 16
+"""Of a prompt: enough to see either of them a byte a token, and white space behind it."""
 
 
 class ToolMarkup(StrEnum):
@@ -54,13 +59,24 @@ class ChatFormat:
     reasons: bool = False
     token_ids: Mapping[str, int] = field(default_factory=dict)
 
-    def reasoning_start(self, end_of_prompt: bytes, *, is_continued: bool) -> ReasoningStart:
-        """``is_continued``: the prompt ends within an answer."""
-        end = end_of_prompt.rstrip()
-        if end.endswith(THINK.encode()):
+    def reasoning_start(
+        self, prompt: bytes, of_token: Callable[[int], bytes], *, is_continued: bool
+    ) -> ReasoningStart:
+        """``prompt``: packed token ids that ``of_token`` spells; ``is_continued``: it ends in an answer."""
+        if opens_reasoning(prompt, of_token):
             return ReasoningStart.BEGUN
-        is_over = is_continued or end.endswith(END_OF_THINK.encode())
+        is_over = is_continued or _ends_with(END_OF_THINK, prompt, of_token)
         return ReasoningStart.NONE if is_over or not self.reasons else ReasoningStart.MAY_BEGIN
+
+
+def opens_reasoning(prompt: bytes, of_token: Callable[[int], bytes]) -> bool:
+    """Whether the prompt, packed token ids, ends with what opens reasoning."""
+    return _ends_with(THINK, prompt, of_token)
+
+
+def _ends_with(mark: str, prompt: bytes, of_token: Callable[[int], bytes]) -> bool:
+    end = b"".join(map(of_token, unpack_token_ids(prompt)[-_END_TOKENS:].tolist()))
+    return end.rstrip().endswith(mark.encode())
 
 
 _MARKS = {ToolMarkup.DSML: DSML, ToolMarkup.DEEPSEEK_V31: V31.SEPARATOR, ToolMarkup.GLM: "<arg_key>"}

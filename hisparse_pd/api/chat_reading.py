@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hisparse_pd.api.app import Work
-from hisparse_pd.api.chat_format import END_OF_THINK, THINK
+from hisparse_pd.api.chat_format import END_OF_THINK, THINK, opens_reasoning
 from hisparse_pd.api.chat_message import MessageParser
 from hisparse_pd.api.detokenizer import TokenBytes
 from hisparse_pd.api.output import Finish
 from hisparse_pd.api.prompts import ChatPrompt
 from hisparse_pd.api.tool_markup import Markup
 from hisparse_pd.api.tool_schemas import ToolSchemas
-from hisparse_pd.engine.messages import unpack_token_ids
 from hisparse_pd.vocabulary import FinishReason
-
-_THINK_TOKENS = 16
-"""Of the end of a prompt: enough for THINK a byte a token, and white space behind it."""
 
 
 class ChatReading:
@@ -33,9 +29,7 @@ class ChatReading:
         self._markup = markup if tools else None
         self._schemas = ToolSchemas(tools)
         self._token_bytes = token_bytes
-        last_tokens = unpack_token_ids(work.samples[0].prompt)[-_THINK_TOKENS:].tolist()
-        end_of_prompt = b"".join(map(token_bytes.of, last_tokens))
-        self._in_reasoning = end_of_prompt.rstrip().endswith(THINK.encode())
+        self._in_reasoning = opens_reasoning(work.samples[0].prompt, token_bytes.of)
 
     def parser(self) -> MessageParser:
         return MessageParser(

@@ -25,7 +25,6 @@ from hisparse_pd.engine.messages import (
     WantedScores,
     num_packed_tokens,
     request_prefix,
-    unpack_token_ids,
 )
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.http.off_loop import off_loop
@@ -40,8 +39,6 @@ MAX_REQUEST_GRAMMAR_CHARS = 16 << 20
 """Of the grammars of all samples of an HTTP request: each sample is sent its own."""
 
 _SAMPLES_BETWEEN_YIELDS = 128
-_END_OF_PROMPT_TOKENS = 16
-"""Enough to see THINK or its end, a byte a token, and white space behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +185,9 @@ async def _with_grammars(
 async def _grammar(constraint: Constraint, source: Prompt, prompt: bytes, codec: TextCodec) -> str:
     """Of the answers to one prompt: all prompts of a request that has several are no conversations."""
     if isinstance(source, ChatPrompt):
-        end = codec.bytes_of(unpack_token_ids(prompt)[-_END_OF_PROMPT_TOKENS:].tolist())
-        reasoning = codec.chat_format.reasoning_start(end, is_continued=source.continue_final_message)
+        reasoning = codec.chat_format.reasoning_start(
+            prompt, codec.token_bytes.of, is_continued=source.continue_final_message
+        )
         tools, separates = source.all_tools, source.separate_reasoning
     else:
         reasoning, tools, separates = ReasoningStart.NONE, [], True

@@ -48,7 +48,6 @@ class SchemaDocument:
         self.steps = steps
         self._targets: dict[str, object] = {}
         self._words: dict[int, tuple[object, frozenset[str]]] = {}
-        self._listed: dict[int, tuple[object, frozenset[str], list[object]]] = {}
 
     def at(self, reference: str) -> object:
         """``#/$defs/name``; None where nothing is, as for other schemas than this one."""
@@ -67,16 +66,6 @@ class SchemaDocument:
             self.steps.spend(1 + len(schema) // 8)
             kept = self._words[id(schema)] = schema, frozenset(schema.keys() - _ANNOTATIONS)
         return kept[1]
-
-    def listed(self, values: list[object]) -> tuple[frozenset[str], list[object]]:
-        """The strings among the values of an enum, and the others."""
-        kept = self._listed.get(id(values))
-        if kept is None:
-            self.steps.spend(1 + len(values) // 8)
-            strings = frozenset(value for value in values if isinstance(value, str))
-            others = [value for value in values if not isinstance(value, str)]
-            kept = self._listed[id(values)] = values, strings, others
-        return kept[1], kept[2]
 
 
 def path_of(reference: str) -> list[str]:
