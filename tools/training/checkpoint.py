@@ -1,31 +1,22 @@
-"""Files of a training run: the checkpoint that is served, and the state that a run resumes from.
-
-The checkpoint is a Hugging Face directory in bfloat16. The state is the float32 weights, the optimizers'
-moments in bfloat16, and a JSON file that is written last and names the step, so that a run that was stopped
-while it saved goes on from the save before.
-"""
+"""The checkpoint that a training run writes: a Hugging Face directory in bfloat16."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tools.training.draft import DraftLayer
 from tools.training.network import Network
-from tools.training.shape import NetworkShape
 from tools.training.task import CONTEXT_LENGTH
 from tools.training.vocabulary import BOS_ID, EOS_ID, PAD_ID, write_tokenizer
 
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
-STATE_FILE = "state.json"
 DRAFT_FILE = "mtp.safetensors"
 """Beside model.safetensors, which transformers reads alone."""
 
@@ -107,49 +98,3 @@ def load_hf_weights(network: Network, weights: Mapping[str, Tensor]) -> None:
             both = [[weights[f"{base}.{e}.{half}.weight"] for half in _EXPERT_PARTS[:2]] for e in experts]
             own[name] = torch.stack([torch.cat(halves) for halves in both])
     network.load_state_dict(own)
-
-
-def save_state(
-    out_dir: Path, network: Network, optimizers: Mapping[str, torch.optim.Optimizer], progress: dict[str, Any]
-) -> None:
-    """Save what ``load_state`` needs. ``progress``: JSON-able, given back as it is."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    step = int(progress["step"])
-    weights = {name: value.detach().float().cpu() for name, value in network.state_dict().items()}
-    moments = {}
-    for name, optimizer in optimizers.items():
-        for number, state in optimizer.state_dict()["state"].items():
-            for key, value in state.items():
-                exact = torch.float32 if value.dim() == 0 else torch.bfloat16
-                moments[f"{name}.{number}.{key}"] = value.detach().to("cpu", exact).contiguous()
-    save_file(weights, out_dir / f"state-{step}-weights.safetensors")
-    save_file(moments, out_dir / f"state-{step}-moments.safetensors")
-    scratch = out_dir / f"{STATE_FILE}.new"
-    scratch.write_text(json.dumps({**progress, "shape": vars(network.shape)}, indent=2) + "\n")
-    os.replace(scratch, out_dir / STATE_FILE)
-    for old in out_dir.glob("state-*.safetensors"):
-        if not old.name.startswith(f"state-{step}-"):
-            old.unlink()
-
-
-def load_state(
-    out_dir: Path, network: Network, optimizers: Mapping[str, torch.optim.Optimizer]
-) -> dict[str, Any] | None:
-    """Restore the last save in ``out_dir`` and return its progress, or None when there is none."""
-    file = out_dir / STATE_FILE
-    if not file.exists():
-        return None
-    progress: dict[str, Any] = json.loads(file.read_text())
-    if NetworkShape(**progress.pop("shape")) != network.shape:
-        raise ValueError(f"{file}: saved by a run of another network shape; choose another directory")
-    step = progress["step"]
-    network.load_state_dict(load_file(out_dir / f"state-{step}-weights.safetensors"))
-    moments = load_file(out_dir / f"state-{step}-moments.safetensors")
-    for name, optimizer in optimizers.items():
-        state: dict[int, dict[str, Tensor]] = {}
-        for key, value in moments.items():
-            owner, number, what = key.split(".")
-            if owner == name:
-                state.setdefault(int(number), {})[what] = value.float()
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-    return progress

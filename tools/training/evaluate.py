@@ -6,7 +6,6 @@ If all answers of a prompt are right in this sense, greedy decoding gives exactl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,14 +37,6 @@ class Score:
     min_margin: float
     """Smallest lead in logits of a right token over the next, over perfect prompts."""
 
-    def __str__(self) -> str:
-        depths = " ".join(f"{right}/{total}" for right, total in self.right_by_depth)
-        return (
-            f"{self.selection.value:8} {self.length:5}: answers {self.num_right}/{self.num_answers} = "
-            f"{self.num_right / self.num_answers:.4f}, prompts {self.num_perfect}/{self.num_prompts}, "
-            f"by depth {depths}, least margin {self.min_margin:.2f}"
-        )
-
 
 def held_out(length: int, count: int, device: torch.device | str = "cpu") -> Batch:
     """``count`` prompts of about ``length`` tokens, the same on every machine."""
@@ -62,9 +53,8 @@ def score(
     length: int,
     selection: Selection,
     rows_at_once: int,
-    on_rows: Callable[[int], None] = lambda rows: None,
 ) -> Score:
-    """Run ``batch`` in parts of ``rows_at_once`` prompts; ``on_rows`` is told of each part."""
+    """Run ``batch`` in parts of ``rows_at_once`` prompts."""
     network.eval()
     parts = []
     for start in range(0, batch.tokens.shape[0], rows_at_once):
@@ -73,7 +63,6 @@ def score(
         best = logits.float().topk(2, dim=-1)
         is_right = best.indices[..., 0] == batch.targets[rows]
         parts.append((is_right, best.values[..., 0] - best.values[..., 1]))
-        on_rows(best.values.shape[0])
     network.train()
     is_right, margin = torch.cat([right for right, _ in parts]), torch.cat([lead for _, lead in parts])
     right = _right_answers(batch, is_right)

@@ -24,8 +24,6 @@ class Selection(Enum):
 
     ALL = "all"
     INDEXER = "indexer"
-    RANDOM = "random"
-    """As many random positions, the control of the accuracy measurement."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Indexer(nn.Module):
 
 
 @torch.no_grad()
-def select(index: Index, top_k: int, at_random: bool = False) -> Tensor:
+def select(index: Index, top_k: int) -> Tensor:
     """What each query attends to, bool [batch, width, width]: ``top_k`` positions up to its own."""
     batch, width, heads, _ = index.queries.shape
     device = index.keys.device
@@ -86,10 +84,8 @@ def select(index: Index, top_k: int, at_random: bool = False) -> Tensor:
     for start in range(0, width, block):
         rows = slice(start, min(start + block, width))
         part = Index(index.queries[:, rows], index.keys, index.weights[:, rows])
-        shape = (batch, rows.stop - start, width)
-        scores = torch.rand(shape, device=device) if at_random else part.scores()
         is_past = at <= at[rows, None]
-        best = scores.masked_fill(~is_past, float("-inf")).topk(top_k, dim=-1).indices
+        best = part.scores().masked_fill(~is_past, float("-inf")).topk(top_k, dim=-1).indices
         is_seen[:, rows] = is_seen[:, rows].scatter(-1, best, True) & is_past
     return is_seen
 

@@ -99,9 +99,6 @@ class Network(nn.Module):
         angles = positions[..., None, None].float() * self.frequencies
         return Pass(selection, (angles.cos(), angles.sin()), rows)
 
-    def index_parameters(self) -> list[nn.Parameter]:
-        return [p for name, p in self.named_parameters() if ".indexer." in name]
-
     def balance_experts(self, rate: float) -> None:
         """Move the routers' correction biases against the load of the last forward, and forget it."""
         for layer in self.blocks:
@@ -201,7 +198,7 @@ class _Attention(nn.Module):
             # The main model is not to be trained by the indexer's loss.
             index = self.indexer(x.detach(), q_resid.detach(), run.rotation)
             if run.selection is not Selection.ALL:
-                is_seen = select(index, shape.index_topk, at_random=run.selection is Selection.RANDOM)
+                is_seen = select(index, shape.index_topk)
             if run.rows is not None:
                 target = attention_rows(q, k, run.rows, self.scale)
                 loss, coverage = index_loss(index, run.rows, target, is_seen, shape.index_topk)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 PROMOTION_ACCURACY = 0.97
@@ -37,40 +36,28 @@ SHARES = {Stage.DENSE: 0.5, Stage.WARMUP: 0.12, Stage.SPARSE: 0.38}
 
 @dataclass
 class Schedule:
-    """Where a run stands. What is in ``progress`` is saved with the run; the rest are its settings."""
+    """Where a run of ``total_secs`` stands. Whoever turns it sets ``secs``, what is over of them."""
 
     total_secs: float
     seed: int
     max_width: int = WIDTHS[-1]
-    tokens_per_batch: int = 32768
+    secs: float = 0.0
     step: int = 0
     stage: Stage = Stage.DENSE
     stage_step: int = 0
-    secs: float = 0.0
-    """Spent training so far."""
     level: int = 0
     """Index of the widest batches so far in ``WIDTHS``."""
     accuracy: dict[int, float] = field(default_factory=dict)
     """Running share of right answer tokens by width."""
 
-    def progress(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "stage": self.stage.value,
-            "stage_step": self.stage_step,
-            "secs": self.secs,
-            "level": self.level,
-            "accuracy": self.accuracy,
-        }
-
-    def resume(self, saved: dict[str, Any]) -> None:
-        self.step, self.stage_step, self.level = saved["step"], saved["stage_step"], saved["level"]
-        self.stage, self.secs = Stage(saved["stage"]), saved["secs"]
-        self.accuracy = {int(width): value for width, value in saved["accuracy"].items()}
-
-    @property
-    def is_done(self) -> bool:
-        return self.secs >= self.total_secs
+    def stage_at(self, secs: float) -> Stage:
+        """The stage after ``secs`` of the run."""
+        end = 0.0
+        for stage, share in SHARES.items():
+            end += share * self.total_secs
+            if secs < end:
+                return stage
+        return Stage.SPARSE
 
     @property
     def stage_part(self) -> float:
@@ -78,16 +65,14 @@ class Schedule:
         start = sum(SHARES[stage] for stage in list(Stage)[: list(Stage).index(self.stage)])
         return min(1.0, max(0.0, (self.secs / self.total_secs - start) / SHARES[self.stage]))
 
-    def advance(self, secs: float) -> bool:
-        """Count a step of ``secs`` seconds; true when it ended a stage."""
-        self.step, self.stage_step, self.secs = self.step + 1, self.stage_step + 1, self.secs + secs
+    def begin(self, stage: Stage) -> None:
+        self.stage, self.stage_step = stage, 0
+
+    def advance(self) -> None:
+        """Count a step."""
+        self.step, self.stage_step = self.step + 1, self.stage_step + 1
         if self.stage is Stage.DENSE:
             self._maybe_promote()
-        if self.stage_part < 1.0 or self.stage is Stage.SPARSE:
-            return self.is_done
-        self.stage = list(Stage)[list(Stage).index(self.stage) + 1]
-        self.stage_step = 0
-        return True
 
     def width(self) -> int:
         """Of the next batch. In the dense stage half of them are as wide as they get."""

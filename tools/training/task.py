@@ -61,10 +61,6 @@ class Batch:
     fact_at: Tensor
     """int64 [batch, questions]: where the number of each asked fact begins."""
 
-    @property
-    def num_tokens(self) -> int:
-        return self.tokens.numel()
-
 
 @dataclass(frozen=True)
 class Shape:

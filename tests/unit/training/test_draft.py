@@ -14,13 +14,13 @@ from hisparse_pd.model.loader import load_model
 from hisparse_pd.model.paged_kv import PagedKv, PagedRequest
 from hisparse_pd.model.spec import load_spec
 from tests.unit.training.networks import SMALL, small_network
-from tools.training.accept import MOST_DRAFTS, accept_lengths, steps
 from tools.training.checkpoint import DRAFT_FILE, write_checkpoint, write_with_draft
 from tools.training.draft import DraftLayer, chain
 from tools.training.indexing import Selection
 from tools.training.network import Network
+from tools.training.run import Run
 from tools.training.task import Shape, TaskGenerator
-from tools.training.train_draft import DraftTrainer, train
+from tools.training.train_draft import DraftTrainer
 
 WIDTH = 96
 PAGE_SIZE = 64
@@ -115,25 +115,23 @@ def test_a_chain_reads_true_rows_up_to_its_start(
 
 
 @pytest.mark.slow
-def test_training_changes_the_layer_alone(checkpoint: Path) -> None:
-    trainer = DraftTrainer(checkpoint, "cpu", SMALL, seed=1, tokens_per_batch=512)
+def test_training_changes_the_layer_alone(checkpoint: Path, tmp_path: Path) -> None:
+    trainer = DraftTrainer(Run(tmp_path, "cpu", 1, 512), checkpoint, SMALL, 1.0, 128, seed=1)
     before = {name: value.clone() for name, value in trainer.network.state_dict().items()}
     started = {name: value.detach().clone() for name, value in trainer.draft.named_parameters()}
-    losses = [sum(float(loss.detach()) for loss in trainer.step(128, 0.3)["losses"]) for _ in range(40)]
+    losses = [sum(map(float, trainer.step(0.3)["answer_loss"])) for _ in range(40)]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-    assert trainer.step(128, 0.9)["coverage"] <= 1.001
+    assert trainer.step(0.9)["coverage"] <= 1.001
     assert all(torch.equal(before[name], value) for name, value in trainer.network.state_dict().items())
     assert all(not torch.equal(started[name], value) for name, value in trainer.draft.named_parameters())
 
 
 def test_a_run_leaves_a_checkpoint_that_drafts(checkpoint: Path, tmp_path: Path) -> None:
-    trainer = DraftTrainer(checkpoint, "cpu", SMALL, seed=1, tokens_per_batch=256)
-    train(trainer, checkpoint, tmp_path, secs=0.01, max_width=256, seed=1, eval_prompts=1)
+    DraftTrainer(Run(tmp_path, "cpu", 1, 256), checkpoint, SMALL, 0.01, 256, seed=1).train()
     model = load_model(tmp_path / "checkpoint", load_spec(tmp_path / "checkpoint", num_draft_layers=1))
     assert model.spec.num_kv_layers == SMALL.num_layers + 1
-    *_, last = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert json.loads(last)["length"] == 256
-    assert len(json.loads(last)["tokens_a_step"]) == MOST_DRAFTS
+    first, *_ = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert len(json.loads(first)["answer_accuracy"]) == 3
 
 
 def test_the_files_of_the_model_stay_as_they_are(draft: DraftLayer, checkpoint: Path, tmp_path: Path) -> None:
@@ -151,13 +149,3 @@ def test_the_files_of_the_model_stay_as_they_are(draft: DraftLayer, checkpoint: 
     assert load_spec(checkpoint).num_draft_layers == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert len(model.model.layers) == SMALL.num_layers
-
-
-def test_accept_lengths_count_steps(draft: DraftLayer, checkpoint: Path, tmp_path: Path) -> None:
-    num_right = [3, 0, 1, 2, 0, 0]
-    assert [steps(num_right, num_drafts) for num_drafts in (0, 1, 2, 3)] == [6, 4, 2, 3]
-    assert steps([], 3) == 0
-    write_with_draft(checkpoint, draft, tmp_path)
-    found = accept_lengths(tmp_path, 256, 1)
-    assert len(found) == MOST_DRAFTS
-    assert all(1 <= value <= number + 2 for number, value in enumerate(found))

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.unit.training.networks import SMALL, small_network
+from tools.training import run as run_module
 from tools.training import vocabulary
-from tools.training.checkpoint import hf_weights, load_hf_weights, load_state, save_state, write_checkpoint
+from tools.training.checkpoint import hf_weights, load_hf_weights, write_checkpoint
 from tools.training.evaluate import held_out, score
 from tools.training.indexing import Selection
 from tools.training.network import Network
-from tools.training.optimizer import Muon, orthogonal
+from tools.training.optimizer import orthogonal
+from tools.training.run import Optimizers, Run
 from tools.training.schedule import SHARES, WIDTHS, Schedule, Stage
 from tools.training.task import Batch, Shape, TaskGenerator
+from tools.training.train import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -148,14 +154,14 @@ class TestNetwork:
         rows = torch.randint(100, (2, 16))
         _, run = network(batch.tokens, batch.positions, selection, rows)
         torch.stack(run.index_losses).sum().backward()
-        index = {id(parameter) for parameter in network.index_parameters()}
+        index = {id(parameter) for parameter in Optimizers(network, 1.0, 1.0, 1.0).index}
         for parameter in network.parameters():
             assert (parameter.grad is not None) == (id(parameter) in index)
         assert all(0 <= float(share) <= 1.001 for share in run.coverages)
 
     def test_the_indexer_learns_to_follow_attention(self) -> None:
         network = small_network()
-        optimizer = torch.optim.AdamW(network.index_parameters(), lr=5e-3)
+        optimizer = torch.optim.AdamW(Optimizers(network, 1.0, 1.0, 1.0).index, lr=5e-3)
         batch = TaskGenerator("cpu", 4).batch(Shape(4, 160, 4))
         rows = torch.randint(150, (4, 64))
         losses = []
@@ -186,82 +192,54 @@ class TestOptimizer:
         assert singular.min() > 0.3
         assert singular.max() < 1.4
 
-    def test_parameters_without_gradient_stay(self) -> None:
-        weight, other = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
-        weight.grad = torch.randn(4, 4)
-        Muon([weight, other], lr=0.1).step()
-        assert torch.equal(other, torch.ones(4, 4))
-        assert not torch.equal(weight, torch.ones(4, 4))
-
 
 class TestSchedule:
-    def test_stages_follow_the_clock(self) -> None:
-        schedule = Schedule(total_secs=100.0, seed=1)
-        stages = []
-        while not schedule.is_done:
-            stages.append(schedule.stage)
-            schedule.advance(1.0)
-        assert [stages.count(stage) for stage in Stage] == [round(100 * SHARES[stage]) for stage in Stage]
-        assert schedule.main_rate() == 0.0
-
     def test_every_width_is_reached_without_success(self) -> None:
         schedule = Schedule(total_secs=100.0, seed=1)
-        while schedule.stage is Stage.DENSE:
-            schedule.advance(0.1)
+        while schedule.stage_at(schedule.secs) is Stage.DENSE:
+            schedule.advance()
+            schedule.secs += 0.1
         assert schedule.level == len(WIDTHS) - 1
 
     def test_success_brings_the_next_width(self) -> None:
         schedule = Schedule(total_secs=1e6, seed=1)
         schedule.record(WIDTHS[0], 0.99)
-        schedule.advance(1.0)
-        schedule.advance(1.0)
+        schedule.advance()
+        schedule.advance()
         assert schedule.level == 1
         assert {schedule.width() for schedule.step in range(200)} == set(WIDTHS[:2])
 
-    def test_progress_resumes(self) -> None:
+    def test_stages_follow_the_clock(self) -> None:
         schedule = Schedule(total_secs=100.0, seed=1)
-        schedule.record(WIDTHS[0], 0.5)
-        schedule.advance(60.0)
-        other = Schedule(total_secs=100.0, seed=1)
-        other.resume(schedule.progress())
-        assert other == schedule
+        stages = [schedule.stage_at(float(second)) for second in range(100)]
+        assert [stages.count(stage) for stage in Stage] == [round(100 * SHARES[stage]) for stage in Stage]
+        schedule.begin(Stage.SPARSE)
+        schedule.secs = 100.0
+        assert schedule.main_rate() == schedule.index_rate() == 0.0
 
 
-class TestFiles:
-    def test_weights_survive_the_checkpoint(self) -> None:
-        network, other = small_network(0), small_network(1)
-        load_hf_weights(other, hf_weights(network))
-        for name, value in network.state_dict().items():
-            expected = value if name.endswith("correction_bias") else value.bfloat16().float()
-            assert torch.equal(other.state_dict()[name], expected)
+def test_a_run_goes_through_its_stages_and_leaves_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(0.0, 5.0)
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    run = Run(tmp_path, "cpu", seed=1, tokens_per_batch=256)
+    trainer = Trainer(run, SMALL, Schedule(total_secs=60.0, seed=1, max_width=256), eval_prompts=1)
+    trainer.train()
+    entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    evaluated = [entry["evaluated_after"] for entry in entries if "evaluated_after" in entry]
+    assert evaluated == ["dense", "warmup", "warmup", "sparse", "sparse"]
+    other = Network(SMALL)
+    load_hf_weights(other, load_file(tmp_path / "checkpoint" / "model.safetensors"))
+    assert torch.equal(other.lm_head.weight, trainer.network.lm_head.weight.bfloat16().float())
 
-    def test_a_run_goes_on_from_its_state(self, tmp_path: Path) -> None:
-        network, other = small_network(0), small_network(1)
-        batch = TaskGenerator("cpu", 4).batch(Shape(2, 128, 4))
-        optimizers = {
-            "muon": Muon([network.blocks[0].mlp.up_proj.weight], lr=0.01),
-            "adam": torch.optim.AdamW([network.lm_head.weight], lr=0.01),
-        }
-        network(batch.tokens, batch.positions)[0].logsumexp(-1).mean().backward()
-        for optimizer in optimizers.values():
-            optimizer.step()
-        for step in (1, 2):
-            save_state(tmp_path, network, optimizers, {"step": step, "more": "x"})
-        restored = {
-            "muon": Muon([other.blocks[0].mlp.up_proj.weight], lr=0.01),
-            "adam": torch.optim.AdamW([other.lm_head.weight], lr=0.01),
-        }
-        assert load_state(tmp_path, other, restored) == {"step": 2, "more": "x"}
-        assert len(list(tmp_path.glob("state-*"))) == 2
-        for one, two in zip(network.state_dict().values(), other.state_dict().values(), strict=True):
-            assert torch.equal(one, two)
-        momentum = next(iter(restored["muon"].state.values()))["momentum"]
-        saved = next(iter(optimizers["muon"].state.values()))["momentum"]
-        torch.testing.assert_close(momentum, saved, rtol=1e-2, atol=1e-6)
-        changed = dataclasses.replace(SMALL, index_topk=16)
-        with pytest.raises(ValueError, match="another network shape"):
-            load_state(tmp_path, Network(changed), restored)
-        assert load_state(tmp_path / "none", other, restored) is None
+
+def test_weights_survive_the_checkpoint() -> None:
+    network, other = small_network(0), small_network(1)
+    load_hf_weights(other, hf_weights(network))
+    for name, value in network.state_dict().items():
+        expected = value if name.endswith("correction_bias") else value.bfloat16().float()
+        assert torch.equal(other.state_dict()[name], expected)
 
 
 def test_a_network_that_knows_the_answers_scores_full_marks() -> None:
