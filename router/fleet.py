@@ -14,7 +14,7 @@ from hisparse_pd.api.models import show_models
 from hisparse_pd.http.http_errors import ApiError
 from hisparse_pd.vocabulary import VERSION
 from protocol.decoding import TypedDecoder
-from router.node_calls import NodeCalls
+from router.node_calls import NodeCalls, NotTold
 from router.nodes import Node, NodeKind, NodePool
 
 log = logging.getLogger(__name__)
@@ -76,13 +76,10 @@ class Fleet:
     async def _ask(self, node: Node, path: str) -> dict[str, object] | str:
         """The JSON object that the node answers; as text what is wrong where it does not."""
         try:
-            status, body = await self._calls.get(node, path, ASK_TIMEOUT_SECS)
-            if not 200 <= status < 300:
-                return f"{path} answered {status}"
-            return _OBJECT_DECODER.decode(body)
-        except (OSError, msgspec.MsgspecError) as error:
-            log.warning("%s%s: %s", node.url, path, error or type(error).__name__)
-            return f"{path}: {error or type(error).__name__}"
+            return await self._calls.told(node, path, ASK_TIMEOUT_SECS, _OBJECT_DECODER)
+        except NotTold as error:
+            log.warning("%s: %s", node.name, error)
+            return str(error)
 
     def _nobody_told(self, what: str) -> Response:
         states = "; ".join(f"{node.url}: {node.trouble}" for node in self._pool.of_kind(NodeKind.DECODE))

@@ -14,7 +14,7 @@ import msgspec
 from hisparse_pd.vocabulary import MAX_RANKS
 from protocol.decoding import TypedDecoder
 from router.local_faults import local_fault
-from router.node_calls import NodeCalls
+from router.node_calls import NodeCalls, NotTold
 from router.nodes import Node, NodePool
 
 log = logging.getLogger(__name__)
@@ -94,9 +94,8 @@ class HealthWatch:
 
     async def _ask_load(self, node: Node) -> None:
         try:
-            _, body = await self._calls.get(node, "/get_load", self._timeout_secs)
-            load = _LOAD_DECODER.decode(body)
-        except (OSError, msgspec.MsgspecError) as error:
+            load = await self._calls.told(node, "/get_load", self._timeout_secs, _LOAD_DECODER)
+        except NotTold as error:
             log.debug("%s told no load: %s", node.name, error)
             return
         self._pool.report_load(node, _by_rank(load if isinstance(load, list) else [load]))

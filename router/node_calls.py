@@ -8,16 +8,22 @@ import ssl
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
 
 from hisparse_pd.api.keys import ApiKeys, load_api_keys
 from hisparse_pd.http.connections import TAKES_INTERIM
 from hisparse_pd.settings import RouterSettings
+from protocol.decoding import TypedDecoder
 from router.connect import NO_TLS, Call, RawHeaders, tls_context
 from router.errors import LocalFault, NodeFailed, NodeRefused, NodeUnreachable, RouterError
 from router.local_faults import local_fault
 from router.nodes import Node
 
 CONNECT_TIMEOUT_SECS = 5.0
+T = TypeVar("T")
+
 MAX_ERROR_BODY_BYTES = 1 << 20
 
 MAX_TOLD_BYTES = 4 << 20
@@ -34,6 +40,10 @@ _HOP_BY_HOP_HEADERS = {
     *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
 }
 _OWN_HEADERS = {b"date", b"server"}  # uvicorn writes ours
+
+
+class NotTold(Exception):
+    """A node did not say what it was asked for; the message says why, without the node's name."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,18 @@ class NodeCalls:
                     if len(body) > MAX_TOLD_BYTES:
                         raise ConnectionError(f"more than {MAX_TOLD_BYTES} bytes")
                 return call.status, bytes(body)
+
+    async def told(self, node: Node, path: str, timeout_secs: float, decoder: TypedDecoder[T]) -> T:
+        """The document that a node tells of itself. Raises NotTold."""
+        try:
+            status, body = await self.get(node, path, timeout_secs)
+            if not 200 <= status < 300:
+                raise NotTold(f"{path} answered {status}")
+            return decoder.decode(body)
+        except TimeoutError as error:
+            raise NotTold(f"no answer to {path} in {timeout_secs:g} s") from error
+        except (OSError, msgspec.MsgspecError) as error:
+            raise NotTold(f"{path}: {error or type(error).__name__}") from error
 
     async def send(
         self, node: Node, path: str, content: bytes, headers: RawHeaders, stack: AsyncExitStack

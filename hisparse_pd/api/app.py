@@ -32,6 +32,7 @@ from hisparse_pd.api.tokens import TokenPath, answer_about_tokens
 from hisparse_pd.http.engine_link import EngineLink
 from hisparse_pd.http.http_errors import ApiError, ErrorShape
 from hisparse_pd.http.metrics import CONTENT_TYPE, FrontMetrics
+from hisparse_pd.http.node_load import NodeLoad
 from hisparse_pd.http.off_loop import parsed
 from hisparse_pd.http.rank_link import RankLink
 from hisparse_pd.settings import NodeSettings
@@ -51,7 +52,7 @@ LEFT_OUT_HEADER = b"x-hisparse-pd-left-out"
 _MAX_LEFT_OUT_SHOWN = 16
 """Headers have a bound in every client and proxy."""
 
-_OPEN_PATHS = frozenset(("/health", "/health_generate", "/liveness", "/metrics"))
+_OPEN_PATHS = frozenset(("/health", "/health_generate", "/liveness", "/metrics", "/status"))
 """Answered without an API key: probes and monitoring have none."""
 
 
@@ -119,6 +120,7 @@ def create_app(front: Front, handler: Handler) -> Starlette:
         "/model_info": _model_info,
         "/get_model_info": _model_info,
         "/get_load": _load,
+        "/status": _status,
         "/tokenizer_info": _tokenizer_info,
     }
     routes += [Route(path, _bound(answer, front), methods=["GET"]) for path, answer in information.items()]
@@ -301,6 +303,11 @@ def _load(front: Front) -> Response:
         for rank in front.link.ranks
     ]
     return json_response(loads)
+
+
+def _status(front: Front) -> Response:
+    stats = {rank.rank: rank.stats for rank in front.link.ranks if rank.stats is not None}
+    return json_response(NodeLoad.of(front.role, len(front.link.ranks), stats))
 
 
 async def _models(front: Front, request: Request) -> Response:

@@ -855,6 +855,8 @@ def test_information(on_node: OnNode, role: str, tmp_path: Path) -> None:
         await until(lambda: node.link.ranks[0].stats is not None, "stats")
         load = (await node.client.get("/get_load")).json()
         assert load == [{"dp_rank": 0, "num_reqs": 1, "num_waiting_reqs": 1, "num_tokens": 17}]
+        status = (await node.client.get("/status")).json()
+        assert (status["running"], status["swap_ins"] is None, status["ranks"]) == (0, role != "decode", [])
         models = (await node.client.get("/v1/models")).json()
         assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("tiny", 256)]
         assert (await node.client.get("/v1/models/tiny")).json() == models["data"][0]

@@ -11,21 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from starlette.types import Send
 
 from decode_node.live_requests import LiveRequests
 from decode_node.metrics import Metrics
 from hisparse_pd.engine.messages import EngineStats
-from hisparse_pd.http.metrics import FrontMetrics
+from hisparse_pd.http.node_load import Drafts, NodeLoad, PoolUse, RankLoad, SwapIns, Transfers
 from hisparse_pd.paging.pools import Pools, SlotCounts
 from hisparse_pd.vocabulary import Mode
 from router import status
 from router.drain import Drain
 from router.live_page import PAGE_PATHS
 from router.node_calls import MAX_TOLD_BYTES
-from router.nodes import NodeKind
-from router.status import Drafts, MetricsError, NodeLoad, PoolUse, RankLoad, SwapIns, Transfers, parse_load
 from tests.unit.router.cluster import Behaviour, FakeNode, cluster, never, says, start, streams, write
 
 pytestmark = pytest.mark.anyio
@@ -35,18 +34,8 @@ PAGE_DIR = REPO / "router" / "page"
 MAX_PAGE_BYTES = 48 << 10
 
 
-def _render(*stats: EngineStats) -> bytes:
-    """``stats``: of each rank."""
-    metrics = FrontMetrics(len(stats))
-    for rank, of_rank in enumerate(stats):
-        metrics.update(rank, of_rank)
-    metrics.time_to_first_token.observe(0.1)
-    metrics.count_request("/generate", 200)
-    return metrics.render()
-
-
-def _decode_metrics(num_ranks: int = 1) -> bytes:
-    """What a decode node each of whose ranks has served three requests shows, in its own words."""
+def _decode_stats() -> EngineStats:
+    """What a rank of a decode node that has served three requests says."""
     metrics = Metrics()
     for mode in (Mode.HISPARSE, Mode.HISPARSE, Mode.DENSE):
         metrics.add("requests_total", mode=mode)
@@ -61,7 +50,7 @@ def _decode_metrics(num_ranks: int = 1) -> bytes:
     rooms = LiveRequests(
         Pools(SlotCounts(host=1000, device=640, index=1280, lookup=2000, aux=4, req_row=4), 16), 1.0
     )
-    stats = metrics.stats(
+    return metrics.stats(
         rooms,
         swap_ins=(90, 10, 4),
         bytes_per_miss=1152,
@@ -71,19 +60,14 @@ def _decode_metrics(num_ranks: int = 1) -> bytes:
         step=7,
         now=1.0,
     )
-    return _render(*[stats] * num_ranks)
 
 
 def _prefill_stats(num_running: int = 1) -> EngineStats:
-    """The names that ``prefill_node/engine.py`` sends; the test of a real pair holds them to it."""
+    """By the names that ``prefill_node/engine.py`` sends; the test of a real pair holds them to it."""
     gauges = {"num_running_reqs": float(num_running), "num_queue_reqs": 2.0, "num_transfer_queue_reqs": 3.0}
     pool = {'pool_used_tokens{pool="kv"}': 128.0, 'pool_total_tokens{pool="kv"}': 4096.0}
     counters = {"prompt_tokens_total": 300.0, "cached_tokens_total": 64.0, "kv_transfer_failures_total": 2.0}
     return EngineStats(gauges | pool, counters, 4, 2, 128, 5)
-
-
-def _prefill_metrics() -> bytes:
-    return _render(_prefill_stats())
 
 
 DECODE_LOAD = NodeLoad(
@@ -107,8 +91,14 @@ DECODE_LOAD = NodeLoad(
 )
 
 
-def shows(body: bytes) -> Behaviour:
-    return says(body, content_type="text/plain; version=0.0.4")
+def load_of(role: str, *stats: EngineStats) -> NodeLoad:
+    """``stats``: of each rank."""
+    return NodeLoad.of(role, len(stats), dict(enumerate(stats)))
+
+
+ENCODED = msgspec.json.encode(DECODE_LOAD)
+DECODES = says(ENCODED)
+PREFILLS = says(msgspec.json.encode(load_of("prefill", _prefill_stats())))
 
 
 async def _status(client: httpx.AsyncClient) -> dict[str, Any]:
@@ -123,12 +113,12 @@ async def _status(client: httpx.AsyncClient) -> dict[str, Any]:
 # --- what a node says --------------------------------------------------------------------------------
 
 
-async def test_numbers_of_a_decode_node() -> None:
-    assert parse_load(_decode_metrics().decode(), NodeKind.DECODE) == DECODE_LOAD
+def test_numbers_of_a_decode_node() -> None:
+    assert load_of("decode", _decode_stats()) == DECODE_LOAD
 
 
-async def test_numbers_of_a_prefill_node() -> None:
-    load = parse_load(_prefill_metrics().decode(), NodeKind.PREFILL)
+def test_numbers_of_a_prefill_node() -> None:
+    load = load_of("prefill", _prefill_stats())
     assert (load.running, load.queued, load.transferring) == (1, 2, 3)
     assert load.pools == {"kv": PoolUse(128, 4096)}
     assert load.transfers == Transfers(0, 0.0, 2)
@@ -136,9 +126,8 @@ async def test_numbers_of_a_prefill_node() -> None:
     assert (load.swap_ins, load.drafts) == (None, None)
 
 
-async def test_numbers_of_a_node_of_several_ranks_are_their_sums() -> None:
-    text = _render(*(_prefill_stats(num_running) for num_running in range(11))).decode()
-    load = parse_load(text, NodeKind.PREFILL)
+def test_numbers_of_a_node_of_several_ranks_are_their_sums() -> None:
+    load = load_of("prefill", *(_prefill_stats(num_running) for num_running in range(11)))
     assert (load.running, load.queued, load.transferring) == (55, 22, 33)
     assert load.pools == {"kv": PoolUse(11 * 128, 11 * 4096)}
     assert load.transfers == Transfers(0, 0.0, 22)
@@ -147,71 +136,28 @@ async def test_numbers_of_a_node_of_several_ranks_are_their_sums() -> None:
     assert load.ranks == tuple(RankLoad(rank, rank, 2, pool) for rank in range(11))
 
 
-async def test_what_has_a_label_is_summed_over_ranks_too() -> None:
-    load = parse_load(_decode_metrics(num_ranks=2).decode(), NodeKind.DECODE)
+def test_what_has_a_label_is_summed_over_ranks_too() -> None:
+    load = load_of("decode", _decode_stats(), _decode_stats())
     assert load.running_by_mode == {"hisparse": 0, "dense": 0}
     assert load.requests_by_mode == {"hisparse": 4, "dense": 2}
-    assert load.pools == {
-        "host": PoolUse(0, 1984),
-        "device": PoolUse(0, 1280),
-        "index": PoolUse(0, 2560),
-        "lookup": PoolUse(0, 4000),
-    }
+    assert load.pools["host"] == PoolUse(0, 1984)
     assert load.generated_tokens == 6
     assert load.swap_ins == SwapIns(180, 20, 23040)
     assert load.drafts == Drafts(4, 10, 8)
     assert [rank.pools for rank in load.ranks] == [DECODE_LOAD.pools] * 2
 
 
-async def test_a_rank_that_has_not_told_yet_adds_nothing() -> None:
-    metrics = FrontMetrics(3)
-    for rank in (2, 0):
-        metrics.update(rank, _prefill_stats())
-    load = parse_load(metrics.render().decode(), NodeKind.PREFILL)
+def test_a_rank_that_has_not_told_yet_adds_nothing() -> None:
+    load = NodeLoad.of("prefill", 3, {2: _prefill_stats(), 0: _prefill_stats()})
     assert (load.running, [rank.rank for rank in load.ranks]) == (2, [0, 2])
-
-
-async def test_a_prefill_node_that_had_no_request_yet() -> None:
-    gauges = dict.fromkeys(("num_running_reqs", "num_queue_reqs", "num_transfer_queue_reqs"), 0.0)
-    text = _render(EngineStats(gauges, {}, 0, 0, 0, 0)).decode()
-    assert parse_load(text, NodeKind.PREFILL).prompt_tokens == 0
-
-
-BROKEN = {
-    "no metrics at all": (b"<html>It works!</html>", "no hisparse_pd:"),
-    "nothing": (b"", "no hisparse_pd:"),
-    "bytes that are no text": (b"\xff\xfe\x00" * 30, "no hisparse_pd:"),
-    "a value that is no number": (b"hisparse_pd:num_running_reqs many\n", "no Prometheus text"),
-    "an open label": (b'hisparse_pd:pool_total_tokens{pool="host 3\n', "no Prometheus text"),
-    "a label without a name": (b'hisparse_pd:pool_total_tokens{="host"} 3\n', "no Prometheus text"),
-    "no value": (b"hisparse_pd:num_running_reqs\n", "no Prometheus text"),
-    "NaN": (b"hisparse_pd:num_running_reqs NaN\n", "num_running_reqs is nan"),
-    "infinity": (b"hisparse_pd:num_running_reqs +Inf\n", "num_running_reqs is inf"),
-    "a sum that is infinite": (
-        b'hisparse_pd:x{dp_rank="0"} 1.7e308\nhisparse_pd:x{dp_rank="1"} 1.7e308\n',
-        "x is inf",
-    ),
-    "a rank that is no number": (b'hisparse_pd:num_running_reqs{dp_rank="x"} 3\n', "no Prometheus text"),
-}
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-async def test_malformed_metrics_are_told_from_good_ones(broken: str) -> None:
-    body, message = BROKEN[broken]
-    with pytest.raises(MetricsError, match=re.escape(message)):
-        parse_load(body.decode(errors="replace"), NodeKind.DECODE)
-
-
-async def test_a_prefill_node_is_no_decode_node() -> None:
-    with pytest.raises(MetricsError, match="no hisparse_pd:swap_in_hits_total"):
-        parse_load(_prefill_metrics().decode(), NodeKind.DECODE)
+    assert NodeLoad.of("decode", 1, {}).swap_ins == SwapIns(0, 0, 0)
 
 
 # --- the endpoint ------------------------------------------------------------------------------------
 
 
 async def test_status_of_healthy_nodes() -> None:
-    async with cluster(prefill=shows(_prefill_metrics()), decode=shows(_decode_metrics())) as pair:
+    async with cluster(prefill=PREFILLS, decode=DECODES) as pair:
         await pair.client.post("/generate", content=b"no json")
         status = await _status(pair.client)
         assert status["ready"] is True
@@ -233,20 +179,20 @@ async def test_status_of_healthy_nodes() -> None:
 
 
 async def test_a_dead_node_is_named_and_the_others_are_shown() -> None:
-    decode = [shows(_decode_metrics())] * 2
-    async with cluster(prefill=shows(_prefill_metrics()), decode=decode) as nodes:
+    decode = [DECODES] * 2
+    async with cluster(prefill=PREFILLS, decode=decode) as nodes:
         await nodes.decode[0].close()
         status = await _status(nodes.client)
         gone, alive = (node for node in status["nodes"] if node["kind"] == "decode")
         assert gone["url"] == nodes.decode[0].url
         assert gone["load"] is None
-        assert "/metrics" in gone["load_trouble"]
+        assert "/status" in gone["load_trouble"]
         assert alive["load"]["generated_tokens"] == 3
         assert status["ready"] is True  # /status only looks: the table is the health watch's
 
 
 async def test_the_routers_judgement_is_shown() -> None:
-    async with cluster(prefill=shows(_prefill_metrics()), decode=shows(_decode_metrics())) as pair:
+    async with cluster(prefill=PREFILLS, decode=DECODES) as pair:
         await pair.decode[0].close()
         await pair.client.post("/generate", json={"text": "a"})
         status = await _status(pair.client)
@@ -260,9 +206,7 @@ async def test_the_routers_judgement_is_shown() -> None:
 async def test_a_router_that_drains_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "MAX_AGE_SECS", 0.0)
     drain = Drain()
-    async with cluster(
-        prefill=shows(_prefill_metrics()), decode=shows(_decode_metrics()), drain=drain
-    ) as pair:
+    async with cluster(prefill=PREFILLS, decode=DECODES, drain=drain) as pair:
         before = await _status(pair.client)
         assert (before["ready"], before["draining"]) == (True, False)
         await drain.finish(0.0, is_hurried=lambda: False)
@@ -283,15 +227,34 @@ async def _endless(node: FakeNode, send: Send) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "trouble"),
     [
-        (says(b"<html>", content_type="text/html"), "no hisparse_pd:"),
+        (says(b"<html>", content_type="text/html"), "malformed"),
+        (says(b"\xff\xfe\x00" * 30), "malformed"),
+        (says(b"[" * 100_000), "nested"),
+        (says(b"{}"), "missing required field `running`"),
+        (says(ENCODED.replace(b'"hits":90', b'"hits":-1')), ">= 0 - at `$.swap_ins.hits"),
+        (says(ENCODED.replace(b'"hits":90', b'"hits":%d' % 10**30)), "$.swap_ins.hits"),
+        (says(ENCODED.replace(b'"hits":90', b'"hits":NaN')), "malformed"),
+        (PREFILLS, "no decode node"),
         (says(b"", 500), "answered 500"),
         (says(b"", 302), "answered 302"),
         (_endless, f"more than {MAX_TOLD_BYTES} bytes"),
     ],
-    ids=["html", "error", "redirect", "endless"],
+    ids=[
+        "html",
+        "no text",
+        "deep",
+        "empty",
+        "negative",
+        "huge",
+        "NaN",
+        "prefill",
+        "error",
+        "redirect",
+        "endless",
+    ],
 )
 async def test_a_node_that_tells_nothing_of_use_is_named(behaviour: Behaviour, trouble: str) -> None:
-    async with cluster(prefill=shows(_prefill_metrics()), decode=behaviour) as pair:
+    async with cluster(prefill=PREFILLS, decode=behaviour) as pair:
         prefill, decode = (await _status(pair.client))["nodes"]
         assert prefill["load"]["running"] == 1
         assert decode["load"] is None
@@ -302,18 +265,18 @@ async def test_a_node_that_tells_nothing_of_use_is_named(behaviour: Behaviour, t
 @pytest.mark.I8
 async def test_a_silent_node_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "NODE_TIMEOUT_SECS", 0.2)
-    async with cluster(prefill=shows(_prefill_metrics()), decode=never) as pair:
+    async with cluster(prefill=PREFILLS, decode=never) as pair:
         decode = (await _status(pair.client))["nodes"][1]
-        assert (decode["load"], decode["load_trouble"]) == (None, "no answer to /metrics in 0.2 s")
+        assert (decode["load"], decode["load_trouble"]) == (None, "no answer to /status in 0.2 s")
         assert decode["healthy"] is True
 
 
 @pytest.mark.I8
 async def test_many_viewers_cost_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "MAX_AGE_SECS", 3600.0)
-    async with cluster(prefill=shows(_prefill_metrics()), decode=shows(_decode_metrics())) as pair:
+    async with cluster(prefill=PREFILLS, decode=DECODES) as pair:
         answers = await asyncio.gather(*(_status(pair.client) for _ in range(20)))
-        assert [path for path, _, _ in pair.decode[0].requests] == ["/metrics"]
+        assert [path for path, _, _ in pair.decode[0].requests] == ["/status"]
         assert len({answer["at"] for answer in answers}) == 1
         monkeypatch.setattr(status, "MAX_AGE_SECS", 0.0)
         assert (await _status(pair.client))["at"] > answers[0]["at"]
@@ -323,7 +286,7 @@ async def test_many_viewers_cost_one_round(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.I8
 async def test_a_viewer_that_leaves_does_not_hold_up_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "NODE_TIMEOUT_SECS", 0.5)
-    async with cluster(prefill=shows(_prefill_metrics()), decode=never) as pair:
+    async with cluster(prefill=PREFILLS, decode=never) as pair:
         with pytest.raises(httpx.TimeoutException):
             await pair.client.get("/status", timeout=0.05)
         assert (await _status(pair.client))["nodes"][1]["load"] is None
