@@ -93,7 +93,7 @@ def check_chats(served: Served) -> None:
     with chat.stream(**served.chat_options(), response_format=Report) as stream:
         final = stream.get_final_completion()
     assert isinstance(final.choices[0].message.parsed, Report)
-    for extra in ({"guided_json": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}):
+    for extra in ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": json.dumps(SCHEMA)}):
         content = chat.create(**served.chat_options(**extra)).choices[0].message.content
         Report.model_validate_json(content)
     extra = {"structured_outputs": {"choice": ["one", "two"]}}

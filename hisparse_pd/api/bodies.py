@@ -26,7 +26,6 @@ from hisparse_pd.api.body_parts import (
     AnthropicChoice,
     AnthropicFormat,
     Biases,
-    Choices,
     ContextManagement,
     Effort,
     GrammarText,
@@ -59,6 +58,12 @@ from hisparse_pd.api.declared import declared, list_of, raw, reference, rule, un
 
 _TEMPLATE_WRITES = "is not supported: the chat template decides; leave the field out"
 
+_ELSEWHERE = (
+    "is not supported here: completions and chats take it, /generate json_schema, regex and ebnf within "
+    "sampling_params, and responses structured_outputs"
+)
+_OLD_WORDS = "is not supported: vLLM calls it structured_outputs now"
+
 _TOOL_CHOICE = raw(
     anyOf=[
         {"enum": ["none", "auto", "required"]},
@@ -82,6 +87,11 @@ class Refused:
     documents: Annotated[Raw | None, unsupported([])]
     function_call: Annotated[Raw | None, unsupported("none", "auto")]
     functions: Annotated[Raw | None, unsupported([])]
+    guided_choice: Annotated[Raw | None, unsupported([], why=_OLD_WORDS)]
+    guided_grammar: Annotated[Raw | None, unsupported(why=_OLD_WORDS)]
+    guided_json: Annotated[Raw | None, unsupported(why=_OLD_WORDS)]
+    guided_regex: Annotated[Raw | None, unsupported(why=_OLD_WORDS)]
+    guided_whitespace_pattern: Annotated[Raw | None, unsupported()]
     image_data: Annotated[Raw | None, unsupported([])]
     input_embeds: Annotated[Raw | None, unsupported([])]
     logits_processors: Annotated[Raw | None, unsupported([])]
@@ -93,6 +103,7 @@ class Refused:
     return_routed_experts: Annotated[Raw | None, unsupported(False)]
     return_tokens_as_token_ids: Annotated[Raw | None, unsupported(False)]
     stop_regex: Annotated[Raw | None, unsupported([], "")]
+    structural_tag: Annotated[Raw | None, unsupported()]
     suffix: Annotated[Raw | None, unsupported("")]
     thinking_token_budget: Annotated[Raw | None, unsupported()]
     truncate_prompt_tokens: Annotated[Raw | None, unsupported()]
@@ -101,19 +112,28 @@ class Refused:
     web_search_options: Annotated[Raw | None, unsupported()]
 
 
-class Grammars:
-    """What an answer's text shall be, in the words of vLLM and SGLang."""
+class VllmFormat:
+    """What an answer's text shall be, in vLLM's words."""
 
     structured_outputs: StructuredOutputs | None
-    guided_json: Annotated[JsonSchema | None, A_SCHEMA]
-    guided_regex: RegexText | None
-    guided_choice: Choices | None
-    guided_grammar: GrammarText | None
-    guided_whitespace_pattern: Annotated[Raw | None, unsupported()]
+
+
+class SglangFormat:
+    """The same in SGLang's."""
+
     json_schema: Annotated[JsonSchema | None, A_SCHEMA]
     regex: RegexText | None
     ebnf: GrammarText | None
-    structural_tag: Annotated[Raw | None, unsupported()]
+
+
+class NoVllmFormat:
+    structured_outputs: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
+
+
+class NoSglangFormat:
+    json_schema: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
+    regex: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
+    ebnf: Annotated[Raw | None, unsupported(why=_ELSEWHERE)]
 
 
 class OnlyOpenAI:
@@ -171,7 +191,7 @@ class OneSample:
     n: Annotated[Raw | None, unsupported(1)]
 
 
-class OpenAI(Served, Drawing, Bounded, Grammars, Refused):
+class OpenAI(Served, Drawing, Bounded, VllmFormat, SglangFormat, Refused):
     max_tokens: Minimum | None
     max_completion_tokens: Minimum | None
     prompt_logprobs: NumLogprobs | None
@@ -200,7 +220,7 @@ class Conversation(Templated):
     separate_reasoning: bool | None
 
 
-class Turns(Addressed, Templated, Grammars, OnlyOpenAI, Refused):
+class Turns(Addressed, Templated, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
     """A conversation in Anthropic's words."""
 
     system: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None
@@ -276,7 +296,7 @@ class ChatBody(OpenAI, Conversation):
 
 
 @declared
-class SamplingParams(Drawing, Grammars, Refused):
+class SamplingParams(Drawing, NoVllmFormat, SglangFormat, Refused):
     """``sampling_params`` of ``/generate``."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None
@@ -288,7 +308,7 @@ class SamplingParams(Drawing, Grammars, Refused):
 
 
 @declared
-class GenerateBody(Served, Grammars, OnlyOpenAI, Refused):
+class GenerateBody(Served, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
     """``/generate``, SGLang's. One of text and input_ids is needed."""
 
     text: Annotated[Raw | None, raw(anyOf=_or_list(_TEXT))]
@@ -320,7 +340,9 @@ class CountTokensBody(Turns):
 
 
 @declared
-class ResponsesBody(Served, Templated, Drawing, Bounded, OneSample, Grammars, OnlyOpenAI, Refused):
+class ResponsesBody(
+    Served, Templated, Drawing, Bounded, OneSample, VllmFormat, NoSglangFormat, OnlyOpenAI, Refused
+):
     """``/v1/responses``, OpenAI's. Nothing is stored: ``input`` is the whole conversation."""
 
     input: Annotated[Raw | None, list_of(MAX_MESSAGES, *_INPUT_ITEMS, besides=_TEXT)]
@@ -351,7 +373,7 @@ class ResponsesBody(Served, Templated, Drawing, Bounded, OneSample, Grammars, On
 
 
 @declared
-class TokenizeBody(Addressed, Conversation, Grammars, OnlyOpenAI, Refused):
+class TokenizeBody(Addressed, Conversation, NoVllmFormat, NoSglangFormat, OnlyOpenAI, Refused):
     """``/tokenize``, vLLM's. One of prompt and messages is needed."""
 
     prompt: Annotated[Raw | None, raw(**_TEXT)]

@@ -18,11 +18,12 @@ import msgspec
 from hisparse_pd.api.bodies import (
     ChatBody,
     CompletionsBody,
-    GenerateBody,
-    Grammars,
     MessagesBody,
+    OpenAI,
     ResponsesBody,
     SamplingParams,
+    SglangFormat,
+    VllmFormat,
 )
 from hisparse_pd.api.body_parts import ResponseFormat, StructuredOutputs, TextFormat
 from hisparse_pd.api.call_rules import CallRule, anthropic_calls, names_of_tools, openai_calls
@@ -84,25 +85,19 @@ class Constraint:
 
 def completion_constraint(body: CompletionsBody) -> Constraint | None:
     """Of ``/v1/completions``."""
-    answer = _one_of([*_response_format(body.response_format), *_other_formats(body)])
+    answer = _openai_format(body)
     return None if answer is None else Constraint(answer)
 
 
 def generate_constraint(params: SamplingParams, name: str) -> Constraint | None:
     """Of ``sampling_params`` of ``/generate``, which errors call ``name``."""
-    answer = _one_of([*_other_formats(params, f"{name}.")])
+    answer = _one_of([*_sglang_formats(params, f"{name}.")])
     return None if answer is None else Constraint(answer)
-
-
-def refuse_formats(body: GenerateBody) -> None:
-    """At the top level of ``/generate``, which has them in ``sampling_params``."""
-    for answer in _other_formats(body):
-        raise ApiError(400, f"{answer.field}: belongs into sampling_params here", param=answer.field)
 
 
 def chat_constraint(body: ChatBody, prompt: ChatPrompt) -> Constraint | None:
     """Of ``/v1/chat/completions``."""
-    answer = _one_of([*_response_format(body.response_format), *_other_formats(body)])
+    answer = _openai_format(body)
     calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, in_function=True)
     return _constraint(answer, calls, prompt, "continue_final_message")
 
@@ -114,7 +109,7 @@ def responses_constraint(body: ResponsesBody, prompt: ChatPrompt) -> Constraint 
     if body.text is not None and body.text.format is not None:
         chosen = decode(TextFormat, body.text.format, name)
         own = _typed_format(f"{name}.type", chosen.type, f"{name}.schema", chosen.schema)
-    answer = _one_of([*own, *_other_formats(body)])
+    answer = _one_of([*own, *_vllm_formats(body)])
     calls = openai_calls(body.tool_choice, body.parallel_tool_calls, prompt, in_function=False)
     return _constraint(answer, calls, prompt, "input")
 
@@ -129,8 +124,7 @@ def messages_constraint(body: MessagesBody, prompt: ChatPrompt) -> Constraint | 
         for name, chosen in formats.items()
         if chosen is not None
     ]
-    answer = _one_of([*own, *_other_formats(body)])
-    return _constraint(answer, anthropic_calls(body.tool_choice, prompt), prompt, "messages")
+    return _constraint(_one_of(own), anthropic_calls(body.tool_choice, prompt), prompt, "messages")
 
 
 def _constraint(
@@ -162,6 +156,11 @@ def _one_of(answers: Sequence[AnswerFormat]) -> AnswerFormat | None:
     return answers[0] if answers else None
 
 
+def _openai_format(body: OpenAI) -> AnswerFormat | None:
+    """Of completions and chats, which take the words of all three."""
+    return _one_of([*_response_format(body.response_format), *_vllm_formats(body), *_sglang_formats(body)])
+
+
 def _response_format(chosen: ResponseFormat | None) -> Sequence[AnswerFormat]:
     if chosen is None:
         return []
@@ -181,27 +180,20 @@ def _typed_format(
     return [_any_object(type_name) if kind == "json_object" else _json_format(schema_name, schema)]
 
 
-def _other_formats(fields: Grammars, path: str = "") -> Iterator[AnswerFormat]:
-    """vLLM's, as they are called now and as they were, and SGLang's. ``path``: to the fields."""
-    if (structured := fields.structured_outputs) is not None:
-        yield from _structured_outputs(structured, f"{path}structured_outputs.")
-    if fields.guided_json is not None:
-        yield _json_format(f"{path}guided_json", fields.guided_json)
+def _sglang_formats(fields: SglangFormat, path: str = "") -> Iterator[AnswerFormat]:
+    """``path``: to the fields."""
     if fields.json_schema == ANY_JSON_OBJECT:
         yield _any_object(f"{path}json_schema")
     elif fields.json_schema is not None:
         yield _json_format(f"{path}json_schema", fields.json_schema)
-    for name in ("guided_regex", "regex"):
-        if (regex := getattr(fields, name)) is not None:
-            yield AnswerFormat(path + name, FormatKind.REGEX, regex)
-    if fields.guided_choice:
-        yield _choice_format(f"{path}guided_choice", fields.guided_choice)
-    for name in ("guided_grammar", "ebnf"):
-        if (grammar := getattr(fields, name)) is not None:
-            yield _grammar_format(path + name, grammar)
+    if fields.regex is not None:
+        yield AnswerFormat(f"{path}regex", FormatKind.REGEX, fields.regex)
+    if fields.ebnf is not None:
+        yield _grammar_format(f"{path}ebnf", fields.ebnf)
 
 
-def _structured_outputs(fields: StructuredOutputs, path: str) -> Iterator[AnswerFormat]:
+def _vllm_formats(body: VllmFormat) -> Iterator[AnswerFormat]:
+    fields, path = body.structured_outputs or StructuredOutputs(), "structured_outputs."
     if fields.json is not None:
         yield _json_format(f"{path}json", fields.json)
     if fields.regex is not None:

@@ -34,7 +34,6 @@ from hisparse_pd.api.constraints import (
     chat_constraint,
     completion_constraint,
     messages_constraint,
-    refuse_formats,
     responses_constraint,
 )
 from hisparse_pd.api.declared import decode, decode_body
@@ -172,7 +171,6 @@ def parse_request(
             shared = parse_responses_options(body, defaults)
             options = (_for_chat(shared, chat, responses_constraint(body, chat)),)
         case GenerateBody():
-            refuse_formats(body)
             prompt_field, given = generate_prompt(body)
             is_batch, prompts = parse_prompts(prompt_field, given)
             options = parse_generate_options(body, len(prompts), defaults)

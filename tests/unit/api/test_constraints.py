@@ -71,35 +71,15 @@ OWN_FORMATS: list[tuple[Endpoint, dict[str, Any], str, str]] = [
     (MESSAGES, {"output_config": {"format": ANTHROPIC_FORMAT}}, "output_config.format.schema", TEXT),
     (MESSAGES, {"output_format": ANTHROPIC_FORMAT}, "output_format.schema", TEXT),
 ]
-OTHER_FORMATS: list[tuple[dict[str, Any], AnswerFormat]] = [
-    (
-        {"structured_outputs": {"json": SCHEMA}},
-        AnswerFormat("structured_outputs.json", FormatKind.JSON, TEXT),
-    ),
-    (
-        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
-        AnswerFormat("structured_outputs.json", FormatKind.JSON, TEXT),
-    ),
-    (
-        {"structured_outputs": {"json_object": True}},
-        AnswerFormat("structured_outputs.json_object", FormatKind.JSON, ANY_OBJECT),
-    ),
-    (
-        {"structured_outputs": {"regex": "a+"}},
-        AnswerFormat("structured_outputs.regex", FormatKind.REGEX, "a+"),
-    ),
-    (
-        {"structured_outputs": {"choice": ["b", "a", "b"]}},
-        AnswerFormat("structured_outputs.choice", FormatKind.CHOICE, choices=("b", "a")),
-    ),
-    (
-        {"structured_outputs": {"grammar": LARK}},
-        AnswerFormat("structured_outputs.grammar", FormatKind.LARK, LARK),
-    ),
-    ({"guided_json": SCHEMA}, AnswerFormat("guided_json", FormatKind.JSON, TEXT)),
-    ({"guided_regex": "a+"}, AnswerFormat("guided_regex", FormatKind.REGEX, "a+")),
-    ({"guided_choice": ["a"]}, AnswerFormat("guided_choice", FormatKind.CHOICE, choices=("a",))),
-    ({"guided_grammar": GBNF}, AnswerFormat("guided_grammar", FormatKind.GBNF, GBNF)),
+VLLM_FORMATS: list[tuple[dict[str, Any], AnswerFormat]] = [
+    ({"json": SCHEMA}, AnswerFormat("json", FormatKind.JSON, TEXT)),
+    ({"json": json.dumps(SCHEMA)}, AnswerFormat("json", FormatKind.JSON, TEXT)),
+    ({"json_object": True}, AnswerFormat("json_object", FormatKind.JSON, ANY_OBJECT)),
+    ({"regex": "a+"}, AnswerFormat("regex", FormatKind.REGEX, "a+")),
+    ({"choice": ["b", "a", "b"]}, AnswerFormat("choice", FormatKind.CHOICE, choices=("b", "a"))),
+    ({"grammar": LARK}, AnswerFormat("grammar", FormatKind.LARK, LARK)),
+]
+SGLANG_FORMATS: list[tuple[dict[str, Any], AnswerFormat]] = [
     ({"json_schema": TEXT}, AnswerFormat("json_schema", FormatKind.JSON, TEXT)),
     ({"json_schema": "$$ANY$$"}, AnswerFormat("json_schema", FormatKind.JSON, ANY_OBJECT)),
     ({"regex": "a+"}, AnswerFormat("regex", FormatKind.REGEX, "a+")),
@@ -118,38 +98,42 @@ def test_each_api_names_a_format_in_its_own_words(
     assert constraint_of(endpoint, **changes) == Constraint(AnswerFormat(field, FormatKind.JSON, text))
 
 
-@pytest.mark.parametrize(("changes", "answer"), OTHER_FORMATS)
-@pytest.mark.parametrize("endpoint", Endpoint)
-def test_vllms_and_sglangs_words_are_taken_everywhere(
-    endpoint: Endpoint, changes: dict[str, Any], answer: AnswerFormat
-) -> None:
-    if endpoint is not Endpoint.GENERATE:
-        assert constraint_of(endpoint, **changes) == Constraint(answer)
-        return
+@pytest.mark.parametrize(("fields", "answer"), VLLM_FORMATS)
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, RESPONSES])
+def test_vllms_words(endpoint: Endpoint, fields: dict[str, Any], answer: AnswerFormat) -> None:
+    expected = replace(answer, field=f"structured_outputs.{answer.field}")
+    assert constraint_of(endpoint, structured_outputs=fields) == Constraint(expected)
+
+
+@pytest.mark.parametrize(("fields", "answer"), SGLANG_FORMATS)
+def test_sglangs_words(fields: dict[str, Any], answer: AnswerFormat) -> None:
+    assert constraint_of(CHAT, **fields) == constraint_of(COMPLETIONS, **fields) == Constraint(answer)
     expected = replace(answer, field=f"sampling_params.{answer.field}")
-    assert constraint_of(endpoint, sampling_params=changes) == Constraint(expected)
-    with pytest.raises(ApiError, match="belongs into sampling_params") as caught:
-        constraint_of(endpoint, **changes)
-    assert caught.value.param == answer.field
+    assert constraint_of(GENERATE, sampling_params=fields) == Constraint(expected)
 
 
-HARMLESS: list[dict[str, Any]] = [
-    {},
-    {"structured_outputs": {}},
-    {"structured_outputs": {"json_object": False, "regex": None, "disable_fallback": True}},
-    {"guided_choice": [], "guided_json": None, "regex": None},
-]
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [
+        *((endpoint, {"structured_outputs": {"regex": "a"}}) for endpoint in (GENERATE, MESSAGES)),
+        *((endpoint, {"regex": "a"}) for endpoint in (GENERATE, MESSAGES, RESPONSES)),
+    ],
+)
+def test_words_of_other_servers_are_refused(endpoint: Endpoint, fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match="is not supported here: completions and chats take it") as caught:
+        constraint_of(endpoint, **fields)
+    assert caught.value.param == next(iter(fields))
 
 
-@pytest.mark.parametrize("changes", HARMLESS)
-@pytest.mark.parametrize("endpoint", Endpoint)
-def test_what_asks_for_nothing_is_no_constraint(endpoint: Endpoint, changes: dict[str, Any]) -> None:
-    given = {"sampling_params": changes} if endpoint is Endpoint.GENERATE else changes
-    assert constraint_of(endpoint, **given) is None
-    if endpoint in (CHAT, COMPLETIONS):
-        assert constraint_of(endpoint, **given, response_format={"type": "text"}) is None
-    if endpoint is RESPONSES:
-        assert constraint_of(endpoint, **given, text={"format": {"type": "text"}}) is None
+def test_what_asks_for_nothing_is_no_constraint() -> None:
+    harmless: dict[str, Any] = {"json_object": False, "regex": None, "disable_fallback": True}
+    for endpoint in (CHAT, COMPLETIONS):
+        for fields in ({}, {"structured_outputs": {}}, {"structured_outputs": harmless}, {"regex": None}):
+            assert constraint_of(endpoint, **fields) is None
+            assert constraint_of(endpoint, **fields, response_format={"type": "text"}) is None
+    assert constraint_of(RESPONSES, text={"format": {"type": "text"}}) is None
+    assert constraint_of(GENERATE, sampling_params={"regex": None}) is None
+    assert constraint_of(MESSAGES) is None
 
 
 def test_each_prompt_of_generate_has_its_own() -> None:
@@ -266,10 +250,14 @@ def test_a_format_beside_tools_lets_either_come() -> None:
 PREFILLED = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]
 CONFLICTS: list[tuple[Endpoint, dict[str, Any], tuple[str, str]]] = [
     (CHAT, {"response_format": OPENAI_FORMAT, "regex": "a"}, ("response_format.json_schema.schema", "regex")),
-    (COMPLETIONS, {"guided_json": {}, "structured_outputs": {"regex": "a"}}, ("structured", "guided_json")),
+    (COMPLETIONS, {"json_schema": {}, "structured_outputs": {"regex": "a"}}, ("structured", "json_schema")),
     (CHAT, {"structured_outputs": {"json": {}, "choice": ["a"]}}, ("outputs.json", "outputs.choice")),
     (GENERATE, {"sampling_params": {"ebnf": GBNF, "regex": "a"}}, ("params.regex", "params.ebnf")),
-    (RESPONSES, {"text": {"format": RESPONSES_FORMAT}, "regex": "a"}, ("text.format.schema", "regex")),
+    (
+        RESPONSES,
+        {"text": {"format": RESPONSES_FORMAT}, "structured_outputs": {"regex": "a"}},
+        ("text.format.schema", "structured_outputs.regex"),
+    ),
     (
         MESSAGES,
         {"output_config": {"format": ANTHROPIC_FORMAT}, "output_format": ANTHROPIC_FORMAT},
@@ -304,11 +292,18 @@ def test_two_rules_for_one_answer_are_refused_and_both_named(
     assert all(field in caught.value.message for field in fields)
 
 
-@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES, MESSAGES])
-def test_a_forced_call_leaves_no_text_for_a_format(endpoint: Endpoint) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "chosen"),
+    [
+        (CHAT, {"response_format": OPENAI_FORMAT}),
+        (RESPONSES, {"text": {"format": RESPONSES_FORMAT}}),
+        (MESSAGES, {"output_format": ANTHROPIC_FORMAT}),
+    ],
+)
+def test_a_forced_call_leaves_no_text_for_a_format(endpoint: Endpoint, chosen: dict[str, Any]) -> None:
     """Agents send both: the format is for the turn after the calls."""
     forced = {"tools": [tool(endpoint, "f")], "tool_choice": named(endpoint, "f")}
-    assert constraint_of(endpoint, **forced, regex="a") == constraint_of(endpoint, **forced)
+    assert constraint_of(endpoint, **forced, **chosen) == constraint_of(endpoint, **forced)
 
 
 def lines(number: int) -> str:
@@ -332,31 +327,31 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "response_format.type",
         'must be "json_object", "json_schema"',
     ),
-    ({"guided_json": True}, "guided_json", "must be a JSON schema"),
-    ({"guided_json": "{"}, "guided_json", "is not valid JSON"),
+    ({"json_schema": True}, "json_schema", "must be a JSON schema"),
+    ({"json_schema": "{"}, "json_schema", "is not valid JSON"),
     ({"json_schema": "[1]"}, "json_schema", "must be a JSON schema"),
-    ({"guided_json": {"x-guidance": {}}}, "guided_json", "x-guidance"),
-    (
-        {"guided_json": {"a": "x" * MAX_SCHEMA_BYTES}},
-        "guided_json",
-        f"{MAX_SCHEMA_BYTES} are the most",
-    ),
-    ({"guided_json": "x" * (MAX_SCHEMA_BYTES + 1)}, "guided_json", f"1 to {MAX_SCHEMA_BYTES} characters"),
+    ({"json_schema": {"x-guidance": {}}}, "json_schema", "x-guidance"),
+    ({"json_schema": {"a": "x" * MAX_SCHEMA_BYTES}}, "json_schema", f"{MAX_SCHEMA_BYTES} are the most"),
+    ({"json_schema": "x" * (MAX_SCHEMA_BYTES + 1)}, "json_schema", f"1 to {MAX_SCHEMA_BYTES} characters"),
     ({"regex": "a" * (MAX_REGEX_CHARS + 1)}, "regex", f"length <= {MAX_REGEX_CHARS}"),
     ({"regex": ""}, "regex", "length >= 1"),
-    ({"guided_choice": ["a"] * (MAX_CHOICES + 1)}, "guided_choice", f"length <= {MAX_CHOICES}"),
-    ({"guided_choice": ["a" * (MAX_CHOICE_CHARS + 1)]}, "guided_choice", f"{MAX_CHOICE_CHARS} are the most"),
-    ({"guided_choice": ["a", ""]}, "guided_choice[1]", "length >= 1"),
-    ({"guided_choice": ["a", 1]}, "guided_choice[1]", "must be `str`"),
+    *(
+        ({"structured_outputs": {"choice": choices}}, f"structured_outputs.choice{index}", said)
+        for choices, index, said in (
+            (["a"] * (MAX_CHOICES + 1), "", f"length <= {MAX_CHOICES}"),
+            (["a" * (MAX_CHOICE_CHARS + 1)], "", f"{MAX_CHOICE_CHARS} are the most"),
+            (["a", ""], "[1]", "length >= 1"),
+            (["a", 1], "[1]", "must be `str`"),
+        )
+    ),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one string"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not"),
     ({"structured_outputs": []}, "structured_outputs", "must be `object | null`"),
-    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
+    ({"guided_json": {}}, "guided_json", "vLLM calls it structured_outputs now"),
     ({"ebnf": f"start: {'a' * MAX_LARK_CHARS}"}, "ebnf", f"length <= {MAX_LARK_CHARS}"),
     ({"ebnf": f"root ::= {'a' * MAX_GBNF_CHARS}"}, "ebnf", f"1 to {MAX_GBNF_CHARS} characters"),
     ({"ebnf": lines(MAX_GBNF_RULES + 1)}, "ebnf", f"{MAX_GBNF_RULES} are the most"),
-    ({"structural_tag": "x"}, "structural_tag", "not supported"),
     ({"tool_choice": "any"}, "tool_choice", 'must be "none"'),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function", "is needed"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "is needed"),

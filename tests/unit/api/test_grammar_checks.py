@@ -152,7 +152,7 @@ def test_a_request_is_planned_only_with_grammars_that_can_be_followed(model_path
     limits = Limits(8192, 8192, 8192, holds_output=True)
 
     def plan(grammar: str) -> Any:
-        constraint = Constraint(AnswerFormat("guided_grammar", FormatKind.LARK, grammar))
+        constraint = Constraint(AnswerFormat("ebnf", FormatKind.LARK, grammar))
         body = b'{"text": "hello", "bootstrap_host": "h", "bootstrap_room": 1}'
         request = parse_request(Endpoint.GENERATE, body, "m")
         request = replace(request, options=(SampleOptions(max_new_tokens=5, constraint=constraint),))
@@ -161,7 +161,7 @@ def test_a_request_is_planned_only_with_grammars_that_can_be_followed(model_path
     try:
         (sample,) = plan('start: "a"')
         assert 'start: "a"' in sample.generate.sampling.grammar
-        with pytest.raises(ApiError, match=r"guided_grammar: the grammar is not usable"):
+        with pytest.raises(ApiError, match=r"ebnf: the grammar is not usable"):
             plan("start: ((")
     finally:
         assert codec._grammar_checks is not None

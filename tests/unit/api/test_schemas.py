@@ -393,7 +393,7 @@ NOT_SUPPORTED: dict[str, Any] = {
     **{"structural_tag": "{}", "logits_processors": ["x"], "return_tokens_as_token_ids": True},
     **{"thinking_token_budget": 5, "truncate_prompt_tokens": -1, "use_beam_search": True},
     **{"return_hidden_states": True, "modalities": ["audio"], "chat_template": "{{ 1 }}", "suffix": "x"},
-    **{"documents": [{"text": "x"}], "prompt_embeds": "AAAA"},
+    **{"documents": [{"text": "x"}], "prompt_embeds": "AAAA", "guided_json": {}, "guided_choice": ["a"]},
 }
 """On all endpoints."""
 TYPED: list[Case] = [
