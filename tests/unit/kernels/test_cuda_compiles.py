@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from kernels import cuda
+from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda
 
-ARCHITECTURES = (80, 90, 100, 120)
 ENTRIES = {"swap_in", "copy_planned", "fill_row", "backup_newest", "newest_slots"}
-
-
-def compile_with_nvcc(arch: int, options: tuple[str, ...], directory: Path) -> str:
-    """What the assembler says about the compiled kernels."""
-    path = directory / "unit.cu"
-    path.write_text(cuda.source())
-    command = ["nvcc", *options, f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v", "-o", f"{path}bin", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-def compile_with_nvrtc(arch: int, options: tuple[str, ...]) -> str:
-    """The PTX, whose entries name the kernels."""
-    from cupy.cuda import compiler
-
-    result = compiler.compile_using_nvrtc(cuda.source(), options, str(arch), "unit.cu")
-    text = result[0] if isinstance(result, tuple) else result
-    return text.decode(errors="replace") if isinstance(text, bytes) else str(text)
 
 
 VARIANTS = [(1, True, 64, 1), (2, True, 1, 1), (8, False, 48, 2), (32, True, 64, 8)]
@@ -50,15 +27,7 @@ SAMPLE = list(zip(ARCHITECTURES, VARIANTS, strict=True))
     ],
 )
 def test_compiles(arch: int, variant: tuple[int, bool, int, int], tmp_path: Path) -> None:
-    options = cuda.compile_options(*variant)
-    if shutil.which("nvcc"):
-        log = compile_with_nvcc(arch, options, tmp_path)
-        assert set(re.findall(r"Compiling entry function '(\w+)'", log)) == ENTRIES
-    elif importlib.util.find_spec("cupy"):
-        compiled = compile_with_nvrtc(arch, options)
-        assert all(entry in compiled for entry in ENTRIES)
-    else:
-        pytest.skip("neither nvcc nor cupy (NVRTC) is here")
+    compile_cuda(cuda.source(), arch, cuda.compile_options(*variant), tmp_path, ENTRIES)
 
 
 def test_source_is_one_unit() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +22,8 @@ from kernels.expert_routing import (
     rounds,
 )
 from kernels.experts import run_experts
-from tests.unit.kernels.triton_here import needs_triton
+from tests.unit.kernels.triton_here import compiled_for_hopper, interpreted, needs_triton, output_of
 
-ROOT = Path(__file__).resolve().parents[3]
 NUM_EXPERTS, TOP_K = 7, 3
 
 
@@ -191,7 +187,6 @@ def test_tiles_of_rounded_rows_have_one_size() -> None:
 
 
 def interpret_cases() -> None:
-    """A program of its own, because Triton reads ``TRITON_INTERPRET`` when it is imported."""
     from kernels.triton_experts import run_experts_triton
 
     for num_tokens, is_fp8 in ((1, False), (1, True), (60, True), (9, False)):
@@ -208,27 +203,16 @@ def interpret_cases() -> None:
         found = run_experts_triton(mixed, Routing.plan(ids, of_ids, NUM_EXPERTS), gate_up, down, 0)
         torch.testing.assert_close(found[::2], run_experts(x, routing, gate_up, down, 0))
         assert torch.all(found[1::2] == 0)
-    print("same")
 
 
 @needs_triton
 def test_interpreted_kernel() -> None:
-    command = [sys.executable, "-c", "from tests.unit.kernels import test_experts as t; t.interpret_cases()"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.stdout == "same\n", done.stderr
+    interpreted(interpret_cases)
 
 
 def compile_kernel() -> None:
-    """For an H200, of which this machine needs none."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     from kernels.triton_experts import ROUNDED_TILING, TILINGS, _product_kernel, _tiling
 
-    names = _product_kernel.arg_names
     result = {}
     cases = [("fp8e4nv", ROUNDED_TILE_ROWS, ROUNDED_TILING)]
     cases += [("bf16", tile_rows, _tiling(torch.bfloat16, 2, tile_rows)) for tile_rows in TILINGS]
@@ -249,30 +233,17 @@ def compile_kernel() -> None:
             "BLOCK_ROWS": tiling.block_rows,
             "BLOCK_COLUMNS": tiling.block_columns,
         }
-        signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
-        source = triton.compiler.ASTSource(
-            fn=_product_kernel,
-            signature=signature,
-            constexprs={(names.index(name),): value for name, value in constants.items()},
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
-        )
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        result[f"{dtype} {tile_rows}"] = {
-            "ptx": compiled.asm["ptx"],
-            "shared_bytes": compiled.metadata.shared,
-        }
+        result[f"{dtype} {tile_rows}"] = compiled_for_hopper(
+            _product_kernel, pointers, constants, list(pointers), **options
+        )
     print(json.dumps(result))
 
 
 @needs_triton
 def test_weights_come_wide_and_meet_the_tensor_cores(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from tests.unit.kernels import test_experts as t; t.compile_kernel()"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
-    for case, compiled in json.loads(done.stdout.splitlines()[-1]).items():
+    output = output_of(compile_kernel, TRITON_CACHE_DIR=str(tmp_path))
+    for case, compiled in json.loads(output.splitlines()[-1]).items():
         lines = compiled["ptx"].splitlines()
         kind = "e4m3.e4m3" if case.startswith("fp8") else "bf16"
         assert any("mma" in line and kind in line for line in lines), case

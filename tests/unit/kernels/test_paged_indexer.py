@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +21,14 @@ from kernels.paged_indexer import (
 from kernels.selection import select_topk
 from kernels.topk import choose_cluster_size
 from tests.gpu.index_batch import Batch
-from tests.unit.kernels.triton_here import interprets_loops, needs_triton
+from tests.unit.kernels.triton_here import (
+    compiled_for_hopper,
+    interpreted,
+    interprets_loops,
+    needs_triton,
+    output_of,
+)
 
-ROOT = Path(__file__).resolve().parents[3]
 INFINITY, NAN = float("inf"), float("nan")
 
 
@@ -181,7 +183,7 @@ CASES = [
 
 
 def interpret_cases() -> None:
-    """Compare the logits kernel with the reference; run with TRITON_INTERPRET=1."""
+    """Compare the logits kernel with the reference."""
     from kernels.triton_indexer import write_logits
 
     for case in CASES:
@@ -217,25 +219,13 @@ def check_logits(batch: Batch, token: int, logits: Tensor, max_len: int = 384) -
 
 @interprets_loops
 def test_interpreted_logits() -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "from tests.unit.kernels import test_paged_indexer as t; t.interpret_cases()",
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
+    interpreted(interpret_cases)
 
 
 def compile_logits_kernel() -> None:
     """Print, as JSON by key type, what the kernel of 64 heads and 128 dimensions becomes on Hopper."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from kernels.triton_indexer import TUNING, _logits_kernel
 
-    names = _logits_kernel.arg_names
     result = {}
     for key_format, key_type, stride in (("fp8_e4m3", "fp8e4nv", 132), ("bfloat16", "bf16", 128)):
         pointers = {
@@ -243,23 +233,15 @@ def compile_logits_kernel() -> None:
             "page_table": "*i32", "req_rows": "*i64", "query_positions": "*i64", "num_real": "*i32",
             "logits": "*fp32",
         }  # fmt: skip
-        numbers = ("first_token", "num_rows", "max_pages", "max_len", "top_k", "logits_stride")
         constants = {
             "KEY_STRIDE": stride, "SCALE_STRIDE": 33, "PAGE_SIZE": 64, "NUM_HEADS": 64, "BLOCK_HEADS": 64,
             "HEAD_DIM": 128, "BLOCK_DIM": 128, "TILE": TUNING[key_format].tile, "IS_FLOAT32": False,
             "IS_FP8": key_format == "fp8_e4m3", "MIN_TILES": 4, "NUM_STAGES": TUNING[key_format].num_stages,
         }  # fmt: skip
-        types = pointers | dict.fromkeys(numbers, "i32") | {"score_scale": "fp32"}
-        types |= dict.fromkeys(constants, "constexpr")
-        source = ASTSource(
-            fn=_logits_kernel,
-            signature={name: types[name] for name in names},
-            constexprs={(names.index(name),): value for name, value in constants.items()},
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "logits_stride")},
-        )
-        options = {"num_warps": TUNING[key_format].num_warps}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        result[key_format] = {"ptx": compiled.asm["ptx"], "shared_bytes": compiled.metadata.shared}
+        result[key_format] = compiled_for_hopper(
+            _logits_kernel, pointers | {"score_scale": "fp32"}, constants, [*pointers, "logits_stride"],
+            num_warps=TUNING[key_format].num_warps,
+        )  # fmt: skip
     print(json.dumps(result))
 
 
@@ -268,16 +250,8 @@ def test_keys_reach_the_tensor_cores_without_detours(tmp_path: Path) -> None:
     """Keys come by asynchronous copies as wide as their rows' alignment allows and are multiplied on the
     tensor cores of Hopper; fp8 ones are converted two at a time on their way there.
     """
-    command = [
-        sys.executable,
-        "-c",
-        "from tests.unit.kernels import test_paged_indexer as t; t.compile_logits_kernel()",
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
-    compiled = json.loads(done.stdout.splitlines()[-1])
+    output = output_of(compile_logits_kernel, TRITON_CACHE_DIR=str(tmp_path))
+    compiled = json.loads(output.splitlines()[-1])
     for key_format, width in (("fp8_e4m3", "0x4"), ("bfloat16", "0x10")):
         lines = compiled[key_format]["ptx"].splitlines()
         assert any("wgmma.mma_async" in line for line in lines), key_format

@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from kernels import topk
-
-ARCHITECTURES = (80, 90, 100, 120)
-
-
-def compile_with_nvcc(arch: int, directory: Path) -> str:
-    """What the assembler says about the compiled kernel."""
-    path = directory / "unit.cu"
-    path.write_text(topk.source())
-    command = ["nvcc", *topk.compile_options(), f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v"]
-    done = subprocess.run(
-        [*command, "-o", f"{path}bin", str(path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-def compile_with_nvrtc(arch: int) -> str:
-    """The PTX, whose entries name the kernels."""
-    from cupy.cuda import compiler
-
-    result = compiler.compile_using_nvrtc(topk.source(), topk.compile_options(), str(arch), "unit.cu")
-    text = result[0] if isinstance(result, tuple) else result
-    return text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+from tests.unit.kernels.cuda_here import ARCHITECTURES, compile_cuda
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_compiles(arch: int, tmp_path: Path) -> None:
-    if shutil.which("nvcc"):
-        log = compile_with_nvcc(arch, tmp_path)
-        assert re.findall(r"Compiling entry function '(\w+)'", log) == ["topk"]
+    log = compile_cuda(topk.source(), arch, topk.compile_options(), tmp_path, {"topk"})
+    if log is not None:
         assert int(re.findall(r"Used (\d+) registers", log)[0]) <= 64, "1024 threads share 65536 registers"
         assert " 0 bytes spill stores" in log
-    elif importlib.util.find_spec("cupy"):
-        assert "topk" in compile_with_nvrtc(arch)
-    else:
-        pytest.skip("neither nvcc nor cupy (NVRTC) is here")
 
 
 def test_source_is_one_unit() -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.checks import KernelArgumentError
 from kernels.rope import rotate
-from tests.unit.kernels.triton_here import needs_triton
+from tests.unit.kernels.triton_here import interpreted, needs_triton
 
 SHAPES = [(3, 5, 8, 8), (1, 1, 12, 8), (4, 17, 19, 6), (2, 40, 130, 64), (0, 3, 8, 8), (2, 0, 8, 8)]
 """Tokens, heads, elements of a head, and how many of these are rotated."""
@@ -81,7 +77,6 @@ def test_refuses_what_does_not_fit() -> None:
 
 
 def interpret_cases() -> None:
-    """A program of its own, because Triton reads ``TRITON_INTERPRET`` when it is imported."""
     from kernels import triton_rope
 
     for shape in SHAPES:
@@ -100,18 +95,8 @@ def interpret_cases() -> None:
                 torch.testing.assert_close(wide[..., 4:-5], expected)
                 assert torch.all(wide[..., :4] == 77.0)
                 assert torch.all(wide[..., -5:] == 77.0)
-    print("same")
 
 
 @needs_triton
 def test_interpreted_kernel() -> None:
-    command = [sys.executable, "-c", "from tests.unit.kernels import test_rope as t; t.interpret_cases()"]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.stdout == "same\n", done.stderr
+    interpreted(interpret_cases)

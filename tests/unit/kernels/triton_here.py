@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def _version(package: str) -> tuple[int, ...]:
@@ -19,3 +27,43 @@ interprets_loops = pytest.mark.skipif(
     _version("triton") < (3, 7) and _version("numpy") >= (2, 4),
     reason="triton is not installed, or its interpreter (before 3.7) reads no loop bounds with numpy 2.4",
 )
+
+
+def output_of(function: Callable[[], None], **environment: str) -> str:
+    """What ``function`` of a test module prints in a process of its own: Triton reads its environment when
+    it is imported. The test fails where it raises.
+    """
+    command = [sys.executable, "-c", f"import {function.__module__} as m; m.{function.__name__}()"]
+    others = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=others | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def interpreted(function: Callable[[], None]) -> None:
+    """``function`` with kernels that Triton interprets."""
+    output_of(function, TRITON_INTERPRET="1")
+
+
+def compiled_for_hopper(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], aligned: list[str], **options: int
+) -> dict[str, Any]:
+    """The PTX of a Triton kernel on an H200, of which this machine needs none, and its shared memory.
+
+    ``types``: of its arguments, i32 where none is given; ``aligned``: those that 16 divides.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={n: "constexpr" if n in constants else types.get(n, "i32") for n in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return {"ptx": result.asm["ptx"], "shared_bytes": result.metadata.shared}

@@ -1,0 +1,36 @@
+"""CUDA code is compiled by what this machine has, nvcc or NVRTC, of which neither needs a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ARCHITECTURES = (80, 90, 100, 120)
+
+
+def compile_cuda(
+    source: str, arch: int, options: tuple[str, ...], directory: Path, entries: set[str]
+) -> str | None:
+    """What nvcc's assembler says of the kernels, which are ``entries``; None where NVRTC compiled."""
+    if shutil.which("nvcc"):
+        path = directory / "unit.cu"
+        path.write_text(source)
+        command = ["nvcc", *options, f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v", "-o", f"{path}bin"]
+        done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert set(re.findall(r"Compiling entry function '(\w+)'", done.stderr)) == entries
+        return done.stderr
+    if not importlib.util.find_spec("cupy"):
+        pytest.skip("neither nvcc nor cupy (NVRTC) is here")
+    from cupy.cuda import compiler
+
+    result = compiler.compile_using_nvrtc(source, options, str(arch), "unit.cu")
+    text = result[0] if isinstance(result, tuple) else result
+    compiled = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+    assert all(entry in compiled for entry in entries)
+    return None
